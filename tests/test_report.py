@@ -203,7 +203,8 @@ def rows_of(found):
 
 class TestCurves:
     def test_means_are_over_the_points_that_all_seeds_have(self, tmp_path):
-        ragged = [record("other", 0, 2.0, steps=4), record("other", 1, 2.4, steps=3, status="diverged", error="x")]
+        short = record("other", 1, 2.4, steps=3, status="diverged", error="x", recipe=record("other", 0, 2.0).recipe)
+        ragged = [record("other", 0, 2.0, steps=4), short]
         found = comparisons(saved(tmp_path, three("base", BASE) + ragged))[0]
         (one, other), mean = arm_curves(found).held_out["other"]
         assert mean.steps == [10, 20, 30]

@@ -357,11 +357,14 @@ class Compare(Settings):
             for arm in change.get("arms", {}):
                 if arm not in self.arms:
                     raise ValueError(f"compare.sizes.{size}.arms: {arm!r} is not an arm; {nearest(arm, self.arms)}")
+        for what, changes in (("arms", self.arms), ("sizes", self.sizes)):
+            for name, change in changes.items():
+                if unread := change.keys() & {"seed", "name", "compare"}:
+                    raise ValueError(
+                        f"compare.{what}.{name}.{min(unread)} has no effect: the comparison sets it; leave it out"
+                    )
         self._until_fits()
-        for arm in self.budgets:
-            if arm not in self.arms or arm == self.baseline:
-                others = [name for name in self.arms if name != self.baseline]
-                raise ValueError(f"compare.budgets: {arm!r} is not an arm besides the baseline; {nearest(arm, others)}")
+        self._budgets_fit()
         if self.budgets and self.equal is not None:
             raise ValueError(f"compare.equal={self.equal} would make all compare.budgets the same; leave one out")
         if both := set(self.all_seeds) & set(self.tuning_seeds) if self.learning_rates else set():
@@ -369,11 +372,35 @@ class Compare(Settings):
                 f"compare.tuning_seeds and compare.seeds share {sorted(both)}; seeds that choose a rate flatter it, "
                 f"so use other tuning_seeds"
             )
+        if "tuning_seeds" in self.model_fields_set and "learning_rates" not in self.model_fields_set:
+            raise ValueError(
+                "compare.tuning_seeds has no effect without compare.learning_rates; add them, or leave it out"
+            )
+        if len({f"{rate:g}" for rate in self.learning_rates}) < len(self.learning_rates):
+            raise ValueError("compare.learning_rates names a rate twice, up to its sixth digit; list each once")
         if len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"compare.seeds names a seed twice: {self.seeds}; list each once")
         if self.halving is not None and (self.sizes or len(self.arms) < 3):
             raise ValueError("compare.halving needs two or more arms besides the baseline, and one size")
         return self
+
+    def _budgets_fit(self) -> None:
+        for arm in self.budgets:
+            if arm not in self.arms or arm == self.baseline:
+                others = [name for name in self.arms if name != self.baseline]
+                raise ValueError(f"compare.budgets: {arm!r} is not an arm besides the baseline; {nearest(arm, others)}")
+            for arms in (self.arms, *(size.get("arms", {}) for size in self.sizes.values())):
+                own, base = (
+                    {key: value for key, value in arms.get(name, {}).items() if key != "training"}
+                    for name in (arm, self.baseline)
+                )
+                if other := [key for key in own.keys() | base.keys() if own.get(key) != base.get(key)]:
+                    raise ValueError(
+                        f"compare.budgets: {arm!r} differs from {self.baseline!r} in {min(other)}, but a budget is the "
+                        "same model with other fields of training"
+                    )
+        if len(set(self.budgets)) < len(self.budgets):
+            raise ValueError(f"compare.budgets names an arm twice: {self.budgets}; list each once")
 
     def _until_fits(self) -> None:
         if self.until is None:
@@ -390,8 +417,8 @@ class Compare(Settings):
                 f"compare.seeds lists {len(self.seeds)} seeds, more than compare.max_seeds={self.max_seeds}; list only "
                 "the first"
             )
-        if len(self.arms) < 2:
-            raise ValueError("compare.until=decided needs an arm besides the baseline")
+        if not self.arms.keys() - {self.baseline, *self.budgets}:
+            raise ValueError("compare.until=decided needs an arm besides the baseline and its budgets")
 
 
 class Growth(Settings):

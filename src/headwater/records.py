@@ -352,15 +352,15 @@ def device_name(device: torch.device) -> str:
 def changed_data(records: Iterable[RunRecord]) -> str:
     """A sentence if runs with the same data settings had different data; "" if none did.
 
-    Their difference would be that of the data, too, and a mean over seeds would be one over texts. Runs with stages
-    state the data of the last one only.
+    Their difference would be that of the data, too, and a mean over seeds would be one over texts. Of runs with stages
+    it is the data of the last one, which is all that they state.
     """
     found: dict[tuple[str, str], dict[str, RunRecord]] = {}
     for record in records:
-        if not record.stages:
-            settings = json.dumps(record.recipe.get("data"), sort_keys=True)
-            key = settings, str(record.data.get("source"))
-            found.setdefault(key, {}).setdefault(record.data_hashes, record)
+        changes = [one["data"] for one in record.recipe.get("stages", ()) if one.get("data")]
+        settings = json.dumps([record.recipe.get("data"), *changes], sort_keys=True)
+        key = settings, str(record.data.get("source"))
+        found.setdefault(key, {}).setdefault(record.data_hashes, record)
     for runs in found.values():
         if len(runs) > 1:
             python = [f", Python {one.data['python']}" if "python" in one.data else "" for one in runs.values()]

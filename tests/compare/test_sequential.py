@@ -314,8 +314,12 @@ def test_a_plan_cannot_change_after_its_results_and_fixed_seeds_become_part_of_o
     with pytest.raises(HeadwaterError, match="a plan made before the results"):
         compare(other, tmp_path, workers=1)
     # Nor can an arm be exchanged for another one, which would have a chance to be wrong, too; nor the baseline.
-    with pytest.raises(HeadwaterError, match="the arms zero against base"):
-        compare(known(tmp_path / "x", ["zero"]), tmp_path, workers=1)
+    with pytest.raises(
+        HeadwaterError, match=r"better-.*' holds a run of the arm 'better', which the recipe 'tiny' does"
+    ):
+        compare(known(tmp_path.with_name("x"), ["zero"]), tmp_path, workers=1)
+    with pytest.raises(HeadwaterError, match="the arms better against base"):
+        compare(known(tmp_path.with_name("y"), ["better", "zero"]), tmp_path, workers=1)
     turned = made.model_copy(update={"compare": made.compare.model_copy(update={"baseline": "better"})})
     with pytest.raises(HeadwaterError, match="the arms base against better"):
         compare(turned, tmp_path, workers=1)

@@ -77,7 +77,7 @@ def test_a_trial_with_other_settings_is_not_taken_for_done(tmp_path):
     (job,) = trials_of(tiny({}), tmp_path)[0].jobs
     job.folder.mkdir(parents=True)
     done = record("base", 0, 1.0)
-    write_record(done, job.folder)
+    write_record(done.model_copy(update={"status": "failed"}), job.folder)
     assert result_of(job) is None
     for status, there in (("finished", True), ("diverged", True), ("stopped", False), ("failed", False)):
         write_record(done.model_copy(update={"config_hash": job.recipe.digest(), "status": status}), job.folder)

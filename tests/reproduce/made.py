@@ -128,10 +128,16 @@ def runs(claims: list[dict], arms: dict[str, list[RunRecord]], tmp_path: Path, t
     path = tmp_path / "tiny.yaml"
     table = PaperTable.model_validate(one_table([path], claims=claims))
     names = {name for claim in table.claims for name in named(claim)}
-    places = {name: SizedArm(tiny(threshold), path, name) for name in (*ARMS, *names)}
+    places = {name: SizedArm(_with_seeds_of(arms.get(name), tiny(threshold)), path, name) for name in (*ARMS, *names)}
     found = Runs(table, places, tmp_path / "out")
     found.found = {name: {one.seed: FinishedRun(one, tmp_path / name) for one in of} for name, of in arms.items()}
     return found
+
+
+def _with_seeds_of(records: list[RunRecord] | None, recipe: Recipe) -> Recipe:
+    seeds = [one.seed for one in records or []]
+    changes = {"compare": recipe.compare.model_copy(update={"seeds": seeds})} if seeds else {}
+    return recipe.model_copy(update=changes)
 
 
 def save(

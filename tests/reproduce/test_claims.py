@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from made import ARMS, RECIPE, changed, one_table, record, runs, save, tiny, written
+from made import ARMS, RECIPE, changed, one_table, record, runs, save, written
 from pydantic import ValidationError
 from scipy import stats
 
@@ -109,6 +109,17 @@ def test_only_seeds_of_both_arms_count(tmp_path):
     assert judged(better(), records, tmp_path).seeds == 3
     records["shift"] = [record(9, 1.0)]
     assert judged(better(), records, tmp_path).why == "no seed was run for both"
+
+
+@pytest.mark.parametrize("claim", [better(), alike(0.1), one("reaches"), one("never")], ids=lambda one: one["test"])
+def test_a_claim_is_not_judged_while_a_seed_is_missing(tmp_path, claim):
+    """One that failed may be the one that matters."""
+    records = arms([2.0, 3.0, 2.5], [1.9, 2.8, 2.4])
+    of = runs([claim], records, tmp_path, 2.2)
+    assert judge(of.table.claims, of)[0].seeds == 3
+    del of.found["shift"][1]
+    found = judge(of.table.claims, of)[0]
+    assert (found.verdict, found.why) == ("cannot be told", "not trained: seed 1 of shift")
 
 
 def test_alike_is_an_interval_within_the_margin(tmp_path):
@@ -655,10 +666,8 @@ def test_until_decided_a_claim_stops_at_the_seed_that_decides_it_and_shares_keep
     base = list(3 + np.random.default_rng(1).normal(0, 0.3, 10))
     records = arms(base, list(base + noise - 0.1), list(base + noise))
     claims = [better(), better("third"), one("reaches")]
-    all_seeds, own = (runs(claims, records, tmp_path, 2.5) for _ in range(2))
-    more = {"compare": tiny(2.5).compare.model_copy(update={"seeds": list(range(10))})}
-    all_seeds.places = {name: replace(at, recipe=at.recipe.model_copy(update=more)) for name, at in own.places.items()}
-    own.found = {name: {seed: found[seed] for seed in range(3)} for name, found in own.found.items()}
+    all_seeds = runs(claims, records, tmp_path, 2.5)
+    own = runs(claims, {name: of[:3] for name, of in records.items()}, tmp_path, 2.5)
     until = UntilDecided(own, 10)
     clear, none, share = judge(all_seeds.table.claims, all_seeds, until=until)
     assert (clear.verdict, none.verdict, none.seeds, share.seeds) == ("holds", "cannot be told", 10, 3)

@@ -67,6 +67,12 @@ def compare(
     loaded = [recipe_of(argument, overrides) for argument in recipes if "=" not in argument]
     if not loaded:
         raise HeadwaterError("Name at least one recipe.")
+    names = [one.name for one in loaded]
+    if len(set(names)) < len(names):
+        raise HeadwaterError(
+            f"Two of the recipes are named {next(name for name in names if names.count(name) > 1)!r}, and their runs "
+            "would share a folder; give each its own `name`, or compare them one by one with --out."
+        )
     only = [_part(recipe, arm or [], size or []) for recipe in loaded] if arm or size else None
     folder = folder or Path("runs") / loaded[0].name
     check_writable(folder, folder=True)
@@ -225,11 +231,15 @@ def duration(hours: float) -> str:
 
 
 def show(folder: Path) -> None:
-    """Print the tables of a folder's comparisons with a sentence each, and write the page."""
+    """Print the tables of a folder's comparisons with a sentence each, and write the page.
+
+    Raises `HeadwaterError` at the end if runs had different data, so that no verdict holds.
+    """
     from headwater import report as reporting
 
     page = reporting.write_report(folder)  # before anything is printed, since the pipe may be closed
-    for comparison in reporting.comparisons(folder):
+    found = reporting.comparisons(folder)
+    for comparison in found:
         out.print(reporting.table(comparison))
         for costs in reporting.cost_tables(comparison):
             out.print(costs)
@@ -238,8 +248,12 @@ def show(folder: Path) -> None:
         if (prices := reporting.prices_of(comparison)) is not None:
             out.print(reporting.terminal_prices(comparison, prices))
         out.print(reporting.answer(comparison), highlight=False, markup=False)
+        for line in reporting.left_out(comparison):
+            out.print(line, highlight=False, markup=False, soft_wrap=True)
         out.print()
     out.print(f"report: {page}", soft_wrap=True)
+    if wrong := next((one.changed_data for one in found if one.changed_data), ""):
+        raise HeadwaterError(wrong)
 
 
 def report(folder: Annotated[Path, typer.Argument(help="A folder with run records.")]) -> None:

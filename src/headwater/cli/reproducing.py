@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -55,7 +56,10 @@ def reproduce(
     until_decided: Annotated[
         bool, typer.Option("--until-decided", help="Add seeds until claims about mean differences are decided.")
     ] = False,
-    max_seeds: Annotated[int, typer.Option(min=2, help="With --until-decided: the maximum of seeds.")] = 30,
+    max_seeds: Annotated[
+        int | None,
+        typer.Option(min=2, help="With --until-decided: the maximum of seeds; default: 30.", show_default=False),
+    ] = None,
     records: Annotated[
         Path | None,
         typer.Option(
@@ -69,16 +73,25 @@ def reproduce(
     """Train the models behind a paper's table or figure, and judge its claims. Run it again to resume."""
     import headwater.papers as reproducing
 
-    if records is not None and (listing or page is not None):
-        raise HeadwaterError("--records is for training a table; leave it out with --list and --write.")
     names = [one for one in arguments or [] if "=" not in one]
     overrides = [one for one in arguments or [] if "=" in one]
+    training = {
+        **dict.fromkeys(overrides, True),
+        "--records": records is not None,
+        "--until-decided": until_decided,
+        "--max-seeds": max_seeds is not None,
+        "--task-files": task_files is not None,
+        "--workers": workers is not None,
+        "--device": device != "auto",
+    }
     if listing:
+        _refuse("with --list", training | {"--write": page is not None, "--scale": scale != "cpu"})
         _list(names, folder)
         return
     if page is not None:
         from headwater.papers import document
 
+        _refuse("with --write", dict.fromkeys(names, True) | training)
         document.write(page, folder, scale)
         out.print(f"written: {page}", soft_wrap=True)
         return
@@ -88,8 +101,7 @@ def reproduce(
     table = reproducing.table(names[0])
     check_writable(folder, folder=True)
     if table.computed:
-        if unread := overrides[0] if overrides else "--records" if records is not None else None:
-            raise HeadwaterError(f"{names[0]} is computed without training, so {unread!r} has no effect; leave it out.")
+        _refuse(f"for {names[0]}, which is computed without training", training)
         _show(reproducing.computed(names[0]), folder / reproducing.slug(names[0]))
         return
     if table.scales[scale].nothing:
@@ -103,6 +115,13 @@ def reproduce(
         )
         return
     extras.check("compare")
+    if max_seeds is not None and not until_decided:
+        _refuse("without --until-decided", {"--max-seeds": True})
+    from headwater.papers.measures import tasks_of
+
+    if not tasks_of(table):
+        _refuse(f"for {names[0]}, which has no benchmarks", {"--task-files": task_files is not None})
+    max_seeds = max_seeds or 30
     work = reproducing.prepare(names[0], scale, folder, overrides)
     work.check_tasks(task_files)
     device = device_of(device)
@@ -127,6 +146,12 @@ def reproduce(
         commands = "command" if len(left) == 1 else "commands"
         raise HeadwaterError(f"{work.left()} command: run the {commands} above, then this one again.")
     complain(failed)
+
+
+def _refuse(where: str, given: Mapping[str, bool]) -> None:
+    """Raise `HeadwaterError` for the first option or override that is given and would not be read."""
+    if unread := next((name for name, there in given.items() if there), None):
+        raise HeadwaterError(f"{unread!r} has no effect {where}; leave it out.")
 
 
 def _train(

@@ -6,6 +6,7 @@ statistics.py  what the results say       scaling.py   loss against size, and wh
 search.py      which mechanisms together  resample.py  how often these statistics are wrong
 prices.py      what each arm costs, measured
 rounds.py      seeds until it is decided  sequential.py  what may be said after every seed
+earlier.py     runs that are there already
 """
 
 from __future__ import annotations
@@ -79,13 +80,16 @@ def compare(
     on_change: OnChange | None = None,
     only: Collection[ArmKey] | None = None,
     tell: Told = lambda line: None,
+    shared: bool = False,
 ) -> list[Outcome]:
     """Everything a recipe's comparison trains: learning rates first if they are to be tuned, then its trials; then its
     prices, with `compare.prices`.
 
     Call it again to resume. workers: trials at a time; default `compare.workers`, else as `run_trials`. only: leave
-    out the trials of other arms and sizes. tell: called with a line for each arm whose price is measured. Raises
-    `HeadwaterError` as the recipe's parts do, `Interrupted` after Ctrl-C.
+    out the trials of other arms and sizes. tell: called with a line for each arm whose price is measured. shared: `out`
+    may hold runs of the same name with other settings or arms, since no table is made of all of them. Raises
+    `HeadwaterError` as the recipe's parts do, and for runs below `out` that are not of this comparison; `Interrupted`
+    after Ctrl-C.
     """
     recipe = equalized(recipe, out, tell)
     trials = _among(trials_of(recipe, out), only)
@@ -97,15 +101,21 @@ def compare(
 
         # Errors are raised before the learning rates are tuned.
         halving_steps(trials, section.halving, section.baseline)
-    from headwater.compare.rounds import check_plans  # needs scipy
+    from headwater.compare.earlier import adopt, check_arms, check_plans, check_settings, earlier_runs  # needs scipy
 
     plan = plan_for(section)
-    check_plans(trials)
+    there = earlier_runs(recipe, trials, out, shared)
+    check_arms(recipe, there, out)
+    check_plans(plan, there)
+    rates: dict[str, float] = {}
     if section.learning_rates:
         from headwater.compare.tuning import best_rates, tuning_trials
 
         tries = _tries(tuning_trials(recipe, out), only)
-        trials = at_rates(trials, best_rates(tries, run_trials(tries, workers, on_change)))
+        rates = best_rates(tries, run_trials(tries, workers, on_change))
+        trials = at_rates(trials, rates)
+    check_settings(recipe, rates, there, out)
+    adopt(recipe, there, out)
     if plan is not None:
         from headwater.compare.rounds import run_until_decided
 

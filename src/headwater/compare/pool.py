@@ -206,7 +206,7 @@ def result_of(job: Job) -> RunRecord | None:
     except HeadwaterError:
         return None
     same = record.config_hash == job.recipe.digest()
-    if not same and checkpoints(job.folder):
+    if not same and (record.status in ("finished", "diverged") or checkpoints(job.folder)):
         raise HeadwaterError(
             f"{str(job.folder)!r} holds a run with other settings; choose another --out, or remove it."
         )

@@ -7,7 +7,7 @@ from headwater.compare.statistics import standings
 from headwater.compare.trials import Trial
 from headwater.errors import HeadwaterError
 from headwater.recipe import Halving
-from headwater.records import RunRecord, SeedPlan, read_record, write_record
+from headwater.records import RunRecord, SeedPlan, changed_data
 
 
 def run_until_decided(
@@ -24,7 +24,7 @@ def run_until_decided(
     decision do not count, so the decisions depend only on the results in the plan's order. Arms that are not tested,
     the baseline with other budgets, have its seeds. halving: gives up arms after the first round; they count among the
     arms that share the error rate, as the choice used their results. A failed trial ends the comparison after its
-    round, since its seed cannot be left out.
+    round, since its seed cannot be left out. Raises `HeadwaterError` once runs with the same settings had other data.
     """
     by_key = {(one.experiment.arm, one.experiment.size, one.recipe.seed): one for one in trials}
     keys = list(dict.fromkeys((one.experiment.arm, one.experiment.size) for one in trials))
@@ -46,6 +46,8 @@ def run_until_decided(
         if any(one.record is None for one in found):
             break
         records += [one.record for one in found if one.record is not None]
+        if wrong := changed_data(records):
+            raise HeadwaterError(wrong)
         still = _open(records, still, baseline, plan)
         done += count
         count = _ahead(todo, len(still) + len({size for _, size in still}), workers)
@@ -70,34 +72,3 @@ def _ahead(todo: list[Trial], runs: int, workers: int | None) -> int:
     if not runs:
         return 1
     return max(1, (workers or default_workers([job for one in todo for job in one.jobs])) // runs)
-
-
-def check_plans(trials: list[Trial]) -> None:
-    """Raise `HeadwaterError` if any trial was run for another plan, whose error rate a change would break.
-
-    Runs of a comparison with fixed seeds become part of the plan, and of one with another baseline, threshold or title.
-    """
-    for trial in trials:
-        try:
-            record = read_record(trial.folder)
-        except HeadwaterError:
-            continue
-        ours, plan = record.experiment, trial.experiment.plan
-        if ours is None or ours == trial.experiment:
-            continue
-        if ours.plan is not None and ours.plan != plan:
-            raise HeadwaterError(
-                f"{str(trial.folder)!r} was run until decided, with {_shown(ours.plan)}, but now the recipe has "
-                f"{_shown(plan)}; the error rate holds only for a plan made before the results, so choose the same "
-                "plan or another --out."
-            )
-        write_record(record.model_copy(update={"experiment": trial.experiment}), trial.folder)
-
-
-def _shown(plan: SeedPlan | None) -> str:
-    if plan is None:
-        return "fixed seeds"
-    return (
-        f"{plan.min_seeds} to {len(plan.seeds)} seeds from {plan.seeds[0]} on, a margin of {plan.margin:g} and "
-        f"the arms {', '.join(plan.names)} against {plan.baseline}"
-    )

@@ -312,7 +312,7 @@ def judge(claims: Sequence[Claim], runs: Runs, until: UntilDecided | None = None
     With `until`, the level is divided evenly among the claims, since they stop at different numbers of seeds.
     """
     if until is None:
-        evidence = [_evidence(claim, runs) for claim in claims]
+        evidence = [_missing(claim, runs) or _evidence(claim, runs) for claim in claims]
         levels = holm_levels([None if isinstance(one, str) else one[1].p for one in evidence])
     else:
         levels = [LEVEL / len(claims)] * len(claims)
@@ -327,7 +327,7 @@ def judge(claims: Sequence[Claim], runs: Runs, until: UntilDecided | None = None
 
 def _repeated(claim: Claim, runs: Runs, until: UntilDecided, level: float) -> tuple[str, Evidence] | str:
     """A mean difference over all seeds; anything else over the recipe's own, at which it is looked at once."""
-    own = _evidence(claim, until.own)
+    own = _missing(claim, until.own) or _evidence(claim, until.own)
     if isinstance(own, str) or not isinstance(own[1], Mean) or own[1].counted:
         return own
     found = _evidence(claim, runs)
@@ -335,6 +335,16 @@ def _repeated(claim: Claim, runs: Runs, until: UntilDecided, level: float) -> tu
         return own
     mean, first = found[1], max(2, own[1].size)
     return found[0], Repeated(mean.values, mean.region, first, max(first, until.max_seeds), level)
+
+
+def _missing(claim: Claim, runs: Runs) -> str:
+    """Which seeds a claim's arms lack, as one that failed: it may be the one that matters. "" if none, or all."""
+    told = []
+    for name in dict.fromkeys(named(claim)):
+        place, there = runs.places[name], runs.of(name)
+        if place is not None and there and (left := sorted(set(place.seeds) - set(there))):
+            told.append(f"seed{'s' if len(left) > 1 else ''} {', '.join(map(str, left))} of {name}")
+    return f"not trained: {'; '.join(told)}" if told else ""
 
 
 def still_open(claims: Sequence[Claim], runs: Runs, until: UntilDecided) -> list[Claim]:

@@ -48,10 +48,11 @@ class KeptRun(BaseModel):
 
 
 def read(file: Path) -> list[KeptRun]:
-    """Raises `HeadwaterError` for a damaged file, and names the line."""
+    """Raises `HeadwaterError` for a damaged file, or two lines of one run, and names the lines."""
     with reading(repr(str(file))):
         text = file.read_text(encoding="utf-8").rstrip("\n")
-    found = []
+    found: list[KeptRun] = []
+    lines: dict[str, int] = {}
     for number, line in enumerate(text.split("\n") if text else [], 1):
         try:
             one = KeptRun.model_validate_json(line)
@@ -62,6 +63,8 @@ def read(file: Path) -> list[KeptRun]:
             raise HeadwaterError(
                 f"Line {number} of {str(file)!r} is not a finished run: {where}: {first['msg']}; use an intact file."
             ) from error
+        if (first := lines.setdefault(one.run, number)) != number:
+            raise HeadwaterError(f"Lines {first} and {number} of {str(file)!r} are both of {one.run!r}; remove one.")
         found.append(one)
     return found
 

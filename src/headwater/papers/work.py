@@ -175,7 +175,7 @@ def train(work: Work, workers: int | None, comparing: Comparing, training: Train
         if recipe.name not in missing:
             continue
         steps = sum(job.steps for job in jobs_of(recipe, work.trials, only))
-        outcomes += compare(recipe, work.trials, workers, comparing(recipe.name, steps), only)
+        outcomes += compare(recipe, work.trials, workers, comparing(recipe.name, steps), only, shared=True)
     for recipe, count in work.chains():
         folder = work.trials / recipe.name
         for stage, (plain, place) in list(zip(recipe.stage_names, chain(recipe, folder), strict=True))[:count]:
@@ -246,5 +246,5 @@ def train_until_decided(
         for recipe in {place.recipe.name: place.recipe for place in asked if place.recipe.compare}.values():
             only = {(place.arm, place.size) for place in asked if place.recipe.name == recipe.name}
             steps = sum(job.steps for job in jobs_of(recipe, work.trials, only))
-            outcomes += compare(recipe, work.trials, workers, comparing(recipe.name, steps), only)
+            outcomes += compare(recipe, work.trials, workers, comparing(recipe.name, steps), only, shared=True)
     return outcomes, extended

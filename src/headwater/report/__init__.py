@@ -12,7 +12,7 @@ from headwater.report.comparison import Comparison, comparisons
 from headwater.report.page import Head, PageTable, Picture, write_report
 from headwater.report.pictures import bars_picture, curves_picture, prices_picture
 from headwater.report.prices import prices_by_arm, prices_of, terminal_prices, terminal_prices_alone
-from headwater.report.words import answer, cells, columns, cost_tables, domains_table, note, reading, table
+from headwater.report.words import answer, cells, columns, cost_tables, domains_table, left_out, note, reading, table
 
 __all__ = [
     "Comparison",
@@ -27,6 +27,7 @@ __all__ = [
     "cost_tables",
     "curves_picture",
     "domains_table",
+    "left_out",
     "note",
     "prices_by_arm",
     "prices_of",

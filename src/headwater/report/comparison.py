@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from headwater.compare import Summary, Worth, decisive, plan_of, summarize, worth_of
+from headwater.compare.earlier import mixed
 from headwater.compare.statistics import arm_of
 from headwater.errors import HeadwaterError, nearest
 from headwater.records import HeldOutPoint, RunRecord, SeedPlan, changed_data, read_record, record_files
@@ -118,7 +119,8 @@ def look_at(record: RunRecord, step: int) -> HeldOutPoint | None:
 def comparisons(folder: Path, only: Collection[str] | None = None) -> list[Comparison]:
     """The comparisons whose records are under `folder`, one for each size, the smaller first.
 
-    only: names of experiments; default all. Raises `HeadwaterError` if there are none with a finished run.
+    only: names of experiments; default all. Raises `HeadwaterError` if there are none with a finished run, and if runs
+    of one contradict each other: an arm with several settings, two runs of one seed, several baselines or plans.
     """
     groups: dict[tuple[str, str | None], list[tuple[RunRecord, Path]]] = {}
     tuning: dict[str, list[RunRecord]] = {}
@@ -156,6 +158,10 @@ def _cost(comparison: Comparison) -> tuple[int, int]:
 
 
 def _comparison(runs: Sequence[tuple[RunRecord, Path]], tuning: list[RunRecord]) -> Comparison:
+    if wrong := mixed(runs):
+        raise HeadwaterError(
+            f"{wrong}, so no table can be made of both; report their folders one by one, or remove one."
+        )
     records = [record for record, _ in runs]
     first = next(filter(_is_finished, records)).experiment
     assert first is not None

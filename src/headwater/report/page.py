@@ -46,6 +46,7 @@ from headwater.report.words import (
     differences_table,
     domains_columns,
     domains_note,
+    left_out,
     listed,
     note,
     question,
@@ -481,8 +482,7 @@ def notices(sizes: Sequence[Comparison]) -> list[str]:
             if record.status == "diverged":
                 told.append(f"{who}: diverged. {record.error or ''}".strip())
             told += [f"{who}, step {notice.step}: {notice.message}" for notice in record.notices]
-        told += [f"{record.name}: failed, and not in the tables. {record.error or ''}".strip() for record in one.failed]
-        told += [f"{r.name}: {r.status}, not finished, and not in the tables." for r in one.unfinished]
+        told += left_out(one)
         if one.beyond:
             told.append(f"{counted(one.beyond, 'run')} came after the decision on their arm, and do not count.")
     return told

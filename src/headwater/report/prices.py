@@ -57,9 +57,13 @@ def prices_of(comparison: Comparison) -> Prices | None:
 
 
 def panels(comparison: Comparison, prices: Prices) -> list[Panel]:
-    """Gains against each price in which arms differ: of arms with a price and a difference, and of the baseline."""
+    """Gains against each price in which arms differ: of arms with a price and a difference, and of the baseline.
+
+    Not of arms that diverged: the mean of the seeds that are left flatters them.
+    """
     base = comparison.baseline
-    shown = [s for s in comparison.summaries if s.arm in prices.arms and (s.paired is not None or s.arm == base)]
+    priced = [s for s in comparison.summaries if s.arm in prices.arms]
+    shown = [s for s in priced if s.arm == base or (s.paired is not None and not s.diverged)]
     sign = 1 if comparison.lower_is_better else -1
     tokens = {arm: comparison.runs(arm)[0].tokens for arm in comparison.arms}
 

@@ -69,7 +69,7 @@ def cost_columns(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     rows = []
     for summary in comparison.summaries:
         found = [one for one in summary.reached or [] if one is not None]
-        counts = f"{len(found)} of {len(summary.reached or [])}"
+        counts = f"{len(found)} of {len(summary.reached or []) + summary.diverged}"
         if not found:
             rows.append([summary.arm, counts, "", "", ""])
             continue
@@ -96,7 +96,9 @@ COST_NOTE = (
 def worth_columns(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     """What each arm's result would have cost the baseline: column names and rows; no rows without budgets."""
     names = ["", "FLOPs, all included", f"worth in FLOPs of {comparison.baseline} [95 %]"]
-    return names, [[one.arm, f"{one.flops:.3g}", _worth(one)] for one in comparison.worths]
+    lost = {one.arm: f", without {counted(one.diverged)} that diverged" for one in comparison.summaries if one.diverged}
+    rows = [[one.arm, f"{one.flops:.3g}", f"{_worth(one)}{lost.get(one.arm, '')}"] for one in comparison.worths]
+    return names, rows
 
 
 def _worth(one: Worth) -> str:
@@ -341,6 +343,14 @@ def reading(comparison: Comparison) -> list[str]:
     lines = [_line(s, comparison) for s in comparison.summaries if s.arm not in untested or s.diverged]
     lines += [f"{record.name} failed and is not in the table: {record.error}" for record in comparison.failed]
     return [line for line in lines if line]
+
+
+def left_out(comparison: Comparison) -> list[str]:
+    """A line for each run that is not in the tables, since it failed or has not ended."""
+    lines = [
+        f"{record.name}: failed, and not in the tables. {record.error or ''}".strip() for record in comparison.failed
+    ]
+    return lines + [f"{r.name}: {r.status}, not finished, and not in the tables." for r in comparison.unfinished]
 
 
 def _line(s: Summary, comparison: Comparison) -> str:

@@ -1,0 +1,191 @@
+"""Runs that are there before a comparison begins, and folders that hold the runs of several."""
+
+import pytest
+
+from compare.saved import Here, changed_times, record, tiny
+from headwater import HeadwaterError
+from headwater.compare import compare, pool, rounds, trials_of
+from headwater.compare.resample import results_of
+from headwater.records import HeldOutPoint, changed_data, read_record, write_record
+from headwater.report import comparisons
+
+ARMS = {"base": {}, "wide": {"model": {"hidden_size": 16}}}
+PLAN = {"until": "decided", "margin": 0.1, "min_seeds": 2, "max_seeds": 4}
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch):
+    """Training in this process."""
+    trains = Here()
+    monkeypatch.setattr("headwater.compare.run_trials", trains)
+    monkeypatch.setattr(rounds, "run_trials", trains)
+    return trains
+
+
+def ended(made, out, **changes):
+    """Runs of a recipe's comparison that are there, with results that were never measured."""
+    for trial in trials_of(made, out):
+        place(trial, trial.folder, **changes)
+    return made
+
+
+def place(trial, folder, **changes):
+    done = record(trial.experiment.arm, trial.recipe.seed, 0.5, measure="accuracy")
+    own = {
+        "experiment": trial.experiment,
+        "recipe": trial.recipe.model_dump(mode="json", exclude={"compare"}),
+        "config_hash": trial.recipe.digest(),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    write_record(done.model_copy(update=own | changes), folder)
+
+
+def test_runs_of_the_comparison_stay_and_seeds_are_added(tmp_path, here):
+    ended(tiny({"arms": ARMS}), tmp_path)
+    compare(tiny({"arms": ARMS, "seeds": [1, 2]}), tmp_path)
+    assert [label for label, *_ in here.trained] == ["base · seed 2", "wide · seed 2"]
+    assert comparisons(tmp_path)[0].seeds == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "message"),
+    [
+        ({}, {"training": {"steps": 6}}, r"tiny/(base|wide)-0' holds a run with other settings; choose another --out"),
+        (
+            {"compare": {"arms": ARMS | {"deep": {"training": {"steps": 6}}}}},
+            {},
+            "deep-0' holds a run of the arm 'deep'",
+        ),
+        ({"compare": {"arms": ARMS, "sizes": {"S": {}}}}, {}, "holds a run of the size 'S', which the recipe 'tiny'"),
+        ({}, {"compare": {"arms": ARMS, "sizes": {"S": {}}}}, "holds a run of the one size, which the recipe 'tiny'"),
+        (
+            {"compare": {"arms": ARMS, **PLAN}},
+            {"compare": {"arms": ARMS, **PLAN, "margin": 0.5}},
+            "a margin of 0.1 and",
+        ),
+        ({"compare": {"arms": ARMS, **PLAN}}, {}, "now the recipe has fixed seeds"),
+    ],
+    ids=["settings", "arm", "size", "sizes", "margin", "fixed"],
+)
+def test_runs_of_another_comparison_are_refused_whatever_their_seeds_and_stay_as_they_are(
+    tmp_path, here, before, now, message
+):
+    first = {"compare": {"arms": ARMS}} | before
+    ended(tiny(first.pop("compare"), **first), tmp_path)
+    then = {"compare": {"arms": ARMS}} | now
+    times = changed_times(tmp_path)
+    with pytest.raises(HeadwaterError, match=message) as error:
+        compare(tiny(then.pop("compare") | {"seeds": [70]}, **then), tmp_path)
+    assert "\n" not in str(error.value)
+    assert not here.trained
+    assert changed_times(tmp_path) == times
+
+
+def test_a_refused_plan_is_not_written_into_the_runs(tmp_path):
+    """Else the comparison that they belong to could not go on."""
+    made = ended(tiny({"arms": ARMS}), tmp_path)
+    with pytest.raises(HeadwaterError, match="other settings"):
+        compare(tiny({"arms": ARMS, **PLAN}, training={"steps": 6}), tmp_path)
+    compare(made, tmp_path)
+    assert comparisons(tmp_path)[0].plan is None
+
+
+def test_runs_of_other_arms_and_settings_may_be_there_where_no_table_is_made_of_all(tmp_path, here):
+    ended(tiny({"arms": ARMS | {"deep": {}}}, training={"steps": 6}), tmp_path)
+    compare(tiny({"arms": ARMS, "seeds": [7]}), tmp_path, shared=True)
+    assert len(here.trained) == 2
+
+
+def test_what_says_how_results_are_read_holds_for_all_runs(tmp_path):
+    ended(tiny({"arms": ARMS}), tmp_path)
+    compare(tiny({"arms": ARMS, "seeds": [2], "baseline": "wide", "threshold": 0.3}), tmp_path)
+    (found,) = comparisons(tmp_path)
+    assert (found.baseline, found.threshold, found.seeds) == ("wide", 0.3, [0, 1, 2])
+
+
+def test_arms_that_are_evaluated_at_different_steps_have_no_steps_to_compare(tmp_path):
+    ended(tiny({"arms": ARMS, "threshold": 0.3}, reporting={"evaluate_every": 2}), tmp_path)
+    with pytest.raises(HeadwaterError, match=r"evaluate_every=2, and the recipe now has 8"):
+        compare(tiny({"arms": ARMS, "threshold": 0.3, "seeds": [2]}, reporting={"evaluate_every": 8}), tmp_path)
+    compare(tiny({"arms": ARMS, "seeds": [2]}, reporting={"evaluate_every": 8}), tmp_path)
+
+
+def test_a_run_in_two_places_counts_once_or_not_at_all(tmp_path):
+    made = ended(tiny({"arms": ARMS}), tmp_path)
+    place(trials_of(made, tmp_path)[0], tmp_path / "copy")
+    with pytest.raises(HeadwaterError, match="copy' holds a run of base · seed 0, whose place is"):
+        compare(made, tmp_path)
+    with pytest.raises(HeadwaterError, match=r"copy' and .*base-0' both hold 'base' with seed 0, so no table"):
+        comparisons(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"training": {"steps": 6}}, "hold runs of 'base' with different settings, so no table"),
+        ({"compare": {"arms": ARMS, "baseline": "wide"}}, "was compared with 'base' and .* with 'wide'"),
+        ({"compare": {"arms": ARMS, **PLAN, "margin": 0.5}}, "run until decided by different plans"),
+    ],
+    ids=["settings", "baseline", "plan"],
+)
+def test_a_folder_with_runs_of_several_comparisons_has_no_table(tmp_path, other, message):
+    ended(tiny({"arms": ARMS, **(PLAN if "margin" in str(other) else {})}), tmp_path / "one")
+    given = {"compare": {"arms": ARMS}} | other
+    ended(tiny(given.pop("compare") | {"seeds": [8, 9]}, **given), tmp_path / "two")
+    with pytest.raises(HeadwaterError, match=message):
+        comparisons(tmp_path)
+    assert len(comparisons(tmp_path / "one")) == len(comparisons(tmp_path / "two")) == 1
+
+
+def test_fields_that_were_added_later_are_no_different_settings(tmp_path):
+    made = ended(tiny({"arms": ARMS}), tmp_path)
+    path = trials_of(made, tmp_path)[0].folder
+    old = read_record(path)
+    without = {key: value for key, value in old.recipe["training"].items() if key not in ("ema", "distill")}
+    write_record(old.model_copy(update={"recipe": old.recipe | {"training": without}}), path)
+    assert comparisons(tmp_path)[0].seeds == [0, 1]
+    compare(made, tmp_path)
+
+
+def test_results_of_several_settings_are_not_resampled_as_one_arm(tmp_path):
+    ended(tiny({"arms": ARMS}), tmp_path / "one")
+    assert results_of(tmp_path) == ("base", [0.5, 0.5])
+    ended(tiny({"arms": ARMS, "seeds": [8]}, training={"steps": 6}), tmp_path / "two")
+    with pytest.raises(HeadwaterError, match="different settings, so they are not results of one arm"):
+        results_of(tmp_path)
+
+
+def test_a_run_that_has_ended_is_not_trained_over_though_its_checkpoints_are_gone(tmp_path):
+    (job,) = trials_of(ended(tiny({}), tmp_path), tmp_path)[0].jobs
+    (other,) = trials_of(tiny({}, training={"steps": 6}), tmp_path)[0].jobs
+    assert pool.result_of(job) is not None
+    with pytest.raises(HeadwaterError, match="holds a run with other settings"):
+        pool.result_of(other)
+
+
+def staged(seed, digest, stages):
+    recipe = {"data": {"kind": "text"}, "training": {"steps": 1, "learning_rate": 0.1}, "stages": stages}
+    return record("grown", seed, 1.0, data={"source": "x", "sha256": digest}, recipe=recipe)
+
+
+def test_data_that_changed_are_seen_in_runs_with_stages():
+    plain = record(
+        "base", 0, 1.0, data={"source": "x", "sha256": "a"}, recipe=staged(0, "a", []).recipe | {"stages": []}
+    )
+    stages = [{"name": "grown", "data": {}}]
+    assert not changed_data([plain, staged(0, "a", stages), staged(1, "a", stages)])
+    assert "(grown-0; grown-1)" in changed_data([staged(0, "a", stages), staged(1, "b", stages)])
+    assert "(base-0; grown-0)" in changed_data([plain, staged(0, "b", stages)])
+    # A stage with data of its own has no others to be compared with.
+    assert not changed_data([plain, staged(0, "b", [{"name": "grown", "data": {"source": "y"}}])])
+
+
+def test_nothing_is_decided_from_runs_with_different_data(tmp_path):
+    made = tiny({"arms": ARMS, **PLAN})
+    for number, trial in enumerate(trials_of(made, tmp_path)):
+        look = HeldOutPoint(step=1, tokens=1, measures={"accuracy": number / 10})
+        place(
+            trial, trial.folder, data={"source": "x", "sha256": "a" if trial.recipe.seed < 1 else "b"}, held_out=[look]
+        )
+    with pytest.raises(HeadwaterError, match="had different data"):
+        compare(made, tmp_path)
