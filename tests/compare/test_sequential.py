@@ -339,6 +339,7 @@ def test_a_plan_cannot_change_after_its_results_and_fixed_seeds_become_part_of_o
         (UNTIL | {"seeds": list(range(13))}, "lists 13 seeds"),
         ({"margin": 0.1}, "no effect without compare.until=decided"),
         (UNTIL, "needs an arm besides the baseline"),
+        (UNTIL | {"arms": {"base": {}, "long": {}}, "budgets": ["long"]}, "needs an arm besides the baseline and its"),
         (UNTIL | {"learning_rates": [1e-3], "tuning_seeds": [7], "arms": {"base": {}, "b": {}}}, r"share \[7\]"),
     ],
 )

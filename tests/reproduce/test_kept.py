@@ -232,6 +232,7 @@ def test_tables_that_look_into_models_train_what_only_has_a_record(paper):
         (lambda line: line[:-20], "Line 1 of"),
         (lambda line: line.replace("cpu/trials", "../trials"), "not a folder below the output folder"),
         (lambda line: line.replace("cpu/trials", "/cpu/trials"), "not a folder below the output folder"),
+        (lambda text: f"{text}\n{text.splitlines()[0]}", "Lines 1 and 2 of"),
     ],
 )
 def test_a_damaged_file_is_one_sentence(paper, run, damage, complaint):

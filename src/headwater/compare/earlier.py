@@ -46,7 +46,7 @@ def check_arms(recipe: Recipe, runs: Found, out: Path) -> None:
     assert section is not None
     for record, folder in runs:
         one = _of(record)
-        sizes = [*section.sizes] or [None]
+        sizes: list[str | None] = [*section.sizes] or [None]
         if one.arm not in section.arms or one.size not in sizes:
             what = (
                 f"arm {one.arm!r}" if one.arm not in section.arms else f"size {one.size!r}" if one.size else "one size"

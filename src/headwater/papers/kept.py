@@ -63,8 +63,8 @@ def read(file: Path) -> list[KeptRun]:
             raise HeadwaterError(
                 f"Line {number} of {str(file)!r} is not a finished run: {where}: {first['msg']}; use an intact file."
             ) from error
-        if (first := lines.setdefault(one.run, number)) != number:
-            raise HeadwaterError(f"Lines {first} and {number} of {str(file)!r} are both of {one.run!r}; remove one.")
+        if (before := lines.setdefault(one.run, number)) != number:
+            raise HeadwaterError(f"Lines {before} and {number} of {str(file)!r} are both of {one.run!r}; remove one.")
         found.append(one)
     return found
 
