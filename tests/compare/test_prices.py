@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 from saved import SHIFT, tiny
@@ -131,6 +132,13 @@ def test_the_report_shows_which_arms_no_cheaper_one_beats(tmp_path, clock, monke
     shown = prices_picture(comparison, found)
     assert [axes.get_xlabel() for axes in shown.axes[:3]] == [panel.title for panel in panels(comparison, found)]
     assert not shown.axes[0].yaxis_inverted()  # accuracy: better is up as it is
+    # The mean of the seeds that are left flatters an arm that diverged.
+    lost = [
+        one.model_copy(update={"status": "diverged"}) if one.name == "deep-1" else one for one in comparison.records
+    ]
+    without = replace(comparison, records=lost)
+    assert all([point.summary.arm for point in panel.front] == ["base"] for panel in panels(without, found))
+    assert {row[0]: row[-1] for row in prices_table(without, found)[1]} == {"base": "all", "shift": "–", "deep": "–"}
     # Of other settings: no price, which the page says.
     stored = json.loads((tmp_path / "tiny" / PRICES).read_text())
     stored["arms"]["shift"]["settings"] = timed_recipe(recipe.arm("deep", 0)).digest()

@@ -15,7 +15,7 @@ from headwater.compare.sequential import looks
 from headwater.compare.statistics import _effect, holm_tests, judged_beside, more_pairs, power
 from headwater.records import Origin, SeedPlan, StageRecord
 from headwater.report.comparison import Comparison
-from headwater.report.words import times, worth_columns
+from headwater.report.words import cost_columns, times, worth_columns
 
 
 def of(arm, results, **changes):
@@ -297,6 +297,14 @@ def test_what_a_result_is_worth_in_flops_of_the_baseline():
         "good": "at least ×1.40",
     }
     assert worth_columns(Comparison("made", "Made", "base", None, None, records))[1] == []
+    # What is said of an arm that diverged is of the other seeds only.
+    lost = [one.model_copy(update={"status": "diverged"}) if one.name == "saves-4" else one for one in records]
+    page = Comparison("made", "Made", "base", 8.0, None, lost, ["less", "more"])
+    (told,) = [row[2] for row in worth_columns(page)[1] if row[0] == "saves"]
+    assert told.endswith(", without 1 seed that diverged")
+    dearer = [one.model_copy(update={"flops": 2 * one.flops}) if one.name == "bad-0" else one for one in lost]
+    page = Comparison("made", "Made", "base", 8.0, None, dearer, ["less", "more"])
+    assert {row[0]: row[1] for row in cost_columns(page)[1]}["saves"].endswith("of 5")
     tested = {one.arm: one.paired for one in summarize(records, "base", None, ["less", "more"])}
     assert [arm for arm, paired in tested.items() if paired is None] == ["less", "base", "more"]
 
