@@ -285,13 +285,12 @@ def export(
         written = write(trained.model, folder, materialise, trained.tokenizer)
     elif materialise:
         raise HeadwaterError("--materialise is for headwater's own models; leave it out with --family.")
+    elif family == "source":
+        known = [event.details["family"] for event in trained.history if "family" in event.details]
+        if not known or not isinstance(known[0], str):
+            raise HeadwaterError(f"{str(checkpoint)!r} was not retrofitted from a family; name one with --family.")
+        with names_of_a_file():
+            written = export_family(trained.model, folder, known[0], trained.tokenizer)
     else:
-        if family == "source":
-            known = [event.details["family"] for event in trained.history if "family" in event.details]
-            if not known or not isinstance(known[0], str):
-                raise HeadwaterError(f"{str(checkpoint)!r} was not retrofitted from a family; name one with --family.")
-            with names_of_a_file():
-                written = export_family(trained.model, folder, known[0], trained.tokenizer)
-        else:
-            written = export_family(trained.model, folder, family, trained.tokenizer)
+        written = export_family(trained.model, folder, family, trained.tokenizer)
     out.print(f"written to {written}", soft_wrap=True)

@@ -24,18 +24,19 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch.autograd import forward_ad
 
 from headwater.kernels import MEASURED, PLAIN, mode, off
 
+T = TypeVar("T")
 # Another form is chosen if it takes less than this share of plain PyTorch's time.
 CLEAR = 0.9
 # How often each form is timed: `ROUNDS` times, or `FEWEST` if the operation's timing has taken `LIMIT` seconds.
@@ -74,7 +75,16 @@ _generation: ContextVar[dict[Any, Any] | Literal[False] | None] = ContextVar("ge
 
 
 @contextmanager
-def measured() -> Iterator[None]:
+def having(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """Inside, in this thread, the variable has this value."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+def measured() -> AbstractContextManager[None]:
     """Inside, in this thread, forms that were measured to be faster than plain PyTorch may run.
 
     They do not run under traces, functorch, forward-mode autograd, dispatch modes such as counters of operations, and
@@ -91,31 +101,17 @@ def measured() -> Iterator[None]:
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
     )
-    token = _generation.set(False if forbidden else {})
-    try:
-        yield
-    finally:
-        _generation.reset(token)
+    return having(_generation, False if forbidden else {})
 
 
-@contextmanager
-def unmeasured() -> Iterator[None]:
+def unmeasured() -> AbstractContextManager[None]:
     """Inside, in this thread, nothing depends on a timing, not even generation."""
-    token = _generation.set(False)
-    try:
-        yield
-    finally:
-        _generation.reset(token)
+    return having(_generation, False)
 
 
-@contextmanager
-def unhurried() -> Iterator[None]:
+def unhurried() -> AbstractContextManager[None]:
     """Inside, in this thread, timings may exceed `BUDGET`: for benchmarks of the kernels."""
-    token = _budget.set(math.inf)
-    try:
-        yield
-    finally:
-        _budget.reset(token)
+    return having(_budget, math.inf)
 
 
 def remembered() -> dict[Any, Any] | None:

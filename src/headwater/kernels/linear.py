@@ -15,8 +15,8 @@ times them, by shape, dtype and number of rows (`headwater.kernels.choose`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import lru_cache, partial
 
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from headwater.kernels import PLAIN
-from headwater.kernels.choose import bucket, timed
+from headwater.kernels.choose import bucket, having, timed
 
 # (x, weight, bias, activation, its scalars, its algorithm) -> y, and the layout it wants: (weight) -> weight.
 # None where PyTorch was built without oneDNN.
@@ -137,16 +137,11 @@ class _Packs:
 _packs: ContextVar[_Packs | None] = ContextVar("packs", default=None)
 
 
-@contextmanager
-def packed() -> Iterator[None]:
+def packed() -> AbstractContextManager[None]:
     """In this context and that of `choose.measured`, linear layers in bfloat16 may pack their weights for oneDNN.
 
     That happens after about a hundred uses, if it was timed to be faster, and takes the weight's memory a second
     time. The result has the same bits.
     """
     supported = _PACK is not None and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    token = _packs.set(_Packs() if supported else None)
-    try:
-        yield
-    finally:
-        _packs.reset(token)
+    return having(_packs, _Packs() if supported else None)
