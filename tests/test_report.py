@@ -270,13 +270,12 @@ class TestRecipe:
             },
             model={"mechanisms": {}},
         )
-        runs = [
+        return [
             record(t.experiment.arm, t.recipe.seed, 2.0, recipe=t.recipe.model_dump(mode="json"),
                    config_hash=t.recipe.digest(), parameters=t.recipe.model["hidden_size"])
             .model_copy(update={"experiment": t.experiment})
             for t in trials_of(made, tmp_path)
         ]  # fmt: skip
-        return runs
 
     def test_the_recipe_on_the_page_makes_the_very_runs(self, trials, tmp_path):
         found = comparisons(saved(tmp_path / "runs", trials))

@@ -234,7 +234,7 @@ def fields(draw: random.Random) -> Case:
         name, value = "mechanisms", f"{{{mechanism}: {{{option}: {value}}}}}"
     if draw.random() < 0.15:
         keys = ["rope_type", "rope_theta", "factor", "partial_rotary_factor", "original_max_position_embeddings"]
-        name, value = f"rope_parameters.{draw.choice(keys)}", value
+        name = f"rope_parameters.{draw.choice(keys)}"
     match draw.choice(["preset", "run", "layout", "recipe", "mechanism", "bench"]):
         case "preset":
             return Case(["plan", "gpt2-124m", "num_hidden_layers=2", f"{name}={value}"])

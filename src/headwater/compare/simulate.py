@@ -41,13 +41,12 @@ CHUNK = 200_000  # differences at a time
 
 @dataclass(frozen=True)
 class Planted:
-    """A difference of `effect` standard deviations, found at `rate` with `seeds` seeds on average.
+    """A planted difference, found at `rate` with `seeds` seeds on average.
 
     fixed: seeds of a paired t test with the same power, all of which it always trains. anytime, anytime_seeds: the
     share that an e-process finds by the same maximum, and its seeds.
     """
 
-    effect: float
     rate: Rate
     seeds: float
     fixed: int
@@ -112,7 +111,6 @@ def planted(effect: float, first: int, last: int, arms: int = 1, simulations: in
     wanted = min(right, simulations - 1) / simulations
     fixed = next(n for n in itertools.count(2) if power(effect, n, level) >= wanted)
     return Planted(
-        effect=effect,
         rate=Rate(right, simulations, float(right / simulations)),
         seeds=float(seeds.mean()),
         fixed=fixed,
