@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import glob
 import importlib
 import importlib.util
 import multiprocessing
@@ -245,7 +246,7 @@ def _command(*arguments: str) -> None:
 
 def _is_open(file: Path) -> bool:
     """Whether a process has a file open; as far as /proc tells."""
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
+    for link in glob.iglob("/proc/[0-9]*/fd/*"):  # unlike a Path's it bears with processes that end meanwhile
         try:
             if os.path.samefile(link, file):
                 return True
