@@ -137,6 +137,8 @@ class Experiment(_Part):
     """Arms that are the baseline with other budgets."""
     size: str | None = None
     """Which of the compared sizes this run has."""
+    halving: bool | None = None
+    """Whether the comparison gives up arms early; null in old records."""
     part: Literal["comparison", "tuning"] = "comparison"
     """tuning: the run was used to choose the arm's learning rate."""
     plan: SeedPlan | None = None

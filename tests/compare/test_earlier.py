@@ -189,3 +189,12 @@ def test_nothing_is_decided_from_runs_with_different_data(tmp_path):
         )
     with pytest.raises(HeadwaterError, match="had different data"):
         compare(made, tmp_path)
+
+
+def test_an_interrupted_run_is_none_that_was_given_up(tmp_path):
+    made = ended(tiny({"arms": ARMS, "seeds": [0]}), tmp_path)
+    trial = next(one for one in trials_of(made, tmp_path) if one.experiment.arm == "wide")
+    place(trial, trial.folder, status="stopped")
+    (found,) = comparisons(tmp_path)
+    assert [one.seed for one in found.unfinished] == [0]
+    assert found.arms == ["base"]

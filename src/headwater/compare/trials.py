@@ -110,6 +110,7 @@ def trial_of(recipe: Recipe, arm: str, seed: int, out: Path, size: str | None = 
         threshold=recipe.compare.threshold,
         budgets=recipe.compare.budgets,
         size=size,
+        halving=recipe.compare.halving is not None,
         plan=plan_for(recipe.compare),
     )
     return Trial(experiment, recipe.arm(arm, seed, size), folder_of(recipe, size, out) / f"{slug(arm)}-{seed}")

@@ -200,7 +200,8 @@ def _given_up(records: Iterable[RunRecord]) -> Iterable[tuple[str, int]]:
     """Runs that successive halving stopped: it stops all seeds of an arm at one step, unlike a user."""
     arms: dict[str, list[RunRecord]] = {}
     for record in records:
-        if record.status in ("finished", "stopped", "running"):
+        gives_up = record.experiment is None or record.experiment.halving is not False
+        if gives_up and record.status in ("finished", "stopped", "running"):
             arms.setdefault(arm_of(record), []).append(record)
     for runs in arms.values():
         steps = {run.held_out[-1].step if run.held_out else None for run in runs}
