@@ -46,6 +46,7 @@ ROWS = "tests/data/test_rows.py"
 STATISTICS = "tests/compare/test_statistics.py"
 PRICES_OF_ARMS = "tests/compare/test_prices.py"
 SEQUENTIAL = "tests/compare/test_sequential.py"
+EARLIER = "tests/compare/test_earlier.py"
 CLAIMS = "tests/reproduce/test_claims.py"
 COST = "tests/test_cost.py"
 PRICE = "tests/test_price.py"
@@ -1752,5 +1753,29 @@ MISTAKES = [
         "used = {arm: set(one.seeds) for arm, one in standings(records, baseline, plan).items()}",
         "used = {arm: set(plan.seeds) for arm, one in standings(records, baseline, plan).items()}",
         (f"{SEQUENTIAL}::test_how_many_are_trained_at_a_time_changes_nothing",),
+    ),
+    Mistake(
+        "runs of other seeds may have other settings",
+        "if record.config_hash != own.digest() and (record.status in ENDED or checkpoints(folder)):",
+        "if False:",
+        (f"{EARLIER}::test_runs_of_another_comparison_are_refused_whatever_their_seeds_and_stay_as_they_are",),
+    ),
+    Mistake(
+        "a refused plan is written into the runs",
+        "    check_settings(recipe, rates, there, out)\n    adopt(recipe, there, out)",
+        "    adopt(recipe, there, out)\n    check_settings(recipe, rates, there, out)",
+        (f"{EARLIER}::test_a_refused_plan_is_not_written_into_the_runs",),
+    ),
+    Mistake(
+        "a claim is judged without the seed that failed",
+        "evidence = [_missing(claim, runs) or _evidence(claim, runs) for claim in claims]",
+        "evidence = [_evidence(claim, runs) for claim in claims]",
+        (f"{CLAIMS}::test_a_claim_is_not_judged_while_a_seed_is_missing",),
+    ),
+    Mistake(
+        "pairs beside the tokens start far larger than these",
+        "drawn = config.initializer_range * sqrt(config.hidden_size)",
+        "drawn = 1.0",
+        (f"{MEMORY}::test_pairs_start_with_the_size_of_tokens_keys_and_values_or_the_one_asked_for",),
     ),
 ]
