@@ -726,7 +726,8 @@ def test_resuming_writes_to_no_other_folder(written, tmp_path, run):
         (written / "llama", own, "not a run's"),
         (written / "llama", other, "holds no conversion"),
         (written / "llama", begun, "was begun with"),
-        (model, model, "is, or holds, the source"),
+        (model, model, "is, holds, or is in the source"),
+        (model, model / "inside", "is, holds, or is in the source"),
     ):
         code, _, error = run(
             "convert", source, "--kv-heads", "1", "--text", written / "texts", "--context", "16", "--heal", "400",

@@ -103,8 +103,9 @@ def convert(
     target, path = _target(source, out_folder, resume, plan), Path(source)
     if path.is_dir():
         place = newest_checkpoint(path).resolve()
-        if target.resolve() in (path.resolve(), place, *place.parents):
-            raise HeadwaterError(f"--out {str(target)!r} is, or holds, the source; choose another folder.")
+        resolved = target.resolve()
+        if resolved in (path.resolve(), place, *place.parents) or path.resolve() in resolved.parents:
+            raise HeadwaterError(f"--out {str(target)!r} is, holds, or is in the source; choose another folder.")
     else:  # from the hub, or a file of tensors: the runs start from a copy
         place = target.resolve() / "source"
     trained = open_source(source)

@@ -341,6 +341,8 @@ def _change(checkpoint: str, what: str, given: dict[str, Any], folder: Path | No
         first = error.errors()[0]
         if first["type"] == "value_error":
             raise HeadwaterError(str(first["ctx"]["error"])) from error
+        if not first["loc"]:  # such as a number of too many digits
+            raise HeadwaterError(f"{first['msg']}; give other sizes.") from error
         raise HeadwaterError(
             f"--{str(first['loc'][-1]).replace('_', '-')}: {first['msg'][0].lower()}{first['msg'][1:]}, "
             f"not {first['input']!r}."

@@ -23,6 +23,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
+from headwater.enlarging import Larger
 from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import KV, Context, Mechanism, Shown, Step
 from headwater.plan import Attends, LayerPlan, Part, Source
@@ -91,6 +92,12 @@ class Blend(KeepsPrecision, Mechanism):
         return self(x, x.unflatten(1, (-1, self.heads_in_one)).mean(2).repeat_interleave(self.heads_in_one, dim=1))
 
     # In a headwater model
+
+    @classmethod
+    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
+        raise HeadwaterError(
+            "The model is on its way to a smaller cache and cannot grow before; finish the conversion."
+        )
 
     @classmethod
     def options(cls, given: dict[str, Any] | None) -> dict[str, Any]:

@@ -444,6 +444,12 @@ class Pattention(Mechanism):
 
     @classmethod
     def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
+        if growth.keeps and options["score"] == "softmax" and (growth.widens or len(growth.q) > max(growth.q) + 1):
+            raise HeadwaterError(
+                "Mechanism 'pattention': score=softmax divides by the square root of its input's width, so with "
+                "another width or number of heads it would compute something else; add pairs or layers, or use a "
+                "method that does not keep the function."
+            )
         counts = [{name: cls.pairs(options, config, layer, name) for name in get_args(Map)} for layer in growth.layers]
         frozen = options["frozen"]
         moved = None if frozen is None else [frozen[layer] for layer in growth.layers]

@@ -228,7 +228,8 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
             return None
         numbers = cls.numbers(options, config, config.num_key_value_heads)
         zero = options["start"] == "zero" and options["rank"] is None
-        return ValueTables(options["tables"], config.vocab_size, numbers, 0.0 if zero else cls.std(config))
+        std, by_head = 0.0 if zero else cls.std(config), options["rank"] is None
+        return ValueTables(options["tables"], config.vocab_size, numbers, std, by_head)
 
     @classmethod
     def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
@@ -290,16 +291,16 @@ class ValueTables(Mechanism):
         torch.Size([3, 2, 16, 64])
     """
 
-    def __init__(self, tables: int, vocabulary: int, numbers: int, std: float = 0.02) -> None:
+    def __init__(self, tables: int, vocabulary: int, numbers: int, std: float = 0.02, by_head: bool = True) -> None:
         super().__init__()
-        self.tables, self.vocabulary, self.std = tables, vocabulary, std
+        self.tables, self.vocabulary, self.std, self.by_head = tables, vocabulary, std, by_head
         self.table = nn.Embedding(tables * vocabulary, numbers)
 
     def init(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
         return torch.normal(0.0, self.std, self.table.weight.shape, generator=generator)
 
     def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
-        return SAME, Dim("kv")
+        return SAME, Dim("kv") if self.by_head else SAME
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [B, T] -> [tables, B, T, numbers]."""

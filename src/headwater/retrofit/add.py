@@ -41,6 +41,11 @@ def add_mechanisms(model: Grafted, mechanisms: dict[str, dict[str, Any]], allow_
     """
     config = copy.deepcopy(model.config)
     present = config.mechanisms or {}
+    if "blend" in present:
+        raise HeadwaterError(
+            "The model is on its way to a smaller cache, and what it goes over to would lack the new mechanism; finish "
+            "the conversion first."
+        )
     added = {name: _options(name, given, config, allow_change) for name, given in mechanisms.items()}
     config.mechanisms = _in_order(present | added, list(present))
     config.settle()
