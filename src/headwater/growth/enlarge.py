@@ -398,9 +398,9 @@ def _check_plans(old: HeadwaterConfig, new: HeadwaterConfig, growth: Larger) -> 
         first, last = (after[at].at("leave") for at in (growth.at(growth.depth - 1), len(after) - 1))
         moved = [*first, *(name for name in last if name not in first)]
         if moved != [*before[-1].at("leave")]:
-            was, now = (" and ".join(map(repr, names)) for names in (before[-1].at("leave"), moved))
+            here, there = (" and ".join(map(repr, names)) for names in (before[-1].at("leave"), moved))
             raise HeadwaterError(
-                f"{was} act after the last layer, and in the larger model in another order: {now}; list them in this "
+                f"{here} act after the last layer, and in the larger model in another order: {there}; list them in this "
                 "order in a new model, remove one, or use a method that does not keep the function."
             )
     for layer, source in enumerate(growth.layers):
