@@ -400,8 +400,8 @@ def _check_plans(old: HeadwaterConfig, new: HeadwaterConfig, growth: Larger) -> 
         if moved != [*before[-1].at("leave")]:
             here, there = (" and ".join(map(repr, names)) for names in (before[-1].at("leave"), moved))
             raise HeadwaterError(
-                f"{here} act after the last layer, and in the larger model in another order: {there}; list them in this "
-                "order in a new model, remove one, or use a method that does not keep the function."
+                f"{here} act after the last layer, and in the larger model in another order: {there}; list them in "
+                "this order in a new model, remove one, or use a method that does not keep the function."
             )
     for layer, source in enumerate(growth.layers):
         if layer in growth.silent:
