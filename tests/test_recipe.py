@@ -200,9 +200,9 @@ def test_anchors_and_merges_are_read(tmp_path):
     path = tmp_path / "r.yaml"
     path.write_text(
         "data: {kind: induction}\ncompare:\n  baseline: a\n  arms:\n    a: &a {training: {steps: 3}}\n"
-        "    b: {<<: *a, seed: 4}\n"
+        "    b: {<<: *a, model: {num_hidden_layers: 4}}\n"
     )
-    assert load_recipe(path).compare.arms["b"] == {"training": {"steps": 3}, "seed": 4}
+    assert load_recipe(path).compare.arms["b"] == {"training": {"steps": 3}, "model": {"num_hidden_layers": 4}}
 
 
 def test_only_files_of_a_sensible_size_are_read(tmp_path):
