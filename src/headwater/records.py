@@ -21,6 +21,8 @@ from headwater.kernels.choose import cpu
 
 SCHEMA_VERSION = 1
 RECORD = "record.json"
+# Of a run with a result; that of a diverged one is that it diverged.
+ENDED = ("finished", "diverged")
 # Relative tolerance of bits per byte over nats per token; rounding is a millionth of it.
 SAME = 1e-6
 # What can be counted; numbers with thousands of digits are invalid, and printing them raises an error.

@@ -15,10 +15,9 @@ from headwater.compare.trials import Trial, at_rate, trial_of
 from headwater.compare.tuning import found_rate
 from headwater.errors import HeadwaterError
 from headwater.recipe import Recipe, parse
-from headwater.records import Experiment, RunRecord, SeedPlan, read_record, record_files, write_record
+from headwater.records import ENDED, Experiment, RunRecord, SeedPlan, read_record, record_files, write_record
 from headwater.training.places import checkpoints
 
-ENDED = ("finished", "diverged")
 Found = Sequence[tuple[RunRecord, Path]]
 
 
@@ -146,7 +145,7 @@ def _same_settings(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Whether two runs differ at most in their seeds, names and reporting, and by fields that were added later."""
     aside = ("name", "title", "seed", "reporting", "compare")
     plain = [{key: value for key, value in recipe.items() if key not in aside} for recipe in (one, other)]
-    if plain[0] == plain[1] and json.dumps(plain[0]) == json.dumps(plain[1]):  # the order of mechanisms counts
+    if json.dumps(plain[0]) == json.dumps(plain[1]):  # the order of mechanisms counts
         return True
     try:
         return len({parse({**recipe, "seed": 0}, "a record").digest() for recipe in plain}) == 1

@@ -16,7 +16,7 @@ from headwater.compare.trials import Job, Trial, levels
 from headwater.errors import Diverged, HeadwaterError, Interrupted
 from headwater.hardware import cores
 from headwater.recipe import Recipe
-from headwater.records import Experiment, RunRecord, read_record, write_record
+from headwater.records import ENDED, Experiment, RunRecord, read_record, write_record
 from headwater.training.places import checkpoints
 from headwater.training.run_folder import METRICS
 from headwater.training.stages import joined
@@ -206,13 +206,13 @@ def result_of(job: Job) -> RunRecord | None:
     except HeadwaterError:
         return None
     same = record.config_hash == job.recipe.digest()
-    if not same and (record.status in ("finished", "diverged") or checkpoints(job.folder)):
+    if not same and (record.status in ENDED or checkpoints(job.folder)):
         raise HeadwaterError(
             f"{str(job.folder)!r} holds a run with other settings; choose another --out, or remove it."
         )
     if not same:
         return None
-    there = record.status in ("finished", "diverged") or (
+    there = record.status in ENDED or (
         job.until is not None and any(point.step >= job.steps for point in record.held_out)
     )
     return record if there else None

@@ -14,7 +14,7 @@ from headwater.compare.statistics import steps_to
 from headwater.compare.trials import Trial, tuning_trial
 from headwater.errors import HeadwaterError
 from headwater.recipe import Halving, Recipe
-from headwater.records import RunRecord, read_record
+from headwater.records import ENDED, RunRecord, read_record
 
 # The score of a diverged run.
 WORST = -1e30
@@ -41,7 +41,7 @@ def found_rate(recipe: Recipe, arm: str, out: Path) -> float | None:
             record = read_record(trial.folder)
         except HeadwaterError:
             return None
-        if record.status not in ("finished", "diverged") or record.config_hash != trial.recipe.digest():
+        if record.status not in ENDED or record.config_hash != trial.recipe.digest():
             return None
         outcomes.append(Outcome(trial.label, record))
     return best_rates(trials, outcomes)[arm]

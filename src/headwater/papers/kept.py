@@ -22,13 +22,12 @@ from headwater.papers.table import reads_models
 from headwater.papers.work import Work
 from headwater.reading import reading
 from headwater.recipe import Recipe
-from headwater.records import RECORD, RunRecord, read_record, record_files, usable_record, write_record
+from headwater.records import ENDED, RECORD, RunRecord, read_record, record_files, usable_record, write_record
 from headwater.terminal import counted
 from headwater.training.places import checkpoints
 from headwater.training.run_folder import MARK
 
 Tell = Callable[[str], None]
-ENDED = ("finished", "diverged")
 
 
 class KeptRun(BaseModel):

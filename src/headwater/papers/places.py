@@ -16,7 +16,7 @@ from headwater.errors import HeadwaterError
 from headwater.papers.pages import short
 from headwater.papers.table import Claim, Gains, Pair, PaperTable, ReferenceText, ScaleName, Sooner
 from headwater.recipe import Recipe
-from headwater.records import RunRecord, read_record
+from headwater.records import ENDED, RunRecord, read_record
 from headwater.training.places import checkpoints
 from headwater.training.stages import chain
 
@@ -162,7 +162,7 @@ def finished(place: SizedArm, out: Path) -> dict[int, FinishedRun]:
         if tuned and rate is None:
             continue
         recipe = recipe if rate is None else at_rate(recipe, rate)
-        if record.status in ("finished", "diverged") and record.config_hash == recipe.digest():
+        if record.status in ENDED and record.config_hash == recipe.digest():
             found[seed] = FinishedRun(record, folder)
     return found
 
