@@ -1155,8 +1155,8 @@ MISTAKES = [
     ),
     Mistake(
         "runs with other settings are taken for the table's",
-        'if record.status in ENDED and record.config_hash == recipe.digest():',
-        'if record.status in ENDED:',
+        "if record.status in ENDED and record.config_hash == recipe.digest():",
+        "if record.status in ENDED:",
         ("tests/reproduce/test_reproduction.py",),
     ),
     # Cost, price, evaluation, the command line
