@@ -9,6 +9,7 @@ from headwater import HeadwaterError, HeadwaterForCausalLM, kernels
 from headwater.kernels.shift import traced_shift
 from headwater.mechanisms.base import KV, Context
 from headwater.mechanisms.kv_shift import KVShift, shift
+from headwater.mechanisms.shift import dynamic_shift
 from headwater.models.cache import HeadwaterLayer
 from headwater.testing import naive
 
@@ -208,6 +209,19 @@ def test_compiled_shift_keeps_no_shifted_copy():
     with kernels.plain():
         for a, e in zip((gx, gw), gradients(shift(x, weight, REACH), x, weight), strict=True):
             assert_near(a.double(), e.double(), 0.02 * e.abs().max().item())
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_in_one_dtype_it_has_all_gradients(dynamic):
+    """In PyTorch 2.11 a cast to the same dtype, as the result of an autograd function, lost them."""
+    inputs = [random(B, K, T, D).requires_grad_(), random(2, K).requires_grad_()]
+    if dynamic:
+        inputs.append(random(2, B, K, T, 1).requires_grad_())
+    form = dynamic_shift if dynamic else shift
+    actual = gradients(torch.compile(form, backend="aot_eager", fullgraph=True)(*inputs), *inputs)
+    with kernels.plain():
+        for a, e in zip(actual, gradients(form(*inputs), *inputs), strict=True):
+            assert_near(a, e, 1e-12)
 
 
 @pytest.mark.slow

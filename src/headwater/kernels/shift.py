@@ -83,7 +83,7 @@ class _DynamicShift(torch.autograd.Function):
         y = (taps[0] + more[0]) * x
         for steps in range(1, len(taps)):
             y = y + (taps[steps] + more[steps]) * back(x, steps, reach)
-        return y.to(x.dtype)
+        return _as(x, y)
 
     @staticmethod
     def backward(ctx, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
@@ -119,7 +119,7 @@ class _TracedShift(torch.autograd.Function):
         y = current * x
         for steps, tap in enumerate(others, 1):
             y = y + tap * back(x, steps, reach)
-        return y.to(x.dtype)
+        return _as(x, y)
 
     @staticmethod
     def backward(ctx, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -139,6 +139,12 @@ class _TracedShift(torch.autograd.Function):
             gx = gx + tap * ahead
             gw.append((ahead * x).sum(over))
         return gx.to(grads[0].dtype).transpose(1, 2), torch.stack(gw).to(weight.dtype), None
+
+
+def _as(x: Tensor, y: Tensor) -> Tensor:
+    """y in the dtype of x."""
+    # PyTorch 2.11's compiler loses the gradient of an autograd function that returns a cast which changes nothing.
+    return y if y.dtype == x.dtype else y.to(x.dtype)
 
 
 def _by_channel(weight: Tensor, width: int) -> Sequence[Tensor]:
