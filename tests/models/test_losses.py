@@ -7,13 +7,14 @@ from torch import Tensor
 from conftest import assert_near
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.bench.training import saved_bytes
+from headwater.models.compiling import compile_model
 
-V = 89
+V, D = 89, 16
 
 
 def model(**changes) -> HeadwaterForCausalLM:
     torch.manual_seed(0)
-    sizes = dict(vocab_size=V, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, logit_scale=0.5)
+    sizes = dict(vocab_size=V, hidden_size=D, num_hidden_layers=1, num_attention_heads=2, logit_scale=0.5)
     return HeadwaterForCausalLM(HeadwaterConfig(**sizes | changes)).double()
 
 
@@ -74,6 +75,24 @@ def test_chunks_keep_no_logits():
         for chunk in (None, 4)
     }
     assert kept[None] - kept[4] > 0.9 * ids.numel() * 4096 * 4
+
+
+def test_a_compiled_chunk_is_a_graph_of_its_own():
+    """A graph of all chunks keeps the logits of several in its backward pass (PyTorch issue 193193)."""
+    tokens: list[int] = []
+
+    def look(graph, example_inputs):
+        shapes = [tuple(x.shape) for x in example_inputs if isinstance(x, Tensor)]
+        if (V, D) in shapes:
+            tokens.extend(shape[1] for shape in shapes if len(shape) == 3 and shape[-1] == D)
+        return graph.forward
+
+    made, (ids, labels) = model(), rows()
+    wanted = {"labels": labels, "skip_logits": True, "loss_chunk": 8}
+    eager = gradients(made, made(ids, **wanted).loss)
+    compile_model(made, look)
+    assert_near(gradients(made, made(ids, **wanted).loss), eager, 1e-12)
+    assert tokens == [8, 2], "26 tokens: three chunks of one graph, and the rest"
 
 
 @pytest.mark.parametrize("chunk", [None, pytest.param(8, marks=pytest.mark.slow)])

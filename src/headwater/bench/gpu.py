@@ -143,7 +143,7 @@ class Sizes:
     steps: int
     copied: int  # bytes
     backend: str
-    least: float  # minimum seconds of a measurement, which is skipped if fewer are left
+    least: float  # minimum seconds of a measurement that compiles, which is skipped if fewer are left
 
 
 ON_GPU = Sizes(
@@ -154,7 +154,7 @@ ON_GPU = Sizes(
     scores=2**27,
     keys=(64, 1024, 12),
     chunk=8192,
-    mechanisms=(12, 768, 16),
+    mechanisms=(12, 768, 32),
     decoding={"1.5B": (28, 2048), "124M": (12, 768)},
     batches=(1, 64),
     prompt=512,
@@ -380,9 +380,12 @@ class Phase:
         with open(self.rows, "a") as file:
             file.write(json.dumps(row) + "\n")
 
-    def attempt(self, measure: Callable[[], Measurement], **names: Any) -> None:
-        """One measurement as a row; if it fails, or there is no time, the row records that and the phase continues."""
-        if time.monotonic() > self.deadline - self.sizes.least:
+    def attempt(self, measure: Callable[[], Measurement], *, brief: bool = False, **names: Any) -> None:
+        """One measurement as a row; if it fails, or there is no time, the row records that and the phase continues.
+
+        brief: it compiles nothing, so it may begin as long as there is any time.
+        """
+        if time.monotonic() > self.deadline - (0 if brief else self.sizes.least):
             self.put(**names, outcome=LATE)
             return
         torch._dynamo.reset()
@@ -479,9 +482,10 @@ def environment(phase: Phase) -> None:
     sheet = sheet_of(name)
     if sheet is not None:
         phase.put(sheet=sheet.source, **{"bf16, TFLOP/s": sheet.flops / 1e12, "bandwidth, GB/s": sheet.bandwidth / 1e9})
-    phase.attempt(lambda: {"GB/s": bandwidth(phase) / 1e9}, measured="copy, bytes read and written")
+    attempt = partial(phase.attempt, brief=True)
+    attempt(lambda: {"GB/s": bandwidth(phase) / 1e9}, measured="copy, bytes read and written")
     x = torch.ones(phase.sizes.copied // 4, device=device)
-    phase.attempt(lambda: {"GB/s": x.nbytes / phase.seconds(x.sum, 20) / 1e9}, measured="sum, bytes read")
+    attempt(lambda: {"GB/s": x.nbytes / phase.seconds(x.sum, 20) / 1e9}, measured="sum, bytes read")
 
     def matmul(dtype: torch.dtype, rounded: bool) -> Measurement:
         return {"TFLOP/s": matmul_flops(device, dtype, rounded) / 1e12}
@@ -490,9 +494,9 @@ def environment(phase: Phase) -> None:
     if phase.on_gpu:
         kinds["float32 in TF32"] = (torch.float32, True)
     for name, (dtype, rounded) in kinds.items():
-        phase.attempt(partial(matmul, dtype, rounded), measured=f"matmul {name}")
+        attempt(partial(matmul, dtype, rounded), measured=f"matmul {name}")
     one = torch.ones(1, device=device)
-    phase.attempt(lambda: {"microseconds": phase.seconds(lambda: one.add_(1), 1000) * 1e6}, measured="smallest kernel")
+    attempt(lambda: {"microseconds": phase.seconds(lambda: one.add_(1), 1000) * 1e6}, measured="smallest kernel")
 
 
 def bandwidth(phase: Phase) -> float:
@@ -505,23 +509,25 @@ def bandwidth(phase: Phase) -> float:
 def correctness(phase: Phase) -> None:
     """The contract on this device: cached = uncached, packed = separate, half precision near fp64, compiled = eager."""
     every = combinations(phase.mechanisms)
+    for name, mechanisms in every.items():
+        phase.attempt(partial(_checked, phase, mechanisms), brief=True, mechanisms=name)
+    for name, mechanisms in every.items():
+        phase.attempt(partial(_same_tokens, phase, mechanisms, False), brief=True, tokens=name)
+    both = [name for name in ("none", "together") if name in every]
+    for name in both:
+        phase.attempt(partial(_token_waits, phase, every[name]), brief=True, waits=f"decoding step, {name}")
 
-    def compiles_and_waits(name: str) -> None:
-        if name in every:
-            phase.attempt(partial(_token_waits, phase, every[name]), waits=f"decoding step, {name}")
-            phase.attempt(partial(_same_tokens, phase, every[name], True), tokens=f"{name}, compiled")
-            phase.attempt(partial(_step_waits, phase, every[name]), waits=f"training step, {name}")
+    # Compilation takes most of the time: that of as many mechanisms as fit, a minute or more.
+    def compiled(name: str) -> None:
+        phase.attempt(partial(_compiled, phase, every[name]), compiled=name)
 
-    # Compilation takes most of the time: of each mechanism alone it comes last, and only of those with a target.
-    compiles_and_waits("none")
-    for name, mechanisms in every.items():
-        phase.attempt(partial(_checked, phase, mechanisms), mechanisms=name)
-    compiles_and_waits("together")
-    for name, mechanisms in every.items():
-        phase.attempt(partial(_same_tokens, phase, mechanisms, False), tokens=name)
-    for name, mechanisms in every.items():
-        if name in ("none", "together") or MECHANISMS.resolve(name).step_target is not None:
-            phase.attempt(partial(_compiled, phase, mechanisms), compiled=name)
+    for name in every:
+        if name not in both and MECHANISMS.resolve(name).step_target is not None:
+            compiled(name)
+    for name in both:
+        compiled(name)
+        phase.attempt(partial(_step_waits, phase, every[name]), waits=f"training step, {name}")
+        phase.attempt(partial(_same_tokens, phase, every[name], True), tokens=f"{name}, compiled")
 
 
 def _small(mechanisms: dict[str, dict]) -> HeadwaterConfig:
@@ -692,12 +698,16 @@ def _timed_steps(phase: Phase, step: Callable[[], None], flops: float, tokens: i
     if phase.on_gpu:
         row["MFU, measured peak"] = flops / second / matmul_flops(phase.device, torch.bfloat16)
         row["peak, GiB"] = torch.cuda.max_memory_allocated() / 2**30
-        row["idle"] = _idle(step)
+        row |= _shares(step)
     return row | {"first steps, s": begun} | _count()
 
 
-def _idle(step: Callable[[], None], steps: int = 3) -> float:
-    """Share of the time of some steps in which the GPU runs no kernel."""
+# What names of kernels contain, by what they compute. Names of attention kernels contain those of matmuls too.
+KERNELS = {"attention": ("flash", "fmha", "sdpa"), "matmuls": ("gemm", "nvjet", "cutlass"), "compiled": ("triton",)}
+
+
+def _shares(step: Callable[[], None], steps: int = 3) -> Measurement:
+    """Shares of the time of some steps: in which the GPU runs no kernel, and by kinds of kernels."""
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         torch.cuda.synchronize()
         started = time.perf_counter()
@@ -705,8 +715,11 @@ def _idle(step: Callable[[], None], steps: int = 3) -> float:
             step()
         torch.cuda.synchronize()
         passed = time.perf_counter() - started
-    busy = sum(event.self_device_time_total for event in seen.key_averages()) / 1e6
-    return max(0.0, 1 - busy / passed)
+    busy = dict.fromkeys((*KERNELS, "other"), 0.0)
+    for event in seen.key_averages():
+        kinds = (kind for kind, parts in KERNELS.items() if any(part in event.key.lower() for part in parts))
+        busy[next(kinds, "other")] += event.self_device_time_total / 1e6 / passed
+    return {"idle": max(0.0, 1 - sum(busy.values())), **busy}
 
 
 def training(phase: Phase) -> None:
@@ -803,8 +816,9 @@ def _head_form(
     if form == "logits, compiled":
         return torch.compile(plain, backend=sizes.backend)
     if form == "loss_chunk":  # as training has it
-        losses = torch.compile(model.losses, dynamic=False, backend=sizes.backend)
-        return lambda hidden, weight: losses(hidden[None], None, labels[None], labels[None], sizes.chunk, False)[0]
+        compile_model(model, sizes.backend)
+        targets = labels[None]
+        return lambda hidden, weight: model.losses(hidden[None], None, targets, targets, sizes.chunk, False)[0]
     if form == "auto_chunker":
         if not hasattr(inductor, "auto_chunker"):
             return f"not in PyTorch {torch.__version__}"

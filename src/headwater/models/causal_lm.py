@@ -3,6 +3,7 @@
 # No postponed annotations in this file: other packages read those of `forward` at run time.
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Unpack
 
 import torch
@@ -506,6 +507,18 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         """(loss, z-loss or None). logits: those of `hidden`, computed here if None, `chunk` tokens at a time."""
         if logits is None and chunk is not None:
             return self.chunked_losses(hidden, labels, shift_labels, chunk, with_z, **kwargs)
+        return self.whole_losses(hidden, logits, labels, shift_labels, with_z, **kwargs)
+
+    def whole_losses(
+        self,
+        hidden: Tensor,
+        logits: Tensor | None,
+        labels: Tensor,
+        shift_labels: Tensor | None,
+        with_z: bool,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `losses`, with all logits at once."""
         logits = self.logits(hidden) if logits is None else logits
         size = self.config.vocab_size
         loss = self.loss_function(logits=logits, labels=labels, vocab_size=size, shift_labels=shift_labels, **kwargs)
@@ -526,28 +539,25 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
     ) -> tuple[Tensor, Tensor | None]:
         """As `losses`, with the logits of `size` tokens at a time, which are recomputed in the backward pass."""
         targets = shifted(labels) if shift_labels is None else shift_labels
-        vocabulary = self.config.vocab_size
-
-        def sums(hidden: Tensor, targets: Tensor) -> Tensor:
-            logits = self.logits(hidden)
-            loss = self.loss_function(
-                logits=logits,
-                labels=None,
-                vocab_size=vocabulary,
-                num_items_in_batch=1,
-                shift_labels=targets,
-                **kwargs,
-            )
-            return torch.stack((loss, squared_normalizers(logits, targets).to(loss.dtype))) if with_z else loss[None]
-
         parts = zip(hidden.flatten(0, 1).split(size), targets.flatten().split(size), strict=True)
         # The head draws nothing random, and saving the generators' states would wait for the device.
-        chunks = [
-            checkpoint(sums, rows[None], wanted[None], use_reentrant=False, preserve_rng_state=False)
-            for rows, wanted in parts
-        ]
+        recomputed = partial(checkpoint, self.sums, use_reentrant=False, preserve_rng_state=False)
+        chunks = [recomputed(rows[None], wanted[None], with_z, **kwargs) for rows, wanted in parts]
         total = torch.stack(chunks).sum(0) / counted(targets, num_items_in_batch)
         return total[0], total[1] if with_z else None
+
+    def sums(self, hidden: Tensor, targets: Tensor, with_z: bool, **kwargs: Any) -> Tensor:
+        """The sum of a chunk's losses, and of its z-losses if asked: [1] or [2]."""
+        logits = self.logits(hidden)
+        loss = self.loss_function(
+            logits=logits,
+            labels=None,
+            vocab_size=self.config.vocab_size,
+            num_items_in_batch=1,
+            shift_labels=targets,
+            **kwargs,
+        )
+        return torch.stack((loss, squared_normalizers(logits, targets).to(loss.dtype))) if with_z else loss[None]
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As in transformers. On a CPU it runs the kernels that were timed to be fastest on this machine

@@ -66,4 +66,7 @@ def compile_model(model: HeadwaterForCausalLM, backend: str = "inductor", budget
     torch._dynamo.reset()
     compile_blocks(model.model.layers, backend, budget)
     if hasattr(model, "losses"):
-        model.losses = torch.compile(model.losses, dynamic=False, backend=backend)  # type: ignore[method-assign]
+        # A chunk of the tokens is a graph: in one of all chunks the compiler would keep the logits of all.
+        model.whole_losses, model.sums = (  # type: ignore[method-assign]
+            torch.compile(losses, dynamic=False, backend=backend) for losses in (model.whole_losses, model.sums)
+        )
