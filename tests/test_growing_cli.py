@@ -383,6 +383,9 @@ class TestRetrofit:
         code, _, err = run("retrofit", tmp_path / "own", "--out", tmp_path / "x")
         assert code == 2
         assert "already a headwater model" in err
+        code, _, err = run("retrofit", tmp_path / "own", "--family", "llama", "--out", tmp_path / "x")
+        assert code == 2
+        assert "leave out --family" in err
 
     @pytest.mark.slow
     def test_parameter_tokens_stand_for_linear_maps_and_the_report_says_how_well(self, run, llama, tmp_path):
@@ -407,6 +410,7 @@ class TestRetrofit:
             (["--mechanism", "kv_shift=3"], "a mapping"),
             (["--mechanism", "pattention"], "--parameter-tokens"),
             (["--attention-pairs", 9], "--parameter-tokens"),
+            (["--attention-pairs", 0], "not in the range x>=1"),
             (["--parameter-tokens", "--text", __file__, "--attention-pairs", 2**31 - 1], "GB of memory"),
             (["--layout", "resformer", "--set", "nope=1"], "no field 'nope'"),
             (["--parameter-tokens"], "--text"),

@@ -459,7 +459,7 @@ class Growth(Settings):
         try:
             ways(self.method)
             pairs = self.attention_pairs or self.ffn_pairs
-            check_of_pairs(self.sizes, pairs, self.layers, self.keys, self.tau, self.freeze)
+            check_of_pairs(self.sizes, self.method, pairs, self.layers, self.keys, self.tau, self.freeze)
         except HeadwaterError as error:
             raise ValueError(str(error)) from error
         return self

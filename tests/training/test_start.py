@@ -310,6 +310,11 @@ class TestRefusals:
         with pytest.raises(HeadwaterError, match="start"):
             train(pairs_recipe(**start(base, grow=TO | {"ffn_pairs": 30})), tmp_path / "grown", resume=True)
 
+    def test_a_scale_where_no_parameter_tokens_are(self, recipe, finished, tmp_path):
+        finished(recipe(), tmp_path / "linear")
+        with pytest.raises(HeadwaterError, match="which this model lacks"):
+            train(recipe(**start(tmp_path / "linear", tau="annealed")), tmp_path / "x")
+
     def test_growing_and_widening_at_once(self, base, recipe):
         with pytest.raises(HeadwaterError, match="not both"):
             recipe(**start(base, grow=TO, widen={"hidden_size": 32}))

@@ -223,10 +223,10 @@ def retrofit(
     ] = False,
     attention_pairs: Annotated[
         int | None,
-        typer.Option(help="With --parameter-tokens: pairs of each attention projection.", show_default=False),
+        typer.Option(min=1, help="With --parameter-tokens: pairs of each attention projection.", show_default=False),
     ] = None,
     ffn_pairs: Annotated[
-        int | None, typer.Option(help="With --parameter-tokens: pairs of each feed-forward.", show_default=False)
+        int | None, typer.Option(min=1, help="With --parameter-tokens: pairs of each feed-forward.", show_default=False)
     ] = None,
     layout: Annotated[
         str | None,

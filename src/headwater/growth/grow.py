@@ -49,7 +49,7 @@ def grow(
         (3, 1000)
     """
     sizes = NewSizes(num_hidden_layers, hidden_size, intermediate_size, num_attention_heads, num_key_value_heads)
-    check_of_pairs(sizes, attention_pairs or ffn_pairs, layers, keys, tau, freeze)
+    check_of_pairs(sizes, method, attention_pairs or ffn_pairs, layers, keys, tau, freeze)
     if adds_pairs(model.config, sizes, attention_pairs, ffn_pairs):
         model = add_pairs(model, attention_pairs, ffn_pairs, layers=layers, keys=keys, tau=tau, freeze=freeze)
         if not sizes.given():
@@ -64,12 +64,21 @@ def adds_pairs(config: HeadwaterConfig, sizes: NewSizes, attention_pairs: int | 
 
 
 def check_of_pairs(
-    sizes: NewSizes, pairs: int | None, layers: Sequence[int] | None, keys: str, tau: str, freeze: bool
+    sizes: NewSizes,
+    method: str,
+    pairs: int | None,
+    layers: Sequence[int] | None,
+    keys: str,
+    tau: str,
+    freeze: bool,
 ) -> None:
-    """Raise `HeadwaterError` for settings of new pairs where there are none, and for frozen ones in other sizes."""
+    """Raise `HeadwaterError` for settings of new pairs where there are none, for frozen ones in other sizes, and for a
+    method where only pairs are added."""
     given = {"layers (--only)": layers is not None, "keys": keys != "zero", "tau": tau != "kept", "freeze": freeze}
     if (unread := [name for name, one in given.items() if one]) and pairs is None:
         raise HeadwaterError(f"{unread[0]} is about new pairs; leave it out, or give attention_pairs or ffn_pairs.")
+    if method != "exact" and pairs is not None and not sizes.given():
+        raise HeadwaterError(f"The method {method!r} is about layers and widths; leave it out, or give a new size.")
     if freeze and sizes.given():
         raise HeadwaterError("freeze trains the new pairs alone; leave it out, or grow layers and widths separately.")
 

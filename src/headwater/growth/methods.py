@@ -95,6 +95,9 @@ def growth_of(config: HeadwaterConfig, sizes: NewSizes, method: str) -> Larger:
         raise HeadwaterError(f"The method {method!r} makes no model deeper; use, for example, identity+{method}.")
     if wider is None and grows - {"num_hidden_layers"}:
         raise HeadwaterError(f"The method {method!r} makes no model wider; use, for example, {method}+exact.")
+    if "+" in method and not {"num_hidden_layers"} < grows:
+        only, unread = (deeper, wider) if "num_hidden_layers" in grows else (wider, deeper)
+        raise HeadwaterError(f"It grows in one direction, so {unread!r} would do nothing; use the method {only}.")
     layers, silent = _layers(old["num_hidden_layers"], new["num_hidden_layers"], deeper)
     if wider == "hypercloning":
         for name in grows - {"num_hidden_layers"}:

@@ -65,8 +65,7 @@ def compile_model(model: HeadwaterForCausalLM, backend: str = "inductor", budget
     """
     torch._dynamo.reset()
     compile_blocks(model.model.layers, backend, budget)
-    if hasattr(model, "losses"):
-        # A chunk of the tokens is a graph: in one of all chunks the compiler would keep the logits of all.
-        model.whole_losses, model.sums = (  # type: ignore[method-assign]
-            torch.compile(losses, dynamic=False, backend=backend) for losses in (model.whole_losses, model.sums)
-        )
+    # A chunk of the tokens is a graph: in one of all chunks the compiler would keep the logits of several.
+    for name in ("whole_losses", "sums"):
+        if hasattr(model, name):
+            setattr(model, name, torch.compile(getattr(model, name), dynamic=False, backend=backend))

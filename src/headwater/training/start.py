@@ -15,6 +15,7 @@ from headwater.config import HeadwaterConfig
 from headwater.data.base import Data
 from headwater.data.images import ImageData
 from headwater.errors import HeadwaterError, sentence
+from headwater.growth.pairs import has_pairs
 from headwater.models.kinds import MODEL_TYPES, is_of_images
 from headwater.reading import CONFIG, model_type, read_config, read_tokenizer
 from headwater.recipe import Recipe, Start
@@ -103,6 +104,9 @@ def begin(recipe: Recipe, path: Path, data: Data, resumed: bool = False) -> Begi
         raise HeadwaterError(f"model: {sentence(error)}") from error
     assert recipe.start is not None
     _check_data(config, path, data, recipe.start)
+    for name in ("tau", "tau_steps"):
+        if getattr(recipe.start, name) is not None and not has_pairs(config):
+            raise HeadwaterError(f"start.{name} is about parameter tokens, which this model lacks; leave it out.")
     history = history_of(path)[: -1 if resumed else None]
     origin = Origin(
         checkpoint=recipe.start.checkpoint,
