@@ -1,6 +1,7 @@
 """Runs that are there before a comparison begins, and folders that hold the runs of several."""
 
 import pytest
+import yaml
 
 from compare.saved import Here, changed_times, record, tiny
 from headwater import HeadwaterError
@@ -198,3 +199,13 @@ def test_an_interrupted_run_is_none_that_was_given_up(tmp_path):
     (found,) = comparisons(tmp_path)
     assert [one.seed for one in found.unfinished] == [0]
     assert found.arms == ["base"]
+
+
+def test_recipes_of_one_name_are_refused_before_anything_is_trained(tmp_path, run):
+    files = [tmp_path / f"{name}.yaml" for name in "ab"]
+    for file in files:
+        file.write_text(yaml.safe_dump(tiny(compare={"arms": ARMS, "baseline": "base"}).model_dump(mode="json")))
+    code, _, said = run("compare", *files, "--out", tmp_path / "runs")
+    assert code == 2
+    assert "would share a folder" in said
+    assert not (tmp_path / "runs").exists()
