@@ -176,10 +176,15 @@ def test_what_fails_leaves_the_rest(tmp_path):
     phase.attempt(lambda: {"seconds": 1.0}, part="two")
     late = gpu.Phase(tmp_path / "rows", "cpu", -1)
     late.attempt(lambda: {"seconds": 1.0}, part="three")
-    first, second, third = gpu._read(tmp_path / "rows")
+    scarce = gpu.Phase(tmp_path / "rows", "cpu", gpu.ON_GPU.least - 1)
+    scarce.sizes = gpu.ON_GPU
+    scarce.attempt(lambda: {"seconds": 1.0}, brief=True, part="four")
+    scarce.attempt(lambda: {"seconds": 1.0}, part="five")
+    first, second, third, fourth, fifth = gpu._read(tmp_path / "rows")
     assert "ZeroDivisionError" in first["outcome"]
     assert second == {"part": "two", "seconds": 1.0}
-    assert "skipped" in third["outcome"]
+    assert fourth == {"part": "four", "seconds": 1.0}
+    assert all("skipped" in row["outcome"] for row in (third, fifth))
 
 
 @pytest.mark.slow
