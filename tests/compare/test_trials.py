@@ -238,8 +238,16 @@ def test_a_part_of_a_comparison_trains_its_arms_and_what_they_are_compared_with(
     assert tuned == {"base", "longer", "shift"}
     assert "shift" in out
     assert "wide" not in out
+
+
+@pytest.mark.slow
+def test_the_rest_of_a_comparison_trains_what_a_part_has_not(run, tmp_path, monkeypatch):
+    here = Here()
+    monkeypatch.setattr("headwater.compare.run_trials", here)
+    file = written(tmp_path, PART)
+    run("compare", file, "--arm", "shift", "--size", "L", "--out", tmp_path / "out")
     before = len(here.trained)
-    code, out, err = run("compare", file, "--out", tmp_path / "out")
+    code, _, err = run("compare", file, "--out", tmp_path / "out")
     assert code == 0, err
     assert len(here.trained) - before == 2 + 4 + 1, "the rates of wide, all arms at S, and wide at L"
 

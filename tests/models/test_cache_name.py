@@ -72,6 +72,7 @@ def test_masks_are_made_under_either_name():
     assert all(torch.equal(one, other) for one, other in zip(*(masks.values() for masks in made), strict=True))
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_one_graph_under_the_other_name_too():
     model, ids = build({"kv_shift": {}}, num_hidden_layers=1), tokens(2, 6)
     compiled = torch.compile(model, fullgraph=True, backend="eager")

@@ -389,6 +389,13 @@ def test_models_of_other_families(make):
 # Runs
 
 
+@pytest.fixture(autouse=True)
+def hurried(monkeypatch):
+    """`convert` ends with a timing of both models."""
+    monkeypatch.setattr("headwater.cli.converting.TURNS", 2)
+    monkeypatch.setattr("headwater.cli.converting.NEW_TOKENS", 4)
+
+
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     """A Llama of transformers with a tokenizer, not to be changed, and texts."""
