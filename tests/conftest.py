@@ -129,11 +129,6 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         processes.begin()
 
 
-def pytest_xdist_auto_num_workers() -> int:
-    """One more than there are cores: many tests wait, for processes that they started and for deadlines."""
-    return (os.cpu_count() or 1) + 1
-
-
 # What its tests share takes a quarter of a minute to make, and would be made twice if two workers divided them.
 FIRST = "training/test_parallel.py"
 
