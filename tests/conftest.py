@@ -143,9 +143,14 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+SPARSE = int(os.environ.get("HEADWATER_SPARSE", "2"))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
     """`sampled(n)`: of a test's cells every n-th is run, the others are slow; each test begins with another one.
+
+    That is for tests/mutations; `make test` runs every 2n-th, to take less than four minutes.
 
     A class may give other numbers for tests that it inherits: `SAMPLED`. Cells that are slow are not even made where
     only others are asked for: there are many times as many.
@@ -154,7 +159,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
     cells, test = metafunc._calls, metafunc.definition
     if (mark := test.get_closest_marker("sampled")) and not test.get_closest_marker("slow"):
         those = sorted((cell for cell in cells if not is_slow(cell)), key=lambda cell: cell.id)
-        step = getattr(metafunc.cls, "SAMPLED", {}).get(test.originalname, *mark.args)
+        step = SPARSE * getattr(metafunc.cls, "SAMPLED", {}).get(test.originalname, *mark.args)
         first = zlib.crc32(test.nodeid.rpartition("/")[2].encode()) % step
         for place, cell in enumerate(those):
             if place % step != first % len(those):

@@ -176,7 +176,7 @@ class TestGrow:
         assert sorted(path.name for path in tmp_path.iterdir()) == ["small", "small-grown"]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2"])
 @pytest.mark.parametrize(
     ("sizes", "method"), [((5, 64), "identity+hypercloning"), ((3, 48), "lemon"), ((6, 32), "stack")]

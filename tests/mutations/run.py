@@ -62,7 +62,7 @@ def run_tests(root: Path, tests: tuple[str, ...], log: Path) -> None:
     for number, target in ((1, log), (2, log)):
         os.dup2(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     os.chdir(root)
-    os.environ |= {"PYTHONPATH": str(root / "src"), "OMP_NUM_THREADS": "1"}
+    os.environ |= {"PYTHONPATH": str(root / "src"), "OMP_NUM_THREADS": "1", "HEADWATER_SPARSE": "1"}
     sys.path[:0] = [str(root / "src")]
     sys.dont_write_bytecode = False
     import pytest

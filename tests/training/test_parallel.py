@@ -106,7 +106,6 @@ def trained(tmp_path_factory):
     train(parse(recipe(folder), "test"), folder / "one")
     jobs = []
     jobs += [{"recipe": recipe(folder, kind), "out": str(folder / kind)} for kind in KINDS]
-    jobs += dropped(folder, "ddp")
     jobs.append({"recipe": recipe(folder, "ddp"), "out": str(folder / "ddp")})  # there already
     often = recipe(folder, "fsdp", reporting={"save_every": 2})
     jobs.append({"recipe": often, "out": str(folder / "full"), "full_at": 4})
@@ -117,7 +116,7 @@ def trained(tmp_path_factory):
 @pytest.fixture(scope="module")
 def further(trained):
     """More of them, for the tests that are slow."""
-    folder, jobs = trained, list(dropped(trained, "fsdp"))
+    folder, jobs = trained, [job for kind in KINDS for job in dropped(trained, kind)]
     for kind in KINDS:
         jobs.append({"recipe": recipe(folder, kind, training=HALF), "out": str(folder / f"{kind}-half")})
     tied = {"tie_word_embeddings": True, "mechanisms": {"pattention": PAIRS}}
