@@ -69,6 +69,7 @@ def found_in():
     return functools.cache(lambda mistake: {one.check: one for one in verify.verify(remade(mistake))})
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("mistake", "seen", "layer", "unseen"),
     [

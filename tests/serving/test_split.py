@@ -60,6 +60,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("mechanisms", "changes"), CASES, ids=lambda one: "+".join(one))
 def test_parts_together_are_the_whole(mechanisms, changes, size):

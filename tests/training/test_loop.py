@@ -65,6 +65,7 @@ def test_the_same_seed_gives_the_same_run_and_another_another(recipe, finished, 
     assert one.curve != train(recipe(seed=1), tmp_path / "2").curve
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("step", [3, 4, pytest.param(7, marks=pytest.mark.slow), 11])
 def test_a_cut_run_resumes_to_the_same_end(recipe, finished, tmp_path, step):
     made = recipe(training={"accumulate": 2})

@@ -75,6 +75,7 @@ def finished(make, tmp_path_factory):
     return folder
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("step", [1, 6, 11])
 def test_a_cut_run_resumes_to_the_same_end(make, finished, tmp_path, step):
     with pytest.raises(PowerCut):
