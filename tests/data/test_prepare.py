@@ -218,6 +218,7 @@ def test_raw_files_are_little_endian_numbers(folder, tmp_path, bpe):
     assert (tokens[borders] == prepared.manifest.separator).all()
 
 
+@pytest.mark.slow
 def test_a_large_vocabulary_takes_four_bytes(folder, tmp_path):
     byte_tokenizer().save_pretrained(tmp_path / "large")
     file = tmp_path / "large" / "tokenizer.json"
@@ -730,6 +731,7 @@ def test_a_long_document_has_the_tokens_of_the_whole(tmp_path, bpe, monkeypatch)
     assert 1490 < len(only.text.encode()) <= 1500
 
 
+@pytest.mark.slow
 def test_long_documents_lie_in_one_shard_and_survive_a_stop_in_their_middle(tmp_path, bpe, monkeypatch):
     monkeypatch.setattr(streaming, "PART", 500)
     monkeypatch.setattr(streaming, "LONGEST", 1000)

@@ -102,6 +102,7 @@ def test_runs_in_the_file_are_not_trained_and_new_ones_are_added(paper, run):
     assert {json.dumps(line) for line in lines} < {json.dumps(json.loads(line)) for line in after}
 
 
+@pytest.mark.slow
 def test_rates_are_kept_with_the_runs_that_chose_them(paper, run):
     file = paper / "runs.jsonl"
     assert run("reproduce", "paper/tuned", "--out", paper / "one", "--records", file)[0] == 0

@@ -355,6 +355,7 @@ def test_a_trained_model_gets_a_classifier_and_positions_for_other_images(make, 
     assert json.loads(capsys.readouterr().out)["classes"].keys() == {"a", "b"}
 
 
+@pytest.mark.slow
 def test_a_cut_run_of_a_fitted_model_resumes_to_the_same_end(make, finished, letters, tmp_path):
     values = make(training={"layer_decay": None}).model_dump(mode="json")
     values |= {"data": letters, "start": {"checkpoint": str(finished), "new_classifier": True}}
