@@ -1,6 +1,7 @@
 """Train a small Llama with transformers' own classes, for `headwater retrofit` to take over.
 
-    python examples/train_llama.py runs/llama          # about two minutes on one core
+    python examples/train_llama.py runs/llama          # two to six minutes on one core
+    python examples/train_llama.py runs/llama-1 1      # another one: seed 1 instead of 0
 
 Bytes of Python's standard library; no headwater model is in it, only its reading of the corpus.
 """
@@ -16,8 +17,8 @@ from headwater.data.text import TextSettings
 STEPS, WARMUP, BATCH, CONTEXT, PEAK = 1500, 50, 16, 128, 3e-3
 
 
-def main(folder: str) -> None:
-    torch.manual_seed(0)
+def main(folder: str, seed: int = 0) -> None:
+    torch.manual_seed(seed)
     torch.set_num_threads(1)
     data = TextSettings(source="python-stdlib", context=CONTEXT, held_out_bytes=40_000).build()
     config = LlamaConfig(
@@ -32,7 +33,7 @@ def main(folder: str) -> None:
     )
     model = LlamaForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    batches = data.batches(seed=0, batch_size=BATCH, start=0)
+    batches = data.batches(seed=seed, batch_size=BATCH, start=0)
     for step in range(STEPS):
         done = max(0.0, (step - WARMUP) / (STEPS - WARMUP))
         rate = PEAK * min(1.0, (step + 1) / WARMUP) * 0.5 * (1 + math.cos(math.pi * done))
@@ -58,4 +59,4 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], *map(int, sys.argv[2:]))
