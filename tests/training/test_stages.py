@@ -135,6 +135,21 @@ def test_what_is_wrong_with_stages_is_said_at_once(staged, stages, said):
         parse(values | {"stages": stages}, "test")
 
 
+def test_a_stage_that_cannot_follow_from_a_checkpoint_is_refused_before_any_is_trained(staged, recipe, tmp_path):
+    train(recipe(training={"steps": 1}, model={"num_key_value_heads": 1, "mechanisms": None}), tmp_path / "trained")
+    wrong = {"name": "wider", "widen": {"form": "exact", "num_key_value_heads": 3}, "training": {"steps": 1}}
+    begun = {"start": {"checkpoint": str(tmp_path / "trained")}, "stages": [wrong]}
+    given = staged(stages=[]).model_dump(mode="json") | begun
+    del given["model"]["mechanisms"]
+    with pytest.raises(HeadwaterError, match="Stage 'wider'"):
+        train_stages(parse(given, "test"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    compare = {"baseline": "a", "arms": {"a": {}, "b": {"training": {"steps": 2}}}, "seeds": [0]}
+    with pytest.raises(HeadwaterError, match="Stage 'wider'"):
+        run_trials(trials_of(parse(given | {"compare": compare}, "test"), tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_what_has_no_counterpart_in_the_smaller_model_begins_with_no_past(recipe, tmp_path, optimizer):
     """A copy of the first layer, which has no maps of MUDD's, has some."""

@@ -19,7 +19,7 @@ from headwater.recipe import Recipe
 from headwater.records import ENDED, Experiment, RunRecord, read_record, write_record
 from headwater.training.places import checkpoints
 from headwater.training.run_folder import METRICS
-from headwater.training.stages import joined
+from headwater.training.stages import check_later_stages, joined
 from headwater.workers import Answer, Worker
 
 OnChange = Callable[[Job, int, str], None]
@@ -42,9 +42,11 @@ def run_trials(trials: list[Trial], workers: int | None = None, on_change: OnCha
 
     Finished trials are not repeated, and unfinished ones resume from their checkpoint. Stages that
     several trials share are run once. A worker that dies is reported in its outcome; the others continue. Raises
-    `Interrupted` after Ctrl-C.
+    `HeadwaterError` for a stage that cannot follow from the trial's checkpoint, and `Interrupted` after Ctrl-C.
     on_change: called with (job, steps done, "running" | "finished" | "failed"), a few times a second.
     """
+    for trial in trials:
+        check_later_stages(trial.recipe)
     report = on_change or (lambda job, step, status: None)
     outcomes: dict[Path, Outcome] = {}
     for level in levels(trials):

@@ -13,9 +13,10 @@ import os
 from pathlib import Path
 
 from headwater.errors import HeadwaterError, nearest
-from headwater.recipe import Recipe
+from headwater.recipe import Recipe, changed_config
 from headwater.records import Experiment, RunRecord, StageRecord, read_record, write_record
 from headwater.training.loop import OnEvent, train
+from headwater.training.places import newest_checkpoint
 from headwater.training.run_folder import MARK, STAGES, check_ours
 
 
@@ -41,11 +42,13 @@ def train_stages(
     only: train just this stage ("start" is the first) and return its record; the one before it must be finished.
     on_event: as in `train`, with steps counted over all stages.
 
-    Raises `HeadwaterError` as `train` does, and if several devices would have to be set up once per stage.
+    Raises `HeadwaterError` as `train` and `check_later_stages` do, and if several devices would have to be set up
+    once per stage.
     """
     runs, names = chain(recipe, folder), recipe.stage_names
     if recipe.stages:
         check_ours(folder)
+    check_later_stages(recipe)
     if only is not None:
         if only not in names:
             raise HeadwaterError(f"{recipe.name!r} has no stage {only!r}; {nearest(only, names)}")
@@ -71,6 +74,18 @@ def train_stages(
     record = joined(recipe, folder, runs, experiment)
     write_record(record, folder)
     return record
+
+
+def check_later_stages(recipe: Recipe) -> None:
+    """Raise `HeadwaterError` for a stage that cannot follow from the checkpoint that the recipe begins with, before
+    earlier stages are trained. Reading a recipe checks those that begin with a fresh model."""
+    if recipe.start is None or not recipe.stages or not Path(recipe.start.checkpoint).is_dir():
+        return
+    from headwater.retrofit import config_of
+
+    config = changed_config(config_of(newest_checkpoint(Path(recipe.start.checkpoint))), recipe.start)
+    for _ in recipe.stage_configs(config):
+        pass
 
 
 def on_several(recipe: Recipe) -> bool:
