@@ -45,7 +45,7 @@ def run_trials(trials: list[Trial], workers: int | None = None, on_change: OnCha
     `HeadwaterError` for a stage that cannot follow from the trial's checkpoint, and `Interrupted` after Ctrl-C.
     on_change: called with (job, steps done, "running" | "finished" | "failed"), a few times a second.
     """
-    for trial in trials:
+    for trial in {(each.experiment.arm, each.experiment.size): each for each in trials}.values():
         check_later_stages(trial.recipe)
     report = on_change or (lambda job, step, status: None)
     outcomes: dict[Path, Outcome] = {}
