@@ -424,7 +424,7 @@ class TestRetrofit:
     def test_what_it_cannot_do_is_one_sentence(self, run, llama, arguments, said, tmp_path):
         code, _, err = run("retrofit", llama, *arguments, "--out", tmp_path / "x")
         assert code == 2
-        assert said in err
+        assert said in " ".join(err.replace("│", " ").split())
         assert len(err.strip().splitlines()) == 1
         assert not (tmp_path / "x").exists()
 
@@ -487,3 +487,31 @@ def test_history_goes_on_from_folder_to_folder(run, llama, tmp_path):
     run("widen", tmp_path / "b", "--intermediate-size", 96, "--out", tmp_path / "c")
     assert [event.what for event in history_of(tmp_path / "c")] == ["retrofitted", "retrofitted", "widened"]
     assert all(isinstance(event, Event) for event in history_of(tmp_path / "c"))
+
+
+@pytest.mark.parametrize("place", ["small/inside", "run/inside", "run/checkpoints/step-999999"])
+def test_no_command_writes_into_its_source(run, small, tmp_path, place):
+    shutil.copytree(small, tmp_path / "run" / "checkpoints" / "step-000001")
+    for source in ("small",) if place.startswith("small") else ("run", "run/checkpoints/step-000001"):
+        for arguments in (["grow", "--attention-pairs", 9], ["retrofit", "--mechanism", "kv_shift"]):
+            before = digest(tmp_path)
+            command, *rest = arguments
+            code, _, err = run(command, tmp_path / source, *rest, "--out", tmp_path / place)
+            assert code == 2
+            assert "is in the source" in " ".join(err.split())
+            assert digest(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--mechanism", "kv_shift", "--rows", 4000], "--rows is for --text"),
+        (["--layout", "resformer", "--family", "gpt2"], "leave one out"),
+        (["--allow-change"], "name one with --mechanism"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(run, written, tmp_path, arguments, said):
+    code, _, err = run("retrofit", written, *arguments, "--out", tmp_path / "x")
+    assert code == 2
+    assert said in " ".join(err.split())
+    assert not (tmp_path / "x").exists()

@@ -41,7 +41,7 @@ from headwater.errors import HeadwaterError, nearest, sentence, shown
 from headwater.files import file_name, is_file_name
 from headwater.growth.enlarge import enlarged_config
 from headwater.growth.grow import check_of_pairs, grown_config
-from headwater.growth.methods import NewSizes, ways
+from headwater.growth.methods import NewSizes
 from headwater.growth.pairs import Keys, TauPolicy
 from headwater.presets import PRESETS, preset
 from headwater.registry import MECHANISMS, Registry, as_mapping
@@ -457,7 +457,6 @@ class Growth(Settings):
     @model_validator(mode="after")
     def _possible(self) -> Self:
         try:
-            ways(self.method)
             pairs = self.attention_pairs or self.ffn_pairs
             check_of_pairs(self.sizes, self.method, pairs, self.layers, self.keys, self.tau, self.freeze)
         except HeadwaterError as error:
@@ -840,7 +839,7 @@ class Recipe(Settings):
 def changed_config(config: HeadwaterConfig, change: Change) -> HeadwaterConfig:
     """The config of a grown or widened model. Raises `HeadwaterError` as growing and widening do."""
     if change.grow is not None:
-        return grown_config(config, **change.grow.model_dump(exclude={"keys", "tau", "freeze"}))
+        return grown_config(config, **change.grow.model_dump())
     if change.widen is not None:
         return enlarged_config(config, change.widen.sizes, change.widen.form)
     if change.finish:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Iterable
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import resolve_name
@@ -204,6 +205,16 @@ def register(name: str, mechanism: type[Mechanism] | None = None) -> Any:
     if mechanism is None:
         return functools.partial(MECHANISMS.add, name)
     return MECHANISMS.add(name, mechanism)
+
+
+def in_order(mechanisms: dict[str, Any], present: Iterable[str]) -> dict[str, Any]:
+    """`mechanisms` in their usual order of application; those in `present` keep theirs, which matters."""
+    order = list(present)
+    rank = list(dict.fromkeys((*REGISTRY, *mechanisms)))
+    for name in sorted(mechanisms.keys() - set(order), key=rank.index):
+        later = (at for at, other in enumerate(order) if rank.index(other) > rank.index(name))
+        order.insert(next(later, len(order)), name)
+    return {name: mechanisms[name] for name in order}
 
 
 def as_mapping(given: Any) -> Any:

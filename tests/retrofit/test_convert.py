@@ -79,6 +79,10 @@ GOALS = {
         dict(DEEP, sliding_window=5, sliding_layers=[0, 1]),
         {"mechanisms": {"kv_source": {}}},
     ),
+    "two that share, not in their order": (
+        DEEP,
+        {"mechanisms": {"skip_layer": {"layers": 1, "heads": 2, "source": "alias"}, "kv_source": {}}},
+    ),
     "shifted": (dict(DEEP, mechanisms={"kv_shift": {}}), {"mechanisms": {"svformer": {}}}),
 }
 
@@ -300,7 +304,7 @@ def test_the_distance_of_hidden_states():
 @pytest.mark.parametrize(
     ("given", "goal", "said"),
     [
-        ({}, {"num_key_value_heads": 2}, "from 1 to 1"),
+        ({}, {"num_key_value_heads": 2}, "must be 1 to make them fewer"),
         (dict(num_key_value_heads=4), {"num_key_value_heads": 3}, "4 key/value heads cannot be divided into 3"),
         (dict(num_key_value_heads=1), {"num_key_value_heads": 1}, "one key/value head"),
         ({}, {"mechanisms": {"kv_source": {"keys": "own", "values": "own"}}}, "that they read now"),
@@ -744,6 +748,18 @@ def test_resuming_writes_to_no_other_folder(written, tmp_path, run):
     assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
 
 
+def test_a_refused_conversion_leaves_an_empty_folder_empty(written, tmp_path, run, monkeypatch):
+    def refuse(*_):
+        raise HeadwaterError("no such device")
+
+    monkeypatch.setattr("headwater.training.parallel.connected", refuse)
+    given = ["--text", written / "texts", "--context", "16", "--heal", "1k", "--batch-size", "2"]
+    code, _, said = run("convert", written / "llama", "--kv-heads", "1", *given, "--out", tmp_path)
+    assert code == 2
+    assert "no such device" in said
+    assert not list(tmp_path.iterdir())
+
+
 def test_rows_are_no_longer_than_the_model_has_positions(written, run):
     given = ["convert", written / "llama", "--kv-heads", "1", "--heal", "4k", "--plan", "--batch-size", "2"]
     code, printed, said = run(*given, "--text", written / "texts")
@@ -761,7 +777,7 @@ def test_rows_are_no_longer_than_the_model_has_positions(written, run):
     ("arguments", "said"),
     [
         ([], "Say how the cache becomes smaller"),
-        (["--kv-heads", "3"], "from 1 to 1"),
+        (["--kv-heads", "3"], "must be 1 to make them fewer"),
         (["--mechanism", "kv_shift"], "does not only let layers share"),
         (["--kv-heads", "1", "--mechanism", "short_conv"], "does not only let layers share"),
         (["--kv-heads", "1", "--heal", "1k", "stages=[]"], "no stage after which the model is the smaller one"),
@@ -775,6 +791,13 @@ def test_rows_are_no_longer_than_the_model_has_positions(written, run):
         (["training.devices=2", "--kv-heads", "1", "--heal", "1k", "training.device=cpu"], "uses one device"),
         (["--mechanism", "nothing"], "no mechanism"),
         (["--kv-heads", "1", "--heal", "1k", "start.checkpoint=x"], "leave out start.checkpoint"),
+        (["--kv-heads", "1", "--heal", "1k", "model.hidden_size=64"], "The model is SOURCE's"),
+        (
+            ["--kv-heads", "1", "--no-distill", "training.distill.temperature=2"],
+            "two things about training.distill",
+        ),
+        (["--kv-heads", "1", "--no-anneal", "start.convert.anneal=true"], "two things about start.convert.anneal"),
+        (["--mechanism", "svformer", "--mechanism", "kv_source", "--heal", "1k"], "no smaller than 'kv_source' alone"),
     ],
     ids=str,
 )

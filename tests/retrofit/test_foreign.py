@@ -629,7 +629,7 @@ def test_the_first_tensor_that_does_not_fit_is_named(tmp_path, change, message):
 
 def test_files_that_are_no_checkpoint_are_refused(tmp_path):
     llama_like = saved(llama_tensors(), tmp_path / "llama.pt")
-    with pytest.raises(HeadwaterError, match="pass layout"):
+    with pytest.raises(HeadwaterError, match="match no layout"):
         read_foreign(llama_like)
     with pytest.raises(HeadwaterError, match="did you mean 'resformer'"):
         read_foreign(llama_like, "resfromer")

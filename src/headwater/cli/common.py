@@ -133,6 +133,18 @@ def one_folder(argument: Path | None, option: Path | None) -> Path:
     return folder
 
 
+def check_outside(folder: Path, source: str | Path) -> None:
+    """Raise `HeadwaterError` for an output folder that is, holds or is in the source, a checkpoint or a run."""
+    from headwater.training.places import FOLDER
+
+    if not Path(source).is_dir():
+        return
+    target, given = folder.resolve(), Path(source).resolve()
+    whole = given.parent.parent if given.parent.name == FOLDER else given
+    if target == given or target in given.parents or whole in (target, *target.parents):
+        raise HeadwaterError(f"--out {str(folder)!r} is, holds, or is in the source; choose another folder.")
+
+
 def check_writable(target: Path, folder: bool = False) -> None:
     """Raise `HeadwaterError` if a file or folder cannot be written, before there is work to lose.
 

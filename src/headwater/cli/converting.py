@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headwater.cli.common import check_writable, mechanisms_of, out, quiet, tell
+from headwater.cli.common import check_outside, check_writable, mechanisms_of, out, quiet, tell
 from headwater.cli.training import trained_with_bar
 from headwater.errors import HeadwaterError
 from headwater.extras import MissingExtra
@@ -86,6 +86,7 @@ def convert(
     from headwater.training.places import newest_checkpoint
     from headwater.training.run_folder import MARK
     from headwater.training.stages import chain, on_several
+    from headwater.training.start import MAY_DIFFER
     from headwater.training.trained import changed_text, measure, open_source
 
     quiet()
@@ -101,11 +102,9 @@ def convert(
     if text is not None:
         local_files(text)  # is an error if there are none, also with --plan
     target, path = _target(source, out_folder, resume, plan), Path(source)
+    check_outside(target, source)
     if path.is_dir():
         place = newest_checkpoint(path).resolve()
-        resolved = target.resolve()
-        if resolved in (path.resolve(), place, *place.parents) or path.resolve() in resolved.parents:
-            raise HeadwaterError(f"--out {str(target)!r} is, holds, or is in the source; choose another folder.")
     else:  # from the hub, or a file of tensors: the runs start from a copy
         place = target.resolve() / "source"
     trained = open_source(source)
@@ -125,8 +124,19 @@ def convert(
     sizes = [
         one for one in overrides or [] if one.startswith(("data.", "training.batch_size=", "training.accumulate="))
     ]
-    if any(one.startswith(("start.checkpoint=", "start=")) for one in overrides or []):
-        raise HeadwaterError("The model to convert is SOURCE; leave out start.checkpoint.")
+    flags = {
+        "--no-distill": (no_distill, "training.distill"),
+        "--no-anneal": (no_anneal, "start.convert.anneal"),
+        "--no-align": (no_align, "start.convert.align"),
+    }
+    for field in (one.partition("=")[0] for one in overrides or []):
+        if field in ("start.checkpoint", "start"):
+            raise HeadwaterError("The model to convert is SOURCE; leave out start.checkpoint.")
+        if field.partition(".")[0] == "model" and field.removeprefix("model.") not in MAY_DIFFER:
+            raise HeadwaterError(f"The model is SOURCE's, whose {field} does not change; leave it out.")
+        for flag, (is_set, name) in flags.items():
+            if is_set and f"{field}.".startswith(f"{name}."):
+                raise HeadwaterError(f"{flag} and {field}= say two things about {name}; leave one out.")
     sized = read_recipe({"name": target.name, "data": data, "training": {"batch_size": batch_size}}, sizes)
     given = {"mechanisms": mechanisms or None, "num_key_value_heads": kv_heads, "choose": choose}
     values = conversion_recipe(
@@ -177,14 +187,17 @@ def convert(
 
 @contextmanager
 def _removed_if_refused(folder: Path) -> Iterator[None]:
-    """A folder for the output, which is removed again if it is new and the block raises."""
+    """A folder for the output; if the block raises, what is new in it is removed again, and the folder if it is new."""
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
+    known = set(folder.iterdir())
     try:
         yield
     except Exception:
+        for path in set(folder.iterdir()) - known:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
         if is_new:
-            shutil.rmtree(folder)
+            folder.rmdir()
         raise
 
 

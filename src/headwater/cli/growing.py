@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headwater.cli.common import check_writable, err, mechanisms_of, out, quiet, tell
+from headwater.cli.common import check_outside, check_writable, err, mechanisms_of, out, quiet, tell
 from headwater.errors import HeadwaterError
 from headwater.terminal import lined
 
@@ -18,6 +18,17 @@ if TYPE_CHECKING:
     from headwater.models.causal_lm import HeadwaterForCausalLM
     from headwater.records import Event
     from headwater.training.trained import Trained
+
+# Options of another name than their field.
+FLAGS = {
+    "num_hidden_layers": "layers",
+    "hidden_size": "width",
+    "intermediate_size": "ffn",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv-heads",
+}
+# In a sample of a text.
+ROWS = 32
 
 Checkpoint = Annotated[Path, typer.Argument(help="A checkpoint's folder, or a run's (its newest checkpoint).")]
 AnyCheckpoint = Annotated[
@@ -135,7 +146,7 @@ def shrink(
     ffn_pairs: FfnPairs = None,
     only: Only = None,
     text: TextOption = None,
-    rows: Annotated[int, typer.Option(min=4, max=2**16, help="Rows in the sample.")] = 32,
+    rows: Annotated[int, typer.Option(min=4, max=2**16, help="Rows in the sample.")] = ROWS,
     out_folder: Out = None,
 ) -> None:
     """Remove the parameter tokens that matter least, by mean |score|·‖V‖ over a sample."""
@@ -178,6 +189,8 @@ def merge(
 
     quiet()
     target = _free(out_folder, base, "merged")
+    for path in grown:
+        check_outside(target, path)
     root, copies = open_trained(base), [open_trained(path) for path in grown]
     sources = []
     for path, copy in zip(grown, copies, strict=True):
@@ -247,7 +260,15 @@ def retrofit(
         Path | None,
         typer.Option(help="Measure and fit on this text; default: Python's language reference.", show_default=False),
     ] = None,
-    rows: Annotated[int, typer.Option(min=4, max=2**16, help="Rows in the sample.")] = 32,
+    rows: Annotated[
+        int | None,
+        typer.Option(
+            min=4,
+            max=2**16,
+            help="Rows in the sample of --text, or that parameter tokens are fitted to.",
+            show_default=str(ROWS),
+        ),
+    ] = None,
     out_folder: Out = None,
 ) -> None:
     """Convert a trained model to a headwater checkpoint, and add mechanisms without changing its logits."""
@@ -261,6 +282,13 @@ def retrofit(
         raise HeadwaterError("--attention-pairs and --ffn-pairs need --parameter-tokens; add it, or leave them out.")
     if field and layout is None:
         raise HeadwaterError("--set needs --layout.")
+    if family is not None and layout is not None:
+        raise HeadwaterError("--layout says what the model is, and so does --family; leave one out.")
+    if rows is not None and text is None and not parameter_tokens:
+        raise HeadwaterError("--rows is for --text, or for --parameter-tokens; leave it out.")
+    if allow_change and not mechanism:
+        raise HeadwaterError("--allow-change is about mechanisms to add; name one with --mechanism, or leave it out.")
+    rows = rows or ROWS
     mechanisms = mechanisms_of(mechanism or [])
     if parameter_tokens and text is None and layout is None and not _has_history(source):
         raise HeadwaterError(
@@ -322,6 +350,7 @@ def _free(folder: Path | None, source: Path, what: str) -> Path:
         whole = source if source.name and ".." not in source.parts else source.resolve()
         whole = whole.parent.parent if whole.parent.name == "checkpoints" else whole
         folder = Path(whole.parent if whole.exists() else ".") / f"{whole.name}-{what}"
+    check_outside(folder, source)
     check_free(folder)
     check_writable(folder, folder=True)
     return folder
@@ -342,9 +371,10 @@ def _change(checkpoint: str, what: str, given: dict[str, Any], folder: Path | No
         if first["type"] == "value_error":
             raise HeadwaterError(str(first["ctx"]["error"])) from error
         if not first["loc"]:  # such as a number of too many digits
-            raise HeadwaterError(f"{first['msg']}; give other sizes.") from error
+            raise HeadwaterError(f"{first['msg'].rstrip('.')}; give other sizes.") from error
+        field = str(first["loc"][-1])
         raise HeadwaterError(
-            f"--{str(first['loc'][-1]).replace('_', '-')}: {first['msg'][0].lower()}{first['msg'][1:]}, "
+            f"--{FLAGS.get(field, field.replace('_', '-'))}: {first['msg'][0].lower()}{first['msg'][1:]}, "
             f"not {first['input']!r}."
         ) from error
     target = _free(folder, Path(checkpoint.rstrip("/")), what)
@@ -367,7 +397,7 @@ def _change(checkpoint: str, what: str, given: dict[str, Any], folder: Path | No
     _write(target, made, made.model, None)
 
 
-def _some_rows(trained: Trained, text: Path | None = None, rows: int = 32) -> tuple[Tensor, str]:
+def _some_rows(trained: Trained, text: Path | None = None, rows: int = ROWS) -> tuple[Tensor, str]:
     """Rows of a text, or of one that is always available, and a description of them."""
     from headwater.training.trained import known_rows, sample_rows
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError
 from headwater.growth.enlarge import enlarged, enlarged_config
-from headwater.growth.methods import NewSizes
+from headwater.growth.methods import NewSizes, ways
 from headwater.growth.pairs import Keys, Model, TauPolicy, add_pairs, added_config, has_pairs
 
 
@@ -74,6 +74,7 @@ def check_of_pairs(
 ) -> None:
     """Raise `HeadwaterError` for settings of new pairs where there are none, for frozen ones in other sizes, and for a
     method where only pairs are added."""
+    ways(method)
     given = {"layers (--only)": layers is not None, "keys": keys != "zero", "tau": tau != "kept", "freeze": freeze}
     if (unread := [name for name, one in given.items() if one]) and pairs is None:
         raise HeadwaterError(f"{unread[0]} is about new pairs; leave it out, or give attention_pairs or ffn_pairs.")
@@ -89,12 +90,17 @@ def grown_config(
     ffn_pairs: int | None = None,
     layers: Sequence[int] | None = None,
     method: str = "exact",
+    keys: Keys = "zero",
+    tau: TauPolicy = "kept",
+    freeze: bool = False,
     **sizes: int | None,
 ) -> HeadwaterConfig:
-    """The config that `grow` gives a model with this config, without a model. Raises the same errors."""
+    """The config that `grow` gives a model with this config, without a model. Raises the same errors, but for those
+    that only the model's tensors show."""
     asked = NewSizes(**sizes)
+    check_of_pairs(asked, method, attention_pairs or ffn_pairs, layers, keys, tau, freeze)
     if adds_pairs(config, asked, attention_pairs, ffn_pairs):
-        config = added_config(config, attention_pairs, ffn_pairs, layers)
+        config = added_config(config, attention_pairs, ffn_pairs, layers, keys, freeze)
         if not asked.given():
             return config
     return enlarged_config(config, asked, method)

@@ -96,17 +96,8 @@ def add_pairs(
     for name, value, known in (("keys", keys, get_args(Keys)), ("tau", tau, get_args(TauPolicy))):
         if value not in known:
             raise HeadwaterError(f"{name} must be {' or '.join(map(repr, known))}, not {value!r}.")
-    counts = pairs_of(model)
-    options = options_of(model.config)
-    frozen = options["frozen"] is not None
-    new = _counts(counts, attention_pairs, ffn_pairs, chosen_layers(model.config, layers))
-    _check_grows(counts, new, thaws=frozen and not freeze)
-    if keys == "zero" and options["score"] in NOT_NEUTRAL:
-        raise HeadwaterError(
-            f"With the score {options['score']!r} a zero key has weight e^0 = 1, so any new pairs change the "
-            f"function; use random keys (--keys random), which do not claim to keep it."
-        )
-    _check_read(options, counts, new, keys)
+    config = added_config(model.config, attention_pairs, ffn_pairs, layers, keys, freeze)
+    options, new = options_of(model.config), pairs_of(config)
     grown = copied(model)
     names = {module: name for name, module in grown.named_modules()}
     for layer, which, module in maps_of(grown):
@@ -123,8 +114,7 @@ def add_pairs(
         module.put(new_key, new_value, frozen=module.n if freeze and extra else 0)
         if tau == "recomputed" and extra:
             module.scale.put(default_tau(module.score, module.read))
-    old_counts = [{w: n for w, n in was.items() if now[w] > n} for was, now in zip(counts, new, strict=True)]
-    _settle(grown, new, old_counts if freeze else None)
+    _settle(grown, new, options_of(config)["frozen"])
     return grown
 
 
@@ -156,7 +146,9 @@ class TauAnnealing:
         self.scales = {name: self.modules[name].scale for name in self.ways}
 
     def put(self, done: float) -> None:
-        """Set τ for this part of the annealing, 0 to 1; larger values count as 1."""
+        """Set τ for this part of the annealing, from 0; 1 and more is the end. Raises `HeadwaterError` for less."""
+        if not done >= 0:
+            raise HeadwaterError(f"The part of the annealing that is done must be 0 or more, not {done}.")
         for name, way in self.ways.items():
             self.modules[name].anneal(way, done)
 
@@ -174,9 +166,12 @@ def shrink(
     weights: how much each pair matters, by layer and name, [n] each, from `importance`.
     The other arguments are those of `add_pairs`. τ does not change: the remaining scores are divided by a smaller norm,
     which partly makes up for the removed pairs. In the result all parameters learn, including frozen ones.
-    Raises `HeadwaterError` for a model without Pattention, and for less than one pair or more than there are.
+    Raises `HeadwaterError` for a model without Pattention, for less than one pair or more than there are, and for
+    weights of another model.
     """
     counts = pairs_of(model)
+    if [{which: len(each) for which, each in layer.items()} for layer in weights] != counts:
+        raise HeadwaterError("These weights are not of this model's pairs; compute them with importance(model, …).")
     new = _counts(counts, attention_pairs, ffn_pairs, chosen_layers(model.config, layers))
     for layer, (was, now) in enumerate(zip(counts, new, strict=True)):
         for which in MAPS:
@@ -200,8 +195,10 @@ def shrink(
 def importance(model: HeadwaterForCausalLM, batches: Iterable[dict[str, Tensor]]) -> list[dict[Map, Tensor]]:
     """How much each pair matters: mean over the sample's tokens of |score| · ‖V‖, by layer and name, [n] each.
 
-    batches: inputs of the model. Padding would count like any other token: pass rows without it.
+    batches: inputs of the model, at least one. Padding would count like any other token: pass rows without it.
+    Raises `HeadwaterError` for a model without Pattention, and without batches.
     """
+    pairs_of(model)  # which says so if there are none
     modules = {module: (layer, which) for layer, which, module in maps_of(model)}
     sums = [dict[Map, Tensor]() for _ in range(model.config.num_hidden_layers)]
     seen = dict.fromkeys(modules, 0)
@@ -223,9 +220,11 @@ def importance(model: HeadwaterForCausalLM, batches: Iterable[dict[str, Tensor]]
         model.train(was_training)
         for hook in hooks:
             hook.remove()
+    if not all(seen.values()):
+        raise HeadwaterError("There is no batch on which the pairs could be weighed; pass at least one.")
     for module, (layer, which) in modules.items():
         size = module.values.to(torch.float64).norm(dim=-1).cpu()
-        sums[layer][which] = sums[layer][which] / max(1, seen[module]) * size
+        sums[layer][which] = sums[layer][which] / seen[module] * size
     return sums
 
 
@@ -314,13 +313,22 @@ def added_config(
     attention_pairs: int | None = None,
     ffn_pairs: int | None = None,
     layers: Sequence[int] | None = None,
+    keys: Keys = "zero",
+    freeze: bool = False,
 ) -> HeadwaterConfig:
     """The config that `add_pairs` gives a model with this config, without a model. Raises the same errors."""
-    counts = pairs_of(config)
+    counts, options = pairs_of(config), options_of(config)
     new = _counts(counts, attention_pairs, ffn_pairs, chosen_layers(config, layers))
-    _check_grows(counts, new, thaws=False)
+    _check_grows(counts, new, thaws=options["frozen"] is not None and not freeze)
+    if keys == "zero" and options["score"] in NOT_NEUTRAL:
+        raise HeadwaterError(
+            f"With the score {options['score']!r} a zero key has weight e^0 = 1, so any new pairs change the "
+            f"function; use random keys (--keys random), which do not claim to keep it."
+        )
+    _check_read(options, counts, new, keys)
+    old = [{which: n for which, n in was.items() if now[which] > n} for was, now in zip(counts, new, strict=True)]
     grown = copy.deepcopy(config)
-    _write_counts(grown, new, None)
+    _write_counts(grown, new, old if freeze else None)
     return grown
 
 

@@ -16,6 +16,7 @@ then every layer stores all of its keys and values.
 """
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -28,10 +29,16 @@ from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import KV, Context, Mechanism, Shown, Step
 from headwater.plan import Attends, LayerPlan, Part, Source
 from headwater.precision import KeepsPrecision
-from headwater.registry import MECHANISMS
+from headwater.registry import MECHANISMS, in_order
 
 if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
+
+
+def _kept(plans: Sequence[LayerPlan]) -> set[tuple[str, int, int]]:
+    """What is cached: part, layer and head."""
+    parts = ((attends._asdict(), head) for plan in plans for head, attends in enumerate(plan.attends))
+    return {(part, layer, head) for heads, head in parts for part, layer in heads.items()}
 
 
 class Stretch(NamedTuple):
@@ -117,12 +124,12 @@ class Blend(KeepsPrecision, Mechanism):
         kept = goal.mechanisms or {}
         if both := kept.keys() & (options["mechanisms"] or {}).keys():
             raise HeadwaterError(f"The model already has mechanism {min(both)!r}; convert it to another.")
-        goal.mechanisms = kept | (options["mechanisms"] or {})
+        goal.mechanisms = in_order(kept | (options["mechanisms"] or {}), kept)
         if fewer is not None:
             if not 1 <= fewer < heads:
                 raise HeadwaterError(
-                    f"The model has {heads} key/value heads, so num_key_value_heads must be from 1 to {heads - 1} to "
-                    f"make them fewer, not {fewer}."
+                    f"The model has {heads} key/value heads, so num_key_value_heads must be "
+                    f"{'1' if heads == 2 else f'from 1 to {heads - 1}'} to make them fewer, not {fewer}."
                     if heads > 1
                     else f"The model has one key/value head, which cannot become {fewer}; let layers share instead."
                 )
@@ -171,6 +178,13 @@ class Blend(KeepsPrecision, Mechanism):
                 raise HeadwaterError(
                     f"Mechanism {name!r} does not only let layers share keys and values, so the model would not be the "
                     "same when the conversion ends; convert without it, and add it with `headwater retrofit`."
+                )
+            rest = {one: given for one, given in options["mechanisms"].items() if one != name}
+            without = cls.goal(options | {"mechanisms": rest}, config).layer_plans if rest else []
+            if rest and len(_kept(without)) <= len(_kept(goals)):
+                raise HeadwaterError(
+                    f"Mechanism {name!r} makes the cache no smaller than {' and '.join(map(repr, rest))} alone; "
+                    "leave it out."
                 )
         for plan in cls.without(config).layer_plans:
             if any(one != Attends(plan.index, plan.index) for one in plan.attends):
@@ -242,4 +256,5 @@ class Blend(KeepsPrecision, Mechanism):
 
     @classmethod
     def announced(cls, modules: int, step: Step) -> str:
-        return f"The keys and values of {modules} layers go over to fewer ones in {step.steps} steps."
+        steps = "one step" if step.steps == 1 else f"{step.steps} steps"
+        return f"The keys and values of {modules} layers go over to fewer ones in {steps}."

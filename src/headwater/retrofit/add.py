@@ -19,26 +19,28 @@ from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import Map
 from headwater.models.pretrained import HeadwaterPreTrainedModel
 from headwater.plan import LayerPlan
-from headwater.registry import REGISTRY, resolve
+from headwater.registry import as_mapping, in_order, resolve
 from headwater.retrofit.families import assemble, own_tensors
 from headwater.seeding import generator
 
 Grafted = TypeVar("Grafted", bound=HeadwaterPreTrainedModel)
 
 
-def add_mechanisms(model: Grafted, mechanisms: dict[str, dict[str, Any]], allow_change: bool = False) -> Grafted:
+def add_mechanisms(model: Grafted, mechanisms: Any, allow_change: bool = False) -> Grafted:
     """A copy of `model` with more mechanisms, each initialized as the identity.
 
     Parameters of `model` are copied, dtype and device kept; new ones start as the mechanism says. New
     mechanisms go where the registry's order has them; existing ones keep their order.
 
-    mechanisms: name -> options; any option that the identity does not determine may be set.
+    mechanisms: name -> options, or a list of names; any option that the identity does not determine may be set.
     allow_change: also add mechanisms or options that change the function; parameters that the model no longer
         has are left out.
 
     Raises `HeadwaterError` for an unknown mechanism, one the model has, one that contradicts the rest, one that
     replaces linear maps, and without `allow_change` one that would change the model's function.
     """
+    if not isinstance(asked := as_mapping(mechanisms), dict):
+        raise HeadwaterError(f"mechanisms must be names, or name -> options, not {mechanisms!r}.")
     config = copy.deepcopy(model.config)
     present = config.mechanisms or {}
     if "blend" in present:
@@ -46,8 +48,8 @@ def add_mechanisms(model: Grafted, mechanisms: dict[str, dict[str, Any]], allow_
             "The model is on its way to a smaller cache, and what it goes over to would lack the new mechanism; finish "
             "the conversion first."
         )
-    added = {name: _options(name, given, config, allow_change) for name, given in mechanisms.items()}
-    config.mechanisms = _in_order(present | added, list(present))
+    added = {name: _options(name, given, config, allow_change) for name, given in asked.items()}
+    config.mechanisms = in_order(present | added, present)
     config.settle()
     possible, _ = config.attention_kernels
     if possible is not None and config._attn_implementation not in possible:
@@ -73,15 +75,6 @@ def _options(name: str, given: dict[str, Any] | None, config: HeadwaterConfig, a
             f"--allow-change (allow_change=True)."
         )
     return options if identity is None else identity
-
-
-def _in_order(mechanisms: dict[str, dict[str, Any]], present: list[str]) -> dict[str, dict[str, Any]]:
-    """`mechanisms` in their order of application; those in `present` keep theirs, which matters."""
-    rank, order = list(dict.fromkeys((*REGISTRY, *mechanisms))), list(present)
-    for name in sorted(mechanisms.keys() - set(present), key=rank.index):
-        later = (at for at, other in enumerate(order) if rank.index(other) > rank.index(name))
-        order.insert(next(later, len(order)), name)
-    return {name: mechanisms[name] for name in order}
 
 
 def tensors_of(model: HeadwaterPreTrainedModel, config: HeadwaterConfig) -> dict[str, Tensor]:

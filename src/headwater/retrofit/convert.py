@@ -190,7 +190,7 @@ def _check_pooling(model: HeadwaterForCausalLM) -> None:
             continue
         if name not in goal or goal[name].shape != tensor.shape:
             raise HeadwaterError(
-                f"{name!r} has numbers for each key/value head, and their heads cannot be pooled; let layers share "
+                f"{name!r} is not a plain linear map to key/value heads, so they cannot be pooled; let layers share "
                 "instead, and leave num_key_value_heads out."
             )
 

@@ -100,8 +100,9 @@ def _known(layout: str | None, tensors: Tensors, path: Path) -> Layout:
         layout = next((name for name, seen in SEEN.items() if any(re.search(seen, tensor) for tensor in tensors)), None)
         if layout is None:
             raise HeadwaterError(
-                f"The tensors of {str(path)!r} match no layout that can be recognized by names; pass layout, one of "
-                f"{', '.join(LAYOUTS)} (a ResFormer looks like any Llama)."
+                f"The tensors of {str(path)!r} match no layout that can be recognized by names. If it is a Hugging "
+                "Face model, name its folder, with its config.json; if not, read it with headwater retrofit --layout "
+                f"(layout=), one of {', '.join(LAYOUTS)} (a ResFormer looks like any Llama)."
             )
     if layout not in LAYOUTS:
         raise HeadwaterError(f"There is no layout {layout!r}; {nearest(layout, LAYOUTS)}")
