@@ -95,10 +95,10 @@ class TestWhatIsSaid:
     def test_better_and_open_with_what_would_settle_it(self, tmp_path):
         found = comparisons(saved(tmp_path, three("base", BASE) + three("good", GOOD) + three("unclear", UNCLEAR)))[0]
         lines = {line.split(":")[0]: line for line in reading(found)}
-        assert "against base; better, 95 % interval" in lines["good"]
+        assert "against base; better, 97.5 % interval" in lines["good"]
         assert re.search(r"open, the interval includes zero; (a difference of|about \d+ more seeds)", lines["unclear"])
         assert "base" not in lines
-        assert answer(found).startswith("good is better than base by 0.497 bits per byte (95 % interval 0.4")
+        assert answer(found).startswith("good is better than base by 0.497 bits per byte (97.5 % interval 0.4")
         assert "at Holm's levels for 2 arms" in note(found)
 
     def test_the_best_of_several_is_tested_against_the_others(self, tmp_path):

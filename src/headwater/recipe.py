@@ -380,6 +380,8 @@ class Compare(Settings):
             raise ValueError("compare.learning_rates names a rate twice, up to its sixth digit; list each once")
         if len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"compare.seeds names a seed twice: {self.seeds}; list each once")
+        if len(set(self.tuning_seeds)) < len(self.tuning_seeds):
+            raise ValueError(f"compare.tuning_seeds names a seed twice: {self.tuning_seeds}; list each once")
         if self.halving is not None and (self.sizes or len(self.arms) < 3):
             raise ValueError("compare.halving needs two or more arms besides the baseline, and one size")
         return self

@@ -113,15 +113,21 @@ class SeedPlan(_Part):
 
     seeds: list[RecordCount]
     """All that may be trained, in order; the maximum is their number."""
-    min_seeds: RecordCount
+    min_seeds: int = Field(ge=2, lt=2**63)
     """Seeds before the first look."""
-    margin: float
+    margin: float = Field(gt=0, allow_inf_nan=False)
     """The smallest difference of the deciding measure that matters."""
-    arms: RecordCount
+    arms: int = Field(ge=1, lt=2**63)
     """Arms that are tested against the baseline, among which the error rate is divided."""
     names: list[str] = []
     """Of these arms."""
     baseline: str = ""
+
+    @model_validator(mode="after")
+    def _enough(self) -> Self:
+        if len(self.seeds) < self.min_seeds:
+            raise ValueError(f"plan.seeds lists {len(self.seeds)}, fewer than min_seeds {self.min_seeds}")
+        return self
 
 
 class Experiment(_Part):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 from saved import record, tiny
 from scipy import special, stats
 
@@ -135,6 +136,16 @@ def test_the_e_process_is_the_averaged_likelihood_ratio():
 
 
 PLAN = SeedPlan(seeds=list(range(12)), min_seeds=3, margin=0.1, arms=2)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"arms": 0}, {"min_seeds": 1}, {"margin": 0.0}, {"margin": -1.0}, {"margin": math.inf}, {"seeds": []}],
+    ids=str,
+)
+def test_a_plan_that_no_comparison_makes_is_refused_in_a_record_too(wrong):
+    with pytest.raises(ValidationError):
+        SeedPlan.model_validate(PLAN.model_dump() | wrong)
 
 
 def noise(seed, size=12):

@@ -59,6 +59,7 @@ def test_what_cannot_be_trained_side_by_side_is_refused(tmp_path, compare, train
     ("section", "message"),
     [
         ({"seeds": [1, 2, 1]}, "names a seed twice"),
+        ({"learning_rates": [0.1, 0.2], "tuning_seeds": [8, 8]}, "tuning_seeds names a seed twice"),
         ({"learning_rates": [1e-3], "tuning_seeds": [1]}, r"share \[1\]"),
         ({"learning_rates": [0]}, "learning_rates"),
         ({"learning_rates": [1e-3, 1.0000000001e-3]}, "names a rate twice"),

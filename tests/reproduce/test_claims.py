@@ -26,7 +26,7 @@ from headwater.papers.measures import Runs
 from headwater.papers.places import FinishedRun, SizedArm
 from headwater.papers.result import evidence as said
 from headwater.papers.table import PaperTable
-from headwater.papers.work import PLAN, prepare, train_until_decided
+from headwater.papers.work import PLAN, check_not_begun_otherwise, prepare, train_until_decided
 from headwater.recipe import load_recipe, parse
 
 LEVEL = 0.05
@@ -658,6 +658,16 @@ def test_the_maximum_of_seeds_cannot_change(tmp_path):
     for other in ([], ["compare.workers=2"], ["compare.seeds=[0,1,2,3,4,5]"]):
         with pytest.raises(HeadwaterError, match=r"at most 10 seeds, the seeds 0 first, .* pass --max-seeds 10"):
             train_until_decided(prepare("ledger/recommended", "cpu", tmp_path, other), 1, None, None, 30)
+    with pytest.raises(HeadwaterError, match=r"with --until-decided, whose verdicts .* --max-seeds 10"):
+        check_not_begun_otherwise(work)
+
+
+def test_the_maximum_is_not_below_the_seeds_of_the_recipe(tmp_path):
+    work = prepare("ledger/recommended", "cpu", tmp_path)
+    check_not_begun_otherwise(work)
+    with pytest.raises(HeadwaterError, match="begins with 4 seeds, more than --max-seeds 2"):
+        train_until_decided(work, 1, None, None, 2)
+    assert not list(tmp_path.iterdir())
 
 
 def test_until_decided_a_claim_stops_at_the_seed_that_decides_it_and_shares_keep_the_recipes_own(tmp_path):

@@ -59,6 +59,12 @@ def test_a_page_has_what_has_run_keeps_what_it_had_and_lists_the_rest_as_open(tm
     assert document.renewed(page, tmp_path, "cpu") == page
     assert document.written(document.renewed(page, tmp_path / "empty", "cpu")) == document.written(page)
 
+    damaged = tmp_path / "cpu" / "ledger-after-reading" / "result.json"
+    for content in ('{"cl', "{}", "[]", '{"claims": [{"says": 1}]}', damaged.read_text().replace("holds", "hodls")):
+        damaged.write_text(content)
+        with pytest.raises(HeadwaterError, match="is damaged; run `headwater reproduce ledger/after-reading"):
+            document.renewed(page, tmp_path, "cpu")
+
     file = tmp_path / "page.md"
     file.write_text("nothing")
     with pytest.raises(HeadwaterError, match="has no place for results"):

@@ -124,6 +124,8 @@ def reproduce(
     max_seeds = max_seeds or 30
     work = reproducing.prepare(names[0], scale, folder, overrides)
     work.check_tasks(task_files)
+    if not until_decided:
+        reproducing.check_not_begun_otherwise(work)
     device = device_of(device)
     if records is not None:
         check_writable(records)

@@ -107,7 +107,7 @@ def read_prices(folder: Path, arms: Mapping[str, Recipe], baseline: str) -> Pric
 
     Raises `HeadwaterError` for a damaged file.
     """
-    found = _stored(folder)
+    found = stored(folder)
     if found is None or baseline not in arms:
         return None
     against = timed_recipe(arms[baseline]).digest()
@@ -115,7 +115,8 @@ def read_prices(folder: Path, arms: Mapping[str, Recipe], baseline: str) -> Pric
     return found.model_copy(update={"arms": kept})
 
 
-def _stored(folder: Path) -> Prices | None:
+def stored(folder: Path) -> Prices | None:
+    """The prices in a comparison's folder; None if there are none. Raises `HeadwaterError` if they are damaged."""
     file = folder / PRICES
     if not file.is_file():
         return None
@@ -144,7 +145,7 @@ def measure(arms: Mapping[str, Recipe], baseline: str, folder: Path, tell: Told 
     torch.set_num_threads(own)
     try:
         here = _here(arms[baseline], own)
-        found = _stored(folder)
+        found = stored(folder)
         if found is None or found.place != here.place:
             found = here
         against = timed_recipe(arms[baseline]).digest()

@@ -19,12 +19,13 @@ if TYPE_CHECKING:
     from headwater.papers.kept import keep, restore
     from headwater.papers.pages import numbers, tally
     from headwater.papers.result import Reproduction, computed, reproduction, terminal, write
-    from headwater.papers.work import Work, prepare, train, train_until_decided
+    from headwater.papers.work import Work, check_not_begun_otherwise, prepare, train, train_until_decided
 
 __all__ = [
     "SCALES",
     "Reproduction",
     "Work",
+    "check_not_begun_otherwise",
     "computed",
     "keep",
     "numbers",
@@ -47,6 +48,6 @@ __getattr__, __dir__ = lazy.names(
         "headwater.papers.result": ["Reproduction", "computed", "reproduction", "terminal", "write"],
         "headwater.papers.kept": ["keep", "restore"],
         "headwater.papers.pages": ["numbers", "tally"],
-        "headwater.papers.work": ["Work", "prepare", "train", "train_until_decided"],
+        "headwater.papers.work": ["Work", "check_not_begun_otherwise", "prepare", "train", "train_until_decided"],
     },
 )  # fmt: skip

@@ -432,6 +432,8 @@ def _judged(claim: Claim, found: tuple[str, Evidence] | str, level: float) -> Ju
         if interval is None:
             seeds = f"{evidence.size} seeds"
             why = f"all {seeds} differ by exactly this amount, but {seeds} are too few to rule out chance"
+    if isinstance(evidence, Repeated) and interval is not None:
+        why = "; ".join(filter(None, (f"repeated interval, {evidence.size} seeds", why)))
     if isinstance(evidence, Ratio):  # told as a share more
         estimate = estimate and _expm1(estimate)
         interval = interval and (_expm1(interval[0]), _expm1(interval[1]))

@@ -16,7 +16,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from headwater.compare.prices import PRICES, Prices, slug
+from headwater.compare.prices import PRICES, slug, stored
 from headwater.errors import HeadwaterError, shown
 from headwater.files import replace_text
 from headwater.papers import costs
@@ -88,8 +88,15 @@ def rows_of(name: str, folder: Path, scale: ScaleName, before: list[ClaimRow]) -
     file = folder / scale / slug(name) / RESULT
     says = [here(claim.says, of.scales[scale].words) for claim in of.claims]
     if file.is_file():
-        claims = json.loads(file.read_bytes())["claims"]
-        known = {c["says"]: ClaimRow(c["says"], c["verdict"], c["evidence"].replace("|", "\\|")) for c in claims}
+        try:
+            claims = json.loads(file.read_bytes())["claims"]
+            known = {c["says"]: ClaimRow(c["says"], c["verdict"], c["evidence"].replace("|", "\\|")) for c in claims}
+            if unknown := {row.verdict for row in known.values()}.difference(CLASSES):
+                raise ValueError(f"no verdict: {unknown}")
+        except (ValueError, LookupError, TypeError, AttributeError) as error:  # any content
+            raise HeadwaterError(
+                f"{str(file)!r} is damaged; run `headwater reproduce {name}` again, which trains nothing anew."
+            ) from error
     else:
         known = {row.says: row for row in before if row.verdict != OPEN}
     return [known.get(one, ClaimRow(one, OPEN, "")) for one in says]
@@ -136,7 +143,8 @@ def _prices(trials: Path, name: str, before: str) -> str:
     """
     from headwater.report import prices_by_arm
 
-    found = Prices.model_validate_json((trials / name / PRICES).read_bytes())
+    found = stored(trials / name)
+    assert found is not None
     names, by_arm = prices_by_arm(found)
     where = f"`{name}` on {found.device_name}, PyTorch {found.torch}:"
     head = f"| arm | {' | '.join(names)} |"

@@ -199,6 +199,21 @@ def with_seeds(work: Work, more: int, most: int) -> Work:
     return replace(work, recipes=recipes, places=places(work.table, work.scale, recipes))
 
 
+def plan_of(work: Work) -> Path:
+    """The file that says how a table's seeds are added: beside the runs, which other overrides share."""
+    return work.trials / f"{slug(work.name)}-{PLAN}"
+
+
+def check_not_begun_otherwise(work: Work) -> None:
+    """Raise `HeadwaterError` if the table's seeds are added until its claims are decided, see `train_until_decided`."""
+    if (file := plan_of(work)).is_file():
+        most = json.loads(file.read_text(encoding="utf-8"))["max_seeds"]
+        raise HeadwaterError(
+            f"{work.name} was begun with --until-decided, whose verdicts these would replace; pass --until-decided "
+            f"--max-seeds {most} to go on, or another --out."
+        )
+
+
 def train_until_decided(
     work: Work,
     workers: int | None,
@@ -222,7 +237,12 @@ def train_until_decided(
         "claims": [claim.says for claim in work.table.claims],
         "seeds": {recipe.name: recipe.compare.seeds for _, recipe in work.recipes if recipe.compare is not None},
     }
-    file = work.trials / f"{slug(work.name)}-{PLAN}"  # beside the runs, which other overrides share
+    if most := [recipe for _, recipe in work.recipes if recipe.compare and len(recipe.compare.seeds) > max_seeds]:
+        seeds = len(most[0].compare.seeds) if most[0].compare else 0
+        raise HeadwaterError(
+            f"{work.name} begins with {counted(seeds)}, more than --max-seeds {max_seeds}; allow at least that many."
+        )
+    file = plan_of(work)
     if file.is_file() and (begun := json.loads(file.read_text(encoding="utf-8"))) != plan:
         first = "; ".join(", ".join(map(str, seeds)) for seeds in begun["seeds"].values())
         raise HeadwaterError(

@@ -332,9 +332,15 @@ def _size(summary: Summary, comparison: Comparison) -> str:
     assert summary.interval is not None
     low, high = sorted(map(abs, summary.interval))
     return (
-        f"{abs(summary.paired.mean):.3f} {comparison.unit} (95 % interval {low:.3f} to {high:.3f}, "
+        f"{abs(summary.paired.mean):.3f} {comparison.unit} "
+        f"({_confidence(summary.paired)} interval {low:.3f} to {high:.3f}, "
         f"{counted(len(summary.paired.differences))})"
     )
+
+
+def _confidence(paired: Paired) -> str:
+    """That of an interval by itself: with several arms more than the 95 % of all of them together."""
+    return f"{100 * (1 - paired.level):.4g} %"
 
 
 def reading(comparison: Comparison) -> list[str]:
@@ -372,7 +378,7 @@ def _line(s: Summary, comparison: Comparison) -> str:
     start = f"{s.arm}: {s.paired.mean:+.3f} {unit} against {base}; {said}, "
     if s.interval is not None and said != "open":
         after = "" if comparison.plan is None else f", after {counted(len(s.paired.differences))}"
-        return start + f"95 % interval {s.interval[0]:+.3f} to {s.interval[1]:+.3f}{after}."
+        return start + f"{_confidence(s.paired)} interval {s.interval[0]:+.3f} to {s.interval[1]:+.3f}{after}."
     return f"{start}{_why_open(s)}."
 
 
