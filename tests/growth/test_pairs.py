@@ -6,7 +6,7 @@ from torch import nn
 
 from conftest import assert_near, build, decode, disturb, shared, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM, HeadwaterModel, grow
-from headwater.growth import importance, merge, pairs_of, shrink
+from headwater.growth import grown_config, importance, merge, pairs_of, shrink
 from headwater.growth.pairs import MAPS, NOT_NEUTRAL, maps_of
 from headwater.mechanisms.pattention import SCORES, default_tau
 
@@ -238,6 +238,16 @@ class TestShrinking:
         with pytest.raises(HeadwaterError, match=said):
             shrink(model, importance(model, [{"input_ids": tokens(1, 5)}]), *sizes)
 
+    def test_weights_of_another_model_and_none_are_refused(self):
+        model, rows = trained(), [{"input_ids": tokens(1, 5)}]
+        for weights in (importance(grow(model, 9), rows), []):
+            with pytest.raises(HeadwaterError, match="not of this model's pairs"):
+                shrink(model, weights, 5)
+        with pytest.raises(HeadwaterError, match="no batch"):
+            importance(model, [])
+        with pytest.raises(HeadwaterError, match="no parameter tokens"):
+            importance(shared(), rows)
+
 
 class TestMerging:
     def test_copies_with_frozen_bases_keep_it_and_get_each_others_pairs(self):
@@ -299,11 +309,37 @@ def disturb_new(model: HeadwaterForCausalLM, seed: int = 1) -> HeadwaterForCausa
         (dict(attention_pairs=9, layers=[-1]), "0 to 2"),
         (dict(attention_pairs=9, keys="ones"), "'zero' or 'random'"),
         (dict(attention_pairs=9, tau="sqrt"), "'kept' or 'recomputed'"),
+        (dict(attention_pairs=9.0), "attention_pairs must be a whole number, not 9.0"),
+        (dict(attention_pairs=9, layers="01"), "layers must list numbers"),
+        (dict(num_hidden_layers="12"), "num_hidden_layers must be a whole number, not '12'"),
+        (dict(hidden_size=96, method=None), "method must be a name"),
     ],
 )
 def test_what_cannot_be_grown_is_refused(arguments, said):
     with pytest.raises(HeadwaterError, match=said):
         grow(trained(), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "said"),
+    [
+        ({"score": "softmax"}, dict(attention_pairs=9), r"weight e\^0 = 1"),
+        ({"top_k": 2}, dict(ffn_pairs=15), "a zero key beats negative scores"),
+        ({}, dict(attention_pairs=9, method="stack"), "about layers and widths"),
+        ({}, dict(attention_pairs=9, method="junk"), "no method 'junk'"),
+    ],
+)
+def test_what_cannot_be_grown_is_refused_without_a_model_too(options, arguments, said):
+    config = build({"pattention": PAIRS | options}).config
+    with pytest.raises(HeadwaterError, match=said):
+        grown_config(config, **arguments)
+
+
+def test_growth_of_a_config_freezes_and_thaws_as_that_of_a_model():
+    model = trained()
+    frozen = grow(model, 9, freeze=True)
+    assert grown_config(model.config, 9, freeze=True).mechanisms == frozen.config.mechanisms
+    assert grown_config(frozen.config).mechanisms == grow(frozen).config.mechanisms
 
 
 def test_a_model_of_linear_maps_is_refused():

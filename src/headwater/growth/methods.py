@@ -37,6 +37,12 @@ _MOST_CHANNELS = 2**20
 NOISE = {"hypercloning": 10**-0.5, "lemon": 1.0}
 
 
+def check_whole(name: str, number: object) -> None:
+    """Raise `HeadwaterError` for anything but an integer."""
+    if type(number) is not int:
+        raise HeadwaterError(f"{name} must be a whole number, not {number!r}.")
+
+
 @dataclass(frozen=True)
 class NewSizes:
     """The sizes of a larger model; None keeps one. Key/value heads keep their ratio to the query heads."""
@@ -47,12 +53,18 @@ class NewSizes:
     num_attention_heads: int | None = None
     num_key_value_heads: int | None = None
 
+    def __post_init__(self) -> None:
+        for name, size in self.given().items():
+            check_whole(name, size)
+
     def given(self) -> dict[str, int]:
         return {name: size for name, size in vars(self).items() if size is not None}
 
 
 def ways(method: str) -> tuple[str | None, str | None]:
     """The ways that a method names to make a model deeper and wider; None where it names none."""
+    if not isinstance(method, str):
+        raise HeadwaterError(f"method must be a name, such as 'exact', not {method!r}.")
     deeper = wider = None
     for part in (parts := method.split("+")):
         if part not in (*DEEPER, *WIDER):

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError
+from headwater.growth.methods import check_whole
 from headwater.mechanisms.base import Map
 from headwater.mechanisms.pattention import Pattention, default_tau, unreadable
 from headwater.seeding import generator
@@ -348,7 +349,10 @@ def chosen_layers(config: HeadwaterConfig, layers: Sequence[int] | None) -> list
     depth = config.num_hidden_layers
     if layers is None:
         return list(range(depth))
+    if not isinstance(layers, list | tuple | range):
+        raise HeadwaterError(f"layers must list numbers, such as [0, 1], not {layers!r}.")
     for layer in layers:
+        check_whole("A layer", layer)
         if not 0 <= layer < depth:
             raise HeadwaterError(f"There is no layer {layer}; this model has layers 0 to {depth - 1}.")
     return sorted(set(layers))
@@ -357,6 +361,9 @@ def chosen_layers(config: HeadwaterConfig, layers: Sequence[int] | None) -> list
 def _counts(counts: Counts, attention: int | None, feed_forward: int | None, layers: Sequence[int]) -> Counts:
     """The counts with these in their place in `layers`."""
     asked = {which: feed_forward if which == "feed_forward" else attention for which in MAPS}
+    for name, pairs in (("attention_pairs", attention), ("ffn_pairs", feed_forward)):
+        if pairs is not None:
+            check_whole(name, pairs)
     changed: dict[Map, int] = {which: count for which, count in asked.items() if count is not None}
     return [was | changed if layer in layers else dict(was) for layer, was in enumerate(counts)]
 
