@@ -779,8 +779,8 @@ MISTAKES = [
     ),
     Mistake(
         "importance forgets the size of the values",
-        "sums[layer][which] = sums[layer][which] / max(1, seen[module]) * size",
-        "sums[layer][which] = sums[layer][which] / max(1, seen[module])",
+        "sums[layer][which] = sums[layer][which] / seen[module] * size",
+        "sums[layer][which] = sums[layer][which] / seen[module]",
         (f"{GROWTH}::TestShrinking::test_importance_is_the_mean_of_score_times_the_size_of_the_value",),
     ),
     Mistake(
