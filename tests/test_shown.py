@@ -271,7 +271,8 @@ def check(command: Command) -> list[str]:
         str(word)
         for beginning, changes in SMALL.items()
         for option, value in changes.items()
-        if name.startswith(beginning) and option in options
+        if name.startswith(beginning)
+        and option in options
         # Without a text it has nothing to take rows of, and says so.
         and not (name == "retrofit" and option == "--rows" and "--text" not in command.words)
         for word in (option, value)
