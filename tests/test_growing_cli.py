@@ -411,7 +411,7 @@ class TestRetrofit:
             (["--mechanism", "kv_shift=3"], "a mapping"),
             (["--mechanism", "pattention"], "--parameter-tokens"),
             (["--attention-pairs", 9], "--parameter-tokens"),
-            (["--attention-pairs", 0], "not in the range x>=1"),
+            (["--attention-pairs", 0], "Invalid value for '--attention-pairs'"),
             (["--parameter-tokens", "--text", __file__, "--attention-pairs", 2**31 - 1], "GB of memory"),
             (["--layout", "resformer", "--set", "nope=1"], "no field 'nope'"),
             (["--parameter-tokens"], "--text"),
