@@ -105,6 +105,12 @@ class TestGrow:
         assert len(err.strip().splitlines()) == 1
         assert not (tmp_path / "x").exists()
 
+    def test_no_pairs_are_out_of_the_range(self, run, llama, tmp_path):
+        code, _, err = run("retrofit", llama, "--attention-pairs", 0, "--out", tmp_path / "x")
+        assert code == 2
+        assert "Invalid value for '--attention-pairs'" in err
+        assert not (tmp_path / "x").exists()
+
     def test_a_model_of_linear_maps_and_a_damaged_one_are_refused(self, run, tmp_path, small):
         write_model(tmp_path / "linear", shared())
         for command, said in (("grow", "no parameter tokens"), ("shrink", "does not say what it was trained on")):
@@ -411,7 +417,6 @@ class TestRetrofit:
             (["--mechanism", "kv_shift=3"], "a mapping"),
             (["--mechanism", "pattention"], "--parameter-tokens"),
             (["--attention-pairs", 9], "--parameter-tokens"),
-            (["--attention-pairs", 0], "Invalid value for '--attention-pairs'"),
             (["--parameter-tokens", "--text", __file__, "--attention-pairs", 2**31 - 1], "GB of memory"),
             (["--layout", "resformer", "--set", "nope=1"], "no field 'nope'"),
             (["--parameter-tokens"], "--text"),
