@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import itertools
 import json
 import os
 import random
@@ -545,6 +546,7 @@ def test_the_command(written, tmp_path, run, dtype):
     assert result["curve"][0]["loss"] == pytest.approx(result["before"]["loss"], rel=1e-4)
     assert result["price"]["flops"].keys() == {"start", "finish", "heal"}
     assert [point["cache_bytes_per_token"] for point in result["curve"]][:3] == [512, 512, 256]
+    assert all(before != after for before, after in itertools.pairwise(result["curve"])), "each point once"
     code, _, said = run(*arguments)
     assert code == 2
     assert "exists" in said

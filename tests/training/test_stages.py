@@ -1,5 +1,6 @@
 """Recipes with stages, alone and in comparisons."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -148,6 +149,19 @@ def test_a_stage_that_cannot_follow_from_a_checkpoint_is_refused_before_any_is_t
     with pytest.raises(HeadwaterError, match="Stage 'wider'"):
         run_trials(trials_of(parse(given | {"compare": compare}, "test"), tmp_path / "out"))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_may_change_once_the_first_stage_is_finished(staged, recipe, tmp_path):
+    sizes = {"num_key_value_heads": 1, "mechanisms": None}
+    train(recipe(training={"steps": 1}, model=sizes), tmp_path / "trained")
+    deeper = {"name": "deeper", "grow": {"num_hidden_layers": 3}, "training": {"steps": 1}}
+    begun = {"start": {"checkpoint": str(tmp_path / "trained")}, "stages": [deeper]}
+    given = staged(stages=[], training={"steps": 1}).model_dump(mode="json") | begun
+    del given["model"]["mechanisms"]
+    train_stages(parse(given, "test"), tmp_path / "run", only="start")
+    shutil.rmtree(tmp_path / "trained")
+    train(recipe(training={"steps": 1}, model=sizes | {"num_hidden_layers": 4}), tmp_path / "trained")
+    assert train_stages(parse(given, "test"), tmp_path / "run", resume=True).status == "finished"
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

@@ -86,7 +86,6 @@ def convert(
     from headwater.training.places import newest_checkpoint
     from headwater.training.run_folder import MARK
     from headwater.training.stages import chain, on_several
-    from headwater.training.start import MAY_DIFFER
     from headwater.training.trained import changed_text, measure, open_source
 
     quiet()
@@ -124,19 +123,12 @@ def convert(
     sizes = [
         one for one in overrides or [] if one.startswith(("data.", "training.batch_size=", "training.accumulate="))
     ]
-    flags = {
-        "--no-distill": (no_distill, "training.distill"),
-        "--no-anneal": (no_anneal, "start.convert.anneal"),
-        "--no-align": (no_align, "start.convert.align"),
+    said = {
+        "training.distill": no_distill and "--no-distill",
+        "start.convert.anneal": no_anneal and "--no-anneal",
+        "start.convert.align": no_align and "--no-align",
     }
-    for field in (one.partition("=")[0] for one in overrides or []):
-        if field in ("start.checkpoint", "start"):
-            raise HeadwaterError("The model to convert is SOURCE; leave out start.checkpoint.")
-        if field.partition(".")[0] == "model" and field.removeprefix("model.") not in MAY_DIFFER:
-            raise HeadwaterError(f"The model is SOURCE's, whose {field} does not change; leave it out.")
-        for flag, (is_set, name) in flags.items():
-            if is_set and f"{field}.".startswith(f"{name}."):
-                raise HeadwaterError(f"{flag} and {field}= say two things about {name}; leave one out.")
+    _check_overrides(overrides or [], {name: flag for name, flag in said.items() if flag})
     sized = read_recipe({"name": target.name, "data": data, "training": {"batch_size": batch_size}}, sizes)
     given = {"mechanisms": mechanisms or None, "num_key_value_heads": kv_heads, "choose": choose}
     values = conversion_recipe(
@@ -183,6 +175,20 @@ def convert(
     place = _written(target, record, dtype)
     after = measure(open_source(str(place)).model.to(device), built)
     _tell(recipe, target, record, priced, (before, after), source, device)
+
+
+def _check_overrides(overrides: list[str], flags: dict[str, str]) -> None:
+    """Raise `HeadwaterError` for one of what is SOURCE's, and of what a flag says already; flags: by their field."""
+    from headwater.training.start import MAY_DIFFER
+
+    for field in (one.partition("=")[0] for one in overrides):
+        if field in ("start.checkpoint", "start"):
+            raise HeadwaterError("The model to convert is SOURCE; leave out start.checkpoint.")
+        if field.partition(".")[0] == "model" and field.removeprefix("model.") not in MAY_DIFFER:
+            raise HeadwaterError(f"The model is SOURCE's, whose {field} does not change; leave it out.")
+        for name, flag in flags.items():
+            if f"{field}.".startswith(f"{name}."):
+                raise HeadwaterError(f"{flag} and {field}= say two things about {name}; leave one out.")
 
 
 @contextmanager

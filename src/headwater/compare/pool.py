@@ -46,7 +46,8 @@ def run_trials(trials: list[Trial], workers: int | None = None, on_change: OnCha
     on_change: called with (job, steps done, "running" | "finished" | "failed"), a few times a second.
     """
     for trial in {(each.experiment.arm, each.experiment.size): each for each in trials}.values():
-        check_later_stages(trial.recipe)
+        if result_of(trial.jobs[0]) is None:  # else the checkpoint may have changed since
+            check_later_stages(trial.recipe)
     report = on_change or (lambda job, step, status: None)
     outcomes: dict[Path, Outcome] = {}
     for level in levels(trials):

@@ -232,13 +232,13 @@ def train_until_decided(
     from headwater.papers.claims import UntilDecided, still_open
     from headwater.papers.measures import Runs
 
+    listed = {recipe.name: recipe.compare.seeds for _, recipe in work.recipes if recipe.compare is not None}
     plan = {
         "max_seeds": max_seeds,
         "claims": [claim.says for claim in work.table.claims],
-        "seeds": {recipe.name: recipe.compare.seeds for _, recipe in work.recipes if recipe.compare is not None},
+        "seeds": listed,
     }
-    if most := [recipe for _, recipe in work.recipes if recipe.compare and len(recipe.compare.seeds) > max_seeds]:
-        seeds = len(most[0].compare.seeds) if most[0].compare else 0
+    if (seeds := max(map(len, listed.values()), default=0)) > max_seeds:
         raise HeadwaterError(
             f"{work.name} begins with {counted(seeds)}, more than --max-seeds {max_seeds}; allow at least that many."
         )

@@ -48,7 +48,8 @@ def train_stages(
     runs, names = chain(recipe, folder), recipe.stage_names
     if recipe.stages:
         check_ours(folder)
-    check_later_stages(recipe)
+    if not finished(*runs[0]):
+        check_later_stages(recipe)
     if only is not None:
         if only not in names:
             raise HeadwaterError(f"{recipe.name!r} has no stage {only!r}; {nearest(only, names)}")
