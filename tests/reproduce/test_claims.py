@@ -662,6 +662,20 @@ def test_the_maximum_of_seeds_cannot_change(tmp_path):
         check_not_begun_otherwise(work)
 
 
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"max_seeds": "10", "claims": [], "seeds": {}}'])
+def test_a_damaged_plan_is_told_not_replaced(tmp_path, content):
+    work = prepare("ledger/recommended", "cpu", tmp_path)
+    work.trials.mkdir(parents=True)
+    file = work.trials / f"ledger-recommended-{PLAN}"
+    file.write_text(content)
+    said = f"The plan {str(file)!r} cannot be read: .*; restore it, or use another --out."
+    with pytest.raises(HeadwaterError, match=said):
+        check_not_begun_otherwise(work)
+    with pytest.raises(HeadwaterError, match=said):
+        train_until_decided(work, 1, None, None, 10)
+    assert file.read_text() == content
+
+
 def test_the_maximum_is_not_below_the_seeds_of_the_recipe(tmp_path):
     work = prepare("ledger/recommended", "cpu", tmp_path)
     check_not_begun_otherwise(work)

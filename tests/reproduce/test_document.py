@@ -18,9 +18,9 @@ PAGE = """# A page
 
 <!-- claims: kv-shifting/figure-3 kv-shifting/figure-10 -->
 
-| table | claim | | by |
-| --- | --- | --- | --- |
-| `kv-shifting/figure-10` | The losses of QKV and KV shift are similar. | holds | a number: +0.1 [-0.1, +0.3] |
+| table | claim | | seeds | by |
+| --- | --- | --- | ---: | --- |
+| `kv-shifting/figure-10` | The losses of QKV and KV shift are similar. | holds | 8 | a number: +0.1 [-0.1, +0.3] |
 
 <!-- end -->
 by hand
@@ -35,17 +35,17 @@ def result(folder, name, *claims):
     file = folder / "cpu" / name / "result.json"
     file.parent.mkdir(parents=True)
     file.write_text(
-        json.dumps({"claims": [dict(zip(("says", "verdict", "evidence"), c, strict=True)) for c in claims]})
+        json.dumps({"claims": [dict(zip(("says", "verdict", "seeds", "evidence"), c, strict=True)) for c in claims]})
     )
 
 
 def test_a_page_has_what_has_run_keeps_what_it_had_and_lists_the_rest_as_open(tmp_path):
     said = tables()["ledger/after-reading"].claims[0]
-    result(tmp_path, "kv-shifting-figure-3", ("KV shift does not change what is learned.", "does not hold", "p|q"))
-    result(tmp_path, "ledger-after-reading", (said.says, "holds", "by so much"))
+    result(tmp_path, "kv-shifting-figure-3", ("KV shift does not change what is learned.", "does not hold", 5, "p|q"))
+    result(tmp_path, "ledger-after-reading", (said.says, "holds", 4, "by so much"))
     page = document.renewed(PAGE, tmp_path, "cpu")
-    assert "| `kv-shifting/figure-10` | The losses of QKV and KV shift are similar. | holds | a number" in page
-    assert "| `kv-shifting/figure-3` | KV shift does not change what is learned. | does not hold | p\\|q |" in page
+    assert "| `kv-shifting/figure-10` | The losses of QKV and KV shift are similar. | holds | 8 | a number" in page
+    assert "| `kv-shifting/figure-3` | KV shift does not change what is learned. | does not hold | 5 | p\\|q |" in page
     others = [claim for claim in tables()["ledger/after-reading"].claims if claim.said and claim.says != said.says]
     assert page.count("| open |") == 3 + len(others)  # of figure-3, and the other statements
     assert "Of 2 claims in 2 tables, 1 holds, 1 does not hold. 3 claims are open." in page

@@ -34,10 +34,11 @@ OPEN = "open"
 
 
 class ClaimRow(NamedTuple):
-    """A claim on a page: what it says, the verdict ("open" if there is none), and by what."""
+    """A claim on a page: what it says, the verdict ("open" if there is none), from how many seeds, and by what."""
 
     says: str
     verdict: str
+    seeds: str
     by: str
 
 
@@ -77,7 +78,7 @@ def written(text: str) -> dict[str, list[ClaimRow]]:
         for line in match[4].splitlines() if match[2] == "claims" else ():
             parts = [part.strip() for part in re.split(r"(?<!\\)\|", line.strip("|"))]
             name = parts[0].strip("`") or name
-            if len(parts) == 4 and parts[2] in [*CLASSES, OPEN]:
+            if len(parts) == 5 and parts[2] in [*CLASSES, OPEN]:
                 found.setdefault(name, []).append(ClaimRow(*parts[1:]))
     return found
 
@@ -90,7 +91,10 @@ def rows_of(name: str, folder: Path, scale: ScaleName, before: list[ClaimRow]) -
     if file.is_file():
         try:
             claims = json.loads(file.read_bytes())["claims"]
-            known = {c["says"]: ClaimRow(c["says"], c["verdict"], c["evidence"].replace("|", "\\|")) for c in claims}
+            known = {
+                c["says"]: ClaimRow(c["says"], c["verdict"], str(int(c["seeds"])), c["evidence"].replace("|", "\\|"))
+                for c in claims
+            }
             if unknown := {row.verdict for row in known.values()}.difference(CLASSES):
                 raise ValueError(f"no verdict: {unknown}")
         except (ValueError, LookupError, TypeError, AttributeError) as error:  # any content
@@ -99,14 +103,14 @@ def rows_of(name: str, folder: Path, scale: ScaleName, before: list[ClaimRow]) -
             ) from error
     else:
         known = {row.says: row for row in before if row.verdict != OPEN}
-    return [known.get(one, ClaimRow(one, OPEN, "")) for one in says]
+    return [known.get(one, ClaimRow(one, OPEN, "", "")) for one in says]
 
 
 def _claims(rows: dict[str, list[ClaimRow]], scale: ScaleName) -> str:
     """A table of claims under a sentence on how many hold."""
     judged: list[tuple[ClaimVerdict, str]] = []
     missing = 0
-    lines = ["| table | claim | | by |", "| --- | --- | --- | --- |"]
+    lines = ["| table | claim | | seeds | by |", "| --- | --- | --- | ---: | --- |"]
     tables = 0
     for name, found in rows.items():
         known = costs.known(name, scale)
@@ -118,7 +122,7 @@ def _claims(rows: dict[str, list[ClaimRow]], scale: ScaleName) -> str:
         judged += [(row.verdict, numbers.get(short(row.says), "")) for row in told]  # type: ignore[misc]
         for place, row in enumerate(found):
             by = row.by or ("" if told or place else price)
-            lines.append(f"| {f'`{name}`' if place == 0 else ''} | {row.says} | {row.verdict} | {by} |")
+            lines.append(f"| {f'`{name}`' if place == 0 else ''} | {row.says} | {row.verdict} | {row.seeds} | {by} |")
     says = tally(judged, f" in {counted(tables, 'table')}") if judged else "No claim is judged yet."
     if missing:
         says += f" {missing} {'claim is' if missing == 1 else 'claims are'} open."

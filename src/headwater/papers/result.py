@@ -330,10 +330,9 @@ def caption(found: Reproduction) -> str:
     differs = any(ours.text == INCOMPARABLE for row in found.cells for _, ours in row)
     otherwise = " Not comparable: measured differently than in the paper." if differs else ""
     laws = "; by a fitted law with its 95 % interval" if "saved" in _measures(found.table) else ""
-    return (
-        f"The paper's figures, and ours: mean ± standard deviation over {over}{laws}. Empty: not trained at this "
-        f"scale, or not given.{otherwise}"
-    )
+    compared = any(paper for row in found.cells for paper, _ in row)  # a table of the ledger is of no paper
+    figures, or_ = ("The paper's figures, and ours", ", or not given") if compared else ("Our figures", "")
+    return f"{figures}: mean ± standard deviation over {over}{laws}. Empty: not trained at this scale{or_}.{otherwise}"
 
 
 def _measures(of: PaperTable) -> set[str]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+from pydantic import BaseModel
 
 from headwater import extras
 from headwater.compare import OnChange, Outcome, compare, equalized, jobs_of
@@ -26,6 +27,7 @@ from headwater.papers.table import (
     reads_models,
     table,
 )
+from headwater.reading import reading
 from headwater.recipe import Recipe, load_recipe
 from headwater.records import RECORD
 from headwater.shipped import recipes_folder
@@ -199,18 +201,34 @@ def with_seeds(work: Work, more: int, most: int) -> Work:
     return replace(work, recipes=recipes, places=places(work.table, work.scale, recipes))
 
 
+class ClaimsPlan(BaseModel, extra="forbid", strict=True):
+    """How a table's seeds are added. seeds: the first ones of each comparison."""
+
+    max_seeds: int
+    claims: list[str]
+    seeds: dict[str, list[int]]
+
+
 def plan_of(work: Work) -> Path:
-    """The file that says how a table's seeds are added: beside the runs, which other overrides share."""
+    """The file of a table's `ClaimsPlan`: beside the runs, which other overrides share."""
     return work.trials / f"{slug(work.name)}-{PLAN}"
+
+
+def begun(work: Work) -> ClaimsPlan | None:
+    """The plan that a table was begun with. Raises `HeadwaterError` for a damaged one."""
+    file = plan_of(work)
+    if not file.is_file():
+        return None
+    with reading(f"The plan {str(file)!r}", "restore it, or use another --out"):
+        return ClaimsPlan.model_validate_json(file.read_bytes())
 
 
 def check_not_begun_otherwise(work: Work) -> None:
     """Raise `HeadwaterError` if the table's seeds are added until its claims are decided, see `train_until_decided`."""
-    if (file := plan_of(work)).is_file():
-        most = json.loads(file.read_text(encoding="utf-8"))["max_seeds"]
+    if (plan := begun(work)) is not None:
         raise HeadwaterError(
             f"{work.name} was begun with --until-decided, whose verdicts these would replace; pass --until-decided "
-            f"--max-seeds {most} to go on, or another --out."
+            f"--max-seeds {plan.max_seeds} to go on, or another --out."
         )
 
 
@@ -233,25 +251,21 @@ def train_until_decided(
     from headwater.papers.measures import Runs
 
     listed = {recipe.name: recipe.compare.seeds for _, recipe in work.recipes if recipe.compare is not None}
-    plan = {
-        "max_seeds": max_seeds,
-        "claims": [claim.says for claim in work.table.claims],
-        "seeds": listed,
-    }
+    plan = ClaimsPlan(max_seeds=max_seeds, claims=[claim.says for claim in work.table.claims], seeds=listed)
     if (seeds := max(map(len, listed.values()), default=0)) > max_seeds:
         raise HeadwaterError(
             f"{work.name} begins with {counted(seeds)}, more than --max-seeds {max_seeds}; allow at least that many."
         )
-    file = plan_of(work)
-    if file.is_file() and (begun := json.loads(file.read_text(encoding="utf-8"))) != plan:
-        first = "; ".join(", ".join(map(str, seeds)) for seeds in begun["seeds"].values())
+    earlier = begun(work)
+    if earlier is not None and earlier != plan:
+        first = "; ".join(", ".join(map(str, seeds)) for seeds in earlier.seeds.values())
         raise HeadwaterError(
-            f"{work.name} was begun with at most {begun['max_seeds']} seeds, the seeds {first} first, and "
-            f"{counted(len(begun['claims']), 'claim')}. The error rate holds only for a plan made before the results; "
-            f"pass --max-seeds {begun['max_seeds']} without other seeds, or another --out."
+            f"{work.name} was begun with at most {earlier.max_seeds} seeds, the seeds {first} first, and "
+            f"{counted(len(earlier.claims), 'claim')}. The error rate holds only for a plan made before the results; "
+            f"pass --max-seeds {earlier.max_seeds} without other seeds, or another --out."
         )
-    file.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(file, json.dumps(plan, indent=1) + "\n")
+    plan_of(work).parent.mkdir(parents=True, exist_ok=True)
+    replace_text(plan_of(work), plan.model_dump_json(indent=1) + "\n")
     outcomes = train(work, workers, comparing, training)
     own = Runs(work.table, work.places, work.trials, task_files, device)
     until, more, extended = UntilDecided(own, max_seeds), 0, work
