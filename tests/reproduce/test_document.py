@@ -14,6 +14,7 @@ from headwater.registry import MECHANISMS
 from headwater.shipped import recipes_folder
 
 LEDGER = sorted(path.stem for path in (recipes_folder() / "ledger").glob("*.yaml"))
+LEDGER_TABLES = [name for name in tables() if name.startswith("ledger/")]
 PAGE = """# A page
 
 <!-- claims: kv-shifting/figure-3 kv-shifting/figure-10 -->
@@ -69,6 +70,36 @@ def test_a_page_has_what_has_run_keeps_what_it_had_and_lists_the_rest_as_open(tm
     file.write_text("nothing")
     with pytest.raises(HeadwaterError, match="has no place for results"):
         document.write(file, tmp_path, "cpu")
+
+
+def test_one_page_has_every_claim_of_a_paper(tmp_path, run):
+    said = tables()["ledger/after-reading"].claims[0].says
+    result(tmp_path, "ledger-after-reading", (said, "holds", 4, "p|q < 1"))
+    page = tmp_path / "page.html"
+    code, out, _ = run("reproduce", "--page", page, "ledger", "--out", tmp_path)
+    assert (code, out.strip()) == (0, f"written: {page}")
+    html = " ".join(page.read_text().split())
+    ledger = [claim.says for name, one in tables().items() if name.startswith("ledger/") for claim in one.claims]
+    assert f"The claim holds in 1 table. {len(ledger) - 1} claims are open." in html
+    assert re.search(rf"{re.escape(said)}</td><td[^>]*>holds</td><td[^>]*>4</td><td[^>]*>p\|q &lt; 1<", html)
+    assert html.count(">open<") == len(ledger) - 1
+    assert html.index(said) < html.index(">open<")
+    for name in LEDGER_TABLES:
+        assert f">headwater reproduce {name}<" in html
+
+
+def test_pages_of_nothing_are_refused(tmp_path, run):
+    def refused(*arguments):
+        code, _, said = run("reproduce", "--page", tmp_path / "page.html", *arguments, "--out", tmp_path)
+        assert code == 2
+        assert not (tmp_path / "page.html").exists()
+        return " ".join(said.split())
+
+    assert "Name what the page is about" in refused()
+    assert "did you mean 'ledger'?" in refused("ledgr")
+    assert "None of these tables has a result" in refused("ledger")
+    assert "run `headwater reproduce ledger/after-reading` first" in refused("ledger")
+    assert "'compare.seeds=[0]' has no effect with --page" in refused("ledger", "compare.seeds=[0]")
 
 
 def test_arms_without_a_new_price_keep_theirs_if_the_machine_is_the_same(tmp_path):

@@ -85,6 +85,8 @@ def test_runs_in_the_file_are_not_trained_and_new_ones_are_added(paper, run):
     assert [line["run"] for line in lines] == [
         f"cpu/trials/task/{arm}-{seed}" for arm in ("shift", "vanilla") for seed in (0, 1)
     ]
+    assert run("reproduce", "--page", paper / "page.html", "paper", "--out", paper / "one")[0] == 0
+    assert "<h2>A tiny comparison</h2>" in (paper / "page.html").read_text()
     code, second, said = run("reproduce", "paper/task", "--out", paper / "two", "--records", file)
     assert code == 0
     assert "4 runs from" in said

@@ -15,6 +15,7 @@ from headwater.errors import HeadwaterError
 
 if TYPE_CHECKING:
     from headwater.papers import Reproduction, Work
+    from headwater.papers.table import PaperTable
 
 ScaleOption = Literal["cpu", "gpu", "paper"]
 
@@ -30,11 +31,20 @@ def reproduce(
     ] = None,
     scale: Annotated[
         ScaleOption,
-        typer.Option(help="cpu: minutes to an hour on two cores; gpu: up to a day on one; paper: its own."),
+        typer.Option(help="cpu: minutes to an hour and a half on two cores; gpu: up to a day on one; paper: its own."),
     ] = "cpu",
     listing: Annotated[
         bool, typer.Option("--list", help="List all tables, or those of one paper, with their cost and results so far.")
     ] = False,
+    overview: Annotated[
+        Path | None,
+        typer.Option(
+            "--page",
+            dir_okay=False,
+            help="Write one page, FILE.html, of all tables of the named papers: every claim, and the comparisons.",
+            show_default=False,
+        ),
+    ] = None,
     page: Annotated[
         Path | None,
         typer.Option(
@@ -85,15 +95,26 @@ def reproduce(
         "--device": device != "auto",
     }
     if listing:
-        _refuse("with --list", training | {"--write": page is not None, "--scale": scale != "cpu"})
+        both = {"--write": page is not None, "--page": overview is not None, "--scale": scale != "cpu"}
+        _refuse("with --list", training | both)
         _list(names, folder)
         return
     if page is not None:
         from headwater.papers import document
 
-        _refuse("with --write", dict.fromkeys(names, True) | training)
+        _refuse("with --write", dict.fromkeys(names, True) | training | {"--page": overview is not None})
         document.write(page, folder, scale)
         out.print(f"written: {page}", soft_wrap=True)
+        return
+    if overview is not None:
+        from headwater.papers import overview as pages
+
+        _refuse("with --page", training)
+        if not names:
+            raise HeadwaterError("Name what the page is about, such as ledger or kv-shifting.")
+        check_writable(overview)
+        pages.write(overview, list(_chosen(names)), folder, scale)
+        out.print(f"written: {overview}", soft_wrap=True)
         return
     quiet()
     if len(names) != 1:
@@ -203,30 +224,36 @@ def _cost(work: Work) -> str:
     return f"{counted(whole, 'run')}{there}; {taken}"
 
 
-def _list(papers: list[str], folder: Path) -> None:
-    """All tables, or those whose name begins with one of `papers`."""
-
+def _chosen(papers: list[str]) -> dict[str, PaperTable]:
+    """All tables, or those of `papers`, each a paper or a table."""
     import headwater.papers as reproducing
     from headwater.errors import nearest
-    from headwater.terminal import lined
 
     known = reproducing.tables()
     of = sorted({name.partition("/")[0] for name in known})
     for paper in papers:
         if paper not in of and paper not in known:
             raise HeadwaterError(f"There is no paper {paper!r}; {nearest(paper, of)}")
+    return {
+        name: table for name, table in known.items() if not papers or name in papers or name.partition("/")[0] in papers
+    }
+
+
+def _list(papers: list[str], folder: Path) -> None:
+    """The tables of `papers`; default: all."""
+    import headwater.papers as reproducing
+    from headwater.terminal import lined
+
     shown = lined(caption=(
-        "Time for all runs of one table, from the FLOPs that `headwater plan` counts: on two idle cores at 6·10¹⁰ "
-        "FLOP/s each and 6 ms a step (cpu), else on one H100 at an MFU of 0.4. Tables share "
+        "Time for all runs of one table, from the FLOPs that `headwater plan` counts: on two idle cores at 4·10¹⁰ "
+        "FLOP/s each and 40 ms a step (cpu), else on one H100 at an MFU of 0.4. Tables share "
         "runs. k/n: how many of its runs exist. Then how many of its claims held when its page was written, and on "
         "how many numbers they rest, if fewer. Verdicts are corrected for the claims of their own table only."
     ))  # fmt: skip
     for title in ("table", "title", *reproducing.SCALES):
         shown.add_column(title, no_wrap=title == "table")
     made: dict[str, list] = {scale: [] for scale in reproducing.SCALES}  # verdicts and numbers by table
-    for name, table in known.items():
-        if papers and not any(name == paper or name.startswith(f"{paper}/") for paper in papers):
-            continue
+    for name, table in _chosen(papers).items():
         cells = ["computed", "", ""] if table.computed else []
         for scale in () if table.computed else reproducing.SCALES:
             cell, verdicts = _cell(name, scale, folder)

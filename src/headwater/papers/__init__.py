@@ -6,7 +6,7 @@ measures.py  what its cells contain                       claims.py   whether th
 computing.py tables that need no training                 result.py   the table beside the paper's, the page
 costs.py     the cost of each table, precomputed          pages.py    how many claims hold, from written pages
 document.py  results in pages of the documentation        theory.py   theorems of the KV shifting paper as code
-kept.py      finished runs in one file, to be checked and added to
+overview.py  all tables of a paper on one page            kept.py     finished runs in one file
 """
 
 from typing import TYPE_CHECKING

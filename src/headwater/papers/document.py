@@ -106,27 +106,31 @@ def rows_of(name: str, folder: Path, scale: ScaleName, before: list[ClaimRow]) -
     return [known.get(one, ClaimRow(one, OPEN, "", "")) for one in says]
 
 
-def _claims(rows: dict[str, list[ClaimRow]], scale: ScaleName) -> str:
-    """A table of claims under a sentence on how many hold."""
+def tallied(rows: dict[str, list[ClaimRow]], scale: ScaleName) -> str:
+    """A sentence on how many claims of these tables hold, and how many are open."""
     judged: list[tuple[ClaimVerdict, str]] = []
-    missing = 0
-    lines = ["| table | claim | | seeds | by |", "| --- | --- | --- | ---: | --- |"]
-    tables = 0
     for name, found in rows.items():
         known = costs.known(name, scale)
         numbers = dict(known.claims) if known is not None else {}
-        price = "" if known is None else f"{_hours(known.hours)} on two cores: `headwater reproduce {name}`"
         told = [row for row in found if row.verdict != OPEN]
-        tables += bool(told)
-        missing += len(found) - len(told)
         judged += [(row.verdict, numbers.get(short(row.says), "")) for row in told]  # type: ignore[misc]
+    tables = sum(any(row.verdict != OPEN for row in found) for found in rows.values())
+    missing = sum(row.verdict == OPEN for found in rows.values() for row in found)
+    says = tally(judged, f" in {counted(tables, 'table')}") if judged else "No claim is judged yet."
+    return says + (f" {missing} {'claim is' if missing == 1 else 'claims are'} open." if missing else "")
+
+
+def _claims(rows: dict[str, list[ClaimRow]], scale: ScaleName) -> str:
+    """A table of claims under a sentence on how many hold."""
+    lines = ["| table | claim | | seeds | by |", "| --- | --- | --- | ---: | --- |"]
+    for name, found in rows.items():
+        known = costs.known(name, scale)
+        price = "" if known is None else f"{duration(known.hours)} on two cores: `headwater reproduce {name}`"
+        told = any(row.verdict != OPEN for row in found)
         for place, row in enumerate(found):
             by = row.by or ("" if told or place else price)
             lines.append(f"| {f'`{name}`' if place == 0 else ''} | {row.says} | {row.verdict} | {row.seeds} | {by} |")
-    says = tally(judged, f" in {counted(tables, 'table')}") if judged else "No claim is judged yet."
-    if missing:
-        says += f" {missing} {'claim is' if missing == 1 else 'claims are'} open."
-    return f"\n{says}\n\n" + "\n".join(lines) + "\n\n"
+    return f"\n{tallied(rows, scale)}\n\n" + "\n".join(lines) + "\n\n"
 
 
 def _statements(rows: dict[str, list[ClaimRow]]) -> str:
@@ -160,5 +164,5 @@ def _prices(trials: Path, name: str, before: str) -> str:
     return "\n" + "\n".join([where, "", head, "| --- |" + " ---: |" * len(names), *rows.values()]) + "\n\n"
 
 
-def _hours(hours: float) -> str:
+def duration(hours: float) -> str:
     return f"{max(1, round(60 * hours))} min" if hours < 1 else f"{hours:.1f} h"

@@ -286,7 +286,7 @@ def head(found: Reproduction) -> Head:
     of, work = found.table, found.work
     first, *rest = about(found)
     paragraphs = [first, found.answer, *rest, *of.notes, f"Made by: {command(found)}"]
-    if work is not None and _compared(work):
+    if work is not None and compared(work):
         paragraphs.append(
             "Below: the complete comparisons that these runs belong to, as `headwater compare` reports them. They "
             "include all arms trained so far, use the recipe's deciding measure, and test each arm against one "
@@ -330,8 +330,8 @@ def caption(found: Reproduction) -> str:
     differs = any(ours.text == INCOMPARABLE for row in found.cells for _, ours in row)
     otherwise = " Not comparable: measured differently than in the paper." if differs else ""
     laws = "; by a fitted law with its 95 % interval" if "saved" in _measures(found.table) else ""
-    compared = any(paper for row in found.cells for paper, _ in row)  # a table of the ledger is of no paper
-    figures, or_ = ("The paper's figures, and ours", ", or not given") if compared else ("Our figures", "")
+    printed = any(paper for row in found.cells for paper, _ in row)  # a table of the ledger is of no paper
+    figures, or_ = ("The paper's figures, and ours", ", or not given") if printed else ("Our figures", "")
     return f"{figures}: mean ± standard deviation over {over}{laws}. Empty: not trained at this scale{or_}.{otherwise}"
 
 
@@ -379,12 +379,12 @@ def write(found: Reproduction, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     replace_text(folder / RESULT, json.dumps(to_json(found), indent=1, ensure_ascii=False) + "\n")
     work = found.work
-    names = [] if work is None else _compared(work)
+    names = [] if work is None else compared(work)
     trials = folder if work is None else work.trials
     return write_report(trials, head=head(found), only=names, target=folder / "report.html")
 
 
-def _compared(work: Work) -> list[str]:
+def compared(work: Work) -> list[str]:
     """The comparisons with a finished run."""
     there = {
         place.recipe.name

@@ -1,0 +1,67 @@
+"""One page of all tables of a paper, or of the ledger: every claim, what arms cost, and the comparisons behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from headwater.errors import HeadwaterError
+from headwater.papers import costs
+from headwater.papers.document import OPEN, ClaimRow, duration, rows_of, tallied
+from headwater.papers.pages import CLASSES
+from headwater.papers.result import compared
+from headwater.papers.table import ScaleName, table
+from headwater.papers.work import prepare
+from headwater.report.page import Head, PageCell, PageTable, write_report
+
+
+def write(page: Path, names: Sequence[str], folder: Path, scale: ScaleName) -> None:
+    """Write the page of these tables from their results in `folder`, that of `headwater reproduce`.
+
+    Claims of tables without a result are open. Raises `HeadwaterError` if none has one.
+    """
+    trained = [name for name in names if not table(name).computed and not table(name).scales[scale].nothing]
+    found = {name: rows_of(name, folder, scale, []) for name in trained}
+    judged = {name: any(row.verdict != OPEN for row in rows) for name, rows in found.items()}
+    if not any(judged.values()):
+        raise HeadwaterError(
+            f"None of these tables has a result in {str(folder / scale)!r}; run `headwater reproduce {names[0]}` first."
+        )
+    rows = {name: found[name] for name in sorted(trained, key=judged.__getitem__, reverse=True)}
+    works = [prepare(name, scale, folder) for name in trained if judged[name]]
+    comparisons = sorted({name for work in works for name in compared(work)})
+    write_report(folder / scale / "trials", head=_head(rows, scale), only=comparisons, target=page)
+
+
+def _head(rows: dict[str, list[ClaimRow]], scale: ScaleName) -> Head:
+    titles = list(dict.fromkeys(table(name).source for name in rows))
+    paragraphs = [
+        tallied(rows, scale),
+        "The claims of a table are judged together, at 5 %. Below: the complete comparisons behind them, with what "
+        "each arm costs where that was measured. They include all arms trained so far, and test each against one "
+        "baseline, with their own corrections.",
+    ]
+    claims: list[Sequence[PageCell]] = []
+    for name, found in rows.items():
+        for row in found:
+            verdict: PageCell = row.verdict if row.verdict == OPEN else (row.verdict, CLASSES[row.verdict])
+            claims.append([name, row.says, verdict, row.seeds, row.by.replace("\\|", "|")])
+    made: list[Sequence[PageCell]] = []
+    for name in rows:
+        of, cost = table(name), costs.known(name, scale)
+        command = f"headwater reproduce {name}" + ("" if scale == "cpu" else f" --scale {scale}")
+        made.append([name, of.title, of.scales[scale].setting, "" if cost is None else duration(cost.hours), command])
+    return Head(
+        "; ".join(titles),
+        paragraphs,
+        [
+            PageTable("Every claim.", ["table", "claim", "holds?", "seeds", "by"], claims, text=True),
+            PageTable(
+                "The tables. Time: estimated, for all of a table's runs, "
+                + ("on two idle cores." if scale == "cpu" else "on one H100."),
+                ["table", "title", "setting", "time", "command"],
+                made,
+                text=True,
+            ),
+        ],
+    )
