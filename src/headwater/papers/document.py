@@ -126,9 +126,9 @@ def _claims(rows: dict[str, list[ClaimRow]], scale: ScaleName) -> str:
     for name, found in rows.items():
         known = costs.known(name, scale)
         price = "" if known is None else f"{duration(known.hours)} on two cores: `headwater reproduce {name}`"
-        told = any(row.verdict != OPEN for row in found)
+        first = next((row for row in found if row.verdict == OPEN), None)
         for place, row in enumerate(found):
-            by = row.by or ("" if told or place else price)
+            by = price if row is first else row.by
             lines.append(f"| {f'`{name}`' if place == 0 else ''} | {row.says} | {row.verdict} | {row.seeds} | {by} |")
     return f"\n{tallied(rows, scale)}\n\n" + "\n".join(lines) + "\n\n"
 
