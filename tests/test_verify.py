@@ -100,6 +100,7 @@ def test_a_mistake_is_seen_and_told_from_others(found_in, mistake, seen, layer, 
     assert {"greedy", "beams", "static"} <= {name for name, one in found.items() if one.ok is not None}
 
 
+@pytest.mark.slow
 def test_a_chunk_parts_at_its_first_token(found_in):
     assert found_in("state dropped between chunks")["chunks of 8"].parting.position == 8
     assert found_in("padding leaks")["padding"].parting == Parting(1, 0, "layers.0")

@@ -334,6 +334,7 @@ def test_a_killed_command_goes_on(tmp_path):
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_after_a_power_cut_it_goes_on_to_the_same_folder(tmp_path, monkeypatch):
     """Whenever the journal is renamed, all that it speaks of has been synced: names and content."""
     rows = [f"{i} {text}" * 40 for i, text in enumerate(texts(400))]
@@ -714,6 +715,7 @@ def test_how_much_is_read_at_a_time_does_not_matter(kind, folder, tmp_path, monk
         assert any(not part.last for part in streams[0])
 
 
+@pytest.mark.slow
 def test_a_long_document_has_the_tokens_of_the_whole(tmp_path, bpe, monkeypatch):
     monkeypatch.setattr(streaming, "PART", 1000)
     monkeypatch.setattr(streaming, "LONGEST", 2000)

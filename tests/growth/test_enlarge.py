@@ -335,7 +335,7 @@ def moved(model, ids):
     return {name: parameter != start[name] for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("case", ["all", "twice", "6 layers"])
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "few of many"])  # which trains those it picks
 def test_with_a_mechanism_as_much_learns_as_in_a_fresh_model_and_copies_part(name, case):

@@ -77,6 +77,7 @@ def test_chunks_keep_no_logits():
     assert kept[None] - kept[4] > 0.9 * ids.numel() * 4096 * 4
 
 
+@pytest.mark.slow
 def test_a_compiled_chunk_is_a_graph_of_its_own():
     """A graph of all chunks keeps the logits of several in its backward pass (PyTorch issue 193193)."""
     tokens: list[int] = []

@@ -290,6 +290,7 @@ def test_the_command_makes_the_page(out, run):
     assert "of 2" not in said, "a page of other claims counts nothing"
 
 
+@pytest.mark.slow
 def test_a_list_counts_numbers_once_over_its_tables(out, run):
     for name in ("paper/tiny", "paper/again"):
         write(reproduction(work := prepare(name, "cpu", out)), work.folder)

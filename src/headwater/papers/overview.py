@@ -41,11 +41,13 @@ def _head(rows: dict[str, list[ClaimRow]], scale: ScaleName) -> Head:
         "each arm costs where that was measured. They include all arms trained so far, and test each against one "
         "baseline, with their own corrections.",
     ]
+    one_paper = len({name.partition("/")[0] for name in rows}) == 1  # then names are told without it
     claims: list[Sequence[PageCell]] = []
     for name, found in rows.items():
         for row in found:
             verdict: PageCell = row.verdict if row.verdict == OPEN else (row.verdict, CLASSES[row.verdict])
-            claims.append([name, row.says, verdict, row.seeds, row.by.replace("\\|", "|")])
+            where = name.partition("/")[2] if one_paper else name
+            claims.append([where, row.says, verdict, row.seeds, row.by.replace("\\|", "|")])
     made: list[Sequence[PageCell]] = []
     for name in rows:
         of, cost = table(name), costs.known(name, scale)
