@@ -50,6 +50,7 @@ def test_a_page_has_what_has_run_keeps_what_it_had_and_lists_the_rest_as_open(tm
     others = [claim for claim in tables()["ledger/after-reading"].claims if claim.said and claim.says != said.says]
     assert page.count("| open |") == 3 + len(others)  # of figure-3, and the other statements
     assert "Of 2 claims in 2 tables, 1 holds, 1 does not hold. 3 claims are open." in page
+    assert page.count("on two cores: `headwater reproduce kv-shifting/figure-3` |") == 1  # beside the first open one
     assert f"| {said.says} | {' '.join(said.said)} | holds: by so much |" in page
     assert "`ledger-text`: not measured yet." in page
     assert "\nby hand\n" in page
