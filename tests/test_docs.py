@@ -1,5 +1,6 @@
 """What the documentation shows runs, what it links to is there, and its tables have the fields that the code has."""
 
+import functools
 import importlib
 import re
 import tomllib
@@ -59,8 +60,19 @@ def test_there_are_snippets_to_run():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_links_inside_the_repository_lead_somewhere(page):
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", page.read_text()):
-        assert (page.parent / target).exists(), target
+    for target, heading in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", page.read_text()):
+        file = page.parent / target if target else page
+        assert file.exists(), target
+        assert not heading or file.suffix != ".md" or heading in headings(file), f"{target}#{heading}"
+
+
+@functools.cache
+def headings(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    without_code = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    found = re.findall(r"^#+ (.*)$", without_code, re.MULTILINE)
+    plain = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).strip().lower() for heading in found)
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain}
 
 
 def test_what_to_edit_is_there():
