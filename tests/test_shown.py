@@ -250,7 +250,7 @@ def recipes_of(name: str, values: dict[str, Any]) -> list[Recipe]:
         return []
     words = values[arguments[name]]
     overrides, names = [word for word in words if "=" in word], [word for word in words if "=" not in word]
-    if name == "reproduce" and (values["listing"] or values["page"] or values["overview"]):
+    if name == "reproduce" and (values["listing"] or values["document"] or values["page"]):
         return []
     if name == "reproduce":
         table, scale = papers.table(names[0]), values["scale"]

@@ -100,6 +100,7 @@ def test_pages_of_nothing_are_refused(tmp_path, run):
     assert "did you mean 'ledger'?" in refused("ledgr")
     assert "None of these tables has a result" in refused("ledger")
     assert "run `headwater reproduce ledger/after-reading` first" in refused("ledger")
+    assert "None of these tables is trained at cpu scale" in refused("kv-shifting/table-2", "tokenformer/table-3")
     assert "'compare.seeds=[0]' has no effect with --page" in refused("ledger", "compare.seeds=[0]")
 
 

@@ -26,6 +26,7 @@ from headwater.cli.common import (
     tell_runs,
 )
 from headwater.errors import HeadwaterError, nearest
+from headwater.terminal import duration
 
 if TYPE_CHECKING:
     from headwater.compare import ArmKey, Job, Outcome
@@ -222,12 +223,6 @@ def search(
     tell(f"chosen: {', '.join(best)}")
     complain(train_all([final_recipe(chosen, folder, best, final_seeds)], folder, workers))
     show(folder)
-
-
-def duration(hours: float) -> str:
-    if hours < 1:
-        return f"{max(1, round(60 * hours))} min"
-    return f"{hours:,.1f} h" if hours < 10 else f"{hours:,.0f} h"
 
 
 def show(folder: Path) -> None:

@@ -10,8 +10,9 @@ import typer
 
 from headwater import extras
 from headwater.cli.common import Device, GoesOn, check_writable, device_of, err, out, progress_bars, quiet, tell
-from headwater.cli.comparing import TrialBars, Workers, complain, duration, failures
+from headwater.cli.comparing import TrialBars, Workers, complain, failures
 from headwater.errors import HeadwaterError
+from headwater.terminal import duration
 
 if TYPE_CHECKING:
     from headwater.papers import Reproduction, Work
@@ -36,7 +37,7 @@ def reproduce(
     listing: Annotated[
         bool, typer.Option("--list", help="List all tables, or those of one paper, with their cost and results so far.")
     ] = False,
-    overview: Annotated[
+    page: Annotated[
         Path | None,
         typer.Option(
             "--page",
@@ -45,7 +46,7 @@ def reproduce(
             show_default=False,
         ),
     ] = None,
-    page: Annotated[
+    document: Annotated[
         Path | None,
         typer.Option(
             "--write",
@@ -95,26 +96,26 @@ def reproduce(
         "--device": device != "auto",
     }
     if listing:
-        both = {"--write": page is not None, "--page": overview is not None, "--scale": scale != "cpu"}
+        both = {"--write": document is not None, "--page": page is not None, "--scale": scale != "cpu"}
         _refuse("with --list", training | both)
         _list(names, folder)
         return
-    if page is not None:
-        from headwater.papers import document
+    if document is not None:
+        from headwater.papers import document as documents
 
-        _refuse("with --write", dict.fromkeys(names, True) | training | {"--page": overview is not None})
-        document.write(page, folder, scale)
-        out.print(f"written: {page}", soft_wrap=True)
+        _refuse("with --write", dict.fromkeys(names, True) | training | {"--page": page is not None})
+        documents.write(document, folder, scale)
+        out.print(f"written: {document}", soft_wrap=True)
         return
-    if overview is not None:
-        from headwater.papers import overview as pages
+    if page is not None:
+        from headwater.papers import overview
 
         _refuse("with --page", training)
         if not names:
             raise HeadwaterError("Name what the page is about, such as ledger or kv-shifting.")
-        check_writable(overview)
-        pages.write(overview, list(_chosen(names)), folder, scale)
-        out.print(f"written: {overview}", soft_wrap=True)
+        check_writable(page)
+        overview.write(page, list(_chosen(names)), folder, scale)
+        out.print(f"written: {page}", soft_wrap=True)
         return
     quiet()
     if len(names) != 1:

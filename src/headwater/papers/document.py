@@ -24,7 +24,7 @@ from headwater.papers.pages import CLASSES, RESULT, short, tally
 from headwater.papers.result import here
 from headwater.papers.table import Pair, ScaleName, table
 from headwater.reading import reading
-from headwater.terminal import counted
+from headwater.terminal import counted, duration
 
 if TYPE_CHECKING:
     from headwater.papers.claims import ClaimVerdict
@@ -162,7 +162,3 @@ def _prices(trials: Path, name: str, before: str) -> str:
         kept = {line.split(" | ")[0].removeprefix("| "): line for line in old[old.index(head) + 2 :]}
         rows = kept | rows
     return "\n" + "\n".join([where, "", head, "| --- |" + " ---: |" * len(names), *rows.values()]) + "\n\n"
-
-
-def duration(hours: float) -> str:
-    return f"{max(1, round(60 * hours))} min" if hours < 1 else f"{hours:.1f} h"

@@ -7,12 +7,13 @@ from pathlib import Path
 
 from headwater.errors import HeadwaterError
 from headwater.papers import costs
-from headwater.papers.document import OPEN, ClaimRow, duration, rows_of, tallied
+from headwater.papers.document import OPEN, ClaimRow, rows_of, tallied
 from headwater.papers.pages import CLASSES
 from headwater.papers.result import compared
 from headwater.papers.table import ScaleName, table
 from headwater.papers.work import prepare
 from headwater.report.page import Head, PageCell, PageTable, write_report
+from headwater.terminal import duration
 
 
 def write(page: Path, names: Sequence[str], folder: Path, scale: ScaleName) -> None:
@@ -23,9 +24,12 @@ def write(page: Path, names: Sequence[str], folder: Path, scale: ScaleName) -> N
     trained = [name for name in names if not table(name).computed and not table(name).scales[scale].nothing]
     found = {name: rows_of(name, folder, scale, []) for name in trained}
     judged = {name: any(row.verdict != OPEN for row in rows) for name, rows in found.items()}
+    if not trained:
+        raise HeadwaterError(f"None of these tables is trained at {scale} scale; name others, or another --scale.")
     if not any(judged.values()):
         raise HeadwaterError(
-            f"None of these tables has a result in {str(folder / scale)!r}; run `headwater reproduce {names[0]}` first."
+            f"None of these tables has a result in {str(folder / scale)!r}; run `headwater reproduce {trained[0]}` "
+            f"first."
         )
     rows = {name: found[name] for name in sorted(trained, key=judged.__getitem__, reverse=True)}
     works = [prepare(name, scale, folder) for name in trained if judged[name]]
