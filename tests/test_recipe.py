@@ -29,6 +29,11 @@ def test_shipped_recipes_are_valid(path):
         recipe.arm(arm, 0).config_for(data)
 
 
+def test_null_leaves_out_the_sizes_of_a_comparison():
+    recipe = load_recipe(RECIPES[0].parents[1] / "recommended" / "test.yaml", ["compare.sizes=null"])
+    assert recipe.compare.sizes == {}
+
+
 def test_overrides_are_dotted_and_typed(file):
     recipe = load_recipe(
         file,

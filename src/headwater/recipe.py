@@ -27,6 +27,7 @@ from pydantic import (
     ValidationError,
     ValidatorFunctionWrapHandler,
     WrapValidator,
+    field_validator,
     model_validator,
 )
 
@@ -340,6 +341,11 @@ class Compare(Settings):
     """Seeds before the first look, for `until`."""
     max_seeds: Annotated[int, Field(ge=2, le=1000)] = 30
     """Seeds at which an arm stays open, for `until`. Those after the listed ones count on from the largest."""
+
+    @field_validator("sizes", mode="before")
+    @classmethod
+    def _none(cls, sizes: Any) -> Any:
+        return {} if sizes is None else sizes
 
     @property
     def all_seeds(self) -> list[int]:

@@ -98,9 +98,32 @@ def test_equal_time_is_measured_once_and_kept(tmp_path, clock):
     clock.clear()
     assert {t.experiment.arm: t.recipe.training.steps for t in trials_of(recipe, tmp_path)} == steps
     assert not clock
-    assert json.loads((folder / PINNED).read_text())["arms"]["deep"]["ratio"] > 1.5
+    (deep,) = (one for one in json.loads((folder / PINNED).read_text())["ratios"].values() if one["arm"] == "deep")
+    assert deep["ratio"] > 1.5
+    # Other settings are measured anew, and leave those of the comparison as they were.
+    larger = recipe.model_copy(update={"training": recipe.training.model_copy(update={"batch_size": 8})})
+    trials_of(larger, tmp_path)
+    assert clock
+    clock.clear()
+    assert {t.experiment.arm: t.recipe.training.steps for t in trials_of(recipe, tmp_path)} == steps
+    assert not clock
+    # On another device the steps are those of the first, and that is told.
+    text = (folder / PINNED).read_text()
+    (folder / PINNED).write_text(text.replace(json.dumps(deep["on"]), '"a TPU"'))
+    said = []
+    equalized(recipe, tmp_path, said.append)
+    assert said == [
+        f"equal time as it was measured on a TPU, not on this device: shift, deep (see {str(folder / PINNED)!r})"
+    ]
     with pytest.raises(HeadwaterError, match="use `headwater compare`"):
         equalized(recipe)
+
+
+def test_arms_that_cannot_be_timed_are_refused_before_anything_is_trained(tmp_path, monkeypatch):
+    monkeypatch.setattr("headwater.compare.run_trials", lambda *_: pytest.fail("trained"))
+    stages = {"stages": [{"name": "more"}]}
+    with pytest.raises(HeadwaterError, match=r"the arm 'staged' has stages"):
+        compare(tiny({"arms": {"base": {}, "staged": stages}, "prices": True}), tmp_path)
 
 
 def test_the_report_shows_which_arms_no_cheaper_one_beats(tmp_path, clock, monkeypatch):

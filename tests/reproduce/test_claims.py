@@ -26,7 +26,7 @@ from headwater.papers.measures import Runs
 from headwater.papers.places import FinishedRun, SizedArm
 from headwater.papers.result import evidence as said
 from headwater.papers.table import PaperTable
-from headwater.papers.work import PLAN, check_not_begun_otherwise, prepare, train_until_decided
+from headwater.papers.work import PLAN, check_not_begun_otherwise, in_numbers, prepare, train_until_decided
 from headwater.recipe import load_recipe, parse
 
 LEVEL = 0.05
@@ -623,12 +623,16 @@ def test_gains_where_the_law_says_nothing(tmp_path):
     same = laws(tmp_path / "same", lambda arm, parameters, seed: 1 + 20 * parameters**-0.4)
     two = laws(tmp_path / "two", lambda *_: 2.0, sizes={"small": 1000, "large": 2000})
     lost = laws(tmp_path / "lost", lambda arm, parameters, seed: 1 + 20 * parameters**-0.4, status="diverged")
+    gone = laws(tmp_path / "gone", lambda arm, parameters, seed: 1 + 20 * parameters**-0.4)
+    for run in ("middle/vanilla-0", "middle/vanilla-2", "large/shift-1"):
+        next((tmp_path / "gone" / "out").glob(f"*/{run}/record.json")).unlink()
     for of, why in (
         (flat, "the baseline's losses do not fall with its size"),
         (steep, "no baseline, however large, has its loss, by the fitted law"),
         (single, "the seeds leave the fitted law open"),
         (same, "the seeds leave the fitted law open"),
         (two, "a law needs three or more sizes, with the same seeds at each"),
+        (gone, "not trained: seed 1 of shift @ large; seeds 0, 2 of vanilla @ middle"),
         (lost, "a run diverged, and a law of the others is meaningless"),
     ):
         for found in judge(of.table.claims, of):
@@ -650,8 +654,9 @@ def test_the_maximum_of_seeds_cannot_change(tmp_path):
     work.trials.mkdir(parents=True)
     plan = {
         "max_seeds": 10,
-        "claims": [claim.says for claim in work.table.claims],
+        "claims": [in_numbers(claim) for claim in work.table.claims],
         "seeds": {"ledger-recommended": [0]},
+        "thresholds": {"recommended-test": None},
     }
     (work.trials / f"ledger-recommended-{PLAN}").write_text(json.dumps(plan))
     # Other overrides that leave the runs as they are do not get around it.
@@ -660,6 +665,37 @@ def test_the_maximum_of_seeds_cannot_change(tmp_path):
             train_until_decided(prepare("ledger/recommended", "cpu", tmp_path, other), 1, None, None, 30)
     with pytest.raises(HeadwaterError, match=r"with --until-decided, whose verdicts .* --max-seeds 10"):
         check_not_begun_otherwise(work)
+
+
+def test_a_threshold_or_a_margin_cannot_change_after_seeds_were_added(tmp_path):
+    work = prepare("ledger/hop", "cpu", tmp_path)
+    (of,) = (recipe.compare for _, recipe in work.recipes)
+    plan = {
+        "max_seeds": 30,
+        "claims": [in_numbers(claim) for claim in work.table.claims],
+        "seeds": {"ledger-hop": of.seeds},
+        "thresholds": {"ledger-hop": of.threshold - 0.1},
+    }
+    work.trials.mkdir(parents=True)
+    file = work.trials / f"ledger-hop-{PLAN}"
+    file.write_text(json.dumps(plan))
+    with pytest.raises(HeadwaterError, match="with their margins and thresholds"):
+        train_until_decided(work, 1, None, None, 30)
+    plan["thresholds"] = {"ledger-hop": of.threshold}
+    plan["claims"][0]["against"] = "another"
+    file.write_text(json.dumps(plan))
+    with pytest.raises(HeadwaterError, match="with their margins and thresholds"):
+        train_until_decided(work, 1, None, None, 30)
+
+
+@pytest.mark.parametrize(
+    ("override", "section"),
+    [("compare.until=decided", "until"), ("compare.halving={factor: 2}", "halving")],
+)
+def test_what_leaves_out_seeds_of_some_arms_is_refused(tmp_path, override, section):
+    margin = ["compare.margin=0.1"] if section == "until" else []
+    with pytest.raises(HeadwaterError, match=rf"--until-decided; leave out compare\.{section}"):
+        prepare("ledger/tables", "cpu", tmp_path, [override, *margin])
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"max_seeds": "10", "claims": [], "seeds": {}}'])

@@ -7,7 +7,7 @@ import pytest
 
 from headwater.compare.prices import ArmPrice, Prices, TimeRatio
 from headwater.errors import HeadwaterError
-from headwater.papers import document
+from headwater.papers import costs, document
 from headwater.papers.table import tables
 from headwater.recipe import load_recipe
 from headwater.registry import MECHANISMS
@@ -32,18 +32,17 @@ by hand
 """
 
 
-def result(folder, name, *claims):
-    file = folder / "cpu" / name / "result.json"
+def result(folder, table, *claims, settings=None):
+    file = folder / "cpu" / table.replace("/", "-") / "result.json"
     file.parent.mkdir(parents=True)
-    file.write_text(
-        json.dumps({"claims": [dict(zip(("says", "verdict", "seeds", "evidence"), c, strict=True)) for c in claims]})
-    )
+    given = [dict(zip(("says", "verdict", "seeds", "evidence"), c, strict=True)) for c in claims]
+    file.write_text(json.dumps({"claims": given, "settings": settings or costs.current(table, "cpu")}))
 
 
 def test_a_page_has_what_has_run_keeps_what_it_had_and_lists_the_rest_as_open(tmp_path):
     said = tables()["ledger/after-reading"].claims[0]
-    result(tmp_path, "kv-shifting-figure-3", ("KV shift does not change what is learned.", "does not hold", 5, "p|q"))
-    result(tmp_path, "ledger-after-reading", (said.says, "holds", 4, "by so much"))
+    result(tmp_path, "kv-shifting/figure-3", ("KV shift does not change what is learned.", "does not hold", 5, "p|q"))
+    result(tmp_path, "ledger/after-reading", (said.says, "holds", 4, "by so much"))
     page = document.renewed(PAGE, tmp_path, "cpu")
     assert "| `kv-shifting/figure-10` | The losses of QKV and KV shift are similar. | holds | 8 | a number" in page
     assert "| `kv-shifting/figure-3` | KV shift does not change what is learned. | does not hold | 5 | p\\|q |" in page
@@ -73,9 +72,26 @@ def test_a_page_has_what_has_run_keeps_what_it_had_and_lists_the_rest_as_open(tm
         document.write(file, tmp_path, "cpu")
 
 
+def test_a_result_of_other_runs_or_claims_than_now_is_open_again(tmp_path):
+    result(tmp_path, "ledger/after-reading", (tables()["ledger/after-reading"].claims[0].says, "holds", 4, "b"))
+    said = []
+    page = PAGE.replace("kv-shifting/figure-3 ", "ledger/after-reading ")
+    assert "| holds | 4 |" in document.renewed(page, tmp_path, "cpu", said.append)
+    assert said == []
+    file = tmp_path / "cpu" / "ledger-after-reading" / "result.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"settings": "of an older recipe"}))
+    assert "| holds | 4 |" not in document.renewed(page, tmp_path, "cpu", said.append)
+    assert said[0].startswith("ledger/after-reading: left open, since its runs or claims have changed")
+
+
+def test_statements_stay_where_nothing_says_otherwise(tmp_path):
+    page = "<!-- statements: ledger/after-reading -->\n\n| by | hand |\n\n<!-- end -->\n"
+    assert document.renewed(page, tmp_path, "cpu") == page
+
+
 def test_one_page_has_every_claim_of_a_paper(tmp_path, run):
     said = tables()["ledger/after-reading"].claims[0].says
-    result(tmp_path, "ledger-after-reading", (said, "holds", 4, "p|q < 1"))
+    result(tmp_path, "ledger/after-reading", (said, "holds", 4, "p|q < 1"))
     page = tmp_path / "page.html"
     code, out, _ = run("reproduce", "--page", page, "ledger", "--out", tmp_path)
     assert (code, out.strip()) == (0, f"written: {page}")
@@ -136,6 +152,11 @@ def test_arms_without_a_new_price_keep_theirs_if_the_machine_is_the_same(tmp_pat
     assert ratios(document.renewed(page, tmp_path, "cpu")) == {"smear": "×1.75", "Engram": "×1.50"}
     priced("another CPU", vanilla=1, smear=2)
     assert ratios(document.renewed(page, tmp_path, "cpu")) == {"smear": "×2.00"}
+    # Against another baseline, nothing that was measured before says anything.
+    other = page.replace("| vanilla | 1 |", "| vanilla | 2 |")
+    assert other != page
+    priced("a CPU", vanilla=1, smear=1.75)
+    assert ratios(document.renewed(other, tmp_path, "cpu")) == {"smear": "×1.75"}
 
 
 def test_the_ledger_has_the_same_arms_everywhere_and_a_claim_or_a_cell_for_each():

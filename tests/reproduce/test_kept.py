@@ -192,6 +192,33 @@ def test_runs_on_another_text_than_the_files_are_not_added(paper):
     assert file.read_text() == before
 
 
+def test_a_run_of_ones_own_is_not_replaced(paper):
+    work = prepare("paper/task", "cpu", paper / "one")
+    left(work, "vanilla")
+    file = paper / "runs.jsonl"
+    keep(file, work, print)
+    again = prepare("paper/task", "cpu", paper / "two")
+    folder = left(again, "vanilla", config_hash="of an older recipe")
+    before = read_record(folder)
+    assert told(file, again) == []
+    assert read_record(folder) == before
+
+
+def test_restored_runs_on_another_text_are_told_before_others_are_trained_beside_them(paper, run):
+    work = prepare("paper/text", "cpu", paper / "one")
+    built = work.recipes[0][1].data.build().description
+    for arm in ("vanilla", "shift"):
+        left(work, arm, data=built | {"sha256": "another"})
+    file = paper / "runs.jsonl"
+    keep(file, work, print)
+    assert told(file, prepare("paper/text", "cpu", paper / "two"))[0].startswith("2 runs from")
+    assert run("reproduce", "paper/text", "--out", paper / "two")[0] == 0  # there is nothing to train
+    code, _, said = run("reproduce", "paper/text", "compare.seeds=[0,1]", "--out", paper / "two")
+    assert code == 2
+    assert "trained on other data than is here; pass that file with --records" in " ".join(said.split())
+    assert not (paper / "two" / "cpu" / "trials" / "text" / "vanilla-1").exists()
+
+
 def test_verdicts_on_runs_with_different_data_are_refused(paper):
     work = prepare("paper/text", "cpu", paper / "one")
     left(work, "vanilla", data={"sha256": {"a": "one"}})

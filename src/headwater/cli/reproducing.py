@@ -104,7 +104,7 @@ def reproduce(
         from headwater.papers import document as documents
 
         _refuse("with --write", dict.fromkeys(names, True) | training | {"--page": page is not None})
-        documents.write(document, folder, scale)
+        documents.write(document, folder, scale, tell)
         out.print(f"written: {document}", soft_wrap=True)
         return
     if page is not None:
@@ -114,7 +114,7 @@ def reproduce(
         if not names:
             raise HeadwaterError("Name what the page is about, such as ledger or kv-shifting.")
         check_writable(page)
-        overview.write(page, list(_chosen(names)), folder, scale)
+        overview.write(page, list(_chosen(names)), folder, scale, tell)
         out.print(f"written: {page}", soft_wrap=True)
         return
     quiet()
@@ -152,6 +152,8 @@ def reproduce(
     if records is not None:
         check_writable(records)
         reproducing.restore(records, work, tell, more=until_decided)
+    elif until_decided or work.missing():
+        reproducing.check_restored(work)
     err.print(_cost(work), soft_wrap=True, highlight=False)
     if work.cannot_show:
         err.print("Models of this size cannot show what the table claims, so there will be no verdict.", soft_wrap=True)

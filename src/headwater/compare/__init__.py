@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from headwater import lazy
 from headwater.compare.budget import equalized
 from headwater.compare.pool import OnChange, Outcome, result_of, run_trials
-from headwater.compare.prices import Told, folder_of, measure
+from headwater.compare.prices import Told, check_priced, folder_of, measure
 from headwater.compare.trials import Job, Trial, at_rates, levels, plan_for, trial_of, trials_of
 from headwater.recipe import Recipe
 
@@ -101,6 +101,8 @@ def compare(
 
         # Errors are raised before the learning rates are tuned.
         halving_steps(trials, section.halving, section.baseline)
+    if section.prices:
+        check_priced({one.experiment.arm: one.recipe for one in trials})
     from headwater.compare.earlier import adopt, check_arms, check_plans, check_settings, earlier_runs  # needs scipy
 
     plan = plan_for(section)

@@ -130,16 +130,21 @@ def _fits(price: ArmPrice, arm: Recipe, against: str) -> bool:
     return price.against == against and price.settings == timed_recipe(arm).digest()
 
 
-def measure(arms: Mapping[str, Recipe], baseline: str, folder: Path, tell: Told = lambda line: None) -> Prices:
-    """Time the arms that prices.json in `folder` lacks, one after the other, and write each at once; it keeps others.
-
-    arms: a recipe of each, of any seed. tell: called with a line for each arm that is timed. Raises `HeadwaterError`
-    for recipes with stages, and for those of several devices.
-    """
+def check_priced(arms: Mapping[str, Recipe]) -> None:
+    """Raise `HeadwaterError` for recipes with stages, and for those of several devices, which cannot be timed."""
     for name, recipe in arms.items():
         if recipe.stages or recipe.training.devices * recipe.training.nodes > 1:
             what = "stages" if recipe.stages else "several devices"
             raise HeadwaterError(f"Prices are measured of whole runs on one device, but the arm {name!r} has {what}.")
+
+
+def measure(arms: Mapping[str, Recipe], baseline: str, folder: Path, tell: Told = lambda line: None) -> Prices:
+    """Time the arms that prices.json in `folder` lacks, one after the other, and write each at once; it keeps others.
+
+    arms: a recipe of each, of any seed. tell: called with a line for each arm that is timed. Prices against another
+    baseline are dropped. Raises `HeadwaterError` as `check_priced` does.
+    """
+    check_priced(arms)
     threads = torch.get_num_threads()
     own = arms[baseline].training.threads or 1  # as trials have
     torch.set_num_threads(own)
@@ -149,6 +154,7 @@ def measure(arms: Mapping[str, Recipe], baseline: str, folder: Path, tell: Told 
         if found is None or found.place != here.place:
             found = here
         against = timed_recipe(arms[baseline]).digest()
+        found.arms = {name: price for name, price in found.arms.items() if price.against == against}
         for name, recipe in arms.items():
             if name not in found.arms or not _fits(found.arms[name], recipe, against):
                 tell(f"prices: {name} on {found.device_name}")
@@ -162,7 +168,8 @@ def measure(arms: Mapping[str, Recipe], baseline: str, folder: Path, tell: Told 
 def pinned(arms: Mapping[str, Recipe], baseline: str, folder: Path, tell: Told = lambda line: None) -> dict[str, float]:
     """For each arm, how much longer than the baseline's a token's training took, when this was first asked here.
 
-    It is measured once, and read from time.json ever after, so that runs continue with the steps they began with.
+    It is measured once for each arm's and baseline's settings, and read from time.json ever after, so that runs
+    continue with the steps they began with. tell: also called if that was on another device.
     """
     file = folder / PINNED
     try:
@@ -171,35 +178,42 @@ def pinned(arms: Mapping[str, Recipe], baseline: str, folder: Path, tell: Told =
         raise HeadwaterError(f"{str(file)!r} is damaged; restore it, or remove it and the runs beside it.") from error
     against = timed_recipe(arms[baseline]).digest()
     keys = {name: f"{timed_recipe(recipe).digest()} {against}" for name, recipe in arms.items() if name != baseline}
-    if not keys.items() <= {name: one.of for name, one in known.arms.items()}.items():
+    if new := [name for name, key in keys.items() if key not in known.ratios]:
         folder.mkdir(parents=True, exist_ok=True)
-        prices = measure(arms, baseline, folder, tell)
-        for name, key in keys.items():
-            if name not in known.arms or known.arms[name].of != key:
-                known.arms[name] = _Ratio(of=key, ratio=prices.arms[name].training.ratio, on=prices.device_name)
+        prices = measure({name: arms[name] for name in (baseline, *new)}, baseline, folder, tell)
+        for name in new:
+            ratio = prices.arms[name].training.ratio
+            known.ratios[keys[name]] = _Ratio(arm=name, ratio=ratio, on=prices.device_name)
         replace_text(file, known.model_dump_json(indent=1) + "\n")
-    return {name: known.arms[name].ratio for name in keys}
+    for place in sorted({known.ratios[key].on for key in keys.values()} - {_device_name(arms[baseline])}):
+        those = [name for name, key in keys.items() if known.ratios[key].on == place]
+        tell(f"equal time as it was measured on {place}, not on this device: {', '.join(those)} (see {str(file)!r})")
+    return {name: known.ratios[key].ratio for name, key in keys.items()}
 
 
 class _Ratio(_Part):
-    of: str
-    """The digests of the arm's and the baseline's settings."""
+    arm: str
     ratio: float
     on: str
     """The device."""
 
 
 class _Pinned(_Part):
-    arms: dict[str, _Ratio] = {}
+    ratios: dict[str, _Ratio] = {}
+    """By the digests of the arm's and the baseline's settings; those of other settings stay, for the runs that have
+    them."""
+
+
+def _device_name(recipe: Recipe) -> str:
+    from headwater.records import device_name
+
+    return device_name(_device(recipe))
 
 
 def _here(recipe: Recipe, threads: int) -> Prices:
-    from headwater.records import device_name
-
-    device = _device(recipe)
     return Prices(
-        device=device.type,
-        device_name=device_name(device),
+        device=_device(recipe).type,
+        device_name=_device_name(recipe),
         threads=threads,
         torch=torch.__version__,
         headwater=__version__,

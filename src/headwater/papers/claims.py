@@ -43,7 +43,7 @@ from scipy import special, stats
 from headwater.compare.sequential import LEVEL, ROUNDING, SeedLook, looks
 from headwater.compare.statistics import holm_levels, more_pairs
 from headwater.data.synthetic.base import SyntheticSettings
-from headwater.papers.measures import COUNTED, HALVES, Runs, diverged, incomparable
+from headwater.papers.measures import COUNTED, HALVES, Runs, diverged, incomparable, without
 from headwater.papers.places import SizedArm, named
 from headwater.papers.table import (
     Alike,
@@ -342,9 +342,9 @@ def _missing(claim: Claim, runs: Runs) -> str:
     told = []
     for name in dict.fromkeys(named(claim)):
         place, there = runs.places[name], runs.of(name)
-        if place is not None and there and (left := sorted(set(place.seeds) - set(there))):
-            told.append(f"seed{'s' if len(left) > 1 else ''} {', '.join(map(str, left))} of {name}")
-    return f"not trained: {'; '.join(told)}" if told else ""
+        if place is not None and there:
+            told.append(without(name, place, there))
+    return f"not trained: {'; '.join(filter(None, told))}" if any(told) else ""
 
 
 def still_open(claims: Sequence[Claim], runs: Runs, until: UntilDecided) -> list[Claim]:

@@ -31,7 +31,7 @@ class TableCost:
 
     of: digest of its files. hours: of all its runs, on the hardware of its scale. trials, page: folders below that of
     the scale. runs: folder below `trials` -> the beginning of the digest of its settings, "" if a tuned learning rate
-    decides it. claims: `short` of what each says and of the number that it rests on.
+    decides it. claims: `short` of what each says and of the number that it rests on. settings: `settings_of`.
     """
 
     of: str
@@ -40,6 +40,7 @@ class TableCost:
     page: str
     runs: dict[str, str]
     claims: list[list[str]]
+    settings: str
 
     def existing(self, folder: Path) -> int | None:
         """How many of its runs exist below the folder of the scale; None if only the recipes can tell."""
@@ -90,7 +91,29 @@ def worked_out(work: Work) -> TableCost:
         page=work.folder.name,
         runs=runs,
         claims=[[short(text), short(number_of(claim, work.places))] for text, claim in claims],
+        settings=settings_of(work),
     )
+
+
+def settings_of(work: Work) -> str:
+    """A digest of what a table's verdicts depend on, but for the seeds: the settings of its runs, and its claims."""
+    from headwater.papers.work import in_numbers
+
+    runs = []
+    for place in work.trained:
+        section = place.recipe.compare
+        recipe, folder = place.run(place.seeds[0], Path())
+        aside = () if section is None else (section.learning_rates, section.tuning_seeds, section.threshold)
+        runs.append([folder.as_posix(), recipe.digest(), *aside])
+    return short(json.dumps([sorted(runs), [in_numbers(claim) for claim in work.table.claims]]))
+
+
+def current(name: str, scale: ScaleName) -> str:
+    """`settings_of` a table as its files are now."""
+    from headwater.papers.work import prepare
+
+    there = known(name, scale)
+    return settings_of(prepare(name, scale, Path())) if there is None else there.settings
 
 
 def trained() -> list[tuple[str, ScaleName]]:

@@ -11,12 +11,13 @@ it has any, and an arm its prices, so that a page can be renewed table by table.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from headwater.compare.prices import PRICES, slug, stored
+from headwater.compare.prices import PRICES, Told, slug, stored
 from headwater.errors import HeadwaterError, shown
 from headwater.files import replace_text
 from headwater.papers import costs
@@ -42,18 +43,21 @@ class ClaimRow(NamedTuple):
     by: str
 
 
-def write(page: Path, folder: Path, scale: ScaleName) -> None:
-    """Renew the results on a page. Raises `HeadwaterError` for a page without a place for any."""
+def write(page: Path, folder: Path, scale: ScaleName, tell: Told = lambda line: None) -> None:
+    """Renew the results on a page. Raises `HeadwaterError` for a page without a place for any.
+
+    tell: called with a line for each table whose result is not of its runs and claims as they are now.
+    """
     if not page.is_file():
         raise HeadwaterError(f"There is no file {str(page)!r}; name a page, such as docs/ledger.md.")
     with reading(repr(str(page)), "use a UTF-8 text file"):
         text = page.read_text(encoding="utf-8")
     if not REGION.search(text):
         raise HeadwaterError(f"{str(page)!r} has no place for results: a line {shown('<!-- claims: PAPER/TABLE -->')}.")
-    replace_text(page, renewed(text, folder, scale))
+    replace_text(page, renewed(text, folder, scale, functools.cache(tell)))
 
 
-def renewed(text: str, folder: Path, scale: ScaleName) -> str:
+def renewed(text: str, folder: Path, scale: ScaleName, tell: Told = lambda line: None) -> str:
     """A page's text with the results in `folder`."""
     there = written(text)
 
@@ -64,7 +68,9 @@ def renewed(text: str, folder: Path, scale: ScaleName) -> str:
             if (trials / name / PRICES).is_file():
                 return begins + _prices(trials, name, before) + ends
             return begins + (before or f"\n`{name}`: not measured yet.\n\n") + ends
-        rows = {name: rows_of(name, folder, scale, there.get(name, [])) for name in names.split()}
+        rows = {name: rows_of(name, folder, scale, there.get(name, []), tell) for name in names.split()}
+        if kind == "statements" and before and all(row.verdict == OPEN for found in rows.values() for row in found):
+            return match[0]  # a page without claims of these tables has no other place for their rows
         return begins + (_claims(rows, scale) if kind == "claims" else _statements(rows)) + ends
 
     return REGION.sub(region, text)
@@ -83,17 +89,22 @@ def written(text: str) -> dict[str, list[ClaimRow]]:
     return found
 
 
-def rows_of(name: str, folder: Path, scale: ScaleName, before: list[ClaimRow]) -> list[ClaimRow]:
-    """The rows of a table's claims: from its result, else those that the page has, else open ones."""
+def rows_of(
+    name: str, folder: Path, scale: ScaleName, before: list[ClaimRow], tell: Told = lambda line: None
+) -> list[ClaimRow]:
+    """The rows of a table's claims: from its result, else those that the page has, else open ones.
+
+    tell: called with a line if its runs or claims have changed since the result, and its claims are open again.
+    """
     of = table(name)
     file = folder / scale / slug(name) / RESULT
     says = [here(claim.says, of.scales[scale].words) for claim in of.claims]
     if file.is_file():
         try:
-            claims = json.loads(file.read_bytes())["claims"]
+            result = json.loads(file.read_bytes())
             known = {
                 c["says"]: ClaimRow(c["says"], c["verdict"], str(int(c["seeds"])), c["evidence"].replace("|", "\\|"))
-                for c in claims
+                for c in result["claims"]
             }
             if unknown := {row.verdict for row in known.values()}.difference(CLASSES):
                 raise ValueError(f"no verdict: {unknown}")
@@ -101,6 +112,9 @@ def rows_of(name: str, folder: Path, scale: ScaleName, before: list[ClaimRow]) -
             raise HeadwaterError(
                 f"{str(file)!r} is damaged; run `headwater reproduce {name}` again, which trains nothing anew."
             ) from error
+        if result.get("settings") != costs.current(name, scale):
+            tell(f"{name}: left open, since its runs or claims have changed since it was judged; run it again.")
+            known = {}
     else:
         known = {row.says: row for row in before if row.verdict != OPEN}
     return [known.get(one, ClaimRow(one, OPEN, "", "")) for one in says]
@@ -125,12 +139,22 @@ def _claims(rows: dict[str, list[ClaimRow]], scale: ScaleName) -> str:
     lines = ["| table | claim | | seeds | by |", "| --- | --- | --- | ---: | --- |"]
     for name, found in rows.items():
         known = costs.known(name, scale)
-        price = "" if known is None else f"{duration(known.hours)} on two cores: `headwater reproduce {name}`"
+        price = "" if known is None else f"{duration(known.hours)} on {hardware(scale)}: `{command(name, scale)}`"
         first = next((row for row in found if row.verdict == OPEN), None)
         for place, row in enumerate(found):
             by = price if row is first else row.by
             lines.append(f"| {f'`{name}`' if place == 0 else ''} | {row.says} | {row.verdict} | {row.seeds} | {by} |")
     return f"\n{tallied(rows, scale)}\n\n" + "\n".join(lines) + "\n\n"
+
+
+def hardware(scale: ScaleName) -> str:
+    """What the times of a scale are for."""
+    return "two cores" if scale == "cpu" else "one H100"
+
+
+def command(name: str, scale: ScaleName) -> str:
+    """The command that trains and judges a table."""
+    return f"headwater reproduce {name}" + ("" if scale == "cpu" else f" --scale {scale}")
 
 
 def _statements(rows: dict[str, list[ClaimRow]]) -> str:
@@ -147,7 +171,8 @@ def _statements(rows: dict[str, list[ClaimRow]]) -> str:
 def _prices(trials: Path, name: str, before: str) -> str:
     """A table of what arms cost; `name` is that of the comparison, with its size if there are several.
 
-    Arms of the page that have no price there keep their rows, if they were measured on the same kind of machine.
+    Arms of the page that have no price there keep their rows, if they were measured on the same kind of machine, and
+    against the same baseline.
     """
     from headwater.report import prices_by_arm
 
@@ -158,7 +183,7 @@ def _prices(trials: Path, name: str, before: str) -> str:
     head = f"| arm | {' | '.join(names)} |"
     rows = {arm: f"| {arm} | {' | '.join(row)} |" for arm, row in by_arm.items()}
     old = before.strip().splitlines()
-    if where in old and head in old:
+    if where in old and head in old and any("| ×1 |" in row and row in old for row in rows.values()):
         kept = {line.split(" | ")[0].removeprefix("| "): line for line in old[old.index(head) + 2 :]}
         rows = kept | rows
     return "\n" + "\n".join([where, "", head, "| --- |" + " ---: |" * len(names), *rows.values()]) + "\n\n"

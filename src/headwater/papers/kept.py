@@ -7,8 +7,9 @@ without the losses of single documents. There are no weights in it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from filelock import FileLock
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
@@ -96,7 +97,7 @@ def restore(file: Path, work: Work, tell: Tell, more: bool = False) -> None:
         trial = _trial(one.record, recipe, folder, work.trials)
         if trial is None:
             other += 1
-        elif checkpoints(folder) or _hash(folder) == one.record.config_hash:
+        elif checkpoints(folder) or _hash(folder) == one.record.config_hash or _own(folder):
             there += 1
             if (folder / RESTORED).exists():
                 before.append((trial, one.record))
@@ -154,18 +155,38 @@ def keep(file: Path, work: Work, tell: Tell) -> None:
             )
 
 
+def check_restored(work: Work) -> None:
+    """Raise `HeadwaterError` if runs that `restore` wrote had other data than is here for those beside them."""
+    built: dict[str, Mapping[str, Any]] = {}
+    for recipe, _ in work.comparisons():
+        for folder in (place.parent for place in record_files(work.trials / recipe.name)):
+            if not (folder / RESTORED).exists():
+                continue
+            record = read_record(folder)
+            trial = _trial(record, recipe, folder, work.trials)
+            if trial is not None and _other_data(trial, record, built):
+                raise HeadwaterError(
+                    f"{str(work.trials)!r} has runs from a file that were trained on other data than is here; pass "
+                    "that file with --records, which leaves them out, or use another --out."
+                )
+
+
+def _other_data(trial: Trial, record: RunRecord, built: dict[str, Mapping[str, Any]]) -> bool:
+    """Whether a run was trained on other data than is here. built: facts of data that have been read, by settings."""
+    data = trial.recipe.data
+    key = data.model_dump_json()
+    if key not in built:
+        built[key] = data.build().description
+    return any(record.data.get(name) != built[key].get(name) for name in ("sha256", "held_out_sha256"))
+
+
 def _on_this_data(file: Path, taken: list[tuple[Trial, RunRecord]], tell: Tell) -> list[tuple[Trial, RunRecord]]:
     """Those of the restored runs that were trained on the data that is here; the others are removed again."""
-    here: dict[str, dict[str, str | None]] = {}
+    built: dict[str, Mapping[str, Any]] = {}
     same: list[tuple[Trial, RunRecord]] = []
     other: list[tuple[Trial, RunRecord]] = []
     for trial, record in taken:
-        data = trial.recipe.data
-        key = data.model_dump_json()
-        if key not in here:
-            here[key] = data.build().description
-        hashes = [record.data.get(name) == here[key].get(name) for name in ("sha256", "held_out_sha256")]
-        (same if all(hashes) else other).append((trial, record))
+        (other if _other_data(trial, record, built) else same).append((trial, record))
     for trial, _ in other:
         for name in (RECORD, RESTORED):
             (trial.folder / name).unlink()
@@ -191,6 +212,11 @@ def _trial(record: RunRecord, recipe: Recipe, folder: Path, trials: Path) -> Tri
         return None
     own = at_rate(trial.recipe, rate) if section.learning_rates else trial.recipe
     return trial if trial.folder == folder and own.digest() == record.config_hash else None
+
+
+def _own(folder: Path) -> bool:
+    """Whether a run that was trained here has ended in a folder; with other settings, training will refuse it."""
+    return _hash(folder) is not None and not (folder / RESTORED).exists()
 
 
 def _hash(folder: Path) -> str | None:

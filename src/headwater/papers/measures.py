@@ -23,7 +23,7 @@ from headwater.files import replace_text
 from headwater.inspect.sample import sample
 from headwater.inspect.scalars import Census, Scalars, census, scalars
 from headwater.inspect.watch import read
-from headwater.papers.places import FinishedRun, SizedArm, finished
+from headwater.papers.places import FinishedRun, SizedArm, finished, of_law
 from headwater.papers.table import Measure, Pair, PaperTable
 from headwater.records import RunRecord, changed_data
 from headwater.training.checkpoint import load_model
@@ -150,14 +150,10 @@ class Runs:
         """By the fitted law: the baseline that equals an arm at a size, "ARM @ SIZE"; or why there is none."""
         place = self.places[name]
         assert place is not None
-        assert place.recipe.compare is not None
-        both = (place.arm, place.recipe.compare.baseline)
-        records = [
-            run.record
-            for arm in both
-            for one in place.recipe.compare.sizes
-            for run in finished(SizedArm(place.recipe, place.path, arm, one), self.out).values()
-        ]
+        there = {one.name.partition(": ")[2]: (one, finished(one, self.out)) for one in of_law(place)}
+        if told := "; ".join(filter(None, (without(name, *one) for name, one in there.items()))):
+            return f"not trained: {told}"
+        records = [run.record for _, runs in there.values() for run in runs.values()]
         if any(map(diverged, records)):
             return "a run diverged, and a law of the others is meaningless"
         try:
@@ -220,6 +216,12 @@ def _figure(figures: Sequence[Mapping[str, Any]], asked: Asked, metric: str) -> 
             return float(one["value"])
     known = ", ".join(f"{one['task']} {one['metric']}" for one in figures)
     raise HeadwaterError(f"The evaluation of {asked.name!r} has no {metric!r}; it has {known}.")
+
+
+def without(name: str, place: SizedArm, runs: Mapping[int, FinishedRun]) -> str:
+    """Which seeds of a place, called `name`, have no run; "" if all have one."""
+    left = sorted(set(place.seeds) - set(runs))
+    return f"seed{'s' if len(left) > 1 else ''} {', '.join(map(str, left))} of {name}" if left else ""
 
 
 def diverged(record: RunRecord) -> bool:

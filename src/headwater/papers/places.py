@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headwater.compare import trial_of
@@ -93,6 +93,13 @@ class FinishedRun:
     def restored(self) -> bool:
         """Whether only its record is there, from a file of `headwater reproduce --records`."""
         return (self.folder / RESTORED).exists() and not checkpoints(self.checkpoints)
+
+
+def of_law(place: SizedArm) -> list[SizedArm]:
+    """What a law over sizes is fitted to: the arm of a comparison and its baseline, at every size."""
+    section = place.recipe.compare
+    assert section is not None
+    return [replace(place, arm=arm, size=size) for arm in (place.arm, section.baseline) for size in section.sizes]
 
 
 def named(claim: Claim | Pair) -> list[ReferenceText]:

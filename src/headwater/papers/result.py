@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from rich.text import Text
 
 from headwater.files import replace_text
+from headwater.papers import costs
 from headwater.papers.claims import ClaimVerdict, Interval, Judged, UntilDecided, judge
 from headwater.papers.computing import COMPUTED, Fact
 from headwater.papers.measures import Runs, diverged, incomparable
@@ -289,8 +290,9 @@ def head(found: Reproduction) -> Head:
     if work is not None and compared(work):
         paragraphs.append(
             "Below: the complete comparisons that these runs belong to, as `headwater compare` reports them. They "
-            "include all arms trained so far, use the recipe's deciding measure, and test each arm against one "
-            "baseline, with their own corrections."
+            "include all arms and seeds trained so far, use the recipe's deciding measure, and test each arm against "
+            "one baseline, with their own corrections, which are for seeds that were fixed before: where "
+            "--until-decided has added some, the claims above are what holds."
         )
     layout = PageTable(caption(found), ["", *(name for _, name, _ in columns_of(found))], texts(found))
     rows: list[list[PageCell]] = [
@@ -422,6 +424,7 @@ def to_json(found: Reproduction) -> dict[str, Any]:
             "recipes": work.at.recipes,
             "overrides": list(work.overrides),
             "trials": str(work.trials),
+            "settings": costs.settings_of(work),
             "runs": {name: sorted(place.seeds) for name, place in work.places.items() if place is not None},
         }
     return result

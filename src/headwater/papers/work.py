@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Literal
 
 from pydantic import BaseModel
 
@@ -16,8 +17,9 @@ from headwater.compare.prices import slug
 from headwater.errors import HeadwaterError
 from headwater.files import replace_text
 from headwater.papers.pages import short
-from headwater.papers.places import ASIDE, RESTORED, SizedArm, finished, named, places, trials_folder
+from headwater.papers.places import ASIDE, RESTORED, SizedArm, finished, named, of_law, places, trials_folder
 from headwater.papers.table import (
+    Claim,
     Gains,
     PaperTable,
     ReferenceText,
@@ -86,9 +88,8 @@ class Work:
         for claim in self.table.claims:
             place = self.places[f"{claim.arm} @ {claim.size}"] if isinstance(claim, Gains) else None
             if place is not None and place.recipe.compare is not None:
-                for size in place.recipe.compare.sizes:
-                    for arm in (place.arm, place.recipe.compare.baseline):
-                        found.setdefault((place.recipe.name, arm, size), SizedArm(place.recipe, place.path, arm, size))
+                for one in of_law(place):
+                    found.setdefault((one.recipe.name, one.arm, one.size), one)
         return list(found.values())
 
     def missing(self) -> list[tuple[SizedArm, int]]:
@@ -148,6 +149,12 @@ def prepare(name: str, scale: ScaleName, out: Path, overrides: Sequence[str] = (
     changes = (*at.overrides, *overrides)
     files = [recipes_folder() / path for path in at.recipes]
     recipes = [(file, _read(file, file.stat().st_mtime_ns, changes)) for file in files]
+    for _, recipe in recipes:
+        if recipe.compare is not None and (recipe.compare.until or recipe.compare.halving):
+            what = "until" if recipe.compare.until else "halving"
+            raise HeadwaterError(
+                f"{name} is judged by all seeds of its arms, or with --until-decided; leave out compare.{what}."
+            )
     made = Work(name, of, scale, out, changes, recipes, places(of, scale, recipes))
     if counts_steps(of) and any(one.threshold is None for one in made.places.values() if one is not None):
         raise HeadwaterError(f"{name} counts the steps to compare.threshold, which has to be a number; pass one.")
@@ -202,11 +209,18 @@ def with_seeds(work: Work, more: int, most: int) -> Work:
 
 
 class ClaimsPlan(BaseModel, extra="forbid", strict=True):
-    """How a table's seeds are added. seeds: the first ones of each comparison."""
+    """How a table's seeds are added. claims: what is tested, but for the words; seeds: the first ones of each
+    comparison; thresholds: of each, by which steps are counted."""
 
     max_seeds: int
-    claims: list[str]
+    claims: list[dict[str, Any]]
     seeds: dict[str, list[int]]
+    thresholds: dict[str, float | Literal["baseline"] | None]
+
+
+def in_numbers(claim: Claim) -> dict[str, Any]:
+    """What a claim says in numbers: arms, measures, margins."""
+    return claim.model_dump(mode="json", exclude={"says", "said"})
 
 
 def plan_of(work: Work) -> Path:
@@ -250,8 +264,14 @@ def train_until_decided(
     from headwater.papers.claims import UntilDecided, still_open
     from headwater.papers.measures import Runs
 
-    listed = {recipe.name: recipe.compare.seeds for _, recipe in work.recipes if recipe.compare is not None}
-    plan = ClaimsPlan(max_seeds=max_seeds, claims=[claim.says for claim in work.table.claims], seeds=listed)
+    sections = {recipe.name: recipe.compare for _, recipe in work.recipes if recipe.compare is not None}
+    listed = {name: section.seeds for name, section in sections.items()}
+    plan = ClaimsPlan(
+        max_seeds=max_seeds,
+        claims=[in_numbers(claim) for claim in work.table.claims],
+        seeds=listed,
+        thresholds={name: section.threshold for name, section in sections.items()},
+    )
     if (seeds := max(map(len, listed.values()), default=0)) > max_seeds:
         raise HeadwaterError(
             f"{work.name} begins with {counted(seeds)}, more than --max-seeds {max_seeds}; allow at least that many."
@@ -261,8 +281,9 @@ def train_until_decided(
         first = "; ".join(", ".join(map(str, seeds)) for seeds in earlier.seeds.values())
         raise HeadwaterError(
             f"{work.name} was begun with at most {earlier.max_seeds} seeds, the seeds {first} first, and "
-            f"{counted(len(earlier.claims), 'claim')}. The error rate holds only for a plan made before the results; "
-            f"pass --max-seeds {earlier.max_seeds} without other seeds, or another --out."
+            f"{counted(len(earlier.claims), 'claim')}, with their margins and thresholds. The error rate holds only "
+            f"for a plan made before the results; pass --max-seeds {earlier.max_seeds} without other seeds or "
+            "thresholds, or another --out."
         )
     plan_of(work).parent.mkdir(parents=True, exist_ok=True)
     replace_text(plan_of(work), plan.model_dump_json(indent=1) + "\n")
