@@ -34,7 +34,7 @@ NAMES = {
     | {f"table-{n}" for n in (2, 3, 4, 7)},
 }
 NAMES["ledger"] = {
-    "recommended",
+    "recommended", "recommended-bigrams",
     "first-values", "start", "previous-tokens", "tables", "after-reading", "stream", "together", "code",
     "parameters", "other-layers", "induction", "recall", "hop", "ngram",
 }  # fmt: skip
