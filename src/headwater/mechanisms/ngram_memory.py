@@ -9,7 +9,7 @@ on, and so its own rows of the table E, which begin at o_nj. a_s are odd numbers
 enough that a_s times an id is below 2^63. The hash depends on the options, the vocabulary's size and the layer's place
 among the layers that have a memory, and on nothing else: it is the same on every machine and in every version.
 
-The hash and the primes are those of Qwen's newest models (`qwen4_exp` in transformers). Engram (arXiv 2601.07372)
+The hash and the primes are those of transformers' `qwen4_exp`. Engram (arXiv 2601.07372)
 hashes in the same way, with other multipliers. Both add to the stream before some layers, through g = σ(sign(c)·√|c|),
 where c is the product of x_t and K·e_t, both RMS-normed, divided by √D (`gate: match`). modded-nanogpt
 (github.com/KellerJordan/modded-nanogpt) has one table of bigrams and a scalar per layer.
@@ -190,7 +190,7 @@ class NGramMemory(KeepsPrecision, Mechanism):
 
         y_t + g(x_t, e_t)·U·e_t
 
-    As in Qwen's newest models, Engram (arXiv 2601.07372) and modded-nanogpt; departures at the head of this file.
+    As in transformers' `qwen4_exp`, Engram (arXiv 2601.07372) and modded-nanogpt; departures at the head of this file.
 
     Args
         table: gives e_t for ids.

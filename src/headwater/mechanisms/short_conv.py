@@ -298,20 +298,20 @@ class ShortConv(KeepsPrecision, Mechanism):
     def shown(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
         heads = {"k": plan.k_heads, "v": plan.v_heads}
         others = {
-            f"mean {name} {back}": Shown(weight.view(1))
+            f"mean {name} {tap}": Shown(weight.view(1))
             for name in self.tails
             if name not in PARTS
-            for back, weight in enumerate(self.taps(name).mean((1, 2)), 1)
+            for tap, weight in enumerate(self.taps(name).mean((1, 2)), 1)
         }
         return others | {
-            f"mean {part}{back}": Shown(
+            f"mean {part}{tap}": Shown(
                 weights,
                 "query head" if part == "q" else "kv head",
                 heads.get(part, tuple(range(len(weights)))),
             )
             for place, part in PARTS.items()
             if place in self.tails
-            for back, weights in enumerate(self.taps(place).mean(2), 1)
+            for tap, weights in enumerate(self.taps(place).mean(2), 1)
         }
 
     def projected(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:

@@ -44,7 +44,7 @@ class SVFormer(Mechanism):
         True
 
     In a headwater model it needs no module: the plan makes heads attend to the source layer's values, and layers whose
-    values that no head attends to have none.
+    values no head reads have no value projection.
     """
 
     per_head = per_token = True
