@@ -482,6 +482,7 @@ def reproduce(
             work, workers, lambda *_: _unheard, lambda *_: _unheard, max_seeds, files, device
         )
     else:
+        reproducing.check_not_begun_otherwise(work)
         outcomes = reproducing.train(work, workers, lambda *_: _unheard, lambda *_: _unheard)
     failed = [outcome for outcome in outcomes if outcome.record is None]
     if commands := work.commands():

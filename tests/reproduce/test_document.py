@@ -81,7 +81,7 @@ def test_a_result_of_other_runs_or_claims_than_now_is_open_again(tmp_path):
     file = tmp_path / "cpu" / "ledger-after-reading" / "result.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"settings": "of an older recipe"}))
     assert "| holds | 4 |" not in document.renewed(page, tmp_path, "cpu", said.append)
-    assert said[0].startswith("ledger/after-reading: left open, since its runs or claims have changed")
+    assert said[0].startswith("ledger/after-reading: left open: its runs, claims or headwater have changed")
 
 
 def test_statements_stay_where_nothing_says_otherwise(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -125,13 +124,13 @@ def train_all(
     import headwater.compare as comparing
 
     failed = []
-    tell_once = functools.cache(tell)
     for recipe, part in zip(recipes, only or [None] * len(recipes), strict=True):
         tell_runs(recipe, None if part is None else len(part))
-        steps = sum(job.steps for job in comparing.jobs_of(recipe, folder, part, tell_once))
+        recipe = comparing.equalized(recipe, folder, tell)
+        steps = sum(job.steps for job in comparing.jobs_of(recipe, folder, part))
         with progress_bars() as progress:
             bars = TrialBars(progress, recipe.name, steps)
-            outcomes = comparing.compare(recipe, folder, workers, bars, part, tell_once)
+            outcomes = comparing.compare(recipe, folder, workers, bars, part, tell)
         failed += failures(outcomes)
     return failed
 

@@ -152,8 +152,6 @@ def reproduce(
     if records is not None:
         check_writable(records)
         reproducing.restore(records, work, tell, more=until_decided)
-    elif until_decided or work.missing():
-        reproducing.check_restored(work)
     err.print(_cost(work), soft_wrap=True, highlight=False)
     if work.cannot_show:
         err.print("Models of this size cannot show what the table claims, so there will be no verdict.", soft_wrap=True)

@@ -101,8 +101,12 @@ def compare(
 
         # Errors are raised before the learning rates are tuned.
         halving_steps(trials, section.halving, section.baseline)
-    if section.prices:
-        check_priced({one.experiment.arm: one.recipe for one in trials})
+    priced = [
+        (size, {one.experiment.arm: one.recipe for one in trials if one.experiment.size == size})
+        for size in (section.sizes or [None] if section.prices else [])
+    ]
+    for _, arms in priced:
+        check_priced(arms)
     from headwater.compare.earlier import adopt, check_arms, check_plans, check_settings, earlier_runs  # needs scipy
 
     plan = plan_for(section)
@@ -128,11 +132,9 @@ def compare(
         outcomes = run_halving(trials, section.halving, section.baseline, workers, on_change)
     else:
         outcomes = run_trials(trials, workers, on_change)
-    if section.prices:
-        for size in section.sizes or [None]:
-            arms = {one.experiment.arm: one.recipe for one in trials if one.experiment.size == size}
-            if section.baseline in arms:
-                measure(arms, section.baseline, folder_of(recipe, size, out), tell)
+    for size, arms in priced:
+        if section.baseline in arms:
+            measure(arms, section.baseline, folder_of(recipe, size, out), tell)
     return outcomes
 
 

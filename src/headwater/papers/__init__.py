@@ -16,7 +16,7 @@ from headwater.papers.table import SCALES, table, tables
 
 if TYPE_CHECKING:
     from headwater.compare.prices import slug
-    from headwater.papers.kept import check_restored, keep, restore
+    from headwater.papers.kept import keep, restore
     from headwater.papers.pages import numbers, tally
     from headwater.papers.result import Reproduction, computed, reproduction, terminal, write
     from headwater.papers.work import Work, check_not_begun_otherwise, prepare, train, train_until_decided
@@ -26,7 +26,6 @@ __all__ = [
     "Reproduction",
     "Work",
     "check_not_begun_otherwise",
-    "check_restored",
     "computed",
     "keep",
     "numbers",
@@ -47,7 +46,7 @@ __getattr__, __dir__ = lazy.names(
     {
         "headwater.compare.prices": ["slug"],
         "headwater.papers.result": ["Reproduction", "computed", "reproduction", "terminal", "write"],
-        "headwater.papers.kept": ["check_restored", "keep", "restore"],
+        "headwater.papers.kept": ["keep", "restore"],
         "headwater.papers.pages": ["numbers", "tally"],
         "headwater.papers.work": ["Work", "check_not_begun_otherwise", "prepare", "train", "train_until_decided"],
     },

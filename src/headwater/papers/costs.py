@@ -11,10 +11,10 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headwater.papers.pages import held, short
-from headwater.papers.table import SCALES, ScaleName, file_of, table, tables
+from headwater.papers.table import SCALES, Gains, ScaleName, file_of, table, tables
 from headwater.shipped import recipes_folder
 
 if TYPE_CHECKING:
@@ -61,8 +61,9 @@ class TableCost:
         return there
 
     def verdicts(self, folder: Path) -> list[tuple[ClaimVerdict, str]] | None:
-        """What its page below the folder of the scale found; None if there is no such page."""
-        return held(folder / self.page, [(says, number) for says, number in self.claims], folder / self.trials)
+        """What its page below the folder of the scale found; None if there is no such page, or it is out of date."""
+        claims = [(says, number) for says, number in self.claims]
+        return held(folder / self.page, claims, folder / self.trials, self.settings)
 
 
 def known(name: str, scale: ScaleName) -> TableCost | None:
@@ -96,16 +97,26 @@ def worked_out(work: Work) -> TableCost:
 
 
 def settings_of(work: Work) -> str:
-    """A digest of what a table's verdicts depend on, but for the seeds: the settings of its runs, and its claims."""
+    """A digest of what a table's verdicts depend on, but for the seeds: its claims, and the settings of their runs."""
+    from headwater.papers.places import SizedArm, named, of_law
     from headwater.papers.work import in_numbers
 
-    runs = []
-    for place in work.trained:
-        section = place.recipe.compare
-        recipe, folder = place.run(place.seeds[0], Path())
-        aside = () if section is None else (section.learning_rates, section.tuning_seeds, section.threshold)
-        runs.append([folder.as_posix(), recipe.digest(), *aside])
-    return short(json.dumps([sorted(runs), [in_numbers(claim) for claim in work.table.claims]]))
+    known: dict[str, list[Any]] = {}  # claims share arms
+
+    def settings(place: SizedArm) -> list[Any]:
+        if place.name not in known:
+            section = place.recipe.compare
+            recipe, folder = place.run(place.seeds[0], Path())
+            aside = () if section is None else (section.learning_rates, section.tuning_seeds, section.threshold)
+            known[place.name] = [folder.as_posix(), recipe.digest(), *aside]
+        return known[place.name]
+
+    claims = []
+    for claim in work.table.claims:
+        places = [place for name in named(claim) if (place := work.places[name]) is not None]
+        runs = [one for place in places for one in of_law(place)] if isinstance(claim, Gains) else places
+        claims.append([in_numbers(claim), *map(settings, runs)])
+    return short(json.dumps(claims))
 
 
 def current(name: str, scale: ScaleName) -> str:

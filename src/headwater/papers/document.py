@@ -69,7 +69,8 @@ def renewed(text: str, folder: Path, scale: ScaleName, tell: Told = lambda line:
                 return begins + _prices(trials, name, before) + ends
             return begins + (before or f"\n`{name}`: not measured yet.\n\n") + ends
         rows = {name: rows_of(name, folder, scale, there.get(name, []), tell) for name in names.split()}
-        if kind == "statements" and before and all(row.verdict == OPEN for found in rows.values() for row in found):
+        nothing = all(row.verdict == OPEN for found in rows.values() for row in found)
+        if kind == "statements" and before and nothing and not there.keys() & rows.keys():
             return match[0]  # a page without claims of these tables has no other place for their rows
         return begins + (_claims(rows, scale) if kind == "claims" else _statements(rows)) + ends
 
@@ -113,7 +114,7 @@ def rows_of(
                 f"{str(file)!r} is damaged; run `headwater reproduce {name}` again, which trains nothing anew."
             ) from error
         if result.get("settings") != costs.current(name, scale):
-            tell(f"{name}: left open, since its runs or claims have changed since it was judged; run it again.")
+            tell(f"{name}: left open: its runs, claims or headwater have changed since it was judged; run it again.")
             known = {}
     else:
         known = {row.says: row for row in before if row.verdict != OPEN}

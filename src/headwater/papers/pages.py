@@ -53,15 +53,20 @@ def numbers(claims: Sequence[tuple[ClaimVerdict, str]]) -> str:
     return counted(different, "number") if different < len(found) else ""
 
 
-def held(page: Path, claims: Sequence[tuple[str, str]], trials: Path) -> list[tuple[ClaimVerdict, str]] | None:
+def held(
+    page: Path, claims: Sequence[tuple[str, str]], trials: Path, settings: str
+) -> list[tuple[ClaimVerdict, str]] | None:
     """Verdict and number of each of a table's claims, from the folder of its page, for `tally`.
 
     claims: `short` of what each claim says and of the number that it rests on. Numbers of different `trials` differ,
-    so several tables can be combined. None if the page does not exist, is damaged, or has other claims than these.
+    so several tables can be combined. settings: `costs.settings_of` the table. None if the page does not exist, is
+    damaged, or has other claims or settings than these.
     """
     try:
-        written = json.loads((page / RESULT).read_bytes())["claims"]
-        found = [(short(one["says"]), one["verdict"]) for one in written]
+        written = json.loads((page / RESULT).read_bytes())
+        if written.get("settings") != settings:
+            return None
+        found = [(short(one["says"]), one["verdict"]) for one in written["claims"]]
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):  # any content
         return None
     if [says for says, _ in found] != [says for says, _ in claims] or any(one not in list(CLASSES) for _, one in found):

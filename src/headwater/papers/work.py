@@ -172,6 +172,8 @@ def train(work: Work, workers: int | None, comparing: Comparing, training: Train
 
     Raises `HeadwaterError` as training does, and `Interrupted` after Ctrl-C; call it again to resume.
     """
+    from headwater.papers.kept import check_restored
+
     extras.check("compare")
     outcomes = []
     for one in work.trained if reads_models(work.table) else []:
@@ -180,6 +182,8 @@ def train(work: Work, workers: int | None, comparing: Comparing, training: Train
                 (run.folder / RECORD).unlink()
                 (run.folder / RESTORED).unlink()
     missing = {place.recipe.name for place, _ in work.missing()}
+    if missing:
+        check_restored(work)
     for recipe, only in work.comparisons():
         if recipe.name not in missing:
             continue
@@ -262,6 +266,7 @@ def train_until_decided(
     begun with, since a change would break the error rate.
     """
     from headwater.papers.claims import UntilDecided, still_open
+    from headwater.papers.kept import check_restored
     from headwater.papers.measures import Runs
 
     sections = {recipe.name: recipe.compare for _, recipe in work.recipes if recipe.compare is not None}
@@ -285,6 +290,7 @@ def train_until_decided(
             f"for a plan made before the results; pass --max-seeds {earlier.max_seeds} without other seeds or "
             "thresholds, or another --out."
         )
+    check_restored(work)
     plan_of(work).parent.mkdir(parents=True, exist_ok=True)
     replace_text(plan_of(work), plan.model_dump_json(indent=1) + "\n")
     outcomes = train(work, workers, comparing, training)
