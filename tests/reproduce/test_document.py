@@ -89,6 +89,19 @@ def test_statements_stay_where_nothing_says_otherwise(tmp_path):
     assert document.renewed(page, tmp_path, "cpu") == page
 
 
+def test_the_readme_counts_the_papers_claims_as_their_page_does():
+    root = recipes_folder().parent
+    page = (root / "docs" / "reproduce.md").read_text()
+    counted = re.search(
+        r"^Of \d+ claims in .*, (\d+) hold.*, (\d+) do not hold, (\d+) cannot be told\. (\d+) claims", page, re.M
+    )
+    said = re.search(
+        r"(\d+) hold at that scale, (\d+) do not hold, (\d+) cannot be told and (\d+) are open",
+        " ".join((root / "README.md").read_text().split()),
+    )
+    assert said.groups() == counted.groups()
+
+
 def test_one_page_has_every_claim_of_a_paper(tmp_path, run):
     said = tables()["ledger/after-reading"].claims[0].says
     result(tmp_path, "ledger/after-reading", (said, "holds", 4, "p|q < 1"))
