@@ -4,6 +4,8 @@ import os
 import random
 import secrets
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import yaml
 from safetensors.torch import load_file
 from saved import SHIFT, Here, tiny
 
+import headwater.workers
 import processes
 from headwater.compare import pool, run_trials, trials_of
 from headwater.records import read_record
@@ -116,6 +119,12 @@ def test_a_killed_comparison_leaves_nothing_and_goes_on(tmp_path, number):
 def test_killed_while_its_workers_start(tmp_path):
     comparison = Comparison(tmp_path)
     assert comparison.kill(signal.SIGKILL)
+
+
+def test_a_worker_whose_parent_ends_before_it_says_anything_ends_without_a_word():
+    script = Path(headwater.workers.__file__)
+    ended = subprocess.run([sys.executable, "-P", script], stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"", b"")
 
 
 @pytest.mark.slow
