@@ -32,11 +32,11 @@ by hand
 """
 
 
-def result(folder, table, *claims, settings=None):
+def result(folder, table, *claims):
     file = folder / "cpu" / table.replace("/", "-") / "result.json"
     file.parent.mkdir(parents=True)
     given = [dict(zip(("says", "verdict", "seeds", "evidence"), c, strict=True)) for c in claims]
-    file.write_text(json.dumps({"claims": given, "settings": settings or costs.current(table, "cpu")}))
+    file.write_text(json.dumps({"claims": given, "settings": costs.current(table, "cpu")}))
 
 
 def test_a_page_has_what_has_run_keeps_what_it_had_and_lists_the_rest_as_open(tmp_path):

@@ -77,6 +77,17 @@ def left(work, arm, seed=0, **changes):
     return trial.folder
 
 
+def runs_on_another_text(paper):
+    """A file with all runs of `paper/text`."""
+    work = prepare("paper/text", "cpu", paper / "one")
+    built = work.recipes[0][1].data.build().description
+    for arm in ("vanilla", "shift"):
+        left(work, arm, data=built | {"sha256": "another"})
+    file = paper / "runs.jsonl"
+    keep(file, work, print)
+    return file
+
+
 def test_runs_in_the_file_are_not_trained_and_new_ones_are_added(paper, run):
     file = paper / "runs.jsonl"
     code, first, _ = run("reproduce", "paper/task", "--out", paper / "one", "--records", file)
@@ -163,12 +174,7 @@ def test_runs_on_another_text_are_taken_only_where_none_is_to_be_trained(paper):
 
 
 def test_restored_runs_on_another_text_are_left_out_as_soon_as_seeds_are_added(paper):
-    work = prepare("paper/text", "cpu", paper / "one")
-    built = work.recipes[0][1].data.build().description
-    for arm in ("vanilla", "shift"):
-        left(work, arm, data=built | {"sha256": "another"})
-    file = paper / "runs.jsonl"
-    keep(file, work, print)
+    file = runs_on_another_text(paper)
     decided = []  # by --until-decided, which may add seeds
     restore(file, prepare("paper/text", "cpu", paper / "two"), decided.append, more=True)
     assert decided[0].startswith("left out 2 runs of")
@@ -205,12 +211,7 @@ def test_a_run_of_ones_own_is_not_replaced(paper):
 
 
 def test_restored_runs_on_another_text_are_told_before_others_are_trained_beside_them(paper, run):
-    work = prepare("paper/text", "cpu", paper / "one")
-    built = work.recipes[0][1].data.build().description
-    for arm in ("vanilla", "shift"):
-        left(work, arm, data=built | {"sha256": "another"})
-    file = paper / "runs.jsonl"
-    keep(file, work, print)
+    file = runs_on_another_text(paper)
     assert told(file, prepare("paper/text", "cpu", paper / "two"))[0].startswith("2 runs from")
     assert run("reproduce", "paper/text", "--out", paper / "two")[0] == 0  # there is nothing to train
     code, _, said = run("reproduce", "paper/text", "compare.seeds=[0,1]", "--out", paper / "two")

@@ -69,7 +69,7 @@ def _head(rows: dict[str, list[ClaimRow]], scale: ScaleName, elsewhere: Sequence
         [
             PageTable("Every claim.", ["table", "claim", "holds?", "seeds", "by"], claims, text=True),
             PageTable(
-                "The tables. Time: estimated, for all of a table's runs, " + f"on {hardware(scale)}.",
+                f"The tables. Time: estimated, for all of a table's runs, on {hardware(scale)}.",
                 ["table", "title", "setting", "time", "command"],
                 made,
                 text=True,
