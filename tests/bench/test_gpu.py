@@ -60,6 +60,7 @@ def test_phase(name, few, tmp_path):
     if name == "training":
         assert {row.get("head") for row in rows} >= set(gpu.HEADS)
     if name in ("training", "packing"):
+        assert all(set(gpu.KERNELS) < set(row) for row in rows if "MFU" in row)
         assert all(row["MFU"] > 0 and row["breaks"] == 0 for row in rows if "MFU" in row)
 
 
@@ -147,8 +148,9 @@ def test_what_has_a_target_is_measured_first(tmp_path, monkeypatch):
     gpu.mechanisms(phase)
     named = [names["mechanism"] for names in tried]
     targets = {name for name in gpu.REGISTRY if gpu.MECHANISMS.resolve(name).step_target is not None}
-    assert set(named[: len(targets)]) == targets == set(MECHANISM_TARGETS)
-    assert sorted(named) == sorted(gpu.REGISTRY)
+    assert targets == set(MECHANISM_TARGETS)
+    assert set(named[: len(targets) + 1]) == {*targets, gpu.RECOMMENDED}
+    assert sorted(named) == sorted((*gpu.REGISTRY, gpu.RECOMMENDED))
     assert named[-1] == "dense_former"  # a graph for each of twelve layers
     tried.clear()
     gpu.decoding(phase)

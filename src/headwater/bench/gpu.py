@@ -54,6 +54,7 @@ from headwater.models.decoding import Decoder
 from headwater.nn.masking import cu_seq_lens
 from headwater.planning import plan_layers
 from headwater.precision import KeepsPrecision
+from headwater.presets import PRESETS
 from headwater.registry import MECHANISMS, REGISTRY
 
 Measurement = dict[str, Any]
@@ -74,6 +75,8 @@ ROWS = "rows.jsonl"
 WRONG = "WRONG"
 LATE = "skipped: no time left"
 MEASURING = "measuring "
+# The preset of the recommended mechanisms.
+RECOMMENDED = "headwater-base"
 # Seconds at the end of the budget for ending a phase, writing the results and ending the command.
 RESERVE = 5.0
 # The Python code of a phase.
@@ -698,27 +701,31 @@ def _timed_steps(phase: Phase, step: Callable[[], None], flops: float, tokens: i
     if phase.on_gpu:
         row["MFU, measured peak"] = flops / second / matmul_flops(phase.device, torch.bfloat16)
         row["peak, GiB"] = torch.cuda.max_memory_allocated() / 2**30
-        row |= _shares(step)
-    return row | {"first steps, s": begun} | _count()
+    return row | _shares(phase, step) | {"first steps, s": begun} | _count()
 
 
 # What names of kernels contain, by what they compute. Names of attention kernels contain those of matmuls too.
-KERNELS = {"attention": ("flash", "fmha", "sdpa"), "matmuls": ("gemm", "nvjet", "cutlass"), "compiled": ("triton",)}
+KERNELS = {
+    "attention kernels": ("flash", "fmha", "sdpa"),
+    "matmuls": ("gemm", "gemv", "nvjet", "cutlass"),
+    "compiled kernels": ("triton",),
+}
 
 
-def _shares(step: Callable[[], None], steps: int = 3) -> Measurement:
-    """Shares of the time of some steps: in which the GPU runs no kernel, and by kinds of kernels."""
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        torch.cuda.synchronize()
+def _shares(phase: Phase, step: Callable[[], None], steps: int = 3) -> Measurement:
+    """Shares of the time of some steps: in which the device runs no kernel, and by kinds of kernels of a GPU."""
+    wait = torch.cuda.synchronize if phase.on_gpu else lambda: None
+    with profile(activities=[ProfilerActivity.CUDA if phase.on_gpu else ProfilerActivity.CPU]) as seen:
+        wait()
         started = time.perf_counter()
         for _ in range(steps):
             step()
-        torch.cuda.synchronize()
+        wait()
         passed = time.perf_counter() - started
-    busy = dict.fromkeys((*KERNELS, "other"), 0.0)
+    busy = dict.fromkeys((*KERNELS, "other kernels"), 0.0)
     for event in seen.key_averages():
         kinds = (kind for kind, parts in KERNELS.items() if any(part in event.key.lower() for part in parts))
-        busy[next(kinds, "other")] += event.self_device_time_total / 1e6 / passed
+        busy[next(kinds, "other kernels")] += event.self_device_time_total / 1e6 / passed
     return {"idle": max(0.0, 1 - sum(busy.values())), **busy}
 
 
@@ -946,7 +953,7 @@ def kernels(phase: Phase) -> None:
 
 
 def mechanisms(phase: Phase) -> None:
-    """A training step with each mechanism over one without it, in turn; those with a target first."""
+    """A training step with each mechanism over one without it, in turn; those with a target first, and the preset's."""
     layers, width, rows = phase.sizes.mechanisms
     shape = dict(layers=layers, width=width, context=phase.sizes.context, vocabulary=phase.sizes.vocabulary)
 
@@ -967,17 +974,20 @@ def mechanisms(phase: Phase) -> None:
         low, middle, high = statistics.quantiles(ratios, n=4)
         return {"ratio": middle, "quartiles": f"{low:.3f}–{high:.3f}", "ms without": times[1] * 1e3}
 
+    asked = {name: {name: {}} for name in phase.mechanisms}
+    asked[RECOMMENDED] = PRESETS[RECOMMENDED].fields["mechanisms"]
+
     def order(name: str) -> tuple[bool, int]:
-        """Those with a target first, then by how many graphs they have at least: one for each number of inputs."""
+        """How many graphs they have at least decides last: one for each number of inputs."""
         try:
-            config = HeadwaterConfig(num_hidden_layers=layers, mechanisms={name: {}})
+            config = HeadwaterConfig(num_hidden_layers=layers, mechanisms=asked[name])
             graphs = len({len(plan.reads) for plan in plan_layers(config)})
         except HeadwaterError:
             graphs = layers  # it does not fit this model, as its row will say
-        return MECHANISMS.resolve(name).step_target is None, graphs
+        return name != RECOMMENDED and MECHANISMS.resolve(name).step_target is None, graphs
 
-    for name in sorted(phase.mechanisms, key=order):
-        phase.attempt(partial(measure, {name: {}}), mechanism=name)
+    for name in sorted(asked, key=order):
+        phase.attempt(partial(measure, asked[name]), mechanism=name)
 
 
 def decoding(phase: Phase) -> None:
@@ -1004,12 +1014,16 @@ def decoding(phase: Phase) -> None:
             decoder(ids, max_new_tokens=sizes.tokens, watch=note)
         second = (times[-1] - times[0]) / (len(times) - 1)
         step = 2 * cost.weights_read(config) + rows * cost.cache_bytes_read(config, sizes.prompt + sizes.tokens // 2, 2)
-        return {
+        row: Measurement = {
             "ms a token": second * 1e3,
             "tokens/s": rows / second,
             "GB a step": step / 1e9,
             "of the copy bandwidth": step / second / given,
         }
+        decoder(ids, max_new_tokens=2)  # the cache has room again
+        assert decoder.held is not None
+        with torch.no_grad():
+            return row | _shares(phase, decoder.held.advance)
 
     # The target's row first. Compilation takes a minute, so the steps that need none come next.
     shapes = list(product(sizes.batches, sizes.decoding))
