@@ -234,7 +234,8 @@ def test_a_mechanism_that_does_not_fit_is_a_row_and_the_rest_is_measured(tmp_pat
     phase.mechanisms = ["backout", "svformer"]
     gpu.mechanisms(phase)
     rows = {row["mechanism"]: row for row in gpu._read(tmp_path / "rows")}
-    assert list(rows) == ["svformer", "backout"]
+    assert set(rows) == {"svformer", gpu.RECOMMENDED, "backout"}
+    assert list(rows)[-1] == "backout"
     assert "change layer, or num_hidden_layers" in str(rows["backout"])
 
 
@@ -259,7 +260,7 @@ def test_models_of_the_mechanisms_phase_are_drawn_on_the_device(tmp_path, monkey
     phase.mechanisms = ["pattention", "kv_shift"]
     gpu.mechanisms(phase)
     assert gpu.problems({"phases": {"mechanisms": {"rows": gpu._read(tmp_path / "rows")}}}) == []
-    assert len(made) == len(steps) == 4
+    assert len(made) == len(steps) == 6  # with the preset's
     assert all(bool(logits.isfinite().all()) for logits in steps)
 
 

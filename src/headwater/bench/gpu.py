@@ -974,7 +974,7 @@ def mechanisms(phase: Phase) -> None:
         low, middle, high = statistics.quantiles(ratios, n=4)
         return {"ratio": middle, "quartiles": f"{low:.3f}–{high:.3f}", "ms without": times[1] * 1e3}
 
-    asked = {name: {name: {}} for name in phase.mechanisms}
+    asked: dict[str, dict[str, dict]] = {name: {name: {}} for name in phase.mechanisms}
     asked[RECOMMENDED] = PRESETS[RECOMMENDED].fields["mechanisms"]
 
     def order(name: str) -> tuple[bool, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,13 @@ def expect_layers(count: int) -> None:
     settings.recompile_limit = max(settings.recompile_limit, GRAPHS * count)
     settings.accumulated_recompile_limit = max(settings.accumulated_recompile_limit, GRAPHS * count)
     settings.optimize_ddp = False
+    without_tf32_advice()
+
+
+def without_tf32_advice() -> None:
+    """PyTorch's compiler advises TF32 for matmuls in fp32 on a GPU, but they are in fp32 because exact ones were asked
+    for; for training, `training.setup` says what is faster."""
+    warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
 
 
 def compile_blocks(blocks: nn.ModuleList, backend: str = "inductor", budget: float | None = None) -> None:

@@ -21,6 +21,7 @@ from headwater.cost import check_memory
 from headwater.data.base import Data
 from headwater.diagnostics import drowning, init_diagnostics
 from headwater.errors import HeadwaterError
+from headwater.hardware import sheet_of
 from headwater.kernels.gpu import c_compiler
 from headwater.models.compiling import compile_model
 from headwater.models.kinds import AnyModel, model_class
@@ -132,8 +133,9 @@ def set_up(recipe: Recipe, folder: Path, checkpoint: Path | None, fabric: Fabric
 
     warnings: list[str] = []
     if checkpoint is None:
-        if (slower := uncompiled(recipe.training, fabric.device)) is not None:
-            warnings.append(slower)
+        for slower in (uncompiled, wide):
+            if (notice := slower(recipe.training, fabric.device)) is not None:
+                warnings.append(notice)
         warnings += getattr(data, "notices", [])
         if beginning is not None:
             warnings += beginning.notices
@@ -244,4 +246,18 @@ def uncompiled(training: Training, device: torch.device) -> str | None:
     return (
         "The model is not compiled, which is slower, because Triton needs a C compiler and none was found; install gcc "
         "or clang, or set CC."
+    )
+
+
+def wide(training: Training, device: torch.device) -> str | None:
+    """A notice if a run computes in fp32 on a GPU that has bf16."""
+    if device.type != "cuda" or training.precision != "32-true":
+        return None
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
+        return None
+    sheet = sheet_of(torch.cuda.get_device_properties(device).name)
+    figures = "" if sheet is None else f", {sheet.flops / 1e12:.0f} TFLOP/s instead of {sheet.flops_fp32 / 1e12:.0f}"
+    return (
+        "The run computes in fp32 (training.precision=32-true, the default). This GPU multiplies matrices much faster "
+        f"in bf16{figures}; set training.precision=bf16-mixed, unless you need fp32."
     )
