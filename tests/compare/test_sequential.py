@@ -28,6 +28,7 @@ from headwater.compare.sequential import (
 )
 from headwater.compare.simulate import false_differences, false_equivalence, planted
 from headwater.errors import HeadwaterError, Interrupted
+from headwater.recipe import parse
 from headwater.records import SeedPlan, read_record, write_record
 from headwater.report import answer, cells, comparisons, reading, write_report
 
@@ -233,6 +234,42 @@ def test_each_arm_gets_its_verdict_and_stops(tmp_path):
     page = write_report(tmp_path).read_text()
     assert "Evidence over seeds" in page
     assert "came after the decision" in page
+
+
+@pytest.mark.slow
+def test_a_planted_difference_of_trained_models_is_found_and_a_planted_zero_called_equivalent(tmp_path):
+    """Of random symbols a model can learn how often each comes, and no more: losses differ as the entropies do."""
+    common, share = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMN", 0.011037
+    entropy = -share * math.log(share) - (1 - share) * math.log((1 - share) / len(common))
+    assert entropy - math.log(len(common)) == pytest.approx(0.02, abs=1e-6)
+    arms = {"base": 0.0, "zero": 0.0, "0.02": share}
+    for number, (name, rare) in enumerate(arms.items()):
+        draw = random.Random(number)
+        symbols = ("Z" if draw.random() < rare else draw.choice(common) for _ in range(400_000))
+        (tmp_path / f"{name}.txt").write_text("".join(symbols))
+    made = parse(
+        {
+            "name": "planted",
+            "title": "Planted differences",
+            "data": {"kind": "text", "source": str(tmp_path / "base.txt"), "tokenizer": "bytes", "context": 64}
+            | {"held_out": 0.1, "held_out_bytes": 40_000, "measure": "loss"},
+            "model": {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2},
+            "training": {"steps": 40, "batch_size": 8, "learning_rate": 3e-3, "warmup_steps": 10, "threads": 1},
+            "reporting": {"save_every": None, "tensorboard": False},
+            "compare": {"baseline": "base", "until": "decided", "margin": 0.01, "min_seeds": 3, "max_seeds": 40}
+            | {"arms": {name: {"data": {"source": str(tmp_path / f"{name}.txt")}} for name in arms}},
+        },
+        "test",
+    )
+    compare(made, tmp_path / "runs", workers=1)
+    (found,) = comparisons(tmp_path / "runs")
+    assert {s.arm: s.verdict(found.lower_is_better) for s in found.summaries} == {
+        "base": "",
+        "0.02": "worse",
+        "zero": "equivalent",
+    }
+    low, high = next(s.interval for s in found.summaries if s.arm == "0.02")
+    assert low < 0.02 < high
 
 
 def test_the_baseline_with_other_budgets_is_not_tested_and_has_its_seeds(tmp_path):
