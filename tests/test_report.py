@@ -33,7 +33,7 @@ from headwater.records import (
 from headwater.report import Head, PageTable, answer, comparisons, note, reading, table, write_report
 from headwater.report.curves import arm_curves
 from headwater.report.figures import POINTS, curves_drawing, differences_drawing
-from headwater.report.page import images_part, rates_table, render, scaling_part, story
+from headwater.report.page import images_part, notices, rates_table, render, scaling_part, story
 from headwater.report.recipes import remade
 from headwater.report.scalars import learned
 from headwater.report.styles import styles
@@ -326,6 +326,17 @@ class TestRecipe:
         assert ["longer", "training.clip", "1.0", "null"] in small.rows
         assert {row[1].split(".")[0] for row in small.rows} == {"model", "training"}
         assert ["model.hidden_size", "16", "32"] in sizes.rows
+
+
+def test_what_many_runs_say_is_said_once(tmp_path):
+    slow = Notice(step=0, message="The run computes in fp32.")
+    runs = [r.model_copy(update={"notices": [slow]}) for r in (*three("base", BASE), *three("good", GOOD))]
+    runs[1].notices.append(Notice(step=7, message="the loss jumped"))
+    told = notices(comparisons(saved(tmp_path, runs)))
+    assert [line for line in told if "fp32" in line] == [
+        "base, seed 0 and 5 other runs, step 0: The run computes in fp32."
+    ]
+    assert "base, seed 1, step 7: the loss jumped" in told
 
 
 class TestPage:

@@ -5,6 +5,7 @@ import time
 from dataclasses import replace
 
 import pytest
+import torch
 
 from headwater.bench import gpu
 from headwater.errors import HeadwaterError
@@ -377,3 +378,27 @@ def test_the_command(run, tmp_path):
 )
 def test_data_sheets_by_the_drivers_names(driver, name):
     assert sheet_of(driver) is (None if name is None else KNOWN[name])
+
+
+def test_too_little_memory_is_no_error(tmp_path):
+    def large():
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    phase = gpu.Phase(tmp_path / "rows", "cpu", 600)
+    phase.attempt(large, model="350M")
+    found = {"phases": {"training": {"rows": gpu._read(tmp_path / "rows")}}}
+    assert found["phases"]["training"]["rows"] == [{"model": "350M", "outcome": "skipped: not enough memory"}]
+    assert gpu.problems(found) == []
+
+
+def test_a_profiler_that_fails_loses_no_timing(tmp_path, monkeypatch):
+    phase, steps = gpu.Phase(tmp_path / "rows", "cpu", 600), []
+    shares = gpu._shares(phase, lambda: steps.append(torch.ones(1000).sum()), 2)
+    assert set(shares) == {"idle", *gpu.KERNELS, "other kernels"}
+    assert len(steps) == 3
+
+    def fails(**given):
+        raise RuntimeError("CUPTI is in use")
+
+    monkeypatch.setattr(gpu, "profile", fails)
+    assert gpu._shares(phase, lambda: None) == {"shares": "failed: CUPTI is in use"}

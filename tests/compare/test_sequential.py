@@ -256,7 +256,7 @@ def test_a_planted_difference_of_trained_models_is_found_and_a_planted_zero_call
             "model": {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2},
             "training": {"steps": 40, "batch_size": 8, "learning_rate": 3e-3, "warmup_steps": 10, "threads": 1},
             "reporting": {"save_every": None, "tensorboard": False},
-            "compare": {"baseline": "base", "until": "decided", "margin": 0.01, "min_seeds": 3, "max_seeds": 40}
+            "compare": {"baseline": "base", "until": "decided", "margin": 0.01}
             | {"arms": {name: {"data": {"source": str(tmp_path / f"{name}.txt")}} for name in arms}},
         },
         "test",

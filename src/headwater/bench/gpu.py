@@ -395,6 +395,8 @@ class Phase:
         print(MEASURING + ", ".join(f"{name} {value}" for name, value in names.items()), flush=True)
         try:
             self.put(**names, **measure())
+        except torch.OutOfMemoryError:
+            self.put(**names, outcome="skipped: not enough memory")
         except Exception as error:
             first = (str(error).strip().splitlines() or [""])[0]
             self.put(**names, outcome=f"failed: {type(error).__name__}: {first[:300]}")
@@ -704,29 +706,37 @@ def _timed_steps(phase: Phase, step: Callable[[], None], flops: float, tokens: i
     return row | _shares(phase, step) | {"first steps, s": begun} | _count()
 
 
-# What names of kernels contain, by what they compute. Names of attention kernels contain those of matmuls too.
+# What names of kernels contain, by what they compute. Names of attention kernels contain those of the others too.
 KERNELS = {
-    "attention kernels": ("flash", "fmha", "sdpa"),
-    "matmuls": ("gemm", "gemv", "nvjet", "cutlass"),
+    "attention kernels": ("flash", "fmha", "sdpa", "flex_attention"),
+    "matmuls": ("gemm", "gemv", "nvjet", "cutlass", "cijk"),
     "compiled kernels": ("triton",),
 }
 
 
 def _shares(phase: Phase, step: Callable[[], None], steps: int = 3) -> Measurement:
-    """Shares of the time of some steps: in which the device runs no kernel, and by kinds of kernels of a GPU."""
+    """Shares of the time of some steps: in which the device runs no kernel, and by kinds of kernels of a GPU.
+
+    A CPU's are not divided. What was timed before is kept if the profiler fails: it says so, or has no shares.
+    """
     wait = torch.cuda.synchronize if phase.on_gpu else lambda: None
-    with profile(activities=[ProfilerActivity.CUDA if phase.on_gpu else ProfilerActivity.CPU]) as seen:
-        wait()
-        started = time.perf_counter()
-        for _ in range(steps):
-            step()
-        wait()
-        passed = time.perf_counter() - started
+    try:
+        with profile(activities=[ProfilerActivity.CUDA if phase.on_gpu else ProfilerActivity.CPU]) as seen:
+            step()  # the first takes longer under a profiler
+            wait()
+            before = time.perf_counter()
+            for _ in range(steps):
+                step()
+            wait()
+            passed = time.perf_counter() - before
+    except RuntimeError as error:
+        return {"shares": f"failed: {first_line(error)[:300]}"}
     busy = dict.fromkeys((*KERNELS, "other kernels"), 0.0)
     for event in seen.key_averages():
         kinds = (kind for kind, parts in KERNELS.items() if any(part in event.key.lower() for part in parts))
-        busy[next(kinds, "other kernels")] += event.self_device_time_total / 1e6 / passed
-    return {"idle": max(0.0, 1 - sum(busy.values())), **busy}
+        spent = event.self_device_time_total if phase.on_gpu else event.self_cpu_time_total
+        busy[next(kinds, "other kernels")] += spent / 1e6 / passed * steps / (steps + 1)
+    return {"idle": max(0.0, 1 - sum(busy.values())), **busy} if any(busy.values()) else {}
 
 
 def training(phase: Phase) -> None:
@@ -1023,7 +1033,7 @@ def decoding(phase: Phase) -> None:
         decoder(ids, max_new_tokens=2)  # the cache has room again
         assert decoder.held is not None
         with torch.no_grad():
-            return row | _shares(phase, decoder.held.advance)
+            return row | _shares(phase, decoder.held.advance, 20)
 
     # The target's row first. Compilation takes a minute, so the steps that need none come next.
     shapes = list(product(sizes.batches, sizes.decoding))

@@ -27,12 +27,14 @@ def expect_layers(count: int) -> None:
     settings.recompile_limit = max(settings.recompile_limit, GRAPHS * count)
     settings.accumulated_recompile_limit = max(settings.accumulated_recompile_limit, GRAPHS * count)
     settings.optimize_ddp = False
-    without_tf32_advice()
+    silence_tf32_advice()
 
 
-def without_tf32_advice() -> None:
-    """PyTorch's compiler advises TF32 for matmuls in fp32 on a GPU, but they are in fp32 because exact ones were asked
-    for; for training, `training.setup` says what is faster."""
+def silence_tf32_advice() -> None:
+    """Ignore the advice of PyTorch's compiler to round matmuls in fp32 to TF32 on a GPU.
+
+    Generated tokens would then differ from those without compilation. A training run says itself that bf16 is faster.
+    """
     warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
 
 

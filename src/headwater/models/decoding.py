@@ -26,7 +26,7 @@ from headwater.kernels.choose import measured
 from headwater.kernels.linear import packed
 from headwater.models.cache import HeadwaterStaticSlidingLayer
 from headwater.models.causal_lm import HeadwaterForCausalLM
-from headwater.models.compiling import without_tf32_advice
+from headwater.models.compiling import silence_tf32_advice
 
 # The cache's length is a multiple of this: calls of similar length share a graph, and kernels like aligned masks.
 SLOTS = 64
@@ -160,7 +160,7 @@ class Held:
         self.draw = torch.Generator(device)
         self.run: Callable[[], None] = self.step
         if compiled:
-            without_tf32_advice()
+            silence_tf32_advice()
             self.run = torch.compile(self.step, fullgraph=True, dynamic=False, backend=backend)
         self.steps = 0
         on_gpu = {parameter.device.type for parameter in model.parameters()} == {"cuda"}

@@ -473,6 +473,7 @@ def notices(sizes: Sequence[Comparison]) -> list[str]:
     """Warnings: skipped steps, spikes, failures, unfinished runs."""
     told = [one.changed_data for one in sizes if one.changed_data]
     for one in sizes:
+        said: dict[tuple[int, str], list[str]] = {}
         for record in one.records:
             who = ", ".join(filter(None, (arm_of(record), one.size, f"seed {record.seed}")))
             if record.skipped:
@@ -481,7 +482,11 @@ def notices(sizes: Sequence[Comparison]) -> list[str]:
                 )
             if record.status == "diverged":
                 told.append(f"{who}: diverged. {record.error or ''}".strip())
-            told += [f"{who}, step {notice.step}: {notice.message}" for notice in record.notices]
+            for notice in record.notices:
+                said.setdefault((notice.step, notice.message), []).append(who)
+        for (step, message), those in said.items():  # what many runs say is said once
+            who = those[0] if len(those) == 1 else f"{those[0]} and {counted(len(those) - 1, 'other run')}"
+            told.append(f"{who}, step {step}: {message}")
         told += left_out(one)
         if one.beyond:
             told.append(f"{counted(one.beyond, 'run')} came after the decision on their arm, and do not count.")

@@ -258,6 +258,6 @@ def wide(training: Training, device: torch.device) -> str | None:
     sheet = sheet_of(torch.cuda.get_device_properties(device).name)
     figures = "" if sheet is None else f", {sheet.flops / 1e12:.0f} TFLOP/s instead of {sheet.flops_fp32 / 1e12:.0f}"
     return (
-        "The run computes in fp32 (training.precision=32-true, the default). This GPU multiplies matrices much faster "
+        "The run computes in fp32 (training.precision=32-true). This GPU multiplies matrices much faster "
         f"in bf16{figures}; set training.precision=bf16-mixed, unless you need fp32."
     )
