@@ -380,14 +380,14 @@ def test_a_run_says_that_fp32_is_slow_on_a_gpu(recipe, tmp_path, monkeypatch):
     has_bf16, name = [True], ["NVIDIA H100 80GB HBM3"]
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16[0])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name=name[0]))
-    notice = setup.wide(Training(), gpu)
+    notice = setup.in_fp32(Training(), gpu)
     assert "in bf16, 989 TFLOP/s instead of 67; set training.precision=bf16-mixed" in notice
     name[0] = "unknown"
-    assert "in bf16; set training.precision=bf16-mixed" in setup.wide(Training(), gpu)
-    assert setup.wide(Training(precision="bf16-mixed"), gpu) is setup.wide(Training(), cpu) is None
+    assert "in bf16; set training.precision=bf16-mixed" in setup.in_fp32(Training(), gpu)
+    assert setup.in_fp32(Training(precision="bf16-mixed"), gpu) is setup.in_fp32(Training(), cpu) is None
     has_bf16[0] = False
-    assert setup.wide(Training(), gpu) is None
-    monkeypatch.setattr(setup, "wide", lambda training, device: notice)
+    assert setup.in_fp32(Training(), gpu) is None
+    monkeypatch.setattr(setup, "in_fp32", lambda training, device: notice)
     record = train(recipe(training={"steps": 1}), tmp_path / "run")
     assert [told.message for told in record.notices] == [notice]
 

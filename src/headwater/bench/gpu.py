@@ -715,27 +715,31 @@ KERNELS = {
 
 
 def _shares(phase: Phase, step: Callable[[], None], steps: int = 3) -> Measurement:
-    """Shares of the time of some steps: in which the device runs no kernel, and by kinds of kernels of a GPU.
+    """Shares of the time of some steps: in which the device runs no kernel, and by kinds of kernels; of a GPU's, since
+    a CPU's have other names.
 
-    A CPU's are not divided. What was timed before is kept if the profiler fails: it says so, or has no shares.
+    What was timed before is kept if the profiler fails: it says so, or there are no shares.
     """
     wait = torch.cuda.synchronize if phase.on_gpu else lambda: None
+    activities = [ProfilerActivity.CUDA if phase.on_gpu else ProfilerActivity.CPU]
+    wait()
     try:
-        with profile(activities=[ProfilerActivity.CUDA if phase.on_gpu else ProfilerActivity.CPU]) as seen:
-            step()  # the first takes longer under a profiler
+        with profile(activities=activities):  # the first step takes longer under a profiler
+            step()
             wait()
-            before = time.perf_counter()
+        with profile(activities=activities) as seen:
+            started = time.perf_counter()
             for _ in range(steps):
                 step()
             wait()
-            passed = time.perf_counter() - before
+            passed = time.perf_counter() - started
     except RuntimeError as error:
         return {"shares": f"failed: {first_line(error)[:300]}"}
     busy = dict.fromkeys((*KERNELS, "other kernels"), 0.0)
     for event in seen.key_averages():
         kinds = (kind for kind, parts in KERNELS.items() if any(part in event.key.lower() for part in parts))
         spent = event.self_device_time_total if phase.on_gpu else event.self_cpu_time_total
-        busy[next(kinds, "other kernels")] += spent / 1e6 / passed * steps / (steps + 1)
+        busy[next(kinds, "other kernels")] += spent / 1e6 / passed
     return {"idle": max(0.0, 1 - sum(busy.values())), **busy} if any(busy.values()) else {}
 
 

@@ -133,7 +133,7 @@ def set_up(recipe: Recipe, folder: Path, checkpoint: Path | None, fabric: Fabric
 
     warnings: list[str] = []
     if checkpoint is None:
-        for slower in (uncompiled, wide):
+        for slower in (uncompiled, in_fp32):
             if (notice := slower(recipe.training, fabric.device)) is not None:
                 warnings.append(notice)
         warnings += getattr(data, "notices", [])
@@ -249,7 +249,7 @@ def uncompiled(training: Training, device: torch.device) -> str | None:
     )
 
 
-def wide(training: Training, device: torch.device) -> str | None:
+def in_fp32(training: Training, device: torch.device) -> str | None:
     """A notice if a run computes in fp32 on a GPU that has bf16."""
     if device.type != "cuda" or training.precision != "32-true":
         return None
