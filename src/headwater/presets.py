@@ -416,7 +416,7 @@ def _recommended() -> dict[str, Preset]:
         intermediate_size=2048, max_position_embeddings=2048, vocab_size=50304, embedding_range=0.1
     )
     chosen = {"short_conv": {"on": ["attention_input", "feed_forward_input"]}, "svformer": {}}
-    tested = "tested with 2.9M and 26M parameters, and not yet at this size"
+    tested = "tested with 2.9M to 34M parameters, and not yet at this size"
     return {
         "headwater-base": Preset(
             base | dict(mechanisms=chosen), LEDGER, f"Canon-AC + SVFormer, the recommendation; {tested}"
