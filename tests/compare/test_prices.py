@@ -69,6 +69,20 @@ def test_prices_are_those_of_the_models_and_are_measured_once(tmp_path, clock):
     assert read_prices(tmp_path, other | {"base": other["deep"]}, "base").arms == {}
 
 
+def test_sizes_that_differ_in_their_steps_alone_are_measured_once(tmp_path, clock):
+    sizes = {
+        "short": {},
+        "long": {"training": {"steps": 9}},
+        "deep": {"model": {"num_hidden_layers": 2}},
+    }
+    recipe = tiny({"arms": {"base": {}, "shift": SHIFT}, "sizes": sizes, "prices": True})
+    compare(recipe, tmp_path, workers=1)
+    assert len(clock) == 4
+    short, long, deep = (json.loads((tmp_path / recipe.name / size / PRICES).read_text()) for size in sizes)
+    assert short == long
+    assert deep["arms"]["shift"]["flops"] > long["arms"]["shift"]["flops"]
+
+
 def test_other_machines_and_versions_are_measured_again(tmp_path, clock, monkeypatch):
     arms = arms_of(tiny({"arms": {"base": {}}}))
     measure(arms, "base", tmp_path)

@@ -677,11 +677,11 @@ def bench_prices(
         recipe = equalized(recipe, folder, tell)
         if (section := recipe.compare) is None:
             raise HeadwaterError(f"{source!r} has no compare section; name a recipe whose arms can be measured.")
-        for size in section.sizes or [None]:
+        folders = {size: folder_of(recipe, size, folder) for size in section.sizes or [None]}
+        for size, place in folders.items():
             arms = {arm: recipe.arm(arm, section.seeds[0], size) for arm in section.arms}
-            place = folder_of(recipe, size, folder)
             place.mkdir(parents=True, exist_ok=True)
-            measure(arms, section.baseline, place, tell)
+            measure(arms, section.baseline, place, tell, beside=[*folders.values()])
             if (prices := read_prices(place, arms, section.baseline)) is not None:
                 out.print(terminal_prices_alone(prices))
         return

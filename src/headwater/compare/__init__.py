@@ -132,9 +132,10 @@ def compare(
         outcomes = run_halving(trials, section.halving, section.baseline, workers, on_change)
     else:
         outcomes = run_trials(trials, workers, on_change)
-    for size, arms in priced:
+    places = [folder_of(recipe, size, out) for size, _ in priced]
+    for (_, arms), place in zip(priced, places, strict=True):
         if section.baseline in arms:
-            measure(arms, section.baseline, folder_of(recipe, size, out), tell)
+            measure(arms, section.baseline, place, tell, beside=places)
     return outcomes
 
 

@@ -11,7 +11,7 @@ import re
 import statistics
 import tempfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -138,10 +138,17 @@ def check_priced(arms: Mapping[str, Recipe]) -> None:
             raise HeadwaterError(f"Prices are measured of whole runs on one device, but the arm {name!r} has {what}.")
 
 
-def measure(arms: Mapping[str, Recipe], baseline: str, folder: Path, tell: Told = lambda line: None) -> Prices:
+def measure(
+    arms: Mapping[str, Recipe],
+    baseline: str,
+    folder: Path,
+    tell: Told = lambda line: None,
+    beside: Sequence[Path] = (),
+) -> Prices:
     """Time the arms that prices.json in `folder` lacks, one after the other, and write each at once; it keeps others.
 
-    arms: a recipe of each, of any seed. tell: called with a line for each arm that is timed. Prices against another
+    arms: a recipe of each, of any seed. tell: called with a line for each arm that is timed. beside: folders of other
+    sizes; prices in them that were measured here, of the same work per step, are taken over. Prices against another
     baseline are dropped. Raises `HeadwaterError` as `check_priced` does.
     """
     check_priced(arms)
@@ -155,10 +162,14 @@ def measure(arms: Mapping[str, Recipe], baseline: str, folder: Path, tell: Told 
             found = here
         against = timed_recipe(arms[baseline]).digest()
         found.arms = {name: price for name, price in found.arms.items() if price.against == against}
+        others = [one for one in map(stored, beside) if one is not None and one.place == here.place]
         for name, recipe in arms.items():
             if name not in found.arms or not _fits(found.arms[name], recipe, against):
-                tell(f"prices: {name} on {found.device_name}")
-                found.arms[name] = _price(recipe, arms[baseline])
+                there = [one.arms[name] for one in others if name in one.arms]
+                known = next((price for price in there if _fits(price, recipe, against)), None)
+                if known is None:
+                    tell(f"prices: {name} on {found.device_name}")
+                found.arms[name] = known or _price(recipe, arms[baseline])
                 replace_text(folder / PRICES, found.model_dump_json(indent=1) + "\n")
     finally:
         torch.set_num_threads(threads)
