@@ -14,8 +14,6 @@ from headwater.errors import HeadwaterError, shown, unusable
 from headwater.terminal import Terminal
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
     from headwater.recipe import Recipe
 
 # Tables need this much; a narrower terminal wraps lines rather than losing figures.
@@ -59,19 +57,6 @@ def tell_runs(recipe: Recipe, parts: int | None = None) -> None:
 def tell(line: str) -> None:
     """Print a message on stderr, apart from the result."""
     err.print(line, soft_wrap=True)
-
-
-def progress_bars() -> Progress:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    return Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[info]}", markup=False),
-        TimeRemainingColumn(),
-        console=err,
-    )
 
 
 def quiet() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.progress import Progress, TaskID
+from rich.progress import TaskID
 
 from headwater import extras
 from headwater.cli.common import (
@@ -19,12 +19,12 @@ from headwater.cli.common import (
     err,
     mechanisms_of,
     out,
-    progress_bars,
     quiet,
     recipe_of,
     tell,
     tell_runs,
 )
+from headwater.cli.progress import ProgressReport
 from headwater.errors import HeadwaterError, nearest
 from headwater.terminal import duration
 
@@ -128,7 +128,7 @@ def train_all(
         tell_runs(recipe, None if part is None else len(part))
         recipe = comparing.equalized(recipe, folder, tell)
         steps = sum(job.steps for job in comparing.jobs_of(recipe, folder, part))
-        with progress_bars() as progress:
+        with ProgressReport() as progress:
             bars = TrialBars(progress, recipe.name, steps)
             outcomes = comparing.compare(recipe, folder, workers, bars, part, tell)
         failed += failures(outcomes)
@@ -261,9 +261,9 @@ def report(folder: Annotated[Path, typer.Argument(help="A folder with run record
 class TrialBars:
     """A progress bar for the whole comparison and one for each running trial."""
 
-    def __init__(self, progress: Progress, name: str, steps: int) -> None:
+    def __init__(self, progress: ProgressReport, name: str, steps: int) -> None:
         self.progress = progress
-        self.whole = progress.add_task(name, total=steps, info="")
+        self.whole = progress.add_task(name, total=steps, unit="step")
         self.done: dict[str, int] = {}
         self.bars: dict[str, TaskID] = {}
 
@@ -272,6 +272,6 @@ class TrialBars:
         self.done[label] = step
         self.progress.update(self.whole, completed=sum(self.done.values()))
         if status == "running" and label not in self.bars:
-            self.bars[label] = self.progress.add_task(f"  {job.label}", total=job.recipe.training.steps, info="")
+            self.bars[label] = self.progress.add_task(f"  {job.label}", total=job.recipe.training.steps, unit="step")
         if label in self.bars:
             self.progress.update(self.bars[label], completed=step, visible=status == "running")

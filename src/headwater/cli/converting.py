@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headwater.cli.common import check_outside, check_writable, mechanisms_of, out, quiet, tell
+from headwater.cli.progress import measure_with_progress
 from headwater.cli.training import trained_with_bar
 from headwater.errors import HeadwaterError
 from headwater.extras import MissingExtra
@@ -86,7 +87,7 @@ def convert(
     from headwater.training.places import newest_checkpoint
     from headwater.training.run_folder import MARK
     from headwater.training.stages import chain, on_several
-    from headwater.training.trained import changed_text, measure, open_source
+    from headwater.training.trained import changed_text, open_source
 
     quiet()
     mechanisms = mechanisms_of(mechanism or [])
@@ -169,11 +170,13 @@ def convert(
             device = fabric.device
     if text is None and (warning := changed_text(trained, built)):
         tell(f"{warning} Pass another text with --text.")
-    before = measure(trained.model.to(device), built)
+    before = measure_with_progress("measuring the original", trained.model.to(device), built)
     del trained
+    tell("making the smaller model")
     record = trained_with_bar(recipe, target, resume=resume)
     place = _written(target, record, dtype)
-    after = measure(open_source(str(place)).model.to(device), built)
+    after = measure_with_progress("measuring the result", open_source(str(place)).model.to(device), built)
+    tell("timing both")
     _tell(recipe, target, record, priced, (before, after), source, device)
 
 

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from headwater.cli.common import GoesOn, check_writable, err, one_folder, out, quiet
+from headwater.cli.common import GoesOn, check_writable, one_folder, out, quiet
+from headwater.cli.progress import ProgressReport
 from headwater.errors import HeadwaterError
 from headwater.terminal import Table
 
@@ -195,10 +196,10 @@ class _Bar:
 
     def __init__(self, unit: str) -> None:
         self.unit = unit
-        self.progress = Progress(
-            SpinnerColumn(), TextColumn("{task.fields[info]}", markup=False), TimeElapsedColumn(), console=err
+        self.progress = ProgressReport(
+            SpinnerColumn(), TextColumn("{task.fields[info]}", markup=False), TimeElapsedColumn()
         )
-        self.task = self.progress.add_task("", info="")
+        self.task = self.progress.add_task("", total=None)
         # Work from an earlier run does not count towards this one's speed.
         self.before: int | None = None
 
@@ -206,8 +207,7 @@ class _Bar:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.progress.live.is_started:
-            self.progress.stop()
+        self.progress.stop()
 
     def __call__(self, documents: int, size: int, tokens: int) -> None:
         self.progress.start()  # at the first call, so that an earlier error leaves no bar behind

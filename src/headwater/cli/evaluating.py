@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headwater import extras
-from headwater.cli.common import Device, Positive, check_writable, device_of, err, out, progress_bars, quiet
+from headwater.cli.common import Device, Positive, check_writable, device_of, err, out, quiet
+from headwater.cli.progress import ProgressReport
 from headwater.errors import HeadwaterError
 
 if TYPE_CHECKING:
@@ -86,12 +87,14 @@ def evaluate(
     if file is not None:
         check_writable(file)
     device = device_of(device)
-    with progress_bars() as progress:
+    with ProgressReport() as progress:
         bars: dict[str, TaskID] = {}
 
-        def on_windows(what: str, done: int, total: int) -> None:
+        def on_windows(what: str, done: int, total: int | None) -> None:
+            if total is None and err.is_terminal:  # there lm-eval shows bars of its own
+                return
             if what not in bars:
-                bars[what] = progress.add_task(what, total=total, info="")
+                bars[what] = progress.add_task(what, total=total, unit="batch" if total is None else "window")
             progress.update(bars[what], completed=done)
 
         result = evaluating.evaluate(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headwater.cli.common import check_outside, check_writable, err, mechanisms_of, out, quiet, tell
+from headwater.cli.progress import measure_with_progress
 from headwater.errors import HeadwaterError
 from headwater.terminal import lined
 
@@ -153,7 +154,7 @@ def shrink(
     from headwater.growth import importance
     from headwater.growth import shrink as without
     from headwater.records import Event
-    from headwater.training.trained import changed_text, data_of, measure, open_trained, sample_rows
+    from headwater.training.trained import changed_text, data_of, open_trained, sample_rows
 
     quiet()
     target = _free(out_folder, checkpoint, "shrunk")
@@ -167,7 +168,10 @@ def shrink(
         if warning := changed_text(trained, data):
             tell(warning)
         name = data.measure
-        was, now = (measure(one, data)[name] for one in (trained.model, model))
+        was, now = (
+            measure_with_progress(f"measuring the {which} model", one, data)[name]
+            for which, one in (("old", trained.model), ("new", model))
+        )
         measured, said = {"before": was, "after": now}, f"held-out {name.replace('_', ' ')} {was:.4f} → {now:.4f}"
     else:  # a text: the rest of it
         measured = _moved(trained.model, model, ids[seen:])
@@ -185,7 +189,7 @@ def merge(
     """Merge grown copies of one model that were trained separately, and measure all of them on each one's data."""
     from headwater.growth import merge as joined
     from headwater.records import Event
-    from headwater.training.trained import changed_text, data_of, measure, open_trained
+    from headwater.training.trained import changed_text, data_of, open_trained
 
     quiet()
     target = _free(out_folder, base, "merged")
@@ -212,7 +216,9 @@ def merge(
     columns: list[dict[str, float]] = []
     for path, data in zip(grown, sources, strict=True):
         table.add_column(f"{data.measure.replace('_', ' ')} on the data of {path}", justify="right")
-        columns.append({name: measure(one, data)[data.measure] for name, one in models.items()})
+        columns.append(
+            {name: measure_with_progress(f"measuring {name}", one, data)[data.measure] for name, one in models.items()}
+        )
     for name in models:
         table.add_row(name, *(f"{column[name]:.4f}" for column in columns))
     details = {"merged": [str(path) for path in grown], "measures": columns}

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from headwater import extras
-from headwater.cli.common import Device, GoesOn, check_writable, device_of, err, out, progress_bars, quiet, tell
+from headwater.cli.common import Device, GoesOn, check_writable, device_of, err, out, quiet, tell
 from headwater.cli.comparing import TrialBars, Workers, complain, failures
+from headwater.cli.progress import ProgressReport
 from headwater.errors import HeadwaterError
 from headwater.terminal import duration
 
@@ -184,10 +185,10 @@ def _train(
     """The failed trials, and the work with all seeds."""
     import headwater.papers as reproducing
 
-    with progress_bars() as progress:
+    with ProgressReport() as progress:
 
         def training(name: str, steps: int):
-            bar = progress.add_task(name, total=steps, info="")
+            bar = progress.add_task(name, total=steps, unit="step")
             return lambda step, point: progress.update(bar, completed=step)
 
         def comparing(name: str, steps: int) -> TrialBars:

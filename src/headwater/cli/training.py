@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,13 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from headwater.cli.common import Overrides, TrainingDevice, err, out, progress_bars, quiet, recipe_of, tell
+from headwater.cli.common import Overrides, TrainingDevice, err, out, quiet, recipe_of, tell
+from headwater.cli.progress import ProgressReport
 from headwater.errors import HeadwaterError, nearest
 from headwater.terminal import lined
 
 if TYPE_CHECKING:
     from headwater.recipe import Recipe
     from headwater.records import RunRecord
+    from headwater.training.journal import Activity
     from headwater.training.run_folder import Point
 
 
@@ -114,24 +115,23 @@ def trained_with_bar(recipe: Recipe, folder: Path, **given: Any) -> RunRecord:
 
 
 class _TrainingBar:
-    """Progress of a run: steps, loss, speed, MFU, time left, with warnings above; occasional lines in a log."""
-
-    SECONDS = 10.0  # between lines
+    """Progress of a run: steps, loss, speed, MFU, time left, with warnings above."""
 
     def __init__(self, name: str, steps: int, unit: str) -> None:
         self.unit = unit
-        self.progress = progress_bars()
-        self.task = self.progress.add_task(name, total=steps, info="")
-        self.steps, self.printed = steps, time.monotonic()
-        self.loss, self.speed, self.held_out = "", "", ""
+        self.progress = ProgressReport()
+        self.task = self.progress.add_task(name, total=steps, unit="step")
+        self.loss, self.speed, self.held_out, self.activity = "", "", "", ""
 
-    def __call__(self, step: int, point: Point | None) -> None:
+    def __call__(self, step: int, point: Point | Activity | None) -> None:
         from headwater.records import CurvePoint, HeldOutPoint, Notice, SpeedPoint
+        from headwater.training.journal import Activity
 
         if isinstance(point, Notice):
             err.print(f"step {point.step}: {point.message}", soft_wrap=True, highlight=False)
             return
-        self.progress.start()  # at the first step, so that an earlier error leaves no bar behind
+        self.progress.start()  # once the run begins, so that an earlier error leaves no bar behind
+        self.activity = point.text if isinstance(point, Activity) else ""
         if isinstance(point, CurvePoint):
             self.loss = f"loss {point.loss:.4f}"
         elif isinstance(point, SpeedPoint):
@@ -140,15 +140,11 @@ class _TrainingBar:
         elif isinstance(point, HeldOutPoint):
             name, value = next(iter(point.measures.items()))
             self.held_out = f"held-out {name.replace('_', ' ')} {value:.4f}"
-        info = "  ".join(filter(None, (self.loss, self.held_out, self.speed)))
+        info = "  ".join(filter(None, (self.loss, self.held_out, self.activity or self.speed)))
         self.progress.update(self.task, completed=step, info=info)
-        if not err.is_terminal and point is not None and time.monotonic() - self.printed > self.SECONDS:
-            self.printed = time.monotonic()
-            err.print(f"step {step}/{self.steps}  {info}", soft_wrap=True, highlight=False)
 
     def stop(self) -> None:
-        if self.progress.live.is_started:
-            self.progress.stop()
+        self.progress.stop()
 
 
 def runs(

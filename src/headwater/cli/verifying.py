@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from headwater.cli.common import check_writable, err, out, progress_bars, quiet
+from headwater.cli.common import check_writable, err, out, quiet
+from headwater.cli.progress import ProgressReport
 from headwater.errors import HeadwaterError
 from headwater.terminal import lined
 
@@ -99,8 +100,8 @@ def verify(
     own: list[Any] = []
     found: dict[str, list[Verified]] = {}
     refused = 0
-    with progress_bars() as progress:
-        task = progress.add_task("verifying", total=None, info="")
+    with ProgressReport() as progress:
+        task = progress.add_task("verifying", total=None)
         for name, one in _models(trained, model or [], type or [], trust_remote_code, size or 1, seed):
             progress.update(task, info=name)
             if one is None:
@@ -119,8 +120,8 @@ def verify(
             out.print(f"{refused} combinations are not supported.")
     for count, is_sampled, what in ((requests, False, "greedy"), (sampled, True, "sampled")):
         if count:
-            with progress_bars() as progress:
-                task = progress.add_task(f"{what} requests", total=count, info="")
+            with ProgressReport() as progress:
+                task = progress.add_task(f"{what} requests", total=count)
                 for served in verifying.serve_requests(own, count, sampled=is_sampled, longest=longest, seed=seed):
                     progress.update(task, completed=served.requests)
             failed |= served.wrong > 0
@@ -212,8 +213,8 @@ def _where(one: Verified) -> str:
 def _sweep(file: Path, seconds: float, seed: int, as_json: bool, markdown: bool) -> None:
     from headwater import verify as verifying
 
-    with progress_bars() as progress:
-        task = progress.add_task("verifying", total=len(verifying.TYPES), info="")
+    with ProgressReport() as progress:
+        task = progress.add_task("verifying", total=len(verifying.TYPES))
 
         def tell(result: dict[str, Any]) -> None:
             progress.update(task, advance=1, info=result["type"])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,7 @@ def evaluate(
     trust_remote_code: bool = False,
     seed: int = SEED,
     progress: bool = False,
-    on_windows: Callable[[str, int, int], None] = lambda what, done, total: None,
+    on_windows: Callable[[str, int, int | None], None] = lambda what, done, total: None,
 ) -> EvaluationResult:
     """Measure models, one at a time, on tasks of lm-evaluation-harness and on texts; the first is the baseline.
 
@@ -99,7 +100,8 @@ def evaluate(
     by: one of `MEASURES`; default all if the models have one tokenizer, else bits per byte.
     context: tokens a model sees at a time; default for texts the most that all take, up to 2048, and for tasks each
         model's own. stride: tokens that each window adds, default context // 2.
-    on_windows: called with (what, windows done, of how many) after each batch of a text.
+    on_windows: called with (what, windows done, of how many) after each batch of a text, and with (what, batches done,
+        None) after each of a benchmark.
     Raises `HeadwaterError` for anything that is not there or does not fit together, before any model has run.
     """
     if not models:
@@ -150,8 +152,20 @@ def evaluate(
         facts = result.models[one.name] = _facts(one, model)
         with unmeasured():  # all models' linear layers use the same kernel, whatever was timed to be fast here
             if ready is not None:
+                batches = itertools.count(1)
+
+                def on_task_batch(name: str = f"{one.name}: benchmarks", batches: Iterator[int] = batches) -> None:
+                    on_windows(name, next(batches), None)
+
                 scores = ready.run(
-                    one, model, batch_size=batch_size, limit=limit, context=context, seed=seed, progress=progress
+                    one,
+                    model,
+                    batch_size=batch_size,
+                    limit=limit,
+                    context=context,
+                    seed=seed,
+                    progress=progress,
+                    on_batch=on_task_batch,
                 )
                 for score in scores:
                     count = None if score.items is None else len(score.items.values)

@@ -8,7 +8,7 @@ import logging
 import os
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -142,8 +142,9 @@ class Tasks:
         context: int | None,
         seed: int,
         progress: bool,
+        on_batch: Callable[[], None],
     ) -> Iterator[Score]:
-        """All figures of one model, in the requested order."""
+        """All figures of one model, in the requested order. on_batch: called after each forward pass."""
         quiet()
         from lm_eval.evaluator import evaluate
         from lm_eval.models.huggingface import HFLM
@@ -164,7 +165,7 @@ class Tasks:
             for task in loaded["tasks"].values():
                 task.set_fewshot_seed(seed=seed)
             try:
-                with silence(progress):
+                with silence(progress), calling_after_forward(model, on_batch):
                     results = evaluate(lm, loaded, limit=limit, bootstrap_iters=DRAWS, log_samples=True)
             except AssertionError as error:
                 raise HeadwaterError(
@@ -330,6 +331,16 @@ def quiet() -> None:
 
     disable_progress_bars()
     logging.getLogger("lm_eval").setLevel(logging.CRITICAL)
+
+
+@contextlib.contextmanager
+def calling_after_forward(model: PreTrainedModel, on_batch: Callable[[], None]) -> Iterator[None]:
+    """Inside this context, call `on_batch` after each forward pass of `model`."""
+    hook = model.register_forward_hook(lambda *_: on_batch())
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 @contextlib.contextmanager

@@ -35,8 +35,15 @@ from headwater.training.run_folder import Metrics, Point, begun
 from headwater.training.setup import Setup
 from headwater.training.start import trained_event
 
-# Called with the step and an event: None after every step, a point of the curve, or a warning.
-OnEvent = Callable[[int, Point | None], None]
+
+class Activity(NamedTuple):
+    """What a run does between steps, such as "evaluating, batch 7". The caller hears it; it is not recorded."""
+
+    text: str
+
+
+# Called with the step and an event: None after every step, a point of the curve, a warning, or what the run does now.
+OnEvent = Callable[[int, Point | Activity | None], None]
 
 
 class Mark(NamedTuple):
@@ -108,6 +115,11 @@ class Journal:
     def warn(self, message: str, step: int | None = None) -> None:
         """Record a warning; step: the step it is about, by default the current one."""
         self.tell(Notice(step=self.setup.progress.step if step is None else step, message=message))
+
+    def announce(self, activity: str) -> None:
+        """Tell the caller what the run does now; see `Activity`."""
+        if self.on_event is not None:
+            self.on_event(self.setup.progress.step, Activity(activity))
 
     def stepped(self) -> None:
         """Tell the caller that a step is done."""

@@ -215,6 +215,7 @@ class TrainingRun:
             due = progress.step == steps or (progress.result is None and self.evaluates(progress.step))
         if due:
             self.evaluate()
+        self.journal.announce("the first step takes longest" if is_compiled(self.model) else "")
         stopping = False
         with memory_advice(self.recipe, self.setup.config, self.data, self.fabric):
             while progress.step < steps and not stopping:
@@ -352,6 +353,8 @@ class TrainingRun:
         waits = world > 1 and not sharded(self.recipe.training)
         loss = torch.zeros((), device=self.fabric.device)
         for index, batch in enumerate(micro):
+            if len(micro) > 1:
+                self.journal.announce(f"batch {index + 1} of {len(micro)}")
             is_last = index == len(micro) - 1
             with self.fabric.no_backward_sync(self.wrapped, enabled=not is_last and waits):
                 part, aimed = self.losses(self.fabric.to_device(batch), counted)
@@ -407,11 +410,13 @@ class TrainingRun:
     def evaluate(self) -> None:
         """Evaluate on the held-out data. Raises as `take`."""
         self.settle()
-        compiled, most = is_compiled(self.model), 0
+        compiled, most, batches = is_compiled(self.model), 0, 0
 
         @torch.no_grad()
         def logits(batch: Batch) -> Tensor:
-            nonlocal most
+            nonlocal most, batches
+            batches += 1
+            self.journal.announce(f"evaluating, batch {batches}")
             rows = len(main_input(batch))
             most = max(most, rows)
             if compiled:  # a last batch of fewer rows would be compiled for itself

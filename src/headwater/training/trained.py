@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -276,14 +276,16 @@ def changed_text(trained: Trained, data: Data) -> str:
     )
 
 
-def measure(model: AnyModel, data: Data) -> dict[str, float]:
-    """The held-out measures of a model, in its own precision."""
+def measure(model: AnyModel, data: Data, on_batch: Callable[[], None] = lambda: None) -> dict[str, float]:
+    """Measure a model on the held-out data, in its own precision. on_batch: called after each batch."""
     model.eval()
 
     @torch.no_grad()
     def logits(batch: dict[str, Tensor]) -> Tensor:
         inputs = {name: tensor.to(model.device) for name, tensor in batch.items() if name not in LABELS}
-        return model(**inputs, **({} if is_of_images(model.config) else {"use_cache": False})).logits
+        result = model(**inputs, **({} if is_of_images(model.config) else {"use_cache": False})).logits
+        on_batch()
+        return result
 
     return data.evaluate(logits).measures
 

@@ -1,0 +1,88 @@
+"""Progress without a terminal: plain lines, from the first second, never cut."""
+
+import re
+
+import pytest
+import yaml
+
+from headwater.cli import progress
+from headwater.cli.progress import ProgressReport
+from headwater.data.text import TextSettings
+from headwater.testing.models import build
+from headwater.training.trained import measure
+
+
+@pytest.fixture
+def lines(monkeypatch, capsys):
+    """The clock, and what has been printed since the last call."""
+    clock = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    return clock, lambda: capsys.readouterr().err.splitlines()
+
+
+def test_a_task_has_a_first_line_a_last_line_and_few_between(lines):
+    clock, printed = lines
+    with ProgressReport() as report:
+        task = report.add_task("run", total=200, unit="step")
+        assert printed() == ["run  step 0/200"]
+        for step in range(1, 101):
+            clock[0] += 0.25
+            report.update(task, completed=step, info="loss 3.5")
+        between = printed()
+    assert len(between) == 2  # of 25 seconds
+    assert between[0].startswith("run  step 40/200  loss 3.5  ")
+    assert between[0].endswith(" left")
+    assert [line.split("  ")[1] for line in printed()] == ["step 100/200"]
+
+
+def test_nothing_is_printed_before_the_work_begins_nor_twice(lines):
+    _, printed = lines
+    report = ProgressReport()
+    report.add_task("run", total=2)
+    report.stop()
+    assert printed() == []  # the run was refused
+    with report:
+        pass
+    report.stop()
+    assert printed() == ["run  0/2"]
+
+
+def test_a_line_is_as_long_as_it_is_and_literal(lines, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "20")
+    _, printed = lines
+    with ProgressReport() as report:
+        report.add_task("[b]name\x1b", total=None, info="loss 1.0  " + "long " * 20)
+    assert printed() == [r"[b]name\x1b  loss 1.0  " + "long " * 20]
+
+
+def test_a_trial_that_ends_has_a_line(lines):
+    _, printed = lines
+    with ProgressReport() as report:
+        task = report.add_task("  a · seed 0", total=4, unit="step")
+        report.update(task, completed=4, visible=False)
+        assert printed() == ["a · seed 0  step 0/4", "a · seed 0  step 4/4"]
+
+
+def test_a_training_run_in_a_log(run, tmp_path):
+    recipe = {
+        "name": "tiny",
+        "data": {"kind": "induction", "held_out": 4, "length": 8, "vocabulary": 8},
+        "model": {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2},
+        "training": {"steps": 3, "batch_size": 2, "accumulate": 2, "threads": 1, "warmup_steps": 1},
+        "reporting": {"tensorboard": False, "log_every": 1},
+    }
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe))
+    code, _, err = run("train", str(tmp_path / "tiny.yaml"), "--out", str(tmp_path / "run"))
+    assert code == 0
+    assert err.splitlines()[0].startswith("tiny  step 0/3")
+    assert re.search(r"(?m)^tiny  step 3/3  loss \d", err)
+
+
+def test_a_measurement_reports_each_batch(tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(f"some words of text {name}\n\n" * 400)
+    model = build(vocab_size=257).float()
+    data = TextSettings(source=str(tmp_path / "*.txt"), context=16, held_out=0.5, held_out_bytes=4000).build()
+    batches = []
+    assert "loss" in measure(model, data, lambda: batches.append(1))
+    assert len(batches) > 1
