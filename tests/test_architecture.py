@@ -27,6 +27,7 @@ ORDER = (
     ("nn",),
     ("models",),
     ("auto_classes",),
+    ("doctor",),
     ("reading",),
     ("diagnostics", "growth", "retrofit", "cost"),
     ("price",),

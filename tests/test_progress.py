@@ -80,9 +80,9 @@ def test_a_training_run_in_a_log(run, tmp_path):
 
 def test_a_measurement_reports_each_batch(tmp_path):
     for name in "ab":
-        (tmp_path / f"{name}.txt").write_text(f"some words of text {name}\n\n" * 400)
+        (tmp_path / f"{name}.txt").write_text(f"some words of text {name}\n\n" * 4000)
     model = build(vocab_size=257).float()
-    data = TextSettings(source=str(tmp_path / "*.txt"), context=16, held_out=0.5, held_out_bytes=4000).build()
+    data = TextSettings(source=str(tmp_path / "*.txt"), context=16, held_out=0.5, held_out_bytes=40_000).build()
     batches = []
     assert "loss" in measure(model, data, lambda: batches.append(1))
     assert len(batches) > 1

@@ -388,7 +388,7 @@ def test_a_run_says_that_fp32_is_slow_on_a_gpu(recipe, tmp_path, monkeypatch):
     has_bf16[0] = False
     assert setup.in_fp32(Training(), gpu) is None
     monkeypatch.setattr(setup, "in_fp32", lambda training, device: notice)
-    record = train(recipe(training={"steps": 1}), tmp_path / "run")
+    record = train(recipe(training={"steps": 1, "warmup_steps": 0}), tmp_path / "run")
     assert [told.message for told in record.notices] == [notice]
 
 
@@ -411,7 +411,7 @@ def test_a_gpu_without_a_c_compiler_trains_uncompiled(recipe, tmp_path, monkeypa
     assert setup.uncompiled(Training(compile=False), gpu) is None
     notice = setup.uncompiled(Training(), gpu)
     monkeypatch.setattr(setup, "uncompiled", lambda training, device: notice)
-    record = train(recipe(training={"steps": 1}), tmp_path / "run")
+    record = train(recipe(training={"steps": 1, "warmup_steps": 0}), tmp_path / "run")
     assert [notice.message for notice in record.notices if "C compiler" in notice.message] == [
         "The model is not compiled, which is slower, because Triton needs a C compiler and none was found; install gcc "
         "or clang, or set CC."

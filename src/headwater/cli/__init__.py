@@ -50,6 +50,7 @@ COMMANDS: dict[str, dict[str, str]] = {
         "comparing:report": "report runs/demo",
         "training:replay": "replay runs/mine/failures/step-120",
         "bench:bench": "",
+        "doctoring:doctor": "doctor",
     },
 }
 

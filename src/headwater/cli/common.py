@@ -59,6 +59,16 @@ def tell(line: str) -> None:
     err.print(line, soft_wrap=True)
 
 
+def refuse_unread(options: dict[str, object], reader: object, reader_name: str) -> None:
+    """Raise `HeadwaterError` for an option that is given without the one that makes the command read it.
+
+    options: values by option, None if not given. reader, reader_name: the option that they belong to.
+    """
+    for name, value in options.items():
+        if value is not None and not reader:
+            raise HeadwaterError(f"{name} has no effect without {reader_name}; add that, or leave it out.")
+
+
 def quiet() -> None:
     """headwater shows its own progress bars."""
     from transformers.utils import logging

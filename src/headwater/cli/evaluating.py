@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headwater import extras
-from headwater.cli.common import Device, Positive, check_writable, device_of, err, out, quiet
+from headwater.cli.common import Device, Positive, check_writable, device_of, err, out, quiet, refuse_unread
 from headwater.cli.progress import ProgressReport
 from headwater.errors import HeadwaterError
 
@@ -81,6 +81,8 @@ def evaluate(
     from headwater.files import replace_text
 
     quiet()
+    refuse_unread({"--by": by, "--stride": stride}, text, "--text")
+    refuse_unread({"--shots": shots}, tasks or task_files, "--tasks")
     file = file or json_file
     if per_item and file is None:
         raise HeadwaterError("--per-item needs a JSON file; name one with --out FILE.")

@@ -16,7 +16,16 @@ if TYPE_CHECKING:
     from headwater.vision_config import HeadwaterVisionConfig
 
 
+# What each of these options makes `plan` read, beside the models; by parameter.
+READS = {
+    "grow": {"as_json", "hardware", "peak", "memory", "bandwidth", "devices", "mfu", "precision"},
+    "init": {"as_json"},
+    "engine": {"as_json", "cache_memory", "context", "precision"},
+}
+
+
 def plan(
+    command: typer.Context,
     configs: Annotated[
         list[str],
         typer.Argument(
@@ -104,18 +113,9 @@ def plan(
     if figure is not None:
         figure = figure if figure.suffix else figure.with_suffix(".png")
         check_writable(figure)
+    refuse_unread_options(command)
     changes = [argument for argument in configs if "=" in argument]
     if grow:
-        unused: dict[str, Any] = {
-            "--init": init or None,
-            "--out": figure,
-            "--context": context,
-            "--batch": batch,
-            "--tokens": tokens,
-        }
-        unused |= {"--images": images, "--engine": engine, "--cache-memory": cache_memory}
-        if given := [name for name, value in unused.items() if value is not None]:
-            raise HeadwaterError(f"--grow prices what the recipes train; leave out {' and '.join(given)}.")
         recipes = [argument for argument in configs if "=" not in argument]
         stages = priced.schedules(recipes, changes, vocabulary)
         device = priced.device_of(hardware, peak, memory, bandwidth)
@@ -167,6 +167,18 @@ def plan(
         err.print(f"figure: {figure}", soft_wrap=True)
 
 
+def refuse_unread_options(command: typer.Context) -> None:
+    """Raise `HeadwaterError` for an option on the command line that --init, --engine or --grow leaves unread."""
+    options = {option.name: max(option.opts, key=len) for option in command.command.params}
+    entered = [
+        name for name in options if (source := command.get_parameter_source(name)) and source.name == "COMMANDLINE"
+    ]
+    for mode in (mode for mode in READS if mode in entered):
+        read = READS[mode] | {mode, "configs", "vocabulary"}
+        if unread := " and ".join(options[name] for name in entered if name not in read):
+            raise HeadwaterError(f"{options[mode]} does not read {unread}; leave out {unread}.")
+
+
 def _show_init(found: dict[str, HeadwaterConfig], as_json: bool) -> None:
     """`plan --init`. Raises `HeadwaterError` for a model that does not fit in memory."""
     import json
@@ -216,8 +228,10 @@ def _show_served(
     import json
 
     from headwater.cost import BYTES, cache_bytes_per_token
+    from headwater.price.shared import check
     from headwater.serving.pages import BLOCK_SIZE, Page, check_servable
 
+    check(precision or "bf16-true", mfu=1.0, sizes=[], budgets={})
     contexts = contexts or [next(iter(found.values())).max_position_embeddings]
     if gib <= 0 or min(contexts) < 1:
         raise HeadwaterError("--cache-memory must be above zero, and --context at least 1.")

@@ -124,10 +124,12 @@ def reproduce(
     table = reproducing.table(names[0])
     check_writable(folder, folder=True)
     if table.computed:
-        _refuse(f"for {names[0]}, which is computed without training", training)
+        unread = training | {"--scale": scale != "cpu"}
+        _refuse(f"for {names[0]}, which is computed without training", unread)
         _show(reproducing.computed(names[0]), folder / reproducing.slug(names[0]))
         return
     if table.scales[scale].nothing:
+        _refuse(f"for {names[0]}, which is not run at {scale} scale", training)
         others = [other for other in reproducing.SCALES if not table.scales[other].nothing]
         out.print(
             f"{names[0]} is meaningless at {scale} scale and was not run: {table.scales[scale].nothing} "

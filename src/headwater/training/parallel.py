@@ -37,7 +37,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from headwater.data.base import Share
-from headwater.errors import HeadwaterError
+from headwater.errors import HeadwaterError, first_line
 from headwater.models.kinds import AnyModel
 from headwater.nn.block import Block
 from headwater.precision import KeepsPrecision
@@ -83,6 +83,8 @@ def make_fabric(recipe: Recipe, run: Path, others: Others) -> Fabric:
             f"training.replicas={training.replicas} copies cannot be split evenly over {world} processes; make it a "
             f"divisor of {world}."
         )
+    if nodes > 1:
+        announce_wait(training, nodes)
     try:
         fabric = Fabric(
             accelerator=training.device,
@@ -97,11 +99,40 @@ def make_fabric(recipe: Recipe, run: Path, others: Others) -> Fabric:
         with _ended_by_signals():
             fabric.launch()
         others.expected = 0
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        raise HeadwaterError(
+            f"The {world} processes of this run did not connect within training.timeout={training.timeout:g} minutes: "
+            f"{first_line(error).rstrip('.')}; start the same command on all {nodes} nodes, with the same MASTER_ADDR "
+            "and MASTER_PORT."
+        ) from error
     except (RuntimeError, ValueError) as error:
         raise HeadwaterError(
             f"training.device={training.device} with devices={devices} cannot be used: {' '.join(str(error).split())}"
         ) from error
     return fabric
+
+
+def announce_wait(training: Training, nodes: int) -> None:
+    """Say on stderr that this node waits for the others, and for how long: until they connect, nothing else is printed.
+
+    Raises `HeadwaterError` if nothing says where the nodes meet.
+    """
+    started_by_hand = not {"TORCHELASTIC_RUN_ID", "SLURM_NTASKS"} & os.environ.keys()
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK") if name not in os.environ]
+    if started_by_hand and missing:
+        raise HeadwaterError(
+            f"training.nodes={nodes} needs {', '.join(missing)} in the environment of each node, so that they find "
+            "each other; set this, start with torchrun or srun, or set training.nodes=1."
+        )
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        address = ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")).strip(":")
+        meeting_point = f" at {address}" if address else ""
+        print(
+            f"headwater: waiting for {nodes} nodes{meeting_point}, at most {training.timeout:g} minutes "
+            "(training.timeout)",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def in_precision(model: nn.Module, precision: str) -> nn.Module:

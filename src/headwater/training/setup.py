@@ -32,7 +32,7 @@ from headwater.training.averaging import Average
 from headwater.training.checkpoint import Progress, begin_with, restore
 from headwater.training.distill import Teacher
 from headwater.training.hooks import Hooks
-from headwater.training.optim import freeze, make_optimizers
+from headwater.training.optim import freeze, learning_rate, make_optimizers
 from headwater.training.parallel import first, in_precision, scalars, sharded, together
 from headwater.training.recompute import budget_of, recompute_activations
 from headwater.training.resume import progress_of
@@ -133,9 +133,11 @@ def set_up(recipe: Recipe, folder: Path, checkpoint: Path | None, fabric: Fabric
 
     warnings: list[str] = []
     if checkpoint is None:
-        for slower in (uncompiled, in_fp32):
-            if (notice := slower(recipe.training, fabric.device)) is not None:
+        for check in (uncompiled, in_fp32):
+            if (notice := check(recipe.training, fabric.device)) is not None:
                 warnings.append(notice)
+        if (notice := unfinished_warmup(recipe.training)) is not None:
+            warnings.append(notice)
         warnings += getattr(data, "notices", [])
         if beginning is not None:
             warnings += beginning.notices
@@ -246,6 +248,17 @@ def uncompiled(training: Training, device: torch.device) -> str | None:
     return (
         "The model is not compiled, which is slower, because Triton needs a C compiler and none was found; install gcc "
         "or clang, or set CC."
+    )
+
+
+def unfinished_warmup(training: Training) -> str | None:
+    """A notice if the run ends before its learning rate has reached the peak."""
+    if training.warmup_steps <= training.steps:
+        return None
+    highest = learning_rate(training.steps - 1, training)
+    return (
+        f"The warm-up is longer than the run, so the learning rate only reaches {highest:.3g} of "
+        f"{training.learning_rate:.3g}; set training.warmup_steps to less than training.steps={training.steps}."
     )
 
 
