@@ -204,8 +204,8 @@ def test_contradictory_svformer(options, message):
 
 
 def test_keys_and_values_of_heads_that_lie_at_different_places():
-    """A layer that stores the values of its skip heads alone, which another one attends to."""
-    model, ids = build({"skip_layer": {"layers": 1}, "svformer": {"layers": [1]}}), tokens(1, 9)
+    """A layer that stores all keys, since the next one's skip head attends to them, and its own head's values alone."""
+    model, ids = build({"skip_layer": {"layers": 1}, "svformer": {"layers": [2]}}), tokens(1, 9)
     assert any(group.k_heads != group.v_heads for plan in model.config.layer_plans for group in plan.groups)
     assert_near(model(ids, use_cache=False).logits[0], reference(model)(ids[0]), 1e-12)
     assert_near(decode(model, ids, [3, 1, 1, 4]), model(ids, use_cache=False).logits)
