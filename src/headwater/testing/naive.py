@@ -238,7 +238,7 @@ def skipped(config: Any, options: dict[str, Any], layer: int, head: int) -> int:
     distances = distances if isinstance(distances, list) else [distances]
     skipping = (3 * config.num_attention_heads // 4 if options["heads"] is None else options["heads"]) // groups
     place = head - (config.num_key_value_heads - skipping)
-    distance = distances[place * len(distances) // skipping] if place >= 0 else 0
+    distance = distances[place * len(distances) // skipping] if skipping and place >= 0 else 0
     return distance if distance <= layer else 0
 
 
