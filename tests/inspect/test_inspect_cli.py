@@ -188,7 +188,9 @@ def test_heads_are_drawn_as_in_the_json(inspected):
 
 
 def test_layers_of_other_heads_are_drawn_beside_each_other(tokenizer, text):
-    other = dict(sliding_window=5, sliding_layers=[1], sliding_fields=dict(num_attention_heads=6, num_key_value_heads=3))
+    other = dict(
+        sliding_window=5, sliding_layers=[1], sliding_fields=dict(num_attention_heads=6, num_key_value_heads=3)
+    )
     model = build({"kv_shift": {}}, **BYTES | other)
     found = [inspect_model(Trained("other heads", model, tokenizer, [], {}), "other heads", [text], rows=4)]
     assert [len(row) for row in found[0].read.use] == [4, 6, 4]

@@ -14,6 +14,7 @@ from headwater import HeadwaterConfig, HeadwaterError, HeadwaterForCausalLM, cos
 from headwater.models.cache import cache_bytes
 from headwater.testing.contract import DOCUMENTS, T, per_document
 from headwater.testing.naive import reference
+from headwater.testing.served import Server, prompts
 
 HEADS = dict(num_attention_heads=2, num_key_value_heads=1, head_dim=16)
 KINDS = dict(
@@ -60,6 +61,24 @@ def test_costs_are_those_of_the_model(mechanisms):
     assert cost.forward_flops(model.config, T)["attention"] == 4 * 32 * attended
     # Keys and values of the one head or the two, of those tokens that the next one sees.
     assert cost.cache_bytes_read(model.config, T, 1) == 2 * (3 * 16 * 5 + 16 * T)
+
+
+def test_a_static_cache_has_room_for_the_heads_of_each_layer():
+    """transformers makes it before the first chunk of a prompt, with the sizes that the config gives for each layer."""
+    model, ids = build({"kv_shift": {}}, **KINDS), tokens(2, 9)
+    options = dict(max_new_tokens=3, do_sample=False)
+    static = dict(cache_implementation="static", disable_compile=True, prefill_chunk_size=4)
+    assert torch.equal(model.generate(ids, **options, **static), model.generate(ids, use_cache=False, **options))
+
+
+def test_the_slopes_of_a_paged_cache_are_those_of_each_layer():
+    sizes = KINDS | dict(position="alibi", sliding_fields=dict(num_attention_heads=6))
+    model = build(**sizes)
+    rows = prompts(model.config.vocab_size)
+    with torch.no_grad():
+        alone = [model(torch.tensor([row])).logits[0] for row in rows]
+        for row, position, logits in Server(model).outputs(rows):
+            assert_near(logits, alone[row][position], 1e-6)  # slopes are in fp32
 
 
 def test_the_config_is_stored_and_copied(tmp_path):
