@@ -487,15 +487,16 @@ def test_half_of_the_heads_are_those_of_the_model():
     assert KVShift.build(options, made, plan).windows()["k"].tolist() == [[1.0, 1.0, 0.0], [0.0, 0.0, 1.0]]
 
 
-@pytest.mark.parametrize("fields", [dict(num_attention_heads=4, num_key_value_heads=4), dict(num_attention_heads=2)])
-@pytest.mark.parametrize("options", [{}, {"keys": False, "queries": True}])
-def test_half_of_the_heads_that_a_layer_has(fields, options):
+@pytest.mark.parametrize("heads", [8, 2])
+@pytest.mark.parametrize("options", [{}, {"keys": False, "values": False, "queries": True}])
+def test_half_of_the_heads_that_a_layer_has(heads, options):
     """In layers with other heads than the model."""
-    sizes = dict(num_hidden_layers=2, sliding_window=5, sliding_layers=[1], sliding_fields=fields)
-    model, ids = build({"kv_shift": {"form": "half_heads"} | options}, **sizes), tokens(1, 7)
+    fields = dict(num_attention_heads=heads, num_key_value_heads=heads)
+    sizes = dict(num_hidden_layers=2, num_key_value_heads=4, sliding_window=5, sliding_layers=[1])
+    model, ids = build({"kv_shift": {"form": "half_heads"} | options}, **sizes, sliding_fields=fields), tokens(1, 7)
     assert_near(model(ids, use_cache=False).logits[0], reference(model)(ids[0]), 1e-12)
     shift = model.model.layers[1].self_attn.mechanisms["kv_shift"]
-    assert all(shift.current[part] == heads // 2 for part, heads in shift.sizes.items() if heads)
+    assert all(shift.current[part] == size // 2 for part, size in shift.sizes.items() if size)
 
 
 def test_half_of_the_heads_needs_an_even_number_in_every_layer():
