@@ -30,6 +30,7 @@ from headwater.mechanisms import Cost, Mechanism
 from headwater.models import cache as caches
 from headwater.plan import Source
 from headwater.presets import preset
+from headwater.price import price
 from headwater.registry import MECHANISMS, REGISTRY
 from headwater.testing.measures import kept_by_autograd
 
@@ -360,3 +361,12 @@ def test_generating_reads_the_output_head_but_not_the_whole_embedding():
         embeddings = sum(p.numel() for n, p in model.named_parameters() if "embed_" in n or "lm_head" in n)
         total = sum(p.numel() for p in model.parameters())
         assert weights_read(model.config) == total - embeddings + model.lm_head.weight.numel()
+
+
+@pytest.mark.parametrize("mechanisms", [{"svformer": {}}, {"skip_layer": {}}, {"kv_source": {}}], ids=label)
+def test_materialised_layers_cache_all_heads(mechanisms):
+    made, vanilla = config(mechanisms, materialise=True), config()
+    cache = HeadwaterForCausalLM(made)(torch.ones(1, 10, dtype=torch.long), use_cache=True).past_key_values
+    assert caches.cache_bytes(cache) == cache_bytes(made, 10) == cache_bytes(vanilla, 10)
+    assert cache_bytes_per_token(made) == cache_bytes_per_token(vanilla)
+    assert price(made).at[0].cache_bytes == price(vanilla).at[0].cache_bytes

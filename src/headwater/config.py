@@ -267,11 +267,6 @@ class HeadwaterConfig(PreTrainedConfig):
 
         Raises `HeadwaterError` if fields, including mechanisms, contradict each other.
         """
-        if getattr(self, "is_heterogeneous", False):  # transformers 5.17 does not know it
-            raise HeadwaterError(
-                "headwater's layers do not read per_layer_config; give fields of some layers as sliding_fields, and "
-                "the layers of a mechanism as its options."
-            )
         for name in _SIZES:
             size, most = getattr(self, name), MOST.get(name, _MOST_ANYWHERE)
             if size is not None and not 1 <= size <= most:
@@ -387,6 +382,19 @@ class HeadwaterConfig(PreTrainedConfig):
         made.__class__ = LayerConfig
         made.__dict__.update(own, sliding_layers=None, sliding_fields=None, whole=self)
         return made
+
+    @property
+    def per_layer_config(self) -> list["HeadwaterConfig"]:
+        """The config as each layer sees it, by which transformers sizes static caches; it cannot be set."""
+        return [self.at(layer) for layer in range(self.num_hidden_layers)]
+
+    @per_layer_config.setter
+    def per_layer_config(self, given: Any) -> None:
+        if given is not None:
+            raise HeadwaterError(
+                "headwater's layers do not read per_layer_config; give fields of some layers as sliding_fields, and "
+                "the layers of a mechanism as its options."
+            )
 
     @property
     def kinds(self) -> dict[bool, int]:

@@ -235,13 +235,15 @@ def training_flops_per_token(config: HeadwaterConfig, context: int, causal: bool
     return 3 * forward_flops_per_token(config, context, causal)
 
 
-def _stored_heads(plan: LayerPlan) -> int:
-    return len(plan.k_heads) + len(plan.v_heads)
+def _cached_numbers(config: HeadwaterConfig, plan: LayerPlan) -> int:
+    """Numbers of a token's keys and values in a layer's cache."""
+    heads = 2 * len(plan.attends) if config.materialise else len(plan.k_heads) + len(plan.v_heads)
+    return heads * config.at(plan.index).head_dim
 
 
 def cache_bytes_per_token(config: HeadwaterConfig, element_size: int = 4) -> int:
     """Bytes that each further token adds to the cache of one sequence; `element_size` in bytes, fp32 by default."""
-    return sum(_stored_heads(plan) * config.at(plan.index).head_dim for plan in config.layer_plans) * element_size
+    return sum(_cached_numbers(config, plan) for plan in config.layer_plans) * element_size
 
 
 def kept_numbers(config: HeadwaterConfig, plan: LayerPlan) -> dict[Kept, int]:
@@ -266,7 +268,7 @@ def cache_bytes(config: HeadwaterConfig, tokens: int, batch_size: int = 1, eleme
         own = config.at(plan.index)
         stored = tokens if own.sliding_window is None else min(tokens, own.sliding_window - 1)
         width = kept_numbers(config, plan)
-        numbers = _stored_heads(plan) * own.head_dim * stored
+        numbers = _cached_numbers(config, plan) * stored
         numbers += sum(width[part] * length for part, length, _ in plan.tails if part != "id")
         return element_size * numbers + ID * sum(length for part, length, _ in plan.tails if part == "id")
 

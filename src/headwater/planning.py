@@ -1,6 +1,6 @@
 """config -> one `LayerPlan` per layer: the only place that decides which layer owns what. Pure Python.
 
-Each mechanism states whose keys and values each head attends to (`share`), and where it acts (`plan`). From that
+Each mechanism states from which layer each head takes keys and values (`share`), and where it acts (`plan`). From that
 follows what to build: a layer projects and stores only the heads that some layer attends to.
 """
 
@@ -13,15 +13,17 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from headwater.errors import HeadwaterError
-from headwater.plan import EMBEDDING, HeadGroup, LayerPlan, Source, choose
+from headwater.plan import EMBEDDING, Attends, HeadGroup, LayerPlan, Source, choose
 from headwater.registry import resolve
 
 if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
 
+# Of keys and of values, in `Attends` and `Source`.
+Letter = Literal["k", "v"]
 
 # The latest plans, by the classes and the bytes of all that they are made from, since a config's fields may be set at
 # any time. Building one model asks for its plan many times.
@@ -46,23 +48,94 @@ def plan_layers(config: HeadwaterConfig) -> tuple[LayerPlan, ...]:
 
 
 def _plan_layers(config: HeadwaterConfig) -> tuple[LayerPlan, ...]:
-    plans = [LayerPlan.vanilla(i, config.at(i).num_key_value_heads) for i in range(config.num_hidden_layers)]
-    for name, options in config.mechanisms.items():
-        plans = resolve(name).share(options, config, plans)
-    for plan in plans:
-        for k, v in plan.attends:
-            _check_alike(config, plan.index, {k, v}, _OF_CACHE)
-    plans = _settle(plans)
+    plans = _settle(_share(config))
     for name, options in config.mechanisms.items():
         plans = resolve(name).planned(options, config, plans)
     for plan in plans:
         _check_inside(config, plan)
-        _check_alike(config, plan.index, {s.layer for s in plan.reads if s.kind in ("raw", "local")}, _OF_CACHE[:3])
-        _check_alike(config, plan.index, {s.layer for s in plan.reads if s.kind == "probabilities"}, _OF_CACHE)
+        for source in plan.reads:
+            _check_alike(config, plan.index, source)
     wanted = {source for plan in plans for source in plan.reads}
     return tuple(
         replace(plan, exports=tuple(sorted(source for source in wanted if _gives(plan, source)))) for plan in plans
     )
+
+
+def _share(config: HeadwaterConfig) -> list[LayerPlan]:
+    """The plans with what each head attends to: what the layer attends to from which it takes its keys or values.
+
+    Each mechanism sees layers that share nothing, so none depends on those listed before it. If several redirect a
+    head, the last one counts.
+    """
+    plans = [LayerPlan.vanilla(i, config.at(i).num_key_value_heads) for i in range(config.num_hidden_layers)]
+    redirecting = [
+        Redirection(name, redirected, resolve(name).chains(options))
+        for name, options in reversed(config.mechanisms.items())
+        if (redirected := _redirected(name, options, config, plans)) != plans
+    ]
+    if not redirecting:
+        return plans
+
+    def follow(layer: int, head: int, letter: Letter) -> int:
+        """The layer whose keys or values a head attends to. Those of lower layers are known."""
+        skipped = None
+        while (redirection := _redirection(redirecting, layer, head, letter, skipped)) is not None:
+            source = redirection.source(layer, head, letter)
+            _check_alike(config, layer, Source("bank", letter, source))
+            if redirection.chains:
+                return getattr(plans[source].attends[head], letter)
+            layer, skipped = source, redirection.name
+        return layer
+
+    for layer, plan in enumerate(plans):
+        attends = (Attends(follow(layer, head, "k"), follow(layer, head, "v")) for head in range(len(plan.attends)))
+        plans[layer] = replace(plan, attends=tuple(attends))
+    return plans
+
+
+class Redirection(NamedTuple):
+    """From which layers a mechanism lets heads take their keys and values: `attends` of its plans.
+
+    chains: as `Mechanism.chains`.
+    """
+
+    name: str
+    plans: Sequence[LayerPlan]
+    chains: bool
+
+    def source(self, layer: int, head: int, letter: Letter) -> int:
+        return getattr(self.plans[layer].attends[head], letter)
+
+
+def _redirection(
+    redirecting: Sequence[Redirection], layer: int, head: int, letter: Letter, skipped: str | None
+) -> Redirection | None:
+    """The first of those, but for the mechanism `skipped`, that lets a head take keys or values of another layer."""
+    for redirection in redirecting:
+        if redirection.name != skipped and redirection.source(layer, head, letter) != layer:
+            return redirection
+    return None
+
+
+def _redirected(
+    name: str, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]
+) -> Sequence[LayerPlan]:
+    """What a mechanism's `share` makes of plans.
+
+    Raises `HeadwaterError` if that is not one plan a layer, or names a layer that does not come before.
+    """
+    redirected = resolve(name).share(options, config, list(plans))
+    heads = [len(plan.attends) for plan in plans]
+    if not isinstance(redirected, list) or [len(getattr(plan, "attends", ())) for plan in redirected] != heads:
+        raise HeadwaterError(f"Mechanism {name!r}: share must return a list with the plan of each layer.")
+    for layer, plan in enumerate(redirected):
+        for source in {source for attends in plan.attends for source in attends}:
+            if not 0 <= source <= layer:
+                raise HeadwaterError(
+                    f"Mechanism {name!r}: layer {layer} cannot attend to keys or values of layer {source}; in share, "
+                    f"name a layer from 0 to {layer}."
+                )
+    return redirected
 
 
 def _gives(plan: LayerPlan, source: Source) -> bool:
@@ -101,22 +174,28 @@ def output_only_from(config: HeadwaterConfig) -> int:
     return first
 
 
-# In what layers must agree if one attends to what the other caches; the first three, if it reads its new tokens'.
-_OF_CACHE = ("num_attention_heads", "num_key_value_heads", "head_dim", "sliding_window", "rope_parameters")
+# In what layers must agree if one reads a tensor of the other, by its kind and part. Attention weights must belong to
+# the same tokens, and keys in a cache are already turned by RoPE.
+_HEADS = {"q": "num_attention_heads", "k": "num_key_value_heads", "v": "num_key_value_heads"}
+_ALIKE: dict[tuple[str, str], tuple[str, ...]] = {
+    **{(kind, part): (heads, "head_dim") for kind in ("raw", "local") for part, heads in _HEADS.items()},
+    **{("bank", part): (_HEADS[part], "head_dim", "sliding_window", "rope_parameters") for part in "kv"},
+    ("probabilities", "a"): ("num_attention_heads", "sliding_window"),
+}
 
 
-def _check_alike(config: HeadwaterConfig, layer: int, others: set[int], names: Sequence[str]) -> None:
-    """Raise `HeadwaterError` if `layer` would read a layer of another kind."""
-    if config.sliding_layers is None:
+def _check_alike(config: HeadwaterConfig, layer: int, source: Source) -> None:
+    """Raise `HeadwaterError` if `layer` would read a tensor of a layer of another kind that does not fit it."""
+    if source.layer < 0 or config.slides(layer) == config.slides(source.layer):
         return
-    for other in sorted(others):
-        for name in names:
-            own, there = (getattr(config.at(index), name) for index in (layer, other))
-            if own != there:
-                raise HeadwaterError(
-                    f"Layer {layer} would read layer {other}, whose {name} is {there!r} and not {own!r} "
-                    "(sliding_layers); let layers of one kind share."
-                )
+    reader, owner = config.at(layer), config.at(source.layer)
+    for name in _ALIKE.get(source[:2], ()):
+        wanted, value = getattr(reader, name), getattr(owner, name)
+        if value != wanted:
+            raise HeadwaterError(
+                f"Layer {layer} would read layer {source.layer}, whose {name} is {value!r} and not {wanted!r} "
+                "(sliding_layers); let layers of one kind share."
+            )
 
 
 def _settle(plans: list[LayerPlan]) -> list[LayerPlan]:

@@ -17,7 +17,7 @@ from transformers import CompileConfig
 from conftest import Wanted, assert_near, build, config, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
 from headwater.registry import REGISTRY, resolve
-from headwater.testing.contract import BASES, Case, Contract, T, generate
+from headwater.testing.contract import BASES, ODD_LAYERS, Case, Contract, T, generate
 
 pytestmark = pytest.mark.sampled(409)
 
@@ -216,6 +216,59 @@ class TestEveryMechanism(Contract):
         if any(options.get("top_k") for options in json.loads(case.mechanisms).values()):
             pytest.skip("rounding chooses other pairs")
         super().test_half_precision_equals_full(case)
+
+
+# Layers that differ from the model
+
+
+@functools.cache
+def odd() -> list:
+    params = [pytest.param(case, id=str(case)) for case in of(SINGLES, *ODD_LAYERS)]
+    if not Wanted.slow:
+        return params
+    choices = [dict(choice) for choice in VARIANTS + OF_SOME_LAYERS]
+    slow = of(choices, *ODD_LAYERS) + in_turn(MIXED, *ODD_LAYERS)
+    return params + [pytest.param(case, id=str(case), marks=pytest.mark.slow) for case in dict.fromkeys(slow)]
+
+
+# Those that read other layers, and all that can be on some layers, on layers of one kind in one of the bases at least.
+OF_SOME_LAYERS: list[dict] = [
+    {name: {"layers": [layer]}} | more
+    for layer in (1, 2)
+    for more in ({}, {"kv_shift": {}})
+    for name in ("value_residual", "svformer", "value_embedding", "short_conv", "exclusive", "output_gate")
+] + [
+    {"svformer": {"layers": [2], "share": "both"}, "value_residual": {"of": "queries", "layers": [2]}},
+    {"kv_source": {"keys": [0, 1, 0], "values": [0, 1, 0]}, "kv_shift": {"form": "half_heads"}},
+    {"kv_source": {"keys": [0, 1, 1], "values": [0, 1, 2]}, "exclusive": {}, "persistent_memory": {}},
+    {"kv_source": {"keys": "own", "values": [0, 0, 2]}, "neutreno": {}},
+    {"value_embedding": {"tables": 1, "layers": [0, 2]}},
+    {"value_embedding": {"tables": 2, "layers": [1, 2]}},
+    {"value_embedding": {"tables": 1, "layers": [1]}},
+    {"ngram_memory": {"where": "values", "layers": [1], "combine": "sum"}},
+]
+
+
+@pytest.mark.sampled(409)
+class TestLayersThatDiffer(TestEveryMechanism):
+    """Every mechanism in models of two kinds of layers, which differ in heads, widths, RoPE and window."""
+
+    SAMPLED = {
+        "test_forward_equals_naive": 20,
+        "test_cached_equals_uncached": 80,
+        "test_cache_bytes_follow_the_plan": 40,
+        "test_parameters_are_counted": 20,
+        "test_flops_are_counted": 40,
+        "test_save_and_load": 80,
+    }
+
+    @classmethod
+    def cases(cls) -> list[Any]:
+        return odd()
+
+    @classmethod
+    def traced(cls) -> list[Any]:
+        return [pytest.param(case, id=str(case), marks=pytest.mark.slow) for case in of([MANY], *ODD_LAYERS)]
 
 
 # Compiled

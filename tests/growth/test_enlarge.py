@@ -233,8 +233,17 @@ def check_some(seed: int) -> bool:
             ),
             dict(num_attention_heads=8),
         ),
+        (
+            dict(
+                sliding_window=5,
+                sliding_layers=[0],
+                sliding_fields=dict(num_attention_heads=3, num_key_value_heads=1),
+                mechanisms={"persistent_memory": {}, "value_embedding": {"tables": 1, "layers": [0]}},
+            ),
+            dict(num_hidden_layers=5),
+        ),
     ],
-    ids=["a norm of nothing but a bias", "positions of their own in some layers"],
+    ids=["a norm of nothing but a bias", "positions of their own in some layers", "fewer heads in some layers"],
 )
 def test_the_function_is_kept_for_rarer_fields(fields, sizes):
     model = shared(**fields)

@@ -187,6 +187,19 @@ def test_heads_are_drawn_as_in_the_json(inspected):
     assert {axes.get_ylim() for axes in figure.axes} == {(2.5, -0.5)}
 
 
+def test_layers_of_other_heads_are_drawn_beside_each_other(tokenizer, text):
+    other = dict(
+        sliding_window=5, sliding_layers=[1], sliding_fields=dict(num_attention_heads=6, num_key_value_heads=3)
+    )
+    model = build({"kv_shift": {}}, **BYTES | other)
+    found = [inspect_model(Trained("other heads", model, tokenizer, [], {}), "other heads", [text], rows=4)]
+    assert [len(row) for row in found[0].read.use] == [4, 6, 4]
+    drawn = images(heads_picture(found))["share of output"][0]
+    assert np.allclose(drawn[1], found[0].read.use[1])
+    assert np.allclose(drawn[0, :4], found[0].read.use[0])
+    assert np.isnan(drawn[0, 4:]).all()
+
+
 def test_scalars_are_drawn_as_in_the_json(inspected):
     figure = scalars_picture(inspected)
     (shift, _) = to_json(inspected)["models"]

@@ -12,6 +12,7 @@ from headwater.mechanisms.kv_shift import KVShift, shift
 from headwater.mechanisms.shift import dynamic_shift
 from headwater.models.cache import HeadwaterLayer
 from headwater.testing import naive
+from headwater.testing.naive import reference
 
 B, K, T, D = 2, 3, 7, 4
 REACH = torch.tensor([[0, 1, 2, 0, 0, 1, 2], [0, 0, 1, 2, 3, 4, 0]])
@@ -484,3 +485,24 @@ def test_half_of_the_heads_are_those_of_the_model():
     made = config({"kv_shift": options}, num_key_value_heads=4)
     plan = replace(made.layer_plans[2], k_heads=(0, 1, 2), v_heads=())
     assert KVShift.build(options, made, plan).windows()["k"].tolist() == [[1.0, 1.0, 0.0], [0.0, 0.0, 1.0]]
+
+
+@pytest.mark.parametrize("heads", [8, 2])
+@pytest.mark.parametrize("options", [{}, {"keys": False, "values": False, "queries": True}])
+def test_half_of_the_heads_that_a_layer_has(heads, options):
+    """In layers with other heads than the model."""
+    fields = dict(num_attention_heads=heads, num_key_value_heads=heads)
+    sizes = dict(num_hidden_layers=2, num_key_value_heads=4, sliding_window=5, sliding_layers=[1])
+    model, ids = build({"kv_shift": {"form": "half_heads"} | options}, **sizes, sliding_fields=fields), tokens(1, 7)
+    assert_near(model(ids, use_cache=False).logits[0], reference(model)(ids[0]), 1e-12)
+    shift = model.model.layers[1].self_attn.mechanisms["kv_shift"]
+    assert all(shift.current[part] == size // 2 for part, size in shift.sizes.items() if size)
+
+
+def test_half_of_the_heads_needs_an_even_number_in_every_layer():
+    for fields, name in (
+        (dict(num_attention_heads=3, num_key_value_heads=3), "num_key_value_heads of layer 1 is 3"),
+        (dict(num_key_value_heads=1), "num_key_value_heads of layer 1 is 1"),
+    ):
+        with pytest.raises(HeadwaterError, match=name):
+            config({"kv_shift": {"form": "half_heads"}}, sliding_window=5, sliding_layers=[1], sliding_fields=fields)

@@ -1,13 +1,19 @@
 """Skip-layer attention and SVFormer: heads that attend to another layer's keys and values."""
 
+import random
+from dataclasses import dataclass
+
 import pytest
 import torch
+from huggingface_hub.dataclasses import strict
 
 from conftest import assert_near, build, config, decode, shared, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
 from headwater.mechanisms import SkipLayer, SVFormer
+from headwater.mechanisms.base import Mechanism
 from headwater.models.cache import cache_bytes
 from headwater.plan import Source
+from headwater.registry import MECHANISMS
 from headwater.testing.naive import attended, reference, stored
 
 BIG = dict(num_hidden_layers=12, num_attention_heads=12, num_key_value_heads=12, hidden_size=48, head_dim=4)
@@ -204,8 +210,144 @@ def test_contradictory_svformer(options, message):
 
 
 def test_keys_and_values_of_heads_that_lie_at_different_places():
-    """A layer that stores the values of its skip heads alone, which another one attends to."""
-    model, ids = build({"skip_layer": {"layers": 1}, "svformer": {"layers": [1]}}), tokens(1, 9)
+    """A layer that stores all keys, since the next one's skip head attends to them, and its own head's values alone."""
+    model, ids = build({"skip_layer": {"layers": 1}, "svformer": {"layers": [2]}}), tokens(1, 9)
     assert any(group.k_heads != group.v_heads for plan in model.config.layer_plans for group in plan.groups)
     assert_near(model(ids, use_cache=False).logits[0], reference(model)(ids[0]), 1e-12)
     assert_near(decode(model, ids, [3, 1, 1, 4]), model(ids, use_cache=False).logits)
+
+
+# Who takes from whom, through several mechanisms
+
+DEPTH = dict(num_hidden_layers=4)
+LAST = {"keys": "last", "values": "last", "last": 2}
+SKIP = {"layers": 1, "heads": 2}  # of two key/value heads the second
+
+
+def attends(mechanisms: dict, head: int, **changes) -> list[tuple[int, int]]:
+    """The layers whose keys and whose values a head of each layer attends to."""
+    return [tuple(plan.attends[head]) for plan in config(mechanisms, **DEPTH | changes).layer_plans]
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["listed so", "in the other order"])
+@pytest.mark.parametrize(
+    ("mechanisms", "expected"),
+    [
+        # Layers 2 and 3 take both from layer 1, whose values, or both, are those of layer 0.
+        ({"svformer": {"layers": [1]}, "kv_source": LAST}, [(0, 0), (1, 0), (1, 0), (1, 0)]),
+        ({"svformer": {"layers": [1], "share": "both"}, "kv_source": LAST}, [(0, 0)] * 4),
+        # Layers 2 and 3 take values from layer 1, which has those of layer 0.
+        (
+            {"svformer": {"source": 1}, "kv_source": {"keys": "own", "values": [0, 0, 2, 3]}},
+            [(0, 0), (1, 0), (2, 0), (3, 0)],
+        ),
+        # Layer 3 takes values from layer 2, which takes them from layer 1, which takes them from layer 0.
+        (
+            {"svformer": {"source": 2, "layers": [3]}, "kv_source": {"keys": "own", "values": [0, 0, 0, 3]}},
+            [(0, 0), (1, 0), (2, 0), (3, 0)],
+        ),
+    ],
+)
+def test_a_layer_attends_to_what_its_source_attends_to(mechanisms, expected, turned):
+    assert attends(dict(reversed(mechanisms.items())) if turned else mechanisms, 0) == expected
+
+
+@pytest.mark.parametrize(
+    ("mechanisms", "second"),
+    [
+        # Layer 1's second head attends to layer 0, and with it those of the layers that take from layer 1.
+        ({"skip_layer": SKIP, "kv_source": LAST}, [(0, 0)] * 4),
+        ({"skip_layer": SKIP, "svformer": {"source": 1}}, [(0, 0), (0, 0), (1, 0), (2, 0)]),
+        # Listed last, the skip counts: it takes what layers 1 and 2 project, or what they take from elsewhere.
+        ({"kv_source": LAST, "skip_layer": SKIP}, [(0, 0), (0, 0), (1, 1), (0, 0)]),
+        ({"svformer": {}, "skip_layer": SKIP}, [(0, 0), (0, 0), (1, 0), (2, 0)]),
+        ({"skip_layer": SKIP, "svformer": {}}, [(0, 0), (0, 0), (1, 0), (2, 0)]),
+        ({"kv_source": LAST, "skip_layer": SKIP | {"source": "alias"}}, [(0, 0)] * 4),
+        ({"skip_layer": SKIP | {"source": "alias"}, "kv_source": LAST}, [(0, 0)] * 4),
+        # A skip head reads what its source projects, not what the source's skip head reads; but what it takes is taken.
+        ({"skip_layer": SKIP}, [(0, 0), (0, 0), (1, 1), (2, 2)]),
+        ({"kv_source": {"keys": [0, 0, 2, 3], "values": [0, 0, 2, 3]}, "skip_layer": SKIP}, [(0, 0)] * 3 + [(2, 2)]),
+        ({"skip_layer": SKIP, "kv_source": {"keys": [0, 0, 2, 3], "values": [0, 0, 2, 3]}}, [(0, 0)] * 3 + [(2, 2)]),
+    ],
+)
+def test_skip_heads_with_shared_layers(mechanisms, second):
+    assert attends(mechanisms, 1) == second
+    assert attends(mechanisms, 1) == [attended(config(mechanisms, **DEPTH), layer, 1) for layer in range(4)]
+
+
+def drawn_sharing(seed: int) -> dict:
+    """Some of the mechanisms that share, in any order, with any options."""
+    draw, depth = random.Random(seed), 5
+
+    def a_map() -> list[int]:
+        sources: list[int] = []
+        for layer in range(depth):
+            sources.append(draw.choice([layer, *set(sources)]))
+        return sources
+
+    source = draw.randrange(depth - 1)
+    receivers = sorted(draw.sample(range(source + 1, depth), draw.randint(1, depth - source - 1)))
+    shared_part = draw.choice(["keys", "values", "both"])
+    everything = {
+        "kv_source": {"keys": a_map(), "values": a_map()},
+        "svformer": {"source": source, "layers": receivers, "share": shared_part},
+        "skip_layer": {
+            "layers": draw.choice([1, 2, [1, 3]]),
+            "heads": 4,
+            "source": draw.choice(["projection", "alias"]),
+        },
+    }
+    return {name: everything[name] for name in draw.sample(list(everything), draw.choice([2, 3]))}
+
+
+def test_any_mechanisms_that_share_as_the_equations_say():
+    sizes = dict(num_hidden_layers=5, num_attention_heads=8, num_key_value_heads=4)
+    for seed in range(60):
+        described = config(drawn_sharing(seed), **sizes)
+        for plan in described.layer_plans:
+            assert [tuple(pair) for pair in plan.attends] == [
+                attended(described, plan.index, head) for head in range(4)
+            ]
+            # What is stored is attended to by someone, and nothing is attended to that is not stored.
+            assert list(plan.k_heads) == stored(described, plan.index, 0)
+            assert list(plan.v_heads) == stored(described, plan.index, 1)
+
+
+@pytest.mark.parametrize("seed", [3, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 40))])
+def test_models_with_any_of_them_are_exact(seed):
+    model, ids = (
+        build(drawn_sharing(seed), num_hidden_layers=5, num_attention_heads=8, num_key_value_heads=4),
+        tokens(1, 8),
+    )
+    logits = model(ids, use_cache=False).logits
+    assert_near(logits[0], reference(model)(ids[0]), 1e-12)
+    assert_near(decode(model, ids, [3, 1, 4]), logits)
+
+
+class FromBelow(Mechanism):
+    """Every layer takes the keys of the layer below it; `above`: of the layer above, which cannot be."""
+
+    @strict
+    @dataclass
+    class Options:
+        above: bool = False
+        short: bool = False
+
+    @classmethod
+    def share(cls, options, config, plans):
+        step = -1 if options["above"] else 1
+        changed = [plan.attending([0], k=max(0, plan.index - step)) for plan in plans]
+        return changed[:-1] if options["short"] else changed
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_mechanism_from_outside_shares_by_the_same_rule(turned, monkeypatch):
+    monkeypatch.setitem(MECHANISMS.added, "from_below", FromBelow)
+    mechanisms = {"from_below": {}, "kv_source": {"keys": "own", "values": [0, 1, 1, 3]}}
+    given = dict(reversed(mechanisms.items())) if turned else mechanisms
+    assert attends(given, 0) == [(0, 0), (0, 1), (0, 1), (0, 3)]
+    assert attends(given, 1) == [(0, 0), (1, 1), (2, 1), (3, 3)]
+    with pytest.raises(HeadwaterError, match="layer 0 cannot attend to keys or values of layer 1; in share, name"):
+        config({"from_below": {"above": True}})
+    with pytest.raises(HeadwaterError, match="share must return a list with the plan of each layer"):
+        config({"from_below": {"short": True}})

@@ -6,6 +6,7 @@ import torch
 from conftest import assert_near, build, config, random, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM, cost
 from headwater.mechanisms import ValueEmbedding, ValueTables
+from headwater.testing.naive import reference
 
 
 @pytest.mark.parametrize("rank", [None, 3])
@@ -94,3 +95,32 @@ def test_half_precision_keeps_its_dtype():
 def test_contradictory_options(options, message):
     with pytest.raises(HeadwaterError, match=message):
         config({"value_embedding": options})
+
+
+# Layers that differ from the model
+
+OTHERS = dict(num_hidden_layers=3, sliding_window=5, sliding_layers=[1])
+
+
+@pytest.mark.parametrize(
+    ("fields", "options", "width"),
+    [
+        (dict(num_attention_heads=8, num_key_value_heads=4), {"tables": 1, "layers": [1]}, 32),
+        (dict(num_key_value_heads=1), {"tables": 2, "layers": [0, 2]}, 16),
+        (dict(num_key_value_heads=4, head_dim=4), {"tables": 2}, 16),  # as many numbers, cut into the layer's heads
+        (dict(head_dim=12), {"tables": 2, "rank": 5}, 5),
+        (dict(head_dim=12), {}, None),
+    ],
+)
+def test_rows_are_as_wide_as_the_values_of_the_layers_that_read_them(fields, options, width):
+    model, ids = build({"value_embedding": options}, **OTHERS, sliding_fields=fields), tokens(1, 7)
+    if width is not None:
+        assert model.model.mechanisms["value_embedding"].table.weight.shape[1] == width
+    assert sum(cost.parameters(model.config).values()) == model.num_parameters()
+    assert_near(model(ids, use_cache=False).logits[0], reference(model)(ids[0]), 1e-12)
+
+
+@pytest.mark.parametrize("fields", [dict(head_dim=4), dict(num_key_value_heads=1), dict(num_key_value_heads=4)])
+def test_tables_of_layers_with_values_of_other_widths_are_refused(fields):
+    with pytest.raises(HeadwaterError, match=r"16 numbers in layer 0 and \d+ in layer 1; set rank, or name layers"):
+        config({"value_embedding": {"tables": 2}}, **OTHERS, sliding_fields=fields)

@@ -15,7 +15,6 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
-    PreTrainedConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     StaticCache,
@@ -798,7 +797,6 @@ def test_what_is_set_later_is_settled_as_what_is_given_at_first(changes, tmp_pat
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(tokens(1, 9)).logits, model(tokens(1, 9)).logits)
 
 
-@pytest.mark.skipif(not hasattr(PreTrainedConfig, "per_layer_config"), reason="transformers does not know it")
 def test_fields_of_layers_are_refused():
     with pytest.raises(HeadwaterError, match="layers do not read per_layer_config"):
         config(per_layer_config={0: {"num_key_value_heads": 1}})

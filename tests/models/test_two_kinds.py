@@ -14,6 +14,7 @@ from headwater import HeadwaterConfig, HeadwaterError, HeadwaterForCausalLM, cos
 from headwater.models.cache import cache_bytes
 from headwater.testing.contract import DOCUMENTS, T, per_document
 from headwater.testing.naive import reference
+from headwater.testing.served import Server, prompts
 
 HEADS = dict(num_attention_heads=2, num_key_value_heads=1, head_dim=16)
 KINDS = dict(
@@ -62,6 +63,24 @@ def test_costs_are_those_of_the_model(mechanisms):
     assert cost.cache_bytes_read(model.config, T, 1) == 2 * (3 * 16 * 5 + 16 * T)
 
 
+def test_a_static_cache_has_room_for_the_heads_of_each_layer():
+    """transformers makes it before the first chunk of a prompt, with the sizes that the config gives for each layer."""
+    model, ids = build({"kv_shift": {}}, **KINDS), tokens(2, 9)
+    options = dict(max_new_tokens=3, do_sample=False)
+    static = dict(cache_implementation="static", disable_compile=True, prefill_chunk_size=4)
+    assert torch.equal(model.generate(ids, **options, **static), model.generate(ids, use_cache=False, **options))
+
+
+def test_the_slopes_of_a_paged_cache_are_those_of_each_layer():
+    sizes = KINDS | dict(position="alibi", sliding_fields=dict(num_attention_heads=6))
+    model = build(**sizes)
+    rows = prompts(model.config.vocab_size)
+    with torch.no_grad():
+        alone = [model(torch.tensor([row])).logits[0] for row in rows]
+        for row, position, logits in Server(model).outputs(rows):
+            assert_near(logits, alone[row][position], 1e-6)  # slopes are in fp32
+
+
 def test_the_config_is_stored_and_copied(tmp_path):
     made = config({"kv_shift": {}}, **KINDS)
     made.save_pretrained(tmp_path)
@@ -97,7 +116,7 @@ def test_masks_are_given_by_kind():
         (dict(sliding_fields=dict(head_dim=7)), "make it even"),
         (dict(sliding_fields=dict(rope_parameters=dict(rope_theta=-1.0))), "above zero"),
         (dict(sliding_fields=dict(rope_parameters={}), position="none"), "leave them out of sliding_fields"),
-        (dict(mechanisms={"svformer": {}}), "Layer 2 would read layer 0, whose num_attention_heads is 2 and not 4"),
+        (dict(mechanisms={"svformer": {}}), "Layer 2 would read layer 0, whose num_key_value_heads is 1 and not 2"),
         (dict(mechanisms={"neutreno": {}}), "Layer 2 would read layer 0"),
         (dict(mechanisms={"kv_source": {}}, sliding_fields=None), "Layer 3 would read layer 2, whose sliding_window"),
         (dict(mechanisms={"kv_source": {"values": "last", "last": 2}}), "values of layer 1, and only one .* set kinds"),

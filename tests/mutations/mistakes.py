@@ -352,6 +352,24 @@ MISTAKES = [
         (f"{SHARING}::test_plan_says_what_the_equations_say",),
     ),
     Mistake(
+        "a layer attends to what its source projects, whatever that attends to",
+        "return getattr(plans[source].attends[head], letter)",
+        "return source",
+        (f"{SHARING}::test_a_layer_attends_to_what_its_source_attends_to",),
+    ),
+    Mistake(
+        "skip heads read what their source's skip heads read",
+        'return options["source"] == "alias"',
+        "return True",
+        (f"{SHARING}::test_skip_heads_with_shared_layers",),
+    ),
+    Mistake(
+        "half of the model's heads are shifted in layers that have others",
+        "for part in cls.shifted(options, config.at(plan.index), plan)]",
+        "for part in cls.shifted(options, config, plan)]",
+        (f"{KV_SHIFT}::test_half_of_the_heads_that_a_layer_has",),
+    ),
+    Mistake(
         "SVFormer shares the keys where values were asked for",
         'keys, values = options["share"] != "values", options["share"] != "keys"',
         'keys, values = options["share"] != "keys", options["share"] != "values"',
@@ -413,7 +431,7 @@ MISTAKES = [
     ),
     Mistake(
         "tables of values are given by the layer's number",
-        "acting.index(plan.index) % tables",
+        "cls.receiving(config).index(plan.index) % tables",
         "plan.index % tables",
         (f"{VALUE_EMBEDDING}::test_layers_read_the_tables_in_turn",),
     ),

@@ -799,7 +799,10 @@ def test_rows_are_no_longer_than_the_model_has_positions(written, run):
             "two things about training.distill",
         ),
         (["--kv-heads", "1", "--no-anneal", "start.convert.anneal=true"], "two things about start.convert.anneal"),
-        (["--mechanism", "svformer", "--mechanism", "kv_source", "--heal", "1k"], "no smaller than 'kv_source' alone"),
+        (
+            ["--mechanism", "svformer", "--mechanism", "kv_source={every: 4}", "--heal", "1k"],
+            "no smaller than 'kv_source' alone",
+        ),
     ],
     ids=str,
 )

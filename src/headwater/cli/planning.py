@@ -227,7 +227,7 @@ def _show_served(
     """`plan --engine`. Raises `HeadwaterError` for a model that a server cannot run."""
     import json
 
-    from headwater.cost import BYTES, cache_bytes_per_token
+    from headwater.cost import BYTES
     from headwater.price.shared import check
     from headwater.serving.pages import BLOCK_SIZE, Page, check_servable
 
@@ -244,7 +244,7 @@ def _show_served(
             {
                 "model": name,
                 "bytes_per_token": page.per_token,
-                "of_them_raw_tokens": page.per_token - cache_bytes_per_token(config, page.element),
+                "of_them_raw_tokens": page.per_token - page.history / page.block_size,
                 "blocks": blocks,
                 "tokens": blocks * BLOCK_SIZE,
                 "sequences": {context: page.sequences(context, gib * 2**30) for context in contexts},

@@ -393,6 +393,7 @@ def _check_units(config: HeadwaterConfig) -> None:
 def _check_plans(old: HeadwaterConfig, new: HeadwaterConfig, growth: Larger) -> None:
     """Raise `HeadwaterError` where a layer would attend to or read another layer than the one it is made from does."""
     before, after = old.layer_plans, new.layer_plans
+    more_heads = len(growth.kv) > max(growth.kv) + 1
     if growth.deepens:
         # What acts at the end of the last layer does so after layers that add nothing, and the rest still before it.
         first, last = (after[at].at("leave") for at in (growth.at(growth.depth - 1), len(after) - 1))
@@ -407,7 +408,8 @@ def _check_plans(old: HeadwaterConfig, new: HeadwaterConfig, growth: Larger) -> 
         if layer in growth.silent:
             continue
         was, now = before[source], after[layer]
-        for head, copied in enumerate(growth.kv if len(growth.kv) > len(was.attends) else range(len(was.attends))):
+        # Layers have heads of their own only in models whose heads do not grow.
+        for head, copied in enumerate(growth.kv if more_heads else range(len(was.attends))):
             if copied >= 0:
                 wanted = tuple(growth.at(one) for one in was.attends[copied])
                 if tuple(now.attends[head]) != wanted:

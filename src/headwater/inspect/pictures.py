@@ -99,9 +99,17 @@ def heads_picture(found: Sequence[Inspection]) -> Figure | None:
     for measure, title in DRAWN.items():
         values = [MEASURES[measure](one) for one in found]
         if any(value is not None for value in values):
-            arrays = [None if value is None else np.array(value) for value in values]
+            arrays = [None if value is None else _by_layer(value) for value in values]
             grids.append(Grid(named(title, found), arrays, "query head"))
     return heatmaps(found, grids)
+
+
+def _by_layer(rows: Sequence[Sequence[float]]) -> np.ndarray:
+    """Rows of a heatmap [layers, heads], which end in NaN where a layer has fewer heads than another."""
+    table = np.full((len(rows), max(map(len, rows))), nan)
+    for layer, row in enumerate(rows):
+        table[layer, : len(row)] = row
+    return table
 
 
 def heatmaps(found: Sequence[Inspection], grids: Sequence[Grid]) -> Figure | None:

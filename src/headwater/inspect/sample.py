@@ -106,4 +106,5 @@ def repeated(model: HeadwaterForCausalLM) -> tuple[Sample, int]:
 
 def batch_size(model: HeadwaterForCausalLM, length: int) -> int:
     """The number of rows of this length whose attention weights in one layer fit in memory."""
-    return max(1, WEIGHTS // (model.config.num_attention_heads * length**2))
+    heads = max(model.config.at(layer).num_attention_heads for layer in model.config.kinds.values())
+    return max(1, WEIGHTS // (heads * length**2))

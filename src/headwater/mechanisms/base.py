@@ -340,12 +340,22 @@ class Mechanism(nn.Module):
 
     @classmethod
     def share(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
-        """Return the plans with the heads redirected that attend to another layer, by `LayerPlan.attending`.
+        """Return the plans with the heads redirected that take keys or values from another layer, by
+        `LayerPlan.attending`.
 
-        Every mechanism's `share` runs before any mechanism's `plan`. Keys and values that no head attends to are
-        neither projected nor cached.
+        plans: of layers that share nothing, whatever other mechanisms do. A head attends to what the layer that it
+        names itself attends to. Every mechanism's `share` runs before any mechanism's `plan`. Keys and values that no
+        head attends to are neither projected nor cached.
         """
         return plans
+
+    @classmethod
+    def chains(cls, options: dict[str, Any]) -> bool:
+        """Whether what it does in `share` to a head of a layer also counts for those that take from that layer.
+
+        False: these attend to what the layer would attend to without this mechanism.
+        """
+        return True
 
     @classmethod
     def plan(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:

@@ -21,6 +21,7 @@ as it is, and Zaya fills with its projection's bias if there is one.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 import torch
@@ -200,11 +201,13 @@ class KVShift(KeepsPrecision, Mechanism):
         check(options["window"], options["form"], options["start"])
         if options["form"] == "half_heads":
             wanted = options["keys"] or options["values"], options["queries"]
-            for name, asked in zip(("num_key_value_heads", "num_attention_heads"), wanted, strict=True):
-                if asked and getattr(config, name) % 2:
+            for layer, (name, asked) in product(
+                config.kinds.values(), zip(("num_key_value_heads", "num_attention_heads"), wanted, strict=True)
+            ):
+                if asked and (heads := getattr(config.at(layer), name)) % 2:
                     raise HeadwaterError(
-                        f"Mechanism 'kv_shift': form 'half_heads' needs an even number of heads, and {name} is "
-                        f"{getattr(config, name)}; use 'half_channels'."
+                        f"Mechanism 'kv_shift': form 'half_heads' needs an even number of heads, and {name} of layer "
+                        f"{layer} is {heads}; use 'half_channels'."
                     )
 
     @classmethod
@@ -219,7 +222,7 @@ class KVShift(KeepsPrecision, Mechanism):
 
     @classmethod
     def shifted(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> dict[Part, int]:
-        """What is shifted in a layer ("k", "v", "q"), and in how many heads."""
+        """What is shifted in a layer ("k", "v", "q"), and in how many heads. config: as the layer sees it."""
         heads: dict[Part, int] = {}
         if options["keys"]:
             heads["k"] = len(plan.k_heads)
@@ -234,7 +237,7 @@ class KVShift(KeepsPrecision, Mechanism):
 
     @classmethod
     def first_half(cls, config: "HeadwaterConfig", plan: LayerPlan) -> dict[Part, int]:
-        """How many of the heads that a layer has are in the first half of the model's."""
+        """How many of the heads that a layer stores are in the first half of all its heads."""
         half = config.num_key_value_heads // 2
         return {
             "k": sum(head < half for head in plan.k_heads),
@@ -245,7 +248,7 @@ class KVShift(KeepsPrecision, Mechanism):
     @classmethod
     def plan(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
         def amend(plan: LayerPlan) -> LayerPlan:
-            tails = [(part, options["window"] - 1) for part in cls.shifted(options, config, plan)]
+            tails = [(part, options["window"] - 1) for part in cls.shifted(options, config.at(plan.index), plan)]
             return plan.acting("local", cls.name(), tails) if tails else plan
 
         return [amend(plan) for plan in plans]

@@ -176,13 +176,7 @@ class KVSource(Mechanism):
     @classmethod
     def share(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
         keys, values = (cls.sources(options, config, part) for part in ("keys", "values"))
-
-        def amend(plan: LayerPlan) -> LayerPlan:
-            # None: as it is, which may be what another mechanism has made of it.
-            k, v = (source if source != plan.index else None for source in (keys[plan.index], values[plan.index]))
-            return plan.attending(range(len(plan.attends)), k, v)
-
-        return [amend(plan) for plan in plans]
+        return [plan.attending(range(len(plan.attends)), k, v) for plan, k, v in zip(plans, keys, values, strict=True)]
 
 
 def check(part: str, sources: Sequence[int]) -> None:

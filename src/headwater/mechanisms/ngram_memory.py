@@ -354,7 +354,7 @@ class NGramMemory(KeepsPrecision, Mechanism):
         new = list(plans)
         for layer in chosen:
             if layer not in lacking:
-                cls.numbers(options, cls.width(options, config, plans[layer]))
+                cls.numbers(options, cls.width(options, config.at(layer), plans[layer]))
                 new[layer] = plans[layer].acting("local" if values else "arrive", cls.name(), [tail])
         return new
 

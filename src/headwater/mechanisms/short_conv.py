@@ -243,7 +243,7 @@ class ShortConv(KeepsPrecision, Mechanism):
     @classmethod
     def plan(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
         def amend(plan: LayerPlan) -> LayerPlan:
-            sizes, back = cls.sizes(options, config, plan), options["window"] - 1
+            sizes, back = cls.sizes(options, config.at(plan.index), plan), options["window"] - 1
             for stage in ("projected", *get_args(Outer)):
                 tails = [((PARTS | HIDDEN).get(name, "x"), back) for name in sizes if stage_of(name) == stage]
                 if tails:

@@ -5,7 +5,8 @@
     i ≥  H - n_h, l ≥ n_l    Att(Q_i^l, K_i^{l-n_l}, V_i^{l-n_l})
     i ≥  H - n_h, l <  n_l   Att(Q_i^l, K_i^l, V_i^l)
 
-K^{l-n_l} and V^{l-n_l} are that layer's own projections, after its own mechanisms and RoPE, not what it attended to.
+K^{l-n_l} and V^{l-n_l} are that layer's own projections, after its own mechanisms and RoPE, not what its skip heads
+attend to. Where another mechanism lets that layer take keys or values from elsewhere, they are those.
 
 Departures: the printed formula has n_l in the head split, the listing n_h; we follow the listing. Keys and values that
 no head attends to (those of the skip heads in the last layers) are not built: the same function with fewer parameters,
@@ -158,6 +159,10 @@ class SkipLayer(Mechanism):
         return found.pop() if distance else 0
 
     @classmethod
+    def chains(cls, options: dict[str, Any]) -> bool:
+        return options["source"] == "alias"
+
+    @classmethod
     def share(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
         distances, skipping = cls.distances(options, config), cls.skipping(options, config)
         per_distance = skipping // len(distances)
@@ -166,9 +171,7 @@ class SkipLayer(Mechanism):
             head = config.num_key_value_heads - skipping
             for distance in distances:
                 if 0 < distance <= layer:
-                    # What the source layer attends to with its own heads; or, chained, with its skip heads.
-                    source = (plans if options["source"] == "projection" else new)[layer - distance]
-                    for skip in range(head, head + per_distance):
-                        new[layer] = new[layer].attending([skip], *source.attends[skip])
+                    skipping_heads, source = range(head, head + per_distance), layer - distance
+                    new[layer] = new[layer].attending(skipping_heads, source, source)
                 head += per_distance
         return new

@@ -182,16 +182,31 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
                 f"Mechanism 'value_embedding' adds to a layer's own values, but layer {lacking[0]} has none, because "
                 "it shares another layer's; leave that layer out of layers, or remove what shares them."
             )
+        receiving = [layer for layer in chosen if plans[layer].v_heads]
+        cls._check_tables(options, config, receiving)
         shared = () if options["tables"] is None else (SHARED,)
         new = list(plans)
-        for layer in chosen:
-            if plans[layer].v_heads:
-                new[layer] = plans[layer].acting("local", cls.name()).reading(*shared)
+        for layer in receiving:
+            new[layer] = plans[layer].acting("local", cls.name()).reading(*shared)
         return new
 
     @classmethod
+    def _check_tables(cls, options: dict[str, Any], config: "HeadwaterConfig", receiving: list[int]) -> None:
+        """Raise `HeadwaterError` if tables without a rank are shared by layers whose values are not as wide."""
+        if options["tables"] is None or options["rank"] is not None:
+            return
+        widths = {layer: config.at(layer).num_key_value_heads * config.at(layer).head_dim for layer in receiving}
+        for layer, width in widths.items():
+            if width != widths[receiving[0]]:
+                raise HeadwaterError(
+                    "Mechanism 'value_embedding': a row of the shared tables is as wide as the values, which have "
+                    f"{widths[receiving[0]]} numbers in layer {receiving[0]} and {width} in layer {layer}; set rank, "
+                    "or name layers of one kind in layers."
+                )
+
+    @classmethod
     def numbers(cls, options: dict[str, Any], config: "HeadwaterConfig", heads: int) -> int:
-        """Numbers in a row of a table for this many heads."""
+        """Numbers in a row of a table for this many heads. config: as the layer sees it."""
         return options["rank"] or heads * config.head_dim
 
     @classmethod
@@ -216,17 +231,30 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
         )
 
     @classmethod
+    def receiving(cls, config: "HeadwaterConfig") -> list[int]:
+        """The layers in which it acts."""
+        return [plan.index for plan in config.layer_plans if cls.name() in plan.at("local")]
+
+    @classmethod
+    def shared_numbers(cls, options: dict[str, Any], config: "HeadwaterConfig") -> int:
+        """Numbers in a row of a shared table: as many as the values of each layer that reads it have."""
+        reader = config.at(cls.receiving(config)[0])
+        return cls.numbers(options, reader, reader.num_key_value_heads)
+
+    @classmethod
     def shared_cost(cls, options: dict[str, Any], config: "HeadwaterConfig") -> Cost:
-        numbers = cls.numbers(options, config, config.num_key_value_heads)
-        table = (options["tables"] or 0) * config.vocab_size * numbers
-        kept = (options["tables"] or 0) * numbers * (options["gate"] != "none" or options["rank"] is not None)
+        if options["tables"] is None:
+            return Cost()
+        numbers = options["tables"] * cls.shared_numbers(options, config)
+        table = config.vocab_size * numbers
+        kept = numbers * (options["gate"] != "none" or options["rank"] is not None)
         return Cost(parameters=table, saved=kept, looked_up=table)
 
     @classmethod
     def shared(cls, options: dict[str, Any], config: "HeadwaterConfig") -> "ValueTables | None":
         if options["tables"] is None:
             return None
-        numbers = cls.numbers(options, config, config.num_key_value_heads)
+        numbers = cls.shared_numbers(options, config)
         zero = options["start"] == "zero" and options["rank"] is None
         std, by_head = 0.0 if zero else cls.std(config), options["rank"] is None
         return ValueTables(options["tables"], config.vocab_size, numbers, std, by_head)
@@ -234,7 +262,7 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
     @classmethod
     def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
         # Layers that add nothing at first have no table: which layers share one would change.
-        acting = [plan.index for plan in config.layer_plans if cls.name() in plan.at("local")]
+        acting = cls.receiving(config)
         layers = [growth.at(layer) for layer in acting] if growth.silent else growth.copies(acting)
         return options | {"layers": layers} if growth.deepens else options
 
@@ -249,9 +277,8 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
         tables, every = options["tables"], range(config.num_key_value_heads)
         at: tuple[int, int, Heads] = (0, 0, None)
         if tables is not None:
-            acting = [one.index for one in config.layer_plans if cls.name() in one.at("local")]
             heads = None if options["rank"] else choose(plan.v_heads, every)
-            at = plan.slot(SHARED), acting.index(plan.index) % tables, heads
+            at = plan.slot(SHARED), cls.receiving(config).index(plan.index) % tables, heads
         return cls(
             len(plan.v_heads),
             config.head_dim,

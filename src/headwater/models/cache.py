@@ -340,12 +340,12 @@ class HeadwaterStaticLayer(_TailMixin, StaticLayer):
                 f"({self.values.shape[3]}), and {name!r} has {x.shape[3]} channels; use a head_dim that divides "
                 "hidden_size."
             )
-        folds = max(1, heads // rows)
+        folds = next(count for count in range(1, heads + 1) if heads % count == 0 and heads // count <= rows)
         if name not in self.places:
             self.places[name] = self.taken, self.taken + folds * length
             self.taken += folds * length
         start, stop = self.places[name]
-        if stop > end or heads > folds * rows:
+        if stop > end:
             raise HeadwaterError(
                 f"A static cache that is initialized early (as for export) has room for {TAIL_ROOM} raw tokens of "
                 f"{rows} heads, which is too little for {name!r}; use a shorter window."

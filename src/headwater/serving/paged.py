@@ -145,10 +145,8 @@ class PagedEngine(Engine):
     """
 
     def __init__(self, config: HeadwaterConfig, page: Page, slopes: Tensor | None = None) -> None:
-        """slopes: of ALiBi, of each query head; default: those of a model with the config's heads."""
+        """slopes: ALiBi's, of each query head, where every layer has only some of them; default: those of all heads."""
         self.config, self.page = config, page
-        if slopes is None and config.position == "alibi":
-            slopes = alibi_slopes(config.num_attention_heads, torch.float32)
         self.slopes = slopes
         self.memory: Tensor | None = None
         self.batch: FlatBatch | None = None
@@ -193,6 +191,15 @@ class PagedEngine(Engine):
             values = taken(self.store(group.v, "v", q.dtype), group.v_heads)
             read.append(self.read(attention, q[:, first:end], keys, values, first))
         return (read[0] if len(read) == 1 else torch.cat(read, dim=1)).unsqueeze(1)
+
+    def slopes_of(self, attention: Attention, first: int, count: int) -> Tensor | None:
+        """ALiBi's slopes of `count` of a layer's query heads, from `first` on, in fp32; None without ALiBi."""
+        if self.config.position != "alibi":
+            return None
+        slopes = self.slopes
+        if slopes is None:
+            slopes = alibi_slopes(len(attention.plan.attends) * attention.num_key_value_groups, torch.float32)
+        return slopes[first : first + count]
 
     @abstractmethod
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:

@@ -1,8 +1,8 @@
 """What one block of a server's cache holds, from the plan alone. Pure Python.
 
 A block has room for `block_size` tokens of one sequence: first the keys of each layer that stores any, then the values,
-each head apart; then the raw tokens of mechanisms that look back. So a block's bytes are those that
-`cost.cache_bytes_per_token` promises for its tokens, and a share for raw tokens.
+each head apart; then the raw tokens of mechanisms that look back. A block is laid out by the plan alone: `materialise`
+is for engines with a cache of their own, and changes nothing here.
 
 Of raw tokens a block keeps the last `length` + `spare` ones written to it. A sequence that continues in another block,
 or from a prefix that it shares, finds them at the end of the block before; one whose last tokens are taken back
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from headwater.cost import ID, cache_bytes_per_token, kept_numbers
+from headwater.cost import ID, kept_numbers
 from headwater.errors import HeadwaterError
 from headwater.plan import Stage
 from headwater.registry import resolve
@@ -106,7 +106,7 @@ class Page:
     @cached_property
     def history(self) -> int:
         """Bytes of keys and values in a block."""
-        return cache_bytes_per_token(self.config, self.element) * self.block_size
+        return sum(store.heads * store.width for store in self.stores.values()) * self.block_size * self.element
 
     @cached_property
     def size(self) -> int:

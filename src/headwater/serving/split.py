@@ -118,8 +118,8 @@ class Portion:
 
     @property
     def slopes(self) -> Tensor | None:
-        """Of ALiBi, for each query head."""
-        if self.config.position != "alibi":
+        """ALiBi's, of each query head that this process has; None if it has all."""
+        if self.config.position != "alibi" or self.size == 1:
             return None
         own = self.heads.queries
         return alibi_slopes(self.config.num_attention_heads, torch.float32)[own.start : own.stop]

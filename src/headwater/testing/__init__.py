@@ -12,7 +12,7 @@ docs/extending.md has a full example, and `headwater new mechanism NAME` writes 
 from headwater.testing import _rewritten  # noqa: F401  before what asserts is imported
 
 # isort: split
-from headwater.testing.contract import BASES, Case, Contract
+from headwater.testing.contract import BASES, ODD_LAYERS, Case, Contract
 from headwater.testing.models import (
     assert_near,
     build,
@@ -27,6 +27,7 @@ from headwater.testing.naive import Reference
 
 __all__ = [
     "BASES",
+    "ODD_LAYERS",
     "Case",
     "Contract",
     "Reference",

@@ -76,6 +76,28 @@ BASES: dict[str, dict[str, Any]] = {
     ),
 }
 
+# Layers that differ from the model: what each kind of layer has in place of the 4 query heads, 2 key/value heads and 8
+# channels of a head. The other bases have layers alike.
+ODD_LAYERS: dict[str, dict[str, Any]] = {
+    name: dict(sliding_window=window, sliding_layers=layers, sliding_fields=fields)
+    for name, (window, layers, fields) in {
+        "more_heads": (5, [1], dict(num_attention_heads=8, num_key_value_heads=4)),
+        "one_head": (5, [0, 2], dict(num_attention_heads=1, num_key_value_heads=1)),
+        "one_kv_head": (2, [1], dict(num_key_value_heads=1)),
+        "more_query_heads": (5, [0, 2], dict(num_attention_heads=6)),
+        "three_kv_heads": (5, [2], dict(num_attention_heads=6, num_key_value_heads=3)),
+        "wider_heads": (5, [0], dict(head_dim=12)),
+        "narrower_heads": (30, [1, 2], dict(head_dim=4, rope_parameters=dict(rope_theta=100.0))),
+        "as_many_numbers": (5, [0, 1], dict(num_key_value_heads=4, head_dim=4)),
+        "other_partial_rope": (5, [1], dict(head_dim=6, rope_parameters=dict(partial_rotary_factor=0.7))),
+    }.items()
+}
+ODD_LAYERS["whole_rope"] = ODD_LAYERS["more_heads"] | dict(
+    rope_parameters=dict(rope_theta=10_000.0, partial_rotary_factor=0.5),
+    sliding_fields=dict(num_key_value_heads=1, rope_parameters=dict(partial_rotary_factor=1.0)),
+)
+ODD_LAYERS["other_slopes"] = ODD_LAYERS["more_query_heads"] | dict(position="alibi")
+
 T = 17
 CHUNKS = {"one_shot": [17], "token_by_token": [1] * 17, "chunked": [5, 1, 6, 5]}
 
@@ -113,16 +135,21 @@ class Case:
         return [case for case in every if not case.is_refused]
 
     def config(self, **changes: Any) -> HeadwaterConfig:
-        return config(json.loads(self.mechanisms), **BASES[self.base], **changes)
+        return config(json.loads(self.mechanisms), **self.fields, **changes)
 
     def without(self) -> HeadwaterConfig:
         """The base alone."""
-        return config(**BASES[self.base])
+        return config(**self.fields)
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Of the base."""
+        return (BASES | ODD_LAYERS)[self.base]
 
     @property
     def model(self) -> HeadwaterForCausalLM:
         """Shared by all tests of a process: copy before changing it."""
-        return shared(json.loads(self.mechanisms), **BASES[self.base])
+        return shared(json.loads(self.mechanisms), **self.fields)
 
     @property
     def copy(self) -> HeadwaterForCausalLM:
@@ -184,13 +211,13 @@ class Contract:
 
     @classmethod
     def cases(cls) -> list[Any]:
-        """The cases, as pytest's parameters: each set of options alone, the defaults on every base and after every
-        other mechanism."""
+        """The cases, as pytest's parameters: each set of options alone, the defaults on every base, with layers that
+        differ, and after every other mechanism."""
         given = cls.mechanism
         name = given if isinstance(given, str) else MECHANISMS.name_of(given)
         alone: list[dict[str, Any]] = [{name: {}}, *({name: options} for options in cls.options)]
         beside: list[dict[str, Any]] = [{other: {}, name: {}} for other in REGISTRY if other != name]
-        found = Case.of(alone, "llama") + Case.of([{name: {}}], *BASES) + Case.of(beside, "llama")
+        found = Case.of(alone, "llama") + Case.of([{name: {}}], *BASES, *ODD_LAYERS) + Case.of(beside, "llama")
         if not found:
             Case("llama", json.dumps({name: {}})).config()  # which says why
         return [pytest.param(case, id=str(case)) for case in dict.fromkeys(found)]
@@ -381,21 +408,22 @@ class Contract:
     def test_cache_bytes_follow_the_plan(self, case):
         model, ids = case.model, tokens(2, T)
         cache = cache_of(model(ids, use_cache=True))
-        kept = [T, (model.config.sliding_window or 0) - 1]
-        elements = sum(
-            (len(plan.k_heads) + len(plan.v_heads)) * kept[model.config.slides(plan.index)]
-            + sum(
-                {"q": 4, "k": len(plan.k_heads), "v": len(plan.v_heads), "x": 4, "input": 4 * len(plan.inputs)}.get(
-                    part, 6
-                )
-                * length  # 6: inside the feed-forward
-                for part, length, _ in plan.tails
-                if part != "id"
-            )
-            for plan in model.config.layer_plans
-        )
-        known = sum(length for plan in model.config.layer_plans for part, length, _ in plan.tails if part == "id")
-        assert cache_bytes(cache) == (elements * model.config.head_dim + known) * ids.shape[0] * 8
+        numbers = known = 0
+        for plan in model.config.layer_plans:
+            sizes, stored = model.config.at(plan.index), (len(plan.k_heads), len(plan.v_heads))
+            tokens_kept = T if sizes.sliding_window is None else min(T, sizes.sliding_window - 1)
+            channels = {part: heads * sizes.head_dim for part, heads in zip("kv", stored, strict=True)}
+            numbers += sum(channels.values()) * tokens_kept
+            widths = channels | {
+                "q": sizes.num_attention_heads * sizes.head_dim,
+                "x": sizes.hidden_size,
+                "input": sizes.hidden_size * len(plan.inputs),
+                "gate": sizes.intermediate_size,
+                "up": sizes.intermediate_size,
+            }
+            numbers += sum(widths[part] * length for part, length, _ in plan.tails if part != "id")
+            known += sum(length for part, length, _ in plan.tails if part == "id")
+        assert cache_bytes(cache) == (numbers + known) * ids.shape[0] * 8
         assert cache_bytes(cache) == cost.cache_bytes(model.config, T, batch_size=2, element_size=8)
 
     def test_served_from_a_paged_cache_as_alone(self, case):
@@ -420,8 +448,10 @@ class Contract:
         ordinary: Any = disturb(HeadwaterForCausalLM(case.config(materialise=True)).double()).eval()
         uncached = model(ids, use_cache=False).logits
         assert_near(ordinary(ids, use_cache=False).logits, uncached)
-        for cache in (DynamicCache(), None, StaticCache(config=ordinary.config, max_cache_len=T + 3)):
+        caches = DynamicCache(config=ordinary.config), None, StaticCache(config=ordinary.config, max_cache_len=T + 3)
+        for cache in caches if ordinary.config.sliding_layers else (DynamicCache(), *caches):
             assert_near(decode(ordinary, ids, [6, 1, 1, 9], cache=cache), uncached)
+        assert cache_bytes(caches[0]) == cost.cache_bytes(ordinary.config, T, batch_size=2, element_size=8)
         assert set(ordinary.config.layer_types) <= {"full_attention", "sliding_attention"}
 
     def test_single_precision_cached_equals_uncached(self, case):
@@ -593,7 +623,7 @@ class Contract:
         if options is None:
             return
         assert given.items() <= options.items(), f"the options {options} do not contain those given"
-        before = shared(mechanisms, **BASES[case.base])
+        before = shared(mechanisms, **case.fields)
         after = add_mechanisms(before, {name: given}).eval()
         ids = tokens(2, T)
         assert_near(after(ids, use_cache=False).logits, before(ids, use_cache=False).logits)
@@ -626,6 +656,8 @@ class Contract:
         `per_token` says so: with the same attention, a token changes no other."""
         model, ids = case.model, tokens(2, T)
         names = model.config.mechanisms
+        if {"num_attention_heads", "num_key_value_heads", "head_dim"} & (model.config.sliding_fields or {}).keys():
+            return  # such models run in one process
         if not all(resolve(name).splits(options) for name, options in names.items()):
             return
         heads, half = HeadsAlone(model, ids), model.config.num_key_value_heads // 2

@@ -205,38 +205,41 @@ ACTIVATIONS = {
 
 def attended(config: Any, layer: int, head: int) -> tuple[int, int]:
     """The layers whose keys and whose values key/value head `head` of layer `layer` attends to."""
-    depth = config.num_hidden_layers
-    table = [(i, i) for i in range(depth)]  # by layer, as each mechanism leaves it
-    for name, options in config.mechanisms.items():
-        if name == "skip_layer":
-            table = skipped(config, options, head, table)
-        if name == "svformer":
-            source, layers, what = options["source"], options["layers"], options["share"]
-            receivers = range(source + 1, depth) if layers is None else layers
-            for i in receivers:
-                k, v = table[i]
-                table[i] = (source if what in ("keys", "both") else k, source if what in ("values", "both") else v)
-        if name == "kv_source":
-            sources = [layer_map(options, options[part], depth) for part in ("keys", "values")]
-            for i, (k, v) in enumerate(zip(*sources, strict=True)):
-                table[i] = (table[i][0] if k == i else k, table[i][1] if v == i else v)
-    return table[layer]
+    return origin(config, layer, head, 0), origin(config, layer, head, 1)
 
 
-def skipped(config: Any, options: dict[str, Any], head: int, table: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """`table` with the layers that a skip head takes what an earlier one attends to."""
+def origin(config: Any, layer: int, head: int, part: int, without: str = "") -> int:
+    """The layer whose keys (part 0) or values (part 1) a head attends to: those of its source, if it has one, and of
+    the source's source; without: a mechanism that is left out of account in this layer."""
+    for name in reversed(config.mechanisms):
+        source = source_of(config, name, layer, head, part)
+        if name != without and source != layer:
+            projected = name == "skip_layer" and config.mechanisms[name]["source"] == "projection"
+            return origin(config, source, head, part, without=name if projected else "")
+    return layer
+
+
+def source_of(config: Any, name: str, layer: int, head: int, part: int) -> int:
+    """The layer from which a mechanism lets a head of `layer` take its keys (part 0) or values (part 1)."""
+    depth, options = config.num_hidden_layers, config.mechanisms[name]
+    what = ("keys", "values")[part]
+    if name == "skip_layer":
+        return layer - skipped(config, options, layer, head)
+    if name == "svformer":
+        receivers = range(options["source"] + 1, depth) if options["layers"] is None else options["layers"]
+        return options["source"] if layer in receivers and options["share"] in (what, "both") else layer
+    return layer_map(options, options[what], depth)[layer] if name == "kv_source" else layer
+
+
+def skipped(config: Any, options: dict[str, Any], layer: int, head: int) -> int:
+    """How many layers back a head of `layer` skips; 0 for one that does not."""
     depth, groups = config.num_hidden_layers, config.num_attention_heads // config.num_key_value_heads
     distances = options["layers"] if options["layers"] is not None else 3 * depth // 4
     distances = distances if isinstance(distances, list) else [distances]
     skipping = (3 * config.num_attention_heads // 4 if options["heads"] is None else options["heads"]) // groups
     place = head - (config.num_key_value_heads - skipping)
-    if place < 0:
-        return table
-    distance = distances[place * len(distances) // skipping]
-    new = list(table)
-    for i in range(distance, depth) if distance else ():
-        new[i] = (new if options["source"] == "alias" else table)[i - distance]
-    return new
+    distance = distances[place * len(distances) // skipping] if skipping and place >= 0 else 0
+    return distance if distance <= layer else 0
 
 
 def layer_map(options: dict[str, Any], given: Any, depth: int) -> list[int]:
@@ -729,9 +732,9 @@ class Reference:
         """Queries, keys and values, each by head, after the mechanism `name`."""
         options, parameters = self.config.mechanisms[name], f"model.layers.{layer}.self_attn.mechanisms.{name}"
         if name == "kv_shift" and options["form"].startswith("half"):
-            total = self.config.num_key_value_heads
+            total = self.own.num_key_value_heads
             return (
-                self.halved(q, self.config.num_attention_heads) if options["queries"] else q,
+                self.halved(q, self.own.num_attention_heads) if options["queries"] else q,
                 self.halved(k, total) if options["keys"] else k,
                 self.halved(v, total) if options["values"] else v,
             )
@@ -751,7 +754,7 @@ class Reference:
         if name == "value_embedding" and v and self.acts(options, layer):
             return q, k, self.value_embedding(layer, v)
         if name == "ngram_memory" and v and layer in self.remembers(options, "values"):
-            added = [a.split(self.config.head_dim) for a in self.ngram_memory(parameters, layer, self.inputs[layer])]
+            added = [a.split(self.own.head_dim) for a in self.ngram_memory(parameters, layer, self.inputs[layer])]
             return q, k, {h: [a + b[i] for a, b in zip(v[h], added, strict=True)] for i, h in enumerate(v)}
         if name == "value_residual" and layer in self.receivers(options):
             mixed = {"queries": q, "keys": k, "values": v}.get(options["of"])

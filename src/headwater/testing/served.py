@@ -43,8 +43,8 @@ class NaiveEngine(PagedEngine):
             if attention.sliding_window is not None:
                 seen &= distance < attention.sliding_window
             mask = torch.zeros(seen.shape, dtype=q.dtype).masked_fill(~seen, torch.finfo(q.dtype).min)[None, None]
-            if self.slopes is not None:
-                mask = mask - self.slopes[first : first + q.shape[1], None, None] * distance
+            if (slopes := self.slopes_of(attention, first, q.shape[1])) is not None:
+                mask = mask - slopes[:, None, None] * distance
             one = q[own].transpose(0, 1)[None]
             out[own] = eager_attention(attention, one, k, v, mask, attention.scaling, softcap=attention.softcap)[0][0]
         return out

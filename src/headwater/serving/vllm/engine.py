@@ -189,7 +189,7 @@ class CPUEngine(PagedEngine):
             seq_lens=given.seq_lens,
             scale=attention.scaling,
             causal=True,
-            alibi_slopes=None if self.slopes is None else self.slopes[first : first + q.shape[1]],
+            alibi_slopes=self.slopes_of(attention, first, q.shape[1]),
             sliding_window=window,
             block_table=given.block_table_tensor,
             softcap=attention.softcap or 0.0,

@@ -39,7 +39,7 @@ class FlashEngine(PagedEngine):
     def read(self, attention: Attention, q: Tensor, keys: Tensor, values: Tensor, first: int) -> Tensor:
         given = cast("ScheduledBatch", self.batch).given
         window = attention.sliding_window
-        slopes = None if self.slopes is None else self.slopes[first : first + q.shape[1]].to(q.device)
+        slopes = self.slopes_of(attention, first, q.shape[1])
         return kernel(
             q=q.contiguous(),
             k=keys.transpose(1, 2),
@@ -52,6 +52,6 @@ class FlashEngine(PagedEngine):
             causal=True,
             window_size=None if window is None else [window - 1, 0],
             softcap=attention.softcap or 0.0,
-            alibi_slopes=slopes,
+            alibi_slopes=None if slopes is None else slopes.to(q.device),
             block_table=given.block_table_tensor,
         )
