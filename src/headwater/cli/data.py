@@ -153,6 +153,7 @@ def tokenizer(
     local: Local = None,
 ) -> None:
     """Train a byte-level BPE tokenizer on a corpus."""
+    from headwater.data.chat import contents
     from headwater.data.known import resolve
     from headwater.data.reading import check_name
     from headwater.data.stream import Stream, TextSource
@@ -170,7 +171,7 @@ def tokenizer(
             def texts():
                 nonlocal documents, size
                 for part in Stream(resolve(TextSource(source, text_column, config, split, separator), local)):
-                    yield part.text
+                    yield contents(part.text) if part.is_chat else part.text
                     documents, size = documents + part.last, size + len(part.data)
                     bar(documents, size, 0)
                     if size >= max_bytes:
@@ -235,8 +236,8 @@ def _table(folders: list[Path]) -> Table:
                 name,
                 f"{facts.documents:,}",
                 f"{facts.bytes / 1e6:,.2f}",
-                f"{facts.tokens:,}",
-                f"{facts.bytes / facts.tokens:.2f}" if facts.tokens else "",
+                f"{facts.tokens:,}" + ("" if facts.answer_tokens is None else f" ({facts.answer_tokens:,} of answers)"),
+                f"{facts.bytes / facts.counted_tokens:.2f}" if facts.counted_tokens else "",
                 str(len(facts.shards)),
             )
         kept = manifest.evaluation
