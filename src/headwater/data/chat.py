@@ -136,7 +136,8 @@ class ChatEncoder:
         self.backend.post_processor = processors.ByteLevel(trim_offsets=False)
         added = tokenizer.added_tokens_decoder
         self.special = {id: token.content for id, token in added.items() if token.special}
-        self.ends = {*TEXT_ENDS, *TURN_ENDS, tokenizer.eos_token} & {*self.special.values()}
+        self.ends = {end for end in (*TEXT_ENDS, *TURN_ENDS, tokenizer.eos_token) if end}
+        self.marks = re.compile("|".join(map(re.escape, {*self.ends, *self.special.values()})))
 
     def __call__(self, conversation: str, where: str) -> Encoded:
         """The tokens of a conversation given as JSON. where: its name in errors."""
@@ -197,9 +198,9 @@ class ChatEncoder:
 
     def with_end(self, text: str, first: int, last: int) -> Span:
         """An answer up to the token that ends it, without the white space of the template behind that."""
-        ends = [match.end() for end in self.special.values() for match in re.finditer(re.escape(end), text[first:last])]
-        if ends and not text[first + max(ends) : last].strip():
-            return first, first + max(ends)
+        *_, end = (0, *(match.end() for match in self.marks.finditer(text, first, last)))
+        if end and not text[end:last].strip():
+            return first, end
         following = next((end for end in self.ends if text.startswith(end, last)), "")
         return first, last + len(following)
 
