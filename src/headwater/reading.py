@@ -23,7 +23,13 @@ from headwater.errors import HeadwaterError, sentence
 from headwater.vision_config import HeadwaterVisionConfig
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+    from transformers import (
+        GenerationConfig,
+        PreTrainedConfig,
+        PreTrainedModel,
+        PreTrainedTokenizerBase,
+        PreTrainedTokenizerFast,
+    )
 
 CONFIG, GENERATION, WEIGHTS = "config.json", "generation_config.json", "model.safetensors"
 PICKLED = "pytorch_model.bin"
@@ -68,7 +74,7 @@ def read_text(file: Path) -> str:
     if not file.is_file():  # anything else, such as a pipe, might never end
         raise HeadwaterError(f"{str(file)!r} is missing, or not a file; use an intact checkpoint.")
     with reading(repr(str(file))):
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")
 
 
 def read_json(file: Path) -> Any:

@@ -21,7 +21,6 @@ from PIL import Image
 
 from headwater.data.base import Share
 from headwater.data.images import DigitsSettings, GlyphSettings, ImageFilesSettings
-from headwater.data.images.augment import Augmentation
 from headwater.data.images.glyphs import FAMILIES, GlyphImages, files_of
 from headwater.data.images.randomness import drawing_from
 from headwater.data.images.reading import UnreadableImage, read_image

@@ -151,7 +151,9 @@ class ChatEncoder:
         size = sum(len(text[first:last].encode()) for first, last in spans)
         return Encoded(ids, counts, size - sum(special for _, _, special in pieces))
 
-    def render(self, messages: list[Message], where: str, marks: bool = False, prompt: bool = False) -> tuple[str, list]:
+    def render(
+        self, messages: list[Message], where: str, marks: bool = False, prompt: bool = False
+    ) -> tuple[str, list]:
         """(the text of messages, the answers that the template marks). prompt: with the beginning of an answer."""
         from transformers.utils.chat_template_utils import render_jinja_template
 

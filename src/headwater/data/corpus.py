@@ -100,10 +100,10 @@ def read_corpus(source: str, text_column: str = "text") -> Corpus:
     return Corpus(documents, facts)
 
 
-def read_documents(source: str, column: str, option: str) -> tuple[list[Document], list[str]]:
+def read_documents(source: str, column: str, option: str | None) -> tuple[list[Document], list[str]]:
     """(the documents of a source as `read_corpus` takes it, uncut; the names of files that are not text).
 
-    option: that sets the column of tables. Raises `HeadwaterError` if there are none.
+    option: that sets the column of tables, if one does. Raises `HeadwaterError` if there are none.
     """
     skipped: list[str] = []
     columns = Columns(column, text_option=option)
@@ -289,8 +289,9 @@ def cut(documents: Iterable[Document]) -> list[Document]:
 
 
 def pieces(document: Document, size: int | None = None) -> Iterator[Document]:
-    """Cut a long document at line ends into pieces of about `size` (`PIECE`) characters, each with its own key; conversations
-    stay whole.
+    """Cut a long document at line ends into pieces of about `size` (`PIECE`) characters, each with its own key.
+
+    Conversations stay whole.
     """
     if document.is_chat:
         yield document

@@ -199,9 +199,7 @@ class LanguageData:
         if len(self.names) > 1 or self.domains:
             for name in dict.fromkeys(one.stream for one in self.held_out):
                 own = [
-                    (n, one.bytes, one.tokens)
-                    for n, one in zip(nats, self.held_out, strict=True)
-                    if one.stream == name
+                    (n, one.bytes, one.tokens) for n, one in zip(nats, self.held_out, strict=True) if one.stream == name
                 ]
                 total, size, tokens = map(sum, zip(*own, strict=True))
                 measures[f"bits_per_byte/{name}"] = float(total) / math.log(2) / size

@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -26,7 +26,6 @@ from filelock import FileLock, Timeout
 
 from headwater.data import shards
 from headwater.data.chat import Encoded
-from headwater.data.corpus import Document
 from headwater.data.known import resolve
 from headwater.data.reading import check_name, printable
 from headwater.data.sealed import read_sealed, write_sealed
@@ -288,9 +287,7 @@ class _Run:
                 f"start again."
             )
         for slug, folder in (journal.folders if journal else {}).items():
-            self.folders[slug] = _Folder(
-                self._path(slug), folder.domain, encode.dtype, options, self.holds_out, folder
-            )
+            self.folders[slug] = _Folder(self._path(slug), folder.domain, encode.dtype, options, self.holds_out, folder)
         self.by_domain = {folder.domain: folder for folder in self.folders.values()}
         if not journal:
             self.commit()

@@ -53,11 +53,11 @@ class Columns:
     """The columns to read of a source's rows, and whether any row so far has had them.
 
     text: the column with the text. by: that with the domain's name. Both are dotted if nested: meta.text.
-    text_option, by_option: the options that set them.
+    text_option, by_option: the options that set them; None if there is none.
     """
 
     def __init__(
-        self, text: str, by: str | None = None, text_option: str = "--text-column", by_option: str = "--by"
+        self, text: str, by: str | None = None, text_option: str | None = "--text-column", by_option: str = "--by"
     ) -> None:
         self.text, self.by = text, by
         self.options = {text: text_option, **({by: by_option} if by else {})}
@@ -89,7 +89,7 @@ class Columns:
             self.require(where)
         text = _cell(row, self.text, where)
         if text is MISSING and self.text == DEFAULT:
-            text = row.get(MESSAGES, MISSING)
+            text = _conversation(row.get(MESSAGES, MISSING))
         if text is not MISSING:
             self.missing.pop(self.text, None)
         return None if text is MISSING else text, self._domain(row, where)
@@ -113,9 +113,19 @@ class Columns:
         for column in self.missing if self.rows else ():
             names = [name if name.isprintable() else repr(name) for name in [*self.names][:NAMED_COLUMNS]]
             more = ", …" if len(self.names) > NAMED_COLUMNS else ""
-            raise HeadwaterError(
-                f"{where!r} has no column {column!r}; set {self.options[column]} to one of: {', '.join(names)}{more}."
-            )
+            option = self.options[column]
+            advice = f"set {option} to one of" if option else "rename one of its columns"
+            raise HeadwaterError(f"{where!r} has no column {column!r}; {advice}: {', '.join(names)}{more}.")
+
+
+def _conversation(value: Any) -> Any:
+    """The value of a column `messages`; `MISSING` for text that is no JSON."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return MISSING
+    return value if value is None or isinstance(value, list) else MISSING
 
 
 def _cell(row: dict[str, Any], column: str, where: str) -> Any:
@@ -405,11 +415,11 @@ def table_rows(file: Path, columns: Columns, begin: int = 0) -> Iterator[TableRo
             yield number, text, domain
 
 
-def json_rows(stream: io.BufferedReader, file: Path, begin: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
+def json_rows(stream: io.BufferedReader[Any], file: Path, begin: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
     """(number, row) past the first `begin`. One row per line, since rows of real corpora do not share one schema."""
     if table_kind(file) == "json" and stream.peek(64)[:64].lstrip()[:1] == b"[":
         rows = enumerate(_parsed(file, 1, stream.read()), 1)
-        numbered = itertools.islice(rows, begin, None)
+        numbered: Iterator[tuple[int, Any]] = itertools.islice(rows, begin, None)
     else:
         lines = itertools.islice(enumerate(_json_lines(stream, file), 1), begin, None)
         numbered = ((number, _parsed(file, number, line)) for number, line in lines if line.strip())
@@ -462,9 +472,7 @@ def _bad_line(file: Path, number: int, error: Exception) -> HeadwaterError:
     return HeadwaterError(f"{_named(file)} cannot be read as {table_kind(file)}: line {number}: {text[:300]}")
 
 
-def csv_rows(
-    stream: IO[bytes], file: Path, columns: Columns, begin: int = 0
-) -> Iterator[tuple[int, dict[str, Any]]]:
+def csv_rows(stream: IO[bytes], file: Path, columns: Columns, begin: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
     """(number, row) past the first `begin`; the first line names the columns, and says what divides them."""
     csv.field_size_limit(max(csv.field_size_limit(), LONGEST_LINE))
     lines = _csv_lines(io.TextIOWrapper(stream, encoding="utf-8", newline=""), file)
@@ -478,6 +486,8 @@ def csv_rows(
             if names is None:
                 names = [name.strip() for name in fields]
                 columns.add_names(names)
+                if twice := next((name for name in columns.outermost(names) if names.count(name) > 1), None):
+                    raise HeadwaterError(f"{_named(file)} has two columns {twice!r}; rename one of them.")
                 continue
             if not fields:  # an empty line
                 continue

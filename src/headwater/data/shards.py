@@ -239,7 +239,9 @@ class Shards:
             borders = self._mapped(shard.borders, np.dtype("<i8"), shard.documents)
             if borders[0] != 0 or borders[-1] >= len(tokens) or (borders[1:] <= borders[:-1]).any():
                 raise damaged(self.folder / shard.borders)
-            answers = shard.answers_sha256 and self._mapped(shard.answers, np.dtype("u1"), shard.tokens)
+            answers = None
+            if shard.answers_sha256 is not None:
+                answers = self._mapped(shard.answers, np.dtype("u1"), shard.tokens)
             self._open[index] = tokens, borders, answers
         return self._open[index]
 

@@ -88,9 +88,7 @@ class TextSettings(HeldOutSettings):
             # A text that is one piece of `source` may be in several here, being cut smaller.
             whole = "".join(document.text for document in documents[: FEW_PIECES + 1])
             found[name] = [
-                one
-                for one in documents
-                if whole not in seen and not any(piece.text in seen for piece in pieces(one))
+                one for one in documents if whole not in seen and not any(piece.text in seen for piece in pieces(one))
             ]
             left_out[name] = len(documents) - len(found[name])
             if not found[name]:
