@@ -90,7 +90,11 @@ def test_rows_are_the_same_in_batches_of_any_size(settings, monkeypatch):
     monkeypatch.setattr("headwater.data.synthetic.base.BLOCK", 10)
     data = settings.build()
     made = [
-        [tensor for batch in itertools.islice(data.batches(3, size, 4), 24 // size) for tensor in zip(*batch.values())]
+        [
+            tensor
+            for batch in itertools.islice(data.batches(3, size, 4), 24 // size)
+            for tensor in zip(*batch.values(), strict=True)
+        ]
         for size in (1, 3, 8, 24)
     ]
     for rows in made[1:]:

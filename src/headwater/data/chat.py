@@ -153,7 +153,7 @@ class ChatEncoder:
 
     def render(
         self, messages: list[Message], where: str, marks: bool = False, prompt: bool = False
-    ) -> tuple[str, list]:
+    ) -> tuple[str, list[Span]]:
         """(the text of messages, the answers that the template marks). prompt: with the beginning of an answer."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -171,7 +171,7 @@ class ChatEncoder:
                 f"The chat template cannot write {where!r}: {first_line(error)}; correct that conversation, or use "
                 "another template."
             ) from error
-        return texts[0], [tuple(span) for span in spans[0]] if spans else []
+        return texts[0], [(first, last) for first, last in spans[0]] if spans else []
 
     def differences(self, messages: list[Message], text: str, where: str) -> Iterator[Span]:
         """The answers in the text of a conversation, as what each adds to the messages before it."""

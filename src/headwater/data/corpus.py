@@ -80,7 +80,7 @@ def read_corpus(source: str, text_column: str = "text") -> Corpus:
         or a Hugging Face dataset ("name", "owner/name", either with ":split").
     text_column: the column (or JSON field) that holds the text.
     """
-    documents, skipped = read_documents(source, text_column, "data.text_column")
+    documents, skipped, empty = read_documents(source, text_column, "data.text_column")
     if len({document.key for document in documents}) < FEW_FILES:
         documents = cut(documents)
     check_one_kind(source, {document.is_chat for document in documents})
@@ -94,14 +94,16 @@ def read_corpus(source: str, text_column: str = "text") -> Corpus:
         "bytes": sum(len(document.text.encode()) for document in documents),
         "sha256": content.hexdigest(),
         "skipped_not_utf8": len(skipped),
+        "skipped_without_text": empty,
     }
     if source in (STDLIB, TOPICS, DOCS):
         facts["python"] = platform.python_version()
     return Corpus(documents, facts)
 
 
-def read_documents(source: str, column: str, option: str | None) -> tuple[list[Document], list[str]]:
-    """(the documents of a source as `read_corpus` takes it, uncut; the names of files that are not text).
+def read_documents(source: str, column: str, option: str | None) -> tuple[list[Document], list[str], int]:
+    """(the documents of a source as `read_corpus` takes it, uncut; the names of files that are not text; how many
+    documents and rows have no text).
 
     option: that sets the column of tables, if one does. Raises `HeadwaterError` if there are none.
     """
@@ -115,12 +117,16 @@ def read_documents(source: str, column: str, option: str | None) -> tuple[list[D
         documents = read_files(found[1], found[0], columns, skipped)
     else:
         documents = _hub_documents(source, columns)
-    held = [document for document in documents if document.text]
+    held, empty = [], 0
+    for document in documents:
+        if document.text:
+            held.append(document)
+        empty += not document.text
     columns.require(source)
     if not held:
         tail = f": none of its {len(skipped)} files is UTF-8 text" if skipped else ", or only empty files"
         raise HeadwaterError(f"There is no text in {source!r}{tail}; give a file or folder with text.")
-    return held, skipped
+    return held, skipped, empty
 
 
 def read_files(files: Iterable[Path], root: Path, columns: Columns, skipped: list[str]) -> Iterator[Document]:

@@ -39,7 +39,7 @@ def read_text(source: str, limit: int | None = None, column: str = "text") -> Te
     column: that of tables with the text. Raises `HeadwaterError` if there is none, and for conversations, since each
     model would write them with a template of its own.
     """
-    documents, skipped = read_documents(source, column, "--text-column")
+    documents, skipped, _ = read_documents(source, column, "--text-column")
     if any(document.is_chat for document in documents):
         raise HeadwaterError(
             f"{source!r} holds conversations, which models are not compared on; name a column of text with "

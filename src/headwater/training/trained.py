@@ -321,7 +321,7 @@ def _content(text: Path) -> str:
     """What a file says: its text, or that of all rows of a table."""
     if table_kind(text) is None and text.suffix.lower() not in PACKED:
         return read_text(text, "text", MOST_TEXT)
-    documents, _ = read_documents(str(text), "text", None)
+    documents, _, _ = read_documents(str(text), "text", None)
     return "\n".join(contents(one.text) if one.is_chat else one.text for one in documents)
 
 
