@@ -19,6 +19,8 @@ from headwater.data.text import TextSettings
 from headwater.data.tokenizer import byte_tokenizer, train_tokenizer
 from headwater.errors import HeadwaterError, Interrupted
 from headwater.evaluate.text import read_text
+from headwater.recipe import parse
+from headwater.training.loop import train
 
 PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}" + PROMPT
@@ -217,3 +219,25 @@ def test_what_cannot_be_trained_on_gets_one_sentence(row, template, message, fol
 def test_models_are_not_compared_on_conversations(folder):
     with pytest.raises(HeadwaterError, match="holds conversations"):
         read_text(str(folder / "c.jsonl"))
+
+
+def test_a_run_trains_on_answers_and_goes_on_where_there_is_none(folder, tmp_path):
+    long = [[{"role": "user", "content": f"{i} " + "word " * 200}, *one[2:3]] for i, one in enumerate(CONVERSATIONS)]
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps({"messages": one}) + "\n" for one in long))
+    data = {"kind": "text", "source": str(tmp_path / "c.jsonl"), "tokenizer": str(folder / "bytes-chatml")}
+    recipe = parse(
+        {
+            "name": "chat",
+            "data": data | {"context": 32},
+            "model": {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 32},
+            "training": {"steps": 12, "batch_size": 1, "threads": 1, "warmup_steps": 1},
+            "reporting": {"log_every": 1, "evaluate_every": None, "save_every": None, "tensorboard": False},
+        },
+        "chat",
+    )
+    record = train(recipe, tmp_path / "run")
+    losses = [point.loss for point in record.curve]
+    assert record.status == "finished"
+    assert 0.0 in losses, "some rows have no answer"
+    assert max(losses) > 1
+    assert record.skipped == 0

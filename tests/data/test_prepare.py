@@ -964,7 +964,7 @@ def test_a_bare_tokenizer_that_says_too_little_is_a_sentence(tmp_path):
         load_tokenizer(str(several))
     (tmp_path / "several" / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     assert load_tokenizer(str(several.parent)).eos_token == "</s>"
-    with pytest.raises(HeadwaterError, match="neither an end-of-text nor a begin-of-text token .*tokenizer_config"):
+    with pytest.raises(HeadwaterError, match=r"neither an end-of-text nor a begin-of-text token .*tokenizer_config"):
         load_tokenizer(str(none))
     (tmp_path / "empty").mkdir()
     with pytest.raises(HeadwaterError, match="empty' has no tokenizer"):
