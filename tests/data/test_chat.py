@@ -222,7 +222,7 @@ def test_models_are_not_compared_on_conversations(folder):
 
 
 def test_a_run_trains_on_answers_and_goes_on_where_there_is_none(folder, tmp_path):
-    long = [[{"role": "user", "content": f"{i} " + "word " * 200}, *one[2:3]] for i, one in enumerate(CONVERSATIONS)]
+    long = [[{"role": "user", "content": f"{i} " + "word " * 20}, *one[2:3]] for i, one in enumerate(CONVERSATIONS)]
     (tmp_path / "c.jsonl").write_text("".join(json.dumps({"messages": one}) + "\n" for one in long))
     data = {"kind": "text", "source": str(tmp_path / "c.jsonl"), "tokenizer": str(folder / "bytes-chatml")}
     recipe = parse(
