@@ -10,6 +10,7 @@ import pytest
 import torch
 from pyarrow import parquet
 
+from headwater.data.chat import ChatEncoder
 from headwater.data.corpus import read_corpus
 from headwater.data.prepare import Options, prepare
 from headwater.data.prepared import PreparedSettings
@@ -176,6 +177,14 @@ def test_other_ways_to_write_conversations(folder, tmp_path):
         for kind in ("jsonl", "parquet"):
             texts = [document.text for document in read_corpus(str(tmp_path / f"{name}.{kind}"), column).documents]
             assert texts == usual
+
+
+def test_a_first_token_is_no_label_since_the_conversation_before_would_predict_it(tmp_path):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    encoded = ChatEncoder(tokenizer, np.dtype("<u2"))('[{"role": "assistant", "content": "abc"}]', "a")
+    assert encoded.ids.tolist() == [*b"abc", 256]
+    assert encoded.counts.tolist() == [False, True, True, True]
 
 
 def test_rows_without_an_answer_are_counted(folder, tmp_path):

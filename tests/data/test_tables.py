@@ -2,17 +2,21 @@
 
 import gzip
 import json
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from headwater import HeadwaterConfig
 from headwater.data.corpus import read_corpus
 from headwater.data.prepare import Options, prepare
 from headwater.data.shards import open_prepared
 from headwater.data.stream import Stream, TextSource
+from headwater.data.tokenizer import byte_tokenizer
 from headwater.errors import HeadwaterError
 from headwater.evaluate.text import read_text
+from headwater.training.trained import sample_rows
 
 MARK = "\ufeff"
 TEXTS = [f'row {i}, "so\tto speak";\nof two lines | é' for i in range(30)]
@@ -73,6 +77,18 @@ def test_tables_are_read_by_column(kind, name, packed, tmp_path):
     file.write_bytes(gzip.compress(content) if packed else content)
     assert texts_of(file) == texts_of(tmp_path) == TEXTS
     assert [document.text for document in read_text(str(tmp_path / "*")).documents] == TEXTS
+
+
+def test_a_sample_of_a_table_is_of_its_texts(tmp_path):
+    (tmp_path / "a.csv").write_bytes(table("windows"))
+    trained = SimpleNamespace(
+        model=SimpleNamespace(config=HeadwaterConfig()), tokenizer=byte_tokenizer(), source="a model"
+    )
+    rows = sample_rows(trained, tmp_path / "a.csv", 4)
+    assert trained.tokenizer.decode(rows[0])[:80] == "\n".join(TEXTS)[:80]
+    (tmp_path / "b.csv").write_text("body\na\n")
+    with pytest.raises(HeadwaterError, match="no column 'text'; rename one of its columns: body"):
+        sample_rows(trained, tmp_path / "b.csv", 4)
 
 
 def test_a_table_resumes_at_any_row(tmp_path):

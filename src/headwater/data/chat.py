@@ -147,6 +147,7 @@ class ChatEncoder:
         spans = [span for span in (self.with_end(text, *answer) for answer in answers) if span[0] < span[1]]
         pieces = self.tokens(text, spans)
         counts = np.concatenate([np.full(len(ids), counted) for ids, counted, _ in pieces])
+        counts[:1] = False  # nothing of the conversation predicts its first token
         ids = np.concatenate([np.asarray(ids, dtype=self.dtype) for ids, _, _ in pieces])
         size = sum(len(text[first:last].encode()) for first, last in spans)
         return Encoded(ids, counts, size - sum(special for _, _, special in pieces))
