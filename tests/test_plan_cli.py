@@ -8,6 +8,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from headwater import HeadwaterConfig, HeadwaterForCausalLM, cost
 from headwater.cost import parameters, prefill_flops
+from headwater.data.tokenizer import byte_tokenizer
 from headwater.presets import PRESETS, preset
 from headwater.registry import MECHANISMS, resolve
 
@@ -172,6 +173,11 @@ def test_the_data_of_a_recipe_is_not_read(prices, run, tmp_path):
     assert "--vocabulary" in err
     (one,) = prices(path, "--vocabulary", 500)
     assert one["shape"]["vocabulary"] == 500
+    byte_tokenizer().save_pretrained(tmp_path / "tokenizer")  # one on this machine is
+    (tmp_path / "tokenizer" / "tokenizer_config.json").unlink()
+    for name in ("tokenizer", "tokenizer/tokenizer.json"):
+        (one,) = prices(recipe(tmp_path / "t.yaml", data=data | {"tokenizer": str(tmp_path / name)}))
+        assert one["shape"]["vocabulary"] == 257
     induction = recipe(tmp_path / "i.yaml", data={"kind": "induction", "vocabulary": 40, "length": 20})
     (one,) = prices(induction)
     assert (one["shape"]["vocabulary"], one["at"][0]["context"]) == (40, 20)

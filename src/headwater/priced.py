@@ -323,10 +323,10 @@ def _of_recipe(
     schedule: bool,
 ) -> dict[str, Planned]:
     """Models of a recipe by name, one for each arm of its comparison, each size if asked for, and each stage. The data
-    is not read."""
+    is not read, and of tokenizers only local ones."""
     from types import SimpleNamespace
 
-    from headwater.data.tokenizer import byte_tokenizer
+    from headwater.data.tokenizer import local_size
     from headwater.recipe import read_recipe
 
     given = Path(given) if isinstance(given, str) else given
@@ -342,8 +342,7 @@ def _of_recipe(
         }
     result: dict[str, Planned] = {}
     for name, recipe in recipes.items():
-        known = len(byte_tokenizer()) if getattr(recipe.data, "tokenizer", "") == "bytes" else None
-        size = vocabulary or recipe.known_size or known
+        size = vocabulary or recipe.known_size or local_size(getattr(recipe.data, "tokenizer", None))
         if size is None and recipe.unit == "images":
             raise HeadwaterError(
                 f"The classes of {what} come from its data, which plan does not load; set their number with "
@@ -351,8 +350,8 @@ def _of_recipe(
             )
         if size is None:
             raise HeadwaterError(
-                f"The vocabulary of {what} comes from its tokenizer, which plan does not load; pass its size with "
-                f"--vocabulary (vocabulary=)."
+                f"The vocabulary of {what} comes from its tokenizer, which is not on this machine, and plan downloads "
+                f"nothing; pass its size with --vocabulary (vocabulary=)."
             )
         data = SimpleNamespace(vocab_size=size, context=recipe.row_length, tokenizer=None)
         sized = {} if recipe.unit == "images" else {"vocab_size": size}

@@ -23,7 +23,13 @@ from headwater.errors import HeadwaterError, sentence
 from headwater.vision_config import HeadwaterVisionConfig
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import (
+        GenerationConfig,
+        PreTrainedConfig,
+        PreTrainedModel,
+        PreTrainedTokenizerBase,
+        PreTrainedTokenizerFast,
+    )
 
 CONFIG, GENERATION, WEIGHTS = "config.json", "generation_config.json", "model.safetensors"
 PICKLED = "pytorch_model.bin"
@@ -68,7 +74,7 @@ def read_text(file: Path) -> str:
     if not file.is_file():  # anything else, such as a pipe, might never end
         raise HeadwaterError(f"{str(file)!r} is missing, or not a file; use an intact checkpoint.")
     with reading(repr(str(file))):
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")
 
 
 def read_json(file: Path) -> Any:
@@ -291,6 +297,61 @@ def has_tokenizer(folder: Path) -> bool:
     return any(os.path.lexists(folder / name) for name in TOKENIZER)
 
 
+# Tokens that end a text, and those that end a message, which end a text too if there is no other.
+TEXT_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<|endofsentence|>", "<eos>", "[EOS]")
+TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eot|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|eom_id|>", "<|return|>")
+
+
+def local_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer in a folder, or in a file as the tokenizers library writes it; none of its code runs.
+
+    Can raise anything for damaged files.
+    """
+    from transformers import AutoTokenizer
+
+    described = ("tokenizer_config.json", "special_tokens_map.json")
+    is_bare = path.is_file() or not any(os.path.lexists(path / name) for name in described)
+    is_bare = is_bare and (path.is_file() or (path / "tokenizer.json").is_file())
+    if is_bare and not (path / CONFIG).is_file():
+        return bare_tokenizer(path)
+    tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
+    if is_bare and tokenizer.eos_token is None and tokenizer.bos_token is None:  # the model's type names none either
+        return bare_tokenizer(path)
+    return tokenizer
+
+
+def bare_tokenizer(path: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer in a tokenizer.json, or in a folder with one, with the end of text that its special tokens name.
+
+    A chat_template.jinja beside it is its chat template. Raises `HeadwaterError` if it cannot be read, and if several
+    of its tokens could end a text.
+    """
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    file = path / "tokenizer.json" if path.is_dir() else path
+    with reading(f"The tokenizer {str(file)!r}", "name a tokenizer.json, or its folder"):
+        read = Tokenizer.from_str(read_text(file))
+    special = {token.content for token in read.get_added_tokens_decoder().values() if token.special}
+    texts, turns = ([end for end in ends if end in special] for ends in (TEXT_ENDS, TURN_ENDS))
+    ends = texts or turns
+    if len(ends) > 1:
+        raise HeadwaterError(
+            f"The tokenizer {str(file)!r} has several tokens that could end a text, {' and '.join(ends)}; say which in "
+            f'a tokenizer_config.json beside it: {{"eos_token": "{ends[0]}"}}.'
+        )
+    unknown = getattr(read.model, "unk_token", None)
+    names = {"eos_token": ends[0] if ends else None, "unk_token": unknown}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=read,
+        clean_up_tokenization_spaces=False,
+        **{name: token for name, token in names.items() if token},
+    )
+    if (template := file.with_name("chat_template.jinja")).is_file():
+        tokenizer.chat_template = read_text(template)
+    return tokenizer
+
+
 def read_tokenizer(folder: Path, vocabulary: int | None = None) -> PreTrainedTokenizerBase | None:
     """The tokenizer of a folder; None if there is none.
 
@@ -302,12 +363,10 @@ def read_tokenizer(folder: Path, vocabulary: int | None = None) -> PreTrainedTok
     for name in TOKENIZER:
         if os.path.lexists(folder / name) and not (folder / name).is_file():
             raise HeadwaterError(f"{str(folder / name)!r} is not a file; use an intact checkpoint.")
-    from transformers import AutoTokenizer
-
     where = f"The tokenizer in {str(folder)!r}"
     with reading(where, "replace or remove its files"):
         try:
-            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+            tokenizer = local_tokenizer(folder)
         except ValueError as error:
             if "trust_remote_code" in str(error):
                 raise HeadwaterError(

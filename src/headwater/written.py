@@ -125,7 +125,7 @@ def _line(node: Node) -> int:
 def read_text(path: str | Path, what: str = "file", most: int = MOST_BYTES) -> str:
     """The text of a file that a user names. Raises `HeadwaterError` if it is not a file, too large, or not UTF-8.
 
-    Devices and pipes are errors, since reading one may never end.
+    A byte order mark at its beginning is left out. Devices and pipes are errors, since reading one may never end.
     """
     path = Path(path)
     if not path.exists():
@@ -138,7 +138,7 @@ def read_text(path: str | Path, what: str = "file", most: int = MOST_BYTES) -> s
             f"{str(path)!r} has {size:,} bytes, but a {what} may have at most {most:,}; choose another file."
         )
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise HeadwaterError(f"{str(path)!r} is not UTF-8 text: {error}; pass the path of a {what}.") from error
 

@@ -14,15 +14,18 @@ import subprocess
 import sys
 import time
 import zipfile
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 from datasets import Dataset
 from filelock import FileLock
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 import processes
+from headwater import HeadwaterConfig
 from headwater.bench.data import tree_memory
 from headwater.data import corpus as corpora
 from headwater.data import prepare as preparing
@@ -33,8 +36,9 @@ from headwater.data.prepare import Options, prepare
 from headwater.data.prepared import PreparedSettings
 from headwater.data.shards import DOMAINS, JOURNAL, MANIFEST, open_all, open_prepared
 from headwater.data.stream import Stream, StreamPosition, TextSource
-from headwater.data.tokenizer import END_OF_TEXT, byte_tokenizer, load_tokenizer, train_tokenizer
+from headwater.data.tokenizer import END_OF_TEXT, byte_tokenizer, load_tokenizer, local_size, train_tokenizer
 from headwater.errors import HeadwaterError
+from headwater.reading import read_tokenizer
 
 WORDS = [
     "alpha",
@@ -767,8 +771,8 @@ def test_long_documents_lie_in_one_shard_and_survive_a_stop_in_their_middle(tmp_
         ({}, {}, "There is no file or folder"),
         ({"s/e.txt": b""}, {}, "There is no text in .*only empty documents"),
         ({"s/b.dat": bytes(range(256))}, {}, "none of its 1 files is UTF-8"),
-        ({"s/t.txt": b"tiny"}, {}, r"None of the 1 documents .* held out.*larger share than --held-out 0\.2"),
-        ({"s/t.txt": b"tiny"}, {"held_out": 0.999999}, "All 1 documents .* held out.*smaller share"),
+        ({"s/t.txt": b"tiny"}, {}, "one document of 4 bytes, too short to hold out part of it"),
+        ({"s/x.jsonl": b'{"text": "a row"}\n' * 50}, {}, "one text, again and again"),
         ({"s/x.parquet": b"not parquet"}, {}, "cannot be read as parquet"),
         ({"s/x.jsonl": b'{"text": "a"}\n{not json'}, {}, "cannot be read as jsonl: line 2"),
         ({"s/x.jsonl": b"[1]\n"}, {}, "Line 1 of .* is not a JSON object"),
@@ -919,6 +923,102 @@ def test_a_tokenizer_of_broken_files_is_a_sentence(name, content, tmp_path, bpe)
     (tmp_path / "tokenizer" / name).write_text(content)
     with pytest.raises(HeadwaterError, match="No tokenizer could be loaded"):
         load_tokenizer(str(tmp_path / "tokenizer"))
+
+
+def bare(folder: Path, *special: str, name: str = "tokenizer.json") -> Path:
+    """A tokenizer as the tokenizers library writes it."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(special_tokens=list(special), initial_alphabet=alphabet, vocab_size=300)
+    tokenizer.train_from_iterator(texts(5), trainer)
+    folder.mkdir(exist_ok=True)
+    tokenizer.save(str(folder / name))
+    return folder / name
+
+
+@pytest.mark.parametrize(
+    ("special", "end"),
+    [
+        (["<|endoftext|>"], "<|endoftext|>"),
+        (["<unk>", "<s>", "</s>"], "</s>"),
+        (["<|im_start|>", "<|im_end|>"], "<|im_end|>"),
+        (["<|im_start|>", "<|im_end|>", "<|end_of_text|>"], "<|end_of_text|>"),
+    ],
+)
+def test_a_bare_tokenizer_is_taken_with_the_end_of_text_among_its_tokens(special, end, tmp_path):
+    file = bare(tmp_path / "tok", *special)
+    (tmp_path / "tok" / "chat_template.jinja").write_text("{{ messages }}")
+    other = bare(tmp_path / "tok2", *special, name="mine.json")
+    for source in (file, file.parent, other):
+        tokenizer = load_tokenizer(str(source))
+        assert (tokenizer.eos_token, local_size(str(source))) == (end, 300)
+    assert load_tokenizer(str(file)).chat_template == "{{ messages }}"
+    HeadwaterConfig().save_pretrained(tmp_path / "tok")
+    assert read_tokenizer(tmp_path / "tok").eos_token == end
+
+
+def test_a_bare_tokenizer_that_says_too_little_is_a_sentence(tmp_path):
+    several, none = bare(tmp_path / "several", "<|endoftext|>", "</s>"), bare(tmp_path / "none", "[MASK]")
+    with pytest.raises(HeadwaterError, match=r"several tokens that could end a text, <\|endoftext\|> and </s>"):
+        load_tokenizer(str(several))
+    (tmp_path / "several" / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    assert load_tokenizer(str(several.parent)).eos_token == "</s>"
+    with pytest.raises(HeadwaterError, match=r"neither an end-of-text nor a begin-of-text token .*tokenizer_config"):
+        load_tokenizer(str(none))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(HeadwaterError, match="empty' has no tokenizer"):
+        load_tokenizer(str(tmp_path / "empty"))
+    (tmp_path / "text.json").write_text("no tokenizer")
+    with pytest.raises(HeadwaterError, match=r"text\.json' cannot be read"):
+        load_tokenizer(str(tmp_path / "text.json"))
+
+
+SMALL = {
+    "one line": "a line of words " * 20,
+    "a few lines": "".join(f"line {i}\n" for i in range(6)),
+    "9 kB": "".join(f"line {i} of a text\n" for i in range(500)),
+    "the same line": "a line\n" * 4321,
+    "pieces": "".join(f"line {i} of a text, and words\n" for i in range(4000)),
+}
+
+
+@pytest.mark.parametrize("held_out", [0.001, 0.2, 0.999])
+@pytest.mark.parametrize("text", SMALL.values(), ids=SMALL)
+def test_something_of_every_text_is_held_out(text, held_out, tmp_path):
+    (tmp_path / "input.txt").write_text(text)
+    (tmp_path / "row.jsonl").write_text(json.dumps({"text": text}))
+    for source in ("input.txt", "row.jsonl"):
+        for out in ("a", "b"):
+            make(tmp_path / source, tmp_path / out / source, held_out=held_out)
+        assert contents(tmp_path / "a" / source) == contents(tmp_path / "b" / source)
+        prepared = open_prepared(tmp_path / "a" / source)
+        documents = [document.text for document in read_corpus(str(tmp_path / source)).documents]
+        assert "".join(documents) == text
+        sides = []
+        for split in (prepared.train, prepared.held_out):
+            assert split.documents > 0
+            starts = [*split.starts(0, split.tokens).tolist(), split.tokens]
+            sides.append([bytes(split.read(a + 1, b).tolist()).decode() for a, b in pairwise(starts)])
+        assert sorted(sides[0] + sides[1]) == sorted(documents)
+        assert not set(sides[0]) & set(sides[1])
+
+
+def test_one_document_is_moved_only_if_a_side_would_be_empty(tmp_path):
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in texts(60))
+    (tmp_path / "a.jsonl").write_text(rows)
+    documents = read_corpus(str(tmp_path / "a.jsonl")).documents
+    fractions = sorted(document.fraction() for document in documents)
+    for share, held_out in ((fractions[0] / 2, 1), (fractions[3], 3), ((1 + fractions[-1]) / 2, 59)):
+        make(tmp_path / "a.jsonl", tmp_path / str(held_out), held_out=share)
+        assert open_prepared(tmp_path / str(held_out)).held_out.documents == held_out
+
+
+def test_a_refused_text_leaves_no_folder(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"body": "a"}\n')
+    with pytest.raises(HeadwaterError, match="no column 'text'"):
+        make(tmp_path / "a.jsonl", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_killed_tokenizer_does_not_block_the_next(folder, tmp_path, run):

@@ -86,6 +86,23 @@ def test_batches_go_on_where_they_stopped(settings):
 
 
 @task(SMALL)
+def test_rows_are_the_same_in_batches_of_any_size(settings, monkeypatch):
+    monkeypatch.setattr("headwater.data.synthetic.base.BLOCK", 10)
+    data = settings.build()
+    made = [
+        [
+            tensor
+            for batch in itertools.islice(data.batches(3, size, 4), 24 // size)
+            for tensor in zip(*batch.values(), strict=True)
+        ]
+        for size in (1, 3, 8, 24)
+    ]
+    for rows in made[1:]:
+        for row, other in zip(made[0], rows, strict=True):
+            assert all(map(torch.equal, row, other))
+
+
+@task(SMALL)
 def test_processes_share_the_rows_of_a_batch(settings):
     data = settings.build()
     whole = next(data.batches(1, 6, 12))

@@ -1534,9 +1534,9 @@ MISTAKES = [
         (f"{IMAGES}::test_an_epoch_has_every_image_and_the_next_has_others_of_them",),
     ),
     Mistake(
-        "images are mixed within a process's part of the batch",
-        "wanted = range(own.start - settings.repeats, own.stop) if mixes else own",
-        "wanted = [*own[-settings.repeats :], *own] if mixes else own",
+        "images are mixed by the number of the batch",
+        'draws = [partial(generator, "mix", seed, first + row) for row in own]',
+        'draws = [partial(generator, "mix", seed, first) for row in own]',
         (f"{IMAGES}::test_rows_depend_on_seed_and_number_alone",),
     ),
     Mistake(

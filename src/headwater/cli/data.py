@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -13,16 +13,21 @@ from headwater.cli.progress import ProgressReport
 from headwater.errors import HeadwaterError
 from headwater.terminal import Table
 
+if TYPE_CHECKING:
+    from headwater.data.shards import Skipped
+
 data = typer.Typer(help="Prepare corpora for training: tokens on disk, and tokenizers.", no_args_is_help=True)
 
 SourceArgument = Annotated[
     str,
     typer.Argument(
-        help="A file, folder or glob of text, JSONL or parquet files; a dataset on the hub; or a named corpus: "
+        help="A file, folder or glob of text, JSONL, CSV or parquet files; a dataset on the hub; or a named corpus: "
         "openwebtext, pile, slimpajama, fineweb, fineweb-edu, wikitext, enwik8."
     ),
 ]
-TextColumnOption = Annotated[str, typer.Option(help="Column or JSON field with the text.")]
+TextColumnOption = Annotated[
+    str, typer.Option(help="Column or JSON field with the text or the messages, dotted if nested.")
+]
 Local = Annotated[str | None, typer.Option(help="Read a named corpus from these files.", show_default=False)]
 Config = Annotated[str | None, typer.Option(help="Configuration of the dataset on the hub.", show_default=False)]
 Split = Annotated[str | None, typer.Option(help="Split of the dataset; default: train.", show_default=False)]
@@ -38,7 +43,9 @@ def prepare(
     out_folder: Annotated[
         Path | None, typer.Option("--out", help="A new folder, or one to resume.", show_default=False)
     ] = None,
-    tokenizer: Annotated[str, typer.Option(help='"bytes", or the folder or hub name of a tokenizer.')] = "bytes",
+    tokenizer: Annotated[
+        str, typer.Option(help='"bytes", or the folder, tokenizer.json or hub name of a tokenizer.')
+    ] = "bytes",
     text_column: TextColumnOption = "text",
     config: Config = None,
     split: Split = None,
@@ -62,7 +69,7 @@ def prepare(
     """Tokenize a corpus into memory-mapped shards. Run it again to resume."""
     from headwater.data.prepare import Options
     from headwater.data.prepare import prepare as run
-    from headwater.data.shards import DOMAINS, JOURNAL, MANIFEST
+    from headwater.data.shards import DOMAINS, JOURNAL, MANIFEST, Skipped, read_manifest
     from headwater.data.stream import TextSource
 
     quiet()
@@ -82,6 +89,9 @@ def prepare(
     if there and JOURNAL not in there:
         _say(f"{folder} is already finished")
     out.print(_table(folders))
+    skipped = read_manifest(folders[0]).skipped
+    if skipped != Skipped():
+        _say(_skipped(skipped))
 
 
 @data.command("show")
@@ -100,10 +110,7 @@ def show(
         f"made by headwater {first.headwater}"
     )
     skipped = first.skipped
-    _say(
-        f"skipped: {skipped.empty:,} empty documents, {skipped.none:,} rows without text, {skipped.files:,} files "
-        "that are not UTF-8 text" + (f": {', '.join(skipped.names)}" if skipped.names else "")
-    )
+    _say(_skipped(skipped))
     if check:
         shards.check_all(prepared)
         old = "; format 1 has none for the manifest and tokenizer_config.json"
@@ -154,6 +161,7 @@ def tokenizer(
     local: Local = None,
 ) -> None:
     """Train a byte-level BPE tokenizer on a corpus."""
+    from headwater.data.chat import contents
     from headwater.data.known import resolve
     from headwater.data.reading import check_name
     from headwater.data.stream import Stream, TextSource
@@ -171,7 +179,7 @@ def tokenizer(
             def texts():
                 nonlocal documents, size
                 for part in Stream(resolve(TextSource(source, text_column, config, split, separator), local)):
-                    yield part.text
+                    yield contents(part.text) if part.is_chat else part.text
                     documents, size = documents + part.last, size + len(part.data)
                     bar(documents, size, 0)
                     if size >= max_bytes:
@@ -182,6 +190,14 @@ def tokenizer(
             raise HeadwaterError(f"{source!r} contains no text; name a file or folder with text.")
         trained.save_pretrained(new)
     _say(f"{len(trained):,} tokens learned from {size / 1e6:,.1f} MB in {documents:,} documents, written to {folder}")
+
+
+def _skipped(skipped: Skipped) -> str:
+    """What of the source is not in the shards."""
+    return (
+        f"skipped: {skipped.empty:,} empty documents, {skipped.none:,} rows without text, {skipped.files:,} files "
+        "that are not UTF-8 text" + (f": {', '.join(skipped.names)}" if skipped.names else "")
+    )
 
 
 def _say(text: str) -> None:
@@ -235,8 +251,8 @@ def _table(folders: list[Path]) -> Table:
                 name,
                 f"{facts.documents:,}",
                 f"{facts.bytes / 1e6:,.2f}",
-                f"{facts.tokens:,}",
-                f"{facts.bytes / facts.tokens:.2f}" if facts.tokens else "",
+                f"{facts.tokens:,}" + ("" if facts.answer_tokens is None else f" ({facts.answer_tokens:,} of answers)"),
+                f"{facts.bytes / facts.counted_tokens:.2f}" if facts.counted_tokens else "",
                 str(len(facts.shards)),
             )
         kept = manifest.evaluation

@@ -43,6 +43,7 @@ def evaluate(
         list[str] | None,
         typer.Option(help="Evaluate on this text: a file, folder, glob or dataset; repeatable.", show_default=False),
     ] = None,
+    text_column: Annotated[str, typer.Option(help="Column of a table with the text, dotted if nested.")] = "text",
     by: Annotated[
         str | None,
         typer.Option(
@@ -106,6 +107,7 @@ def evaluate(
             shots=shots,
             limit=limit,
             text=text or (),
+            text_column=text_column,
             by=by,
             context=context,
             stride=stride,

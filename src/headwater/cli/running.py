@@ -118,6 +118,7 @@ def _prompts(text: str, name: str) -> list[dict[str, Any]]:
 
     prompts = []
     for number, line in enumerate(text.split("\n"), 1):
+        line = line.removeprefix("\ufeff")
         try:
             content = json.loads(line) if line.strip() else None
         except ValueError as error:

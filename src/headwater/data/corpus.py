@@ -20,13 +20,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headwater.data.chat import content_of
 from headwater.data.reading import (
+    MARK,
+    ROWS,
     Columns,
     encoded,
     is_text,
     local_path,
-    opened,
+    opened_text,
     printable,
+    rows_of_tables,
     table_kind,
     table_rows,
 )
@@ -38,16 +42,22 @@ STDLIB, TOPICS, DOCS = "python-stdlib", "python-topics", "python-docs"
 FEW_FILES = 20
 # Characters in a piece: at least PIECE, at most LONGEST_PIECE, which is less than a part of a stream (stream.LONGEST).
 PIECE = 16_384
+# In how many pieces to cut a text that would be one, and their fewest characters.
+FEW_PIECES, SHORTEST_PIECE = 10, 16
 LONGEST_PIECE = 4 * PIECE
 
 
 @dataclass(frozen=True)
 class Document:
-    """id: its name in records; key: the text or path that is hashed for the split."""
+    """id: its name in records; key: the text or path that is hashed for the split.
+
+    is_chat: its text is a conversation in JSON, see `headwater.data.chat`.
+    """
 
     id: str
     text: str
     key: str
+    is_chat: bool = False
 
     def fraction(self, purpose: str = "") -> float:
         """A number in [0, 1) that depends only on the key (and its purpose)."""
@@ -70,50 +80,64 @@ def read_corpus(source: str, text_column: str = "text") -> Corpus:
         or a Hugging Face dataset ("name", "owner/name", either with ":split").
     text_column: the column (or JSON field) that holds the text.
     """
-    skipped: list[str] = []
-    if source == TOPICS:
-        documents = list(topics())
-    elif source == DOCS:
-        documents = list(docstrings())
-    elif found := local_files(source):
-        root, files = found
-        documents = list(read_files(files, root, text_column, skipped))
-    else:
-        documents = list(_hub_documents(source, text_column))
-    documents = [document for document in documents if document.text]
-    if not documents:
-        tail = f": none of its {len(skipped)} files is UTF-8 text" if skipped else ", or only empty files"
-        raise HeadwaterError(f"There is no text in {source!r}{tail}; give a file or folder with text.")
+    documents, skipped, empty = read_documents(source, text_column, "data.text_column")
     if len({document.key for document in documents}) < FEW_FILES:
-        documents = [piece for document in documents for piece in pieces(document)]
+        documents = cut(documents)
+    check_one_kind(source, {document.is_chat for document in documents})
 
     content = hashlib.sha256()
     for document in documents:
         content.update(f"{document.id}\0{hashlib.sha256(document.text.encode()).hexdigest()}\n".encode())
-    facts = {
+    facts: dict[str, Any] = {
         "source": source,
         "documents": len(documents),
         "bytes": sum(len(document.text.encode()) for document in documents),
         "sha256": content.hexdigest(),
         "skipped_not_utf8": len(skipped),
+        "skipped_without_text": empty,
     }
     if source in (STDLIB, TOPICS, DOCS):
         facts["python"] = platform.python_version()
     return Corpus(documents, facts)
 
 
-def read_files(files: Iterable[Path], root: Path, text_column: str, skipped: list[str]) -> Iterator[Document]:
-    """The documents of local files; files that are not UTF-8 text are named in `skipped`."""
-    columns = Columns(text_column, text_option="data.text_column")
+def read_documents(source: str, column: str, option: str | None) -> tuple[list[Document], list[str], int]:
+    """(the documents of a source as `read_corpus` takes it, uncut; the names of files that are not text; how many
+    documents and rows have no text).
+
+    option: that sets the column of tables, if one does. Raises `HeadwaterError` if there are none.
+    """
+    skipped: list[str] = []
+    columns = Columns(column, text_option=option)
+    if source == TOPICS:
+        documents = topics()
+    elif source == DOCS:
+        documents = docstrings()
+    elif found := local_files(source):
+        documents = read_files(found[1], found[0], columns, skipped)
+    else:
+        documents = _hub_documents(source, columns)
+    held, empty = [], 0
+    for document in documents:
+        if document.text:
+            held.append(document)
+        empty += not document.text
+    columns.require(source)
+    if not held:
+        tail = f": none of its {len(skipped)} files is UTF-8 text" if skipped else ", or only empty files"
+        raise HeadwaterError(f"There is no text in {source!r}{tail}; give a file or folder with text.")
+    return held, skipped, empty
+
+
+def read_files(files: Iterable[Path], root: Path, columns: Columns, skipped: list[str]) -> Iterator[Document]:
+    """The documents of local files, empty ones for rows without text; files that are not text go to `skipped`."""
     for file in files:
         relative = name_in(file, root)
         if table_kind(file):
-            for index, (_, text, _) in enumerate(table_rows(file, columns)):
-                text = checked_text(text, text_column, printable(str(file)), index) or ""
-                encoded(text, name := f"{relative}:{index}")
-                yield Document(name, text, key=text)
+            for index, (_, value, _) in enumerate(table_rows(file, columns)):
+                yield row_document(value, columns.text, printable(str(file)), relative, index)
         elif is_text(file):
-            with opened(file) as stream:
+            with opened_text(file) as stream:
                 yield Document(relative, stream.read().decode(), key=relative)
         else:
             skipped.append(relative)
@@ -124,13 +148,21 @@ def name_in(file: Path, root: Path) -> str:
     return printable(file.relative_to(root).as_posix())
 
 
-def checked_text(text: Any, column: str, where: str, row: int) -> str | None:
-    """A text column's value. Raises `HeadwaterError` if it is not text."""
-    if text is not None and not isinstance(text, str):
+def row_document(value: Any, column: str, where: str, name: str, row: int) -> Document:
+    """A row's document, without text if the row has none. Raises `HeadwaterError` if the value is no text."""
+    text, is_chat = content_of(value, column, where, row) or ("", False)
+    text = text.removeprefix(MARK.decode())
+    encoded(text, name := f"{name}:{row}")
+    return Document(name, text, key=text, is_chat=is_chat)
+
+
+def check_one_kind(source: str, kinds: set[bool]) -> None:
+    """Raise `HeadwaterError` if some documents are conversations, and some are not."""
+    if len(kinds) > 1:
         raise HeadwaterError(
-            f"Column {column!r} of {where!r} holds {type(text).__name__}, not text, in row {row}; name another column."
+            f"{source!r} has both conversations and plain text; keep them apart, and mix them by weight as prepared "
+            "folders."
         )
-    return text
 
 
 def _stdlib_files(root: Path) -> list[Path]:
@@ -239,7 +271,7 @@ def _fits(parts: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
     return not dotted and fnmatch.fnmatchcase(parts[0], first) and _fits(parts[1:], tuple(rest))
 
 
-def _hub_documents(source: str, text_column: str) -> Iterator[Document]:
+def _hub_documents(source: str, columns: Columns) -> Iterator[Document]:
     from datasets import load_dataset
 
     name, _, split = source.partition(":")
@@ -248,40 +280,47 @@ def _hub_documents(source: str, text_column: str) -> Iterator[Document]:
         rows = load_dataset(name, split=split or "train")
     except Exception as error:  # a download or a dataset's layout can fail in many ways
         raise HeadwaterError(f"The dataset {name!r} could not be loaded: {first_line(error)}") from error
-    for index, text in enumerate(_column(rows, text_column, source)):
-        yield Document(f"{source}:{index}", text, key=text)
+    tables = rows.with_format("arrow").iter(batch_size=ROWS)
+    for index, (_, value, _) in enumerate(rows_of_tables(tables, columns, 0, Path(source))):
+        yield row_document(value, columns.text, source, source, index)
 
 
-def _column(rows: Any, text_column: str, where: str) -> Iterator[str]:
-    if text_column not in rows.column_names:
-        raise HeadwaterError(
-            f"{where!r} has no column {text_column!r}; set data.text_column to one of: {', '.join(rows.column_names)}."
-        )
-    for index, text in enumerate(rows[text_column]):
-        text = checked_text(text, text_column, where, index) or ""
-        encoded(text, f"{where}:{index}")
-        yield text
+def cut(documents: Iterable[Document]) -> list[Document]:
+    """The documents of a small corpus in pieces, so that some can be held out; shorter ones if it would be just one."""
+    documents = list(documents)
+    result = [piece for document in documents for piece in pieces(document)]
+    if len(result) == 1:
+        result = list(pieces(documents[0], max(SHORTEST_PIECE, len(documents[0].text) // FEW_PIECES)))
+    return result
 
 
-def pieces(document: Document) -> Iterator[Document]:
-    """Cut a long document at line ends into pieces of about `PIECE` characters, each with its own key."""
+def pieces(document: Document, size: int | None = None) -> Iterator[Document]:
+    """Cut a long document at line ends into pieces of about `size` (`PIECE`) characters, each with its own key.
+
+    Conversations stay whole.
+    """
+    if document.is_chat:
+        yield document
+        return
     start, count = 0, 0
     text = document.text
     while start < len(text):
-        end = piece_end(text, start)
+        end = piece_end(text, start, size=size)
         piece = text[start:end]
         yield Document(f"{document.id}#{count}", piece, key=piece)
         start, count = end, count + 1
 
 
-def piece_end(text: str, start: int, ended: bool = True) -> int:
-    """Where the piece that begins at `start` ends: after a line end, else a space, else after LONGEST_PIECE.
+def piece_end(text: str, start: int, ended: bool = True, size: int | None = None) -> int:
+    """Where the piece that begins at `start` ends: after a line end, else a space, else at its longest.
 
     ended: whether this is all of the text; if not, -1 if more of it is needed to decide.
     """
-    if len(text) == start or (not ended and len(text) - start < LONGEST_PIECE):
+    size = size or PIECE
+    longest = LONGEST_PIECE * size // PIECE
+    if len(text) == start or (not ended and len(text) - start < longest):
         return -1
     for mark in "\n", " ":
-        if (end := text.find(mark, start + PIECE, start + LONGEST_PIECE)) >= 0:
+        if (end := text.find(mark, start + size, start + longest)) >= 0:
             return end + 1
-    return min(len(text), start + LONGEST_PIECE)
+    return min(len(text), start + longest)

@@ -15,6 +15,7 @@ from pydantic import SerializerFunctionWrapHandler, model_serializer, model_vali
 from torch import Tensor
 
 from headwater.data.base import ALONE, Batch, Evaluation, Share
+from headwater.data.chat import Encoded
 from headwater.data.corpus import Document
 from headwater.data.rows import RowLayout, Rows, Tokens
 from headwater.data.tokenizer import Encoder, vocabulary
@@ -109,10 +110,10 @@ class LanguageData:
             held_out = dict(sorted(held_out.items()))
         groups = [[(name, document) for document in several] for name, several in held_out.items()]
         self.held_out = [
-            HeldOut(name, document.id, *self.excerpt(document, limit))
+            HeldOut(name, document.id, self.excerpt(document, limit))
             for group in (groups if domains else [list(chain(*groups))])
             for (name, document), limit in zip(
-                group, shares([len(document.text.encode()) for _, document in group], held_out_bytes), strict=True
+                group, limits([document for _, document in group], held_out_bytes), strict=True
             )
             if limit
         ]
@@ -131,7 +132,7 @@ class LanguageData:
         sizes, content = {}, hashlib.sha256()
         for name in domains:
             own = [one for one in self.held_out if one.stream == name]
-            tokens = sum(len(one.ids) - 1 for one in own)
+            tokens = sum(one.tokens for one in own)
             if tokens < self.context:
                 raise HeadwaterError(
                     f"The domain {name!r} has {tokens} held-out tokens, fewer than one row of "
@@ -142,15 +143,17 @@ class LanguageData:
                 content.update(f"{name}\0{one.id}\0{hashlib.sha256(one.ids.tobytes()).hexdigest()}\n".encode())
         return {"held_out_domains": sizes, "held_out_sha256": content.hexdigest()}
 
-    def excerpt(self, document: Document, limit: int) -> tuple[int, np.ndarray]:
-        """(bytes, token ids) of `limit` bytes of a document, at a position set by its hash, cut between characters.
+    def excerpt(self, document: Document, limit: int) -> Encoded:
+        """`limit` bytes of a document, at a position set by its hash, cut between characters; a whole conversation.
 
         Not from the beginning, because files begin alike, with licenses and imports.
         """
+        if document.is_chat:
+            return self.encoder.documents([document])[0]
         content = document.text.encode()
         start = int(document.fraction("excerpt") * (len(content) - limit + 1))
         text = content[start : start + limit].decode(errors="ignore")
-        return len(text.encode()), self.encoder.documents([text])[0].astype(np.int64)
+        return self.encoder.documents([Document(document.id, text, document.key)])[0]
 
     def batches(self, seed: int, batch_size: int, start: int, share: Share = ALONE) -> Iterator[Batch]:
         return self.train.batches(seed, batch_size, start, share.rank, share.world)
@@ -165,17 +168,17 @@ class LanguageData:
         for index, one in enumerate(self.held_out):
             for start in range(0, len(one.ids) - 1, self.context):
                 owners.append(index)
-                row = one.ids[start : start + self.context + 1]
-                rows.append(np.pad(row, (0, self.context + 1 - len(row)), constant_values=-100))
+                both = np.stack((one.ids[:-1], one.labels))[:, start : start + self.context]
+                rows.append(np.pad(both, ((0, 0), (0, self.context - both.shape[1])), constant_values=-100))
         nats = np.zeros(len(self.held_out))
         size = max(1, 16_384 // self.context)
         firsts = range(0, len(rows), size)
         for turn in range(-(-len(firsts) // share.world)):
             number = turn * share.world + share.rank
             first = firsts[min(number, len(firsts) - 1)]  # models in several processes must run together
-            batch = torch.from_numpy(np.stack(rows[first : first + size])).long()
-            labels = batch[:, 1:].contiguous()
-            scores = logits({"input_ids": batch[:, :-1].clamp(min=0)}).float().flatten(0, 1)
+            batch = torch.from_numpy(np.stack(rows[first : first + size], axis=1))
+            labels = batch[1]
+            scores = logits({"input_ids": batch[0].clamp(min=0)}).float().flatten(0, 1)
             loss = torch.nn.functional.cross_entropy(scores, labels.to(scores.device).flatten(), reduction="none")
             if number < len(firsts):
                 np.add.at(nats, owners[first : first + size], loss.view(labels.shape).double().sum(1).cpu().numpy())
@@ -184,21 +187,19 @@ class LanguageData:
             {
                 "id": f"{one.stream}:{one.id}" if self.domains else one.id,
                 "bytes": one.bytes,
-                "tokens": len(one.ids) - 1,
+                "tokens": one.tokens,
                 "nats": float(n),
             }
             for one, n in zip(self.held_out, nats, strict=True)
         ]
         measures = {
             "bits_per_byte": float(nats.sum()) / math.log(2) / sum(one.bytes for one in self.held_out),
-            "loss": float(nats.sum()) / sum(len(one.ids) - 1 for one in self.held_out),
+            "loss": float(nats.sum()) / sum(one.tokens for one in self.held_out),
         }
         if len(self.names) > 1 or self.domains:
             for name in dict.fromkeys(one.stream for one in self.held_out):
                 own = [
-                    (n, one.bytes, len(one.ids) - 1)
-                    for n, one in zip(nats, self.held_out, strict=True)
-                    if one.stream == name
+                    (n, one.bytes, one.tokens) for n, one in zip(nats, self.held_out, strict=True) if one.stream == name
                 ]
                 total, size, tokens = map(sum, zip(*own, strict=True))
                 measures[f"bits_per_byte/{name}"] = float(total) / math.log(2) / size
@@ -212,10 +213,27 @@ class LanguageData:
 
 
 class HeldOut:
-    """An excerpt of a held-out document: its stream or domain, its id, its bytes and token ids."""
+    """An excerpt of a held-out document: its stream or domain, its id, its token ids, the label of each but the last,
+    and how many tokens are scored, with the bytes they stand for.
+    """
 
-    def __init__(self, stream: str, id: str, bytes: int, ids: np.ndarray) -> None:
-        self.stream, self.id, self.bytes, self.ids = stream, id, bytes, ids
+    def __init__(self, stream: str, id: str, content: Encoded) -> None:
+        self.stream, self.id, self.bytes, self.ids = stream, id, content.bytes, content.ids.astype(np.int64)
+        self.labels = self.ids[1:] if content.counts is None else np.where(content.counts[1:], self.ids[1:], -100)
+        self.tokens = int((self.labels != -100).sum())
+
+
+def limits(documents: Sequence[Document], budget: int | None) -> list[int]:
+    """Bytes to use of each: of texts equal shares; whole conversations, in the order of their hashes, one at least."""
+    sizes = [len(document.text.encode()) for document in documents]
+    if not any(document.is_chat for document in documents):
+        return shares(sizes, budget)
+    used, left = [0] * len(documents), sum(sizes) if budget is None else budget
+    for turn, index in enumerate(sorted(range(len(documents)), key=lambda i: documents[i].fraction("excerpt"))):
+        if not turn or sizes[index] <= left:
+            used[index] = sizes[index]
+            left -= sizes[index]
+    return used
 
 
 def shares(sizes: Sequence[int], budget: int | None) -> list[int]:

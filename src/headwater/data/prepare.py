@@ -14,10 +14,10 @@ import json
 import os
 import re
 import shutil
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,7 +25,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from headwater.data import shards
-from headwater.data.corpus import Document
+from headwater.data.chat import Encoded
 from headwater.data.known import resolve
 from headwater.data.reading import check_name, printable
 from headwater.data.sealed import read_sealed, write_sealed
@@ -109,20 +109,25 @@ def prepare(
     if source.separator == "":
         raise HeadwaterError("--separator is empty; pass the line that separates two documents.")
     check_name(out)
-    encode = _Tokenize(load_tokenizer(tokenizer))
+    encode = _Tokenize(loaded := load_tokenizer(tokenizer))
     settings: dict[str, Any] = {"format_version": FORMAT_VERSION, **asdict(source), "local": local}
     settings |= {"tokenizer": encode.sha256, **asdict(options)}
+    if loaded.chat_template:
+        settings["chat_template"] = hashlib.sha256(json.dumps(loaded.chat_template).encode()).hexdigest()
     settings = {name: printable(value) if isinstance(value, str) else value for name, value in settings.items()}
     try:
         out = settled(out)
         if (out.exists() and not out.is_dir()) or (out.is_dir() and _foreign(out)):
             raise HeadwaterError(f"{str(out)!r} holds other files; name a new folder.")
+        moved = None
+        if not any((out / name).exists() for name in (JOURNAL, MANIFEST, DOMAINS)):  # nothing is left of what cannot be
+            moved = moved_document(Stream(resolve(source, local)), options.held_out, encode)
         out.mkdir(parents=True, exist_ok=True)
         with FileLock(out / LOCK, timeout=0):
             if (done := _finished(out, settings, encode.separator)) is not None:
                 return done
             stream = resolve(source, local)
-            run = _Run(out, settings, stream, printable(tokenizer), encode, options)
+            run = _Run(out, settings, stream, printable(tokenizer), encode, options, moved)
             try:
                 run.work(
                     workers or min(cores(), MOST_WORKERS), batch_bytes, commit_bytes, on_progress or (lambda *_: None)
@@ -146,6 +151,48 @@ def prepare(
         ) from error
 
 
+@dataclass(frozen=True)
+class _HoldsOut:
+    """Whether a document is held out, by its fraction. moved: see `moved_document`."""
+
+    share: float
+    moved: float | None
+
+    def __call__(self, fraction: float) -> bool:
+        return (fraction < self.share) != (fraction == self.moved)
+
+
+def moved_document(stream: Stream, share: float, encode: Callable[[Sequence[DocumentPart]], object]) -> float | None:
+    """The fraction of the document to put on the other side than its hash says, since that side would be empty; None
+    if neither is, as in any large corpus, of which only the beginning is read.
+
+    The document is one whose text occurs least often, so that no text is on both sides; among them the one that is
+    closest to the border. encode: called with the first document, for its errors.
+    Raises `HeadwaterError` if there are fewer than two texts.
+    """
+    counts = Counter[float]()
+    first: DocumentPart | None = None
+    for part in stream:
+        if not part.first:
+            continue
+        if first is None:
+            first = part
+            encode([part])
+        counts[part.document.fraction()] += 1
+        if len({fraction < share for fraction in counts}) > 1:
+            return None
+    source = stream.source.source
+    if first is None:
+        skipped = stream.place.skipped
+        tail = f": none of its {skipped} files is UTF-8 text" if skipped else ", or only empty documents"
+        raise HeadwaterError(f"There is no text in {source!r}{tail}; give a file or folder with text.")
+    if len(counts) < 2:
+        what = f"one document of {len(first.data)} bytes" if counts.total() == 1 else "one text, again and again"
+        raise HeadwaterError(f"{source!r} is {what}, too short to hold out part of it; use more text.")
+    rarest = min(counts.values())
+    return min((one for one in counts if counts[one] == rarest), key=lambda one: abs(one - share))
+
+
 class _Tokenize:
     """Token ids of parts of documents, with the separator before each first part."""
 
@@ -160,13 +207,12 @@ class _Tokenize:
         # In the form that save_pretrained writes.
         self.sha256 = hashlib.sha256(tokenizer.backend_tokenizer.to_str(pretty=True).encode()).hexdigest()
 
-    def __call__(self, parts: Sequence[DocumentPart]) -> list[np.ndarray]:
-        tokens = []
-        for part, ids in zip(parts, self.encoder([part.text for part in parts]), strict=True):
-            row = np.empty(len(ids) + part.first, self.dtype)
-            row[: part.first], row[part.first :] = self.separator, ids
-            tokens.append(row)
-        return tokens
+    def __call__(self, parts: Sequence[DocumentPart]) -> list[Encoded]:
+        encoded = self.encoder.documents([part.document for part in parts])
+        return [
+            one if part.first else replace(one, ids=one.ids[1:])  # the separator is before the document's first part
+            for part, one in zip(parts, encoded, strict=True)
+        ]
 
 
 class _Written(Facts):
@@ -177,15 +223,16 @@ class _Written(Facts):
 
 
 class _SplitState(Facts):
-    """The finished shards of a split, and the open one: its documents and tokens, its two files."""
+    """The finished shards of a split, and the open one: its documents and tokens, its files."""
 
     documents: ShardCount = 0
     bytes: ShardCount = 0
     tokens: ShardCount = 0
     shards: list[ShardFacts] = []
+    answer_tokens: ShardCount | None = None
     open_tokens: ShardCount = 0
     open_documents: ShardCount = 0
-    files: tuple[_Written, _Written] = (_Written(), _Written())
+    files: list[_Written] = [_Written(), _Written()]
 
 
 class _FolderState(Facts):
@@ -203,6 +250,8 @@ class _Journal(Facts):
     files: Digest
     """Hash of the names, sizes and times of the source's files."""
     place: StreamPosition
+    moved: float | None
+    """See `moved_document`."""
     folders: dict[Slug, _FolderState]
     check: Digest
 
@@ -218,6 +267,7 @@ class _Run:
         tokenizer: str,
         encode: _Tokenize,
         options: Options,
+        moved: float | None,
     ) -> None:
         self.out, self.settings, self.options = out, settings, options
         self.name, self.encode = tokenizer, encode
@@ -228,6 +278,7 @@ class _Run:
         if journal:
             _check_same(out, settings, encode.separator, journal.settings, journal.separator, "was begun")
         self.place = journal.place if journal else StreamPosition()
+        self.holds_out = _HoldsOut(options.held_out, journal.moved if journal else moved)
         self.stream = Stream(source, self.place)
         self.files = self._fingerprint()
         if journal and journal.files != self.files:
@@ -236,7 +287,7 @@ class _Run:
                 f"start again."
             )
         for slug, folder in (journal.folders if journal else {}).items():
-            self.folders[slug] = _Folder(self._path(slug), folder.domain, encode.dtype, options, folder)
+            self.folders[slug] = _Folder(self._path(slug), folder.domain, encode.dtype, options, self.holds_out, folder)
         self.by_domain = {folder.domain: folder for folder in self.folders.values()}
         if not journal:
             self.commit()
@@ -289,6 +340,7 @@ class _Run:
         if folders.keys() != self.named:
             flush(self.out)
         state = {"settings": self.settings, "separator": self.encode.separator, "files": self.files}
+        state |= {"moved": self.holds_out.moved}
         write_sealed(self.out / JOURNAL, state | {"place": self.place._asdict(), "folders": folders})
         if not self.named:
             flush(self.out)
@@ -296,13 +348,11 @@ class _Run:
 
     def finish(self) -> list[Path]:
         """Close the shards, write the manifest, and remove temporary files."""
-        splits: dict[str, int] = {name: sum(f.splits[name].documents for f in self.folders.values()) for name in SPLITS}
         if self._fingerprint() != self.files:
             raise HeadwaterError(
                 f"The files of {self.settings['source']!r} changed while they were being read; remove "
                 f"{str(self.out)!r} and start again."
             )
-        self._check_any(splits)
         domains = {slug: folder.domain for slug, folder in self.folders.items()}
         for folder in self.folders.values():
             self._write_manifest(folder)
@@ -314,23 +364,6 @@ class _Run:
         flush(self.out)  # before the files that the journal lists are removed
         _tidy(paths := [folder.path for folder in self.folders.values()])
         return paths
-
-    def _check_any(self, splits: Mapping[str, int]) -> None:
-        source, share = self.settings["source"], self.options.held_out
-        if not sum(splits.values()):
-            skipped = self.place.skipped
-            tail = f": none of its {skipped} files is UTF-8 text" if skipped else ", or only empty documents"
-            raise HeadwaterError(f"There is no text in {source!r}{tail}; give a file or folder with text.")
-        if not splits["held_out"]:
-            raise HeadwaterError(
-                f"None of the {splits['train']} documents of {source!r} was held out; remove {str(self.out)!r} and "
-                f"choose a larger share than --held-out {share:g}."
-            )
-        if not splits["train"]:
-            raise HeadwaterError(
-                f"All {splits['held_out']} documents of {source!r} were held out and none is left to train on; remove "
-                f"{str(self.out)!r} and choose a smaller share than --held-out {share:g}."
-            )
 
     def _write_manifest(self, folder: _Folder) -> None:
         from headwater import __version__
@@ -377,7 +410,7 @@ class _Run:
         plain = re.sub(r"[^a-z0-9]+", "-", (domain or "").lower())[:MOST_NAME].strip("-") or "other"
         names = (plain if n == 1 else f"{plain}-{n}" for n in range(1, MOST_DOMAINS + 2))
         slug = "" if domain is None else next(name for name in names if name not in self.folders)
-        folder = _Folder(self._path(slug), domain, self.encode.dtype, self.options)
+        folder = _Folder(self._path(slug), domain, self.encode.dtype, self.options, self.holds_out)
         self.folders[slug] = self.by_domain[domain] = folder
         return folder
 
@@ -393,9 +426,15 @@ class _Folder:
     """A prepared folder that is being written."""
 
     def __init__(
-        self, path: Path, domain: str | None, dtype: np.dtype, options: Options, state: _FolderState | None = None
+        self,
+        path: Path,
+        domain: str | None,
+        dtype: np.dtype,
+        options: Options,
+        holds_out: _HoldsOut,
+        state: _FolderState | None = None,
     ) -> None:
-        self.path, self.domain, self.options = path, domain, options
+        self.path, self.domain, self.options, self.holds_out = path, domain, options, holds_out
         # Files whose names are synced to the disk.
         self.named = set[Path]()
         path.mkdir(exist_ok=True)
@@ -404,15 +443,17 @@ class _Folder:
         self.content = _File(path / CONTENT, state.content if state else _Written())
         self.candidates = _File(path / CANDIDATES, state.candidates if state else _Written())
         self.chosen = _Smallest(options.evaluation_bytes)
+        self.is_chat = False
         with (path / CANDIDATES).open("rb") as lines:
             for line in lines:
                 row = json.loads(line)
                 self.chosen.offer(row["fraction"], row["id"], row["text"])
+                self.is_chat = row["chat"]
 
-    def add(self, part: DocumentPart, tokens: np.ndarray) -> None:
+    def add(self, part: DocumentPart, tokens: Encoded) -> None:
         if part.first:
-            self.fraction = Document(part.id, "", part.key).fraction()
-            self.split = self.splits["held_out" if self.fraction < self.options.held_out else "train"]
+            self.fraction = part.document.fraction()
+            self.split = self.splits["held_out" if self.holds_out(self.fraction) else "train"]
             self.digest, self.kept, self.size = hashlib.sha256(), list[str](), 0
         self.digest.update(part.data)
         if self.split is self.splits["held_out"] and self.size < self.options.evaluation_bytes:
@@ -421,12 +462,20 @@ class _Folder:
         self.split.add(part, tokens)
         if part.last:
             self.content.write(f"{part.id}\0{self.digest.hexdigest()}\n".encode())
-            if self.kept:
+            if self.kept and part.is_chat:
+                if self.size <= self.options.evaluation_bytes:  # else it would have to be cut
+                    self._keep(part, part.text)
+            elif self.kept:
                 data = "".join(self.kept).encode()[: self.options.evaluation_bytes]
                 text = data.decode(errors="ignore")  # cut between characters
-                if self.chosen.offer(self.fraction, part.id, text):
-                    row = {"fraction": self.fraction, "id": part.id, "text": text}
-                    self.candidates.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+                self._keep(part, text)
+
+    def _keep(self, part: DocumentPart, text: str) -> None:
+        """Offer a held-out text, or a conversation in JSON, for evaluation."""
+        self.is_chat = part.is_chat
+        if self.chosen.offer(self.fraction, part.id, text):
+            row = {"fraction": self.fraction, "id": part.id, "text": text, "chat": part.is_chat}
+            self.candidates.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
 
     def commit(self) -> _FolderState:
         state = _FolderState(
@@ -446,7 +495,9 @@ class _Folder:
 
     def write_evaluation(self) -> EvaluationFacts:
         documents = sorted(self.chosen.result())
-        lines = [json.dumps({"id": name, "text": text}, ensure_ascii=False) + "\n" for name, text in documents]
+        contents = ({"messages": json.loads(text)} if self.is_chat else {"text": text} for _, text in documents)
+        rows = ({"id": name, **content} for (name, _), content in zip(documents, contents, strict=True))
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
         replace_text(self.path / EVALUATION, "".join(lines))
         size = sum(len(text.encode()) for _, text in documents)
         return EvaluationFacts(documents=len(documents), bytes=size, sha256=sha256_of(self.path / EVALUATION))
@@ -462,33 +513,42 @@ class _Split:
     def __init__(self, folder: Path, name: str, dtype: np.dtype, options: Options, state: _SplitState) -> None:
         self.folder, self.name, self.dtype, self.most = folder, name, dtype, options.shard_tokens
         self.documents, self.bytes, self.tokens = state.documents, state.bytes, state.tokens
+        self.answer_tokens = state.answer_tokens
         self.shards = list(state.shards)
         for shard in self.shards:
-            for file, digest in ((shard.file, shard.sha256), (shard.borders, shard.borders_sha256)):
+            for file, digest in shard.sums.items():
                 if not (folder / file).is_file() or sha256_of(folder / file) != digest:
                     raise _damaged(folder / file)
         self.open_tokens, self.open_documents = state.open_tokens, state.open_documents
-        self.held: list[np.ndarray] = []
+        self.held: list[Encoded] = []
         self.starts: list[int] = []
         self.held_tokens = 0
         self.files = self._open(state.files)
 
-    def _open(self, state: tuple[_Written, _Written] = (_Written(), _Written())) -> list[_File]:
+    def _open(self, state: Sequence[_Written] = ()) -> list[_File]:
+        """The files of the shard that is being written; those of conversations have one more."""
         stem = self.folder / f"{self.name}-{len(self.shards):05d}"
-        return [
-            _File(stem.with_suffix(f".{kind}"), one) for kind, one in zip(("tokens", "borders"), state, strict=True)
-        ]
+        kinds = ("tokens", "borders", *(() if self.answer_tokens is None else ("answers",)))
+        written = [*state, *[_Written()] * (len(kinds) - len(state))]
+        return [_File(stem.with_suffix(f".{kind}"), one) for kind, one in zip(kinds, written, strict=True)]
 
-    def add(self, part: DocumentPart, tokens: np.ndarray) -> None:
+    def add(self, part: DocumentPart, tokens: Encoded) -> None:
+        if tokens.counts is not None and self.answer_tokens is None:
+            self.answer_tokens = 0
+            self.close()
+            self.files = self._open()  # nothing was written yet
         if part.first:
             self.starts.append(self.open_tokens)
             self.documents += 1
             self.open_documents += 1
+        size = len(tokens.ids)
         self.held.append(tokens)
-        self.held_tokens += len(tokens)
-        self.open_tokens += len(tokens)
-        self.tokens += len(tokens)
-        self.bytes += len(part.data)
+        self.held_tokens += size
+        self.open_tokens += size
+        self.tokens += size
+        self.bytes += tokens.bytes
+        if tokens.counts is not None:
+            self.answer_tokens = int(tokens.counts.sum()) + (self.answer_tokens or 0)
         if part.last and self.open_tokens >= self.most:
             self._close_shard()
         elif self.held_tokens >= HELD:
@@ -496,8 +556,11 @@ class _Split:
 
     def _write(self) -> None:
         if self.held:
-            self.files[0].write(np.concatenate(self.held).tobytes())
+            self.files[0].write(np.concatenate([one.ids for one in self.held]).tobytes())
             self.files[1].write(np.array(self.starts, dtype="<i8").tobytes())
+            if self.answer_tokens is not None:
+                counts = [one.counts for one in self.held if one.counts is not None]
+                self.files[2].write(np.concatenate(counts).astype("u1").tobytes())
             self.held, self.starts, self.held_tokens = [], [], 0
 
     def _close_shard(self) -> None:
@@ -505,13 +568,14 @@ class _Split:
         for file in self.files:
             file.commit()
             file.close()
-        tokens, borders = self.files
+        tokens, borders, *answers = self.files
         facts = ShardFacts(
             file=tokens.path.name,
             tokens=self.open_tokens,
             documents=self.open_documents,
             sha256=tokens.hexdigest(),
             borders_sha256=borders.hexdigest(),
+            answers_sha256=answers[0].hexdigest() if answers else None,
         )
         self.shards.append(facts)
         self.open_tokens = self.open_documents = 0
@@ -519,15 +583,15 @@ class _Split:
 
     def commit(self) -> _SplitState:
         self._write()
-        tokens, borders = self.files
         return _SplitState(
             documents=self.documents,
             bytes=self.bytes,
             tokens=self.tokens,
             shards=self.shards,
+            answer_tokens=self.answer_tokens,
             open_tokens=self.open_tokens,
             open_documents=self.open_documents,
-            files=(tokens.commit(), borders.commit()),
+            files=[file.commit() for file in self.files],
         )
 
     def finish(self) -> SplitFacts:
@@ -536,7 +600,17 @@ class _Split:
         for file in self.files:
             file.close()
             file.path.unlink(missing_ok=True)  # the empty one after the last
-        return SplitFacts(documents=self.documents, bytes=self.bytes, tokens=self.tokens, shards=self.shards)
+        return SplitFacts(
+            documents=self.documents,
+            bytes=self.bytes,
+            tokens=self.tokens,
+            answer_tokens=self.answer_tokens,
+            shards=self.shards,
+        )
+
+    def close(self) -> None:
+        for file in self.files:
+            file.close()
 
 
 class _File:

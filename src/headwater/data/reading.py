@@ -7,20 +7,33 @@ from __future__ import annotations
 
 import bz2
 import codecs
+import csv
 import io
 import itertools
 import json
 import lzma
+import unicodedata
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from headwater.errors import HeadwaterError
 
-TABLES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+TABLES = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+}
+# What may divide the fields of a line; the first is the usual one.
+DELIMITERS = {"csv": ",;\t|", "tsv": "\t,;|"}
+# The column that is read unless another is named, and the one with conversations that stands in for it.
+DEFAULT, MESSAGES = "text", "messages"
+MISSING = object()
 # Bytes read at a time.
 CHUNK = 2**22
 # The same for a compressed file: a block is unpacked whole, and may be thousands of times as large.
@@ -31,51 +44,117 @@ ROWS = 64
 LONGEST_LINE = 2**28
 # Number of columns to list when one is missing.
 NAMED_COLUMNS = 30
+# Rows that may lack the domain's column before the first that has it.
+FIRST_ROWS = 10_000
+MARK = codecs.BOM_UTF8
 
 
-@dataclass(frozen=True)
 class Columns:
-    """text: the column with the text. by: the column, dotted if nested, with the domain's name.
+    """The columns to read of a source's rows, and whether any row so far has had them.
 
-    text_option, by_option: the options that set them.
+    text: the column with the text. by: that with the domain's name. Both are dotted if nested: meta.text.
+    text_option, by_option: the options that set them; None if there is none.
     """
 
-    text: str
-    by: str | None = None
-    text_option: str = "--text-column"
-    by_option: str = "--by"
+    def __init__(
+        self, text: str, by: str | None = None, text_option: str | None = "--text-column", by_option: str = "--by"
+    ) -> None:
+        self.text, self.by = text, by
+        self.options = {text: text_option, **({by: by_option} if by else {})}
+        # Columns that no row has had yet.
+        self.missing = dict.fromkeys(self.options)
+        # Names of columns in the rows so far, a few more than an error lists.
+        self.names: dict[str, None] = {}
+        self.rows = 0
 
-    @property
-    def outermost(self) -> list[str]:
-        return list(dict.fromkeys([self.text, *([self.by.partition(".")[0]] if self.by else [])]))
+    def outermost(self, names: Iterable[str]) -> list[str]:
+        """Those columns of a table with these names that hold the wanted ones."""
+        names = set(names)
+        wanted = [*self.options, *([MESSAGES] if self.text == DEFAULT else [])]
+        return [c for name in wanted for c in (name, name.partition(".")[0]) if c in names][: 2 * len(wanted)]
 
-    def check(self, names: Iterable[str], where: str) -> None:
-        """Raise `HeadwaterError` if one of them is missing."""
-        names = list(names)
-        for option, column in ((self.text_option, self.text), (self.by_option, self.by)):
-            if column and (column if column == self.text else column.partition(".")[0]) not in names:
-                known = [name if name.isprintable() else repr(name) for name in names[:NAMED_COLUMNS]]
-                more = ", …" if len(names) > NAMED_COLUMNS else ""
-                raise HeadwaterError(
-                    f"{where!r} has no column {column!r}; set {option} to one of: {', '.join(known)}{more}."
-                )
+    def add_names(self, names: Iterable[str]) -> None:
+        """Note names for the error about a missing column."""
+        self.names |= dict.fromkeys(itertools.islice(names, NAMED_COLUMNS + 1 - len(self.names)))
 
-    def domain(self, row: dict[str, Any], where: str) -> str | None:
-        """The domain of a row. Raises `HeadwaterError` if it is not a name."""
+    def cells(self, row: dict[str, Any], where: str) -> tuple[Any, str | None]:
+        """(the text's value, None if the row has none; its domain). Raises `HeadwaterError` for one that is no name.
+
+        Conversations in a column `messages` stand in for a column `text`, the default, that a row lacks.
+        """
+        self.rows += 1
+        if self.missing and len(self.names) <= NAMED_COLUMNS:
+            self.add_names(_dotted(row))
+        if self.by in self.missing and self.rows > FIRST_ROWS:  # would all go into one domain
+            self.require(where)
+        text = _cell(row, self.text, where)
+        if text is MISSING and self.text == DEFAULT:
+            text = _conversation(row.get(MESSAGES, MISSING))
+        if text is not MISSING:
+            self.missing.pop(self.text, None)
+        return None if text is MISSING else text, self._domain(row, where)
+
+    def _domain(self, row: dict[str, Any], where: str) -> str | None:
         if not self.by:
             return None
-        value: Any = row
-        for name in self.by.split("."):
-            if isinstance(value, str) and value.startswith("{"):  # nested, and written as text
-                value = json.loads(value)
-            value = value.get(name) if isinstance(value, dict) else None
-        if value is None:
+        value = _cell(row, self.by, where)
+        if value is not MISSING:
+            self.missing.pop(self.by, None)
+        if value is None or value is MISSING:
             return "none"
         if isinstance(value, dict | list):
             inner = f"; its fields: {', '.join(map(str, value))}" if isinstance(value, dict) else ""
             raise HeadwaterError(f"Column {self.by!r} of {where!r} holds {type(value).__name__}, not a name{inner}.")
         encoded(name := str(value), f"column {self.by!r} of {where}")
         return name
+
+    def require(self, where: str) -> None:
+        """Raise `HeadwaterError` if there were rows, and none of them had a column."""
+        for column in self.missing if self.rows else ():
+            names = [name if name.isprintable() else repr(name) for name in [*self.names][:NAMED_COLUMNS]]
+            more = ", …" if len(self.names) > NAMED_COLUMNS else ""
+            option = self.options[column]
+            advice = f"set {option} to one of" if option else "rename one of its columns"
+            raise HeadwaterError(f"{where!r} has no column {column!r}; {advice}: {', '.join(names)}{more}.")
+
+
+def _conversation(value: Any) -> Any:
+    """The value of a column `messages`; `MISSING` for text that is no JSON."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return MISSING
+    return value if value is None or isinstance(value, list) else MISSING
+
+
+def _cell(row: dict[str, Any], column: str, where: str) -> Any:
+    """The value of a column, dotted if nested; `MISSING` if the row has none. Raises `HeadwaterError`."""
+    if column in row:
+        return row[column]
+    value: Any = row
+    path = column.split(".")
+    for depth, name in enumerate(path):
+        if isinstance(value, str) and value.startswith("{"):  # nested, and written as text
+            value = json.loads(value)
+        if isinstance(value, list):
+            raise HeadwaterError(
+                f"Column {'.'.join(path[:depth])!r} of {where!r} is a list, so {column!r} is not one value a row; name "
+                "another column, or write one row for each item."
+            )
+        if not isinstance(value, dict) or name not in value:
+            return MISSING
+        value = value[name]
+    return value
+
+
+def _dotted(row: dict[str, Any]) -> Iterator[str]:
+    """The names of a row's columns, and of the fields inside them."""
+    for name, value in row.items():
+        if isinstance(value, dict) and value:
+            yield from (f"{name}.{inner}" for inner in value)
+        else:
+            yield str(name)
 
 
 def printable(name: str) -> str:
@@ -113,14 +192,14 @@ def local_path(name: str) -> Path:
 
 def table_kind(file: Path) -> str | None:
     """The kind of table that a file's name implies, compressed or not; None for text."""
-    name = file.with_suffix("") if file.suffix in PACKED else file
-    return TABLES.get(name.suffix)
+    name = file.with_suffix("") if file.suffix.lower() in PACKED else file
+    return TABLES.get(name.suffix.lower())
 
 
 def is_text(file: Path) -> bool:
-    """Whether the whole unpacked file is UTF-8 without NUL bytes."""
+    """Whether the whole unpacked file is Unicode, as `opened_text` reads it, without NUL characters."""
     decoder = codecs.getincrementaldecoder("utf-8")()
-    with opened(file) as stream:
+    with opened_text(file) as stream:
         try:
             while data := stream.read(CHUNK):
                 if b"\0" in data:
@@ -138,7 +217,7 @@ def opened(file: Path) -> Iterator[IO[bytes]]:
     try:
         if not file.is_file():  # opening a pipe would wait for its writer
             raise HeadwaterError(f"{_named(file)} is no longer a regular file.")
-        decompressor = PACKED.get(file.suffix)
+        decompressor = PACKED.get(file.suffix.lower())
         with io.BufferedReader(_Unpacked(file, decompressor), CHUNK) if decompressor else file.open("rb") as stream:
             yield stream
     except HeadwaterError:
@@ -147,11 +226,15 @@ def opened(file: Path) -> Iterator[IO[bytes]]:
         raise unreadable(file, error) from error
 
 
+@contextmanager
+def opened_text(file: Path) -> Iterator[IO[bytes]]:
+    """Open a text file as `opened` does, in UTF-8 without byte order marks, wherever they are."""
+    with opened(file) as stream:
+        yield io.BufferedReader(_Utf8(stream), CHUNK)
+
+
 def skip(stream: IO[bytes], size: int) -> None:
-    """Seek to byte `size` of a file from `opened`, compressed or not."""
-    if stream.seekable():
-        stream.seek(size)
-        return
+    """Read up to byte `size` of a file from `opened_text`."""
     while size and (data := stream.read(min(size, CHUNK))):
         size -= len(data)
 
@@ -162,12 +245,74 @@ def unreadable(file: Path, error: Exception) -> HeadwaterError:
     text = (getattr(cause, "strerror", None) or str(cause) or type(cause).__name__).splitlines()[0]
     if isinstance(error, EOFError):
         text = "it is truncated; copy it again"
-    kind = f" as {file.suffix[1:]}" if file.suffix in {**TABLES, **PACKED} else ""
+    kind = f" as {file.suffix[1:]}" if file.suffix.lower() in {**TABLES, **PACKED} else ""
     return HeadwaterError(f"{_named(file)} cannot be read{kind}: {text[:300].rstrip('.')}.")
 
 
 def _named(file: Path) -> str:
     return repr(printable(str(file)))
+
+
+class _Utf8(io.RawIOBase):
+    """Text in UTF-8: transcoded if it begins with a mark of UTF-16 or UTF-32, and without marks.
+
+    everywhere: also without those that are not at the beginning, as files that were joined have them.
+    """
+
+    def __init__(self, stream: IO[bytes], everywhere: bool = True) -> None:
+        self.stream, self.everywhere = stream, everywhere
+        self.decoder: codecs.IncrementalDecoder | None = None
+        self.begun = self.ended = False
+        self.held, self.left = b"", memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self.left:
+            if self.ended:
+                return 0
+            self.left = memoryview(self._next())
+        size = min(len(self.left), len(buffer))
+        buffer[:size], self.left = self.left[:size], self.left[size:]
+        return size
+
+    def _next(self) -> bytes:
+        data = self.stream.read(CHUNK)
+        self.ended = not data
+        first, self.begun = not self.begun, True
+        if first:
+            self.decoder = _transcoder(data)
+        if self.decoder is not None:
+            text = self.decoder.decode(data, final=self.ended)
+            if first:
+                _check_assigned(text)
+            data = text.encode()
+        if not self.everywhere:
+            return data.removeprefix(MARK) if first else data
+        data = self.held + data
+        # The beginning of a mark may be the last that was read.
+        cut = 0 if self.ended else next((n for n in (2, 1) if data.endswith(MARK[:n])), 0)
+        self.held = data[len(data) - cut :]
+        return data[: len(data) - cut].replace(MARK, b"")
+
+
+def _transcoder(data: bytes) -> codecs.IncrementalDecoder | None:
+    """What decodes text that begins with these bytes; None for UTF-8."""
+    for name in ("utf-32", "utf-16"):  # a mark of UTF-32 begins with that of UTF-16
+        marks = (getattr(codecs, f"BOM_{name.replace('-', '').upper()}_{order}") for order in ("LE", "BE"))
+        if data.startswith(tuple(marks)):
+            return codecs.getincrementaldecoder(name)()
+    return None
+
+
+def _check_assigned(text: str) -> None:
+    """Raise `UnicodeDecodeError` if this is no text: most binary data are possible UTF-16, of characters that do not
+    exist. Those beyond the first 2^16 are not looked at, since new ones are assigned each year.
+    """
+    for character in set(text):
+        if character < "\U00010000" and unicodedata.category(character) == "Cn":
+            raise UnicodeDecodeError("utf-16", character.encode("utf-16-le"), 0, 2, "no character")
 
 
 class _Unpacked(io.RawIOBase):
@@ -249,71 +394,171 @@ TableRow = tuple[int, Any, str | None]
 
 
 def table_rows(file: Path, columns: Columns, begin: int = 0) -> Iterator[TableRow]:
-    """(offset after the row, its text, its domain) from offset `begin` on, in bounded memory.
+    """(offset after the row, its text or None, its domain) from offset `begin` on, in bounded memory.
 
-    A `.json` file with one array is read whole. Raises `HeadwaterError`.
+    A `.json` file with one array is read whole. Raises `HeadwaterError`. A row without the column is no error here:
+    `columns.require` is one if all of them lack it.
     """
-    if table_kind(file) == "parquet":
-        yield from rows_of_tables(_parquet(file, columns), columns, begin, file)
+    kind, where = table_kind(file), printable(str(file))
+    if kind == "parquet":
+        with opened(file) as stream:
+            yield from rows_of_tables(parquet_tables(stream, columns), columns, begin, file)
         return
-    where, seen = printable(str(file)), begin > 0
-    for number, row in _json_rows(file, begin):
-        if not isinstance(row, dict):
-            raise HeadwaterError(f"Line {number} of {where!r} is not a JSON object.")
-        if not seen:
-            columns.check(row, where)
-            seen = True
-        try:
-            domain = columns.domain(row, where)
-        except (ValueError, RecursionError) as error:
-            raise _bad_json(file, number, error) from error
-        yield number, row.get(columns.text), domain
+    with opened(file) as packed:
+        stream = io.BufferedReader(_Utf8(packed, everywhere=False), CHUNK)
+        read = csv_rows(stream, file, columns, begin) if kind in DELIMITERS else json_rows(stream, file, begin)
+        for number, row in read:
+            try:
+                text, domain = columns.cells(row, where)
+            except (ValueError, RecursionError) as error:
+                raise _bad_line(file, number, error) from error
+            yield number, text, domain
 
 
-def _json_rows(file: Path, begin: int) -> Iterator[tuple[int, Any]]:
+def json_rows(stream: io.BufferedReader[Any], file: Path, begin: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
     """(number, row) past the first `begin`. One row per line, since rows of real corpora do not share one schema."""
-    with opened(file) as stream:
-        is_array = ".jsonl" not in file.name and stream.read(64).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
-    with opened(file) as stream:
-        if is_array:
-            yield from itertools.islice(enumerate(_parsed(file, 1, stream.read()), 1), begin, None)
+    if table_kind(file) == "json" and stream.peek(64)[:64].lstrip()[:1] == b"[":
+        rows = enumerate(_parsed(file, 1, stream.read()), 1)
+        numbered: Iterator[tuple[int, Any]] = itertools.islice(rows, begin, None)
+    else:
+        lines = itertools.islice(enumerate(_json_lines(stream, file), 1), begin, None)
+        numbered = ((number, _parsed(file, number, line)) for number, line in lines if line.strip())
+    for number, row in numbered:
+        if not isinstance(row, dict):
+            raise HeadwaterError(f"Line {number} of {_named(file)} is not a JSON object.")
+        yield number, row
+
+
+def _json_lines(stream: IO[bytes], file: Path) -> Iterator[bytes]:
+    """Lines without byte order marks, which also divide lines of files that were joined."""
+    for number in itertools.count(1):
+        line = stream.readline(LONGEST_LINE + 1)
+        if not line:
             return
-        for number in itertools.count(1):
-            line = stream.readline(LONGEST_LINE + 1)
-            if not line:
-                return
-            if len(line) > LONGEST_LINE:
-                size = f"{LONGEST_LINE / 1e6:,.0f} MB"
-                raise HeadwaterError(f"Line {number} of {_named(file)} is longer than {size}; split that document.")
-            if number > begin and line.strip():
-                yield number, _parsed(file, number, line)
+        if len(line) > LONGEST_LINE:
+            raise _long_line(file, number)
+        if MARK in line:
+            line = line.removeprefix(MARK)
+            if MARK in line and not _is_json(line):
+                yield from line.split(MARK)
+                continue
+        yield line
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _long_line(file: Path, number: int) -> HeadwaterError:
+    size = f"{LONGEST_LINE / 1e6:,.0f} MB"
+    return HeadwaterError(f"Line {number} of {_named(file)} is longer than {size}; split that document.")
 
 
 def _parsed(file: Path, number: int, data: bytes) -> Any:
     try:
-        return json.loads(data.decode("utf-8-sig" if number == 1 else "utf-8"))
+        return json.loads(data.decode())
     except (ValueError, RecursionError) as error:
-        raise _bad_json(file, number, error) from error
+        raise _bad_line(file, number, error) from error
 
 
-def _bad_json(file: Path, number: int, error: Exception) -> HeadwaterError:
+def _bad_line(file: Path, number: int, error: Exception) -> HeadwaterError:
     if isinstance(error, HeadwaterError):
         return error
     text = "it is nested too deep" if isinstance(error, RecursionError) else str(error).splitlines()[0]
-    kind = "jsonl" if ".jsonl" in file.name else "json"
-    return HeadwaterError(f"{_named(file)} cannot be read as {kind}: line {number}: {text[:300]}")
+    return HeadwaterError(f"{_named(file)} cannot be read as {table_kind(file)}: line {number}: {text[:300]}")
 
 
-def _parquet(file: Path, columns: Columns) -> Iterator[Any]:
+def csv_rows(stream: IO[bytes], file: Path, columns: Columns, begin: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(number, row) past the first `begin`; the first line names the columns, and says what divides them."""
+    csv.field_size_limit(max(csv.field_size_limit(), LONGEST_LINE))
+    lines = _csv_lines(io.TextIOWrapper(stream, encoding="utf-8", newline=""), file)
+    first = next(lines, "")
+    delimiter = _delimiter(first, DELIMITERS[table_kind(file) or "csv"], columns)
+    reader = csv.reader(_unmarked(first, lines), delimiter=delimiter, strict=True)
+    names: list[str] | None = None
+    number = 0
+    try:
+        for fields in reader:
+            if names is None:
+                names = [name.strip() for name in fields]
+                columns.add_names(names)
+                if twice := next((name for name in columns.outermost(names) if names.count(name) > 1), None):
+                    raise HeadwaterError(f"{_named(file)} has two columns {twice!r}; rename one of them.")
+                continue
+            if not fields:  # an empty line
+                continue
+            number += 1
+            if number <= begin:
+                continue
+            if len(fields) > len(names):
+                raise HeadwaterError(
+                    f"Line {reader.line_num} of {_named(file)} has {len(fields)} fields, and the first line names "
+                    f"{len(names)} columns; put text with {delimiter!r} or line ends in it between quotes."
+                )
+            yield number, dict(zip(names, fields, strict=False))
+    except csv.Error as error:
+        raise _bad_line(file, reader.line_num, error) from error
+
+
+def _csv_lines(stream: io.TextIOWrapper, file: Path) -> Iterator[str]:
+    for number in itertools.count(1):
+        line = stream.readline(LONGEST_LINE + 1)
+        if not line:
+            return
+        if len(line) > LONGEST_LINE:
+            raise _long_line(file, number)
+        yield line
+
+
+def _unmarked(first: str, lines: Iterator[str]) -> Iterator[str]:
+    """The lines without byte order marks, and where files were joined, without the names of columns again."""
+    mark = MARK.decode()
+    again = mark + first.rstrip("\r\n")
+    yield first
+    for line in lines:
+        before, joined, behind = line.partition(again)
+        if joined and not behind.strip("\r\n"):
+            if before:
+                yield before + "\n"
+        else:
+            yield line.removeprefix(mark)
+
+
+def _delimiter(line: str, candidates: str, columns: Columns) -> str:
+    """What divides the names of the columns: with it, the wanted ones are among them, or there are most."""
+
+    def fit(delimiter: str) -> tuple[int, int]:
+        names = [name.strip() for name in next(csv.reader([line], delimiter=delimiter), [])]
+        return len(columns.outermost(names)), len(names)
+
+    return max(candidates, key=fit)
+
+
+def parquet_tables(stream: IO[bytes], columns: Columns) -> Iterator[Any]:
     """Tables of a file. Not read with datasets, which loads whole row groups: they can be as large as the file."""
     from pyarrow.parquet import ParquetFile
 
-    with (
-        opened(file) as stream,
-        ParquetFile(stream, pre_buffer=False, buffer_size=2**20) as table,
-    ):
-        columns.check(table.schema_arrow.names, printable(str(file)))
-        yield from table.iter_batches(batch_size=ROWS, columns=columns.outermost)
+    with ParquetFile(stream, pre_buffer=False, buffer_size=2**20) as table:
+        schema = table.schema_arrow
+        columns.add_names(_fields(schema))
+        wanted = columns.outermost(schema.names)
+        # The number of rows counts even if none of them has the column.
+        yield from table.iter_batches(batch_size=ROWS, columns=wanted or schema.names[:1])
+
+
+def _fields(schema: Any) -> Iterator[str]:
+    """The names of columns, and of the fields inside them."""
+    from pyarrow import types
+
+    for field in schema:
+        if types.is_struct(field.type) and field.type.num_fields:
+            yield from (f"{field.name}.{inner.name}" for inner in field.type)
+        else:
+            yield field.name
 
 
 def rows_of_tables(tables: Iterable[Any], columns: Columns, begin: int, file: Path) -> Iterator[TableRow]:
@@ -322,16 +567,17 @@ def rows_of_tables(tables: Iterable[Any], columns: Columns, begin: int, file: Pa
     try:
         for table in tables:
             if not number:
-                columns.check(table.schema.names, where)
+                columns.add_names(_fields(table.schema))
             if number + len(table) <= begin:
                 number += len(table)
                 continue
-            found = [table.column(name).to_pylist() for name in columns.outermost]
-            for row in zip(*found, strict=True):
+            names = columns.outermost(table.schema.names)
+            cells = [table.column(name).to_pylist() for name in names]
+            for row in zip(*cells, strict=True) if cells else [()] * len(table):
                 number += 1
                 if number > begin:
-                    domain = columns.domain(dict(zip(columns.outermost, row, strict=True)), where)
-                    yield number, row[0], domain
+                    text, domain = columns.cells(dict(zip(names, row, strict=True)), where)
+                    yield number, text, domain
     except HeadwaterError:
         raise
     except Exception as error:  # readers of parquet and of the network can raise anything

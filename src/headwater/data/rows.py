@@ -35,15 +35,20 @@ class Tokens(Protocol):
         """The positions in [start, stop) at which a document starts, in order."""
         ...
 
+    def counts(self, start: int, stop: int) -> np.ndarray | None:
+        """Which of the tokens [start, stop) are trained on, bool; None: all of the stream."""
+        ...
+
 
 class TokenArray:
     """`Tokens` in memory."""
 
-    def __init__(self, documents: Sequence[np.ndarray]) -> None:
-        """documents: the token ids of each."""
+    def __init__(self, documents: Sequence[np.ndarray], counts: Sequence[np.ndarray] | None = None) -> None:
+        """documents: the token ids of each. counts: which of them are trained on; None: all."""
         self.stream = np.concatenate(documents)
         self.borders = np.cumsum([0, *(len(document) for document in documents[:-1])])
         self.tokens = len(self.stream)
+        self.counted = None if counts is None else np.concatenate(counts)
 
     def read(self, start: int, stop: int) -> np.ndarray:
         return self.stream[start:stop]
@@ -51,6 +56,9 @@ class TokenArray:
     def starts(self, start: int, stop: int) -> np.ndarray:
         first, last = np.searchsorted(self.borders, (start, stop))
         return self.borders[first:last]
+
+    def counts(self, start: int, stop: int) -> np.ndarray | None:
+        return None if self.counted is None else self.counted[start:stop]
 
 
 class Rows:
@@ -100,13 +108,16 @@ class Rows:
         """The rows with these (stream, row) numbers."""
         context = self.context
         tokens = np.empty((len(rows), context + 1), dtype=np.int64)
+        ignored = np.zeros((len(rows), context), dtype=bool)
         starts = np.zeros((len(rows), context), dtype=bool)
         for index, (number, row) in enumerate(rows):
             stream, begin = self.streams[number], row * context
             tokens[index] = stream.read(begin, begin + context + 1)
             starts[index, stream.starts(begin, begin + context) - begin] = True
-        every = torch.from_numpy(tokens)
-        batch = {"input_ids": every[:, :-1].contiguous(), "shift_labels": every[:, 1:].contiguous()}
+            if (counts := stream.counts(begin + 1, begin + context + 1)) is not None:
+                ignored[index] = ~counts
+        every, labels = torch.from_numpy(tokens), torch.from_numpy(np.where(ignored, -100, tokens[:, 1:]))
+        batch = {"input_ids": every[:, :-1].contiguous(), "shift_labels": labels}
         if starts[:, 1:].any():
             begins = torch.from_numpy(starts)
             if self.layout == "contiguous":

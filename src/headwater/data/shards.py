@@ -54,11 +54,24 @@ class ShardFacts(Facts):
     documents: Annotated[int, Field(ge=1)]
     sha256: Digest
     borders_sha256: Digest
+    answers_sha256: Digest | None = None
+    """Of conversations."""
 
     @property
     def borders(self) -> str:
         """Name of the file with the start of each document."""
         return self.file.removesuffix(".tokens") + ".borders"
+
+    @property
+    def answers(self) -> str:
+        """Name of the file that says which tokens of conversations are trained on."""
+        return self.file.removesuffix(".tokens") + ".answers"
+
+    @property
+    def sums(self) -> dict[str, Digest]:
+        """Its files and their SHA-256."""
+        answers = {} if self.answers_sha256 is None else {self.answers: self.answers_sha256}
+        return {self.file: self.sha256, self.borders: self.borders_sha256, **answers}
 
 
 class SplitFacts(Facts):
@@ -66,10 +79,17 @@ class SplitFacts(Facts):
 
     documents: ShardCount
     bytes: ShardCount
-    """Of text, in UTF-8."""
+    """Of text, in UTF-8; of conversations, of their answers."""
     tokens: ShardCount
     """With one separator per document."""
+    answer_tokens: ShardCount | None = None
+    """Of conversations: those that are trained on."""
     shards: list[ShardFacts]
+
+    @property
+    def counted_tokens(self) -> int:
+        """Tokens that are trained on."""
+        return self.tokens if self.answer_tokens is None else self.answer_tokens
 
     @model_validator(mode="after")
     def _add_up(self) -> Self:
@@ -98,7 +118,7 @@ class Skipped(Facts):
     empty: ShardCount = 0
     """Documents without text."""
     none: ShardCount = 0
-    """Rows without a text."""
+    """Rows without a text, and conversations without an answer."""
     files: ShardCount = 0
     """Files that are not UTF-8 text."""
     names: list[str] = []
@@ -169,7 +189,7 @@ class Shards:
         self.tokens, self.documents = facts.tokens, facts.documents
         # Where each shard begins in the stream, and the end.
         self.offsets = list(itertools.accumulate((shard.tokens for shard in facts.shards), initial=0))
-        self._open: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._open: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray | None]] = {}
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) of the stream, in the folder's dtype; a view of the file if one shard has them all.
@@ -194,6 +214,14 @@ class Shards:
             found.append(borders[low:high].astype(np.int64) + self.offsets[i])
         return np.concatenate(found)
 
+    def counts(self, start: int, stop: int) -> np.ndarray | None:
+        """Which of the tokens [start, stop) are trained on, bool; None: all of the stream."""
+        if self.facts.answer_tokens is None:
+            return None
+        files = [(self._shard(i)[2], a, b) for i, a, b in self._spans(start, stop)]
+        parts = [np.ones(b - a, bool) if answers is None else answers[a:b] != 0 for answers, a, b in files]
+        return np.concatenate([np.empty(0, bool), *parts])
+
     def _spans(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """(shard, first, last + 1) for each shard that has some of [start, stop)."""
         if not 0 <= start <= stop <= self.tokens:
@@ -204,14 +232,17 @@ class Shards:
             yield index, start - self.offsets[index], end - self.offsets[index]
             start, index = end, index + 1
 
-    def _shard(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+    def _shard(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         if index not in self._open:
             shard = self.facts.shards[index]
             tokens = self._mapped(shard.file, self.dtype, shard.tokens)
             borders = self._mapped(shard.borders, np.dtype("<i8"), shard.documents)
             if borders[0] != 0 or borders[-1] >= len(tokens) or (borders[1:] <= borders[:-1]).any():
                 raise damaged(self.folder / shard.borders)
-            self._open[index] = tokens, borders
+            answers = None
+            if shard.answers_sha256 is not None:
+                answers = self._mapped(shard.answers, np.dtype("u1"), shard.tokens)
+            self._open[index] = tokens, borders, answers
         return self._open[index]
 
     def _mapped(self, name: str, dtype: np.dtype, length: int) -> np.ndarray:
@@ -243,7 +274,7 @@ class Prepared:
         try:
             data = file.read_bytes()
             rows = [json.loads(line) for line in data.decode().split("\n")[:-1]]
-            documents = [Document(row["id"], row["text"], key=row["id"]) for row in rows]
+            documents = [_evaluated(row) for row in rows]
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             raise damaged(file) from error
         if hashlib.sha256(data).hexdigest() != self.manifest.evaluation.sha256:
@@ -261,6 +292,13 @@ class Prepared:
         if facts.vocabulary not in sizes or separator(tokenizer) != self.manifest.separator:
             raise damaged(folder)
         return tokenizer
+
+
+def _evaluated(row: dict[str, Any]) -> Document:
+    """The document in a line of evaluation.jsonl."""
+    if "messages" in row:
+        return Document(row["id"], json.dumps(row["messages"], ensure_ascii=False), key=row["id"], is_chat=True)
+    return Document(row["id"], row["text"], key=row["id"])
 
 
 def open_all(folder: Path) -> list[Prepared]:
@@ -357,7 +395,7 @@ def check(prepared: Prepared) -> Iterator[str]:
     manifest, sums = prepared.manifest, dict[str, str]()
     for facts in (manifest.train, manifest.held_out):
         for shard in facts.shards:
-            sums |= {shard.file: shard.sha256, shard.borders: shard.borders_sha256}
+            sums |= shard.sums
     yield from _changed(prepared.folder, sums | {EVALUATION: manifest.evaluation.sha256})
     yield from _changed_tokenizer(prepared.folder, manifest.tokenizer)
 
@@ -397,3 +435,5 @@ def _sizes(manifest: Manifest) -> Iterator[tuple[str, int]]:
         for shard in facts.shards:
             yield shard.file, shard.tokens * width
             yield shard.borders, shard.documents * 8
+            if shard.answers_sha256 is not None:
+                yield shard.answers, shard.tokens

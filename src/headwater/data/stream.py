@@ -13,7 +13,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from headwater.data.corpus import FEW_FILES, PIECE, Document, checked_text, local_files, name_in, piece_end, pieces
+from headwater.data.corpus import (
+    FEW_FILES,
+    PIECE,
+    Document,
+    check_one_kind,
+    cut,
+    local_files,
+    name_in,
+    piece_end,
+    row_document,
+)
 from headwater.data.reading import (
     CHUNK,
     ROWS,
@@ -21,7 +31,7 @@ from headwater.data.reading import (
     TableRow,
     encoded,
     is_text,
-    opened,
+    opened_text,
     rows_of_tables,
     skip,
     table_kind,
@@ -69,7 +79,7 @@ class StreamPosition(NamedTuple):
     file: int = 0
     """Files of a folder, shards of a dataset."""
     offset: int = 0
-    """In bytes of a text file; in lines or rows of a table."""
+    """In bytes of a text file, in UTF-8 and without marks; in lines or rows of a table."""
     number: int = 0
     """The number, in its file or dataset, of the next document."""
     pieces: bool | None = None
@@ -96,6 +106,12 @@ class DocumentPart:
     first: bool = True
     last: bool = True
     domain: str | None = None
+    is_chat: bool = False
+    """Its text is a conversation in JSON."""
+
+    @property
+    def document(self) -> Document:
+        return Document(self.id, self.text, self.key, self.is_chat)
 
 
 class Stream:
@@ -108,8 +124,11 @@ class Stream:
         self.shards = None if found else _hub_shards(source)
         self.names = [name_in(file, self.root) for file in self.files]
         texts = [file for file in self.files if not table_kind(file)]
-        self.few_texts = bool(texts) and len(texts) == len(self.files) < FEW_FILES
         self.marked = bool(source.separator or source.begins)
+        self.few_texts = bool(texts) and len(texts) == len(self.files) < FEW_FILES and place.pieces is not True
+        self.columns = source.columns
+        self.begun = place == StreamPosition()
+        self.kinds = set[bool]()
 
     @property
     def fingerprint(self) -> list[Any]:
@@ -123,6 +142,10 @@ class Stream:
         return [[name, state.st_size, state.st_mtime_ns] for name, state in zip(self.names, states, strict=True)]
 
     def __iter__(self) -> Iterator[DocumentPart]:
+        if self.place.pieces is None and self.few_texts and not self.marked:
+            # A text that would be one piece is cut smaller, as a whole.
+            self.few_texts = len(list(itertools.islice(self._documents(), 2))) > 1
+            self.place = StreamPosition()
         if self.place.pieces is None and (self.marked or self.few_texts):
             self.place = self.place._replace(pieces=False)
         if self.place.pieces is False:
@@ -157,20 +180,27 @@ class Stream:
         if self.shards is not None:
             for number in range(self.place.file, len(self.shards)):
                 tables = self.shards[number].with_format("arrow").iter(batch_size=ROWS)
-                rows = rows_of_tables(tables, self.source.columns, self.place.offset, Path(self.source.source))
+                rows = rows_of_tables(tables, self.columns, self.place.offset, Path(self.source.source))
                 yield from self._rows(rows, self.source.source)
                 self._move(file=number + 1, offset=0)  # rows are numbered across files
+            self._require_columns()
             return
         for number in range(self.place.file, len(self.files)):
             file, name = self.files[number], self.names[number]
             if table_kind(file):
-                yield from self._rows(table_rows(file, self.source.columns, self.place.offset), name)
+                yield from self._rows(table_rows(file, self.columns, self.place.offset), name)
             elif self.place.offset or is_text(file):
                 yield from self._text(file, name)
             else:
                 names = (*self.place.names, name)[:NAMED]
                 self._move(skipped=self.place.skipped + 1, names=names)
             self._move(file=number + 1, offset=0, number=0)
+        self._require_columns()
+
+    def _require_columns(self) -> None:
+        """Raise `HeadwaterError` if no row had a column; a stream that was resumed does not know."""
+        if self.begun:
+            self.columns.require(self.source.source)
 
     def _move(self, **fields: Any) -> None:
         self.place = self.place._replace(**fields)
@@ -181,18 +211,22 @@ class Stream:
         gathered: list[str] = []
         first, owner = self.place.number, None
         index = self.place.number
-        for offset, text, domain in rows:
-            checked_text(text, self.source.text_column, name, index)
+        for offset, value, domain in rows:
+            document = row_document(value, self.source.text_column, name, name, index)
+            text = document.text
+            if text:
+                self.kinds.add(document.is_chat)
+                check_one_kind(self.source.source, self.kinds)
             if not begins:
                 if not text:
-                    kind = "none" if text is None else "empty"
+                    kind = "empty" if isinstance(value, str) or value == [] else "none"
                     self._move(offset=offset, number=index + 1, **{kind: getattr(self.place, kind) + 1})
                 else:
                     self._move(offset=offset, number=index + 1)
-                    yield from self._parts(f"{name}:{index}", text, domain)
+                    yield from self._parts(f"{name}:{index}", text, domain, document.is_chat)
                 index += 1
                 continue
-            if re.match(begins, text or "") and gathered:
+            if re.match(begins, text) and gathered:
                 yield from self._parts(f"{name}:{first}", "".join(gathered), owner)
                 gathered = []
             if not gathered:
@@ -203,11 +237,11 @@ class Stream:
         if gathered:
             yield from self._parts(f"{name}:{first}", "".join(gathered), owner)
 
-    def _parts(self, name: str, text: str, domain: str | None) -> Iterator[DocumentPart]:
+    def _parts(self, name: str, text: str, domain: str | None, is_chat: bool = False) -> Iterator[DocumentPart]:
         """A document in memory."""
         data = encoded(text, name)
-        if len(text) <= LONGEST:
-            yield DocumentPart(name, text, data, text, self.place, domain=domain)
+        if len(text) <= LONGEST or is_chat:
+            yield DocumentPart(name, text, data, text, self.place, domain=domain, is_chat=is_chat)
             return
         start = 0
         while start < len(text):
@@ -221,7 +255,7 @@ class Stream:
         whole = not self.marked and not self.few_texts
         border = self._border()
         index, offset = self.place.number, self.place.offset
-        with opened(file) as stream:
+        with opened_text(file) as stream:
             skip(stream, offset)
             text = _Window(stream)
             first, key = True, ""
@@ -320,12 +354,22 @@ def _part_end(text: str, start: int) -> int:
 
 def _pieces_of(parts: list[DocumentPart]) -> Iterator[DocumentPart]:
     """The documents of a small corpus cut into pieces, as `read_corpus` does."""
+    documents, domains = [], {}
     for name, group in itertools.groupby(parts, key=lambda part: part.id):
-        held = list(group)
-        for piece in pieces(Document(name, "".join(part.text for part in held), "")):
-            yield DocumentPart(
-                piece.id, piece.text, piece.text.encode(), piece.key, StreamPosition(), domain=held[0].domain
-            )
+        several = list(group)
+        first = several[0]
+        documents.append(Document(name, "".join(part.text for part in several), first.key, first.is_chat))
+        domains[name] = first.domain
+    for piece in cut(documents):
+        yield DocumentPart(
+            piece.id,
+            piece.text,
+            piece.text.encode(),
+            piece.key,
+            StreamPosition(),
+            domain=domains[piece.id if piece.is_chat else piece.id.rpartition("#")[0]],
+            is_chat=piece.is_chat,
+        )
 
 
 def _hub_shards(source: TextSource) -> list[Any]:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from headwater.data.corpus import Document, pieces, read_corpus
+from headwater.data.corpus import FEW_PIECES, Document, pieces, read_corpus
 from headwater.data.language import HeldOutSettings, LanguageData
 from headwater.data.rows import RowLayout, TokenArray
 from headwater.data.tokenizer import Encoder, load_tokenizer
@@ -18,12 +18,12 @@ class TextSettings(HeldOutSettings):
 
     kind: Literal["text"] = "text"
     source: str
-    """Text, JSONL or parquet (path, folder or glob), a Hugging Face dataset, "python-stdlib", "python-topics" or
+    """Text, JSONL, CSV or parquet (path, folder or glob), a Hugging Face dataset, "python-stdlib", "python-topics" or
     "python-docs"."""
     text_column: str = "text"
-    """Column or JSON field that holds the text."""
+    """Column or JSON field that holds the text, dotted if nested, or conversations: lists of messages."""
     tokenizer: str = "bytes"
-    """"bytes", a local folder, or a tokenizer's name on the Hugging Face hub."""
+    """"bytes", a local folder or tokenizer.json, or a tokenizer's name on the Hugging Face hub."""
     context: int = Field(default=256, ge=2, le=2**24)
     """Tokens per row."""
     rows: RowLayout = "packed"
@@ -49,10 +49,12 @@ class TextSettings(HeldOutSettings):
         count = min(max(count, 1), len(ordered) - 1)
         held_out, train = ordered[:count], ordered[count:]
         train.sort(key=lambda document: document.id)
-        ids = Encoder(tokenizer).documents([document.text for document in train])
+        encoded = Encoder(tokenizer).documents(train)
+        counts = [one.counts for one in encoded if one.counts is not None]
+        tokens = TokenArray([one.ids for one in encoded], counts or None)
         domains, left_out = self.domains(train, held_out)
         return LanguageData(
-            {self.source: (TokenArray(ids), 1.0)},
+            {self.source: (tokens, 1.0)},
             domains or {self.source: held_out},
             tokenizer,
             context=self.context,
@@ -83,7 +85,11 @@ class TextSettings(HeldOutSettings):
                 found[name], left_out[name] = held_out, len(train)
                 continue
             documents = read_corpus(source, self.text_column).documents
-            found[name] = [one for one in documents if not any(piece.text in seen for piece in pieces(one))]
+            # A text that is one piece of `source` may be in several here, being cut smaller.
+            whole = "".join(document.text for document in documents[: FEW_PIECES + 1])
+            found[name] = [
+                one for one in documents if whole not in seen and not any(piece.text in seen for piece in pieces(one))
+            ]
             left_out[name] = len(documents) - len(found[name])
             if not found[name]:
                 raise HeadwaterError(

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from headwater.data.chat import ChatEncoder, Encoded
+from headwater.data.corpus import Document
 from headwater.data.reading import local_path
 from headwater.errors import HeadwaterError
 from headwater.hub import check_reachable
+from headwater.reading import has_tokenizer, local_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -71,13 +75,13 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     if separator(tokenizer) is None:
         raise HeadwaterError(
             f"The tokenizer {name!r} has neither an end-of-text nor a begin-of-text token to put between documents; "
-            "add one with tokenizer.add_special_tokens and save it to a folder."
+            'name one of its tokens beside its tokenizer.json, in tokenizer_config.json: {"eos_token": "…"}.'
         )
     return tokenizer
 
 
 def read_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer from a folder or the hub; none of its code runs.
+    """The tokenizer from a folder, a tokenizer.json or the hub; none of its code runs.
 
     Raises `HeadwaterError` for any problem with its files.
     """
@@ -88,9 +92,21 @@ def read_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     with _one_sentence(f"No tokenizer could be loaded from {str(source)!r}"):
-        tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
+        if path.is_dir() and not has_tokenizer(path):
+            raise HeadwaterError(f"The folder {str(source)!r} has no tokenizer: there is no tokenizer.json in it.")
+        if path.exists():
+            tokenizer = local_tokenizer(path)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
         vocabulary(tokenizer)  # inspects it
         return tokenizer
+
+
+def local_size(name: str | None) -> int | None:
+    """The vocabulary of a tokenizer as `load_tokenizer` takes it, if it is on this machine; else None."""
+    if name is None or (name != "bytes" and not local_path(name).exists()):
+        return None
+    return vocabulary(load_tokenizer(name))
 
 
 def vocabulary(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -146,6 +162,18 @@ class Encoder:
                 ids = [one.ids for one in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
             return [np.asarray(row, dtype=self.dtype) for row in ids]
 
-    def documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The same with the separator before each."""
-        return [np.concatenate(([self.separator], row)).astype(self.dtype) for row in self(texts)]
+    def documents(self, documents: Sequence[Document]) -> list[Encoded]:
+        """Documents with the separator before each, conversations as their template writes them."""
+        texts = iter(self([document.text for document in documents if not document.is_chat]))
+        return [
+            self.chat(document.text, document.id)
+            if document.is_chat
+            else Encoded(
+                np.concatenate(([self.separator], next(texts))).astype(self.dtype), None, len(document.text.encode())
+            )
+            for document in documents
+        ]
+
+    @cached_property
+    def chat(self) -> ChatEncoder:
+        return ChatEncoder(self.tokenizer, self.dtype)

@@ -79,6 +79,7 @@ def evaluate(
     shots: int | None = None,
     limit: int | None = None,
     text: Sequence[str] = (),
+    text_column: str = "text",
     by: str | None = None,
     context: int | None = None,
     stride: int | None = None,
@@ -96,7 +97,7 @@ def evaluate(
     models: headwater checkpoints or runs, folders or hub names of Hugging Face causal language models.
     tasks: lm-eval's names, `name@shots`, or one of `tasks.GROUPS`; default: all of `task_files`.
     shots: few-shot examples, for tasks that do not set them. limit: items of a task, and documents of a text.
-    text: files, folders, globs, JSONL, parquet, or datasets of the hub.
+    text: files, folders, globs of text, JSONL, CSV or parquet, or datasets of the hub. text_column: that of tables.
     by: one of `MEASURES`; default all if the models have one tokenizer, else bits per byte.
     context: tokens a model sees at a time; default for texts the most that all take, up to 2048, and for tasks each
         model's own. stride: tokens that each window adds, default context // 2.
@@ -122,7 +123,7 @@ def evaluate(
     stride = stride or max(1, window // 2)
     if stride > window:
         raise HeadwaterError(f"--stride {stride} is more than the {window} tokens of a window; use at most {window}.")
-    read = [texts.read_text(source, limit) for source in text]
+    read = [texts.read_text(source, limit, text_column) for source in text]
     ready = Tasks(tasks, task_files, shots) if tasks or task_files else None
 
     result = EvaluationResult({}, [], [], [_text_facts(one) for one in read], {}, _versions(ready is not None), [])
@@ -134,6 +135,7 @@ def evaluate(
         "context": context,
         "window": window if text else None,
         "stride": stride if text else None,
+        "text_column": text_column if text else None,
         "dtype": dtype,
         "device": device,
         "seed": seed,

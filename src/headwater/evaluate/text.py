@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from headwater.data.corpus import Document, local_files, read_corpus, read_files
+from headwater.data.corpus import Document, read_documents
 from headwater.errors import HeadwaterError
 
 
@@ -33,20 +33,18 @@ class Text:
         return np.array([len(document.text.encode()) for document in self.documents], dtype=float)
 
 
-def read_text(source: str, limit: int | None = None) -> Text:
+def read_text(source: str, limit: int | None = None, column: str = "text") -> Text:
     """The first `limit` documents of a source as `headwater.data.corpus.read_corpus` takes it; a file is one document.
 
-    Raises `HeadwaterError` if there is none.
+    column: that of tables with the text. Raises `HeadwaterError` if there is none, and for conversations, since each
+    model would write them with a template of its own.
     """
-    skipped: list[str] = []
-    if found := local_files(source):
-        root, files = found
-        documents = [document for document in read_files(files, root, "text", skipped) if document.text]
-    else:
-        documents = read_corpus(source).documents
-    if not documents:
-        tail = f": none of its {len(skipped)} files is UTF-8 text" if skipped else ", or only empty files"
-        raise HeadwaterError(f"There is no text in {source!r}{tail}; give a file or folder with text.")
+    documents, skipped, _ = read_documents(source, column, "--text-column")
+    if any(document.is_chat for document in documents):
+        raise HeadwaterError(
+            f"{source!r} holds conversations, which models are not compared on; name a column of text with "
+            "--text-column."
+        )
     return Text(Path(source).name or source, documents[:limit], len(skipped))
 
 

@@ -46,10 +46,7 @@ class RecipeLoader(BaseDataLoader):
         self.row = self.part = 0  # the first row of the recipe's batch, and the part of it that comes next
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-        """Pairs of ids, with positions where documents start inside a row, and labels, [rows of this process, T].
-
-        Synthetic rows depend on the batch that they are drawn in, so the recipe's batches are drawn, and divided.
-        """
+        """Pairs of ids, with positions where documents start inside a row, and labels, [rows of this process, T]."""
         for batch in self.data.batches(self.seed, self.rows, self.row, self.share):
             if "document_starts" in batch:
                 raise HeadwaterError(

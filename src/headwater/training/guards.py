@@ -182,6 +182,7 @@ def losses(
     model: nn.Module, batch: Batch, counted: Tensor, training: Training, teacher: Teacher | None = None
 ) -> tuple[Tensor, Tensor]:
     """(the loss to report, the loss to minimize) of a batch, both over `counted` tokens or images."""
+    counted = counted.clamp(min=1)  # a step may have no answer of a conversation
     if "pixel_values" in batch:
         classes: int = model.config.num_labels  # type: ignore[union-attr, assignment]
         labels = smoothed(batch["labels"], training.label_smoothing, classes)

@@ -16,7 +16,9 @@ from transformers import AutoTokenizer, BaseImageProcessor, PreTrainedModel, Pre
 
 from headwater.cost import cache_bytes_per_token
 from headwater.data.base import LABELS, Data, main_input
-from headwater.data.corpus import TOPICS, topics
+from headwater.data.chat import contents
+from headwater.data.corpus import TOPICS, read_documents, topics
+from headwater.data.reading import PACKED, table_kind
 from headwater.diagnostics import sample_images
 from headwater.errors import HeadwaterError
 from headwater.growth import grow
@@ -304,7 +306,7 @@ def sample_rows(trained: Trained, text: Path | None, rows: int = 32, context: in
         if trained.tokenizer is None:
             raise HeadwaterError(f"{trained.source!r} has no tokenizer, so it cannot read a text; leave out --text.")
         try:
-            content = read_text(text, "text", MOST_TEXT)
+            content = _content(text)
         except OSError as error:
             raise HeadwaterError(f"The text {str(text)[:200]!r} cannot be read: {error.strerror}.") from error
         return _rows_of(trained, content, str(text), rows, context)
@@ -315,6 +317,14 @@ def sample_rows(trained: Trained, text: Path | None, rows: int = 32, context: in
     batches: Iterator[dict[str, Tensor]] = data.batches(seed=0, batch_size=rows, start=0)
     found = torch.cat([main_input(batch) for batch in islice(batches, 1)])
     return found if of_images else found[:, :context]
+
+
+def _content(text: Path) -> str:
+    """What a file says: its text, or that of all rows of a table."""
+    if table_kind(text) is None and text.suffix.lower() not in PACKED:
+        return read_text(text, "text", MOST_TEXT)
+    documents, _, _ = read_documents(str(text), "text", None)
+    return "\n".join(contents(one.text) if one.is_chat else one.text for one in documents)
 
 
 def _rows_of(trained: Trained, content: str, name: str, rows: int, context: int | None = None) -> Tensor:

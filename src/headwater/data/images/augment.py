@@ -22,8 +22,6 @@ Probability = Annotated[float, Field(ge=0, le=1)]
 # RandAugment as the papers write it, (magnitude, deviation): operations per image, and the largest magnitude.
 OPERATIONS, LARGEST = 2, 10.0
 BINS = 31
-# Images mixed at a time, which stay in the processor's cache.
-PIECE = 8
 
 
 class Augmentation(Settings):
@@ -42,7 +40,7 @@ class Augmentation(Settings):
     mixup: float = Field(default=0.0, ge=0, le=100)
     """α of mixup (arXiv 1710.09412); 0 for none."""
     cutmix: float = Field(default=0.0, ge=0, le=100)
-    """α of CutMix (arXiv 1905.04899); 0 for none. With mixup too, each batch gets one of the two at random."""
+    """α of CutMix (arXiv 1905.04899); 0 for none. With mixup too, each image gets one of the two at random."""
     repeats: int = Field(default=1, ge=1, le=64)
     """Repeated augmentation (arXiv 1901.09335): how often an image comes in a row, each time changed differently."""
 
@@ -51,6 +49,11 @@ class Augmentation(Settings):
         """Whether any transform is random, and torchvision is needed."""
         settings = self.crop, self.rand_augment, self.flip, self.erase, self.mixup, self.cutmix
         return any(setting not in (None, 0) for setting in settings)
+
+    @property
+    def back(self) -> int:
+        """How many rows before it the one is that each row is mixed with; 0: none is mixed."""
+        return self.repeats if self.mixup or self.cutmix else 0
 
     def model_post_init(self, context: Any) -> None:
         if self.crop is not None and not 0 < self.crop[0] <= self.crop[1] <= 1:
@@ -131,27 +134,24 @@ def mixed(
     pixels: Tensor,
     labels: Tensor,
     classes: int,
-    draw: Callable[[], torch.Generator],
+    draws: Sequence[Callable[[], torch.Generator]],
 ) -> tuple[Tensor, Tensor]:
-    """Each row mixed with the one `settings.repeats` rows before it; the first rows have none, and are left out.
+    """Each row mixed with the one `settings.back` rows before it; the first rows have none, and are left out.
 
-    pixels [N, C, H, W] and labels [N] become [N - repeats, C, H, W] and probabilities [N - repeats, classes]. draw: a
-    generator with the same numbers whenever it is called.
+    pixels [N, C, H, W] and labels [N] become [N - back, C, H, W] and probabilities [N - back, classes]. draws: for each
+    of those a generator with the same numbers whenever it is called.
     """
     from torchvision.transforms import v2
 
     kinds = [kind(alpha=a, num_classes=classes) for kind, a in _mixes(v2, settings) if a]
-    chosen = int(torch.randint(len(kinds), (), generator=draw()))
-    step = settings.repeats
-    images = torch.empty_like(pixels[step:])
+    images = torch.empty_like(pixels[settings.back :])
     shares = torch.empty(len(images), classes)
-
-    for first in range(0, len(images), PIECE * step):
-        rows, before = slice(first, first + PIECE * step), slice(first, first + (PIECE + 1) * step)
-        for strand in range(min(step, len(images[rows]))):
-            with drawing_from(draw()):
-                x, y = kinds[chosen](pixels[before][strand::step], labels[before][strand::step])
-            images[rows][strand::step], shares[rows][strand::step] = x[1:], y[1:]
+    for row, draw in enumerate(draws):
+        kind = kinds[int(torch.randint(len(kinds), (), generator=draw()))]
+        pair = [row, row + settings.back]
+        with drawing_from(draw()):
+            x, y = kind(pixels[pair], labels[pair])
+        images[row], shares[row] = x[1], y[1]
     return images, shares
 
 

@@ -143,31 +143,32 @@ class ImageData:
         return itertools.islice(every, skipped, None)
 
     def batches(self, seed: int, batch_size: int, start: int, share: Share = ALONE) -> Iterator[Batch]:
-        changes = self.settings.augmentation
-        if (changes.mixup or changes.cutmix) and batch_size <= changes.repeats:
-            raise HeadwaterError(
-                f"With batches of {batch_size} and data.augmentation.repeats {changes.repeats}, an image would be "
-                "mixed with itself; raise training.batch_size."
-            )
         own = range(share.rank * batch_size // share.world, (share.rank + 1) * batch_size // share.world)
-        order = self.order(seed, start)
-        parts = ((first, list(itertools.islice(order, batch_size))) for first in itertools.count(start, batch_size))
-        return loaded(partial(self.read, seed, own), parts, self.settings.workers)
+        return loaded(partial(self.read, seed, own), self.parts(seed, batch_size, start), self.settings.workers)
+
+    def parts(self, seed: int, batch_size: int, start: int) -> Iterator[tuple[int, list[tuple[int, int, int]]]]:
+        """(number of its first row, its rows) of each batch; mixed rows come with the `back` rows before them."""
+        back = self.settings.augmentation.back
+        # The first rows of all have none before them, and take those behind.
+        earliest = list(itertools.islice(self.order(seed, 0), 2 * back))
+        order = self.order(seed, max(0, start - back))
+        before = [earliest[number + 2 * back] if number < 0 else next(order) for number in range(start - back, start)]
+        for first in itertools.count(start, batch_size):
+            rows = before + list(itertools.islice(order, batch_size))
+            yield first, rows
+            before = rows[len(rows) - back :]
 
     def read(self, seed: int, own: range, part: tuple[int, list[tuple[int, int, int]]]) -> Batch:
-        """The rows `own` of a batch, given as its number and all its rows. Raises `UnreadableImage`."""
+        """The rows `own` of a batch, one of `parts`. Raises `UnreadableImage`."""
         (first, rows), settings = part, self.settings.augmentation
-        mixes = bool(settings.mixup or settings.cutmix)
-        # Mixed rows come with those before them, the first ones with the batch's last.
-        wanted = range(own.start - settings.repeats, own.stop) if mixes else own
-        rows = [rows[number % len(rows)] for number in wanted]
+        rows = rows[own.start : own.stop + settings.back]
         pixels = torch.empty(len(rows), self.settings.channels, *self.settings.size)
         for place, row in zip(pixels, rows, strict=True):
             place.numpy()[...] = self.changed(seed, *row).numpy()
         labels = torch.tensor([self.train.labels[index] for _, index, _ in rows])
-        if mixes:
-            draw = partial(generator, "mix", seed, first)
-            pixels, labels = mixed(settings, pixels, labels, len(self.classes), draw)
+        if settings.back:
+            draws = [partial(generator, "mix", seed, first + row) for row in own]
+            pixels, labels = mixed(settings, pixels, labels, len(self.classes), draws)
         return {"pixel_values": pixels, "labels": labels}
 
     def changed(self, seed: int, epoch: int, index: int, repetition: int) -> Tensor:

@@ -75,7 +75,10 @@ class ArithmeticSettings(SyntheticSettings):
     @property
     def context(self) -> int:
         """The longest possible row: every operation with its own number, and all unneeded statements."""
-        most = self.operations + self.harder
+        return self.width(self.operations + self.harder)
+
+    def width(self, most: int) -> int:
+        """The longest row with at most this many operations."""
         prompt = most * STATEMENT + (most + 1) * NUMBER + MOST_UNNEEDED * STATEMENT + QUESTION
         return blocks(prompt + most * STEP + 1)
 
@@ -99,7 +102,8 @@ class ArithmeticData(SyntheticData[ArithmeticSettings]):
 
     def sample(self, draw: torch.Generator, count: int) -> Batch:
         chance = random.Random(int(torch.randint(2**62, (), generator=draw)))
-        return self.rows_of([self.problem(chance, chance.randint(1, self.settings.operations)) for _ in range(count)])
+        most = self.settings.operations
+        return self.rows_of([self.problem(chance, chance.randint(1, most)) for _ in range(count)], most)
 
     def held_out(self) -> Batch:
         return self.rows_of(self.held_out_problems)
@@ -164,10 +168,12 @@ class ArithmeticData(SyntheticData[ArithmeticSettings]):
     def number(self, chance: random.Random) -> int:
         return chance.randrange(self.settings.modulus)
 
-    def rows_of(self, problems: list[Problem]) -> Batch:
+    def rows_of(self, problems: list[Problem], most: int | None = None) -> Batch:
+        """Rows as long as the longest, or as any of at most `most` operations."""
         prompts = [self.encode(prompt_of(problem)) for problem in problems]
         solutions = [self.encode(solution_of(problem, self.settings.modulus)) for problem in problems]
-        length = blocks(max((len(p) + len(s) for p, s in zip(prompts, solutions, strict=True)), default=1))
+        longest = max((len(p) + len(s) for p, s in zip(prompts, solutions, strict=True)), default=1)
+        length = blocks(longest) if most is None else self.settings.width(most)
         ids = torch.zeros(len(problems), length, dtype=torch.long)
         labels = torch.full_like(ids, -100)
         for row, (prompt, solution) in enumerate(zip(prompts, solutions, strict=True)):

@@ -21,6 +21,8 @@ from headwater.settings import Settings
 LOGITS = 2**26
 # Maximum tokens of held-out rows; a solver in plain Python reads them too.
 MOST = 2**27
+# Rows drawn at a time: this many, and no more than take this many numbers.
+BLOCK, DRAWN = 256, 2**22
 # How often to redraw a row that equals a held-out one.
 TRIES = 100
 
@@ -52,8 +54,9 @@ S = TypeVar("S", bound=SyntheticSettings)
 class SyntheticData(ABC, Generic[S]):
     """A task whose rows are drawn as needed; see `headwater.data.base.Data`.
 
-    The rows of a batch are a function of (seed, number of its first row, batch size). Training and accuracy use only
-    positions whose label is determined by the row up to there (and a fixed table): `shift_labels` is -100 elsewhere.
+    A training row is a function of (seed, its number): rows are drawn in blocks of a fixed size, of which batches take
+    what they need. Training and accuracy use only positions whose label is determined by the row up to there (and a
+    fixed table): `shift_labels` is -100 elsewhere.
     """
 
     measure = "accuracy"
@@ -67,6 +70,9 @@ class SyntheticData(ABC, Generic[S]):
         self.vocab_size: int = settings.vocabulary  # type: ignore[attr-defined]
         self.context = settings.context
         self.description: dict[str, Any] = settings.model_dump()
+        # Rows drawn at a time.
+        self.block = max(1, min(BLOCK, DRAWN // (self.context + self.vocab_size)))
+        self.drawn: tuple[tuple[int, int], Batch] | None = None
 
     @abstractmethod
     def sample(self, draw: torch.Generator, count: int) -> Batch:
@@ -88,16 +94,32 @@ class SyntheticData(ABC, Generic[S]):
             start += batch_size
 
     def training_rows(self, seed: int, start: int, count: int) -> Batch:
-        """`count` rows from number `start` on; those that equal a held-out row are drawn again."""
+        """`count` rows from number `start` on."""
+        stop = start + count
+        parts = []
+        for number in range(start // self.block, -(-stop // self.block)):
+            first = number * self.block
+            rows = slice(max(start - first, 0), min(stop - first, self.block))
+            parts.append({name: tensor[rows] for name, tensor in self.drawn_block(seed, number).items()})
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+    def drawn_block(self, seed: int, number: int) -> Batch:
+        """A block of rows; those that equal a held-out row are drawn again. The last block is kept."""
+        if self.drawn is not None and self.drawn[0] == (seed, number):
+            return self.drawn[1]
+        self.drawn = (seed, number), self.draw_block(seed, number)
+        return self.drawn[1]
+
+    def draw_block(self, seed: int, number: int) -> Batch:
         kind = self.settings.kind
-        batch = self.sample(generator(kind, seed, start), count)
+        batch = self.sample(generator(kind, seed, number), self.block)
         if not self.keeps_apart:
             return batch
         for attempt in range(TRIES):
             seen = torch.isin(self.prints(batch), self.held_out_prints)
             if not bool(seen.any()):
                 return batch
-            again = self.sample(generator(kind, seed, start, attempt), int(seen.sum()))
+            again = self.sample(generator(kind, seed, number, attempt), int(seen.sum()))
             batch = replaced(batch, seen, again)
         raise HeadwaterError(
             f"data: nearly every possible row of kind {kind} is among the {self.settings.held_out} held out; lower "
