@@ -4,6 +4,11 @@ What is named here is imported when it is first used, so that `import headwater`
 """
 
 import sys as _sys
+
+if _sys.argv[:1] == ["-m"] and not _sys.flags.safe_path:  # true only while `python -m headwater` looks for the package
+    # Python has put the current folder first, and would find any module that lies in it, of whatever name.
+    del _sys.path[0]
+
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING, Any
 

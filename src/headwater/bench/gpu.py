@@ -80,7 +80,7 @@ RECOMMENDED = "headwater-base"
 # Seconds at the end of the budget for ending a phase, writing the results and ending the command.
 RESERVE = 5.0
 # The Python code of a phase.
-RUN = ["-m", "headwater.bench.gpu"]
+RUN = ["-P", "-m", "headwater.bench.gpu"]
 
 
 @dataclass(frozen=True)

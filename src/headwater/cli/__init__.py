@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from headwater.cli.common import LOOK, MAKE, TRAIN, USE, guarded
+from headwater.cli.common import LOOK, MAKE, TRAIN, USE, guarded, trusting
 from headwater.errors import HeadwaterError, Interrupted, first_line
 from headwater.terminal import literal
 
@@ -83,7 +83,7 @@ class _Commands(Mapping[str, Any]):
             more = {"allow_extra_args": True, "ignore_unknown_options": True} if name == "serve" else {}
             epilog = f"Example: headwater {example}"
             alone.command(name, context_settings=more, rich_help_panel=panel, epilog=epilog)(command)
-        return guarded(typer.main.get_group(alone).commands[name])
+        return trusting(guarded(typer.main.get_group(alone).commands[name]))
 
 
 class _Group(TyperGroup):

@@ -480,7 +480,10 @@ def bench_gpu(
     """
     from headwater.bench.gpu import bench_gpu as measure
     from headwater.bench.gpu import problems
+    from headwater.outside import trust_names_in
     from headwater.process import age
+
+    trust_names_in(mechanism or [])
 
     chosen = device_of(device)
     if chosen == "cpu":
@@ -549,10 +552,12 @@ def _mechanisms(given: list[str]) -> dict[str, dict[str, dict]]:
     """Mechanisms by a label, from names and JSON."""
     import json
 
+    from headwater.outside import trust_names_in
     from headwater.registry import resolve
     from headwater.written import plain
 
     chosen = [plain(text, shown(text)) if text.startswith("{") else {text: {}} for text in given]
+    trust_names_in(chosen)
     for one in chosen:
         for name, options in one.items():
             resolve(name).options(options)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperOption
 
 from headwater.errors import HeadwaterError, shown, unusable
 from headwater.terminal import Terminal
@@ -84,6 +85,7 @@ def quiet() -> None:
 
 def mechanisms_of(given: list[str]) -> dict[str, dict[str, Any]]:
     """name or name={options}, as YAML. Raises `HeadwaterError`."""
+    from headwater.outside import trust_names_in
     from headwater.registry import resolve
     from headwater.written import plain
 
@@ -97,6 +99,7 @@ def mechanisms_of(given: list[str]) -> dict[str, dict[str, Any]]:
         found[name] = plain(options, f"The options of --mechanism {name}", whole=True) if equals else {}
         if not isinstance(found[name], dict):
             raise HeadwaterError(f'The options of --mechanism {name} are a mapping: "{name}={{key: value}}".')
+        trust_names_in({name: found[name]})
         resolve(name).options(found[name])
     return found
 
@@ -183,6 +186,31 @@ def guarded(command: Any) -> Any:
     for below in getattr(command, "commands", {}).values():
         guarded(below)
     return command
+
+
+def trusting(command: Any) -> Any:
+    """A command with the option --trust; of a group, all commands that are in it."""
+    below = getattr(command, "commands", {})
+    for one in below.values():
+        trusting(one)
+    if not below:
+        command.params.append(
+            TyperOption(
+                param_decls=["--trust"],
+                multiple=True,
+                metavar="NAME",
+                expose_value=False,
+                callback=_trust,
+                help="Let files name this outside code: package.module, or package.module:Class; repeatable.",
+            )
+        )
+    return command
+
+
+def _trust(context: Any, option: Any, names: Sequence[str] | None) -> None:
+    from headwater.outside import trust
+
+    trust(*names or ())
 
 
 def _checked(parameter: Any, process: Callable[[Any, Any], Any], context: Any, given: Any) -> Any:

@@ -38,7 +38,6 @@ from headwater.errors import HeadwaterError, either, nearest, sentence
 from headwater.hub import check_reachable
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.pretrained import HeadwaterPreTrainedModel
-from headwater.outside import names_of_a_file
 from headwater.reading import (
     CONFIG,
     build,
@@ -329,8 +328,7 @@ def _of_checkpoint(family: str | None, kind: str, config: dict[str, Any]) -> Fam
     """The family of a checkpoint: the one that is asked for, else that of its config.json, whose type is `kind`."""
     if family and kind not in _OTHER_WAYS:
         return _family(family)
-    with names_of_a_file():
-        known = _family(kind, config)
+    known = _family(kind, config)
     # Of text, the model without its head says so by the weights, and one whose head is tied to the embedding is whole.
     saved = config.get("architectures")
     if known.ours is not HeadwaterForCausalLM and saved and known.model.__name__ not in saved:
