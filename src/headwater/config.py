@@ -240,7 +240,7 @@ class HeadwaterConfig(PreTrainedConfig):
         `from_pretrained(folder, trust=["package.module"])`.
         Raises `HeadwaterError` for a keyword that looks like a misspelt field.
         """
-        outside.trust(*(kwargs.pop("trust", None) or ()))
+        outside.trust(kwargs.pop("trust", None) or ())
         cls._check_names(name for name in kwargs if name not in config_dict and not hasattr(cls, name))
         return super().from_dict(config_dict | {"model_type": cls.model_type}, **kwargs)
 
@@ -259,7 +259,7 @@ class HeadwaterConfig(PreTrainedConfig):
         """Trust the names of outside mechanisms that a program of the user's has written."""
         names = [name for name in outside.names_in(self.mechanisms) if not MECHANISMS.has(name)]
         if names and outside.is_made_by_program():
-            outside.trust(*names)
+            outside.trust(names)
 
     def _check_origins(self, origins: Any) -> None:
         """Raise `HeadwaterError` if a file names an outside mechanism that is missing, or that it may not import

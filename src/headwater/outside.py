@@ -22,7 +22,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -40,11 +40,12 @@ _CONSTRUCTOR = ("transformers.configuration_utils", "__init__")
 _MODULE_OR_NAME = re.compile(f"{_PART}(?::{_PART})?")
 
 
-def trust(*names: str) -> None:
+def trust(names: Iterable[str]) -> None:
     """Let files name these from now on: "package.module", with what is below it, or "package.module:attribute".
 
     Raises `HeadwaterError` for what is neither.
     """
+    names = [names] if isinstance(names, str) else list(names)
     for name in names:
         if not isinstance(name, str) or not _MODULE_OR_NAME.fullmatch(name):
             raise HeadwaterError(f"{shown(name)} cannot be trusted; name a package.module or package.module:Class.")
@@ -54,7 +55,7 @@ def trust(*names: str) -> None:
 def trust_names_in(values: Any) -> None:
     """Trust every "package.module:attribute" in nested values that the user wrote, keys of mappings included."""
     if names := list(names_in(values)):
-        trust(*names)
+        trust(names)
 
 
 def names_in(values: Any) -> Iterator[str]:

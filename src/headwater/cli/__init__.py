@@ -54,6 +54,10 @@ COMMANDS: dict[str, dict[str, str]] = {
 }
 
 
+# Commands that read no files in which code from outside may be named.
+NAMELESS = ("recipes", "presets", "theory", "data", "new")
+
+
 class _Commands(Mapping[str, Any]):
     """The commands by name, each imported when it is first looked up: to run one, the others are not needed."""
 
@@ -83,7 +87,8 @@ class _Commands(Mapping[str, Any]):
             more = {"allow_extra_args": True, "ignore_unknown_options": True} if name == "serve" else {}
             epilog = f"Example: headwater {example}"
             alone.command(name, context_settings=more, rich_help_panel=panel, epilog=epilog)(command)
-        return trusting(guarded(typer.main.get_group(alone).commands[name]))
+        made = guarded(typer.main.get_group(alone).commands[name])
+        return made if name in NAMELESS else trusting(made)
 
 
 class _Group(TyperGroup):

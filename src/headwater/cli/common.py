@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperOption
 
 from headwater.errors import HeadwaterError, shown, unusable
 from headwater.terminal import Terminal
@@ -188,29 +187,48 @@ def guarded(command: Any) -> Any:
     return command
 
 
+# Benchmarks that read what was trained elsewhere.
+OF_FOLDERS = ("prices", "verdicts")
+
+
 def trusting(command: Any) -> Any:
-    """A command with the option --trust; of a group, all commands that are in it."""
+    """A command with the option --trust; of a group, those commands in it that read folders."""
     below = getattr(command, "commands", {})
-    for one in below.values():
-        trusting(one)
+    for name in OF_FOLDERS:
+        if name in below:
+            trusting(below[name])
     if not below:
-        command.params.append(
-            TyperOption(
-                param_decls=["--trust"],
-                multiple=True,
-                metavar="NAME",
-                expose_value=False,
-                callback=_trust,
-                help="Let files name this outside code: package.module, or package.module:Class; repeatable.",
-            )
-        )
+        command.params.append(_trust_option())
     return command
 
 
-def _trust(context: Any, option: Any, names: Sequence[str] | None) -> None:
+def _trust(names: list[str] | None) -> None:
     from headwater.outside import trust
 
-    trust(*names or ())
+    trust(names or ())
+
+
+def _has_only_trust(
+    trust: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            callback=_trust,
+            expose_value=False,
+            help="Let files name this code: package.module, or package.module:Class; repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """A command from which the others take the option."""
+
+
+@functools.cache
+def _trust_option() -> Any:
+    """The option itself, which takes effect when it is parsed and is not passed to the command."""
+    alone = typer.Typer(add_completion=False)
+    alone.command()(_has_only_trust)
+    return next(option for option in typer.main.get_command(alone).params if option.name == "trust")
 
 
 def _checked(parameter: Any, process: Callable[[Any, Any], Any], context: Any, given: Any) -> Any:
