@@ -35,7 +35,13 @@ VARIABLE = "HEADWATER_TRUST"
 _PART = r"[^\W\d]\w*(?:\.[^\W\d]\w*)*"
 _NAME = re.compile(f"{_PART}:{_PART}")
 # What runs between a program and the checks of a config that it makes.
-_CONSTRUCTION = (__name__, "headwater.config", "headwater.vision_config", "headwater.presets")
+_CONSTRUCTION = (
+    __name__,
+    "headwater.config",
+    "headwater.vision_config",
+    "headwater.presets",
+    "headwater.testing.models",
+)
 _CONSTRUCTOR = ("transformers.configuration_utils", "__init__")
 _MODULE_OR_NAME = re.compile(f"{_PART}(?::{_PART})?")
 
@@ -119,8 +125,9 @@ def loaded(name: str, base: str) -> Any:
         if not isinstance(thing, ModuleType if thing is sys.modules.get(module) else type):
             return None
         thing = vars(thing).get(part)
-    kinds = inspect.getattr_static(thing, "__mro__", None) if isinstance(thing, type) else type(thing).__mro__
-    ours = any(kind.__name__ == base and kind.__module__.split(".")[0] == "headwater" for kind in kinds or ())
+    kind = thing if isinstance(thing, type) else type(thing)
+    bases = type.__dict__["__mro__"].__get__(kind)
+    ours = any(each.__name__ == base and each.__module__.split(".")[0] == "headwater" for each in bases)
     return thing if ours else None
 
 
