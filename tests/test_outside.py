@@ -545,6 +545,7 @@ def test_a_retrofit_with_names_from_outside_is_trained_on(brought, here, run):
             "training": {"steps": 2, "batch_size": 2, "threads": 1},
         },
         "run",
+        trust=[mechanism] if ":" in mechanism else [],
     )
     assert done.model().config.mechanisms == {mechanism: {"begin": 1.0}}
     assert done.model().model.layers[0].self_attn.mechanisms[mechanism.replace(":", "_")].weight != 1.0
@@ -755,7 +756,7 @@ def test_every_command_works_with_a_mechanism_from_outside(gated, anew, here):
 
     of_folder("export", "run", "--out", "exported")
     forget("gated_table")
-    exported = AutoModelForCausalLM.from_pretrained(here / "exported", trust_remote_code=True)
+    exported = AutoModelForCausalLM.from_pretrained(here / "exported", trust_remote_code=True, trust=[gated])
     model = HeadwaterForCausalLM.from_pretrained(here / "run/checkpoints/step-000005", trust=[gated])
     assert torch.equal(exported(tokens(1, 9)).logits, model(tokens(1, 9)).logits)
 
@@ -772,7 +773,8 @@ def test_every_command_works_with_a_mechanism_from_outside(gated, anew, here):
 @pytest.mark.slow
 def test_comparisons_and_searches_work_with_a_mechanism_from_outside(gated, anew, forked_workers):
     assert "minus plain" in anew("compare", "recipe.yaml", "compare.seeds=[0,1]", "--workers=1", "--out", "compared")
-    assert "minus plain" in anew("report", "compared")
+    assert f"--trust {gated}" in anew("report", "compared", code=2)
+    assert "minus plain" in anew("report", "compared", "--trust", gated)
     given = [f"--mechanism={gated}", "--mechanism=kv_shift", "--seeds=1", "--final=1", "--final-seeds=2", "--workers=1"]
     assert "chosen: " in anew("search", "recipe.yaml", *given, "--out", "searched")
     shape = ["--layers=1", "--width=64", "--context=16", "--precision=32-true"]
