@@ -417,7 +417,7 @@ def retrofit(
     for an outside one; default: from its config. trust: as in `train`. Raises `HeadwaterError`.
     """
     outside.trust(trust)
-    outside.trust_names_in([mechanisms, family])
+    outside.trust_names_in(mechanisms)
     from headwater.registry import as_mapping
     from headwater.retrofit import add_mechanisms
 

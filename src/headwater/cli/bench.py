@@ -480,10 +480,7 @@ def bench_gpu(
     """
     from headwater.bench.gpu import bench_gpu as measure
     from headwater.bench.gpu import problems
-    from headwater.outside import trust_names_in
     from headwater.process import age
-
-    trust_names_in(mechanism or [])
 
     chosen = device_of(device)
     if chosen == "cpu":

@@ -272,7 +272,6 @@ def retrofit(
     out_folder: Out = None,
 ) -> None:
     """Convert a trained model to a headwater checkpoint, and add mechanisms without changing its logits."""
-    from headwater.outside import trust_names_in
     from headwater.recipe import values_of
     from headwater.records import Event
     from headwater.retrofit import add_mechanisms, to_parameter_tokens
@@ -296,7 +295,6 @@ def retrofit(
             "--parameter-tokens needs a text to fit; pass one similar to the training data with --text FILE."
         )
     target = _free(out_folder, Path(source.rstrip("/")), "headwater")
-    trust_names_in(family)
     trained = open_source(source, layout, values_of(field or []), family)
     model, details = trained.model, {}
     if parameter_tokens and model.main_input_name == "pixel_values":
