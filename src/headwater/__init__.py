@@ -5,7 +5,11 @@ What is named here is imported when it is first used, so that `import headwater`
 
 import sys as _sys
 
-if _sys.argv[:1] == ["-m"] and not _sys.flags.safe_path:  # true only while `python -m headwater` looks for the package
+if (
+    _sys.argv[:1] == ["-m"]  # as long as Python looks for the module that it is to run
+    and _sys.orig_argv[-len(_sys.argv)].removeprefix("-m").partition(".")[0] == __name__
+    and not _sys.flags.safe_path
+):
     # Python has put the current folder first, and would find any module that lies in it, of whatever name.
     del _sys.path[0]
 
