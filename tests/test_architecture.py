@@ -15,7 +15,7 @@ ROOT = Path(headwater.__file__).parent
 
 # Modules that share a row do not import each other.
 ORDER = (
-    ("errors", "lazy", "plan", "precision", "process", "seeding", "shipped", "terminal", "workers"),
+    ("drawing", "errors", "lazy", "plan", "precision", "process", "seeding", "shipped", "terminal", "workers"),
     ("enlarging", "extras", "kernels", "settings"),
     ("files", "outside", "written"),
     ("registry", "hardware", "hub"),

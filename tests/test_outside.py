@@ -1,6 +1,8 @@
-"""Names from outside: which are found, what a checkpoint may have imported, what is said where something is missing."""
+"""Names from outside: which are found, which a file may name, what is said where something is missing."""
 
+import contextlib
 import json
+import os
 import sys
 import textwrap
 
@@ -14,9 +16,11 @@ from transformers import AutoModelForCausalLM
 import headwater
 from conftest import assert_near, build, config, decode, tokens
 from headwater import HeadwaterConfig, HeadwaterError, HeadwaterForCausalLM
+from headwater.errors import NotTrusted
 from headwater.export import export
 from headwater.mechanisms import Context, Cost, Mechanism
-from headwater.outside import names_of_a_file
+from headwater.outside import VARIABLE, trust
+from headwater.recipe import OPTIMIZERS, parse, read_recipe
 from headwater.registry import MECHANISMS, register
 from headwater.training.optim import make_optimizers, parameter_groups
 
@@ -67,11 +71,11 @@ class Twice(Mechanism):
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """An empty current folder that Python does not look in, with a cache of its own; no module is left behind."""
+    """An empty current folder that Python does not look in, where nothing is trusted; no module is left behind."""
     folder = tmp_path / "here"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv(VARIABLE, "")
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.setattr(sys, "path", [place for place in sys.path if place])
     yield folder
@@ -81,10 +85,10 @@ def here(tmp_path, monkeypatch):
 
 
 def forget(*names: str) -> None:
-    """As a new process would be, which has imported nothing."""
+    """Leave the process as a new one is, which has imported nothing and trusts nothing."""
     for name in names:
         sys.modules.pop(name, None)
-    sys.path[:] = [place for place in sys.path if "here" not in place]
+    os.environ[VARIABLE] = ""
 
 
 def stored(folder, **mechanisms):
@@ -104,48 +108,105 @@ def test_what_the_user_names_is_imported_from_the_current_folder(here):
     assert model.state_dict()["model.layers.0.self_attn.mechanisms.small_Twice.weight"] == 3.0
 
 
-def test_a_checkpoint_has_nothing_imported_from_the_current_folder(here):
-    (here / "small.py").write_text(SMALL)
-    with pytest.raises(HeadwaterError, match="PYTHONPATH"):
-        HeadwaterConfig.from_pretrained(stored(here, **{"small:Twice": {}}))  # the module lies in the checkpoint itself
-    with pytest.raises(HeadwaterError, match="PYTHONPATH"):
-        HeadwaterConfig.from_pretrained(stored(here / "model", **{"small:Twice": {}}))
-    with pytest.raises(HeadwaterError, match="PYTHONPATH"), names_of_a_file():
-        config({"small:Twice": {}})
+def test_a_checkpoint_has_nothing_imported(here, tmp_path, monkeypatch):
+    """Whether the module is beside it, in the current folder or in one of PYTHONPATH."""
+    place = tmp_path / "library"
+    for folder in (here, here / "model", place):
+        folder.mkdir(exist_ok=True)
+        (folder / f"{folder.name}_module.py").write_text(SMALL)
+    monkeypatch.syspath_prepend(place)
+    monkeypatch.setenv("PYTHONPATH", str(place))
+    for module in ("here_module", "model_module", "library_module"):
+        with pytest.raises(NotTrusted, match=rf"add --trust {module}:Twice \(in Python: trust="):
+            HeadwaterConfig.from_pretrained(stored(here / "model", **{f"{module}:Twice": {}}))
+    nested = stored(here / "model", blend={"mechanisms": {"here_module:Twice": {}}})
+    with pytest.raises(NotTrusted, match="--trust here_module:Twice"):
+        HeadwaterConfig.from_pretrained(nested)
     assert not (here / "ran.txt").exists()
 
 
-def test_but_what_the_user_has_named_before_it_may(here, monkeypatch):
+def test_but_it_has_what_the_user_trusts(here):
     (here / "small.py").write_text(SMALL)
-    config({"small:Twice": {}})
-    forget("small")
-    assert "small:Twice" in HeadwaterConfig.from_pretrained(stored(here / "model", **{"small:Twice": {}})).mechanisms
-    # The same name elsewhere is another file.
-    forget("small")
-    (here / "small.py").rename(here / "model" / "small.py")
-    monkeypatch.chdir(here / "model")
-    with pytest.raises(HeadwaterError, match="PYTHONPATH"):
-        HeadwaterConfig.from_pretrained(here / "model")
+    folder = stored(here / "model", **{"small:Twice": {}})
+    for names in (["small:Twice"], ["small"], "small"):
+        assert HeadwaterConfig.from_pretrained(folder, trust=names).mechanisms == {"small:Twice": {"begin": 2.0}}
+        forget("small")
+    with pytest.raises(NotTrusted):  # nothing is remembered
+        HeadwaterConfig.from_pretrained(folder)
+    for wrong in ("small.py:", "./small", "a b", ""):
+        with pytest.raises(HeadwaterError, match="cannot be trusted"):
+            trust([wrong])
 
 
-def test_a_module_of_pythonpath_may_be_named_by_a_checkpoint_if_it_is_headwater_s(here, tmp_path, monkeypatch):
-    place = tmp_path / "library"
-    place.mkdir()
-    (place / "small.py").write_text(SMALL)
-    (place / "other.py").write_text("open('ran.txt', 'a').write('x')\nclass Twice: pass\n")
-    monkeypatch.setenv("PYTHONPATH", str(place))
-    monkeypatch.syspath_prepend(place)
+def test_and_what_the_program_has_imported(here, monkeypatch):
+    """A class of headwater's, not a function, which a file could call with what it likes."""
+    (here / "small.py").write_text(f"{SMALL}\nclass Made(type):\n    pass\n")
+    monkeypatch.syspath_prepend(here)
+    import small  # noqa: F401
+
     assert HeadwaterConfig.from_pretrained(stored(here / "model", **{"small:Twice": {}})).mechanisms
-    (here / "ran.txt").unlink()
-    for name in ("other:Twice", "antigravity:Twice", "this:Twice"):
-        with pytest.raises(HeadwaterError):
+    for name in ("os:system", "subprocess:Popen", "builtins:exec", "small:nn.Linear", "small:nothing", "small:Made"):
+        with pytest.raises(NotTrusted, match=f"--trust {name}"):
             HeadwaterConfig.from_pretrained(stored(here / "model", **{name: {}}))
+
+
+def test_a_trusted_module_is_not_a_door_to_what_it_imports(here):
+    (here / "small.py").write_text("import os\nfrom os import system\n\ndef mine(*given): ...\n")
+    trust(["small"])
+    assert OPTIMIZERS.resolve("small:mine").__name__ == "mine"
+    for name in ("small:os.system", "small:system"):
+        with pytest.raises(NotTrusted, match=f"--trust {name}"):
+            OPTIMIZERS.resolve(name)
+
+
+@pytest.mark.parametrize("name", ["os:system", "subprocess:Popen", "builtins:exec", "small:Twice"])
+@pytest.mark.parametrize("field", ["training.optimizer", "training.schedule", "data.kind", "model.mechanisms"])
+def test_a_record_names_nothing_and_a_recipe_what_it_likes(here, recipe, field, name):
+    (here / "small.py").write_text(SMALL)
+    section, _, key = field.partition(".")
+    values = recipe().model_dump(mode="json")
+    values[section][key] = {name: {}} if key == "mechanisms" else name
+
+    def made(read):
+        loaded = read(values)
+        if key == "mechanisms":
+            loaded.config_for(loaded.data.build())
+
+    with pytest.raises(HeadwaterError, match=f"--trust {name}"):
+        made(lambda values: parse(values, "a record"))
+    assert not (here / "ran.txt").exists()
+    with contextlib.suppress(HeadwaterError):  # as it is no optimizer
+        made(read_recipe)
+    assert (here / "ran.txt").exists() == (name == "small:Twice")
+
+
+def test_the_module_path_is_as_before(here):
+    (here / "small.py").write_text(f"import beside\n{SMALL}")
+    (here / "beside.py").write_text("")
+    (here / "broken.py").write_text("import beside\n1 / 0")
+    before = list(sys.path)
+    config({"small:Twice": {}})
+    with pytest.raises(HeadwaterError, match="ZeroDivisionError"):
+        config({"broken:Twice": {}})
+    assert sys.path == before
+    with pytest.raises(ModuleNotFoundError):
+        __import__("wcwidth_of_nobody")
+
+
+def test_a_config_inside_another_model_s_is_a_file_s(here):
+    """transformers makes it by its constructor, as a program would."""
+    from transformers import LlavaConfig
+
+    (here / "small.py").write_text(SMALL)
+    inner = config().to_dict() | {"mechanisms": {"small:Twice": {}}}
+    with pytest.raises(NotTrusted):
+        LlavaConfig.from_dict({"text_config": inner})
     assert not (here / "ran.txt").exists()
 
 
 def test_an_absent_module_is_named_and_so_is_its_package(here):
     with pytest.raises(HeadwaterError, match=r"'nowhere'.*PYTHONPATH"):
-        HeadwaterConfig.from_pretrained(stored(here / "model", **{"nowhere.deep:Mine": {}}))
+        HeadwaterConfig.from_pretrained(stored(here / "model", **{"nowhere.deep:Mine": {}}), trust=["nowhere.deep"])
     folder = stored(here / "model", mine={})
     content = json.loads((folder / "config.json").read_text())
     origin = {"mechanism_origins": {"mine": "nowhere.deep:Mine of the package headwater-mine 1.0"}}
@@ -236,6 +297,8 @@ def test_an_entry_point_is_a_name_like_any_other(installed, here):
     model.float().save_pretrained(here / "model")
     saved = json.loads((here / "model" / "config.json").read_text())
     assert saved["mechanism_origins"] == {"doubled": "doubling:Twice of the package doubling 1.5"}
+    forget("doubling", "doubling.core")
+    assert HeadwaterConfig.from_pretrained(stored(here / "other", **{"doubling:Twice": {}})).mechanisms  # installed
     forget("doubling", "doubling.core")
     assert HeadwaterForCausalLM.from_pretrained(here / "model").config.mechanisms["doubled"] == {"begin": 2.0}
 
@@ -482,6 +545,7 @@ def test_a_retrofit_with_names_from_outside_is_trained_on(brought, here, run):
             "training": {"steps": 2, "batch_size": 2, "threads": 1},
         },
         "run",
+        trust=[mechanism] if ":" in mechanism else [],
     )
     assert done.model().config.mechanisms == {mechanism: {"begin": 1.0}}
     assert done.model().model.layers[0].self_attn.mechanisms[mechanism.replace(":", "_")].weight != 1.0
@@ -676,31 +740,41 @@ def test_every_command_works_with_a_mechanism_from_outside(gated, anew, here):
     anew("train", "recipe.yaml", "training.steps=5", "--out", "run", "--resume")
 
     assert "table" in anew("plan", "recipe.yaml")
-    assert "cache bytes" in anew("plan", "run")
-    assert "share of heads that attend elsewhere" in anew("inspect", "run", "--out", "inside")
-    assert "0 differ" in anew("verify", "run", "--requests", 4, "--sampled", 2, "--longest", 20)
-    assert "4 tokens" in anew("generate", "run", "line 1", "--max-new-tokens", 4)
+
+    def of_folder(*arguments, code=0):
+        """The run names the mechanism, so that its folder alone is not enough."""
+        assert f"add --trust {gated} (in Python: trust=[{gated!r}])" in anew(*arguments, code=2)
+        return anew(*arguments, "--trust", gated, code=code)
+
+    assert "cache bytes" in of_folder("plan", "run")
+    assert "share of heads that attend elsewhere" in of_folder("inspect", "run", "--out", "inside")
+    assert "0 differ" in of_folder("verify", "run", "--requests", 4, "--sampled", 2, "--longest", 20)
+    assert "4 tokens" in of_folder("generate", "run", "line 1", "--max-new-tokens", 4)
     shape = ["--layers", 2, "--width", 64, "--context", 16, "--batch-size", 1, "--precision", "32-true"]
     assert gated in anew("bench", "mechanisms", gated, "--memory", *shape)
     assert "5 / 5" in anew("runs", here)
 
-    anew("export", "run", "--out", "exported")
+    of_folder("export", "run", "--out", "exported")
     forget("gated_table")
-    exported = AutoModelForCausalLM.from_pretrained(here / "exported", trust_remote_code=True)
-    model = HeadwaterForCausalLM.from_pretrained(here / "run/checkpoints/step-000005")
+    exported = AutoModelForCausalLM.from_pretrained(here / "exported", trust_remote_code=True, trust=[gated])
+    model = HeadwaterForCausalLM.from_pretrained(here / "run/checkpoints/step-000005", trust=[gated])
     assert torch.equal(exported(tokens(1, 9)).logits, model(tokens(1, 9)).logits)
 
-    assert "no parameter tokens" in anew("grow", "run", "--ffn-pairs", 64, code=2)
+    assert "no parameter tokens" in of_folder("grow", "run", "--ffn-pairs", 64, code=2)
     wide = ["--hidden-size", 32, "--num-attention-heads", 4, "--out", "wide"]
-    assert "does not say how it grows" in anew("widen", "run", *wide, code=2)
-    assert "written to" in anew("retrofit", "run", "--mechanism=kv_shift", "--out", "more")
-    assert list(HeadwaterForCausalLM.from_pretrained(here / "more").config.mechanisms) == ["kv_shift", gated]
+    assert "does not say how it grows" in of_folder("widen", "run", *wide, code=2)
+    assert "written to" in of_folder("retrofit", "run", "--mechanism=kv_shift", "--out", "more")
+    assert list(HeadwaterForCausalLM.from_pretrained(here / "more", trust=[gated]).config.mechanisms) == [
+        "kv_shift",
+        gated,
+    ]
 
 
 @pytest.mark.slow
 def test_comparisons_and_searches_work_with_a_mechanism_from_outside(gated, anew, forked_workers):
     assert "minus plain" in anew("compare", "recipe.yaml", "compare.seeds=[0,1]", "--workers=1", "--out", "compared")
-    assert "minus plain" in anew("report", "compared")
+    assert f"--trust {gated}" in anew("report", "compared", code=2)
+    assert "minus plain" in anew("report", "compared", "--trust", gated)
     given = [f"--mechanism={gated}", "--mechanism=kv_shift", "--seeds=1", "--final=1", "--final-seeds=2", "--workers=1"]
     assert "chosen: " in anew("search", "recipe.yaml", *given, "--out", "searched")
     shape = ["--layers=1", "--width=64", "--context=16", "--precision=32-true"]

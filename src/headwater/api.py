@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from headwater import extras
+from headwater import extras, outside
 from headwater.errors import HeadwaterError, either, shown
 
 if TYPE_CHECKING:
@@ -219,12 +219,15 @@ def train(
     overrides: Sequence[str] = (),
     resume: bool = False,
     on_event: OnEvent | None = None,
+    trust: Sequence[str] = (),
 ) -> Run:
     """Train the model of a recipe, stage by stage if it has stages, like `headwater train`.
 
     out: the run's folder; default: runs/NAME. resume: continue an interrupted run. on_event: called with (step, None)
-    after each step, and with (step, point) for each new point of the record. Raises `HeadwaterError`.
+    after each step, and with (step, point) for each new point of the record. trust: code from outside that checkpoints
+    may name, "package.module" or "package.module:Class". Raises `HeadwaterError`.
     """
+    outside.trust(trust)
     from headwater.recipe import read_recipe
     from headwater.training.stages import train_stages
 
@@ -243,14 +246,16 @@ def compare(
     on_change: OnChange | None = None,
     metric: Callable[[AnyModel], float] | None = None,
     lower_is_better: bool = True,
+    trust: Sequence[str] = (),
 ) -> Compared:
     """Train the arms of a recipe side by side, like `headwater compare`. Call it again to resume.
 
     Trials run in separate processes that do not import the caller, so a script needs no `__main__` guard.
     on_change: called with (job, steps done, "running" | "finished" | "failed"). metric: replaces the recipe's deciding
-    measure; called in this process with the trained model of every finished run. The records do not change. Raises
-    `HeadwaterError`, also if the metric is not a finite number.
+    measure; called in this process with the trained model of every finished run. The records do not change. trust: as
+    in `train`. Raises `HeadwaterError`, also if the metric is not a finite number.
     """
+    outside.trust(trust)
     extras.check("compare")
     import headwater.compare as comparing
     from headwater.recipe import read_recipe
@@ -319,6 +324,7 @@ def plan(
     devices: int | None = None,
     precision: str | None = None,
     mfu: float = 0.4,
+    trust: Sequence[str] = (),
 ) -> Plan:
     """Estimate the cost of models before training, like `headwater plan`.
 
@@ -327,8 +333,9 @@ def plan(
     context: default: the first model's. tokens, or of image models images: a number, or as in "300B". hardware: a
     device by name, or "this"; peak, memory and bandwidth in TFLOP/s, GB and GB/s replace its figures. batch, devices,
     precision, mfu: as in `headwater.price.price`. If the first model is a recipe, tokens or images, batch (rows per
-    device), devices and precision default to its own. Raises `HeadwaterError`.
+    device), devices and precision default to its own. trust: as in `train`. Raises `HeadwaterError`.
     """
+    outside.trust(trust)
     from headwater import priced
 
     found = priced.planned(models, overrides, vocabulary)
@@ -365,12 +372,15 @@ def grow(
     keys: Keys = "zero",
     tau: TauPolicy = "kept",
     freeze: bool = False,
+    trust: Sequence[str] = (),
 ) -> AnyModel:
     """A larger model from a trained one, like `headwater grow`: by default without changing its function.
 
     model: a headwater model or one of a family that `retrofit` converts, which is not changed; the folder of a
-    checkpoint or run; or a name on the hub. The rest is as in `headwater.growth.grow.grow`. Raises `HeadwaterError`.
+    checkpoint or run; or a name on the hub. trust: as in `train`. The rest is as in `headwater.growth.grow.grow`.
+    Raises `HeadwaterError`.
     """
+    outside.trust(trust)
     from headwater import growth
 
     return growth.grow(
@@ -397,14 +407,17 @@ def retrofit(
     *,
     allow_change: bool = False,
     family: str | None = None,
+    trust: Sequence[str] = (),
 ) -> AnyModel:
     """Convert a trained model, and add mechanisms without changing its function, like `headwater retrofit`.
 
     model: a headwater model or one of a supported family, a checkpoint's folder, or a name on the hub; it is not
     changed. mechanisms: names, or name -> options; not needed to convert a model of another family. allow_change: allow
     mechanisms that change the function. family: the family of a model that is not headwater's, "package.module:NAME"
-    for an outside one; default: from its config. Raises `HeadwaterError`.
+    for an outside one; default: from its config. trust: as in `train`. Raises `HeadwaterError`.
     """
+    outside.trust(trust)
+    outside.trust_names_in(mechanisms)
     from headwater.registry import as_mapping
     from headwater.retrofit import add_mechanisms
 
@@ -454,13 +467,15 @@ def reproduce(
     device: str = "cpu",
     until_decided: bool = False,
     max_seeds: int = 30,
+    trust: Sequence[str] = (),
 ) -> Reproduced:
     """Train the models behind a paper's table or figure and judge its claims, like `headwater reproduce`.
 
     Call it again to resume. task_files: task files to use first; device: where to measure what the records lack.
-    until_decided: add seeds, up to `max_seeds`, until claims about mean differences are decided.
+    until_decided: add seeds, up to `max_seeds`, until claims about mean differences are decided. trust: as in `train`.
     Raises `HeadwaterError`, after training the rest, if runs need several devices: it names their commands.
     """
+    outside.trust(trust)
     import headwater.papers as reproducing
 
     folder, files = Path(out), None if task_files is None else Path(task_files)

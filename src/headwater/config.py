@@ -12,7 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from headwater import remote_code
+from headwater import outside, remote_code
 from headwater.errors import HeadwaterError, nearest, sentence, shown, unusable
 from headwater.plan import LayerPlan
 from headwater.planning import plan_layers
@@ -133,7 +133,7 @@ class HeadwaterConfig(PreTrainedConfig):
         mechanisms: name -> options, in order of application, e.g.
             `{"kv_shift": {}, "value_residual": {"mode": "learnable"}}`; or a list of names. See
             `headwater.mechanisms`. Name an outside one as "package.module:Class", or by its package's entry point
-            (docs/extending.md). `headwater.outside` says when such a module of a stored config is imported.
+            (docs/extending.md). `headwater.outside` says which of these are imported.
 
     Serving
         materialise: gather ordinary keys and values for each layer before they are cached, for engines with their own
@@ -222,7 +222,8 @@ class HeadwaterConfig(PreTrainedConfig):
                 raise HeadwaterError(
                     f"position {self.position!r} has no rope_parameters; leave them out, or set position to rope."
                 )
-        else:
+        self._trust_program()
+        if not by_hand:
             self._check_origins(kwargs.pop("mechanism_origins", None))
         kwargs.setdefault("auto_map", {})  # TRL reads it from every config whose class is not transformers' own
         super().__post_init__(**kwargs)
@@ -235,8 +236,11 @@ class HeadwaterConfig(PreTrainedConfig):
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """As in transformers. Names that headwater does not know are kept and saved again.
 
+        trust: modules and names from outside that the file may name (`headwater.outside`), as in
+        `from_pretrained(folder, trust=["package.module"])`.
         Raises `HeadwaterError` for a keyword that looks like a misspelt field.
         """
+        outside.trust(kwargs.pop("trust", None) or ())
         cls._check_names(name for name in kwargs if name not in config_dict and not hasattr(cls, name))
         return super().from_dict(config_dict | {"model_type": cls.model_type}, **kwargs)
 
@@ -251,6 +255,12 @@ class HeadwaterConfig(PreTrainedConfig):
             if close := difflib.get_close_matches(name, cls.field_names(), n=1, cutoff=0.8):
                 raise HeadwaterError(f"{cls.__name__} has no field {name!r}; did you mean {close[0]!r}?")
 
+    def _trust_program(self) -> None:
+        """Trust the names of outside mechanisms that a program of the user's has written."""
+        names = [name for name in outside.names_in(self.mechanisms) if not MECHANISMS.has(name)]
+        if names and outside.is_made_by_program():
+            outside.trust(names)
+
     def _check_origins(self, origins: Any) -> None:
         """Raise `HeadwaterError` if a file names an outside mechanism that is missing, or that it may not import
         (`headwater.outside`). origins: where its mechanisms are from, according to the file.
@@ -259,7 +269,7 @@ class HeadwaterConfig(PreTrainedConfig):
         for name in as_mapping(self.mechanisms) or {}:
             if isinstance(name, str) and not MECHANISMS.has(name):
                 origin = origins.get(name)
-                MECHANISMS.resolve(name, trusted=False, origin=origin if isinstance(origin, str) else None)
+                MECHANISMS.resolve(name, origin=origin if isinstance(origin, str) else None)
 
     def settle(self) -> None:
         """Fill in defaults, derive what follows from the fields, and check everything; models call it before they are

@@ -1,14 +1,16 @@
-"""Import "package.module:attribute", and decide who may import what.
+"""Import "package.module:attribute", and decide which of these names may be imported.
 
-Names written by the user (in a recipe, an option or a Python config) are imported as usual, from the current folder
-too. Names in a checkpoint's config may come from anyone. Their module is imported only if
+An import runs code, and a name may be anyone's: it may stand in a checkpoint's config or history, or in the recipe of a
+record. So only what the user trusts is imported:
 
-- the module is imported already, or
-- it is installed or in a folder of PYTHONPATH, and imports headwater, so is meant for it;
-- or it is a file in the current folder that the user has named before. Such files are listed in
-  $XDG_CACHE_HOME/headwater/modules or ~/.cache/headwater/modules, one path a line.
+- names that the user wrote: on the command line, in a recipe that was named or passed, in a program's own config
+  (`trust_names_in`);
+- modules and names that the user passed as `--trust NAME` or `trust=["NAME"]` (`trust`).
 
-So no module beside a checkpoint runs because of it. Entry points are installed, and always allowed.
+Beside these, a name may mean a class that the program has imported already, if it derives from one of headwater's
+(`loaded`). Entry points are installed, and `headwater.registry` finds them without this module.
+
+The list is in the environment of this process, so that those which it starts trust the same. It ends with them.
 """
 
 from __future__ import annotations
@@ -16,92 +18,133 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import inspect
 import os
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
-from importlib.machinery import ModuleSpec, PathFinder
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from headwater.errors import HeadwaterError
+from headwater.errors import HeadwaterError, NotTrusted, shown
 
-# Whether names come from a file instead of the user.
-_of_a_file: ContextVar[bool] = ContextVar("of_a_file", default=False)
-_HEADWATER = re.compile(r"^\s*(?:from|import)\s+headwater\b", re.MULTILINE)
+# Names separated by commas, "package.module" or "package.module:attribute".
+VARIABLE = "HEADWATER_TRUST"
+_PART = r"[^\W\d]\w*(?:\.[^\W\d]\w*)*"
+_NAME = re.compile(f"{_PART}:{_PART}")
+# What runs between a program and the checks of a config that it makes.
+_CONSTRUCTION = (
+    __name__,
+    "headwater.config",
+    "headwater.vision_config",
+    "headwater.presets",
+    "headwater.testing.models",
+)
+_CONSTRUCTOR = ("transformers.configuration_utils", "__init__")
+_MODULE_OR_NAME = re.compile(f"{_PART}(?::{_PART})?")
 
 
-@contextmanager
-def names_of_a_file() -> Iterator[None]:
-    """Inside this context, names count as coming from an untrusted file, such as a recipe stored in a checkpoint."""
-    token = _of_a_file.set(True)
-    try:
-        yield
-    finally:
-        _of_a_file.reset(token)
+def trust(names: Iterable[str]) -> None:
+    """Let files name these from now on: "package.module", with what is below it, or "package.module:attribute".
+
+    Raises `HeadwaterError` for what is neither.
+    """
+    names = [names] if isinstance(names, str) else list(names)
+    for name in names:
+        if not isinstance(name, str) or not _MODULE_OR_NAME.fullmatch(name):
+            raise HeadwaterError(f"{shown(name)} cannot be trusted; name a package.module or package.module:Class.")
+    os.environ[VARIABLE] = ",".join(dict.fromkeys([*_trusted(), *names]))
 
 
-def imported(name: str, what: str, trusted: bool, advice: str = "") -> Any:
+def trust_names_in(values: Any) -> None:
+    """Trust every "package.module:attribute" in nested values that the user wrote, keys of mappings included."""
+    if names := list(names_in(values)):
+        trust(names)
+
+
+def names_in(values: Any) -> Iterator[str]:
+    """Every "package.module:attribute" in nested values, keys of mappings included."""
+    if isinstance(values, str):
+        if _NAME.fullmatch(values):
+            yield values
+    elif isinstance(values, Mapping):
+        for key, value in values.items():
+            yield from names_in(key)
+            yield from names_in(value)
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from names_in(value)
+
+
+def is_trusted(name: str) -> bool:
+    """Whether the user trusts a name: as it stands, or by its module or a package above."""
+    return name in _trusted() or _module_is_trusted(name.partition(":")[0])
+
+
+def imported(name: str, what: str, base: str | None = None, advice: str = "") -> Any:
     """The attribute that "package.module:attribute" names.
 
-    what: the kind of object, for messages. trusted: whether the user wrote the name.
-    advice: what to suggest if the module is missing.
-    Raises `HeadwaterError` if there is none, if its import fails, or if an untrusted file may not import it.
+    what: the kind of object, for messages. base: the name of the class of headwater's that it derives from, or is an
+    instance of. advice: what to suggest if the module is missing.
+    Raises `NotTrusted` if the user does not trust it, and `HeadwaterError` if there is none or its import fails.
     """
-    module, _, attribute = name.partition(":")
-    if not all(part.isidentifier() for part in [*module.split("."), *attribute.split(".")]):
+    if not _NAME.fullmatch(name):
         raise HeadwaterError(f"The {what} {name!r} is not a valid name; write package.module:Class.")
-    if module not in sys.modules:
-        _check_there(module, name, what, advice)
-        if trusted and not _of_a_file.get():
-            _remember(module)
-        elif not may_import(module):
+    if not is_trusted(name):
+        if base is not None and (thing := loaded(name, base)) is not None:
+            return thing
+        raise _refusal(name, what)
+    module, _, attribute = name.partition(":")
+    with _importable(module):
+        _check_exists(module, name, what, advice)
+        try:
+            parent = importlib.import_module(module)
+        except Exception as error:  # the module can raise anything
+            reason = " ".join(str(error).split())
             raise HeadwaterError(
-                f"A file names the {what} {name!r}; checkpoints may only use modules that import headwater and "
-                f"are installed or in a folder of PYTHONPATH. If you trust {module!r}, set PYTHONPATH to its folder."
-            )
+                f"The {what} {name!r} cannot be imported: {type(error).__name__}: {reason}; correct {module!r}."
+            ) from error
     try:
-        with_folder(os.getcwd())
-        found = importlib.import_module(module)
-    except Exception as error:  # the module can raise anything
-        said = " ".join(str(error).split())
-        raise HeadwaterError(
-            f"The {what} {name!r} cannot be imported: {type(error).__name__}: {said}; correct {module!r}."
-        ) from error
-    try:
-        return functools.reduce(getattr, attribute.split("."), found)
+        thing = functools.reduce(getattr, attribute.split("."), parent)
     except AttributeError as error:
         raise HeadwaterError(f"The module {module!r} has no {attribute!r}, which the {what} {name!r} names.") from error
+    if name not in _trusted() and not _is_defined_in(thing, module):
+        raise _refusal(name, what)
+    return thing
 
 
-def with_folder(folder: str) -> None:
-    """Add a folder to the end of Python's path, so that it hides nothing installed."""
-    if folder not in sys.path and "" not in sys.path:
-        sys.path.append(folder)
+def loaded(name: str, base: str) -> Any:
+    """What a name means in a module that is imported already, if it derives from headwater's class `base` or is an
+    instance of it; else None. No code runs: not even a module's `__getattr__`.
+    """
+    module, _, attribute = name.partition(":")
+    thing: Any = sys.modules.get(module)
+    for part in attribute.split("."):
+        if not isinstance(thing, ModuleType if thing is sys.modules.get(module) else type):
+            return None
+        thing = vars(thing).get(part)
+    kind = thing if isinstance(thing, type) else type(thing)
+    bases = type.__dict__["__mro__"].__get__(kind)
+    ours = any(each.__name__ == base and each.__module__.split(".")[0] == "headwater" for each in bases)
+    return thing if ours else None
 
 
-def may_import(module: str) -> bool:
-    """Whether an untrusted file may import a module: see the top of this file."""
-    if module in sys.modules:
-        return True
-    spec = _found(module, own_path())
-    if spec is None or spec.origin is None:
-        here = _found(module, [os.getcwd()])
-        return here is not None and str(here.origin) in _remembered()
-    try:
-        return bool(_HEADWATER.search(Path(spec.origin).read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        return False
+def is_made_by_program() -> bool:
+    """Whether the config under construction is written in a program of the user's.
 
-
-def own_path() -> list[str]:
-    """Python's module path without the current folder and the script's, unless PYTHONPATH has them."""
-    said = [os.path.abspath(place) for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
-    script = os.path.dirname(os.path.abspath(sys.argv[0])) if sys.argv and sys.argv[0] else os.getcwd()
-    without = {os.getcwd(), script} - set(said)
-    return [place for place in map(os.path.abspath, sys.path) if place not in without]
+    It is not if a function of headwater or transformers is among the callers, other than the config's own: these make
+    configs of what is in files, also inside other models' configs.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__"))
+        constructs = module in _CONSTRUCTION or (module, frame.f_code.co_name) == _CONSTRUCTOR
+        if module.split(".")[0] in ("headwater", "transformers") and not constructs:
+            return False
+        frame = frame.f_back
+    return True
 
 
 def source_of(module: str) -> Path | None:
@@ -111,46 +154,57 @@ def source_of(module: str) -> Path | None:
     return Path(file) if file and file.endswith(".py") and Path(file).is_file() and module != "__main__" else None
 
 
-def _found(module: str, path: list[str]) -> ModuleSpec | None:
-    """The location of a module, without running any code, not even its packages."""
+def _trusted() -> list[str]:
+    return [name for name in os.environ.get(VARIABLE, "").split(",") if name]
+
+
+def _module_is_trusted(module: str) -> bool:
     parts = module.split(".")
-    spec = PathFinder.find_spec(parts[0], path)
-    if spec is None:  # installed by a link to its source
-        finders = [finder for finder in sys.meta_path if getattr(finder, "__module__", "").startswith("__editable__")]
-        spec = next((s for f in finders if (s := f.find_spec(parts[0], None)) is not None), None)
-    for end in range(2, len(parts) + 1):
-        if spec is None or spec.submodule_search_locations is None:
-            return None
-        spec = PathFinder.find_spec(".".join(parts[:end]), list(spec.submodule_search_locations))
-    return spec
+    return not {".".join(parts[:end]) for end in range(1, len(parts) + 1)}.isdisjoint(_trusted())
 
 
-def _check_there(module: str, name: str, what: str, advice: str) -> None:
-    top = module.split(".")[0]
-    if top in sys.modules or importlib.util.find_spec(top) is not None or _found(top, [os.getcwd()]) is not None:
-        return
-    raise HeadwaterError(
-        f"The {what} {name!r} needs the module {top!r}, which is not installed; {advice or 'install its package'}, "
-        f"or set PYTHONPATH to its folder."
+def _is_defined_in(thing: Any, module: str) -> bool:
+    """Whether code is of the module's own package, not something that the module has imported, such as os.system."""
+    if isinstance(thing, ModuleType):
+        return False
+    if not callable(thing):
+        return True
+    return str(getattr(thing, "__module__", None)).split(".")[0] == module.split(".")[0]
+
+
+def _refusal(name: str, what: str) -> NotTrusted:
+    return NotTrusted(
+        f"A file names the {what} {name!r}, which is code that is not headwater's; if you trust it, add --trust {name} "
+        f"(in Python: trust=[{name!r}])."
     )
 
 
-def _memory() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headwater" / "modules"
+@contextmanager
+def _importable(module: str) -> Iterator[None]:
+    """Within this context the current folder is on Python's path too, if the module is not elsewhere.
 
-
-def _remembered() -> list[str]:
-    with suppress(OSError, ValueError, RuntimeError):
-        return _memory().read_text(encoding="utf-8").splitlines()
-    return []
-
-
-def _remember(module: str) -> None:
-    """Remember that the user has named a module in the current folder."""
-    spec = _found(module, [os.getcwd()])
-    if spec is None or spec.origin is None or _found(module, own_path()) is not None or spec.origin in _remembered():
+    It is last there, so that it hides nothing installed, and taken away again, so that nobody else's import finds a
+    file in it.
+    """
+    top = module.split(".")[0]
+    if top in sys.modules or importlib.util.find_spec(top) is not None:
+        yield
         return
-    with suppress(OSError, RuntimeError):  # then the next command asks for PYTHONPATH
-        _memory().parent.mkdir(parents=True, exist_ok=True)
-        with _memory().open("a", encoding="utf-8") as file:
-            file.write(f"{spec.origin}\n")
+    folder = os.getcwd()
+    sys.path.append(folder)
+    try:
+        yield
+    finally:
+        for at in reversed(range(len(sys.path))):
+            if sys.path[at] == folder:
+                del sys.path[at]
+                break
+
+
+def _check_exists(module: str, name: str, what: str, advice: str) -> None:
+    top = module.split(".")[0]
+    if top not in sys.modules and importlib.util.find_spec(top) is None:
+        raise HeadwaterError(
+            f"The {what} {name!r} needs the module {top!r}, which is not installed; "
+            f"{advice or 'install its package'}, or set PYTHONPATH to its folder."
+        )

@@ -38,12 +38,13 @@ from headwater.data.language import HeldOutSettings
 from headwater.data.prepared import PreparedSettings
 from headwater.data.synthetic import ArithmeticSettings, HopSettings, InductionSettings, NgramSettings, RecallSettings
 from headwater.data.text import TextSettings
-from headwater.errors import HeadwaterError, nearest, sentence, shown
+from headwater.errors import HeadwaterError, NotTrusted, nearest, sentence, shown
 from headwater.files import file_name, is_file_name
 from headwater.growth.enlarge import enlarged_config
 from headwater.growth.grow import check_of_pairs, grown_config
 from headwater.growth.methods import NewSizes
 from headwater.growth.pairs import Keys, TauPolicy
+from headwater.outside import trust_names_in
 from headwater.presets import PRESETS, preset
 from headwater.registry import MECHANISMS, Registry, as_mapping
 from headwater.retrofit.convert import blended_config, check_choice, check_conversion, finished_config
@@ -919,11 +920,15 @@ Override = tuple[str, list[str], Any]
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe. `overrides` are "dotted.key=value"; values are YAML. Raises `HeadwaterError`."""
+    """Read a recipe that the user names, whose outside names are trusted from then on.
+
+    overrides: "dotted.key=value"; values are YAML. Raises `HeadwaterError`.
+    """
     values = plain(read_text(path, "recipe"), repr(str(path)))
     if not isinstance(values, dict):
         raise HeadwaterError(f"{str(path)!r}: a recipe is a mapping of sections (data, model, training, …).")
-    return _changed(values, overrides, str(path))
+    trust_names_in(values)
+    return changed_recipe(values, overrides, str(path))
 
 
 def read_recipe(recipe: Recipe | Mapping[str, Any] | str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -934,19 +939,21 @@ def read_recipe(recipe: Recipe | Mapping[str, Any] | str | Path, overrides: Sequ
     if isinstance(recipe, str | Path):
         return load_recipe(find_recipe(recipe), overrides)
     if isinstance(recipe, Recipe):
-        return _changed(recipe.model_dump(mode="json"), overrides, "the recipe") if overrides else recipe
+        return changed_recipe(recipe.model_dump(mode="json"), overrides, "the recipe") if overrides else recipe
     if not isinstance(recipe, Mapping):
         raise HeadwaterError(f"A recipe is a dict, a file's path or a shipped recipe's name, not {shown(recipe)}.")
-    return _changed(copy.deepcopy(dict(recipe)), overrides, "the recipe")
+    trust_names_in(recipe)
+    return changed_recipe(copy.deepcopy(dict(recipe)), overrides, "the recipe")
 
 
-def _changed(values: dict[str, Any], overrides: Sequence[str], where: str) -> Recipe:
-    """A recipe from plain values, which are changed, and overrides."""
+def changed_recipe(values: dict[str, Any], overrides: Sequence[str], where: str) -> Recipe:
+    """A recipe from plain values, which may be a file's and are changed, and the user's overrides."""
     of_stages: list[Override] = []
     others: list[Override] = []
     for text in overrides:
         key, value = override(text)
         (of_stages if key[0] == "stages" and len(key) > 1 else others).append((text, key, value))
+        trust_names_in([key, value])
     values = overridden(values, others)
     for number, changes in _by_stage(values.get("stages"), of_stages).items():
         values["stages"][number] = overridden(values["stages"][number], changes)
@@ -975,17 +982,24 @@ def _by_stage(stages: Any, overrides: list[Override]) -> dict[int, list[Override
 
 
 def values_of(overrides: Sequence[str]) -> dict[str, Any]:
-    """The plain values of "key=value" overrides, e.g. of fields of a model. Raises `HeadwaterError`."""
-    return overridden({}, [(text, *override(text)) for text in overrides])
+    """The plain values of the user's "key=value" overrides, e.g. of fields of a model. Raises `HeadwaterError`."""
+    values = overridden({}, [(text, *override(text)) for text in overrides])
+    trust_names_in(values)
+    return values
 
 
 def parse(values: Any, where: str) -> Recipe:
-    """Check plain values against the fields of a recipe. Raises `HeadwaterError` for the first error."""
+    """Check plain values, which may be a file's, against the fields of a recipe.
+
+    Raises `HeadwaterError` for the first error, and for outside names that the user does not trust.
+    """
     if not isinstance(values, dict):
         raise HeadwaterError(f"{where}: a recipe is a mapping of sections (data, model, training, …).")
     try:
         recipe = Recipe.model_validate(values)
     except ValidationError as error:
+        if (refused := untrusted_in(error)) is not None:
+            raise NotTrusted(f"{where}: {refused}") from error
         raise HeadwaterError(f"{where}: {_sentence(error)}") from error
     names = [stage.name for stage in recipe.stages]
     if len(set(names)) < len(names) or "start" in names:
@@ -996,6 +1010,12 @@ def parse(values: Any, where: str) -> Recipe:
         trials = [recipe.arm(name, seed, size) for name in recipe.compare.arms for size in sizes]
         _check_one_measure(trials, f"{where}: arms are compared")
     return recipe
+
+
+def untrusted_in(error: ValidationError) -> NotTrusted | None:
+    """The refusal of an outside name among pydantic's errors, if there is one."""
+    causes = (detail.get("ctx", {}).get("error") for detail in error.errors())
+    return next((cause for cause in causes if isinstance(cause, NotTrusted)), None)
 
 
 def _sentence(error: ValidationError, section: Any = None, *where: str) -> str:

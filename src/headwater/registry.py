@@ -27,7 +27,7 @@ class Registry:
     """Objects of one kind, by name.
 
     A name is one of headwater's own; one added by `add`; an entry point of an installed package; or
-    "package.module:attribute", which is imported (`headwater.outside` says what a file may import).
+    "package.module:attribute", which is imported if the user trusts it (`headwater.outside`).
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class Registry:
         """Whether a name is headwater's own."""
         return name in self.own or name in self.passing
 
-    def resolve(self, name: str, trusted: bool = True, origin: str | None = None) -> Any:
+    def resolve(self, name: str, origin: str | None = None) -> Any:
         """The object that a name refers to.
 
-        trusted: whether the user wrote it, not a file that may come from anyone. origin: where it is from, according
-        to a file; for the error message if it is missing.
-        Raises `HeadwaterError` for an unknown name, one that cannot be imported, and one of another kind.
+        origin: where it is from, according to a file; for the error message if it is missing.
+        Raises `HeadwaterError` for an unknown name, one that the user does not trust, one that cannot be imported, and
+        one of another kind.
         """
         if self.has(name):
             module, _, attribute = (self.own.get(name) or self.passing[name]).partition(":")
@@ -80,7 +80,10 @@ class Registry:
         if (point := self.brought.get(name)) is not None:
             return self._checked(name, _loaded(point, self.what, name))
         if ":" in name and __package__ == "headwater":
-            return self._checked(name, outside.imported(name, self.what, trusted, _advice(origin)))
+            point = next((one for one in self.brought.values() if one.value.replace(" ", "") == name), None)
+            if point is not None:  # installed, and so trusted by this name too
+                return self._checked(name, _loaded(point, self.what, name))
+            return self._checked(name, outside.imported(name, self.what, self.base, _advice(origin)))
         if origin is not None:
             raise HeadwaterError(f"The {self.what} {name!r} is {origin}, which is not installed here; install it.")
         raise HeadwaterError(

@@ -11,6 +11,7 @@ from headwater.bench import gpu
 from headwater.errors import HeadwaterError
 from headwater.hardware import KNOWN, sheet_of
 from headwater.kernels.gpu import triton_version
+from headwater.outside import VARIABLE
 from headwater.process import age
 
 IMPORTED = time.monotonic()
@@ -279,6 +280,7 @@ def test_a_mechanism_from_outside(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     name = "brought_here:Other"
+    monkeypatch.setenv(VARIABLE, name)  # from the process that starts the phase
     phase = gpu.Phase(tmp_path / "rows", "cpu", 600, [name])
     assert phase.mechanisms == [*gpu.REGISTRY, name]
     together = gpu.combinations(phase.mechanisms)["together"]

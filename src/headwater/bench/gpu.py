@@ -52,6 +52,7 @@ from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.compiling import compile_blocks, compile_model
 from headwater.models.decoding import Decoder
 from headwater.nn.masking import cu_seq_lens
+from headwater.outside import trust_names_in
 from headwater.planning import plan_layers
 from headwater.precision import KeepsPrecision
 from headwater.presets import PRESETS
@@ -80,7 +81,7 @@ RECOMMENDED = "headwater-base"
 # Seconds at the end of the budget for ending a phase, writing the results and ending the command.
 RESERVE = 5.0
 # The Python code of a phase.
-RUN = ["-m", "headwater.bench.gpu"]
+RUN = ["-P", "-m", "headwater.bench.gpu"]
 
 
 @dataclass(frozen=True)
@@ -214,6 +215,7 @@ def bench_gpu(
         if name not in SHARES:
             raise HeadwaterError(f"There is no phase named {name!r}; {nearest(name, SHARES)}")
     others = [name for name in mechanisms or () if name not in REGISTRY]
+    trust_names_in(others)
     for name in others:
         MECHANISMS.resolve(name)
     out.mkdir(parents=True, exist_ok=True)

@@ -33,7 +33,7 @@ from headwater.files import replace_text
 from headwater.reading import reading
 
 # The Python code that is given the words after `headwater bench`.
-RUN = ["-m", "headwater", "bench"]
+RUN = ["-P", "-m", "headwater", "bench"]
 _BLOCK = re.compile(r"^```\n\$ headwater bench (.+)\n(?:# (.+)\n)?((?:(?!```|\$ ).*\n)*)```$", re.MULTILINE)
 
 

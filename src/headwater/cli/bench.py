@@ -549,10 +549,12 @@ def _mechanisms(given: list[str]) -> dict[str, dict[str, dict]]:
     """Mechanisms by a label, from names and JSON."""
     import json
 
+    from headwater.outside import trust_names_in
     from headwater.registry import resolve
     from headwater.written import plain
 
     chosen = [plain(text, shown(text)) if text.startswith("{") else {text: {}} for text in given]
+    trust_names_in(chosen)
     for one in chosen:
         for name, options in one.items():
             resolve(name).options(options)

@@ -79,6 +79,7 @@ def quiet() -> None:
 
 def mechanisms_of(given: list[str]) -> dict[str, dict[str, Any]]:
     """name or name={options}, as YAML. Raises `HeadwaterError`."""
+    from headwater.outside import trust_names_in
     from headwater.registry import resolve
     from headwater.written import plain
 
@@ -92,6 +93,7 @@ def mechanisms_of(given: list[str]) -> dict[str, dict[str, Any]]:
         found[name] = plain(options, f"The options of --mechanism {name}", whole=True) if equals else {}
         if not isinstance(found[name], dict):
             raise HeadwaterError(f'The options of --mechanism {name} are a mapping: "{name}={{key: value}}".')
+        trust_names_in({name: found[name]})
         resolve(name).options(found[name])
     return found
 
@@ -178,6 +180,50 @@ def guarded(command: Any) -> Any:
     for below in getattr(command, "commands", {}).values():
         guarded(below)
     return command
+
+
+# Benchmarks that read what was trained elsewhere.
+OF_FOLDERS = ("prices", "verdicts")
+
+
+def trusting(command: Any) -> Any:
+    """A command with the option --trust; of a group, those commands in it that read folders."""
+    below = getattr(command, "commands", {})
+    for name in OF_FOLDERS:
+        if name in below:
+            trusting(below[name])
+    if not below:
+        command.params.append(_trust_option())
+    return command
+
+
+def _trust(names: list[str] | None) -> None:
+    from headwater.outside import trust
+
+    trust(names or ())
+
+
+def _has_only_trust(
+    trust: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            callback=_trust,
+            expose_value=False,
+            help="Let files name this code: package.module, or package.module:Class; repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """A command from which the others take the option."""
+
+
+@functools.cache
+def _trust_option() -> Any:
+    """The option itself, which takes effect when it is parsed and is not passed to the command."""
+    alone = typer.Typer(add_completion=False)
+    alone.command()(_has_only_trust)
+    return next(option for option in typer.main.get_command(alone).params if option.name == "trust")
 
 
 def _checked(parameter: Any, process: Callable[[Any, Any], Any], context: Any, given: Any) -> Any:

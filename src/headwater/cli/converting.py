@@ -81,7 +81,7 @@ def convert(
     from headwater.data.corpus import local_files
     from headwater.models.causal_lm import HeadwaterForCausalLM
     from headwater.priced import count_of
-    from headwater.recipe import read_recipe
+    from headwater.recipe import changed_recipe
     from headwater.training.conversion import check_same, conversion_recipe, digest_of, price_of, write_recipe
     from headwater.training.parallel import connected
     from headwater.training.places import newest_checkpoint
@@ -130,7 +130,9 @@ def convert(
         "start.convert.align": no_align and "--no-align",
     }
     _check_overrides(overrides or [], {name: flag for name, flag in said.items() if flag})
-    sized = read_recipe({"name": target.name, "data": data, "training": {"batch_size": batch_size}}, sizes)
+    # The data are what the model's history says, which may be anyone's.
+    batches = {"name": target.name, "data": data, "training": {"batch_size": batch_size}}
+    sized = changed_recipe(batches, sizes, "the recipe")
     given = {"mechanisms": mechanisms or None, "num_key_value_heads": kv_heads, "choose": choose}
     values = conversion_recipe(
         target.name,
@@ -144,7 +146,7 @@ def convert(
         learning_rate=learning_rate,
         distill=not no_distill,
     )
-    recipe = read_recipe(values, overrides or [])
+    recipe = changed_recipe(values, overrides or [], "the recipe")
     if any(on_several(run) for run, _ in chain(recipe, target)):
         raise HeadwaterError(
             "headwater convert uses one device; for several, train the stages of its recipe one by one with "

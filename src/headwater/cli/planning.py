@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 import typer
 
 from headwater.cli.common import check_writable, err, out, quiet, recipe_of, tell_runs
+from headwater.drawing import default_style
 from headwater.errors import HeadwaterError
 from headwater.terminal import Table, lined
 
@@ -161,7 +162,8 @@ def plan(
             longest = max(32768, *(at.context for at in prices[0].at))
             picture = pricing.figure(found, [longest * i // 32 or 1 for i in range(33)])
         try:
-            picture.savefig(figure, dpi=160)
+            with default_style():
+                picture.savefig(figure, dpi=160)
         except ValueError as error:  # a suffix that no picture has
             raise HeadwaterError(f"{str(figure)!r} cannot be drawn: {error}") from error
         err.print(f"figure: {figure}", soft_wrap=True)

@@ -274,7 +274,7 @@ def export(
     from headwater.export import export as write
     from headwater.export import export_family
     from headwater.files import check_free
-    from headwater.outside import names_of_a_file
+    from headwater.retrofit.families import check_family
     from headwater.training.trained import open_trained
 
     quiet()
@@ -290,8 +290,8 @@ def export(
         known = [event.details["family"] for event in trained.history if "family" in event.details]
         if not known or not isinstance(known[0], str):
             raise HeadwaterError(f"{str(checkpoint)!r} was not retrofitted from a family; name one with --family.")
-        with names_of_a_file():
-            written = export_family(trained.model, folder, known[0], trained.tokenizer)
+        check_family(known[0])
+        written = export_family(trained.model, folder, known[0], trained.tokenizer)
     else:
         written = export_family(trained.model, folder, family, trained.tokenizer)
     out.print(f"written to {written}", soft_wrap=True)

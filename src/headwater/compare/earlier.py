@@ -13,7 +13,7 @@ from typing import Any
 
 from headwater.compare.trials import Trial, at_rate, trial_of
 from headwater.compare.tuning import found_rate
-from headwater.errors import HeadwaterError
+from headwater.errors import HeadwaterError, NotTrusted
 from headwater.recipe import Recipe, parse
 from headwater.records import ENDED, Experiment, RunRecord, SeedPlan, read_record, record_files, write_record
 from headwater.training.places import checkpoints
@@ -149,6 +149,8 @@ def _same_settings(one: dict[str, Any], other: dict[str, Any]) -> bool:
         return True
     try:
         return len({parse({**recipe, "seed": 0}, "a record").digest() for recipe in plain}) == 1
+    except NotTrusted:
+        raise
     except HeadwaterError:
         return False
 

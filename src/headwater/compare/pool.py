@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from headwater.compare.trials import Job, Trial, levels
-from headwater.errors import Diverged, HeadwaterError, Interrupted
+from headwater.errors import Diverged, HeadwaterError, Interrupted, NotTrusted
 from headwater.hardware import cores
 from headwater.recipe import Recipe
 from headwater.records import ENDED, Experiment, RunRecord, read_record, write_record
@@ -262,7 +262,7 @@ def _outcome(job: Job, worker: Worker, answer: Answer) -> Outcome:
         except HeadwaterError as error:
             return Outcome(job.label, None, str(error))
     # A bug in one trial must not lose the others' results.
-    ours = kind in (HeadwaterError.__name__, Interrupted.__name__)
+    ours = kind in (HeadwaterError.__name__, NotTrusted.__name__, Interrupted.__name__)
     return Outcome(job.label, None, message if ours else f"{kind}: {message}")
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
@@ -17,6 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
+from headwater.drawing import default_style
 from headwater.inspect.inspection import Inspection
 from headwater.inspect.tables import MEASURES, named
 from headwater.inspect.watch import SHOWN, Look, PatchMap
@@ -51,7 +51,7 @@ class Grid:
         return max(value.shape[1] for value in self.values if value is not None)
 
 
-@rc_context({"text.parse_math": False})  # in names and tokens
+@default_style()
 def draw(found: Sequence[Inspection], folder: Path) -> list[Path]:
     """Write inspect-*.png into a folder, for those with data."""
     figures = {

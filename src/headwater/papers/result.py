@@ -17,6 +17,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from rich.text import Text
 
+from headwater.drawing import default_style
 from headwater.files import replace_text
 from headwater.papers import costs
 from headwater.papers.claims import ClaimVerdict, Interval, Judged, UntilDecided, judge
@@ -370,6 +371,7 @@ def command(found: Reproduction) -> str:
     return shlex.join(parts)
 
 
+@default_style()
 def _png(figure: Figure) -> str:
     buffer = io.BytesIO()
     figure.savefig(buffer, dpi=110, format="png")

@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from headwater.config import HeadwaterConfig
+from headwater.drawing import default_style
 from headwater.errors import HeadwaterError
 from headwater.nn.attention import Attention
 from headwater.nn.masking import attention_mask_for
@@ -312,5 +313,6 @@ def run(folder: Path) -> list[tuple[str, str, str]]:
         )
 
     folder.mkdir(parents=True, exist_ok=True)
-    flow_figure().savefig(folder / "theory-flow.png", dpi=90)
+    with default_style():
+        flow_figure().savefig(folder / "theory-flow.png", dpi=90)
     return rows

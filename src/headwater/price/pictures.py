@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from headwater import cost
+from headwater.drawing import default_style
 from headwater.vision_config import HeadwaterVisionConfig
 
 if TYPE_CHECKING:
@@ -47,10 +48,9 @@ def figure_of_images(configs: Mapping[str, HeadwaterVisionConfig]) -> Figure:
 
 
 def _lines(configs: Mapping[str, Any], line: Callable[[Any], tuple[Any, Any]], across: str, up: str) -> Figure:
-    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    with rc_context({"text.parse_math": False}):  # in names
+    with default_style():
         result = Figure(figsize=(8.2, 4.6), layout="constrained")
         axes = result.subplots()
         styles: dict[tuple[str, ...], str] = {}

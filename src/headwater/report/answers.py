@@ -14,11 +14,10 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from headwater.data.images import ImageData, ImageSettings
-from headwater.errors import HeadwaterError
+from headwater.errors import HeadwaterError, NotTrusted
 from headwater.inspect.images import as_picture
 from headwater.models.kinds import AnyModel
-from headwater.outside import names_of_a_file
-from headwater.recipe import AnyData
+from headwater.recipe import AnyData, untrusted_in
 from headwater.records import RunRecord
 from headwater.report.comparison import Comparison
 from headwater.report.newest import MOST, model_of
@@ -87,8 +86,7 @@ def answers_of(comparison: Comparison) -> Answers | None:
 def _data_of(run: RunRecord) -> ImageData | None:
     """The images that a run was evaluated on; None if they are elsewhere or have changed. Nothing is downloaded."""
     try:
-        with names_of_a_file():
-            settings = TypeAdapter(AnyData).validate_python(run.recipe["data"])
+        settings = TypeAdapter(AnyData).validate_python(run.recipe["data"])
         if not isinstance(settings, ImageSettings):
             return None
         source = getattr(settings, "source", None)
@@ -97,7 +95,11 @@ def _data_of(run: RunRecord) -> ImageData | None:
         if getattr(settings, "skip_broken", False) and run.data.get("train_images", 0) > FEW:
             return None
         data = settings.build()
-    except (HeadwaterError, ValidationError, KeyError, OSError):
+    except NotTrusted:
+        raise
+    except (HeadwaterError, ValidationError, KeyError, OSError) as error:
+        if isinstance(error, ValidationError) and (refused := untrusted_in(error)) is not None:
+            raise refused from error
         return None
     return data if data.description.get("sha256") == run.data.get("sha256") else None
 

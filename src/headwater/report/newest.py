@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers.utils import logging
 
-from headwater.errors import HeadwaterError
+from headwater.errors import HeadwaterError, NotTrusted
 from headwater.models.kinds import AnyModel
 from headwater.records import RunRecord
 from headwater.report.comparison import Comparison, arm_of
@@ -25,6 +25,8 @@ def model_of(comparison: Comparison, run: RunRecord) -> AnyModel | None:
     logging.disable_progress_bar()
     try:
         return load_model(saved[-1])
+    except NotTrusted:
+        raise
     except HeadwaterError:
         return None
     finally:

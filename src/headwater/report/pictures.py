@@ -7,13 +7,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from headwater.compare.prices import Prices
+from headwater.drawing import default_style
 from headwater.report.comparison import Comparison, differ_in_cost
 from headwater.report.curves import Curve, arm_curves, y_limits
 from headwater.report.prices import Panel, panels
@@ -23,13 +23,14 @@ from headwater.terminal import literal
 DPI = 160
 
 
+@default_style()
 def save(figure: Figure, path: Path) -> None:
     beside = path.with_name(f".{path.name}")
     figure.savefig(beside, dpi=DPI, format="png")
     beside.replace(path)
 
 
-@rc_context({"text.parse_math": False})  # a name with two dollar signs is not a formula
+@default_style()
 def curves_picture(comparison: Comparison) -> Figure:
     """Every run as a thin line, every arm's mean as a thick one: against tokens, and FLOPs if their cost differs.
 
@@ -63,7 +64,7 @@ def _x(curve: Curve, name: str) -> list[float]:
     return curve.tokens if name == "tokens" else curve.flops
 
 
-@rc_context({"text.parse_math": False})  # a name with two dollar signs is not a formula
+@default_style()
 def bars_picture(comparison: Comparison) -> Figure:
     """Left: the measure of each arm. Right: its paired difference from the baseline, with interval. Dots are seeds."""
     summaries = comparison.summaries
@@ -97,7 +98,7 @@ def bars_picture(comparison: Comparison) -> Figure:
     return figure
 
 
-@rc_context({"text.parse_math": False})  # a name with two dollar signs is not a formula
+@default_style()
 def prices_picture(comparison: Comparison, prices: Prices) -> Figure:
     """Differences from the baseline, with intervals, against each price over the baseline's.
 
@@ -165,6 +166,7 @@ def _prices_panel(axes: Axes, panel: Panel, look: Mapping[str, Style]) -> dict[s
     return handles
 
 
+@default_style()
 def conversion_picture(points: Sequence[Mapping[str, float]], measure: str, before: float) -> Figure:
     """What a conversion did over its tokens of healing: the held-out measure above, the cache below.
 

@@ -38,7 +38,7 @@ from headwater.errors import HeadwaterError, either, nearest, sentence
 from headwater.hub import check_reachable
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.pretrained import HeadwaterPreTrainedModel
-from headwater.outside import names_of_a_file
+from headwater.outside import trust_names_in
 from headwater.reading import (
     CONFIG,
     build,
@@ -268,6 +268,7 @@ def from_transformers(source: str | Path | PreTrainedModel, family: str | None =
     Raises `HeadwaterError` for an unknown family, a missing checkpoint, tensors that do not match its config, and
     features of the family that headwater does not support.
     """
+    trust_names_in(family)
     model = source if isinstance(source, PreTrainedModel) else load_transformers(source, family)
     known = _family(family or model.config.model_type, model.config.to_dict())
     if not isinstance(model, known.model):
@@ -283,6 +284,7 @@ def to_transformers(model: HeadwaterPreTrainedModel, family: str) -> PreTrainedM
     Raises `HeadwaterError` for an unknown family and, naming the first, for a field of the model's config that the
     family cannot express, such as its mechanisms.
     """
+    trust_names_in(family)
     chosen = _family(family)
     if not isinstance(model, chosen.ours):
         raise HeadwaterError(f"A {type(model).__name__} has no {chosen.name} format; choose a family of its kind.")
@@ -325,12 +327,16 @@ def _family(name: str, config: dict[str, Any] | None = None) -> Family:
     return _REGISTRY.resolve(name)
 
 
+def check_family(name: str) -> None:
+    """Raise `HeadwaterError` unless a family that a file names exists, and is headwater's own, installed or trusted."""
+    _family(name)
+
+
 def _of_checkpoint(family: str | None, kind: str, config: dict[str, Any]) -> Family:
     """The family of a checkpoint: the one that is asked for, else that of its config.json, whose type is `kind`."""
     if family and kind not in _OTHER_WAYS:
         return _family(family)
-    with names_of_a_file():
-        known = _family(kind, config)
+    known = _family(kind, config)
     # Of text, the model without its head says so by the weights, and one whose head is tied to the embedding is whole.
     saved = config.get("architectures")
     if known.ours is not HeadwaterForCausalLM and saved and known.model.__name__ not in saved:
@@ -377,6 +383,7 @@ def load_transformers(source: str | Path, family: str | None = None) -> PreTrain
     family: as in `from_transformers`. Weights are read once its config has been found to be one that headwater can
     express. Raises `HeadwaterError` as `from_transformers` does.
     """
+    trust_names_in(family)
     place, folder = str(source), Path(source)
     try:
         if folder.is_dir():

@@ -24,6 +24,7 @@ from headwater.mechanisms.base import Mechanism
 from headwater.models.cache import cache_bytes
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.nn.cache_name import cache_of
+from headwater.outside import trust_names_in
 from headwater.registry import MECHANISMS, REGISTRY, resolve
 from headwater.retrofit import add_mechanisms
 from headwater.serving.pages import check_servable
@@ -208,6 +209,10 @@ class Contract:
     reference: ClassVar[type[Reference]] = Reference
     # Largest difference from the equations, in fp64.
     tolerance: ClassVar[float] = 1e-12
+
+    def __init_subclass__(cls, **given: Any) -> None:
+        super().__init_subclass__(**given)
+        trust_names_in(cls.mechanism)
 
     @classmethod
     def cases(cls) -> list[Any]:

@@ -16,12 +16,13 @@ from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError
 from headwater.files import replace_text
 from headwater.price import price
-from headwater.recipe import Change, Recipe, changed_config, load_recipe
+from headwater.recipe import Change, Recipe, changed_config, parse
 from headwater.records import RunRecord
 from headwater.retrofit import config_of
 from headwater.retrofit.convert import way_of
 from headwater.training.places import newest_checkpoint
 from headwater.training.resume import MAY_CHANGE
+from headwater.written import plain, read_text
 
 RESULT, PICTURE, RECIPE, SOURCE = "conversion.json", "conversion.png", "recipe.yaml", "source.sha256"
 # One in which a model goes over, one at a constant rate, and one that decays.
@@ -111,7 +112,7 @@ def check_same(recipe: Recipe, folder: Path, digest: str) -> None:
             f"The conversion in {str(folder)!r} was begun with a source of other weights; pass that one, or choose "
             "another --out."
         )
-    begun_with = load_recipe(begun)
+    begun_with = parse(plain(read_text(begun, "recipe"), repr(str(begun))), str(begun))
     before, now = (one.start.checkpoint if one.start is not None else "" for one in (begun_with, recipe))
     if before != now:  # the stages name it, too
         raise HeadwaterError(

@@ -31,7 +31,6 @@ from headwater.hardware import memory_of
 from headwater.models.kinds import is_of_images
 from headwater.nn.loss import smoothed
 from headwater.nn.masking import takes_documents
-from headwater.outside import names_of_a_file
 from headwater.price import price, si
 from headwater.reading import read_tensors
 from headwater.recipe import Recipe, Training, parse
@@ -130,8 +129,7 @@ def replay(folder: Path, device: str = "auto") -> Replay:
         raise HeadwaterError(f"{str(folder)!r} holds no saved failure; name a folder like runs/NAME/failures/step-….")
     check(folder)
     progress = read_progress(folder)
-    with names_of_a_file():
-        recipe = parse(progress.recipe, str(folder))
+    recipe = parse(progress.recipe, str(folder))
     fabric = Fabric(accelerator=device, devices=1, precision="32-true")
     model = load_model(folder, finite=False)  # in the dtypes it was saved in
     batches = [fabric.to_device(read_tensors(file)) for file in files]

@@ -234,7 +234,7 @@ class Others:
         import __main__
 
         spec = getattr(__main__, "__spec__", None)
-        program = [os.path.abspath(sys.argv[0])] if spec is None else ["-m", spec.name]
+        program = [os.path.abspath(sys.argv[0])] if spec is None else ["-P", "-m", spec.name]
         for rank in range(1, devices):
             own = {"LOCAL_RANK": str(rank), self.FIRST: str(os.getpid())}
             process = subprocess.Popen([sys.executable, *program, *sys.argv[1:]], env=os.environ | own)

@@ -26,9 +26,8 @@ from headwater.growth.enlarge import carried
 from headwater.growth.enlarge import enlarged as enlarged_model
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.kinds import MODEL_TYPES, AnyModel, is_of_images
-from headwater.outside import names_of_a_file
 from headwater.reading import check_vocabulary, model_type, read_tokenizer, reading
-from headwater.recipe import AnyData, Change
+from headwater.recipe import AnyData, Change, untrusted_in
 from headwater.records import Event
 from headwater.retrofit import from_transformers, load_transformers, read_foreign
 from headwater.retrofit.convert import (
@@ -253,9 +252,10 @@ def data_of(history: list[Event]) -> Data | None:
     if last is None:
         return None
     try:
-        with names_of_a_file():
-            settings = TypeAdapter(AnyData).validate_python(last.details["data"]["settings"])
+        settings = TypeAdapter(AnyData).validate_python(last.details["data"]["settings"])
     except (KeyError, TypeError, ValidationError) as error:
+        if isinstance(error, ValidationError) and (refused := untrusted_in(error)) is not None:
+            raise refused from error
         raise HeadwaterError("The model's history names data that this version does not know; pass --text.") from error
     return settings.build()
 
