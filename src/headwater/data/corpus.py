@@ -27,6 +27,7 @@ from headwater.data.reading import (
     local_path,
     opened,
     printable,
+    read_whole,
     table_kind,
     table_rows,
 )
@@ -114,7 +115,7 @@ def read_files(files: Iterable[Path], root: Path, text_column: str, skipped: lis
                 yield Document(name, text, key=text)
         elif is_text(file):
             with opened(file) as stream:
-                yield Document(relative, stream.read().decode(), key=relative)
+                yield Document(relative, read_whole(file, stream).decode(), key=relative)
         else:
             skipped.append(relative)
 
