@@ -19,7 +19,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from headwater.config import HeadwaterConfig
-from headwater.errors import HeadwaterError, sentence
+from headwater.deadline import SECONDS, SECONDS_TO_LOAD, within
+from headwater.errors import HeadwaterError, sentence, shown
+from headwater.files import read_bytes
 from headwater.vision_config import HeadwaterVisionConfig
 
 if TYPE_CHECKING:
@@ -34,6 +36,8 @@ _LAYERS = ("num_hidden_layers", "n_layer")
 _LONGEST = 200
 _MOST_LABELS = 10**6
 _TRIED = "A use of a tokenizer, since some errors in its files show only then."
+# Names of files that some library reads as part of a model or tokenizer.
+OPENED = re.compile(r".*\.(safetensors|json|bin|pth?|ckpt|model|jinja|py)|vocab\.txt|merges\.txt|chat_templates")
 
 
 @contextmanager
@@ -65,10 +69,22 @@ def reason(error: BaseException) -> str:
 
 def read_text(file: Path) -> str:
     """Read a UTF-8 text file. Raises `HeadwaterError` if there is none."""
-    if not file.is_file():  # anything else, such as a pipe, might never end
+    if not file.is_file():
         raise HeadwaterError(f"{str(file)!r} is missing, or not a file; use an intact checkpoint.")
     with reading(repr(str(file))):
-        return file.read_text(encoding="utf-8")
+        return read_bytes(file).decode("utf-8")
+
+
+def check_regular(folder: Path) -> None:
+    """Raise `HeadwaterError` if a folder has, under the name of a file that libraries open, a pipe, a device, or a link
+    that leads nowhere: they would wait for ever, or read without an end.
+    """
+    with reading(repr(str(folder))):
+        paths = sorted(path for path in folder.iterdir() if OPENED.fullmatch(path.name))
+        paths += sorted((folder / "chat_templates").glob("*.jinja"))
+        for path in paths:
+            if not path.is_file() and not path.is_dir():
+                raise HeadwaterError(f"{str(path)!r} is not a file; use an intact checkpoint.")
 
 
 def read_json(file: Path) -> Any:
@@ -116,8 +132,9 @@ def config_from(kind: type[PreTrainedConfig], folder: Path) -> Any:
 
 def check_layers(folder: Path) -> None:
     """Raise `HeadwaterError` if config.json has more layers than the weights, or endless labels: transformers lists
-    both one by one, which would take forever.
+    both one by one, which would take forever. Also for what `check_regular` finds.
     """
+    check_regular(folder)
     content = read_object(folder / CONFIG)
     if isinstance(labels := content.get("num_labels"), int) and labels > _MOST_LABELS:
         raise HeadwaterError(f"{str(folder / CONFIG)!r} says {labels} num_labels; correct it.")
@@ -299,15 +316,10 @@ def read_tokenizer(folder: Path, vocabulary: int | None = None) -> PreTrainedTok
     """
     if not has_tokenizer(folder):
         return None
-    for name in TOKENIZER:
-        if os.path.lexists(folder / name) and not (folder / name).is_file():
-            raise HeadwaterError(f"{str(folder / name)!r} is not a file; use an intact checkpoint.")
-    from transformers import AutoTokenizer
-
     where = f"The tokenizer in {str(folder)!r}"
     with reading(where, "replace or remove its files"):
         try:
-            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+            tokenizer = open_tokenizer(folder)
         except ValueError as error:
             if "trust_remote_code" in str(error):
                 raise HeadwaterError(
@@ -315,8 +327,43 @@ def read_tokenizer(folder: Path, vocabulary: int | None = None) -> PreTrainedTok
                 ) from error
             raise
         check_vocabulary(tokenizer, vocabulary, where)
-        tokenizer.decode(tokenizer(_TRIED, add_special_tokens=False).input_ids)
     return tokenizer
+
+
+def open_tokenizer(source: Path | str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder, or of a name on the hub, once it has encoded a sentence.
+
+    Raises `HeadwaterError` for a folder with files that are no files, or one that takes too long. Any other problem
+    raises what the libraries raise: see `reading`.
+    """
+    from transformers import AutoTokenizer
+
+    if isinstance(source, Path) and source.is_dir():
+        check_regular(source)
+        _check_names(source / "tokenizer_config.json")
+
+    def load() -> PreTrainedTokenizerBase:
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+
+    def encode() -> object:
+        return tokenizer.decode(tokenizer(_TRIED, add_special_tokens=False).input_ids)
+
+    where = f"The tokenizer in {str(source)!r}"
+    tokenizer = within(SECONDS_TO_LOAD, load, f"{where} needs more than {SECONDS_TO_LOAD:g} seconds to be loaded")
+    within(SECONDS, encode, f"{where} needs more than {SECONDS:g} seconds for a sentence")
+    return tokenizer
+
+
+def _check_names(file: Path) -> None:
+    """Raise `HeadwaterError` if a tokenizer's config says that it is in a file of another folder."""
+    if not file.exists():
+        return
+    names: Any = read_object(file).get("fast_tokenizer_files")
+    with reading(repr(str(file)), "correct it"):
+        if any("/" in name or "\\" in name for name in names or ()):
+            raise HeadwaterError(
+                f"{str(file)!r} names files outside its folder: {shown(names)}; correct it."
+            )
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocabulary: int | None, where: str) -> None:

@@ -674,7 +674,7 @@ def test_rows_name_no_file_outside_the_dataset(tmp_path, form):
     rows = {"image": [{"bytes": None, "path": path} for path in paths], "label": [0, 0, 1, 1]}
     parquet.write_table(arrow.table(rows), folder / "train.parquet")
     data = build(folder, held_out="train")
-    with pytest.raises(UnreadableImage, match="names .* which is not a file of the dataset"):
+    with pytest.raises(UnreadableImage, match=r"names .* which is not a file of the dataset"):
         data.held_out_images([0])
     data.held_out_images([1, 2, 3])
     assert build(folder, held_out="train", skip_broken=True).description["left_out"] == 2
@@ -689,13 +689,13 @@ def test_a_dataset_lists_no_file_outside_its_folder(tmp_path):
         rows.to_parquet(tmp_path / name / "train.parquet")
     for path in (str(tmp_path / "secret/*.parquet"), "../secret/train.parquet", "https://example.invalid/x.parquet"):
         (tmp_path / "tables" / "README.md").write_text(f"---\nconfigs:\n- data_files: {path}\n---\n")
-        with pytest.raises(HeadwaterError, match="README.md' names .* outside its folder"):
+        with pytest.raises(HeadwaterError, match=r"README.md' names .* outside its folder"):
             build(tmp_path / "tables")
     rows.save_to_disk(tmp_path / "other")
     rows.save_to_disk(tmp_path / "saved")
     state = tmp_path / "saved" / "state.json"
     state.write_text(state.read_text().replace('"data-', '"../other/data-'))
-    with pytest.raises(HeadwaterError, match="state.json' names .* outside its folder"):
+    with pytest.raises(HeadwaterError, match=r"state.json' names .* outside its folder"):
         build(tmp_path / "saved")
 
 

@@ -24,8 +24,8 @@ from headwater.files import open_regular
 TABLES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 # Bytes read at a time.
 CHUNK = 2**22
-# The same for a compressed file, of what is in the file. A piece is unpacked to at most CHUNK bytes at a time: it may be
-# a million times as large.
+# The same for a compressed file, of its own bytes. They are unpacked to at most CHUNK bytes at a time, since they may
+# hold a million times as many.
 PACKED_CHUNK = 2**13
 # The most memory that a decoder may ask for, in bytes: a header can name a dictionary of gigabytes.
 MOST_DICTIONARY = 2**29
@@ -170,8 +170,8 @@ def read_whole(file: Path, stream: IO[bytes]) -> bytes:
         most -= len(data)
         if most < 0:
             raise HeadwaterError(
-                f"{_named(file)} unpacks to more than {MOST_UNPACKED} times its size, which is read at once; unpack it, "
-                "or read it with `headwater data prepare`."
+                f"{_named(file)} unpacks to more than {MOST_UNPACKED} times its size, which is read at once; unpack "
+                "it, or read it with `headwater data prepare`."
             )
     return b"".join(pieces)
 

@@ -14,8 +14,8 @@ import torch
 from pydantic import Field
 
 from headwater import extras
-from headwater.data.images.base import ImageData, ImageSettings, Pixels, UnreadableImage
 from headwater.data.hosted import check_card, check_saved, downloads
+from headwater.data.images.base import ImageData, ImageSettings, Pixels, UnreadableImage
 from headwater.data.reading import local_path
 from headwater.errors import HeadwaterError, first_line, nearest, shown
 from headwater.files import is_inside
