@@ -5,6 +5,7 @@ Files are found by name, never by listing a folder. No code stored in a file is 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pickle
@@ -33,6 +34,14 @@ PICKLED = "pytorch_model.bin"
 SHARDS = "shard-*.safetensors"
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _LAYERS = ("num_hidden_layers", "n_layer")
+# What a config.json may set beside the fields of its config's class.
+_SETTABLE = {
+    *("model_type", "name_or_path", "num_labels", "output_attentions", "per_layer_config", "rope_scaling"),
+    *("torch_dtype", "use_return_dict"),
+}
+_KERNEL = "_attn_implementation"
+# Where transformers looks for the configs of a model's parts.
+_COMPOSITE = ("decoder", "generator", "text_config", "text_encoder", "attn_implementation")
 _LONGEST = 200
 _MOST_LABELS = 10**6
 _TRIED = "A use of a tokenizer, since some errors in its files show only then."
@@ -124,10 +133,25 @@ def config_from(kind: type[PreTrainedConfig], folder: Path) -> Any:
         raise HeadwaterError(f"{str(folder)!r} is not a checkpoint: it has no {CONFIG}.")
     check_layers(folder)
     content = read_object(file)
+    check_names(kind, content, file)
     with reading(f"The {CONFIG} in {str(folder)!r}", "correct it, or use an intact checkpoint"):
         config = kind.from_dict(content)
         config.return_dict = True  # other fields only matter to direct callers of the model
         return config
+
+
+def check_names(kind: type[PreTrainedConfig], content: Mapping[str, Any], file: Path) -> None:
+    """Raise `HeadwaterError` for a name that would replace a part of the config's class, such as a method or a plan of
+    transformers, or that makes transformers take the config of headwater's model for one of several models.
+    """
+    from transformers import PreTrainedConfig
+
+    is_own = issubclass(kind, HeadwaterConfig)
+    fields = {field.name for field in dataclasses.fields(kind)} | _SETTABLE | (set() if is_own else {_KERNEL})
+    for name in content:
+        composite = is_own and name in _COMPOSITE
+        if composite or (name not in fields and hasattr(kind if is_own else PreTrainedConfig, name)):
+            raise HeadwaterError(f"{str(file)!r} sets {shown(name)}, which is not a field of a model; remove it.")
 
 
 def check_layers(folder: Path) -> None:
@@ -136,6 +160,12 @@ def check_layers(folder: Path) -> None:
     """
     check_regular(folder)
     content = read_object(folder / CONFIG)
+    for name in (_KERNEL, "attn_implementation"):
+        if "/" in str(content.get(name)):
+            raise HeadwaterError(
+                f"{str(folder / CONFIG)!r} names a kernel on the hub, {shown(content[name])}: code that is not run; "
+                f"remove {name}."
+            )
     if isinstance(labels := content.get("num_labels"), int) and labels > _MOST_LABELS:
         raise HeadwaterError(f"{str(folder / CONFIG)!r} says {labels} num_labels; correct it.")
     layers = next((content[name] for name in _LAYERS if name in content), None)
@@ -361,9 +391,7 @@ def _check_names(file: Path) -> None:
     names: Any = read_object(file).get("fast_tokenizer_files")
     with reading(repr(str(file)), "correct it"):
         if any("/" in name or "\\" in name for name in names or ()):
-            raise HeadwaterError(
-                f"{str(file)!r} names files outside its folder: {shown(names)}; correct it."
-            )
+            raise HeadwaterError(f"{str(file)!r} names files outside its folder: {shown(names)}; correct it.")
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocabulary: int | None, where: str) -> None:
