@@ -17,7 +17,7 @@ ROOT = Path(headwater.__file__).parent
 ORDER = (
     ("drawing", "errors", "lazy", "plan", "precision", "process", "seeding", "shipped", "terminal", "workers"),
     ("enlarging", "extras", "kernels", "settings"),
-    ("files", "outside", "written"),
+    ("deadline", "files", "outside", "written"),
     ("registry", "hardware", "hub"),
     ("planning", "remote_code"),
     ("config",),

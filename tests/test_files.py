@@ -13,7 +13,16 @@ from pathlib import Path
 import pytest
 
 from headwater.errors import HeadwaterError
-from headwater.files import STAGING, disk_problem, replace_text, staged, sweep
+from headwater.files import (
+    STAGING,
+    disk_problem,
+    open_regular,
+    read_bytes,
+    replace_text,
+    sha256_of,
+    staged,
+    sweep,
+)
 
 
 def test_a_staged_folder_appears_when_the_block_ends(tmp_path: Path) -> None:
@@ -121,3 +130,17 @@ def test_the_next_writer_sweeps_up_after_a_killed_one_and_spares_a_living_one(tm
         other.send_signal(signal.SIGKILL)
     with staged(tmp_path / "new") as folder:
         assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_only_regular_files_are_opened(tmp_path):
+    (tmp_path / "file").write_bytes(b"content")
+    (tmp_path / "link").symlink_to("file")
+    assert read_bytes(tmp_path / "link") == b"content"
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    (tmp_path / "loop").symlink_to("loop")
+    for name in ("pipe", "zero", "loop", ".", "missing"):
+        with pytest.raises(OSError, match=r"regular file|symbolic links|No such file"):
+            open_regular(tmp_path / name)
+    with pytest.raises(OSError, match="regular file"):
+        sha256_of(tmp_path / "pipe")

@@ -12,6 +12,8 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from stat import S_ISREG
+from typing import BinaryIO
 
 from headwater.errors import HeadwaterError
 
@@ -47,9 +49,35 @@ def file_name(text: str) -> str:
     return f"{kept}-{zlib.crc32(text.encode(errors='surrogatepass')):08x}".lstrip("-")
 
 
+def open_regular(file: str | os.PathLike[str]) -> BinaryIO:
+    """Open a regular file, or a link to one, for reading. Raises `OSError` for anything else, without waiting.
+
+    A pipe would wait for its writer, and a device may have no end.
+    """
+    descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    try:
+        if not S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(file))
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_bytes(file: str | os.PathLike[str]) -> bytes:
+    """The content of a regular file. Raises `OSError`, also for anything that is no regular file."""
+    with open_regular(file) as stream:
+        return stream.read()
+
+
+def is_inside(path: Path, folder: Path) -> bool:
+    """Whether a path lies in a folder when all links are followed."""
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
+
+
 def sha256_of(file: Path) -> str:
-    """SHA-256 of a file's content, in hex."""
-    with file.open("rb") as stream:
+    """SHA-256 of a regular file's content, in hex. Raises `OSError`."""
+    with open_regular(file) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 

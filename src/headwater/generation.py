@@ -18,7 +18,7 @@ from transformers import (
     TextStreamer,
 )
 
-from headwater.data.tokenizer import separator
+from headwater.data.tokenizer import encode_plainly, separator
 from headwater.errors import HeadwaterError
 from headwater.models.cache import cache_bytes
 from headwater.models.causal_lm import HeadwaterForCausalLM
@@ -83,7 +83,7 @@ def continue_prompts(
     decoder: continue with this one's static cache instead of a growing one; the texts are the same.
     """
     start = cast(int, separator(tokenizer))  # as `load_for_generation` has checked
-    rows = [[start, *tokenizer(prompt, add_special_tokens=False).input_ids] for prompt in prompts]
+    rows = [[start, *ids] for ids in encode_plainly(tokenizer, prompts)]
     longest = max(map(len, rows))
     positions = model.config.max_position_embeddings
     most = max(LONGEST, positions)

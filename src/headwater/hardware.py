@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from headwater.errors import HeadwaterError, nearest
+from headwater.errors import HeadwaterError, nearest, shown
 
 
 @dataclass(frozen=True)
@@ -135,9 +136,44 @@ def measure() -> Hardware:
     return Hardware(name, half, full, memory_of(device), bandwidth, "measured", flops_fp64=double)
 
 
+def usable_device(name: str) -> str:
+    """The name of a device, if tensors on it have values that can be read. Raises `HeadwaterError` for any other."""
+    try:
+        torch.zeros(1, device=name).tolist()  # the device "meta" has shapes alone
+    except Exception as error:  # each kind of device has its own
+        raise HeadwaterError(
+            f"PyTorch cannot use the device {shown(name)} here; leave out --device to use what is available."
+        ) from error
+    return name
+
+
 def cores() -> int:
     """CPU cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def set_threads(count: int) -> None:
+    """Let PyTorch compute with `count` CPU threads. Raises `HeadwaterError` if so many cannot be started.
+
+    The libraries below PyTorch end the process where a thread cannot be started, so it is tried before.
+    """
+    done = threading.Event()
+    started: list[threading.Thread] = []
+    try:
+        for _ in range(count - 1):
+            thread = threading.Thread(target=done.wait, daemon=True)
+            thread.start()
+            started.append(thread)
+    except RuntimeError as error:
+        raise HeadwaterError(
+            f"Only {len(started) + 1} of {count} threads can be started here; set training.threads lower, or raise the "
+            "limit (ulimit -u)."
+        ) from error
+    finally:
+        done.set()
+        for thread in started:
+            thread.join()
+    torch.set_num_threads(count)
 
 
 def memory_of(device: torch.device) -> float:

@@ -263,7 +263,7 @@ def _configs(model: HeadwaterConfig | str | Path, changes: dict[str, Any]) -> di
         raise HeadwaterError(
             f"There is no preset, recipe or file {argument!r}; {nearest(argument, [*PRESETS, *shipped_recipes()])}"
         )
-    from headwater.reading import read_json, reading
+    from headwater.reading import check_names, read_json, reading
     from headwater.training.places import newest_checkpoint
 
     name = path.name if path.is_dir() else path.resolve().parent.name if path.name == "config.json" else path.stem
@@ -286,6 +286,7 @@ def _configs(model: HeadwaterConfig | str | Path, changes: dict[str, Any]) -> di
         with reading("its config", "correct it"):
             # Not from_pretrained, which applies overrides to a config that was checked without them.
             _check_fields(changes, made)
+            check_names(made, content, file)
             return {name: made.from_dict(merged(content, changes))}
     except HeadwaterError as error:
         raise HeadwaterError(f"{argument!r}: {sentence(error)}") from error

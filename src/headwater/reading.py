@@ -5,6 +5,7 @@ Files are found by name, never by listing a folder. No code stored in a file is 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pickle
@@ -19,7 +20,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from headwater.config import HeadwaterConfig
-from headwater.errors import HeadwaterError, sentence
+from headwater.deadline import SECONDS, SECONDS_TO_LOAD, within
+from headwater.errors import HeadwaterError, sentence, shown
+from headwater.files import read_bytes
 from headwater.vision_config import HeadwaterVisionConfig
 
 if TYPE_CHECKING:
@@ -37,9 +40,19 @@ PICKLED = "pytorch_model.bin"
 SHARDS = "shard-*.safetensors"
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _LAYERS = ("num_hidden_layers", "n_layer")
+# What a config.json may set beside the fields of its config's class.
+_SETTABLE = {
+    *("model_type", "name_or_path", "num_labels", "output_attentions", "per_layer_config", "rope_scaling"),
+    *("torch_dtype", "use_return_dict"),
+}
+_KERNEL = "_attn_implementation"
+# Where transformers looks for the configs of a model's parts.
+_COMPOSITE = ("decoder", "generator", "text_config", "text_encoder", "attn_implementation")
 _LONGEST = 200
 _MOST_LABELS = 10**6
 _TRIED = "A use of a tokenizer, since some errors in its files show only then."
+# Names of files that some library reads as part of a model or tokenizer.
+OPENED = re.compile(r".*\.(safetensors|json|bin|pth?|ckpt|model|jinja|py)|vocab\.txt|merges\.txt|chat_templates")
 
 
 @contextmanager
@@ -71,10 +84,22 @@ def reason(error: BaseException) -> str:
 
 def read_text(file: Path) -> str:
     """Read a UTF-8 text file. Raises `HeadwaterError` if there is none."""
-    if not file.is_file():  # anything else, such as a pipe, might never end
+    if not file.is_file():
         raise HeadwaterError(f"{str(file)!r} is missing, or not a file; use an intact checkpoint.")
     with reading(repr(str(file))):
-        return file.read_text(encoding="utf-8-sig")
+        return read_bytes(file).decode("utf-8-sig")
+
+
+def check_regular(folder: Path) -> None:
+    """Raise `HeadwaterError` if a folder has, under the name of a file that libraries open, a pipe, a device, or a link
+    that leads nowhere: they would wait for ever, or read without an end.
+    """
+    with reading(repr(str(folder))):
+        paths = sorted(path for path in folder.iterdir() if OPENED.fullmatch(path.name))
+        paths += sorted((folder / "chat_templates").glob("*.jinja"))
+        for path in paths:
+            if not path.is_file() and not path.is_dir():
+                raise HeadwaterError(f"{str(path)!r} is not a file; use an intact checkpoint.")
 
 
 def read_json(file: Path) -> Any:
@@ -114,17 +139,39 @@ def config_from(kind: type[PreTrainedConfig], folder: Path) -> Any:
         raise HeadwaterError(f"{str(folder)!r} is not a checkpoint: it has no {CONFIG}.")
     check_layers(folder)
     content = read_object(file)
+    check_names(kind, content, file)
     with reading(f"The {CONFIG} in {str(folder)!r}", "correct it, or use an intact checkpoint"):
         config = kind.from_dict(content)
         config.return_dict = True  # other fields only matter to direct callers of the model
         return config
 
 
+def check_names(kind: type[PreTrainedConfig], content: Mapping[str, Any], file: Path) -> None:
+    """Raise `HeadwaterError` for a name that would replace a part of the config's class, such as a method or a plan of
+    transformers, or that makes transformers take the config of headwater's model for one of several models.
+    """
+    from transformers import PreTrainedConfig
+
+    is_own = issubclass(kind, HeadwaterConfig)
+    fields = {field.name for field in dataclasses.fields(kind)} | _SETTABLE | (set() if is_own else {_KERNEL})
+    for name in content:
+        composite = is_own and name in _COMPOSITE
+        if composite or (name not in fields and hasattr(kind if is_own else PreTrainedConfig, name)):
+            raise HeadwaterError(f"{str(file)!r} sets {shown(name)}, which is not a field of a model; remove it.")
+
+
 def check_layers(folder: Path) -> None:
     """Raise `HeadwaterError` if config.json has more layers than the weights, or endless labels: transformers lists
-    both one by one, which would take forever.
+    both one by one, which would take forever. Also for what `check_regular` finds.
     """
+    check_regular(folder)
     content = read_object(folder / CONFIG)
+    for name in (_KERNEL, "attn_implementation"):
+        if "/" in str(content.get(name)):
+            raise HeadwaterError(
+                f"{str(folder / CONFIG)!r} names a kernel on the hub, {shown(content[name])}: code that is not run; "
+                f"remove {name}."
+            )
     if isinstance(labels := content.get("num_labels"), int) and labels > _MOST_LABELS:
         raise HeadwaterError(f"{str(folder / CONFIG)!r} says {labels} num_labels; correct it.")
     layers = next((content[name] for name in _LAYERS if name in content), None)
@@ -307,17 +354,22 @@ def local_tokenizer(path: Path) -> PreTrainedTokenizerBase:
 
     Can raise anything for damaged files.
     """
-    from transformers import AutoTokenizer
-
     described = ("tokenizer_config.json", "special_tokens_map.json")
     is_bare = path.is_file() or not any(os.path.lexists(path / name) for name in described)
     is_bare = is_bare and (path.is_file() or (path / "tokenizer.json").is_file())
     if is_bare and not (path / CONFIG).is_file():
         return bare_tokenizer(path)
-    tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
+    tokenizer = auto_tokenizer(str(path))
     if is_bare and tokenizer.eos_token is None and tokenizer.bos_token is None:  # the model's type names none either
         return bare_tokenizer(path)
     return tokenizer
+
+
+def auto_tokenizer(source: str) -> PreTrainedTokenizerBase:
+    """The tokenizer that transformers finds in a folder or on the hub, without code of its own."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
 
 
 def bare_tokenizer(path: Path) -> PreTrainedTokenizerFast:
@@ -360,13 +412,10 @@ def read_tokenizer(folder: Path, vocabulary: int | None = None) -> PreTrainedTok
     """
     if not has_tokenizer(folder):
         return None
-    for name in TOKENIZER:
-        if os.path.lexists(folder / name) and not (folder / name).is_file():
-            raise HeadwaterError(f"{str(folder / name)!r} is not a file; use an intact checkpoint.")
     where = f"The tokenizer in {str(folder)!r}"
     with reading(where, "replace or remove its files"):
         try:
-            tokenizer = local_tokenizer(folder)
+            tokenizer = open_tokenizer(folder)
         except ValueError as error:
             if "trust_remote_code" in str(error):
                 raise HeadwaterError(
@@ -374,8 +423,39 @@ def read_tokenizer(folder: Path, vocabulary: int | None = None) -> PreTrainedTok
                 ) from error
             raise
         check_vocabulary(tokenizer, vocabulary, where)
-        tokenizer.decode(tokenizer(_TRIED, add_special_tokens=False).input_ids)
     return tokenizer
+
+
+def open_tokenizer(source: Path | str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder, of a tokenizer.json, or of a name on the hub, once it has encoded a sentence.
+
+    Raises `HeadwaterError` for a folder with files that are no files, or one that takes too long. Any other problem
+    raises what the libraries raise: see `reading`.
+    """
+    if isinstance(source, Path) and source.is_dir():
+        check_regular(source)
+        _check_names(source / "tokenizer_config.json")
+
+    def load() -> PreTrainedTokenizerBase:
+        return local_tokenizer(source) if isinstance(source, Path) else auto_tokenizer(source)
+
+    def encode() -> object:
+        return tokenizer.decode(tokenizer(_TRIED, add_special_tokens=False).input_ids)
+
+    where = f"The tokenizer in {str(source)!r}"
+    tokenizer = within(SECONDS_TO_LOAD, load, f"{where} needs more than {SECONDS_TO_LOAD:g} seconds to be loaded")
+    within(SECONDS, encode, f"{where} needs more than {SECONDS:g} seconds for a sentence")
+    return tokenizer
+
+
+def _check_names(file: Path) -> None:
+    """Raise `HeadwaterError` if a tokenizer's config says that it is in a file of another folder."""
+    if not file.exists():
+        return
+    names: Any = read_object(file).get("fast_tokenizer_files")
+    with reading(repr(str(file)), "correct it"):
+        if any("/" in name or "\\" in name for name in names or ()):
+            raise HeadwaterError(f"{str(file)!r} names files outside its folder: {shown(names)}; correct it.")
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocabulary: int | None, where: str) -> None:

@@ -16,7 +16,7 @@ import transformers
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from headwater.errors import HeadwaterError
-from headwater.files import replace_text
+from headwater.files import read_bytes, replace_text
 from headwater.kernels.choose import cpu
 
 SCHEMA_VERSION = 1
@@ -404,7 +404,7 @@ def read_record(path: Path) -> RunRecord:
     """Read a record from a run's folder or the file itself. Raises `HeadwaterError` for any problem with it."""
     path = path / RECORD if path.is_dir() and path.name != RECORD else path
     try:
-        return usable_record(RunRecord.model_validate_json(path.read_bytes()))
+        return usable_record(RunRecord.model_validate_json(read_bytes(path)))
     except FileNotFoundError:
         raise HeadwaterError(f"There is no run record at {str(path)!r}.") from None
     except OSError as error:

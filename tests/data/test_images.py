@@ -1,17 +1,20 @@
 """Images: read by name, changed by seed, epoch and index alone, and refused in one sentence."""
 
 import hashlib
+import io
 import json
 import multiprocessing
 import os
 import pickle
 import signal
+import struct
 import threading
 from collections import deque
 from contextlib import closing
 from functools import partial
 from importlib.util import find_spec
 from itertools import islice
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -610,3 +613,95 @@ def test_null_is_no_augmentation():
     assert parse(
         {"name": "d", "data": {"kind": "digits", "augmentation": {"flip": 0.5}}}, "test"
     ).data.augmentation.draws
+
+
+def test_no_image_starts_another_program(folder, monkeypatch):
+    """Pillow finds the format in the content, and hands EPS to Ghostscript."""
+    from PIL import EpsImagePlugin
+
+    started = []
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *_, **__: started.append(1))
+    (folder / "bee" / "1.jpg").write_bytes(
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 16 16\n%%EndComments\nshowpage\n%%EOF\n"
+    )
+    with pytest.raises(UnreadableImage, match="not an image in a format that is read"):
+        read_image(folder / "bee" / "1.jpg", "it", 3)
+    assert build(folder, skip_broken=True).description["left_out"] == 1
+    assert not started
+
+
+def dds():
+    content = io.BytesIO()
+    picture().save(content, "DDS")
+    return content.getvalue()[:80] + bytes(4) + content.getvalue()[84:]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        dds(),  # NotImplementedError
+        b"BLP2" + struct.pack("<i", 9) + bytes([7, 0, 0, 0]) + struct.pack("<II", 8, 8) + bytes(200),
+    ],
+)
+def test_whatever_a_reader_raises_is_a_broken_image(folder, content):
+    (folder / "bee" / "1.png").write_bytes(content)
+    with pytest.raises(UnreadableImage, match="it cannot be read: "):
+        read_image(folder / "bee" / "1.png", "it", 3)
+    assert build(folder, skip_broken=True).description["left_out"] == 1
+
+
+def test_a_pipe_is_no_image(tmp_path):
+    os.mkfifo(tmp_path / "pipe.png")
+    for path in (tmp_path / "pipe.png", Path("/dev/zero"), tmp_path):
+        with pytest.raises(UnreadableImage, match="cannot be read: "):
+            read_image(path, "it", 3)
+
+
+@pytest.mark.parametrize("form", ["{secret}", "../secret.png", "link.png", "file://{secret}", "zip://x.png::{secret}"])
+def test_rows_name_no_file_outside_the_dataset(tmp_path, form):
+    import pyarrow as arrow
+    import pyarrow.parquet as parquet
+
+    picture().save(tmp_path / "secret.png")
+    folder = tmp_path / "set"
+    folder.mkdir()
+    (folder / "link.png").symlink_to(tmp_path / "secret.png")
+    picture().save(folder / "own.png")
+    paths = [form.format(secret=tmp_path / "secret.png"), *["own.png"] * 3]
+    rows = {"image": [{"bytes": None, "path": path} for path in paths], "label": [0, 0, 1, 1]}
+    parquet.write_table(arrow.table(rows), folder / "train.parquet")
+    data = build(folder, held_out="train")
+    with pytest.raises(UnreadableImage, match=r"names .* which is not a file of the dataset"):
+        data.held_out_images([0])
+    data.held_out_images([1, 2, 3])
+    assert build(folder, held_out="train", skip_broken=True).description["left_out"] == 2
+
+
+def test_a_dataset_lists_no_file_outside_its_folder(tmp_path):
+    from datasets import Dataset
+
+    rows = Dataset.from_dict({"image": [picture()] * 4, "label": [0, 0, 1, 1]})
+    for name in ("secret", "tables"):
+        (tmp_path / name).mkdir()
+        rows.to_parquet(tmp_path / name / "train.parquet")
+    for path in (str(tmp_path / "secret/*.parquet"), "../secret/train.parquet", "https://example.invalid/x.parquet"):
+        (tmp_path / "tables" / "README.md").write_text(f"---\nconfigs:\n- data_files: {path}\n---\n")
+        with pytest.raises(HeadwaterError, match=r"README.md' names .* outside its folder"):
+            build(tmp_path / "tables")
+    rows.save_to_disk(tmp_path / "other")
+    rows.save_to_disk(tmp_path / "saved")
+    state = tmp_path / "saved" / "state.json"
+    state.write_text(state.read_text().replace('"data-', '"../other/data-'))
+    with pytest.raises(HeadwaterError, match=r"state.json' names .* outside its folder"):
+        build(tmp_path / "saved")
+
+
+def test_a_column_of_classes_opens_no_files(tmp_path):
+    from datasets import Dataset, Features
+    from datasets import Image as ImageColumn
+
+    columns = Features({"image": ImageColumn(), "label": ImageColumn()})
+    (tmp_path / "set").mkdir()
+    Dataset.from_dict({"image": [picture()], "label": [picture()]}, columns).to_parquet(tmp_path / "set/train.parquet")
+    with pytest.raises(HeadwaterError, match=r"data.label_column: 'label' .* holds Image, not classes"):
+        build(tmp_path / "set")

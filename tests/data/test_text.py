@@ -9,6 +9,7 @@ import lzma
 import math
 import os
 import re
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -302,15 +303,58 @@ def test_packed_text_is_text(pack, tmp_path):
     assert "".join(part.text for part in Stream(TextSource(str(file)))) == lines
 
 
+def zstd(content):
+    packed = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(packed, "zstd") as stream:
+        stream.write(content)
+    return packed.getvalue().to_pybytes()
+
+
 def test_zstandard(tmp_path):
     """A cut file is told, which the library's own readers do not."""
-    pack = pytest.importorskip("zstandard").ZstdCompressor().compress
     file = tmp_path / "x.jsonl.zst"
-    file.write_bytes(pack(ROWS) + pack(ROWS))
+    file.write_bytes(zstd(ROWS) + zstd(ROWS))
     assert len(read_corpus(str(file)).documents) == 80
-    file.write_bytes((pack(ROWS) + pack(ROWS))[:-9])
+    file.write_bytes((zstd(ROWS) + zstd(ROWS))[:-9])
     with pytest.raises(HeadwaterError, match="is truncated"):
         read_corpus(str(file))
+
+
+def test_what_is_packed_is_unpacked_in_pieces(tmp_path, monkeypatch):
+    """However small the file: of what repeats, eight kilobytes hold gigabytes."""
+    monkeypatch.setattr(reading, "CHUNK", 2**16)
+    zeros, most = bytes(2**25), 2**16
+    for suffix, pack in {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstd}.items():
+        file = tmp_path / f"x.txt{suffix}"
+        file.write_bytes(pack(zeros) + pack(b"end"))
+        unpacked = reading.PACKED[suffix](file)
+        sizes, buffer = [], bytearray(2**20)
+        while size := unpacked.readinto(buffer):
+            sizes.append(size)
+            assert len(getattr(unpacked, "left", b"")) <= most
+        assert sum(sizes) == len(zeros) + 3, suffix
+        unpacked.close()
+
+
+@pytest.mark.parametrize("name", ["x.txt.bz2", "x.json.gz"])
+def test_what_is_read_whole_unpacks_to_no_more_than_fits(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(reading, "LONGEST_LINE", 2**20)
+    pack = bz2.compress if name.endswith("bz2") else gzip.compress
+    (tmp_path / name).write_bytes(pack(b"[" + b" " * 2**23))
+    with pytest.raises(HeadwaterError, match="unpacks to more than 100 times its size"):
+        read_corpus(str(tmp_path / name))
+
+
+def test_a_decoder_that_asks_for_gigabytes_is_refused(tmp_path):
+    filters = [{"id": lzma.FILTER_LZMA2, "dict_size": 2**30, "preset": 0}]
+    packed = bytearray(lzma.compress(b"text", filters=[{"id": lzma.FILTER_LZMA2, "dict_size": 2**20}]))
+    assert filters[0]["dict_size"] > reading.MOST_DICTIONARY
+    # The header of a block: its size, its flags, a filter and its options, and a checksum.
+    header = bytes([packed[12], 0, 0x21, 1, 36]) + bytes(packed[17:20])
+    packed[12 : 12 + len(header) + 4] = header + zlib.crc32(header).to_bytes(4, "little")
+    (tmp_path / "x.txt.xz").write_bytes(packed)
+    with pytest.raises(HeadwaterError, match="cannot be read as xz: Memory usage limit"):
+        read_corpus(str(tmp_path / "x.txt.xz"))
 
 
 def test_marks_and_line_ends_of_other_systems(tmp_path):

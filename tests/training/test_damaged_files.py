@@ -5,6 +5,7 @@ import json
 import os
 import random
 import shutil
+import signal
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from headwater.errors import HeadwaterError
 from headwater.export import export
 from headwater.generation import continue_prompts, load_for_generation
 from headwater.inspect import inspect_model
+from headwater.reading import read_config
 from headwater.recipe import Change
 from headwater.records import Event
 from headwater.retrofit import add_mechanisms
@@ -232,3 +234,79 @@ def test_whatever_files_hold_it_is_a_model_or_a_sentence(wholes, tmp_path, name)
 def test_whatever_files_hold_more(wholes, tmp_path, name, start):
     for seed in range(start, start + 500):
         attack(wholes / name, CASES[name][1], tmp_path, seed)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole") / "ours"
+    ours(folder)
+    return folder
+
+
+@pytest.fixture
+def copied(whole, tmp_path):
+    """A copy without checksums, so that all that reads its files is reached."""
+    shutil.copytree(whole, tmp_path / "ours")
+    (tmp_path / "ours" / "SHA256SUMS").unlink()
+    return tmp_path / "ours"
+
+
+@pytest.fixture
+def alarm():
+    """Ends what waits for ever."""
+
+    def ring(*_):
+        raise AssertionError("it waits")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("SHA256SUMS", "config.json", "generation_config.json", "history.json", "model.safetensors"),
+        *("tokenizer.json", "tokenizer_config.json", "training.safetensors", "chat_template.jinja"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["pipe", "device", "loop"])
+def test_what_is_no_file_is_not_waited_for(copied, alarm, name, kind):
+    file = copied / name
+    file.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(file)
+    else:
+        file.symlink_to("/dev/zero" if kind == "device" else name)
+    with pytest.raises(HeadwaterError, match=rf"{name}"):
+        open_trained(copied, with_state=True)
+
+
+@pytest.mark.parametrize(
+    "name", ["base_model_tp_plan", "text_config", "sub_configs", "to_dict", "layer_plans", "_attn_implementation"]
+)
+@pytest.mark.parametrize("value", [5, "nope", {}])
+def test_a_config_replaces_no_part_of_its_class(copied, name, value):
+    """Transformers would use it, wherever the model is next built."""
+    content = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps(content | {name: value}))
+    with pytest.raises(HeadwaterError, match=f"config.json' sets '{name}', which is not a field"):
+        read_config(copied)
+
+
+def test_a_config_names_no_kernel_on_the_hub(tmp_path):
+    theirs(tmp_path / "llama")
+    file = tmp_path / "llama" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"_attn_implementation": "someone/attention"}))
+    with pytest.raises(HeadwaterError, match="a kernel on the hub, 'someone/attention'"):
+        open_source(str(tmp_path / "llama"))
+
+
+def test_a_tokenizer_is_in_its_folder(copied):
+    file = copied / "tokenizer_config.json"
+    content = json.loads(file.read_text()) | {"fast_tokenizer_files": ["../other/tokenizer.4.0.json"]}
+    file.write_text(json.dumps(content))
+    with pytest.raises(HeadwaterError, match="names files outside its folder"):
+        open_trained(copied)

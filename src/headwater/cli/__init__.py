@@ -139,6 +139,12 @@ def main() -> None:
         )
         sys.exit(2)
     except (MemoryError, RuntimeError) as error:
+        if "start new thread" in str(error):
+            print(
+                "headwater: No more threads can be started here; raise the limit (ulimit -u), or use fewer workers.",
+                file=sys.stderr,
+            )
+            sys.exit(2)
         if not isinstance(error, MemoryError) and "allocate" not in str(error) and "out of memory" not in str(error):
             raise
         print(f"headwater: Not enough memory: {first_line(error)}", file=sys.stderr)

@@ -102,15 +102,11 @@ def device_of(name: str) -> str:
     """The device that an option names; "auto" is a GPU if there is one. Raises `HeadwaterError`."""
     import torch
 
+    from headwater.hardware import usable_device
+
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.zeros(1, device=name)
-    except (RuntimeError, AssertionError) as error:
-        raise HeadwaterError(
-            f"PyTorch cannot use the device {shown(name)} here; leave out --device to use what is available."
-        ) from error
-    return name
+    return usable_device(name)
 
 
 def recipe_of(argument: str | Path, overrides: Sequence[str] = ()) -> Recipe:

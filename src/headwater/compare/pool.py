@@ -14,6 +14,7 @@ from typing import Any
 
 from headwater.compare.trials import Job, Trial, levels
 from headwater.errors import Diverged, HeadwaterError, Interrupted, NotTrusted
+from headwater.files import read_bytes
 from headwater.hardware import cores
 from headwater.recipe import Recipe
 from headwater.records import ENDED, Experiment, RunRecord, read_record, write_record
@@ -269,7 +270,7 @@ def _outcome(job: Job, worker: Worker, answer: Answer) -> Outcome:
 def _step(job: Job) -> int:
     """Steps done so far, from the last whole line of the run's log."""
     try:
-        lines = (job.folder / METRICS).read_bytes().splitlines()
+        lines = read_bytes(job.folder / METRICS).splitlines()
         return int(lines[-1].split(b'"step":')[1].split(b",")[0]) if lines else 0
     except (OSError, IndexError, ValueError):
         return 0

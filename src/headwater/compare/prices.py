@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from headwater import __version__
 from headwater.errors import HeadwaterError
 from headwater.files import file_name, replace_text
+from headwater.hardware import set_threads
 from headwater.recipe import Recipe
 
 PRICES, PINNED = "prices.json", "time.json"
@@ -154,7 +155,7 @@ def measure(
     check_priced(arms)
     threads = torch.get_num_threads()
     own = arms[baseline].training.threads or 1  # as trials have
-    torch.set_num_threads(own)
+    set_threads(own)
     try:
         here = _here(arms[baseline], own)
         found = stored(folder)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from headwater.errors import HeadwaterError
+from headwater.files import open_regular
 
 TABLES = {
     ".jsonl": "jsonl",
@@ -36,12 +37,18 @@ DEFAULT, MESSAGES = "text", "messages"
 MISSING = object()
 # Bytes read at a time.
 CHUNK = 2**22
-# The same for a compressed file: a block is unpacked whole, and may be thousands of times as large.
+# The same for a compressed file, of its own bytes. They are unpacked to at most CHUNK bytes at a time, since they may
+# hold a million times as many.
 PACKED_CHUNK = 2**13
-# Rows of a parquet file at a time.
+# The most memory that a decoder may ask for, in bytes: a header can name a dictionary of gigabytes.
+MOST_DICTIONARY = 2**29
+# Rows of a parquet file at a time, fewer if they could take more bytes than this.
 ROWS = 64
+MOST_ROWS = 2**28
 # A longer line of JSON is an error: parsing needs several times its memory.
 LONGEST_LINE = 2**28
+# What is read whole may be this many times as large as its file, or LONGEST_LINE bytes.
+MOST_UNPACKED = 100
 # Number of columns to list when one is missing.
 NAMED_COLUMNS = 30
 # Rows that may lack the domain's column before the first that has it.
@@ -215,10 +222,8 @@ def is_text(file: Path) -> bool:
 def opened(file: Path) -> Iterator[IO[bytes]]:
     """Open a file for reading in a `with`, unpacked by its suffix; reading errors become `HeadwaterError`."""
     try:
-        if not file.is_file():  # opening a pipe would wait for its writer
-            raise HeadwaterError(f"{_named(file)} is no longer a regular file.")
-        decompressor = PACKED.get(file.suffix.lower())
-        with io.BufferedReader(_Unpacked(file, decompressor), CHUNK) if decompressor else file.open("rb") as stream:
+        unpacked = PACKED.get(file.suffix.lower())
+        with io.BufferedReader(unpacked(file), CHUNK) if unpacked else open_regular(file) as stream:
             yield stream
     except HeadwaterError:
         raise
@@ -239,11 +244,26 @@ def skip(stream: IO[bytes], size: int) -> None:
         size -= len(data)
 
 
+def read_whole(file: Path, stream: IO[bytes]) -> bytes:
+    """The rest of a file from `opened`. Raises `HeadwaterError` if it unpacks to far more than there is of it."""
+    most = max(LONGEST_LINE, MOST_UNPACKED * file.stat().st_size)
+    pieces: list[bytes] = []
+    while data := stream.read(CHUNK):
+        pieces.append(data)
+        most -= len(data)
+        if most < 0:
+            raise HeadwaterError(
+                f"{_named(file)} unpacks to more than {MOST_UNPACKED} times its size, which is read at once; unpack "
+                "it, or read it with `headwater data prepare`."
+            )
+    return b"".join(pieces)
+
+
 def unreadable(file: Path, error: Exception) -> HeadwaterError:
     """The error for a file that cannot be read."""
     cause = error.__cause__ or error
     text = (getattr(cause, "strerror", None) or str(cause) or type(cause).__name__).splitlines()[0]
-    if isinstance(error, EOFError):
+    if isinstance(error, EOFError) or text.startswith("Truncated"):
         text = "it is truncated; copy it again"
     kind = f" as {file.suffix[1:]}" if file.suffix.lower() in {**TABLES, **PACKED} else ""
     return HeadwaterError(f"{_named(file)} cannot be read{kind}: {text[:300].rstrip('.')}.")
@@ -316,11 +336,11 @@ def _check_assigned(text: str) -> None:
 
 
 class _Unpacked(io.RawIOBase):
-    """Unpack a file of one or more streams. A truncated end or a damaged later stream is an error; the readers of bz2
-    and xz in the standard library, and zstandard's, ignore one or the other."""
+    """Unpack a file of one or more streams, at most CHUNK bytes at a time. A truncated end or a damaged later stream is
+    an error; the readers of bz2 and xz in the standard library ignore one or the other."""
 
     def __init__(self, file: Path, decompressor: Callable[[], Any]) -> None:
-        self.file, self.decompressor = file.open("rb"), decompressor
+        self.file, self.decompressor = open_regular(file), decompressor
         self.stream: Any = None
         self.left = memoryview(b"")
 
@@ -329,6 +349,7 @@ class _Unpacked(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while not self.left:
+            data = b""
             if self.stream is None or self.stream.eof:
                 # .gz and .xz may have zeros between streams and after the last.
                 data = (self.stream.unused_data if self.stream else b"").lstrip(b"\0") or self._packed()
@@ -339,10 +360,10 @@ class _Unpacked(io.RawIOBase):
                 if not data:
                     return 0
                 self.stream = self.decompressor()
-            elif not (data := self._packed()):
+            elif self.stream.needs_input and not (data := self._packed()):
                 raise EOFError
             try:
-                self.left = memoryview(self.stream.decompress(data))
+                self.left = memoryview(self.stream.decompress(data, CHUNK))
             except (zlib.error, lzma.LZMAError) as error:
                 raise OSError(str(error)) from error
         size = min(len(self.left), len(buffer))
@@ -357,37 +378,42 @@ class _Unpacked(io.RawIOBase):
         super().close()
 
 
-class _Zstd:
-    """A decompressor with the standard library's interface."""
+class _Gzip:
+    """A decompressor with the interface of those of bz2 and lzma."""
 
     def __init__(self) -> None:
-        try:
-            from zstandard import ZstdDecompressor, ZstdError
-        except ImportError as error:
-            raise OSError("it needs `pip install zstandard`; install that, or unpack the file") from error
-        self.error = ZstdError
-        self.frame = ZstdDecompressor().decompressobj()
+        self.stream = zlib.decompressobj(wbits=31)
+        self.is_full = False
 
     @property
     def eof(self) -> bool:
-        return self.frame.eof
+        return self.stream.eof
 
     @property
     def unused_data(self) -> bytes:
-        return self.frame.unused_data
+        return self.stream.unused_data
 
-    def decompress(self, data: bytes) -> bytes:
-        try:
-            return self.frame.decompress(data)
-        except self.error as error:
-            raise OSError(str(error)) from error
+    @property
+    def needs_input(self) -> bool:
+        return not self.is_full and not self.stream.unconsumed_tail
+
+    def decompress(self, data: bytes, most: int) -> bytes:
+        data = self.stream.decompress(self.stream.unconsumed_tail + data, most)
+        self.is_full = len(data) == most  # then some of what it has read may still be inside
+        return data
 
 
-PACKED: dict[str, Callable[[], Any]] = {
-    ".gz": lambda: zlib.decompressobj(wbits=31),
-    ".bz2": bz2.BZ2Decompressor,
-    ".xz": lzma.LZMADecompressor,
-    ".zst": _Zstd,
+def _zstd(file: Path) -> Any:
+    from pyarrow import CompressedInputStream, PythonFile
+
+    return CompressedInputStream(PythonFile(open_regular(file), mode="r"), "zstd")
+
+
+PACKED: dict[str, Callable[[Path], Any]] = {
+    ".gz": lambda file: _Unpacked(file, _Gzip),
+    ".bz2": lambda file: _Unpacked(file, bz2.BZ2Decompressor),
+    ".xz": lambda file: _Unpacked(file, lambda: lzma.LZMADecompressor(memlimit=MOST_DICTIONARY)),
+    ".zst": _zstd,
 }
 
 TableRow = tuple[int, Any, str | None]
@@ -402,7 +428,7 @@ def table_rows(file: Path, columns: Columns, begin: int = 0) -> Iterator[TableRo
     kind, where = table_kind(file), printable(str(file))
     if kind == "parquet":
         with opened(file) as stream:
-            yield from rows_of_tables(parquet_tables(stream, columns), columns, begin, file)
+            yield from rows_of_tables(parquet_tables(stream, file, columns), columns, begin, file)
         return
     with opened(file) as packed:
         stream = io.BufferedReader(_Utf8(packed, everywhere=False), CHUNK)
@@ -418,7 +444,7 @@ def table_rows(file: Path, columns: Columns, begin: int = 0) -> Iterator[TableRo
 def json_rows(stream: io.BufferedReader[Any], file: Path, begin: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
     """(number, row) past the first `begin`. One row per line, since rows of real corpora do not share one schema."""
     if table_kind(file) == "json" and stream.peek(64)[:64].lstrip()[:1] == b"[":
-        rows = enumerate(_parsed(file, 1, stream.read()), 1)
+        rows = enumerate(_parsed(file, 1, read_whole(file, stream)), 1)
         numbered: Iterator[tuple[int, Any]] = itertools.islice(rows, begin, None)
     else:
         lines = itertools.islice(enumerate(_json_lines(stream, file), 1), begin, None)
@@ -538,7 +564,7 @@ def _delimiter(line: str, candidates: str, columns: Columns) -> str:
     return max(candidates, key=fit)
 
 
-def parquet_tables(stream: IO[bytes], columns: Columns) -> Iterator[Any]:
+def parquet_tables(stream: IO[bytes], file: Path, columns: Columns) -> Iterator[Any]:
     """Tables of a file. Not read with datasets, which loads whole row groups: they can be as large as the file."""
     from pyarrow.parquet import ParquetFile
 
@@ -546,8 +572,9 @@ def parquet_tables(stream: IO[bytes], columns: Columns) -> Iterator[Any]:
         schema = table.schema_arrow
         columns.add_names(_fields(schema))
         wanted = columns.outermost(schema.names)
+        rows = max(1, min(ROWS, MOST_ROWS // max(1, largest_value(stream, file, table.metadata))))
         # The number of rows counts even if none of them has the column.
-        yield from table.iter_batches(batch_size=ROWS, columns=wanted or schema.names[:1])
+        yield from table.iter_batches(batch_size=rows, columns=wanted or schema.names[:1])
 
 
 def _fields(schema: Any) -> Iterator[str]:
@@ -561,6 +588,43 @@ def _fields(schema: Any) -> Iterator[str]:
             yield field.name
 
 
+def largest_value(stream: IO[bytes], file: Path, metadata: Any) -> int:
+    """The bytes that one value of a parquet file can take, by its dictionaries, the values that many rows may share.
+
+    A dictionary of kilobytes in the file may be one long value that each row repeats.
+    Raises `HeadwaterError` if a value can be longer than LONGEST_LINE.
+    """
+    largest = 0
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        for chunk in map(group.column, range(group.num_columns)):
+            if chunk.dictionary_page_offset is not None and stream.seekable():
+                stream.seek(chunk.dictionary_page_offset)
+                largest = max(largest, _page_size(stream.read(16)))
+            elif group.num_rows:
+                largest = max(largest, chunk.total_uncompressed_size // group.num_rows)
+    if largest > LONGEST_LINE:
+        raise HeadwaterError(
+            f"{_named(file)} may hold values of {largest / 1e6:,.0f} MB; split documents longer than "
+            f"{LONGEST_LINE / 1e6:,.0f} MB."
+        )
+    return largest
+
+
+def _page_size(header: bytes) -> int:
+    """The unpacked size of a page of a parquet file, from the begin of its header: a type and a size, as Thrift's
+    compact protocol writes them, each a byte that says what follows and seven bits a byte, zigzag."""
+    numbers, value, shift, begins = [], 0, 0, True
+    for byte in header:
+        if begins:
+            begins = False
+            continue
+        value, shift = value | (byte & 127) << shift, shift + 7
+        if byte < 128:
+            numbers.append(value >> 1)
+            value, shift, begins = 0, 0, True
+    return numbers[1] if len(numbers) > 1 else 0
+
+
 def rows_of_tables(tables: Iterable[Any], columns: Columns, begin: int, file: Path) -> Iterator[TableRow]:
     """Rows of Arrow tables, past the first `begin`."""
     number, where = 0, printable(str(file))
@@ -572,8 +636,9 @@ def rows_of_tables(tables: Iterable[Any], columns: Columns, begin: int, file: Pa
                 number += len(table)
                 continue
             names = columns.outermost(table.schema.names)
-            cells = [table.column(name).to_pylist() for name in names]
-            for row in zip(*cells, strict=True) if cells else [()] * len(table):
+            arrays = [table.column(name) for name in names]
+            for index in range(len(table)):
+                row = [array[index].as_py() for array in arrays]
                 number += 1
                 if number > begin:
                     text, domain = columns.cells(dict(zip(names, row, strict=True)), where)

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from headwater.data.corpus import Document
 from headwater.data.sealed import damaged, read_sealed
 from headwater.errors import HeadwaterError
-from headwater.files import sha256_of
+from headwater.files import read_bytes, sha256_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -272,7 +272,7 @@ class Prepared:
         """The documents kept as text for evaluation, sorted by id. Raises `HeadwaterError` if they were changed."""
         file = self.folder / EVALUATION
         try:
-            data = file.read_bytes()
+            data = read_bytes(file)
             rows = [json.loads(line) for line in data.decode().split("\n")[:-1]]
             documents = [_evaluated(row) for row in rows]
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:

@@ -14,9 +14,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from headwater.data.chat import ChatEncoder, Encoded
 from headwater.data.corpus import Document
 from headwater.data.reading import local_path
+from headwater.deadline import encode_in_time
 from headwater.errors import HeadwaterError
 from headwater.hub import check_reachable
-from headwater.reading import has_tokenizer, local_tokenizer
+from headwater.reading import has_tokenizer, open_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -89,15 +90,10 @@ def read_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
     if not path.exists():
         check_reachable("tokenizer", str(source))
         path = Path(source)
-    from transformers import AutoTokenizer
-
     with _one_sentence(f"No tokenizer could be loaded from {str(source)!r}"):
         if path.is_dir() and not has_tokenizer(path):
             raise HeadwaterError(f"The folder {str(source)!r} has no tokenizer: there is no tokenizer.json in it.")
-        if path.exists():
-            tokenizer = local_tokenizer(path)
-        else:
-            tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
+        tokenizer = open_tokenizer(path if path.exists() else str(source))
         vocabulary(tokenizer)  # inspects it
         return tokenizer
 
@@ -131,6 +127,16 @@ def separator(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.bos_token_id
 
 
+def encode_plainly(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """The ids of each text, without special tokens around it. Raises `HeadwaterError` as `encode_in_time`."""
+
+    def encode(texts: Sequence[str]) -> list[list[int]]:
+        return [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
+
+    with _one_sentence("The tokenizer cannot encode a text"):
+        return encode_in_time(encode, texts)
+
+
 class Encoder:
     """Texts -> token ids, in any number of threads.
 
@@ -156,11 +162,12 @@ class Encoder:
         if self.is_bytes:  # same result as calling the tokenizer, without the overhead
             return [np.frombuffer(text.encode(), dtype=np.uint8).astype(self.dtype) for text in texts]
         with _one_sentence("The tokenizer cannot encode a text"):
-            if self.backend is None:
-                ids = self.tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True).input_ids
-            else:
-                ids = [one.ids for one in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
-            return [np.asarray(row, dtype=self.dtype) for row in ids]
+            return [np.asarray(row, dtype=self.dtype) for row in encode_in_time(self._ids, texts)]
+
+    def _ids(self, texts: Sequence[str]) -> list[list[int]]:
+        if self.backend is None:
+            return self.tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True).input_ids
+        return [one.ids for one in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def documents(self, documents: Sequence[Document]) -> list[Encoded]:
         """Documents with the separator before each, conversations as their template writes them."""

@@ -16,7 +16,7 @@ from headwater.config import HeadwaterConfig
 from headwater.data.tokenizer import separator
 from headwater.errors import HeadwaterError, first_line
 from headwater.hub import check_reachable
-from headwater.reading import check_finite, check_layers, check_size, model_type, read_config, weight_files
+from headwater.reading import check_finite, check_layers, check_size, model_type, read_config, reason, weight_files
 from headwater.training.checkpoint import check, history_of, load_model
 from headwater.training.places import newest_checkpoint
 from headwater.training.trained import tokenizer_of
@@ -51,10 +51,16 @@ class Candidate:
         try:
             with torch.device("meta"):
                 return AutoModelForCausalLM.from_config(self.config, trust_remote_code=self.trust_remote_code)
-        except (ValueError, KeyError) as error:
+        except HeadwaterError:
+            raise
+        except Exception as error:
+            if type(self.config) not in AutoModelForCausalLM._model_mapping:
+                raise HeadwaterError(
+                    f"{self.source!r} is a {self.config.model_type} model, not a causal language model; choose one "
+                    "that AutoModelForCausalLM loads."
+                ) from error
             raise HeadwaterError(
-                f"{self.source!r} is a {self.config.model_type} model, not a causal language model; choose one that "
-                f"AutoModelForCausalLM loads."
+                f"The config of {self.source!r} describes no model that can be built: {reason(error)}; correct it."
             ) from error
 
     @property
@@ -92,6 +98,7 @@ class Candidate:
                 )
             except Exception as error:  # libraries can raise anything for damaged files
                 raise HeadwaterError(f"The checkpoint {self.source!r} cannot be loaded: {first_line(error)}") from error
+            model.config.return_dict = True
             if missing := sorted(map(str, info.get("missing_keys") or ())):
                 raise HeadwaterError(
                     f"The weights in {self.source!r} are incomplete: {len(missing)} are missing, including "

@@ -19,6 +19,7 @@ from headwater.evaluate import text as texts
 from headwater.evaluate.candidates import CONTEXT, DTYPES, Candidate, candidates, same_tokenizer
 from headwater.evaluate.paired import Difference, Items, difference, mean_difference
 from headwater.evaluate.tasks import GROUPS, Tasks
+from headwater.hardware import usable_device
 from headwater.kernels.choose import unmeasured
 from headwater.terminal import Table, lined
 
@@ -111,6 +112,7 @@ def evaluate(
         raise HeadwaterError("Choose what to evaluate on: --tasks, --task-files or --text.")
     if dtype not in DTYPES:
         raise HeadwaterError(f"--dtype must be one of {', '.join(DTYPES)}, not {dtype!r}.")
+    usable_device(device)
     found = candidates(models, trust_remote_code)
     measures = measures_of(found, by) if text else []
     for one in found:

@@ -19,7 +19,7 @@ from headwater.compare.prices import slug
 from headwater.compare.scaling import Axis, Equal, scaling_of
 from headwater.errors import HeadwaterError
 from headwater.evaluate.tasks import Asked, parse
-from headwater.files import replace_text
+from headwater.files import read_bytes, replace_text
 from headwater.inspect.sample import sample
 from headwater.inspect.scalars import Census, Scalars, census, scalars
 from headwater.inspect.watch import read
@@ -192,7 +192,7 @@ class Runs:
         if self.task_files is not None:  # otherwise any files they were evaluated with
             of["task_files"] = self._task_files
         if place.exists():
-            saved = json.loads(place.read_text())
+            saved = json.loads(read_bytes(place))
             if of.items() <= saved["of"].items():
                 return list(saved["figures"])
         found = evaluate([str(run.checkpoints)], [name], task_files=self.task_files, device=self.device)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headwater.files import read_bytes
 from headwater.terminal import counted
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def held(
     damaged, or has other claims or settings than these.
     """
     try:
-        written = json.loads((page / RESULT).read_bytes())
+        written = json.loads(read_bytes(page / RESULT))
         if written.get("settings") != settings:
             return None
         found = [(short(one["says"]), one["verdict"]) for one in written["claims"]]

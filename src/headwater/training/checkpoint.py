@@ -23,7 +23,6 @@ import functools
 import json
 import logging
 import os
-import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -48,12 +47,14 @@ from transformers.initialization import no_init_weights
 
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError
-from headwater.files import STAGING, flush, sha256_of, staged
+from headwater.files import STAGING, flush, read_bytes, sha256_of, staged
 from headwater.models.kinds import AnyModel, model_class
 from headwater.reading import (
+    OPENED,
     SHARDS,
     build,
     check_finite,
+    check_regular,
     model_type,
     read_config,
     read_generation_config,
@@ -75,9 +76,6 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 2
 TENSORS, FACTS, HISTORY, SUMS = "training.safetensors", "training.json", "history.json", "SHA256SUMS"
 _REMOVING, _DAMAGED = ".removing-", "damaged-"
-# Names of files that some library reads as part of a model or tokenizer.
-_READ = re.compile(r".*\.(safetensors|json|bin|pth?|ckpt|model|jinja|py)|vocab\.txt|merges\.txt|chat_templates")
-
 logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
 
 
@@ -172,7 +170,7 @@ def check_strays(path: Path) -> None:
     strays = sorted(
         file.name
         for file in path.iterdir()
-        if file.name not in sums and not file.name.startswith(".") and _READ.fullmatch(file.name)
+        if file.name not in sums and not file.name.startswith(".") and OPENED.fullmatch(file.name)
     )
     if strays:
         raise HeadwaterError(
@@ -183,7 +181,7 @@ def check_strays(path: Path) -> None:
 
 def _listed(path: Path) -> dict[str, str]:
     """The checksums of a checkpoint, by file name."""
-    lines = (path / SUMS).read_text(encoding="utf-8").splitlines()
+    lines = read_bytes(path / SUMS).decode("utf-8").splitlines()
     return {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
 
 
@@ -461,6 +459,7 @@ class _Named(FileSystem):
 
 def _reader(path: Path) -> HuggingFaceStorageReader:
     """Reads only a checkpoint's own tensor files, no others in its folder."""
+    check_regular(path)
     reader = HuggingFaceStorageReader(str(path))
     rest = path / TENSORS
     reader.fs = _Named([*weight_files(path), *([rest] if os.path.lexists(rest) else [])])

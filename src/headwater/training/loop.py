@@ -22,6 +22,7 @@ from torch import Tensor
 from headwater.data.base import LABELS, Batch, main_input, units
 from headwater.data.images.base import UnreadableImage
 from headwater.errors import Diverged, HeadwaterError, Interrupted, sentence
+from headwater.hardware import set_threads
 from headwater.kernels.scratch import keep_freed_memory
 from headwater.models.compiling import is_compiled
 from headwater.models.kinds import is_of_images
@@ -82,7 +83,7 @@ def train(
     `Interrupted` after SIGINT or SIGTERM, with everything saved.
     """
     if recipe.training.threads is not None:
-        torch.set_num_threads(recipe.training.threads)
+        set_threads(recipe.training.threads)
     early: list[str] = []  # warnings from before the journal exists
     with (
         connected(recipe, folder) as fabric,

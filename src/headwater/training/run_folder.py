@@ -27,7 +27,7 @@ from filelock import FileLock, Timeout
 from lightning_fabric import Fabric
 
 from headwater.errors import HeadwaterError
-from headwater.files import replace_text, settled
+from headwater.files import read_bytes, replace_text, settled
 from headwater.records import (
     RECORD,
     CurvePoint,
@@ -174,7 +174,7 @@ class Metrics:
         self.damage: str | None = None
         self.torn = False
         try:
-            *lines, last = self.file.read_bytes().split(b"\n") if self.file.exists() else [b""]
+            *lines, last = read_bytes(self.file).split(b"\n") if self.file.exists() else [b""]
         except OSError as error:
             raise HeadwaterError(f"{str(self.file)!r} cannot be read: {error.strerror}.") from error
         damaged = []

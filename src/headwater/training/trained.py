@@ -12,13 +12,14 @@ from typing import Any, cast
 import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
-from transformers import AutoTokenizer, BaseImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import BaseImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
 from headwater.cost import cache_bytes_per_token
 from headwater.data.base import LABELS, Data, main_input
 from headwater.data.chat import contents
 from headwater.data.corpus import TOPICS, read_documents, topics
 from headwater.data.reading import PACKED, table_kind
+from headwater.data.tokenizer import encode_plainly
 from headwater.diagnostics import sample_images
 from headwater.errors import HeadwaterError
 from headwater.growth import grow
@@ -26,7 +27,7 @@ from headwater.growth.enlarge import carried
 from headwater.growth.enlarge import enlarged as enlarged_model
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.kinds import MODEL_TYPES, AnyModel, is_of_images
-from headwater.reading import check_vocabulary, model_type, read_tokenizer, reading
+from headwater.reading import check_regular, check_vocabulary, model_type, open_tokenizer, read_tokenizer, reading
 from headwater.recipe import AnyData, Change, untrusted_in
 from headwater.records import Event
 from headwater.retrofit import from_transformers, load_transformers, read_foreign
@@ -128,6 +129,7 @@ def image_processor_of(source: Path | str) -> BaseImageProcessor | None:
     if isinstance(source, Path):
         if not (source / PROCESSOR).is_file():
             return None
+        check_regular(source)
         with reading(f"The {PROCESSOR} in {str(source)!r}", "use an intact checkpoint"):
             return AutoImageProcessor.from_pretrained(source, trust_remote_code=False, local_files_only=True)
     try:
@@ -141,7 +143,7 @@ def tokenizer_of(source: Path | str, vocabulary: int | None = None) -> PreTraine
     if isinstance(source, Path):
         return read_tokenizer(source, vocabulary) if source.is_dir() else None
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        tokenizer = open_tokenizer(source)
     except Exception:  # a model on the hub need not have one
         return None
     check_vocabulary(tokenizer, vocabulary, f"The tokenizer of {source!r}")
@@ -329,7 +331,7 @@ def _content(text: Path) -> str:
 
 def _rows_of(trained: Trained, content: str, name: str, rows: int, context: int | None = None) -> Tensor:
     assert trained.tokenizer is not None
-    ids = trained.tokenizer(content, add_special_tokens=False)["input_ids"]
+    ids = encode_plainly(trained.tokenizer, [content])[0]
     length = context or min(256, trained.model.config.max_position_embeddings, len(ids) // 4)
     count = min(rows, len(ids) // max(1, length))
     if length < 16 or count < 4:

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from headwater.errors import HeadwaterError, first_line
 from headwater.hub import check_reachable
+from headwater.reading import check_layers
 
 
 def open_model(source: str, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -21,6 +22,8 @@ def open_model(source: str, trust_remote_code: bool = False) -> PreTrainedModel:
         check_reachable("model", source)
     elif not (Path(source) / "config.json").is_file():
         raise HeadwaterError(f"{source!r} is not a model: it has no config.json.")
+    else:
+        check_layers(Path(source))
     try:
         model = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=trust_remote_code, dtype=torch.float32)
     except HeadwaterError:
@@ -29,4 +32,5 @@ def open_model(source: str, trust_remote_code: bool = False) -> PreTrainedModel:
         if "trust_remote_code" in str(error):
             raise HeadwaterError(f"{source!r} needs its own code, which runs only with --trust-remote-code.") from error
         raise HeadwaterError(f"{source!r} cannot be read as a causal language model: {first_line(error)}") from error
+    model.config.return_dict = True
     return model.eval()

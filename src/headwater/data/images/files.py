@@ -14,9 +14,11 @@ import torch
 from pydantic import Field
 
 from headwater import extras
+from headwater.data.hosted import check_card, check_saved, downloads
 from headwater.data.images.base import ImageData, ImageSettings, Pixels, UnreadableImage
 from headwater.data.reading import local_path
 from headwater.errors import HeadwaterError, first_line, nearest, shown
+from headwater.files import is_inside
 from headwater.hub import check_reachable
 
 if TYPE_CHECKING:
@@ -156,14 +158,16 @@ def _folder_split(folder: Path) -> ImageSplit:
         raise HeadwaterError(
             f"The folder {str(folder)!r} has no classes; put the images of each class into a folder of its name."
         )
-    suffixes = _suffixes()
+    from headwater.data.images.reading import suffixes
+
+    endings = suffixes()
     files: list[Path] = []
     labels: list[int] = []
     left_out = [path for path in sorted(folder.iterdir()) if _is_file(path)]
     for label, name in enumerate(classes):
         every = sorted(filter(_is_file, (folder / name).rglob("*")))
-        own = [path for path in every if path.suffix.lower() in suffixes]
-        left_out += [path for path in every if path.suffix.lower() not in suffixes]
+        own = [path for path in every if path.suffix.lower() in endings]
+        left_out += [path for path in every if path.suffix.lower() not in endings]
         if not own:
             raise HeadwaterError(
                 f"The class {name!r} in {str(folder)!r} has no images; add some, or remove its folder."
@@ -180,18 +184,6 @@ def _folder_split(folder: Path) -> ImageSplit:
     return ImageSplit(str(folder), files.__getitem__, names, labels, classes, notices)
 
 
-def _suffixes() -> set[str]:
-    """Of the kinds of files that Pillow reads and that are images by their MIME type, unlike HDF5 and MPEG."""
-    from PIL import Image as Pillow
-
-    kinds = Pillow.registered_extensions()
-    return {
-        suffix
-        for suffix, kind in kinds.items()
-        if kind in Pillow.OPEN and Pillow.MIME.get(kind, "").startswith("image/")
-    }
-
-
 def _is_file(path: Path) -> bool:
     return not path.name.startswith(".") and path.is_file()
 
@@ -205,21 +197,49 @@ def _dataset_splits(settings: ImageFilesSettings, folder: Path, saved: bool) -> 
     from datasets import Dataset, load_dataset, load_from_disk
 
     source = settings.source
-    if not folder.is_dir():
-        check_reachable("dataset", source)
-    place = str(folder) if folder.is_dir() else source
+    local = folder.is_dir()
     try:
-        found = load_from_disk(place) if saved else load_dataset(place, settings.config)
+        if saved:
+            check_saved(folder)
+            found = load_from_disk(str(folder))
+        elif local:
+            check_card(folder)
+            found = _tables(folder, settings.config)
+        else:
+            check_reachable("dataset", source)
+            found = load_dataset(source, settings.config)
+    except HeadwaterError:
+        raise
     except Exception as error:  # the many ways a download or a dataset's own layout can fail
         raise HeadwaterError(f"The dataset {source!r} could not be loaded: {first_line(error)}") from error
     found = {settings.split: found} if isinstance(found, Dataset) else dict(found)
-    return {name: lambda name=name: _dataset_split(settings, name, found[name]) for name in found}  # type: ignore[misc]
+    roots = [folder] if local else downloads(source)
+    return {name: lambda name=name: _dataset_split(settings, name, found[name], roots) for name in found}  # type: ignore[misc]
 
 
-def _dataset_split(settings: ImageFilesSettings, name: str, rows: Any) -> ImageSplit:
-    """A split of a dataset. Raises `HeadwaterError` if a column is missing or of another kind."""
+def _tables(folder: Path, config: str | None) -> Any:
+    """The splits of a folder of tables. Raises `HeadwaterError` if datasets would read files of another kind."""
+    from datasets import load_dataset_builder
+    from datasets.packaged_modules.arrow.arrow import Arrow
+    from datasets.packaged_modules.parquet.parquet import Parquet
+
+    builder = load_dataset_builder(str(folder), config)
+    if not isinstance(builder, Arrow | Parquet):
+        raise HeadwaterError(
+            f"Most files in {str(folder)!r} are neither parquet nor arrow; move those that are into a folder of theirs."
+        )
+    builder.download_and_prepare()
+    return builder.as_dataset()
+
+
+def _dataset_split(settings: ImageFilesSettings, name: str, rows: Any, roots: Sequence[Path]) -> ImageSplit:
+    """A split of a dataset. Raises `HeadwaterError` if a column is missing or of another kind.
+
+    roots: the folders that its rows may name files in.
+    """
     from datasets import ClassLabel
     from datasets import Image as ImageColumn
+    from datasets.features.features import require_decoding
     from pyarrow import ArrowException
 
     where = f"{settings.source}:{name}"
@@ -231,6 +251,11 @@ def _dataset_split(settings: ImageFilesSettings, name: str, rows: Any) -> ImageS
             )
     rows = rows.with_format(None)  # a saved dataset may have one
     kind = rows.features[settings.label_column]
+    if require_decoding(kind):  # which would open files and addresses that the rows name
+        raise HeadwaterError(
+            f"data.label_column: {settings.label_column!r} of {where!r} holds {type(kind).__name__}, not classes; name "
+            "another column."
+        )
     labels = rows[settings.label_column]
     try:
         images = rows.select_columns(settings.image_column).cast_column(
@@ -241,7 +266,7 @@ def _dataset_split(settings: ImageFilesSettings, name: str, rows: Any) -> ImageS
             f"data.image_column: {settings.image_column!r} of {where!r} has no images, but "
             f"{rows.features[settings.image_column]}; name a column of images."
         ) from error
-    read = partial(_read_row, images, settings.image_column, where)
+    read = partial(_read_row, images, settings.image_column, where, roots)
     names = [f"row {number}" for number in range(len(rows))]
     classes = list(kind.names) if isinstance(kind, ClassLabel) else None
     return ImageSplit(where, read, names, list(labels), classes, sizes=_sizes(images, settings.image_column))
@@ -258,11 +283,22 @@ def _sizes(rows: Any, column: str) -> list[int]:
     return sizes
 
 
-def _read_row(rows: Any, column: str, where: str, number: int) -> Path | bytes:
+def _read_row(rows: Any, column: str, where: str, roots: Sequence[Path], number: int) -> Path | bytes:
+    """The image of a row, or its file. Raises `UnreadableImage` if there is none, or it is not below one of `roots`."""
     found = rows[number][column]
     if not found or not (found.get("bytes") or found.get("path")):
         raise UnreadableImage(f"Row {number} of {where!r} has no image.")
-    return found["bytes"] if found.get("bytes") else Path(found["path"])
+    if found.get("bytes"):
+        return found["bytes"]
+    name = found["path"]
+    files = [root / name for root in roots]
+    inside = next((file for file, root in zip(files, roots, strict=True) if is_inside(file, root)), None)
+    if inside is None or "://" in name or "::" in name:
+        raise UnreadableImage(
+            f"Row {number} of {where!r} names {shown(name)}, which is not a file of the dataset; put the images into "
+            "its folder, or their bytes into its rows."
+        )
+    return inside
 
 
 def _classes(split: ImageSplit) -> list[str]:

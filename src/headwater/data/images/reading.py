@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import io
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 from PIL import Image as Pillow
@@ -11,7 +13,15 @@ from PIL import ImageOps
 from PIL.Image import Image
 
 from headwater.data.images.base import UnreadableImage
+from headwater.errors import first_line
+from headwater.files import open_regular
 
+# Pillow finds the format in the content, whatever a file is called. These are pixels, which Pillow reads by itself: for
+# EPS it would start Ghostscript, and formats such as WMF, HDF5, GRIB and BUFR are handed to what is installed for them.
+FORMATS = (
+    "AVIF", "BLP", "BMP", "CUR", "DDS", "DIB", "GIF", "ICNS", "ICO", "JPEG", "JPEG2000", "PCX", "PNG", "PPM", "PSD",
+    "QOI", "SGI", "TGA", "TIFF", "WEBP", "XBM", "XPM",
+)  # fmt: skip
 # Modes of Pillow that `converted` knows.
 GREY = ("1", "L", "LA", "La")
 DEEP = ("I;16", "I;16L", "I;16B", "I;16N")
@@ -28,7 +38,7 @@ def read_image(source: Path | bytes, name: str, channels: int) -> Image:
     name: for messages.
     """
     try:
-        with Pillow.open(io.BytesIO(source) if isinstance(source, bytes) else source) as opened:
+        with _content(source) as content, Pillow.open(content, formats=_known()) as opened:
             if opened.width * opened.height > MOST:
                 raise UnreadableImage(
                     f"{name} has {opened.width} x {opened.height} pixels, more than the {MOST:,} that are read."
@@ -40,13 +50,34 @@ def read_image(source: Path | bytes, name: str, channels: int) -> Image:
                 )
             opened.load()
             return converted(ImageOps.exif_transpose(opened), name, channels)
-    except UnreadableImage:
+    except (UnreadableImage, MemoryError):
         raise
     except Pillow.UnidentifiedImageError as error:
-        raise UnreadableImage(f"{name} is not an image in a format that Pillow reads.") from error
-    except (OSError, SyntaxError, ValueError, EOFError, Pillow.DecompressionBombError) as error:
-        said = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise UnreadableImage(f"{name} is not an image in a format that is read, such as PNG or JPEG.") from error
+    except Exception as error:  # readers of broken images raise anything
+        said = getattr(error, "strerror", None) or first_line(error)
         raise UnreadableImage(f"{name} cannot be read: {said.rstrip('.')}.") from error
+
+
+def _content(source: Path | bytes) -> IO[bytes]:
+    return io.BytesIO(source) if isinstance(source, bytes) else open_regular(source)
+
+
+@functools.cache
+def _known() -> list[str]:
+    """Those of `FORMATS` that this Pillow has."""
+    Pillow.init()
+    return [name for name in FORMATS if name in Pillow.OPEN]
+
+
+def suffixes() -> set[str]:
+    """The endings of names that images in these formats have, in lower case."""
+    known = _known()
+    return {
+        suffix
+        for suffix, kind in Pillow.registered_extensions().items()
+        if kind in known and Pillow.MIME.get(kind, "").startswith("image/")
+    }
 
 
 def converted(image: Image, name: str, channels: int) -> Image:
