@@ -91,6 +91,6 @@ def stored_kinds(files: Iterable[Path | str]) -> dict[str, torch.dtype]:
 
 
 def check_files(files: Iterable[Path | str], where: str, model: PreTrainedModel) -> None:
-    """Raise `HeadwaterError` as `check_kinds` does, unless the config of `model` says that its weights are quantized."""
+    """Raise `HeadwaterError` as `check_kinds` does, unless `model`'s config says that they are quantized."""
     if getattr(model.config, "quantization_config", None) is None:
         check_kinds(stored_kinds(files), where, model)

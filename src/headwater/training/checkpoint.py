@@ -499,7 +499,7 @@ def _names_in(path: Path, model: AnyModel) -> dict[str, str]:
 
 
 def _read_model(path: Path, model: AnyModel, state: dict[str, Tensor], distributed: bool) -> None:
-    """Fill the model and `state` in place. Raises `HeadwaterError` unless the files hold exactly the model's weights."""
+    """Fill the model and `state` in place. Raises `HeadwaterError` unless the files hold the model's weights."""
     names = _names_in(path, model)
     _read(path, {names[name]: tensor for name, tensor in model_tensors(model).items()} | state, distributed)
 
