@@ -166,7 +166,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
 
         length, device = inputs_embeds.shape[1], inputs_embeds.device
         if past_key_values is not None and not torch.compiler.is_compiling():
-            self.check_cache(past_key_values, length)
+            self.check_cache(past_key_values, *inputs_embeds.shape[:2])
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         self.check_heads(past_key_values)
         # Such an engine does its own masking and borders.
@@ -394,8 +394,10 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
                     "the model with materialise=True."
                 )
 
-    def check_cache(self, cache: Cache, length: int) -> None:
-        """Raise `HeadwaterError` for a cache made for another model, which would lose what this one attends to."""
+    def check_cache(self, cache: Cache, rows: int, length: int) -> None:
+        """Raise `HeadwaterError` for a cache made for another model, which would lose what this one attends to, or for
+        another number of rows.
+        """
         if not isinstance(cache, Cache):
             raise HeadwaterError(
                 f"{CACHE} must be a transformers Cache, not {type(cache).__name__}; make it with "
@@ -407,6 +409,13 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
                 f"{type(cache).__name__}(config=model.config)."
             )
         for index, layer in enumerate(cache.layers[: len(self.layers)]):
+            keys = getattr(layer, "keys", None)
+            if isinstance(keys, Tensor) and keys.ndim == 4 and len(keys) != rows:
+                raise HeadwaterError(
+                    f"This cache was made for {len(keys)} rows and is given {rows}; make another one with "
+                    f"{type(cache).__name__}(config=model.config, …), since reset() keeps the number of rows of a "
+                    "static cache."
+                )
             if not getattr(layer, "is_sliding", False):
                 continue
             window = self.config.sliding_window if self.config.slides(index) else None
