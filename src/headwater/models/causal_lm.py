@@ -174,8 +174,8 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         borders = None if paged else kwargs.get("cu_seq_lens_q")
         if borders is not None and attention_mask is None:
             if position_ids is None:
-                position_ids = positions_in(borders, len(inputs_embeds), length)
-            check_documents(borders, position_ids, len(inputs_embeds), length)
+                position_ids = positions_in(borders, inputs_embeds.shape[0], length)
+            check_documents(borders, position_ids, inputs_embeds.shape[0], length)
         elif borders is not None and position_ids is None:
             raise HeadwaterError("With an attention_mask, cu_seq_lens_q says too little; give position_ids too.")
         by_document = borders is not None and attention_mask is None and past_key_values is None and not made
@@ -203,6 +203,8 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         given = position_ids
         if position_ids is None:
             position_ids = positions(attention_mask, past, length, device)
+        if input_ids is None and attention_mask is not None and not is_made(attention_mask):
+            self.check_gaps(attention_mask)
         looks_back: Tensor | Ancestors | None = None
         if self.keeper is not None:
             if document_starts is not None and self.tail > 1 and bool(past > 0):
@@ -221,7 +223,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
                 else:
                     looks_back = reach(position_ids, attention_mask, past, self.tail, document_starts)
             if tail is not None:
-                tail.put_positions(position_ids, len(inputs_embeds), self.tail)
+                tail.put_positions(position_ids, inputs_embeds.shape[0], self.tail)
 
         if self.embed_positions is not None:
             counts = given is None and attention_mask is None and not isinstance(past, Tensor)
@@ -264,6 +266,20 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         if self.sliding_rotary_emb is not None:
             angles[True] = for_heads(*self.sliding_rotary_emb(x, position_ids))
         return angles
+
+    def check_gaps(self, attention_mask: Tensor) -> None:
+        """Raise `HeadwaterError` for embeddings with padding between real tokens, as PEFT's prompts before a padded row.
+
+        Windows count such padding, and mechanisms do not look across it, so the row would differ from the row alone.
+        """
+        if self.keeper is None and True not in self.kinds:
+            return
+        real = attention_mask.bool()
+        refuse_where(
+            real[:, 1:] & ~real[:, :-1] & (real.cumsum(-1)[:, :-1] > 0),
+            "A model with a sliding window, or with mechanisms that look back, takes no embeddings with padding between "
+            "them, such as PEFT's virtual tokens before a padded row; give it rows of equal length, or one at a time.",
+        )
 
     def frequencies_change(self, before: Tensor, now: Tensor) -> Tensor:
         """Where RoPE turns a sequence of `now` tokens by other frequencies than one of `before` tokens: booleans."""
@@ -624,14 +640,20 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
     def prepare_inputs_for_generation(
         self, input_ids: Tensor, next_sequence_length: int | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """As in transformers. Where RoPE's frequencies change with the new tokens, the cache is filled anew."""
+        """As in transformers. Where RoPE's frequencies change with the new tokens, the cache is filled anew.
+
+        What wraps this method, as PEFT's prompts do, finds the cache under both of its names.
+        """
         cache = kwargs.get(CACHE)
         if self.model.follows_length and cache is not None:
             given = input_ids, kwargs.get("attention_mask"), kwargs.get("position_ids")
             if self.is_outgrown(cache.get_seq_length(), *given):
                 restart(cache)
                 next_sequence_length = None
-        return super().prepare_inputs_for_generation(input_ids, next_sequence_length=next_sequence_length, **kwargs)
+        inputs = super().prepare_inputs_for_generation(input_ids, next_sequence_length=next_sequence_length, **kwargs)
+        if CACHE in inputs and "prepare_inputs_for_generation" in vars(self):
+            inputs |= dict.fromkeys(("past_key_values", "cache"), inputs[CACHE])
+        return inputs
 
     def is_outgrown(
         self, past: int | Tensor, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None

@@ -217,7 +217,7 @@ def ancestors(
     known = position
     if before is not None:
         nowhere = -(2**40)  # a position that no token has
-        known = torch.cat((torch.where(before > 0, before - 1, nowhere), position.expand(len(before), -1)), 1)
+        known = torch.cat((torch.where(before > 0, before - 1, nowhere), position.expand(before.shape[0], -1)), 1)
     start = position == 0 if document_starts is None else (position == 0) | document_starts.to(device)
     itself = torch.arange(length, device=device)
     padding = ~visible[:, itself, kept + itself]
@@ -326,7 +326,7 @@ def attention_mask_for(
         **{CACHE: past_key_values},
     )
     if at_once:
-        row = torch.arange(len(mask), device=mask.device)[:, None, None, None]
+        row = torch.arange(mask.shape[0], device=mask.device)[:, None, None, None]
         query = torch.arange(length, device=mask.device)[:, None] + past
         mask = mask & same_document(row, 0, query, _slots(mask, past_key_values, layer))
     return (
