@@ -268,7 +268,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         return angles
 
     def check_gaps(self, attention_mask: Tensor) -> None:
-        """Raise `HeadwaterError` for embeddings with padding between real tokens, as PEFT's prompts before a padded row.
+        """Raise `HeadwaterError` for embeddings with padding between them, as PEFT's prompts before a padded row.
 
         Windows count such padding, and mechanisms do not look across it, so the row would differ from the row alone.
         """
@@ -277,7 +277,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         real = attention_mask.bool()
         refuse_where(
             real[:, 1:] & ~real[:, :-1] & (real.cumsum(-1)[:, :-1] > 0),
-            "A model with a sliding window, or with mechanisms that look back, takes no embeddings with padding between "
+            "A model with a sliding window or with mechanisms that look back takes no embeddings with padding between "
             "them, such as PEFT's virtual tokens before a padded row; give it rows of equal length, or one at a time.",
         )
 
@@ -638,31 +638,37 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         return made
 
     def prepare_inputs_for_generation(
-        self, input_ids: Tensor, next_sequence_length: int | None = None, **kwargs: Any
+        self,
+        input_ids: Tensor,
+        next_sequence_length: int | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,  # transformers looks for the name
+        **kwargs: Any,
     ) -> dict[str, Any]:
         """As in transformers. Where RoPE's frequencies change with the new tokens, the cache is filled anew.
 
         What wraps this method, as PEFT's prompts do, finds the cache under both of its names.
         """
         cache = kwargs.get(CACHE)
-        if self.model.follows_length and cache is not None:
-            given = input_ids, kwargs.get("attention_mask"), kwargs.get("position_ids")
-            if self.is_outgrown(cache.get_seq_length(), *given):
-                restart(cache)
-                next_sequence_length = None
+        if cache is not None and self.is_outgrown(cache, input_ids, attention_mask, kwargs.get("position_ids")):
+            restart(cache)
+            next_sequence_length = None
+        kwargs |= dict(attention_mask=attention_mask, inputs_embeds=inputs_embeds)
         inputs = super().prepare_inputs_for_generation(input_ids, next_sequence_length=next_sequence_length, **kwargs)
         if CACHE in inputs and "prepare_inputs_for_generation" in vars(self):
             inputs |= dict.fromkeys(("past_key_values", "cache"), inputs[CACHE])
         return inputs
 
     def is_outgrown(
-        self, past: int | Tensor, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
+        self, cache: Cache, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
     ) -> bool:
-        """Whether RoPE turned the `past` cached tokens by other frequencies than it will with all of input_ids [B, T].
+        """Whether RoPE turned the cached tokens by other frequencies than it will with all of input_ids [B, T].
 
         False if these are not all tokens: then `forward` raises an error.
         """
-        length = input_ids.shape[1]
+        if not self.model.follows_length:
+            return False
+        past, length = cache.get_seq_length(), input_ids.shape[1]
         if not past or length <= past:
             return False
         if attention_mask is not None and attention_mask.shape != input_ids.shape:
