@@ -16,7 +16,7 @@ ROOT = Path(headwater.__file__).parent
 # Modules that share a row do not import each other.
 ORDER = (
     ("drawing", "errors", "lazy", "plan", "precision", "process", "seeding", "shipped", "terminal", "workers"),
-    ("enlarging", "extras", "kernels", "settings"),
+    ("enlarging", "extras", "kernels", "settings", "weights"),
     ("deadline", "files", "outside", "written"),
     ("registry", "hardware", "hub"),
     ("planning", "remote_code"),

@@ -233,6 +233,22 @@ class HeadwaterConfig(PreTrainedConfig):
             self.embedding_range = next((std for std in wanted if std is not None), None)
 
     @classmethod
+    def get_config_dict(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
+        """As in transformers, which `from_pretrained` of configs and models asks.
+
+        Raises `HeadwaterError` for another model's config, which would be read with defaults for what it lacks.
+        """
+        content, unused = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        kind = content.get("model_type", cls.model_type)
+        if kind != cls.model_type:
+            raise HeadwaterError(
+                f"{str(pretrained_model_name_or_path)!r} is a model of type {kind!r}, and {cls.__name__} describes "
+                f"those of type {cls.model_type!r}; load it with transformers' AutoModelForCausalLM or another Auto "
+                "class, or convert it with `headwater retrofit` first."
+            )
+        return content, unused
+
+    @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """As in transformers. Names that headwater does not know are kept and saved again.
 

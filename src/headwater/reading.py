@@ -24,6 +24,7 @@ from headwater.deadline import SECONDS, SECONDS_TO_LOAD, within
 from headwater.errors import HeadwaterError, sentence, shown
 from headwater.files import read_bytes
 from headwater.vision_config import HeadwaterVisionConfig
+from headwater.weights import check_kinds, kinds_of, unwrapped
 
 if TYPE_CHECKING:
     from transformers import (
@@ -303,7 +304,8 @@ def build(
     """(a model of class `kind` with these tensors, in its config's dtype, else theirs; transformers' list of
     mismatches). The model may use the memory of the tensors.
 
-    Raises `HeadwaterError`, before allocating memory, for a config that needs more numbers than there are.
+    Raises `HeadwaterError`, before allocating memory, for tensors that are no weights, and for a config that needs more
+    numbers than there are.
     """
     from transformers.initialization import no_init_weights
 
@@ -311,6 +313,9 @@ def build(
         with torch.device("meta"), no_init_weights():
             skeleton = kind(config)
             skeleton.tie_weights()
+        tensors = unwrapped(tensors, repr(str(folder)), skeleton.state_dict())
+        if getattr(config, "quantization_config", None) is None:
+            check_kinds(kinds_of(tensors), repr(str(folder)), skeleton)
         check_size(skeleton, sum(tensor.numel() for tensor in tensors.values()), folder)
         model, found = kind.from_pretrained(
             None,

@@ -577,3 +577,17 @@ def test_static_generation_with_a_hole_in_the_mask(mechanisms):
     options = dict(attention_mask=mask, max_new_tokens=6, do_sample=False)
     generated = model.generate(ids, cache_implementation="static", disable_compile=True, **options)
     assert torch.equal(generated, model.generate(ids, use_cache=False, **options))
+
+
+@pytest.mark.parametrize("mechanisms", [{}, {"short_conv": {}, "svformer": {}}], ids=["vanilla", "own layers"])
+@pytest.mark.parametrize("static", [True, False], ids=["static", "growing"])
+def test_a_cache_says_for_how_many_rows_it_was_made(mechanisms, static):
+    model = shared(mechanisms)
+    cache = StaticCache(config=model.config, max_cache_len=12) if static else DynamicCache(config=model.config)
+    model(tokens(3, 4), past_key_values=cache)
+    if static:
+        cache.reset()
+    with pytest.raises(HeadwaterError, match="made for 3 rows and is given 2"):
+        model(tokens(2, 4), past_key_values=cache)
+    cache.reset()
+    assert_near(decode(model, tokens(3, 5), [2, 3], cache=cache), model(tokens(3, 5), use_cache=False).logits)

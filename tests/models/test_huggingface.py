@@ -4,7 +4,6 @@ import pytest
 import torch
 from datasets import Dataset
 from huggingface_hub.errors import StrictDataclassError
-from packaging.version import Version
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -514,12 +513,51 @@ def test_prefix_tuning_needs_ordinary_caches(tmp_path):
     model = peft.get_peft_model(HeadwaterForCausalLM.from_pretrained(tmp_path, materialise=True), prefix)
     model(input_ids=tokens(2, T), labels=tokens(2, T)).loss.backward()
     assert all(parameter.grad.any() for parameter in model.parameters() if parameter.requires_grad)
-    options = dict(input_ids=tokens(2, T), max_new_tokens=3, do_sample=False, pad_token_id=0)
-    if CACHE == "cache" and Version(peft.__version__) < Version("0.22"):  # it knows the old name alone
-        with pytest.raises(HeadwaterError, match="two names of one argument"):
-            model.eval().generate(**options)
-    else:
-        assert model.eval().generate(**options).shape == (2, T + 3)
+
+
+PROMPTS = {
+    "prefix": ("PrefixTuningConfig", {}),
+    "prompt": ("PromptTuningConfig", {}),
+    "p-tuning": ("PromptEncoderConfig", {"encoder_hidden_size": 8}),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "mechanisms"),
+    [("prefix", {}), ("prefix", {"value_residual": {}}), ("prompt", BOTH), ("p-tuning", {"svformer": {}})],
+    ids=str,
+)
+@torch.no_grad()
+def test_virtual_tokens_of_peft_in_generate(kind, mechanisms):
+    """Each token is that of a pass over all tokens without a cache, and a padded row's are those of the row alone."""
+    peft = pytest.importorskip("peft")
+    name, given = PROMPTS[kind]
+    prompts = getattr(peft, name)(task_type="CAUSAL_LM", num_virtual_tokens=4, **given)
+    base = build(mechanisms).float()
+    model = peft.get_peft_model(base, prompts).eval()
+    for parameter in model.prompt_encoder.parameters():
+        parameter.normal_(generator=torch.Generator().manual_seed(0))
+    ids, options = tokens(2, 8), dict(max_new_tokens=3, do_sample=False, pad_token_id=0, eos_token_id=None)
+    padding = 0 if mechanisms == BOTH else 3
+    mask = (torch.arange(8) >= torch.tensor([[0], [padding]])).long()
+    made = model.generate(input_ids=ids, attention_mask=mask, **options)
+    for row, begin in ((0, 0), (1, padding)):
+        alone = ids[row : row + 1, begin:]
+        for _ in range(3):
+            alone = torch.cat((alone, model(input_ids=alone).logits[:, -1:].argmax(-1)), 1)
+        assert torch.equal(made[row : row + 1, begin:], alone)
+    assert not torch.equal(made, base.generate(ids, attention_mask=mask, **options))
+    if not padding:
+        mask[1, :3] = 0
+        with pytest.raises(HeadwaterError, match="rows of equal length"):
+            model.generate(input_ids=ids, attention_mask=mask, **options)
+
+
+def test_prefix_tuning_has_no_raw_tokens():
+    peft = pytest.importorskip("peft")
+    prefix = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    with pytest.raises(HeadwaterError, match="use prompt tuning or LoRA"):
+        peft.get_peft_model(build(BOTH).float(), prefix).eval().generate(input_ids=tokens(2, 8), max_new_tokens=2)
 
 
 @pytest.mark.slow

@@ -600,9 +600,27 @@ MISTAKES = [
     ),
     Mistake(
         "a hole in the mask does not end what a mechanism looks back to",
-        "return torch.minimum(position_ids, columns(slot - last_gap - 1, past, position_ids.shape[1]))",
-        "return position_ids + 0 * columns(last_gap, past, position_ids.shape[1])",
+        "return torch.minimum(position_ids, columns(since_gap, past, position_ids.shape[1]))",
+        "return position_ids + 0 * columns(since_gap, past, position_ids.shape[1])",
         (f"{CONTRACT}::TestEveryMechanism::test_attention_mask_equals_naive",),
+    ),
+    Mistake(
+        "RoPE's frequencies follow the longest row of a batch",
+        "self.frequencies_for(document_lengths(position_ids))",
+        "self.frequencies_for(document_lengths(position_ids).amax().expand(position_ids.shape))",
+        ("tests/models/test_long_context.py::test_rows_and_documents_have_the_frequencies_of_their_own_length",),
+    ),
+    Mistake(
+        "keys of other frequencies stay in the cache",
+        "return bool(self.model.frequencies_change(before, now).any())",
+        "return False",
+        ("tests/models/test_long_context.py::test_a_cache_changes_nothing_across_the_border",),
+    ),
+    Mistake(
+        "integers are taken for weights",
+        "return kind.is_floating_point and kind.itemsize > 1",
+        "return True",
+        ("tests/test_weights.py::test_tensors_that_are_no_weights_are_refused_wherever_they_enter",),
     ),
     Mistake(
         "under a tree the parent is the token with the same position",
@@ -852,8 +870,8 @@ MISTAKES = [
     ),
     Mistake(
         "the optimiser's state is not restored",
-        "_read(path, model_tensors(model) | targets, distributed)",
-        "_read(path, model_tensors(model) | dict(list(targets.items())[-len(running) :]), distributed)",
+        "_read_model(path, model, targets, distributed)",
+        "_read_model(path, model, dict(list(targets.items())[-len(running) :]), distributed)",
         (f"{LOOP}::test_a_cut_run_resumes_to_the_same_end",),
     ),
     Mistake(
@@ -1450,8 +1468,8 @@ MISTAKES = [
     # Decoding with a static cache
     Mistake(
         "query heads that share a key are grouped in turns",
-        "return x.reshape(len(x), heads, -1, x.shape[-1])",
-        "return x.reshape(len(x), -1, heads, x.shape[-1]).transpose(1, 2)",
+        "return x.reshape(x.shape[0], heads, -1, x.shape[-1])",
+        "return x.reshape(x.shape[0], -1, heads, x.shape[-1]).transpose(1, 2)",
         (DECODING, f"{CACHE}"),
     ),
     Mistake(

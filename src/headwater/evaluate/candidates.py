@@ -20,6 +20,7 @@ from headwater.reading import check_finite, check_layers, check_size, model_type
 from headwater.training.checkpoint import check, history_of, load_model
 from headwater.training.places import newest_checkpoint
 from headwater.training.trained import tokenizer_of
+from headwater.weights import check_files
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 # The limit for a model without its own, as in lm-evaluation-harness.
@@ -88,6 +89,7 @@ class Candidate:
             if (folder := Path(self.source)).is_dir():  # all files of its index are present
                 files = weight_files(folder, pickled=True)
                 check_size(self.skeleton, 2 * sum(file.stat().st_size for file in files), folder)  # of 4 bits or more
+                check_files(files, repr(self.source), self.skeleton)
             try:
                 model, info = AutoModelForCausalLM.from_pretrained(
                     self.source,

@@ -386,6 +386,14 @@ class HeadwaterStaticSlidingLayer(HeadwaterStaticLayer):
     _layer_type = "headwater_sliding_attention"
 
 
+def restart(cache: Cache) -> None:
+    """Empty a cache. What records its past goes on doing so."""
+    recording = [layer for layer in cache.layers if getattr(layer, "record_past", False)]
+    cache.reset()
+    for layer in recording:
+        layer.activate_past_recording()
+
+
 def cache_bytes(cache: Cache, reserved: bool = False) -> int:
     """Bytes of the keys, values and raw tokens that the cache holds. reserved: count spare memory too."""
     held = [

@@ -23,7 +23,7 @@ from headwater.kernels.choose import measured
 from headwater.kernels.linear import packed
 from headwater.kernels.varlen import VARLEN
 from headwater.mechanisms.base import Ancestors
-from headwater.models import cache as _cache  # noqa: F401  registers the cache layers
+from headwater.models.cache import restart  # the module registers the cache layers, too
 from headwater.models.pretrained import HeadwaterPreTrainedModel, shared_modules
 from headwater.models.stack import Last, OfKind, Stack
 from headwater.nn.attention import Engine, tail_of
@@ -43,11 +43,12 @@ from headwater.nn.masking import (
     positions,
     positions_in,
     reach,
+    refuse_where,
     takes_documents,
     waits,
 )
 from headwater.nn.norm import make_norm
-from headwater.nn.position import RotaryEmbedding, for_heads
+from headwater.nn.position import RotaryEmbedding, document_lengths, for_heads
 from headwater.plan import Source
 from headwater.planning import output_only_from
 from headwater.registry import resolve
@@ -165,7 +166,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
 
         length, device = inputs_embeds.shape[1], inputs_embeds.device
         if past_key_values is not None and not torch.compiler.is_compiling():
-            self.check_cache(past_key_values, length)
+            self.check_cache(past_key_values, *inputs_embeds.shape[:2])
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         self.check_heads(past_key_values)
         # Such an engine does its own masking and borders.
@@ -173,8 +174,8 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         borders = None if paged else kwargs.get("cu_seq_lens_q")
         if borders is not None and attention_mask is None:
             if position_ids is None:
-                position_ids = positions_in(borders, len(inputs_embeds), length)
-            check_documents(borders, position_ids, len(inputs_embeds), length)
+                position_ids = positions_in(borders, inputs_embeds.shape[0], length)
+            check_documents(borders, position_ids, inputs_embeds.shape[0], length)
         elif borders is not None and position_ids is None:
             raise HeadwaterError("With an attention_mask, cu_seq_lens_q says too little; give position_ids too.")
         by_document = borders is not None and attention_mask is None and past_key_values is None and not made
@@ -202,6 +203,8 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         given = position_ids
         if position_ids is None:
             position_ids = positions(attention_mask, past, length, device)
+        if input_ids is None and attention_mask is not None and not is_made(attention_mask):
+            self.check_gaps(attention_mask)
         looks_back: Tensor | Ancestors | None = None
         if self.keeper is not None:
             if document_starts is not None and self.tail > 1 and bool(past > 0):
@@ -220,12 +223,14 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
                 else:
                     looks_back = reach(position_ids, attention_mask, past, self.tail, document_starts)
             if tail is not None:
-                tail.put_positions(position_ids, len(inputs_embeds), self.tail)
+                tail.put_positions(position_ids, inputs_embeds.shape[0], self.tail)
 
         if self.embed_positions is not None:
             counts = given is None and attention_mask is None and not isinstance(past, Tensor)
             last = past + length - 1 if counts else None
             self.check_positions(position_ids, last, torch.is_grad_enabled() or decodes(past, length))
+        if past_key_values is not None and (isinstance(past, Tensor) or past):
+            self.check_frequencies(position_ids, past)
         x, angles = self.placed(inputs_embeds, position_ids)
         of_kind = {
             slides: {"position_embeddings": angles[slides], "attention_mask": masks[slides]} for slides in self.kinds
@@ -261,6 +266,50 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         if self.sliding_rotary_emb is not None:
             angles[True] = for_heads(*self.sliding_rotary_emb(x, position_ids))
         return angles
+
+    def check_gaps(self, attention_mask: Tensor) -> None:
+        """Raise `HeadwaterError` for embeddings with padding between them, as PEFT's prompts before a padded row.
+
+        Windows count such padding, and mechanisms do not look across it, so the row would differ from the row alone.
+        """
+        if self.keeper is None and True not in self.kinds:
+            return
+        real = attention_mask.bool()
+        refuse_where(
+            real[:, 1:] & ~real[:, :-1] & (real.cumsum(-1)[:, :-1] > 0),
+            "A model with a sliding window or with mechanisms that look back takes no embeddings with padding between "
+            "them, such as PEFT's virtual tokens before a padded row; give it rows of equal length, or one at a time.",
+        )
+
+    def frequencies_change(self, before: Tensor, now: Tensor) -> Tensor:
+        """Where RoPE turns a sequence of `now` tokens by other frequencies than one of `before` tokens: booleans."""
+        changed = torch.zeros_like(now, dtype=torch.bool)
+        for rope in (self.rotary_emb, self.sliding_rotary_emb):
+            if rope is not None and rope.follows_length:
+                changed = changed | (rope.span(before) != rope.span(now))
+        return changed
+
+    @property
+    def follows_length(self) -> bool:
+        """Whether the frequencies of RoPE change with the length of a sequence."""
+        ropes = (self.rotary_emb, self.sliding_rotary_emb)
+        return any(rope is not None and rope.follows_length for rope in ropes)
+
+    def check_frequencies(self, position_ids: Tensor, past: int | Tensor) -> None:
+        """Raise `HeadwaterError` where the new tokens make a sequence so long that its cached keys are out of date.
+
+        Every earlier token would have other keys and values then, and other hidden states.
+        """
+        if not self.follows_length:
+            return
+        before = position_ids[:, :1]  # tokens of this document in the cache
+        changed = self.frequencies_change(before, document_lengths(position_ids)[:, :1])
+        refuse_where(
+            changed & (before > 0) & (past > 0),
+            "With these tokens the sequence is so long that its RoPE takes other frequencies, which the keys in the "
+            "cache do not have; pass all tokens at once with an empty cache or none, as generate does (without "
+            "prefill_chunk_size).",
+        )
 
     def served(self, input_ids: Tensor, position_ids: Tensor, engine: Engine, stream: Tensor | None = None) -> Tensor:
         """The hidden states [N, D] of N tokens of any sequences, input_ids and position_ids [N].
@@ -361,8 +410,10 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
                     "the model with materialise=True."
                 )
 
-    def check_cache(self, cache: Cache, length: int) -> None:
-        """Raise `HeadwaterError` for a cache made for another model, which would lose what this one attends to."""
+    def check_cache(self, cache: Cache, rows: int, length: int) -> None:
+        """Raise `HeadwaterError` for a cache made for another model, which would lose what this one attends to, or for
+        another number of rows.
+        """
         if not isinstance(cache, Cache):
             raise HeadwaterError(
                 f"{CACHE} must be a transformers Cache, not {type(cache).__name__}; make it with "
@@ -374,6 +425,13 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
                 f"{type(cache).__name__}(config=model.config)."
             )
         for index, layer in enumerate(cache.layers[: len(self.layers)]):
+            keys = getattr(layer, "keys", None)
+            if isinstance(keys, Tensor) and keys.ndim == 4 and len(keys) != rows:
+                raise HeadwaterError(
+                    f"This cache was made for {len(keys)} rows and is given {rows}; make another one with "
+                    f"{type(cache).__name__}(config=model.config, …), since reset() keeps the number of rows of a "
+                    "static cache."
+                )
             if not getattr(layer, "is_sliding", False):
                 continue
             window = self.config.sliding_window if self.config.slides(index) else None
@@ -578,6 +636,66 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
             if hasattr(layer, "end_past_recording") and layer not in recording:
                 layer.end_past_recording()
         return made
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        next_sequence_length: int | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,  # transformers looks for the name
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """As in transformers. Where RoPE's frequencies change with the new tokens, the cache is filled anew.
+
+        What wraps this method, as PEFT's prompts do, finds the cache under both of its names.
+        """
+        cache = kwargs.get(CACHE)
+        if cache is not None and self.is_outgrown(cache, input_ids, attention_mask, kwargs.get("position_ids")):
+            restart(cache)
+            next_sequence_length = None
+        kwargs |= dict(attention_mask=attention_mask, inputs_embeds=inputs_embeds)
+        inputs = super().prepare_inputs_for_generation(input_ids, next_sequence_length=next_sequence_length, **kwargs)
+        if CACHE in inputs and "prepare_inputs_for_generation" in vars(self):
+            inputs |= dict.fromkeys(("past_key_values", "cache"), inputs[CACHE])
+        return inputs
+
+    def is_outgrown(
+        self, cache: Cache, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
+    ) -> bool:
+        """Whether RoPE turned the cached tokens by other frequencies than it will with all of input_ids [B, T].
+
+        False if these are not all tokens: then `forward` raises an error.
+        """
+        if not self.model.follows_length:
+            return False
+        past, length = cache.get_seq_length(), input_ids.shape[1]
+        if not past or length <= past:
+            return False
+        if attention_mask is not None and attention_mask.shape != input_ids.shape:
+            return False
+        if attention_mask is None and position_ids is not None and bool(position_ids[:, 0].any()):
+            return False
+        if position_ids is None or position_ids.shape[-1] != length:
+            position_ids = positions(attention_mask, 0, length, input_ids.device)
+        before, now = document_lengths(position_ids[:, :past]), document_lengths(position_ids)[:, :past]
+        return bool(self.model.frequencies_change(before, now).any())
+
+    def _assisted_decoding(
+        self, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **kwargs: Any
+    ) -> Any:
+        """As in transformers. Raises `HeadwaterError` where candidates may be of a length with other frequencies."""
+        if self.model.follows_length:
+            lengths = torch.tensor([input_ids.shape[1], generation_config.max_length], device=input_ids.device)
+            mask = kwargs.get("attention_mask")
+            if mask is not None:
+                lengths = lengths - (mask.shape[1] - int(mask.sum(-1).min()))
+            if bool(self.model.frequencies_change(*lengths)):
+                raise HeadwaterError(
+                    f"Between {lengths[0]} and {lengths[1]} tokens the frequencies of this model's RoPE change, so "
+                    "assisted decoding would choose other tokens than the model alone; generate without an assistant "
+                    "and without prompt_lookup_num_tokens, or fewer tokens."
+                )
+        return super()._assisted_decoding(input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """As in transformers. Raises `HeadwaterError` where its paged cache could not hold what this model needs."""

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 from transformers import initialization as init
+from transformers.modeling_utils import load_state_dict
 
 from headwater import kernels, remote_code
 from headwater.config import HeadwaterConfig
@@ -19,6 +20,7 @@ from headwater.nn.block import Block
 from headwater.precision import KeepsPrecision
 from headwater.registry import resolve
 from headwater.seeding import generator
+from headwater.weights import check_kinds, kinds_of, stored_kinds, unwrapped_names
 
 
 class HeadwaterPreTrainedModel(PreTrainedModel):
@@ -89,6 +91,33 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
         check_quantized(model, getattr(model, "hf_quantizer", None))
         model.freeze()  # loading sets requires_grad on everything
         return loaded
+
+    @staticmethod
+    def _load_pretrained_model(
+        model: PreTrainedModel,
+        state_dict: dict[str, Any] | None,
+        checkpoint_files: list[str] | None,
+        load_config: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """As in transformers, where all weights of `from_pretrained` come by; names of wrappers are left out.
+
+        Raises `HeadwaterError` for tensors that are no weights, unless a quantizer wrote them.
+        """
+        where = repr(str(getattr(load_config, "pretrained_model_name_or_path", None) or "the state dict"))
+        kinds = stored_kinds(checkpoint_files or ()) if state_dict is None else kinds_of(state_dict)
+        names = unwrapped_names(kinds, where, model.state_dict())
+        if not getattr(load_config.hf_quantizer, "pre_quantized", False):
+            check_kinds({names[name]: kind for name, kind in kinds.items()}, where, model)
+        if any(name != bare for name, bare in names.items()):
+            if state_dict is None:
+                state_dict = {}
+                for file in checkpoint_files or ():
+                    state_dict |= load_state_dict(file, weights_only=load_config.weights_only)
+                checkpoint_files = None
+            state_dict = {names[name]: tensor for name, tensor in state_dict.items()}
+        return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
 
     def owner(self, qualified: str) -> tuple[Mechanism | None, str]:
         """The innermost mechanism that contains a parameter, and its name there; (None, "") if none does."""

@@ -286,7 +286,7 @@ class Attention(nn.Module):
         first = mask is None and self.is_causal and length > 1
         if not first and not torch.is_grad_enabled() and is_few(length):  # a decoding step does not copy the history
             return eager_attention(self, q, k, v, mask, beside=more, **given)[0], None
-        keys, values = (x.expand(len(q), -1, -1, -1) for x in more)
+        keys, values = (x.expand(q.shape[0], -1, -1, -1) for x in more)
         if first:  # as tokens before the first, whose queries are dropped: so the kernel needs no mask
             q = nn.functional.pad(q, (0, 0, pairs, 0))
         elif mask is not None:
@@ -331,7 +331,8 @@ def tail_of(plan: LayerPlan, past_key_values: Cache | Engine | None) -> Tail | N
         keepers = dict.fromkeys(mechanism for *_, mechanism in plan.tails)
         raise HeadwaterError(
             f"{' and '.join(keepers)} needs a cache that keeps the last raw keys and values, and this "
-            f"{type(past_key_values).__name__} does not; make it with DynamicCache(config=model.config)."
+            f"{type(past_key_values).__name__} does not; make it with DynamicCache(config=model.config). The tokens of "
+            "PEFT's prefix tuning have none: use prompt tuning or LoRA with such a model."
         )
     return layer
 

@@ -54,12 +54,12 @@ def sdpa_of_one(
     if mask is not None and mask.shape[1] > 1:  # ALiBi's differs between heads
         mask = grouped(mask, k.shape[1])
     out = nn.functional.scaled_dot_product_attention(grouped(q, k.shape[1]), k, v, mask, dropout, scale=scaling)
-    return out.reshape(len(q), 1, q.shape[1], v.shape[-1]), None
+    return out.reshape(q.shape[0], 1, q.shape[1], v.shape[-1]), None
 
 
 def grouped(x: Tensor, heads: int) -> Tensor:
     """[B, H, T, …] -> [B, heads, H / heads · T, …]: what belongs to one key head follows one another."""
-    return x.reshape(len(x), heads, -1, x.shape[-1])
+    return x.reshape(x.shape[0], heads, -1, x.shape[-1])
 
 
 def eager_attention(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any, TypeGuard
 
+from transformers import Cache
 from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -19,10 +20,22 @@ CACHE = "cache" if "cache" in {field.name for field in fields(BaseModelOutputWit
 
 
 def one_cache(past_key_values: Any, cache: Any) -> Any:
-    """The cache, which was given under one of its names or not at all. Raises `HeadwaterError` if under both."""
-    if past_key_values is not None and cache is not None:
+    """The cache, which was given under one of its names or not at all.
+
+    Under both it may be the same one, or an empty one beside the one that is meant, as PEFT's prompts are passed.
+    Raises `HeadwaterError` for any other two.
+    """
+    if past_key_values is None or cache is None:
+        return cache if past_key_values is None else past_key_values
+    filled = [each for each in (past_key_values, cache) if not is_empty(each)]
+    if past_key_values is not cache and len(filled) != 1:
         raise HeadwaterError("past_key_values and cache are two names of one argument; give one of them.")
-    return cache if past_key_values is None else past_key_values
+    return past_key_values if past_key_values is cache else filled[0]
+
+
+def is_empty(cache: Any) -> bool:
+    """Whether this is a cache that holds no tokens."""
+    return isinstance(cache, Cache) and not cache.get_seq_length()
 
 
 def cache_of(output: Any) -> Any:

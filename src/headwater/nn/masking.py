@@ -144,8 +144,9 @@ def reach(
     document_starts: [B, T], True where a document starts although positions continue.
     """
     if document_starts is not None:
-        slot = torch.arange(document_starts.shape[1], device=document_starts.device) + past
-        since = slot - torch.where(document_starts, slot, 0).cummax(-1).values
+        slot = torch.arange(document_starts.shape[1], device=document_starts.device)
+        begin = last_marked(document_starts)
+        since = torch.where(begin < 0, slot + past, slot - begin)
         return _counted(torch.minimum(_reach(position_ids, attention_mask, past), since), limit)
     # Without a cache a row begins within the limit.
     looks = isinstance(past, int) and past > 0 and not waits(position_ids) and not torch.compiler.is_compiling()
@@ -164,8 +165,20 @@ def _reach(position_ids: Tensor, attention_mask: Tensor | None, past: int | Tens
     if attention_mask is None:
         return position_ids
     slot = torch.arange(attention_mask.shape[-1], device=attention_mask.device)
-    last_gap = torch.where(attention_mask.bool(), -1, slot).cummax(-1).values
-    return torch.minimum(position_ids, columns(slot - last_gap - 1, past, position_ids.shape[1]))
+    since_gap = slot - last_marked(~attention_mask.bool()) - 1
+    return torch.minimum(position_ids, columns(since_gap, past, position_ids.shape[1]))
+
+
+def last_marked(marks: Tensor) -> Tensor:
+    """The last marked slot at or before each slot, -1 before the first: booleans [B, S] -> [B, S]."""
+    slot = torch.arange(marks.shape[1], device=marks.device).expand_as(marks)
+    if not torch.compiler.is_exporting():
+        return torch.where(marks, slot, -1).cummax(-1).values
+    # ONNX has no running maximum: each slot looks up the mark of its number.
+    count = marks.long().cumsum(-1)
+    by_count = slot.new_full((marks.shape[0], marks.shape[1] + 1), -1)
+    by_count = by_count.scatter(1, torch.where(marks, count, 0), torch.where(marks, slot, -1))
+    return by_count.gather(1, count)
 
 
 # An additive mask hides slots below this: softmax then gives them a weight of zero in every precision.
@@ -204,7 +217,7 @@ def ancestors(
     known = position
     if before is not None:
         nowhere = -(2**40)  # a position that no token has
-        known = torch.cat((torch.where(before > 0, before - 1, nowhere), position.expand(len(before), -1)), 1)
+        known = torch.cat((torch.where(before > 0, before - 1, nowhere), position.expand(before.shape[0], -1)), 1)
     start = position == 0 if document_starts is None else (position == 0) | document_starts.to(device)
     itself = torch.arange(length, device=device)
     padding = ~visible[:, itself, kept + itself]
@@ -313,7 +326,7 @@ def attention_mask_for(
         **{CACHE: past_key_values},
     )
     if at_once:
-        row = torch.arange(len(mask), device=mask.device)[:, None, None, None]
+        row = torch.arange(mask.shape[0], device=mask.device)[:, None, None, None]
         query = torch.arange(length, device=mask.device)[:, None] + past
         mask = mask & same_document(row, 0, query, _slots(mask, past_key_values, layer))
     return (

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from headwater.kernels import applies
 from headwater.kernels.rotary import fused_rotate
@@ -23,22 +23,22 @@ class RotaryEmbedding(KeepsPrecision):
     Channel i is paired with channel i + r/2, so each angle occurs twice, as in transformers' models.
 
     The frequencies are 1 / base^(2i/r) by default; for "linear", "dynamic", "yarn", "longrope" and "llama3"
-    transformers' functions compute them from `config.rope_parameters`. They stay in fp32 when the model is cast to
-    half precision; in an fp64 model everything is fp64 (in transformers' models angles are fp32 even then).
+    transformers' functions compute them from `config.rope_parameters`. Those of "dynamic" and "longrope" change with
+    the length of the sequence: each row, and each document in it, has those of its own length, whatever stands beside
+    it. They stay in fp32 when the model is cast to half precision; in an fp64 model everything is fp64 (in
+    transformers' models angles are fp32 even then).
     """
 
     inv_freq: Tensor
-    original_inv_freq: Tensor
+    long_inv_freq: Tensor
 
     def __init__(self, config: HeadwaterConfig) -> None:
         super().__init__()
         self.config = config
         self.rope_type = config.rope_parameters["rope_type"]
-        # `dynamic_rope_update` reads and writes these names when the frequencies change with the length.
-        self.max_seq_len_cached = self.original_max_seq_len = config.max_position_embeddings
-        inv_freq, self.attention_scaling = self.frequencies()
-        self.register_buffer("inv_freq", inv_freq, persistent=False)
-        self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
+        self.follows_length = self.rope_type in FOLLOW_LENGTH
+        for name, value in self.constants().items():
+            self.register_buffer(name, value, persistent=False)
 
     def frequencies(
         self, dtype: torch.dtype = torch.float32, device: torch.device | None = None
@@ -51,18 +51,47 @@ class RotaryEmbedding(KeepsPrecision):
 
     def constants(self) -> dict[str, Tensor]:
         frequencies, self.attention_scaling = self.frequencies()
-        return {"inv_freq": frequencies, "original_inv_freq": frequencies}
+        if self.rope_type != "longrope":
+            return {"inv_freq": frequencies}
+        beyond = self.config.rope_parameters["original_max_position_embeddings"] + 1
+        long, _ = ROPE_INIT_FUNCTIONS["longrope"](self.config, seq_len=beyond)
+        return {"inv_freq": frequencies, "long_inv_freq": long}
+
+    def span(self, lengths: Tensor) -> Tensor:
+        """What the frequencies follow: for sequences of equal span they are the same. lengths: in tokens."""
+        if self.rope_type == "longrope":
+            return lengths > self.config.rope_parameters["original_max_position_embeddings"]
+        return lengths.clamp(min=self.config.max_position_embeddings)
+
+    def frequencies_for(self, lengths: Tensor) -> Tensor:
+        """The frequencies in sequences of these lengths: [B, T] -> [B, T, r/2]."""
+        span = self.span(lengths)[..., None]
+        if self.rope_type == "longrope":
+            return torch.where(span, self.long_inv_freq.to(span.device), self.inv_freq.to(span.device))
+        return ROPE_INIT_FUNCTIONS["dynamic"](self.config, span.device, seq_len=span)[0]
 
     @torch.no_grad()
-    @dynamic_rope_update
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         inv_freq = self.inv_freq.to(x.device)
-        if x.dtype == torch.float64 and self.rope_type == "default":
+        if self.follows_length:
+            inv_freq = self.frequencies_for(document_lengths(position_ids))
+        elif x.dtype == torch.float64 and self.rope_type == "default":
             inv_freq = self.frequencies(torch.float64, x.device)[0]  # the buffer is rounded to fp32
         angles = position_ids[..., None].to(torch.promote_types(x.dtype, torch.float32)) * inv_freq
         cos = (angles.cos() * self.attention_scaling).to(x.dtype)
         sin = (angles.sin() * self.attention_scaling).to(x.dtype)
         return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
+
+
+# Types of RoPE whose frequencies change with the length of the sequence.
+FOLLOW_LENGTH = "dynamic", "longrope"
+
+
+def document_lengths(position_ids: Tensor) -> Tensor:
+    """The length of the document that each token belongs to: 1 + its last position. position_ids: [B, T] -> [B, T]."""
+    document = (position_ids == 0).cumsum(-1)
+    last = position_ids.new_zeros(position_ids.shape[0], position_ids.shape[1] + 1)
+    return last.scatter_reduce(1, document, position_ids, "amax").gather(1, document) + 1
 
 
 def for_heads(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -31,6 +31,7 @@ from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.reading import CONFIG, PICKLED, WEIGHTS, check_finite, indexed, read_tensors, read_text, reading
 from headwater.registry import as_mapping
 from headwater.retrofit.families import halves_exchanged
+from headwater.weights import KINDS, is_plain, unwrapped
 
 Tensors = dict[str, Tensor]
 # A tensor's name in the checkpoint, and what makes the model's tensor from it.
@@ -648,13 +649,16 @@ def _meta(file: Path) -> Path:
 
 
 def _tensors(path: Path) -> Tensors:
-    """All tensors of a file or folder, by their names without what wrappers put before them."""
+    """All tensors of a file or folder, by their names without what wrappers put into them."""
     tensors: Tensors = {}
     for file, prefix in _files(path):
-        for name, tensor in read_tensors(file).items():
-            name = prefix + re.sub(r"^(module\.|_orig_mod\.)+", "", name)
-            if not tensor.is_floating_point():
-                raise HeadwaterError(f"{name!r} in {str(file)!r} is not a weight tensor; save only the weights.")
+        for name, tensor in unwrapped(read_tensors(file), repr(str(file))).items():
+            name = prefix + name
+            if not is_plain(tensor.dtype):
+                raise HeadwaterError(
+                    f"{name!r} in {str(file)!r} is stored as {str(tensor.dtype).removeprefix('torch.')}, which is no "
+                    f"weight; save only the weights, as {KINDS}."
+                )
             if name in tensors:
                 raise HeadwaterError(f"Tensor {name!r} of {str(path)!r} occurs twice; keep one of the two files.")
             tensors[name] = tensor

@@ -67,6 +67,7 @@ from headwater.reading import (
 from headwater.records import Event
 from headwater.training.places import FOLDER, checkpoints
 from headwater.vision_config import HeadwaterVisionConfig
+from headwater.weights import check_kinds, unwrapped_names
 
 if TYPE_CHECKING:
     from transformers import BaseImageProcessor, PreTrainedTokenizerBase
@@ -74,6 +75,8 @@ if TYPE_CHECKING:
     from headwater.training.averaging import Average  # which needs the trainer's packages; serving does not
 
 FORMAT_VERSION = 2
+# What the names of tensors begin with that are the state of a run, not weights.
+OF_RUN = "optimizer.", "running.", "trained."
 TENSORS, FACTS, HISTORY, SUMS = "training.safetensors", "training.json", "history.json", "SHA256SUMS"
 _REMOVING, _DAMAGED = ".removing-", "damaged-"
 logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
@@ -343,13 +346,14 @@ def _from_shards(path: Path, config: HeadwaterConfig) -> AnyModel:
             skeleton = model_class(config)(config)
             skeleton.tie_weights()
             sizes = {name: tensor.shape for name, tensor in model_tensors(skeleton).items()}
+        names = _names_in(path, skeleton)
         for name, size in sizes.items():
-            if name not in stored or stored[name].size != size:
+            if names[name] not in stored or stored[names[name]].size != size:
                 raise HeadwaterError(f"The weights in {str(path)!r} do not match its config.json: {name} first.")
         model = model_class(config)(config)
     for name, parameter in model.named_parameters():
-        parameter.data = parameter.data.to(stored[name].properties.dtype)
-    _read(path, model_tensors(model), distributed=False)
+        parameter.data = parameter.data.to(stored[names[name]].properties.dtype)
+    _read_model(path, model, {}, distributed=False)
     if (generation := read_generation_config(path)) is not None:
         model.generation_config = generation
     return model.eval()
@@ -396,7 +400,7 @@ def restore(
     targets |= {f"running.{name}": tensor.view(1) for name, tensor in running.items()}
     if average is not None:
         targets |= average.state
-    _read(path, model_tensors(model) | targets, distributed)
+    _read_model(path, model, targets, distributed)
     if average is not None:
         average.swap()  # the file of the model has the average
 
@@ -422,7 +426,7 @@ def begin_with(path: Path, model: AnyModel, optimizers: Sequence[torch.optim.Opt
             f"{str(path)!r} holds the state of another optimizer, or of part of the model; train with the same "
             "training.optimizer, or leave out start.optimizer=kept."
         )
-    _read(path, model_tensors(model) | state, distributed)
+    _read_model(path, model, state, distributed)
 
 
 def history_of(path: Path) -> list[Event]:
@@ -474,6 +478,29 @@ def _stored(path: Path) -> dict[str, TensorStorageMetadata]:
             if sum(chunk.sizes.numel() for chunk in tensor.chunks) != tensor.size.numel():
                 raise HeadwaterError(f"{str(path)!r} lacks a part of {name!r}; use an intact checkpoint.")
     return known
+
+
+def _names_in(path: Path, model: AnyModel) -> dict[str, str]:
+    """The name that each of the model's tensors has in a checkpoint's files, where wrappers may have changed it.
+
+    Raises `HeadwaterError` for weights in these files that are not the model's, or of another kind.
+    """
+    stored = {name: known for name, known in _stored(path).items() if not name.startswith(OF_RUN)}
+    own, where = model.state_dict(), repr(str(path))
+    plain = unwrapped_names(stored, where, own)
+    if unknown := sorted(name for name, bare in plain.items() if bare not in own):
+        raise HeadwaterError(
+            f"The weights in {where} do not match its config.json: {len(unknown)} have no place in the model, "
+            f"{unknown[0]} first; use an intact checkpoint with its own config."
+        )
+    check_kinds({plain[name]: known.properties.dtype for name, known in stored.items()}, where, model)
+    return {name: name for name in own} | {bare: name for name, bare in plain.items()}
+
+
+def _read_model(path: Path, model: AnyModel, state: dict[str, Tensor], distributed: bool) -> None:
+    """Fill the model and `state` in place. Raises `HeadwaterError` unless the files hold the model's weights."""
+    names = _names_in(path, model)
+    _read(path, {names[name]: tensor for name, tensor in model_tensors(model).items()} | state, distributed)
 
 
 def _read(path: Path, targets: dict[str, Tensor], distributed: bool) -> None:

@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from headwater.errors import HeadwaterError, first_line
 from headwater.hub import check_reachable
-from headwater.reading import check_layers
+from headwater.reading import check_layers, weight_files
+from headwater.weights import check_files
 
 
 def open_model(source: str, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -32,5 +33,7 @@ def open_model(source: str, trust_remote_code: bool = False) -> PreTrainedModel:
         if "trust_remote_code" in str(error):
             raise HeadwaterError(f"{source!r} needs its own code, which runs only with --trust-remote-code.") from error
         raise HeadwaterError(f"{source!r} cannot be read as a causal language model: {first_line(error)}") from error
+    if Path(source).is_dir():
+        check_files(weight_files(Path(source), pickled=True), repr(source), model)
     model.config.return_dict = True
     return model.eval()
