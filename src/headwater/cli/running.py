@@ -173,7 +173,9 @@ def serve(
         )
     from transformers.cli.transformers import main as transformers_cli
 
-    _serve_one(str(checkpoint), source)
+    from headwater.serving.server import install
+
+    install(str(checkpoint), source)
     sys.argv = ["transformers", "serve", str(checkpoint), *context.args]
     transformers_cli()
 
@@ -225,29 +227,6 @@ def _processes(options: list[str]) -> int:
     except ArgumentError:
         return 1
     return max(1, found.tensor_parallel_size * found.pipeline_parallel_size)
-
-
-def _serve_one(name: str, source: Path) -> None:
-    """Register the checkpoint `source` with transformers' server as `name`."""
-    from transformers.cli.serving import model_manager
-
-    from headwater.models.causal_lm import HeadwaterForCausalLM
-
-    class OneModel(model_manager.ModelManager):
-        def process_model_name(self, model_id: str) -> str:  # answers also contain this name
-            return name if model_id == name else super().process_model_name(model_id)
-
-        def load_model_and_processor(self, model_id_and_revision: str, *args: Any, **kwargs: Any) -> Any:
-            known = f"{source}@main" if model_id_and_revision == name else model_id_and_revision
-            return super().load_model_and_processor(known, *args, **kwargs)
-
-        def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
-            created = int((source / "config.json").stat().st_mtime)
-            return [{"id": name, "object": "model", "created": created, "owned_by": "headwater"}]
-
-    model_manager.ModelManager = OneModel
-    # It looks for a checkpoint's class only among transformers' own.
-    model_manager.transformers.HeadwaterForCausalLM = HeadwaterForCausalLM
 
 
 def export(
