@@ -102,7 +102,7 @@ class Sampling(_Fields):
     user: str | None = None  # a label for the client's own records
 
 
-class Answers(Sampling):
+class AnswerFields(Sampling):
     """Fields of completions and chats."""
 
     n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = None
@@ -113,7 +113,7 @@ class Answers(Sampling):
     stream_options: StreamOptions | None = None
 
 
-class Completion(Answers):
+class Completion(AnswerFields):
     prompt: Annotated[Any, AfterValidator(_prompts)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     best_of: Literal[1] | None = None
@@ -162,7 +162,7 @@ def _content(content: Any) -> Any:
     return [TextPart.model_validate(part).model_dump() for part in content]
 
 
-class Function(_Fields):
+class ToolFunction(_Fields):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -171,10 +171,10 @@ class Function(_Fields):
 
 class Tool(_Fields):
     type: Literal["function"]
-    function: Function
+    function: ToolFunction
 
 
-class Chat(Answers):
+class Chat(AnswerFields):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
