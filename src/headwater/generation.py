@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from headwater.data.tokenizer import separator
-from headwater.errors import HeadwaterError
+from headwater.errors import HeadwaterError, shown
 from headwater.models.cache import cache_bytes
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.decoding import LONGEST, Decoder
@@ -80,6 +80,11 @@ def continue_prompts(
     stream: print a single prompt, and its continuation as it is generated.
     decoder: continue with this one's static cache instead of a growing one; the texts are the same.
     """
+    for text in (*prompts, *stop):
+        if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
+            raise HeadwaterError(f"A prompt or stop text has a lone surrogate, which is no text: {shown(text)}.")
+    if "" in stop:
+        raise HeadwaterError("A stop text is empty; leave it out.")
     start = cast(int, separator(tokenizer))  # as `load_for_generation` has checked
     rows = [[start, *tokenizer(prompt, add_special_tokens=False).input_ids] for prompt in prompts]
     longest = max(map(len, rows))
