@@ -121,10 +121,30 @@ def test_prompts_from_stdin_a_file_and_jsonl(run, recipe, tmp_path, monkeypatch)
         (["--jsonl", "{folder}/broken"], "Line 2 of"),
         (["--jsonl", "{folder}/other"], "has no text under"),
         (["--jsonl", "{folder}/empty"], "has no prompts"),
+        (["--jsonl", "{folder}/surrogate"], "Line 1 of"),
+        (["--jsonl", "{folder}/elsewhere"], "lone surrogate"),
+        (["--jsonl", "{folder}/nested"], "is not JSON"),
+        (["--jsonl", "{folder}/option"], "'seed', which is not read from a line"),
+        (["--jsonl", "{folder}/completed"], "would be replaced"),
+        (["x", "--stop", "\udcff"], "--stop is not UTF-8"),
+        (["x", "--batch-size", "2"], "--batch-size is for --jsonl"),
+        (["x", "--temperature", "0", "--top-p", "0.5"], "--top-p has no effect"),
+        (["x", "--temperature", "0", "--top-k", "0"], "--top-k has no effect"),
+        (["x", "--temperature", "0", "--seed", "0"], "--seed has no effect"),
     ],
 )
 def test_prompts_that_are_none(run, tmp_path, arguments, message):
-    for name, text in (("a", "x"), ("broken", '{"prompt": "x"}\n{'), ("other", '{"text": "x"}'), ("empty", "")):
+    for name, text in (
+        ("a", "x"),
+        ("broken", '{"prompt": "x"}\n{'),
+        ("other", '{"text": "x"}'),
+        ("empty", ""),
+        ("surrogate", r'{"prompt": "\ud800"}'),
+        ("elsewhere", r'{"prompt": "x", "id": "\ud800"}'),
+        ("nested", '{"prompt": ' + "[" * 100_000),
+        ("option", '{"prompt": "x", "seed": 3}'),
+        ("completed", '{"prompt": "x", "completion": "y"}'),
+    ):
         (tmp_path / name).write_text(text)
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00x")
     said = run("generate", tmp_path, *(argument.format(folder=tmp_path) for argument in arguments))

@@ -5,6 +5,7 @@ import torch
 
 from conftest import build
 from headwater.data.tokenizer import byte_tokenizer
+from headwater.errors import HeadwaterError
 from headwater.generation import _Stream, continue_prompts
 
 
@@ -41,3 +42,9 @@ def test_a_stream_holds_back_what_may_be_the_end(pieces, shown, capsys):
     for number, piece in enumerate(pieces, 1):
         stream.on_finalized_text(piece, stream_end=number == len(pieces))
     assert capsys.readouterr().out.removesuffix("\n") == shown
+
+
+@pytest.mark.parametrize(("prompt", "stop"), [("a\ud800", ()), ("a", ["\udfff"]), ("a", [""])])
+def test_what_is_no_text_is_refused(prompt, stop):
+    with pytest.raises(HeadwaterError, match=r"surrogate|empty"):
+        continue_prompts(build(vocab_size=257), byte_tokenizer(), [prompt], stop=stop)

@@ -2,12 +2,14 @@
 
 import functools
 import json
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
+import transformers
 from torch.nn import functional as F
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedConfig
 
 from conftest import Wanted, build
 from headwater import verify
@@ -15,7 +17,7 @@ from headwater.errors import HeadwaterError
 from headwater.mechanisms import kv_shift
 from headwater.models import cache, causal_lm
 from headwater.nn.cache_name import CACHE
-from headwater.verify import WAYS, Parting, combinations, own, serve_requests, tiny
+from headwater.verify import WAYS, Parting, Verified, combinations, own, serve_requests, small, tiny, verdicts
 from headwater.verify.own import OWN_WAYS
 from headwater.verify.watch import Subject
 from headwater.verify.ways import Probe, texts_for
@@ -205,6 +207,59 @@ def test_small_configs_are_small_and_keep_their_kinds_of_layers():
         verify.small_config("lama")
 
 
+@pytest.mark.parametrize("model_type", ["dory", "inkling2_loop_text", "mllama", "zamba2", "gemma4_text"])
+def test_layers_that_other_fields_name_are_there(model_type, monkeypatch):
+    """The three first have no small config without fields of their own, and say so rather than verify nonsense."""
+    if model_type not in small.TYPES:
+        pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
+    config = verify.small_config(model_type).get_text_config(decoder=True)
+    inner = {"mllama": "mllama_text_model"}.get(model_type, model_type)
+    small.check_layers(config, type(config)())
+    monkeypatch.delitem(small.OWN, inner)
+    if model_type in ("dory", "inkling2_loop_text", "mllama"):
+        with pytest.raises(HeadwaterError, match=r"no small config that makes sense: \w*layers?\w* would be"):
+            verify.small_config(model_type)
+
+
+def test_fields_about_layers_fit_the_layers():
+    def config(**fields):
+        return PreTrainedConfig(**fields)
+
+    default = config(num_hidden_layers=8, first_layers=2, layer_kinds=[*"ababbbab"], late_layers=[3, 7], norm_layers=9)
+    for fields, named in (
+        (dict(first_layers=5), "first_layers"),
+        (dict(first_layers=-1), "first_layers"),
+        (dict(layer_kinds=[*"ab"]), "layer_kinds"),
+        (dict(late_layers=[3, 7]), "late_layers"),
+        (dict(first_layers=1, layer_kinds=[*"abab"], late_layers=[3], norm_layers=9), None),
+    ):
+        with pytest.raises(HeadwaterError, match=named) if named else nullcontext():
+            small.check_layers(config(num_hidden_layers=4, **fields), default)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ({"1 by 1", "mixed"}, {"mixed"}, {"1 by 1": None, "mixed": False, "greedy": True}),
+        ({"prefixes"}, {"mixed"}, {"prefixes": None, "mixed": False, "greedy": True}),
+        (set(), None, {"mixed": True, "greedy": True}),
+    ],
+    ids=str,
+)
+def test_what_differs_once_is_no_verdict(monkeypatch, first, second, expected):
+    """A tie that one text breaks otherwise is a dash; a mistake is there with the next text too."""
+    runs = iter([(3, first), (4, second)])
+
+    def verified(model, seed, ways, exact_to):
+        run, differing = next(runs)
+        assert seed == run
+        return [Verified(way.name, way.name not in differing) for way in ways]
+
+    monkeypatch.setattr(verdicts, "verify_model", verified)
+    verdict = {one.check: one.ok for one in verdicts.verify_twice(tiny({}, layers=1), 3)}
+    assert {name: verdict[name] for name in expected} == expected
+
+
 def test_a_sweep_continues_with_its_file(tmp_path, monkeypatch):
     before = {
         "type": "llama",
@@ -297,11 +352,12 @@ def test_verify_command_fails(run, monkeypatch, tmp_path):
 def test_verify_command_on_another_model(run, tmp_path):
     model = LlamaForCausalLM(verify.small_config("llama"))
     model.save_pretrained(tmp_path / "llama")
-    code, out, _ = run("verify", "--model", tmp_path / "llama", "--json")
-    assert code == 0
-    told = json.loads(out)
-    assert told["versions"]["transformers"]
-    assert {way["check"]: way["ok"] for way in told["models"][0]["ways"]}["padded, chunks"] is True
+    for option in ([], ["--model"]):
+        code, out, _ = run("verify", *option, tmp_path / "llama", "--json")
+        assert code == 0
+        told = json.loads(out)
+        assert told["versions"]["transformers"]
+        assert {way["check"]: way["ok"] for way in told["models"][0]["ways"]}["padded, chunks"] is True
 
 
 def test_verify_command_refuses(run, tmp_path):
@@ -309,6 +365,9 @@ def test_verify_command_refuses(run, tmp_path):
     (tmp_path / "mine.py").write_text("raise SystemExit('run')")
     for arguments, said in (
         (["--model", tmp_path], "--trust-remote-code"),
+        ([tmp_path], "--trust-remote-code"),
+        ([tmp_path, "--size", 2], "--size"),
+        ([tmp_path, "--requests", 2], "--requests"),
         (["--model", tmp_path / "none"], "no local file"),
         (["--type", "lama"], "did you mean 'llama'"),
         (["--type", "llama", "--size", 2], "--size"),

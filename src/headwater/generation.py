@@ -19,16 +19,14 @@ from transformers import (
 )
 
 from headwater.data.tokenizer import encode_plainly, separator
-from headwater.errors import HeadwaterError
+from headwater.errors import HeadwaterError, shown
 from headwater.models.cache import cache_bytes
 from headwater.models.causal_lm import HeadwaterForCausalLM
-from headwater.models.decoding import Decoder
+from headwater.models.decoding import LONGEST, Decoder
 from headwater.reading import read_tokenizer
+from headwater.serving.stops import UntilStop, before_stop
 from headwater.training.checkpoint import check, load_model
 from headwater.training.places import newest_checkpoint
-
-# Maximum tokens of a prompt, since attention to all of them takes quadratic memory.
-LONGEST = 2**16
 
 
 def load_for_generation(path: Path) -> tuple[HeadwaterForCausalLM, PreTrainedTokenizerBase]:
@@ -82,6 +80,11 @@ def continue_prompts(
     stream: print a single prompt, and its continuation as it is generated.
     decoder: continue with this one's static cache instead of a growing one; the texts are the same.
     """
+    for text in (*prompts, *stop):
+        if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
+            raise HeadwaterError(f"A prompt or stop text has a lone surrogate, which is no text: {shown(text)}.")
+    if "" in stop:
+        raise HeadwaterError("A stop text is empty; leave it out.")
     start = cast(int, separator(tokenizer))  # as `load_for_generation` has checked
     rows = [[start, *ids] for ids in encode_plainly(tokenizer, prompts)]
     longest = max(map(len, rows))
@@ -135,8 +138,7 @@ def continue_prompts(
     seconds = time.perf_counter() - started
     new = made[:, longest:]
     texts = [tokenizer.decode(row, skip_special_tokens=True) for row in new]
-    for end in stop:
-        texts = [text.split(end)[0] for text in texts]
+    texts = [before_stop(text, stop) for text in texts]
     return Continued(texts, int(new.ne(start).sum()), seconds, cache_bytes(cache), cache_bytes(cache, reserved=True))
 
 
@@ -163,16 +165,15 @@ def _watcher(
 
 
 class _Stream(TextStreamer):
-    """Print a prompt and its continuation, up to the first stop text, which may arrive in parts.
+    """Print a prompt and its continuation, up to the first stop text.
 
     Like transformers' streamer, it holds back a word until it is complete.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> None:
         super().__init__(tokenizer, skip_special_tokens=True)
-        self.stop, self.held = stop, ""
+        self.until = UntilStop(stop)
         self.prompt: int | None = None  # characters of the prompt that are still to come
-        self.stopped = False
 
     def put(self, value: torch.Tensor) -> None:
         if self.prompt is None:
@@ -182,15 +183,4 @@ class _Stream(TextStreamer):
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         prompt, new = text[: self.prompt], text[self.prompt :]
         self.prompt = (self.prompt or 0) - len(prompt)
-        self.held += new
-        ends = [at for at in map(self.held.find, self.stop) if at >= 0]
-        kept = 0 if stream_end or ends else max((_begun(self.held, stop) for stop in self.stop), default=0)
-        shown = "" if self.stopped else self.held[: min(ends) if ends else len(self.held) - kept]
-        self.held = self.held[len(self.held) - kept :]
-        self.stopped |= bool(ends)
-        super().on_finalized_text(prompt + shown, stream_end)
-
-
-def _begun(text: str, stop: str) -> int:
-    """How many characters at the end of `text` may be the beginning of `stop`."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+        super().on_finalized_text(prompt + self.until.feed(new, stream_end), stream_end)

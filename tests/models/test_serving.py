@@ -42,11 +42,10 @@ FREE_PORT = ["--device", "cpu", "--port", "0"]  # any; the log names it
 TRANSFORMERS = [sys.executable, "-m", "transformers.cli.transformers"]
 
 
-def speaker(mechanisms: dict) -> HeadwaterForCausalLM:
+def speaker(mechanisms: dict, **fields: Any) -> HeadwaterForCausalLM:
     """A model over bytes that says printable ASCII only: a stream holds back what is not a whole character."""
-    model = build(
-        mechanisms, vocab_size=257, max_position_embeddings=256, bos_token_id=256, eos_token_id=256, pad_token_id=256
-    ).float()
+    ends = dict(bos_token_id=256, eos_token_id=256, pad_token_id=256)
+    model = build(mechanisms, vocab_size=257, max_position_embeddings=256, **ends, **fields).float()
     with torch.no_grad():
         model.lm_head.weight[:32] = 0
         model.lm_head.weight[127:] = 0
@@ -96,7 +95,10 @@ class Server:
         return found
 
     def post(self, path: str, **body: Any) -> str:
-        body = dict(max_tokens=LENGTH, temperature=0) | body
+        """None leaves a field out."""
+        body = {
+            name: value for name, value in (dict(max_tokens=LENGTH, temperature=0) | body).items() if value is not None
+        }
         request = Request(f"{self.address}/v1/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"})
         with self.opener.open(request, timeout=60) as answer:
             return answer.read().decode()
@@ -108,11 +110,12 @@ class Server:
     def complete(self, prompt: str, **body: Any) -> str:
         return json.loads(self.post("completions", prompt=prompt, **body))["choices"][0]["text"]
 
-    def stream(self, prompt: str, **body: Any) -> str:
+    def stream(self, prompt: str, ends: str | None = "length", **body: Any) -> str:
         lines = self.post("completions", prompt=prompt, stream=True, **body).split("\n\n")
-        chunks = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines if line.strip()]
-        assert len(chunks) > LENGTH // 2, "that was no stream"
-        assert chunks[-1]["finish_reason"] == "length"
+        events = [line.removeprefix("data: ") for line in lines if line.strip()]
+        chunks = [json.loads(event)["choices"][0] for event in events if event != "[DONE]"]
+        assert len(chunks) > LENGTH // 2 or ends != "length", "that was no stream"
+        assert chunks[-1]["finish_reason"] == ends or ends is None
         return "".join(chunk["text"] for chunk in chunks)
 
 
@@ -203,22 +206,255 @@ def test_chat_with_a_template(sequential):
     assert answer["choices"][0]["message"]["content"] == expected
 
 
-def test_headwater_serve(tmp_path):
-    """Under the name it was given: here a run, of which the newest checkpoint is served."""
-    model = speaker(SHIFT)
-    checkpoint = tmp_path / "run" / "checkpoints" / "step-3"
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
+    """`headwater serve` of a run, under the name it was given; its newest checkpoint has learned positions."""
+    root, model = tmp_path_factory.mktemp("served"), speaker(SHIFT, position="learned")
+    checkpoint = root / "run" / "checkpoints" / "step-3"
     model.save_pretrained(checkpoint)
     with_tokenizer(checkpoint)
-    name = str(tmp_path / "run")
+    name = str(root / "run")
     process = processes.Command("serve", name, *FREE_PORT)
-    with stopped(process):
-        server = Server(process, process.files[1])  # uvicorn writes to stderr
-        expected = continuation(model, "Hello")
-        assert server.complete("Hello") == server.stream("Hello") == server.complete("Hello", model=name) == expected
-        assert [one["id"] for one in server.models()] == [name]
-        assert json.loads(server.post("completions", prompt="0"))["model"] == name
-        with pytest.raises(HTTPError, match="400"):
-            server.complete("Hello", model="another")
+    with process.folder, stopped(process):
+        yield SimpleNamespace(server=Server(process, process.files[1]), model=model, name=name)  # uvicorn uses stderr
+
+
+def refused(server: Server, path: str, status: int = 400, /, **body: Any) -> str:
+    """The message of an error in OpenAI's form."""
+    with pytest.raises(HTTPError) as failed:
+        server.post(path, **body)
+    content = json.loads(failed.value.read())
+    assert failed.value.code == status, content
+    assert set(content["error"]) == {"message", "type", "param", "code"}
+    return content["error"]["message"]
+
+
+def choices(server: Server, **body: Any) -> list[str]:
+    return [choice["text"] for choice in json.loads(server.post("completions", **body))["choices"]]
+
+
+def test_headwater_serve(served):
+    server, name, expected = served.server, served.name, continuation(served.model, "Hello")
+    assert server.complete("Hello") == server.stream("Hello") == server.complete("Hello", model=name) == expected
+    assert [one["id"] for one in server.models()] == [name]
+    assert json.loads(server.post("completions", prompt="0"))["model"] == name
+    for path in GOOD:
+        assert "'another'" in refused(server, path, 404, **GOOD[path], model="another")
+
+
+CHATS = {"messages": [dict(role="user", content="Who?")]}
+
+
+def test_temperature_and_seed_sample(served):
+    """At 0 the text is greedy; above, it follows the seed alone."""
+    server, greedy = served.server, continuation(served.model, "Hello")[:8]
+    hot = dict(prompt="Hello", temperature=2, max_tokens=8)
+    one, again, other = (server.complete(**hot, seed=seed) for seed in (1, 1, 2))
+    assert one == again
+    assert len({one, other, greedy}) == 3
+    assert server.stream(**hot, seed=1, ends=None) == one
+    assert server.complete(**hot | {"temperature": None}, seed=1) != greedy, "OpenAI's default is 1"
+    assert server.complete(**hot, top_k=1) == server.complete(**hot, top_p=0.0) == greedy
+    assert server.complete(**hot) != server.complete(**hot), "a seed outlives its request"
+    with ThreadPoolExecutor(4) as pool:
+        assert set(pool.map(lambda _: server.complete(**hot, seed=1), range(4))) == {one}
+
+
+def test_a_stop_text_is_not_part_of_the_answer(served):
+    """Neither whole nor as a stream, wherever it begins; all characters are tokens of their own here."""
+    server, text = served.server, continuation(served.model, "Hello")
+    for start, end in ((5, 6), (9, 12), (LENGTH - 3, LENGTH)):
+        stop = text[start:end]
+        expected = text[: text.index(stop)]
+        for stops in (stop, [stop], ["\0", stop]):
+            answer = json.loads(server.post("completions", prompt="Hello", stop=stops))
+            assert answer["choices"] == [dict(text=expected, index=0, finish_reason="stop")]
+        assert server.stream("Hello", stop=stop, ends="stop") == expected
+    assert server.stream("Hello", stop=[text[-1] + "\0"]) == text, "what was held back is lost"
+
+
+def test_several_prompts_and_answers(served):
+    server, model = served.server, served.model
+    texts = [continuation(model, prompt) for prompt in PROMPTS[:2]]
+    assert choices(server, prompt=PROMPTS[:2]) == texts
+    assert choices(server, prompt=[list(prompt.encode()) for prompt in PROMPTS[:2]], n=2) == [
+        text for text in texts for _ in range(2)
+    ]
+    assert choices(server, prompt=list(b"Hello")) == texts[:1]
+    usage = json.loads(server.post("completions", prompt=["Hello", "0"], n=2))["usage"]
+    assert usage == dict(prompt_tokens=6, completion_tokens=4 * LENGTH, total_tokens=6 + 4 * LENGTH)
+    answer = json.loads(server.post("completions", prompt="Hello", n=3, temperature=2, seed=4))
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+    assert len({choice["text"] for choice in answer["choices"]}) == 3
+    assert answer["choices"][1]["text"] == server.complete("Hello", temperature=2, seed=5)
+    start = torch.tensor([[256]])
+    expected = model.generate(start, max_new_tokens=LENGTH, do_sample=False)
+    assert server.complete("") == byte_tokenizer().decode(expected[0, 1:], skip_special_tokens=True)
+
+
+def test_penalties_and_biases_of_tokens(served):
+    server, greedy = served.server, continuation(served.model, "Hello")
+    first, second = greedy[0], next(letter for letter in greedy if letter != greedy[0])
+    assert server.complete("Hello", logit_bias={str(ord(first)): -100})[0] != first
+    assert server.complete("Hello", logit_bias={str(ord(second)): 100}) == second * LENGTH
+    # The prompt's own letters are not penalised, so the first new one stays.
+    fresh = server.complete("Hello", presence_penalty=2, frequency_penalty=2)
+    assert fresh[0] == first
+    assert len(set(fresh)) > len(set(greedy))
+
+
+def test_a_stream_ends_as_openai_says(served):
+    asked = dict(prompt="Hello", stream=True)
+    *events, end = (
+        served.server.post("completions", **asked, stream_options={"include_usage": True}).strip().split("\n\n")
+    )
+    assert end == "data: [DONE]"
+    *chunks, last = [json.loads(event.removeprefix("data: ")) for event in events]
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == LENGTH
+    assert not any("usage" in chunk for chunk in chunks)
+    assert "usage" not in served.server.post("completions", **asked)
+
+
+REFUSED = {
+    "completions": [
+        *[{"temperature": value} for value in (-1, 1e-9, 3, "1", True, 10**400)],
+        *[{"top_p": value} for value in (2, -0.1)],
+        *[{"top_k": value} for value in (-1, 2.5)],
+        *[{"max_tokens": value} for value in (0, -1, 10**9, 252, 10**30, "8")],
+        *[{"prompt": value} for value in (None, 5, [], [[]], [257], [-1], [10**30], ["a", 5], "x" * 300, {})],
+        *[{"stop": value} for value in ("", [""], 5, ["a"] * 17)],
+        *[{"n": value} for value in (0, 129, 1.5)],
+        *[{"logit_bias": value} for value in ({"x": 1}, {"257": 1}, {"5": 101}, [5])],
+        {"best_of": 3},
+        {"echo": True},
+        {"logprobs": 2},
+        {"suffix": "x"},
+        {"seed": 2**63},
+        {"frequency_penalty": 3},
+        {"generation_config": "{}"},
+        {"max_completion_tokens": 5},
+        {"nope": 1},
+        {"model": 5},
+        {"stream_options": {"include_usage": True}},
+        {"n": 2, "stream": True},
+    ],
+    "chat/completions": [
+        *[{"messages": value} for value in (None, [], "x", [5], [{"role": "user"}, {"role": "x"}])],
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}
+            ]
+        },
+        {"messages": [{"role": "user", "content": "a", "name": "b"}]},
+        {"response_format": {"type": "json_object"}},
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        {"logprobs": True},
+        {"top_logprobs": 2},
+        {"chat_template_kwargs": {"chat_template": "x"}},
+        {"max_completion_tokens": 0, "max_tokens": None},
+        {"reasoning_effort": "high"},
+        {"prompt": "x"},
+    ],
+    "responses": [
+        *[{"input": value} for value in (None, "", [], 5, [{"type": "input_image"}], [{"role": "user", "content": 5}])],
+        {"previous_response_id": "x"},
+        {"max_output_tokens": 0},
+        {"text": {"format": {"type": "json_object"}}},
+        {"max_tokens": 5},
+    ],
+}
+GOOD = {
+    "completions": {"prompt": "Hello"},
+    "chat/completions": CHATS,
+    "responses": {"input": "Who?", "max_tokens": None},
+}
+
+
+@pytest.mark.parametrize("path", REFUSED)
+def test_a_field_that_cannot_be_honoured_is_named(served, path):
+    for fields in REFUSED[path]:
+        field = next(iter(fields))
+        assert refused(served.server, path, **GOOD[path] | fields).startswith(field), fields
+    assert served.server.complete("Hello") == continuation(served.model, "Hello")
+    assert "Traceback" not in served.server.said()
+
+
+@pytest.mark.parametrize("path", REFUSED)
+def test_a_body_that_is_no_request_is_refused(served, path):
+    bodies = (b"", b"{", b"[]", b"null", b"5", b"\xff", b'{"model":5}', b'{"a":NaN}', b'{"n":1,"n":1}', b"[" * 10**5)
+    for body in (*bodies, b'{"prompt":"\\ud800"}', b'{"\\ud800":1}', b"9" * 10**5, b" " * (2**22 + 1)):
+        request = Request(f"{served.server.address}/v1/{path}", body)
+        with pytest.raises(HTTPError) as failed:
+            served.server.opener.open(request, timeout=60)
+        assert failed.value.code == 400, body[:20]
+        assert json.loads(failed.value.read())["error"]["message"]
+
+
+def test_routes_that_are_not_offered(served):
+    """Among them transformers' own, through which a client could load any model and unload this one."""
+    for path in ("../load_model", "../reset", "audio/transcriptions", "systemone", "nothing"):
+        assert "is not offered" in refused(served.server, path, 404, model=served.name)
+
+
+def test_chat_and_responses(served):
+    """As generate continues the template's text; a stop text, several answers and no stream unless asked for."""
+    server = served.server
+    expected = continuation(served.model, "<user>Who?<assistant>")
+    answer = json.loads(server.post("chat/completions", **CHATS, n=2))
+    assert [choice["message"]["content"] for choice in answer["choices"]] == [expected] * 2
+    parts = [dict(role="user", content=[dict(type="text", text="Who?")])]
+    answer = json.loads(server.post("chat/completions", messages=parts, stop=expected[5:7]))
+    assert answer["choices"][0]["message"]["content"] == expected[: expected.index(expected[5:7])]
+    asked = dict(input="Who?", max_tokens=None, max_output_tokens=LENGTH)
+    assert json.loads(server.post("responses", **asked))["output"][0]["content"][0]["text"] == expected
+    assert "response.completed" in server.post("responses", **asked, stream=True)
+
+
+@pytest.mark.slow
+def test_openai_client(served):
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=f"{served.server.address}/v1", api_key="none", max_retries=0, timeout=60)
+    asked = dict(model=served.name, max_tokens=LENGTH, temperature=0)
+    expected = continuation(served.model, "<user>Who?<assistant>")
+    answer = client.chat.completions.create(**CHATS, **asked)
+    assert answer.choices[0].message.content == expected
+    spoken = [*CHATS["messages"], answer.choices[0].message, dict(role="user", content="Why?")]
+    assert client.chat.completions.create(messages=spoken, **asked).choices[0].message.content
+    options = dict(stream=True, stream_options={"include_usage": True}, stop=["\0"])
+    chunks = list(client.chat.completions.create(**CHATS, **asked, **options))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == expected
+    assert chunks[-1].usage.completion_tokens == LENGTH
+    with pytest.raises(openai.BadRequestError, match="logprobs"):
+        client.completions.create(prompt="Hello", logprobs=3, **asked)
+    with pytest.raises(openai.NotFoundError, match="another"):
+        client.completions.create(prompt="Hello", **asked | {"model": "another"})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_the_server(served, stream):
+    """The next request need not wait until the first has all its tokens."""
+    import socket
+
+    host, port = served.server.address.removeprefix("http://").split(":")
+    body = json.dumps(dict(prompt="Hello", max_tokens=240, n=1 if stream else 100, stream=stream)).encode()
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+        )
+        time.sleep(0.2)
+    begun = time.monotonic()
+    assert served.server.complete("Hello", max_tokens=1)
+    assert time.monotonic() - begun < 10, "100 answers of 240 tokens take longer"
+
+
+def test_a_model_without_a_chat_template_says_so(tmp_path):
+    from headwater.serving.requests import RequestError
+    from headwater.serving.server import Chats
+
+    handler = Chats.__new__(Chats)
+    with pytest.raises(RequestError, match=r"messages: .*no chat template"):
+        handler._check_template(CHATS, byte_tokenizer())
 
 
 def test_headwater_serve_refuses_before_it_starts(run, tmp_path):

@@ -13,8 +13,14 @@ import typer
 from headwater.cli.common import Device, check_writable, device_of, err, one_folder, out, quiet
 from headwater.errors import HeadwaterError
 
+# Options of `generate` that choose among tokens, which it does not at temperature 0.
+SAMPLING = ("top_p", "top_k", "seed")
+# What a line of JSONL may seem to choose for itself.
+OF_ALL_LINES = {*SAMPLING, "temperature", "max_new_tokens", "max_tokens", "stop"}
+
 
 def generate(
+    context: typer.Context,
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint's folder, or a run's (its newest checkpoint).")],
     prompt: Annotated[str | None, typer.Argument(help="The text to continue; - reads it from stdin.")] = None,
     file: Annotated[Path | None, typer.Option(help="Read the text to continue from this file.")] = None,
@@ -53,11 +59,15 @@ def generate(
 
     from headwater.generation import continue_prompts, load_for_generation
     from headwater.models.decoding import Decoder
-    from headwater.written import MOST_TEXT, read_text
 
     quiet()
     if sum(given is not None for given in (prompt, file, jsonl)) != 1:
         raise HeadwaterError("Pass exactly one of: a prompt, - for stdin, --file, --jsonl.")
+    chosen = {name for name in context.params if _is_chosen(context, name)}
+    if temperature == 0 and (unread := [name for name in SAMPLING if name in chosen]):
+        raise HeadwaterError(f"--{unread[0].replace('_', '-')} has no effect at --temperature 0, which is greedy.")
+    if jsonl is None and "batch_size" in chosen:
+        raise HeadwaterError("--batch-size is for --jsonl; leave it out for a single prompt.")
     if 0 < temperature < 0.01:
         raise HeadwaterError("--temperature below 0.01 is almost greedy; use 0 for greedy decoding.")
     if "" in (stop or ()):
@@ -66,19 +76,12 @@ def generate(
         raise HeadwaterError(f"--cache is dynamic or static, not {cache!r}.")
     if compile and cache == "dynamic":
         raise HeadwaterError("--compile needs --cache static: with a growing cache every token has another shape.")
-    try:
-        if jsonl is not None:
-            rows = _prompts(sys.stdin.read() if str(jsonl) == "-" else read_text(jsonl, "file", MOST_TEXT), str(jsonl))
-        else:
-            given = str(prompt)
-            if any("\ud800" <= letter <= "\udfff" for letter in given):  # bytes that Python's locale cannot decode
-                given = os.fsencode(given).decode("utf-8")
-            text = (
-                read_text(file, "text", MOST_TEXT) if file is not None else sys.stdin.read() if prompt == "-" else given
-            )
-            rows = [{"prompt": text}]
-    except UnicodeError as error:
-        raise HeadwaterError(f"The prompt is not UTF-8 text: {error}.") from error
+    stop = [_as_text(text, "text of --stop") for text in stop or ()]
+    if jsonl is not None:
+        rows = _prompts(_read(jsonl), str(jsonl))
+    else:
+        is_text = prompt is not None and prompt != "-"
+        rows = [{"prompt": _as_text(str(prompt), "prompt") if is_text else _read(file or Path("-"))}]
     device = device_of(device)
     if dtype not in ("auto", "float32", "bfloat16", "float64"):
         raise HeadwaterError(f"--dtype is auto, float32, bfloat16 or float64, not {dtype!r}.")
@@ -97,7 +100,7 @@ def generate(
             top_p=top_p,
             top_k=top_k,
             seed=seed + begin,
-            stop=stop or (),
+            stop=stop,
             stream=jsonl is None,
             decoder=decoder,
         )
@@ -112,21 +115,59 @@ def generate(
     )
 
 
+def _is_chosen(context: typer.Context, name: str) -> bool:
+    """Whether an option stands on the command line."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _read(file: Path) -> str:
+    """The text of a file; of standard input for -."""
+    from headwater.written import MOST_TEXT, read_text
+
+    try:
+        return _as_text(sys.stdin.read() if str(file) == "-" else read_text(file, "text", MOST_TEXT), "prompt")
+    except UnicodeError as error:
+        raise HeadwaterError(f"The prompt is not UTF-8 text: {error}.") from error
+
+
+def _as_text(given: str, what: str) -> str:
+    """A text in which Python has kept bytes that its locale cannot decode. Raises `HeadwaterError` if UTF-8 cannot."""
+    try:
+        return os.fsencode(given).decode("utf-8") if any("\ud800" <= letter <= "\udfff" for letter in given) else given
+    except UnicodeError as error:
+        raise HeadwaterError(f"The {what} is not UTF-8 text: {error}.") from error
+
+
 def _prompts(text: str, name: str) -> list[dict[str, Any]]:
-    """The lines of a JSONL file, each with a "prompt". Raises `HeadwaterError` for a line without one."""
+    """The lines of a JSONL file, each with a "prompt". What else a line has is printed with its completion.
+
+    Raises `HeadwaterError` for a line that is wrong.
+    """
     import json
 
     prompts = []
     for number, line in enumerate(text.split("\n"), 1):
         line = line.removeprefix("\ufeff")
+        if not line.strip():
+            continue
         try:
-            content = json.loads(line) if line.strip() else None
-        except ValueError as error:
+            content = json.loads(line)
+            json.dumps(content, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise HeadwaterError(f"Line {number} of {name!r} has a lone surrogate, which is no text.") from error
+        except (ValueError, RecursionError) as error:
             raise HeadwaterError(f"Line {number} of {name!r} is not JSON: {error}.") from error
-        if content is not None and not (isinstance(content, dict) and isinstance(content.get("prompt"), str)):
+        if not (isinstance(content, dict) and isinstance(content.get("prompt"), str)):
             raise HeadwaterError(f'Line {number} of {name!r} has no text under "prompt".')
-        if content is not None:
-            prompts.append(content)
+        if "completion" in content:
+            raise HeadwaterError(f'Line {number} of {name!r} has a "completion", which would be replaced; rename it.')
+        if unread := sorted(content.keys() & OF_ALL_LINES):
+            raise HeadwaterError(
+                f"Line {number} of {name!r} has {unread[0]!r}, which is not read from a line; it is an option of the "
+                f"command, for all lines."
+            )
+        prompts.append(content)
     if not prompts:
         raise HeadwaterError(f"{name!r} has no prompts.")
     return prompts
@@ -174,7 +215,9 @@ def serve(
         )
     from transformers.cli.transformers import main as transformers_cli
 
-    _serve_one(str(checkpoint), source)
+    from headwater.serving.server import install
+
+    install(str(checkpoint), source)
     sys.argv = ["transformers", "serve", str(checkpoint), *context.args]
     transformers_cli()
 
@@ -226,29 +269,6 @@ def _processes(options: list[str]) -> int:
     except ArgumentError:
         return 1
     return max(1, found.tensor_parallel_size * found.pipeline_parallel_size)
-
-
-def _serve_one(name: str, source: Path) -> None:
-    """Register the checkpoint `source` with transformers' server as `name`."""
-    from transformers.cli.serving import model_manager
-
-    from headwater.models.causal_lm import HeadwaterForCausalLM
-
-    class OneModel(model_manager.ModelManager):
-        def process_model_name(self, model_id: str) -> str:  # answers also contain this name
-            return name if model_id == name else super().process_model_name(model_id)
-
-        def load_model_and_processor(self, model_id_and_revision: str, *args: Any, **kwargs: Any) -> Any:
-            known = f"{source}@main" if model_id_and_revision == name else model_id_and_revision
-            return super().load_model_and_processor(known, *args, **kwargs)
-
-        def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
-            created = int((source / "config.json").stat().st_mtime)
-            return [{"id": name, "object": "model", "created": created, "owned_by": "headwater"}]
-
-    model_manager.ModelManager = OneModel
-    # It looks for a checkpoint's class only among transformers' own.
-    model_manager.transformers.HeadwaterForCausalLM = HeadwaterForCausalLM
 
 
 def export(

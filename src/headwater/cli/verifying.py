@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,7 +28,8 @@ def verify(
     checkpoint: Annotated[
         Path | None,
         typer.Argument(
-            help="A checkpoint's folder, or a run's; default: small random models of each mechanism.",
+            help="A checkpoint's folder, or a run's, or one of a Hugging Face model; default: small random models of "
+            "each mechanism.",
             show_default=False,
         ),
     ] = None,
@@ -76,12 +78,18 @@ def verify(
 ) -> None:
     """Check every way of decoding against one pass without a cache. Exit code 1: some way silently differs."""
     from headwater import verify as verifying
+    from headwater.models.kinds import MODEL_TYPES
+    from headwater.reading import model_type
+    from headwater.training.places import newest_checkpoint
     from headwater.training.trained import open_trained
 
     quiet()
     foreign = [*(model or ()), *(type or ())]
     if sum((checkpoint is not None, bool(foreign), all_types)) > 1:
         raise HeadwaterError("Verify one of these at a time: a checkpoint, --model and --type, or --all-types.")
+    if checkpoint is not None and (kind := model_type(newest_checkpoint(checkpoint))) and kind not in MODEL_TYPES:
+        checkpoint, model = None, [str(checkpoint)]  # of another library
+        foreign = model
     if size is not None and (checkpoint is not None or foreign or all_types):
         raise HeadwaterError("--size applies to small random models of the mechanisms; leave it out with others.")
     if (requests or sampled) and (foreign or all_types):
@@ -102,14 +110,14 @@ def verify(
     refused = 0
     with ProgressReport() as progress:
         task = progress.add_task("verifying", total=None)
-        for name, one in _models(trained, model or [], type or [], trust_remote_code, size or 1, seed):
+        for name, one, another in _models(trained, model or [], type or [], trust_remote_code, size or 1, seed):
             progress.update(task, info=name)
             if one is None:
                 refused += 1
                 continue
             if not foreign:
                 own.append(one)
-            found[name] = verifying.verify(one, seed)
+            found[name] = verifying.verify(one, seed, another=another)
     failed = any(one.ok is False for ways in found.values() for one in ways)
     if as_json:
         models = [{"name": name, "ways": verifying.as_data(ways)} for name, ways in found.items()]
@@ -138,20 +146,21 @@ def verify(
 
 def _models(
     trained: PreTrainedModel | None, sources: list[str], types: list[str], trust_remote_code: bool, size: int, seed: int
-) -> Iterator[tuple[str, PreTrainedModel | None]]:
-    """Names and models, each made when its turn comes; None for a combination that no config can have."""
+) -> Iterator[tuple[str, PreTrainedModel | None, Callable[[int], PreTrainedModel] | None]]:
+    """Names and models, each made when its turn comes; None for a combination that no config can have. With a small
+    random model comes what makes another from a seed."""
     from headwater import verify as verifying
 
     if trained is not None:
-        yield _name(trained.config.mechanisms or {}), trained
+        yield _name(trained.config.mechanisms or {}), trained, None
     elif sources or types:
         for source in sources:
-            yield source, verifying.open_model(source, trust_remote_code)
+            yield source, verifying.open_model(source, trust_remote_code), None
         for one in types:
-            yield one, verifying.open_type(one, seed)
+            yield one, verifying.open_type(one, seed), partial(verifying.open_type, one)
     else:
         for mechanisms in ({}, *(one for number in range(size) for one in verifying.combinations(number + 1))):
-            yield _name(mechanisms), verifying.tiny(mechanisms, seed=seed)
+            yield _name(mechanisms), verifying.tiny(mechanisms, seed=seed), None
 
 
 def _name(mechanisms: dict[str, Any]) -> str:

@@ -28,6 +28,8 @@ from headwater.models.cache import HeadwaterStaticSlidingLayer
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.compiling import silence_tf32_advice
 
+# Maximum tokens of a prompt, since attention to all of them takes quadratic memory.
+LONGEST = 2**16
 # The cache's length is a multiple of this: calls of similar length share a graph, and kernels like aligned masks.
 SLOTS = 64
 # Steps before the recording: they compile and load kernels, which a recording must not.

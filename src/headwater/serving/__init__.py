@@ -1,4 +1,5 @@
-"""Models in servers with a paged cache: what a block of it holds, and the model's side of attention.
+"""Models in servers: requests to transformers' server, and what a block of a paged cache holds.
 
-`pages` and `paged` are independent of any server; `vllm` is its plugin.
+`requests` and `stops` are about what a client asks for, `server` answers it with transformers' server. `pages` and
+`paged`, the model's side of attention, are independent of any server; `vllm` is its plugin.
 """

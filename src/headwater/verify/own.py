@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import resource
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from headwater.errors import HeadwaterError
 from headwater.models.cache import cache_bytes
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.registry import MECHANISMS
-from headwater.verify.verdicts import EXACT, Verified, verify_model
+from headwater.verify.verdicts import EXACT, Verified, verify_twice
 from headwater.verify.watch import Subject
 from headwater.verify.ways import LONGEST, PROMPT, WAYS, Probe, Way, packed, without_end
 
@@ -102,19 +102,28 @@ def ways_of(model: PreTrainedModel) -> list[Way]:
     return [*promised, *OWN_WAYS]
 
 
-def verify(model: PreTrainedModel, seed: int = 0, ways: Collection[str] | None = None) -> list[Verified]:
+def verify(
+    model: PreTrainedModel,
+    seed: int = 0,
+    ways: Collection[str] | None = None,
+    another: Callable[[int], PreTrainedModel] | None = None,
+) -> list[Verified]:
     """Compare every way of decoding with one uncached forward pass of the same tokens.
+
+    What differs is tried again with other texts, and counts only if it differs again.
 
     model: any causal language model with transformers' interface, on the CPU; it is not changed. It runs in fp64, where
     only a mistake exceeds 1e-6, if it can; in fp32; and in bf16. ways: the names of those to run; default: all that
-    apply. Raises `HeadwaterError` for a model with too few learned positions, and for one that cannot read ids alone.
+    apply. another: makes a model of the same type from a seed, to try again with.
+    Raises `HeadwaterError` for a model with too few learned positions, and for one that cannot read ids alone.
     """
     config = model.config
     positions = getattr(config, "max_position_embeddings", LONGEST)
     if getattr(config, "position", None) == "learned" and positions < LONGEST:
         raise HeadwaterError(f"Verifying needs {LONGEST} positions, but this model has only {positions} learned ones.")
     wanted = [way for way in ways_of(model) if ways is None or way.name in ways]
-    return verify_model(model, seed, wanted, OWN_EXACT if isinstance(model, HeadwaterForCausalLM) else EXACT)
+    exact_to = OWN_EXACT if isinstance(model, HeadwaterForCausalLM) else EXACT
+    return verify_twice(model, seed, wanted, exact_to, another)
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,7 @@ OWN: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"layer_types": _SLIDING, "rope_parameters": dict.fromkeys(_SLIDING, _ROPE)},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
     "deepseek_v2": {"num_experts_per_tok": 2, "q_lora_rank": None},
+    "dory": {"n_input_layers": 1, "n_output_layers": 1},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "falcon_h1": {"mamba_d_head": 16},
     "gemma3n_text": {
@@ -86,11 +87,17 @@ OWN: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": _HYBRID},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
+    "inkling2_loop_text": {
+        "n_layers_per_attn_res_block": 1,
+        "loop_layer_index_start": 1,
+        "loop_layer_index_end": 3,
+    },
     "lfm2": {"layer_types": _CONVOLUTIONS, "full_attn_idxs": None},
     "lfm2_moe": {"layer_types": _CONVOLUTIONS},
     "longcat_flash": {"head_dim": 4},
     "mamba2": {"head_dim": 16},
     "ministral": {"head_dim": 8},
+    "mllama_text_model": {"cross_attention_layers": [1]},
     "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
@@ -114,14 +121,17 @@ OWN: dict[str, dict[str, Any]] = {
 def small_config(model_type: str) -> PreTrainedConfig:
     """A small config of a model type.
 
-    Raises `HeadwaterError` for a type that is no causal language model of transformers, and whatever its config raises.
+    Raises `HeadwaterError` for a type that is no causal language model of transformers, or whose fields contradict each
+    other when it is small, and whatever its config raises.
     """
     if model_type not in TYPES:
         near = difflib.get_close_matches(model_type, TYPES, 1)
         advice = f"; did you mean {near[0]!r}?" if near else "."
         raise HeadwaterError(f"transformers has no type of causal language model {model_type!r}{advice}")
     made = CONFIG_MAPPING[model_type]
-    config = made(**_shrunk(made()))
+    default = made()
+    config = made(**_shrunk(default))
+    check_layers(config.get_text_config(decoder=True), default.get_text_config(decoder=True))
     for one in (config, config.get_text_config(decoder=True)):
         if hasattr(one, "is_decoder"):
             one.is_decoder = True
@@ -130,6 +140,43 @@ def small_config(model_type: str) -> PreTrainedConfig:
             if given is not None and not (isinstance(given, int) and 0 <= given < VOCABULARY):
                 setattr(one, name, token)
     return config
+
+
+def check_layers(small: PreTrainedConfig, default: PreTrainedConfig) -> None:
+    """Raise `HeadwaterError` for a small config whose fields about layers no longer fit its number of layers.
+
+    Checked are counts and numbers of layers, and lists with an entry for each layer or with numbers of layers, also
+    those that follow from other fields: whatever fits the layers of the default config fits those of the small one.
+    """
+    before, after = (_field(config, "num_hidden_layers") for config in (default, small))
+    for name in sorted({*vars(default), *_properties(default)}):
+        value, now = _field(default, name), _field(small, name)
+        if _is_count(now) and now < 0 <= (value if _is_count(value) else -1):
+            raise HeadwaterError(f"{small.model_type} has no small config that makes sense: {name} would be {now}.")
+        elif "layer" in name and _is_count(before) and _is_count(after) and not _fits(value, now, before, after):
+            raise HeadwaterError(
+                f"{small.model_type} has no small config that makes sense: {name} would be {now} with {after} layers."
+            )
+
+
+def _fits(value: Any, now: Any, before: int, after: int) -> bool:
+    """Whether a field fits `after` layers, if its default fits those `before`."""
+    if _is_count(value) and _is_count(now):
+        return now <= after or value > before
+    if isinstance(value, list | tuple) and isinstance(now, list | tuple):
+        if len(value) == before != len({*map(str, value)}):
+            return len(now) == after
+        numbers = all(map(_is_count, [*value, *now])) and all(0 <= one < before for one in value)
+        return not numbers or all(0 <= one < after for one in now)
+    return True
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _properties(config: PreTrainedConfig) -> list[str]:
+    return [name for name in dir(type(config)) if isinstance(getattr(type(config), name, None), property)]
 
 
 def small_model(model_type: str, seed: int = 0) -> PreTrainedModel:

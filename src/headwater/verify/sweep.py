@@ -9,8 +9,9 @@ import dataclasses
 import json
 import platform
 import queue
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import transformers
 from headwater.errors import HeadwaterError
 from headwater.files import replace_text
 from headwater.verify.small import TYPES, small_model
-from headwater.verify.verdicts import Verified, sentence, verify_model
+from headwater.verify.verdicts import Verified, sentence, verify_twice
 from headwater.verify.ways import WAYS
 from headwater.workers import Answer, Worker
 
@@ -61,10 +62,7 @@ def one_type(model_type: str, seed: int, memory: int) -> dict[str, Any]:
     except Exception as error:
         return {"type": model_type, "not_built": sentence(error)}
     try:
-        found = verify_model(model, seed)
-        lies = {one.check for one in found if one.ok is False}
-        if lies:
-            found = repeated(found, verify_again(model_type, seed + 1, lies))
+        found = verify_twice(model, seed, another=partial(small_model, model_type))
         return {
             "type": model_type,
             "class": type(model).__name__,
@@ -73,21 +71,6 @@ def one_type(model_type: str, seed: int, memory: int) -> dict[str, Any]:
         }
     except Exception as error:
         return {"type": model_type, "class": type(model).__name__, "not_verified": sentence(error)}
-
-
-def verify_again(model_type: str, seed: int, lies: Collection[str]) -> list[Verified]:
-    """The ways that differ, with another model of the type and other texts."""
-    return verify_model(small_model(model_type, seed), seed, [way for way in WAYS if way.name in lies])
-
-
-def repeated(found: Sequence[Verified], again: Sequence[Verified]) -> list[Verified]:
-    """Verdicts in which a way differs only if it does so `again`: what is seen once may be a tie broken by chance."""
-    lies = {one.check for one in again if one.ok is False}
-    why = "differs for one seed and not for the next: perhaps a tie, of which each way takes another side"
-    return [
-        dataclasses.replace(one, ok=None, why=why, parting=None) if one.ok is False and one.check not in lies else one
-        for one in found
-    ]
 
 
 def sweep(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +85,43 @@ def verify_model(
     else:
         found.append(Verified(BF16, None, why=found[-1].why))
     return found
+
+
+def verify_twice(
+    model: PreTrainedModel,
+    seed: int = 0,
+    ways: Sequence[Way] | None = None,
+    exact_to: float = EXACT,
+    another: Callable[[int], PreTrainedModel] | None = None,
+) -> list[Verified]:
+    """`verify_model`, where a way differs only if it does so again with other texts.
+
+    another: makes a model of the same type from a seed, for the second time; default: `model` again.
+    """
+    ways = WAYS if ways is None else ways
+    first = verify_model(model, seed, ways, exact_to)
+    differing = {verdict.check for verdict in first if verdict.ok is False}
+    if not differing:
+        return first
+    if CAUSAL not in differing:  # with it, the other ways have not run
+        ways = [way for way in ways if way.name in differing]
+    second = verify_model(model if another is None else another(seed + 1), seed + 1, ways, exact_to)
+    return confirmed(first, second)
+
+
+def confirmed(first: Sequence[Verified], second: Sequence[Verified]) -> list[Verified]:
+    """Verdicts in which a way differs only if it does so both times: once may be a tie broken by chance."""
+    again = {verdict.check: verdict for verdict in second}
+    chance = {verdict.check for verdict in first if verdict.ok is False and again[verdict.check].ok is not False}
+    why = "differs for one seed and not for the next: perhaps a tie, of which each way takes another side"
+    return [
+        dataclasses.replace(verdict, ok=None, why=why, parting=None)
+        if verdict.check in chance
+        else again[verdict.check]
+        if CAUSAL in chance
+        else verdict
+        for verdict in first
+    ]
 
 
 class _Precision:

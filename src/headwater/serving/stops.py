@@ -1,0 +1,38 @@
+"""Stop texts: where a continuation ends, though they may arrive in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class UntilStop:
+    """Pass a text on in pieces, up to the first of some stop texts.
+
+    stopped: whether a stop text has arrived. What may be the beginning of one is held back until the next piece.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.stops, self.pending, self.stopped = stops, "", False
+
+    def feed(self, text: str, end: bool = False) -> str:
+        """What of the text may be shown after another piece. end: there is no further one."""
+        if self.stopped:
+            return ""
+        self.pending += text
+        before = before_stop(self.pending, self.stops)
+        self.stopped = before != self.pending
+        length = len(before)
+        if not (self.stopped or end):
+            length -= max((_overlap(before, stop) for stop in self.stops), default=0)
+        self.pending, shown = self.pending[length:], self.pending[:length]
+        return shown
+
+
+def before_stop(text: str, stops: Sequence[str]) -> str:
+    """The beginning of a text, up to the first of the stop texts in it."""
+    return text[: min((start for start in map(text.find, stops) if start >= 0), default=len(text))]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many characters at the end of a text may be the beginning of a stop text."""
+    return next((length for length in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:length])), 0)
