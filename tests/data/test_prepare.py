@@ -921,7 +921,7 @@ def test_a_vocabulary_with_holes_is_as_large_as_its_largest_id(folder, tmp_path)
 def test_a_tokenizer_of_broken_files_is_a_sentence(name, content, tmp_path, bpe):
     shutil.copytree(bpe, tmp_path / "tokenizer")
     (tmp_path / "tokenizer" / name).write_text(content)
-    with pytest.raises(HeadwaterError, match="No tokenizer could be loaded|does not contain a JSON object"):
+    with pytest.raises(HeadwaterError, match=r"No tokenizer could be loaded|does not contain a JSON object"):
         load_tokenizer(str(tmp_path / "tokenizer"))
 
 
