@@ -14,6 +14,7 @@ from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError, either
 from headwater.mechanisms.base import Mechanism, Named, owner_of
 from headwater.models.quantization import check_quantized
+from headwater.models.token_tables import check_resizable, resize_token_tables
 from headwater.nn.attention import Attention
 from headwater.nn.block import Block
 from headwater.precision import KeepsPrecision
@@ -89,6 +90,23 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
         check_quantized(model, getattr(model, "hf_quantizer", None))
         model.freeze()  # loading sets requires_grad on everything
         return loaded
+
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Module:
+        """As in transformers, and the tables of mechanisms by token id with it (`resize_token_tables`).
+
+        Raises `HeadwaterError` if a mechanism does not fit the new size, before anything is changed.
+        """
+        old = self.get_input_embeddings().num_embeddings
+        new = old if new_num_tokens is None else new_num_tokens
+        new = new if pad_to_multiple_of is None else -(-new // pad_to_multiple_of) * pad_to_multiple_of
+        if new != old:
+            check_resizable(self, new)
+            resize_token_tables(self, new, mean_resizing)
+        embedding = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+        self.name_modules()
+        return embedding
 
     def owner(self, qualified: str) -> tuple[Mechanism | None, str]:
         """The innermost mechanism that contains a parameter, and its name there; (None, "") if none does."""
