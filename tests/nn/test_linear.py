@@ -53,7 +53,9 @@ def test_each_form_of_a_linear_map_is_the_plain_one(shape, d_out, bias, form, ta
     strided = torch.randn(300, *shape).movedim(0, -1).to(x.dtype)
     with measured(), packed():
         torch.testing.assert_close(apply_linear(module, x), plain, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(apply_linear(module, strided), nn.functional.linear(strided, module.weight, module.bias))
+        torch.testing.assert_close(
+            apply_linear(module, strided), nn.functional.linear(strided, module.weight, module.bias)
+        )
 
 
 @torch.no_grad()
@@ -96,7 +98,9 @@ def test_hooks_of_a_layer_run_during_generation(take):
     hooks = {
         "forward hook": lambda layer: layer.register_forward_hook(lambda module, inputs, output: seen.append(1)),
         "pre-hook": lambda layer: layer.register_forward_pre_hook(lambda module, inputs: seen.append(1)),
-        "replaced": lambda layer: setattr(layer, "forward", lambda x: seen.append(1) or nn.functional.linear(x, layer.weight)),
+        "replaced": lambda layer: setattr(
+            layer, "forward", lambda x: seen.append(1) or nn.functional.linear(x, layer.weight)
+        ),
     }
     for add in hooks.values():
         layer = nn.Linear(300, 300)

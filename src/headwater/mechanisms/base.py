@@ -448,7 +448,7 @@ class Mechanism(nn.Module):
         return ()
 
     def token_tables(self, parameter: str) -> int:
-        """How many tables with a row for each token id a parameter holds, one after the other along its first dimension.
+        """How many tables with a row for each token id a parameter holds, one after the other along its first axis.
 
         `resize_token_embeddings` gives each as many rows as the embedding. 0: the parameter is no such table.
         """

@@ -27,8 +27,8 @@ def check_resizable(model: HeadwaterPreTrainedModel, new: int) -> None:
         rows = count * model.config.vocab_size
         if parameter.shape[0] != rows:
             raise HeadwaterError(
-                f"{name!r} has {parameter.shape[0]} rows in place of {rows}, so it cannot be resized with the embedding; "
-                "resize the model before it is divided among processes."
+                f"{name!r} has {parameter.shape[0]} rows in place of {rows}, so it cannot be resized with the "
+                "embedding; resize the model before it is divided among processes."
             )
         if name in after and after[name][0] == count * new:
             before[name] = after[name]
@@ -53,7 +53,9 @@ def resize_token_tables(model: HeadwaterPreTrainedModel, new: int, from_mean: bo
         # The parameter itself stays, as transformers keeps the embedding's. `init` takes its size from it.
         parameter.data = rows.new_empty(count * new, *rows.shape[2:])
         old = rows.shape[1]
-        added = _mean_rows(rows, new - old) if from_mean else _initial_rows(model, holder, inner, count)[:, old:].to(rows)
+        added = (
+            _mean_rows(rows, new - old) if from_mean else _initial_rows(model, holder, inner, count)[:, old:].to(rows)
+        )
         parameter.copy_(torch.cat((rows[:, :new], added), dim=1).flatten(0, 1))
         if isinstance(holder, nn.Embedding):
             holder.num_embeddings = len(parameter)

@@ -38,7 +38,9 @@ class FeedForward(nn.Module):
         """change: what mechanisms do before the activation."""
         if change is None and not torch.is_grad_enabled():  # frees gate(x) before up(x) is computed
             inner = self.act(apply_linear(self.gate_proj or self.up_proj, x))
-            return apply_linear(self.down_proj, inner if self.gate_proj is None else inner * apply_linear(self.up_proj, x))
+            return apply_linear(
+                self.down_proj, inner if self.gate_proj is None else inner * apply_linear(self.up_proj, x)
+            )
         if self.gate_proj is None:
             hidden = Hidden(None, apply_linear(self.up_proj, x))
         else:

@@ -837,7 +837,9 @@ class Reference:
             past = [int(self.ids[t])]
             for back in range(1, max(orders)):
                 borders = [t - step in begins or int(self.ids[t - step - 1]) == end for step in range(back)]
-                past.append((options["vocabulary"] if end is None else end) if any(borders) else int(self.ids[t - back]))
+                past.append(
+                    (options["vocabulary"] if end is None else end) if any(borders) else int(self.ids[t - back])
+                )
             rows = []
             for i, order in enumerate(orders):
                 mixed = 0
