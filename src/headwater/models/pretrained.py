@@ -13,7 +13,7 @@ from headwater import kernels, remote_code
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError, either
 from headwater.mechanisms.base import Mechanism, Named, owner_of
-from headwater.models.quantization import check_quantized
+from headwater.models.quantization import BESIDE, check_quantized
 from headwater.models.token_tables import check_resizable, resize_token_tables
 from headwater.nn.attention import Attention
 from headwater.nn.block import Block
@@ -36,6 +36,8 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
+    # For quantizers alone, all of which leave what it names (see `_get_dtype_plan`).
+    _keep_in_fp32_modules = [BESIDE]
     _can_record_outputs = {"hidden_states": Block, "attentions": Attention}
 
     def post_init(self) -> None:
@@ -50,6 +52,10 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
         kernels.off()  # reads the environment now: a change between two layers would cost a compiled graph
         super().post_init()
         self.freeze()
+
+    def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        """As in transformers, but what quantizers leave is loaded in any precision."""
+        return {name: kept for name, kept in super()._get_dtype_plan(dtype).items() if name != BESIDE}
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str | type = "AutoModel") -> None:
