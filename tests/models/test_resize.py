@@ -5,9 +5,11 @@ import copy
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from conftest import assert_near, build, config, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM, grow
+from headwater.data.tokenizer import byte_tokenizer
 from headwater.mechanisms.base import Mechanism
 from headwater.models.token_tables import token_tables
 from headwater.registry import MECHANISMS
@@ -175,3 +177,69 @@ def test_a_base_model_is_resized_too():
         model.resize_token_embeddings(101)
         assert torch.equal(model(ids, use_cache=False).last_hidden_state, before)
     assert config({"value_embedding": {}}).vocab_size == 97
+
+
+BOTH = {"value_embedding": {"tables": 2}, "ngram_memory": {"rows": 101}}
+
+
+def adapted(model: HeadwaterForCausalLM, folder, **options) -> torch.nn.Module:
+    """A model with an adapter of PEFT's that is not the identity, which is saved in a folder."""
+    peft = pytest.importorskip("peft")
+    given = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, **options)
+    made = peft.get_peft_model(model, given).eval()
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if parameter.requires_grad and "lora" not in name:
+                parameter.add_(1.0)
+    made.save_pretrained(folder)
+    return made
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"modules_to_save": ["value_embedding.table", "embed_tokens", "lm_head"]},
+        {"trainable_token_indices": {"embed_tokens": [97, 98]}},
+    ],
+    ids=str,
+)
+def test_adapters_of_a_resized_model_fit_one_that_is_resized_again(options, tmp_path):
+    """They hold the embedding of a resized model, and no rows of tables, unless these were trained."""
+    build(BOTH).float().save_pretrained(tmp_path / "model")
+    first, again = (AutoModelForCausalLM.from_pretrained(tmp_path / "model") for _ in range(2))
+    for seed, one in enumerate((first, again)):
+        torch.manual_seed(seed)
+        one.resize_token_embeddings(99)
+    tuned = adapted(first, tmp_path / "adapter", **options)
+    loaded = pytest.importorskip("peft").PeftModel.from_pretrained(again, tmp_path / "adapter").eval()
+    ids = torch.tensor([[97, 3, 98, 98, 5]])
+    with torch.no_grad():
+        assert torch.equal(loaded(input_ids=ids).logits, tuned(input_ids=ids).logits)
+
+
+@pytest.mark.slow
+def test_trl_trains_with_a_chat_template(tmp_path):
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    model = build(BOTH, vocab_size=257, pad_token_id=256, eos_token_id=256).float()
+    tokenizer, chat = byte_tokenizer(), byte_tokenizer()
+    chat.add_special_tokens({"additional_special_tokens": ["<|turn|>", "<|end|>"]})
+    chat.eos_token = "<|end|>"
+    chat.chat_template = "{% for m in messages %}<|turn|>{{ m['role'] }} {{ m['content'] }}<|end|>{% endfor %}"
+    chat.save_pretrained(tmp_path / "chat")
+    model, tokenizer, _ = trl.clone_chat_template(model, tokenizer, str(tmp_path / "chat"))
+    assert model.config.vocab_size >= 259
+    turns = [{"role": "user", "content": "What rises?"}, {"role": "assistant", "content": "A river."}]
+    given = dict(max_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True, bf16=False, save_strategy="no")
+    trainer = trl.SFTTrainer(
+        model,
+        trl.SFTConfig(tmp_path / "out", **given),
+        train_dataset=datasets.Dataset.from_list([{"messages": turns}] * 4),
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    trainer.save_model(str(tmp_path / "tuned"))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned").eval()
+    ids = tokenizer.apply_chat_template(turns, return_tensors="pt", return_dict=True)["input_ids"]
+    assert int(ids.max()) > 256
+    assert torch.equal(logits(loaded, ids), logits(model.eval(), ids))

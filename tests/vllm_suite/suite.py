@@ -36,6 +36,7 @@ import torch
 import vllm
 from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
 from transformers import PreTrainedTokenizerFast
 from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
@@ -175,6 +176,79 @@ def test_tokens_and_bytes(mechanisms, changes, bytes_per_token, speculates, tmp_
     page = Page(model.config, 32, 4, NGRAMS["num_speculative_tokens"] if speculates else 0)
     assert page.history == 32 * bytes_per_token == 32 * cache_bytes_per_token(model.config)
     assert inside(llm).blocks.kv_cache.untyped_storage().nbytes() == 24 * page.size
+
+
+# In half precision vLLM has other kernels. Every mechanism that can be served, and those that read some channels of x.
+HALF: list[dict] = [
+    {},
+    {"pattention": {}},
+    {"kv_shift": {}},
+    {"kv_shift": {"window": 3, "queries": True}},
+    {"short_conv": {}},
+    {"short_conv": {"on": ["attention_input", "feed_forward_hidden", "keys"], "dynamic": ["keys"]}},
+    {"value_residual": {"mode": "learnable"}},
+    {"value_embedding": {}},
+    {"value_embedding": {"tables": 2, "rank": 8, "channels": 20}},
+    {"ngram_memory": {"rank": 16, "gate": "match"}},
+    {"ngram_memory": {"where": "values", "gate": "scalar"}},
+    {"svformer": {}},
+    {"kv_source": {"keys": "yoco", "values": "yoco"}},
+    {"skip_layer": {}},
+    {"neutreno": {}},
+    {"exclusive": {}},
+    {"output_gate": {}},
+    {"output_gate": {"channels": 12}},
+    {"mudd": {}},
+    {"dense_former": {}},
+    {"smear": {"weight": 0.7}},
+    {"embedding_residual": {}},
+    {"backout": {}},
+]
+
+
+@torch.no_grad()
+def log_probabilities(model: Any, row: list[int]) -> torch.Tensor:
+    """Of each token of a row but the first."""
+    logits = model(torch.tensor([row]), use_cache=False).logits[0, :-1].float()
+    return logits.log_softmax(-1).gather(1, torch.tensor(row[1:])[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("mechanisms", HALF, ids=json.dumps)
+def test_half_precision_is_as_near_as_transformers(mechanisms, tmp_path):
+    model, rows = build(mechanisms, **GQA, initializer_range=0.1), [tokens(count, count) for count in (5, 33, 64)]
+    model.save_pretrained(tmp_path)
+    half = HeadwaterForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    exact, near = (torch.cat([log_probabilities(one, row) for row in rows]) for one in (model, half))
+    options = SamplingParams(temperature=0, max_tokens=1, detokenize=False, prompt_logprobs=0)
+    llm = start(tmp_path, dtype="bfloat16")
+    given: list[Any] = [{"prompt_token_ids": row} for row in rows]
+    made = llm.generate(given, options, use_tqdm=False)
+    served = torch.tensor(
+        [
+            known[token].logprob
+            for one, row in zip(made, rows, strict=True)
+            for known, token in zip(one.prompt_logprobs[1:], row[1:], strict=True)
+        ]
+    )
+
+    def rms(found: torch.Tensor) -> float:
+        return float((found - exact).pow(2).mean().sqrt())
+
+    assert rms(served) <= 2 * rms(near)
+
+
+def test_a_strided_input_reaches_the_kernel_in_order(tmp_path):
+    """A few channels of wider rows, for every linear layer that the server has taken over."""
+    model = build({"output_gate": {"channels": 12}})
+    model.save_pretrained(tmp_path)
+    served = inside(start(tmp_path, dtype="bfloat16")).language
+    layers = [layer for layer in served.modules() if hasattr(layer, "cpu_linear")]
+    assert len(layers) == 4 * 8 + 1
+    for layer in layers:
+        width = 12 if isinstance(layer, nn.Linear) and layer.out_features == 4 else None
+        x = torch.randn(9, 300, dtype=torch.bfloat16)[:, : width or getattr(layer, "input_size", 128)]
+        with torch.no_grad():
+            assert torch.equal(layer(x), layer(x.contiguous()))
 
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
