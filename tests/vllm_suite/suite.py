@@ -36,7 +36,6 @@ import torch
 import vllm
 from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
-from torch import nn
 from transformers import PreTrainedTokenizerFast
 from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
@@ -49,7 +48,7 @@ from headwater.cost import cache_bytes_per_token
 from headwater.export import export
 from headwater.serving.paged import Lookback
 from headwater.serving.pages import Page
-from headwater.serving.vllm import register
+from headwater.serving.vllm import engine, register
 from headwater.serving.vllm.engine import CPUEngine
 from headwater.serving.vllm.flash import FlashEngine
 from headwater.testing.models import disturb
@@ -237,18 +236,30 @@ def test_half_precision_is_as_near_as_transformers(mechanisms, tmp_path):
     assert rms(served) <= 2 * rms(near)
 
 
-def test_a_strided_input_reaches_the_kernel_in_order(tmp_path):
-    """A few channels of wider rows, for every linear layer that the server has taken over."""
-    model = build({"output_gate": {"channels": 12}})
-    model.save_pretrained(tmp_path)
-    served = inside(start(tmp_path, dtype="bfloat16")).language
-    layers = [layer for layer in served.modules() if hasattr(layer, "cpu_linear")]
-    assert len(layers) == 4 * 8 + 1
-    for layer in layers:
-        width = 12 if isinstance(layer, nn.Linear) and layer.out_features == 4 else None
-        x = torch.randn(9, 300, dtype=torch.bfloat16)[:, : width or getattr(layer, "input_size", 128)]
-        with torch.no_grad():
-            assert torch.equal(layer(x), layer(x.contiguous()))
+def test_kernels_are_given_contiguous_tensors(tmp_path, monkeypatch):
+    """Some read others as if they were, in half precision on processors with AMX."""
+    mechanisms = {"smear": {"weight": 0.5}, "kv_shift": {}, "output_gate": {"channels": 12}, "value_embedding": {}}
+    build(mechanisms | {"mudd": {}}, **GQA).save_pretrained(tmp_path)
+    llm, seen = start(tmp_path), []
+
+    def watch(owner: Any, name: str, first: int = 0) -> None:
+        function = getattr(owner, name)
+
+        def watched(*given: Any, **named: Any) -> Any:
+            inputs = given[:first] if given else (named["query"], named["output"])
+            seen.append((name, all(x.is_contiguous() for x in inputs)))
+            return function(*given, **named)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    watch(engine.kernels, "cpu_attn_reshape_and_cache", 2)
+    watch(engine.kernels, "cpu_attention_with_kv_cache")
+    for layer in inside(llm).language.modules():
+        if hasattr(layer, "cpu_linear"):
+            watch(layer, "cpu_linear", 1)
+    continued(llm, prompts())
+    assert {name for name, _ in seen} == {"cpu_linear", "cpu_attn_reshape_and_cache", "cpu_attention_with_kv_cache"}
+    assert all(contiguous for _, contiguous in seen)
 
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

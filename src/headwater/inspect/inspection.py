@@ -19,7 +19,6 @@ from headwater.inspect.sample import Sample, repeated, sample
 from headwater.inspect.scalars import Census, Scalars, blocks, census, scalars
 from headwater.inspect.watch import SHOWN, Induction, Read, answers, hooked, induction_scores, logits, read
 from headwater.models.kinds import AnyModel, is_of_images
-from headwater.models.quantization import check_full_precision
 from headwater.training.trained import Trained
 
 SCHEMA_VERSION = 1
@@ -181,8 +180,7 @@ def logits_moved(model: AnyModel, sample: Sample) -> float:
 
 
 def _check(trained: Trained, texts: Sequence[Path], images: Sequence[Path], context: int | None) -> None:
-    """Raises `HeadwaterError` for a quantized model, and for options that say nothing to this kind of model."""
-    check_full_precision(trained.model)
+    """Raises `HeadwaterError` for options that say nothing to this kind of model."""
     if is_of_images(trained.model.config):
         if texts or context is not None:
             option = "--text" if texts else "--context"

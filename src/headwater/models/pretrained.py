@@ -104,7 +104,7 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
 
         Raises `HeadwaterError` if a mechanism does not fit the new size, before anything is changed.
         """
-        old = self.get_input_embeddings().num_embeddings
+        old = len(self.get_input_embeddings().weight)
         new = old if new_num_tokens is None else new_num_tokens
         new = new if pad_to_multiple_of is None else -(-new // pad_to_multiple_of) * pad_to_multiple_of
         if new != old:
