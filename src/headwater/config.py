@@ -330,7 +330,7 @@ class HeadwaterConfig(PreTrainedConfig):
         # Options are stored with their defaults filled in, so that a saved config says what the model does.
         given = as_mapping(self.mechanisms) or {}
         named = [(_name_of(str(name)), options) for name, options in given.items()]
-        self.mechanisms = {name: resolve(name).options(options) for name, options in named}
+        self.mechanisms = {name: self._complete_options(name, options) for name, options in named}
         if len(self.mechanisms) < len(named):
             raise HeadwaterError(f"mechanisms has a repeated name: {', '.join(map(str, given))}; name each once.")
         for name, options in self.mechanisms.items():
@@ -393,6 +393,10 @@ class HeadwaterConfig(PreTrainedConfig):
             raise HeadwaterError(
                 f"position {self.position!r} has no rope_parameters; leave them out of sliding_fields."
             )
+
+    def _complete_options(self, name: str, options: dict[str, Any]) -> dict[str, Any]:
+        kind = resolve(name)
+        return kind.complete_options(kind.options(options), self)
 
     def slides(self, layer: int) -> bool:
         """Whether a layer has the sliding window."""

@@ -1,4 +1,4 @@
-"""The kernels behind `Linear`, against PyTorch's own in fp64, and where they are left alone."""
+"""The kernels behind `apply_linear`, against PyTorch's own in fp64, and where they are left alone."""
 
 import copy
 import os
@@ -14,7 +14,7 @@ from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.kernels import linear
 from headwater.kernels.choose import Timed, measured
 from headwater.kernels.linear import LARGE, packed
-from headwater.nn.linear import Linear
+from headwater.nn.linear import apply_linear
 
 ROW, ROWS = linear._FP32_ROW, linear._FP32
 
@@ -46,22 +46,24 @@ def test_each_form_of_a_linear_map_is_the_plain_one(shape, d_out, bias, form, ta
     take(form)
     monkeypatch.setattr(linear, "LARGE", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)  # the number of pieces
-    module, x = Linear(300, d_out, bias=bias), torch.randn(*shape, 300)
+    module, x = nn.Linear(300, d_out, bias=bias), torch.randn(*shape, 300)
     if form == "packed":
         module, x = module.bfloat16(), x.bfloat16()
     plain = nn.functional.linear(x, module.weight, module.bias)
     strided = torch.randn(300, *shape).movedim(0, -1).to(x.dtype)
     with measured(), packed():
-        torch.testing.assert_close(module(x), plain, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(module(strided), nn.functional.linear(strided, module.weight, module.bias))
+        torch.testing.assert_close(apply_linear(module, x), plain, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            apply_linear(module, strided), nn.functional.linear(strided, module.weight, module.bias)
+        )
 
 
 @torch.no_grad()
 def test_pieces_of_any_number_of_threads(monkeypatch):
-    module, x = Linear(300, 4 * 97), torch.randn(1, 300)
+    module, x = nn.Linear(300, 4 * 97), torch.randn(1, 300)
     for threads in (1, 2, 3, 7):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        torch.testing.assert_close(ROW["pieces"](x, module.weight, module.bias), module(x))
+        torch.testing.assert_close(ROW["pieces"](x, module.weight, module.bias), apply_linear(module, x))
 
 
 def ours(run) -> bool:
@@ -74,44 +76,63 @@ def ours(run) -> bool:
 @pytest.mark.parametrize("form", ["onednn", "pieces"])
 def test_kernels_are_for_generation_only(form, take):
     take(form)
-    module, x = Linear(300, 300), torch.randn(1, 300)
-    small = Linear(8, LARGE // 8 - 1)
+    module, x = nn.Linear(300, 300), torch.randn(1, 300)
+    small = nn.Linear(8, LARGE // 8 - 1)
     with torch.no_grad():
-        assert not ours(lambda: module(x))
+        assert not ours(lambda: apply_linear(module, x))
         with measured():
-            assert ours(lambda: module(x))
-            assert ours(lambda: module(x.expand(3, -1))) is (form == "onednn")
-            assert not ours(lambda: module(x.expand(linear.FEW + 1, -1)))
-            assert not ours(lambda: small(x[:, :8]))
+            assert ours(lambda: apply_linear(module, x))
+            assert ours(lambda: apply_linear(module, x.expand(3, -1))) is (form == "onednn")
+            assert not ours(lambda: apply_linear(module, x.expand(linear.FEW + 1, -1)))
+            assert not ours(lambda: apply_linear(small, x[:, :8]))
         with torch.backends.mkldnn.flags(enabled=False), measured():
-            assert not ours(lambda: module(x))
+            assert not ours(lambda: apply_linear(module, x))
     with measured():
-        assert not ours(lambda: module(x))
+        assert not ours(lambda: apply_linear(module, x))
+
+
+@torch.no_grad()
+def test_hooks_of_a_layer_run_during_generation(take):
+    take("onednn")
+    x, seen = torch.randn(3, 300), []
+    hooks = {
+        "forward hook": lambda layer: layer.register_forward_hook(lambda module, inputs, output: seen.append(1)),
+        "pre-hook": lambda layer: layer.register_forward_pre_hook(lambda module, inputs: seen.append(1)),
+        "replaced": lambda layer: setattr(
+            layer, "forward", lambda x: seen.append(1) or nn.functional.linear(x, layer.weight)
+        ),
+    }
+    for add in hooks.values():
+        layer = nn.Linear(300, 300)
+        add(layer)
+        with measured():
+            assert not ours(lambda layer=layer: apply_linear(layer, x))
+    assert seen == [1] * len(hooks)
 
 
 def test_derivatives_are_pytorchs(take):
     take("onednn")
-    module, x = Linear(300, 300), torch.randn(3, 300)
+    module, x = nn.Linear(300, 300), torch.randn(3, 300)
     plain = nn.functional.linear
     v = torch.randn(3, 300)
     with torch.no_grad(), torch.autograd.forward_ad.dual_level(), measured():
-        dual = module(torch.autograd.forward_ad.make_dual(x, v))
+        dual = apply_linear(module, torch.autograd.forward_ad.make_dual(x, v))
         tangent = torch.autograd.forward_ad.unpack_dual(dual).tangent
     torch.testing.assert_close(tangent, plain(v, module.weight))
     (hessian,) = torch.autograd.grad(
-        torch.autograd.grad(module(x.requires_grad_()).pow(3).sum(), x, create_graph=True)[0].sum(), x
+        torch.autograd.grad(apply_linear(module, x.requires_grad_()).pow(3).sum(), x, create_graph=True)[0].sum(), x
     )
     assert hessian.abs().sum() > 0
-    assert torch.func.jacrev(lambda x: module(x).sum(0))(x.detach()).shape == (300, 3, 300)
+    assert torch.func.jacrev(lambda x: apply_linear(module, x).sum(0))(x.detach()).shape == (300, 3, 300)
 
 
 @torch.no_grad()
 def test_flops_are_counted(take):
     take("onednn")
-    module = Linear(300, 300)
+    module = nn.Linear(300, 300)
     for rows in (1, 5):
         with FlopCounterMode(display=False) as counter, measured():
-            module(torch.randn(rows, 300))
+            apply_linear(module, torch.randn(rows, 300))
         assert counter.get_total_flops() == 2 * rows * 300 * 300
 
 
@@ -129,14 +150,14 @@ USES = int(1 / linear.PRICE)  # after which a weight is packed if packing takes 
 @torch.no_grad()
 def test_packed_weights_give_the_same_bits(take):
     take("packed")
-    module, x = Linear(300, 300).bfloat16(), torch.randn(5, 300, dtype=torch.bfloat16)
-    expected = module(x)
+    module, x = nn.Linear(300, 300).bfloat16(), torch.randn(5, 300, dtype=torch.bfloat16)
+    expected = apply_linear(module, x)
     with measured(), packed():
         packs = linear._packs.get()
         for use in range(1, USES + 3):
-            assert torch.equal(module(x), expected)
+            assert torch.equal(apply_linear(module, x), expected)
             assert list(packs.packs) == [module] * (use >= USES)
-        assert torch.equal(copy.deepcopy(module)(x), expected)
+        assert torch.equal(apply_linear(copy.deepcopy(module), x), expected)
     assert linear._packs.get() is None
 
 
@@ -144,10 +165,10 @@ def test_packed_weights_give_the_same_bits(take):
 @torch.no_grad()
 def test_nothing_is_packed_where_that_does_not_win(take):
     take("plain")
-    module, x = Linear(300, 300).bfloat16(), torch.randn(5, 300, dtype=torch.bfloat16)
+    module, x = nn.Linear(300, 300).bfloat16(), torch.randn(5, 300, dtype=torch.bfloat16)
     with measured(), packed():
         for _ in range(USES + 2):
-            module(x)
+            apply_linear(module, x)
         assert linear._packs.get().packs == {}
 
 
@@ -155,13 +176,13 @@ def test_nothing_is_packed_where_that_does_not_win(take):
 @torch.no_grad()
 def test_a_weight_that_changes_is_noticed(take):
     take("packed")
-    module, x = Linear(300, 300).bfloat16(), torch.randn(5, 300, dtype=torch.bfloat16)
+    module, x = nn.Linear(300, 300).bfloat16(), torch.randn(5, 300, dtype=torch.bfloat16)
     with measured(), packed():
         for _ in range(USES + 2):
-            module(x)
+            apply_linear(module, x)
         module.weight.mul_(2)
-        changed = module(x)
-    assert torch.equal(changed, module(x))
+        changed = apply_linear(module, x)
+    assert torch.equal(changed, apply_linear(module, x))
 
 
 @needs_bf16

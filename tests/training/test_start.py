@@ -6,6 +6,8 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from headwater import HeadwaterError, HeadwaterForCausalLM, grow
 from headwater.errors import Interrupted
@@ -15,6 +17,7 @@ from headwater.records import read_record
 from headwater.training.checkpoint import history_of, optimizer_state, write_model
 from headwater.training.loop import TrainingRun, train
 from headwater.training.places import newest_checkpoint
+from headwater.training.start import begin, prepare
 
 PAIRS = {"mechanisms": {"pattention": {"attention_pairs": 5, "ffn_pairs": 9}}, "residual_dropout": 0.0}
 TO = {"attention_pairs": 12, "ffn_pairs": 20}
@@ -270,11 +273,7 @@ def test_dropout_is_the_recipes_and_the_rest_the_checkpoints(base, recipe, tmp_p
 
 class TestRefusals:
     def test_a_tokenizer_of_others(self, base, pairs_recipe, tmp_path):
-        from headwater.data.tokenizer import load_tokenizer
-
-        tokenizer = load_tokenizer("bytes")
-        tokenizer.add_tokens(["<more>"])
-        tokenizer.save_pretrained(tmp_path / "tokenizer")
+        word_tokenizer(tmp_path / "tokenizer", 300)
         with pytest.raises(HeadwaterError, match=r"257.*258|tokenizer"):
             train(pairs_recipe(data={"tokenizer": str(tmp_path / "tokenizer")}, **start(base)), tmp_path / "x")
 
@@ -327,3 +326,63 @@ def test_annealing_ends_where_it_goes_and_goes_nowhere_for_a_model_at_home(base)
     assert len(annealing.ways) == 8, "the feed-forwards did not grow"
     annealing.put(7.0)
     assert [float(scale.tau) for scale in annealing.scales.values()] == pytest.approx([12**0.5] * 8)
+
+
+def word_tokenizer(folder, words=30, added=()) -> PreTrainedTokenizerFast:
+    """A tokenizer of numbers as words, saved in a folder."""
+    tokenizer = Tokenizer(models.WordLevel({str(number): number for number in range(words)}, unk_token="0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="0", eos_token="0")
+    made.add_tokens(list(added), special_tokens=True)
+    made.save_pretrained(folder)
+    return made
+
+
+TABLES = {"value_embedding": {"tables": 2}, "ngram_memory": {"rows": 40}}
+
+
+@pytest.fixture
+def model_of_words(recipe, tmp_path):
+    """A saved model of thirty words, and a function that gives what a run on another tokenizer begins with."""
+    tokenizer, device = word_tokenizer(tmp_path / "words"), torch.device("cpu")
+
+    def made(folder, **more):
+        again = recipe(
+            data={"tokenizer": str(folder)}, model={"mechanisms": TABLES}, **start(tmp_path / "model", **more)
+        )
+        data = again.data.build()
+        path = prepare(again.start, tmp_path / "run", data, device)
+        return begin(again, path, data)
+
+    first = recipe(data={"tokenizer": str(tmp_path / "words")}, model={"mechanisms": TABLES})
+    model = HeadwaterForCausalLM(first.config_for(first.data.build())).eval()
+    write_model(tmp_path / "model", model, tokenizer, [])
+    return model, made
+
+
+def test_a_run_with_more_tokens_begins_with_a_larger_model(model_of_words, tmp_path):
+    model, begun = model_of_words
+    word_tokenizer(tmp_path / "more", added=["<|user|>", "<|end|>"])
+    beginning = begun(tmp_path / "more")
+    larger, ids = HeadwaterForCausalLM.from_pretrained(beginning.path).eval(), torch.arange(12)[None]
+    assert (model.config.vocab_size, larger.config.vocab_size, beginning.config.vocab_size) == (30, 32, 32)
+    with torch.no_grad():
+        assert torch.equal(larger(ids).logits[..., :30], model(ids).logits)
+        assert larger(torch.tensor([[30, 31]])).logits.shape == (1, 2, 32)
+    assert beginning.notices == [
+        "The model was fitted to the data's tokenizer, which has more tokens: it knows 32 tokens now, 30 before."
+    ]
+    again = HeadwaterForCausalLM.from_pretrained(begun(tmp_path / "more").path)
+    assert all(torch.equal(a, b) for a, b in zip(larger.parameters(), again.parameters(), strict=True))
+
+
+def test_tokens_under_other_ids_are_no_addition(model_of_words, tmp_path):
+    _, begun = model_of_words
+    assert begun(tmp_path / "words").path == tmp_path / "model"
+    for words in (29, 31):
+        word_tokenizer(tmp_path / "other", words, added=["<|user|>"])
+        if words == 29:
+            with pytest.raises(HeadwaterError, match=r"is not the one .* was trained with, nor one that adds tokens"):
+                begun(tmp_path / "other")
+        else:
+            assert begun(tmp_path / "other").config.vocab_size == 32

@@ -48,7 +48,7 @@ from headwater.cost import cache_bytes_per_token
 from headwater.export import export
 from headwater.serving.paged import Lookback
 from headwater.serving.pages import Page
-from headwater.serving.vllm import register
+from headwater.serving.vllm import engine, register
 from headwater.serving.vllm.engine import CPUEngine
 from headwater.serving.vllm.flash import FlashEngine
 from headwater.testing.models import disturb
@@ -175,6 +175,91 @@ def test_tokens_and_bytes(mechanisms, changes, bytes_per_token, speculates, tmp_
     page = Page(model.config, 32, 4, NGRAMS["num_speculative_tokens"] if speculates else 0)
     assert page.history == 32 * bytes_per_token == 32 * cache_bytes_per_token(model.config)
     assert inside(llm).blocks.kv_cache.untyped_storage().nbytes() == 24 * page.size
+
+
+# In half precision vLLM has other kernels. Every mechanism that can be served, and those that read some channels of x.
+HALF: list[dict] = [
+    {},
+    {"pattention": {}},
+    {"kv_shift": {}},
+    {"kv_shift": {"window": 3, "queries": True}},
+    {"short_conv": {}},
+    {"short_conv": {"on": ["attention_input", "feed_forward_hidden", "keys"], "dynamic": ["keys"]}},
+    {"value_residual": {"mode": "learnable"}},
+    {"value_embedding": {}},
+    {"value_embedding": {"tables": 2, "rank": 8, "channels": 20}},
+    {"ngram_memory": {"rank": 16, "gate": "match"}},
+    {"ngram_memory": {"where": "values", "gate": "scalar"}},
+    {"svformer": {}},
+    {"kv_source": {"keys": "yoco", "values": "yoco"}},
+    {"skip_layer": {}},
+    {"neutreno": {}},
+    {"exclusive": {}},
+    {"output_gate": {}},
+    {"output_gate": {"channels": 12}},
+    {"mudd": {}},
+    {"dense_former": {}},
+    {"smear": {"weight": 0.7}},
+    {"embedding_residual": {}},
+    {"backout": {}},
+]
+
+
+@torch.no_grad()
+def log_probabilities(model: Any, row: list[int]) -> torch.Tensor:
+    """Of each token of a row but the first."""
+    logits = model(torch.tensor([row]), use_cache=False).logits[0, :-1].float()
+    return logits.log_softmax(-1).gather(1, torch.tensor(row[1:])[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("mechanisms", HALF, ids=json.dumps)
+def test_half_precision_is_as_near_as_transformers(mechanisms, tmp_path):
+    model, rows = build(mechanisms, **GQA, initializer_range=0.1), [tokens(count, count) for count in (5, 33, 64)]
+    model.save_pretrained(tmp_path)
+    half = HeadwaterForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    exact, near = (torch.cat([log_probabilities(one, row) for row in rows]) for one in (model, half))
+    options = SamplingParams(temperature=0, max_tokens=1, detokenize=False, prompt_logprobs=0)
+    llm = start(tmp_path, dtype="bfloat16")
+    given: list[Any] = [{"prompt_token_ids": row} for row in rows]
+    made = llm.generate(given, options, use_tqdm=False)
+    served = torch.tensor(
+        [
+            known[token].logprob
+            for one, row in zip(made, rows, strict=True)
+            for known, token in zip(one.prompt_logprobs[1:], row[1:], strict=True)
+        ]
+    )
+
+    def rms(found: torch.Tensor) -> float:
+        return float((found - exact).pow(2).mean().sqrt())
+
+    assert rms(served) <= 2 * rms(near)
+
+
+def test_kernels_are_given_contiguous_tensors(tmp_path, monkeypatch):
+    """Some read others as if they were, in half precision on processors with AMX."""
+    mechanisms = {"smear": {"weight": 0.5}, "kv_shift": {}, "output_gate": {"channels": 12}, "value_embedding": {}}
+    build(mechanisms | {"mudd": {}}, **GQA).save_pretrained(tmp_path)
+    llm, seen = start(tmp_path), []
+
+    def watch(owner: Any, name: str, first: int = 0) -> None:
+        function = getattr(owner, name)
+
+        def watched(*given: Any, **named: Any) -> Any:
+            inputs = given[:first] if given else (named["query"], named["output"])
+            seen.append((name, all(x.is_contiguous() for x in inputs)))
+            return function(*given, **named)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    watch(engine.kernels, "cpu_attn_reshape_and_cache", 2)
+    watch(engine.kernels, "cpu_attention_with_kv_cache")
+    for layer in inside(llm).language.modules():
+        if hasattr(layer, "cpu_linear"):
+            watch(layer, "cpu_linear", 1)
+    continued(llm, prompts())
+    assert {name for name, _ in seen} == {"cpu_linear", "cpu_attn_reshape_and_cache", "cpu_attention_with_kv_cache"}
+    assert all(contiguous for _, contiguous in seen)
 
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

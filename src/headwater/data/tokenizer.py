@@ -110,6 +110,13 @@ def vocabulary(tokenizer: PreTrainedTokenizerBase) -> int:
     return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=-1))
 
 
+def extends(tokenizer: PreTrainedTokenizerBase | None, other: PreTrainedTokenizerBase | None) -> bool:
+    """Whether a tokenizer has all tokens of another one under their ids, and perhaps more."""
+    if tokenizer is None or other is None:
+        return False
+    return other.get_vocab().items() <= tokenizer.get_vocab().items()
+
+
 @contextmanager
 def _one_sentence(what: str) -> Iterator[None]:
     """Turn anything the tokenizers library raises into a `HeadwaterError`, even panics, which are no `Exception`s."""

@@ -9,6 +9,7 @@ from headwater.errors import HeadwaterError
 from headwater.growth.enlarge import enlarged, enlarged_config
 from headwater.growth.methods import NewSizes, ways
 from headwater.growth.pairs import Keys, Model, TauPolicy, add_pairs, added_config, has_pairs
+from headwater.models.quantization import check_full_precision
 
 
 def grow(
@@ -49,6 +50,7 @@ def grow(
         (3, 1000)
     """
     sizes = NewSizes(num_hidden_layers, hidden_size, intermediate_size, num_attention_heads, num_key_value_heads)
+    check_full_precision(model)
     check_of_pairs(sizes, method, attention_pairs or ffn_pairs, layers, keys, tau, freeze)
     if adds_pairs(model.config, sizes, attention_pairs, ffn_pairs):
         model = add_pairs(model, attention_pairs, ffn_pairs, layers=layers, keys=keys, tau=tau, freeze=freeze)

@@ -49,7 +49,7 @@ _outer: Callable[[bool], Any] | None = getattr(torch._C._autograd, "_top_saved_t
 _allowed: Callable[[], bool] = getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled", lambda: False)
 
 
-def activated(act: nn.Module, a: Tensor, b: Tensor | None, map_: nn.Module) -> Tensor:
+def activated(act: nn.Module, a: Tensor, b: Tensor | None, map_: Callable[[Tensor], Tensor]) -> Tensor:
     """map_(act(a) · b), or map_(act(a)) without b; a, b: [..., F].
 
     Values equal the plain form's bit for bit, gradients up to rounding. Activations other than SiLU and the GELUs use

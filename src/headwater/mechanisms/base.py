@@ -315,6 +315,14 @@ class Mechanism(nn.Module):
         return asdict(cls.Options(**given))
 
     @classmethod
+    def complete_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> dict[str, Any]:
+        """`options` with what they take from the config, for what must not follow the config's later changes.
+
+        The config stores the result, so a field that is filled in here stays as it is. It is called before `validate`.
+        """
+        return options
+
+    @classmethod
     def name(cls) -> str:
         """Its name in configs: headwater's own, its package's entry point, or "module:Class". Do not override."""
         return MECHANISMS.name_of(cls)
@@ -448,6 +456,13 @@ class Mechanism(nn.Module):
         place: the inputs and the outputs of the linear layer that the module replaces.
         """
         return ()
+
+    def token_tables(self, parameter: str) -> int:
+        """How many tables with a row for each token id a parameter holds, one after the other along its first axis.
+
+        `resize_token_embeddings` gives each as many rows as the embedding. 0: the parameter is no such table.
+        """
+        return 0
 
     def passing(self, parameter: str) -> Tensor | None:
         """If it changes the residual stream itself: the parameter's value with which it does not, for layers that add

@@ -6,15 +6,17 @@
 
 ⊕ is the bitwise exclusive or of 64-bit integers. Each order and head has its own prime p_nj, the next ones from `rows`
 on, and so its own rows of the table E, which begin at o_nj. a_s are odd numbers drawn by SplitMix64 from `seed`, small
-enough that a_s times an id is below 2^63. The hash depends on the options, the vocabulary's size and the layer's place
-among the layers that have a memory, and on nothing else: it is the same on every machine and in every version.
+enough that a_s times an id is below 2^63. The hash depends on the options and the layer's place among the layers that
+have a memory, and on nothing else: it is the same on every machine and in every version. One option, `vocabulary`, is
+the number of ids that the hash was made for. It stays when the model's vocabulary is resized, and so do all rows. Ids
+beyond it hash like the others, the first of them as a missing token does, and products wrap around as int64.
 
 The hash and the primes are those of transformers' `qwen4_exp`. Engram (arXiv 2601.07372)
 hashes in the same way, with other multipliers. Both add to the stream before some layers, through g = σ(sign(c)·√|c|),
 where c is the product of x_t and K·e_t, both RMS-normed, divided by √D (`gate: match`). modded-nanogpt
 (github.com/KellerJordan/modded-nanogpt) has one table of bigrams and a scalar per layer.
 
-Departures: an n-gram ends at the start of the document, where missing tokens have the id `vocab_size`. Qwen's border is
+Departures: an n-gram ends at the start of the document, where missing tokens have the id `vocabulary`. Qwen's border is
 the end-of-text token, which also stands for what is missing: with `end_of_text` ours is both. The norms of the gate
 have no weights, its x_t is one stream and not several, and no convolution follows it: `short_conv` is one. Engram maps
 ids to normalized ones before it hashes them, and we do not. The layers of modded-nanogpt read one table; each of ours
@@ -229,6 +231,7 @@ class NGramMemory(KeepsPrecision, Mechanism):
         start: Literal["random", "zero"] = "random"
         end_of_text: int | None = None
         seed: int = 0
+        vocabulary: int | None = None
         layers: list[int] | None = None
 
     def __init__(
@@ -291,6 +294,10 @@ class NGramMemory(KeepsPrecision, Mechanism):
         return options if options["orders"] is not None else options | {"orders": [2, 3]}
 
     @classmethod
+    def complete_options(cls, options: dict[str, Any], config: "HeadwaterConfig") -> dict[str, Any]:
+        return options if options["vocabulary"] is not None else options | {"vocabulary": config.vocab_size}
+
+    @classmethod
     def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
         if options["layers"] == []:
             raise HeadwaterError(
@@ -302,7 +309,7 @@ class NGramMemory(KeepsPrecision, Mechanism):
             raise HeadwaterError(
                 f"Mechanism 'ngram_memory': orders must be increasing numbers from 2 on, such as [2, 3], not {orders}."
             )
-        for name, least in (("heads", 1), ("rank", 1), ("rows", 2)):
+        for name, least in (("heads", 1), ("rank", 1), ("rows", 2), ("vocabulary", 1)):
             if options[name] is not None and options[name] < least:
                 raise HeadwaterError(f"Mechanism 'ngram_memory': {name} must be at least {least}, not {options[name]}.")
         if options["end_of_text"] is not None and not 0 <= options["end_of_text"] < config.vocab_size:
@@ -363,7 +370,7 @@ class NGramMemory(KeepsPrecision, Mechanism):
         width, match = cls.width(options, config, plan), options["gate"] == "match"
         place = cls.chosen(options, config).index(plan.index)
         rows = sum(
-            NGramTable.heads_rows(config.vocab_size, options["orders"], options["heads"], options["rows"], place)
+            NGramTable.heads_rows(options["vocabulary"], options["orders"], options["heads"], options["rows"], place)
         )
         table, read = rows * cls.numbers(options, width), options["rank"] or width
         maps = (options["rank"] or 0) * width + match * read * config.hidden_size
@@ -405,7 +412,7 @@ class NGramMemory(KeepsPrecision, Mechanism):
     def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
         width = cls.width(options, config, plan)
         table = NGramTable(
-            config.vocab_size,
+            options["vocabulary"],
             cls.numbers(options, width),
             options["orders"],
             options["heads"],

@@ -319,6 +319,18 @@ class Pattention(Mechanism):
         (d_in, d_out), bias = (self.key.shape[1], self.value.shape[1]), False
         return nn.Sequential(nn.Linear(d_in, self.n, bias=bias), nn.GELU(), nn.Linear(self.n, d_out, bias=bias))
 
+    @property
+    def qconfig(self) -> Any:
+        """What torch.ao.quantization sets in each module that it passes; none, since it would leave the pairs."""
+        raise AttributeError("qconfig")
+
+    @qconfig.setter
+    def qconfig(self, config: Any) -> None:
+        raise HeadwaterError(
+            "torch.ao.quantization reaches linear layers only and would leave Pattention's parameter tokens as they "
+            "are; quantize them with torchao and headwater.models.quantization.torchao_config(…)."
+        )
+
     # In a headwater model
 
     @classmethod

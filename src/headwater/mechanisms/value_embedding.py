@@ -272,6 +272,9 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
             return (SAME, SAME if self.up is not None else values)
         return (SAME,) if parameter == "scalar" else (values, SAME)
 
+    def token_tables(self, parameter: str) -> int:
+        return int(parameter == "table.weight")
+
     @classmethod
     def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
         tables, every = options["tables"], range(config.num_key_value_heads)
@@ -320,7 +323,7 @@ class ValueTables(Mechanism):
 
     def __init__(self, tables: int, vocabulary: int, numbers: int, std: float = 0.02, by_head: bool = True) -> None:
         super().__init__()
-        self.tables, self.vocabulary, self.std, self.by_head = tables, vocabulary, std, by_head
+        self.tables, self.std, self.by_head = tables, std, by_head
         self.table = nn.Embedding(tables * vocabulary, numbers)
 
     def init(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
@@ -329,7 +332,10 @@ class ValueTables(Mechanism):
     def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
         return SAME, Dim("kv") if self.by_head else SAME
 
+    def token_tables(self, parameter: str) -> int:
+        return self.tables
+
     def forward(self, ids: Tensor) -> Tensor:
         """ids [B, T] -> [tables, B, T, numbers]."""
-        first = torch.arange(self.tables, device=ids.device) * self.vocabulary
+        first = torch.arange(self.tables, device=ids.device) * (self.table.num_embeddings // self.tables)
         return self.table(ids + first[:, None, None])

@@ -28,7 +28,7 @@ from headwater.models.pretrained import HeadwaterPreTrainedModel, shared_modules
 from headwater.models.stack import Last, OfKind, Stack
 from headwater.nn.attention import Engine, tail_of
 from headwater.nn.cache_name import CACHE, cache_of, is_paged, one_cache
-from headwater.nn.linear import Linear
+from headwater.nn.linear import apply_linear
 from headwater.nn.loss import causal_lm_loss, counted, shifted, squared_normalizers
 from headwater.nn.masking import (
     MASK,
@@ -483,7 +483,7 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = HeadwaterModel(config)
         self.vocab_size = config.vocab_size
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.loss_function = causal_lm_loss
         self.post_init()
 
@@ -549,7 +549,7 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The output head: hidden [..., D] -> [..., V]."""
-        logits, cap = self.lm_head(hidden), self.config.logit_softcap
+        logits, cap = apply_linear(self.lm_head, hidden), self.config.logit_softcap
         return logits if cap is None else float(cap) * (logits / float(cap)).tanh()
 
     def losses(

@@ -18,7 +18,6 @@ from transformers.utils.output_capturing import capture_outputs
 from headwater.errors import HeadwaterError
 from headwater.models.pretrained import HeadwaterPreTrainedModel, shared_modules
 from headwater.models.stack import Stack
-from headwater.nn.linear import Linear
 from headwater.nn.loss import classification_loss
 from headwater.nn.masking import reach
 from headwater.nn.norm import make_norm
@@ -52,7 +51,7 @@ class HeadwaterImageModel(HeadwaterImagePreTrainedModel):
         super().__init__(config)
         high, wide = config.patch_shape
         width = config.hidden_size
-        self.embed_patches = Linear(config.num_channels * high * wide, width, bias=config.patch_bias)
+        self.embed_patches = nn.Linear(config.num_channels * high * wide, width, bias=config.patch_bias)
         self.class_token = nn.Embedding(1, width) if config.pooling == "token" else None
         self.registers = nn.Embedding(config.register_tokens, width) if config.register_tokens else None
         self.embed_positions = nn.Embedding(config.tokens, width) if config.position == "learned" else None
@@ -155,7 +154,7 @@ class HeadwaterForImageClassification(HeadwaterImagePreTrainedModel):
         config.settle()
         super().__init__(config)
         self.model = HeadwaterImageModel(config)
-        self.classifier = Linear(config.hidden_size, config.num_labels)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
 
     @can_return_tuple

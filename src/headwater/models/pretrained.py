@@ -14,7 +14,8 @@ from headwater import kernels, remote_code
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError, either
 from headwater.mechanisms.base import Mechanism, Named, owner_of
-from headwater.models.quantization import check_quantized
+from headwater.models.quantization import BESIDE, check_quantized
+from headwater.models.token_tables import check_resizable, resize_token_tables
 from headwater.nn.attention import Attention
 from headwater.nn.block import Block
 from headwater.precision import KeepsPrecision
@@ -37,6 +38,8 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
+    # For quantizers alone, all of which leave what it names (see `_get_dtype_plan`).
+    _keep_in_fp32_modules = [BESIDE]
     _can_record_outputs = {"hidden_states": Block, "attentions": Attention}
 
     def post_init(self) -> None:
@@ -51,6 +54,10 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
         kernels.off()  # reads the environment now: a change between two layers would cost a compiled graph
         super().post_init()
         self.freeze()
+
+    def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        """As in transformers, but what quantizers leave is loaded in any precision."""
+        return {name: kept for name, kept in super()._get_dtype_plan(dtype).items() if name != BESIDE}
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str | type = "AutoModel") -> None:
@@ -118,6 +125,23 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
                 checkpoint_files = None
             state_dict = {names[name]: tensor for name, tensor in state_dict.items()}
         return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Module:
+        """As in transformers, and the tables of mechanisms by token id with it (`resize_token_tables`).
+
+        Raises `HeadwaterError` if a mechanism does not fit the new size, before anything is changed.
+        """
+        old = len(self.get_input_embeddings().weight)
+        new = old if new_num_tokens is None else new_num_tokens
+        new = new if pad_to_multiple_of is None else -(-new // pad_to_multiple_of) * pad_to_multiple_of
+        if new != old:
+            check_resizable(self, new)
+            resize_token_tables(self, new, mean_resizing)
+        embedding = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+        self.name_modules()
+        return embedding
 
     def owner(self, qualified: str) -> tuple[Mechanism | None, str]:
         """The innermost mechanism that contains a parameter, and its name there; (None, "") if none does."""

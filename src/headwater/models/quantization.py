@@ -1,11 +1,11 @@
-"""Quantization of weights that are not in linear layers, which quantizers look for."""
+"""Quantizers on headwater's models: what they are to leave, and an error for what they pass by."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
@@ -14,6 +14,9 @@ from headwater.mechanisms.base import Mechanism
 
 # Qualified names of linear layers' weights, and of the parameters that mechanisms have in their place.
 MAPS = r"re:(.*\.)?([a-z]+_proj\.weight|([a-z]+_proj|mlp)\.(frozen_)?(key|value))"
+# A pattern for the modules that mechanisms have beside the model's linear layers, as transformers matches names. Their
+# own linear layers, such as gates, are small, and kernels for quantized weights do not take all of their sizes.
+BESIDE = r".*\bmechanisms"
 
 
 def torchao_config(weights: Any) -> Any:
@@ -34,8 +37,10 @@ def torchao_config(weights: Any) -> Any:
 
 
 def check_quantized(model: nn.Module, quantizer: HfQuantizer | None) -> None:
-    """Raise `HeadwaterError` if `quantizer` has skipped parameters that mechanisms have in place of linear layers."""
-    if quantizer is None:
+    """Raise `HeadwaterError` if `quantizer` has skipped all linear layers, or parameters that mechanisms have in place
+    of linear layers."""
+    given = getattr(quantizer, "quantization_config", None)
+    if quantizer is None or getattr(given, "dequantize", False):
         return
     spared = getattr(quantizer, "modules_to_not_convert", None) or []
     left = {
@@ -55,3 +60,39 @@ def check_quantized(model: nn.Module, quantizer: HfQuantizer | None) -> None:
             "TorchAoConfig(headwater.models.quantization.torchao_config(…)); or name the modules in "
             "modules_to_not_convert to leave them."
         )
+    projections = {
+        name: module
+        for name, module in model.named_modules()
+        if name.endswith("_proj") and not isinstance(module, Mechanism) and should_convert_module(name, spared)
+    }
+    if projections and all(
+        _is_full(module) and not quantizer.param_needs_quantization(model, f"{name}.weight")
+        for name, module in projections.items()
+    ):
+        raise HeadwaterError(
+            f"This quantization_config ({type(given).__name__}) has left all {len(projections)} linear layers of the "
+            "blocks as they are; give another one, such as a BitsAndBytesConfig."
+        )
+
+
+def check_full_precision(model: nn.Module) -> None:
+    """Raise `HeadwaterError` if a quantizer has changed a model's weights, for whatever reads them as numbers."""
+    changed = any(isinstance(layer, nn.Linear) and not _is_full(layer) for layer in model.modules())
+    if changed or getattr(model, "hf_quantizer", None) is not None:
+        raise HeadwaterError(
+            "This model is quantized, and its weights are needed as they were trained; load it without a "
+            "quantization_config, or give the checkpoint that it was made from."
+        )
+
+
+def _is_full(layer: nn.Module) -> bool:
+    """Whether a layer is a linear one without anything that a quantizer would have changed or added."""
+    tensors = dict(layer.named_parameters()) | dict(layer.named_buffers())
+    weight = tensors.get("weight")
+    return (
+        type(layer) is nn.Linear
+        and tensors.keys() <= {"weight", "bias"}
+        and type(weight) in (Tensor, nn.Parameter)
+        and weight.is_floating_point()
+        and weight.element_size() > 1
+    )

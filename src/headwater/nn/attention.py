@@ -27,6 +27,7 @@ from headwater.kernels.gpu import keys_run, may_run
 from headwater.mechanisms.base import KV, Ancestors, Context, Mechanism, Named, Tail
 from headwater.nn.attention_kernel import attention_kernel, attention_weights, eager_attention, read_values
 from headwater.nn.cache_name import is_paged
+from headwater.nn.linear import apply_linear
 from headwater.nn.norm import RMSNorm, make_norm
 from headwater.nn.position import rotate
 from headwater.nn.projection import make_map
@@ -190,7 +191,7 @@ class Attention(nn.Module):
         """What `forward` returns. out: what each head read, [B, T, H, d]. known: each tensor at its slot."""
         for mechanism in self.at("heads"):
             out = mechanism.heads(out, context)
-        out = self.o_proj(out.flatten(2))
+        out = apply_linear(self.o_proj, out.flatten(2))
         return out, weights, *(known[slot] for slot in self.exports)
 
     def gathered(self, q: Tensor, known: list[Tensor], context: Context) -> KV:
@@ -209,7 +210,7 @@ class Attention(nn.Module):
         def heads(projection: nn.Module | None, given: Tensor | None = None) -> Tensor:
             if projection is None:
                 return x.new_empty(x.shape[0], 0, x.shape[1], self.head_dim)
-            y = projection(x if given is None else given)
+            y = apply_linear(projection, x if given is None else given)
             return y.view(*y.shape[:2], -1, self.head_dim).transpose(1, 2)
 
         return heads(self.q_proj), heads(self.k_proj, key_input), heads(self.v_proj, value_input)

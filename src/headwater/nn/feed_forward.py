@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +13,7 @@ from transformers.activations import ACT2FN
 from headwater.kernels.activation import activated
 from headwater.kernels.cast import shared_cast
 from headwater.mechanisms.base import Hidden
-from headwater.nn.linear import Linear
+from headwater.nn.linear import apply_linear
 from headwater.nn.projection import own_map
 
 if TYPE_CHECKING:
@@ -28,26 +29,28 @@ class FeedForward(nn.Module):
     def __init__(self, config: HeadwaterConfig) -> None:
         super().__init__()
         width, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_proj = Linear(width, inner, bias=bias) if config.feed_forward == "gated" else None
-        self.up_proj = Linear(width, inner, bias=bias)
-        self.down_proj = Linear(inner, width, bias=bias)
+        self.gate_proj = nn.Linear(width, inner, bias=bias) if config.feed_forward == "gated" else None
+        self.up_proj = nn.Linear(width, inner, bias=bias)
+        self.down_proj = nn.Linear(inner, width, bias=bias)
         self.act = ACT2FN[config.hidden_act]
 
     def forward(self, x: Tensor, change: Callable[[Hidden], Hidden] | None = None) -> Tensor:
         """change: what mechanisms do before the activation."""
         if change is None and not torch.is_grad_enabled():  # frees gate(x) before up(x) is computed
-            inner = self.act((self.gate_proj or self.up_proj)(x))
-            return self.down_proj(inner if self.gate_proj is None else inner * self.up_proj(x))
+            inner = self.act(apply_linear(self.gate_proj or self.up_proj, x))
+            return apply_linear(
+                self.down_proj, inner if self.gate_proj is None else inner * apply_linear(self.up_proj, x)
+            )
         if self.gate_proj is None:
-            hidden = Hidden(None, self.up_proj(x))
+            hidden = Hidden(None, apply_linear(self.up_proj, x))
         else:
             # A quantizer or an adapter may have replaced them with layers that want x uncast.
-            ours = type(self.gate_proj) is Linear and type(self.up_proj) is Linear
-            for_gate, for_up = shared_cast(x, 2) if ours else (x, x)
-            hidden = Hidden(self.gate_proj(for_gate), self.up_proj(for_up))
+            is_plain = type(self.gate_proj) is nn.Linear and type(self.up_proj) is nn.Linear
+            for_gate, for_up = shared_cast(x, 2) if is_plain else (x, x)
+            hidden = Hidden(apply_linear(self.gate_proj, for_gate), apply_linear(self.up_proj, for_up))
         gate, up = hidden if change is None else change(hidden)
         factors = (up, None) if gate is None else (gate, up)
-        return activated(self.act, *factors, self.down_proj)
+        return activated(self.act, *factors, partial(apply_linear, self.down_proj))
 
 
 def make_feed_forward(config: HeadwaterConfig, layer: int) -> nn.Module:

@@ -1,21 +1,40 @@
-"""The linear layer of all models."""
+"""The linear layers of all models: plain `nn.Linear`, called by the kernel that `generate` has found to be the fastest.
+
+The layers are of no class of their own, because quantizers look for `nn.Linear` by its exact type.
+"""
+
+from collections.abc import Iterator
 
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from headwater.kernels.choose import remembered
 from headwater.kernels.linear import fastest
+from headwater.mechanisms.base import owner_of
 
 
-class Linear(nn.Linear):
-    """x [..., d_in] -> x·weightᵀ + bias [..., d_out]; `nn.Linear` in all but the kernel that `generate` runs."""
+def apply_linear(layer: nn.Module, x: Tensor) -> Tensor:
+    """layer(x): x [..., d_in] -> [..., d_out].
 
-    def forward(self, x: Tensor) -> Tensor:
-        memory = remembered()
-        if memory is None or type(x) is not Tensor:
-            return linear(x, self.weight, self.bias)
-        key = self, x.shape, x.dtype
-        if key not in memory:
-            memory[key] = fastest(self, x)
-        form = memory[key]
-        return linear(x, self.weight, self.bias) if form is None else form(self, x)
+    While a model generates on a CPU, a plain `nn.Linear` without hooks runs the kernel that was timed to be the
+    fastest. Anything else, such as the layer of a quantizer or an adapter, is called as it is.
+    """
+    memory = remembered()
+    if memory is None or type(layer) is not nn.Linear or type(x) is not Tensor or _is_hooked(layer):
+        return layer(x)
+    key = layer, x.shape, x.dtype
+    if key not in memory:
+        memory[key] = fastest(layer, x)
+    form = memory[key]
+    return layer(x) if form is None else form(layer, x)
+
+
+def model_linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """The model's own linear layers, by qualified name: all but those inside mechanisms."""
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear and owner_of(model, f"{name}.weight")[0] is None:
+            yield name, module
+
+
+def _is_hooked(layer: nn.Module) -> bool:
+    """Whether calling the layer does more than its class does; accelerate's hooks replace `forward` in the instance."""
+    return bool(layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer))

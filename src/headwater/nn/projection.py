@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from headwater.mechanisms.base import Map
-from headwater.nn.linear import Linear
 from headwater.registry import resolve
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ def make_map(
     """A linear layer d_in -> d_out, or a mechanism's module in its place; None if d_out is 0."""
     if d_out == 0:
         return None
-    return own_map(config, layer, name, d_in, d_out) or Linear(d_in, d_out, bias=bias)
+    return own_map(config, layer, name, d_in, d_out) or nn.Linear(d_in, d_out, bias=bias)
 
 
 def own_map(config: HeadwaterConfig, layer: int, name: Map, d_in: int, d_out: int) -> nn.Module | None:

@@ -38,6 +38,7 @@ from headwater.errors import HeadwaterError, either, nearest, sentence
 from headwater.hub import check_reachable
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.pretrained import HeadwaterPreTrainedModel
+from headwater.models.quantization import check_full_precision
 from headwater.outside import trust_names_in
 from headwater.reading import (
     CONFIG,
@@ -452,7 +453,8 @@ def _check(found: dict[str, Iterable[Any]], owner: str) -> None:
 
 
 def own_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The model's tensors, a tied one once."""
+    """The model's tensors, a tied one once. Raises `HeadwaterError` if they are quantized."""
+    check_full_precision(model)
     tied = set(model.all_tied_weights_keys)
     return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
 

@@ -39,6 +39,7 @@ from headwater.hardware import memory_of
 from headwater.mechanisms import Pattention
 from headwater.mechanisms.base import Map
 from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.models.quantization import check_full_precision
 from headwater.nn.block import Block
 from headwater.nn.feed_forward import FeedForward
 from headwater.nn.norm import LayerNorm, RMSNorm
@@ -107,6 +108,7 @@ def to_parameter_tokens(
 
     Raises `HeadwaterError` for a model that has Pattention already, and for a sample that cannot be split or fitted to.
     """
+    check_full_precision(model)
     config, name = model.config, Pattention.name()
     if name in (config.mechanisms or {}):
         raise HeadwaterError(f"The model already has mechanism {name!r}; use one with linear layers.")

@@ -827,25 +827,27 @@ class Reference:
         up, key, scalar = (self.weights.get(f"{own}.{name}") for name in ("up.weight", "key.weight", "scalar"))
         place = self.remembers(options, options["where"]).index(layer)
         sizes: list[int] = []
-        number = c.vocab_size if options["rows"] is None else options["rows"]
+        number = options["vocabulary"] if options["rows"] is None else options["rows"]
         while len(sizes) < (place + 1) * len(orders) * heads:
             if number > 1 and all(number % i for i in range(2, number)):
                 sizes.append(number)
             number += 1
         sizes = sizes[-len(orders) * heads :]
-        factors = ngram_factors(max(orders), c.vocab_size, options["seed"] + 10007 * place)
+        factors = ngram_factors(max(orders), options["vocabulary"], options["seed"] + 10007 * place)
         end, begins = options["end_of_text"], self.begins()
         added = []
         for t in range(len(self.ids)):
             past = [int(self.ids[t])]
             for back in range(1, max(orders)):
                 borders = [t - step in begins or int(self.ids[t - step - 1]) == end for step in range(back)]
-                past.append((c.vocab_size if end is None else end) if any(borders) else int(self.ids[t - back]))
+                past.append(
+                    (options["vocabulary"] if end is None else end) if any(borders) else int(self.ids[t - back])
+                )
             rows = []
             for i, order in enumerate(orders):
                 mixed = 0
                 for factor, token in zip(factors[:order], past[:order], strict=True):
-                    mixed ^= factor * token
+                    mixed ^= (factor * token + 2**63) % 2**64 - 2**63  # as int64
                 for head in range(i * heads, (i + 1) * heads):
                     rows.append(table[sum(sizes[:head]) + mixed % sizes[head]])
             row: Any = sum(rows) if options["combine"] == "sum" else torch.cat(rows)

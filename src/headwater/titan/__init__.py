@@ -26,8 +26,8 @@ def spec(config: HeadwaterConfig, name: str = "headwater", converters: Sequence[
     """The model of `config` as torchtitan's trainer takes it: the `model_spec` of its config.
 
     name: what torchtitan's logs call it.
-    converters: configs of torchtitan's converters, such as `Float8LinearConverter.Config()`. They replace the layers
-        of class `headwater.nn.linear.Linear`; parameter tokens stay as they are.
+    converters: configs of torchtitan's converters, such as `Float8LinearConverter.Config()`. They replace linear
+        layers, but those inside mechanisms; parameter tokens stay as they are.
 
     Raises `MissingExtra` without torchtitan. What the model cannot do under the trainer's parallelisms raises
     `HeadwaterError` when the trainer starts.

@@ -22,7 +22,7 @@ from headwater.cost import training_flops_per_token
 from headwater.errors import HeadwaterError
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.stack import last_readers, run
-from headwater.nn.linear import Linear
+from headwater.nn.linear import model_linears
 from headwater.nn.masking import attention_mask_for, reach
 from headwater.nn.masking import positions as counted
 from headwater.nn.position import for_heads
@@ -185,18 +185,16 @@ class TitanModel(BaseModel):
 class Linears:
     """The linear layers of a model as torchtitan's configs, by torchtitan's names, for its converters.
 
-    These are the layers whose class is `headwater.nn.linear.Linear`: what mechanisms put in the place of one is not
-    among them, such as parameter tokens.
+    Those inside mechanisms are not among them, nor what a mechanism puts in the place of one, such as parameter tokens.
     """
 
     def __init__(self, config: HeadwaterConfig) -> None:
         with torch.device("meta"):
             whole = HeadwaterForCausalLM(config)
-        for place, module in whole.named_modules():
-            if type(module) is Linear:
-                bias = module.bias is not None
-                found = TitanLinear.Config(in_features=module.in_features, out_features=module.out_features, bias=bias)
-                vars(self)[theirs_of(place)] = found
+        for name, module in model_linears(whole):
+            bias = module.bias is not None
+            found = TitanLinear.Config(in_features=module.in_features, out_features=module.out_features, bias=bias)
+            vars(self)[theirs_of(name)] = found
 
     def traverse(
         self, config_cls: type, *, recurse: bool = False, _prefix: str = ""

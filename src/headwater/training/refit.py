@@ -1,4 +1,4 @@
-"""An image model for the data of a run: its learned positions for another size, and a classifier for other classes."""
+"""A model for the data of a run: more tokens, learned positions for another size, a classifier for other classes."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ import copy
 from dataclasses import replace
 from typing import Any
 
+import torch
+from transformers import BaseImageProcessor, PreTrainedTokenizerBase
+
 from headwater.config import HeadwaterConfig
 from headwater.data.base import Data
 from headwater.data.images import ImageData
+from headwater.data.tokenizer import extends
 from headwater.errors import HeadwaterError, shown
 from headwater.models.image_classification import HeadwaterForImageClassification
+from headwater.models.kinds import is_of_images
 from headwater.nn.patches import resized
 from headwater.recipe import Change
 from headwater.records import Event
@@ -20,14 +25,22 @@ from headwater.vision_config import HeadwaterVisionConfig
 POSITIONS, CLASSIFIER = "model.embed_positions.weight", "classifier."
 
 
-def changes_for(config: HeadwaterConfig, data: Data, change: Change) -> dict[str, Any]:
-    """The fields of an image model's config that the data change: image_size and id2label; none of a text model's.
+def changes_for(
+    config: HeadwaterConfig,
+    data: Data,
+    change: Change,
+    tokenizer: PreTrainedTokenizerBase | BaseImageProcessor | None = None,
+) -> dict[str, Any]:
+    """The fields of a model's config that the data change: vocab_size of a text model, or image_size and id2label.
 
-    Classes that only have numbers in the model take the data's names. Other names are an error in `check_classes`,
-    unless `change` asks for a new classifier.
+    tokenizer: the model's. The data's may add tokens to it.
+
+    Classes that only have numbers in the model take the data's
+    names. Other names are an error in `check_classes`, unless `change` asks for a new classifier.
     """
     if not isinstance(config, HeadwaterVisionConfig) or not isinstance(data, ImageData):
-        return {}
+        grows = data.tokenizer is not None and not is_of_images(config) and data.vocab_size > config.vocab_size
+        return {"vocab_size": data.vocab_size} if grows and extends(data.tokenizer, tokenizer) else {}
     found: dict[str, Any] = {}
     if config.image_shape != data.settings.size:
         found["image_size"] = list(data.settings.size)
@@ -43,7 +56,9 @@ def changes_for(config: HeadwaterConfig, data: Data, change: Change) -> dict[str
 def refitted(trained: Trained, data: Data, change: Change) -> Trained:
     """The model with what `changes_for` says; unchanged if that is nothing. Raises `HeadwaterError`."""
     model = trained.model
-    changes = changes_for(model.config, data, change)
+    changes = changes_for(model.config, data, change, trained.tokenizer)
+    if "vocab_size" in changes:
+        return with_more_tokens(trained, data)
     if not changes or not isinstance(model, HeadwaterForImageClassification):
         return trained
     config = copy.deepcopy(model.config)
@@ -78,9 +93,28 @@ def refitted(trained: Trained, data: Data, change: Change) -> Trained:
     return replace(trained, model=made.eval(), history=[*trained.history, event], original=None)
 
 
+def with_more_tokens(trained: Trained, data: Data) -> Trained:
+    """A text model with the data's tokenizer. Raises `HeadwaterError` if the optimizer's state is to be kept."""
+    if trained.state:
+        raise HeadwaterError(
+            "start.optimizer=kept has no state for new tokens; use start.optimizer=fresh, or data with the "
+            "checkpoint's tokenizer."
+        )
+    model, old = trained.model, trained.model.config.vocab_size
+    with torch.random.fork_rng(devices=[]):  # transformers draws the embedding's new rows
+        torch.manual_seed(model.config.initializer_seed)
+        model.resize_token_embeddings(data.vocab_size)
+    details = {"from": {"vocab_size": old}, "to": {"vocab_size": data.vocab_size}}
+    event = Event(what="refitted", details=details)
+    return replace(trained, tokenizer=data.tokenizer, history=[*trained.history, event], original=None)
+
+
 def refitting(event: Event) -> str:
     """What `refitted` has done, in a sentence."""
     old, new = event.details["from"], event.details["to"]
+    if "vocab_size" in new:
+        sizes = f"{new['vocab_size']} tokens now, {old['vocab_size']} before"
+        return f"The model was fitted to the data's tokenizer, which has more tokens: it knows {sizes}."
     said = []
     if old["image_size"] != new["image_size"]:
         before, after = ("{} x {}".format(*each["image_size"]) for each in (old, new))

@@ -14,6 +14,7 @@ from torch import Tensor
 from headwater.config import HeadwaterConfig
 from headwater.data.base import Data
 from headwater.data.images import ImageData
+from headwater.data.tokenizer import extends
 from headwater.errors import HeadwaterError, sentence
 from headwater.growth.pairs import has_pairs
 from headwater.models.kinds import MODEL_TYPES, is_of_images
@@ -68,7 +69,7 @@ def prepare(start: Start, folder: Path, data: Data, device: torch.device) -> Pat
     foreign = (path / CONFIG).is_file() and model_type(path) not in (None, *MODEL_TYPES)
     if not (start.grow or start.widen or start.convert or start.finish or foreign):
         check(path)
-        if not changes_for(read_config(path), data, start):
+        if not changes_for(read_config(path), data, start, read_tokenizer(path)):
             return path
     target = folder / MADE
     shutil.rmtree(target, ignore_errors=True)  # of a run that was killed before it began
@@ -186,7 +187,7 @@ def _check_data(config: HeadwaterConfig, path: Path, data: Data, start: Start) -
     if config.vocab_size < data.vocab_size:
         raise HeadwaterError(
             f"The checkpoint's vocabulary has {config.vocab_size} tokens and the data's {data.vocab_size}; use the "
-            "tokenizer the model was trained with (data.tokenizer)."
+            "tokenizer the model was trained with (data.tokenizer), or one that adds tokens to it."
         )
     if config.position == "learned" and config.max_position_embeddings < data.context:
         raise HeadwaterError(
@@ -194,8 +195,8 @@ def _check_data(config: HeadwaterConfig, path: Path, data: Data, start: Start) -
             f"{data.context}; lower data.context."
         )
     own = read_tokenizer(path)
-    if own is not None and data.tokenizer is not None and own.get_vocab() != data.tokenizer.get_vocab():
+    if own is not None and data.tokenizer is not None and not extends(data.tokenizer, own):
         raise HeadwaterError(
-            f"The data's tokenizer is not the one {source!r} was trained with; set data.tokenizer={source!r}, or "
-            "prepare the data with it."
+            f"The data's tokenizer is not the one {source!r} was trained with, nor one that adds tokens "
+            f"to it; set data.tokenizer={source!r}, or prepare the data with it."
         )

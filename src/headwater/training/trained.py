@@ -27,6 +27,7 @@ from headwater.growth.enlarge import carried
 from headwater.growth.enlarge import enlarged as enlarged_model
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.kinds import MODEL_TYPES, AnyModel, is_of_images
+from headwater.models.quantization import check_full_precision
 from headwater.reading import check_regular, check_vocabulary, model_type, open_tokenizer, read_tokenizer, reading
 from headwater.recipe import AnyData, Change, untrusted_in
 from headwater.records import Event
@@ -69,10 +70,11 @@ class Trained:
 
 
 def open_trained(path: Path, with_state: bool = False) -> Trained:
-    """Open a checkpoint, or a run's newest. Raises `HeadwaterError` if it is damaged or not a checkpoint."""
+    """Open a checkpoint, or a run's newest. Raises `HeadwaterError` if it is damaged, quantized or not a checkpoint."""
     path = newest_checkpoint(path)
     check(path)
     model = load_model(path).eval()
+    check_full_precision(model)
     state = optimizer_state(path) if with_state else {}
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     for name, tensor in state.items():

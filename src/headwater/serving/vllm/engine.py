@@ -148,7 +148,7 @@ class CPUEngine(PagedEngine):
         if k.shape[1] == v.shape[1] > 0:
             keys, values = (self.store(layer, part, k.dtype) for part in ("k", "v"))
             isa = self.isa(k.dtype, k.shape[2])
-            kernels.cpu_attn_reshape_and_cache(k, v, keys, values, batch.slots, isa)
+            kernels.cpu_attn_reshape_and_cache(k.contiguous(), v.contiguous(), keys, values, batch.slots, isa)
             return
         for part, x in (("k", k), ("v", v)):
             if x.shape[1]:

@@ -24,7 +24,7 @@ from vllm.sequence import IntermediateTensors
 
 from headwater.errors import HeadwaterError
 from headwater.models.causal_lm import HeadwaterForCausalLM
-from headwater.nn.linear import Linear
+from headwater.nn.linear import model_linears
 from headwater.serving.split import split
 from headwater.serving.vllm.checks import check, shares_of
 from headwater.serving.vllm.engine import Blocks
@@ -45,6 +45,7 @@ class Ranks:
 
 # What the stages of a pipeline pass on.
 STREAM = "hidden_states"
+HEAD = "lm_head"
 
 
 class ServedModel(nn.Module, SupportsLoRA):
@@ -60,8 +61,7 @@ class ServedModel(nn.Module, SupportsLoRA):
         self.config = vllm_config.model_config.hf_config
         with no_init_weights():
             self.language = HeadwaterForCausalLM(self.config).eval()
-        linear = [module for module in self.language.model.layers.modules() if isinstance(module, Linear)]
-        if vllm_config.lora_config is not None and not linear:
+        if vllm_config.lora_config is not None and not any(name != HEAD for name, _ in model_linears(self.language)):
             raise HeadwaterError("This model's layers have no linear layers for LoRA adapters to change.")
         # vLLM wants the number of a layer in each name.
         self.processes = Ranks()
@@ -125,20 +125,27 @@ class ServedModel(nn.Module, SupportsLoRA):
         layers, which adapters can change. A mechanism's may be called for other tokens than the batch's, and no adapter
         can change them. The output head keeps its weights as they are, too, for they may be the embedding's.
         """
-        for name, layer in list(self.language.named_modules()):
-            if isinstance(layer, Linear) and name != "lm_head":
-                owner, _, own = name.rpartition(".")
-                setattr(self.language.get_submodule(owner), own, _of_vllm(layer, name))
-            elif isinstance(layer, nn.Linear) and layer.weight.device.type == "cpu":
-                dispatch_cpu_unquantized_gemm(layer, remove_weight=name != "lm_head")
+        for name, layer in list(model_linears(self.language)):
+            if name != HEAD:
+                self.language.set_submodule(name, _of_vllm(layer, name))
+        for name, layer in self.language.named_modules():
+            if isinstance(layer, nn.Linear) and layer.weight.device.type == "cpu":
+                dispatch_cpu_unquantized_gemm(layer, remove_weight=name != HEAD)
                 layer.forward = partial(_through_vllm, layer)  # type: ignore[method-assign]
 
 
-def _of_vllm(layer: Linear, name: str) -> ReplicatedLinear:
+class ContiguousLinear(ReplicatedLinear):
+    """vLLM's linear layer for inputs with any strides."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x.contiguous())
+
+
+def _of_vllm(layer: nn.Linear, name: str) -> ReplicatedLinear:
     """The same layer, with the same weights, as vLLM's; it takes its kernel after loading."""
     bias = layer.bias is not None
     with torch.device("meta"):
-        made = ReplicatedLinear(
+        made = ContiguousLinear(
             layer.in_features, layer.out_features, bias, prefix=name, return_bias=False, disable_tp=True
         )
     made.weight, made.bias = layer.weight.requires_grad_(False), layer.bias
@@ -146,4 +153,5 @@ def _of_vllm(layer: Linear, name: str) -> ReplicatedLinear:
 
 
 def _through_vllm(layer: Any, x: Tensor) -> Tensor:
-    return layer.cpu_linear(x, layer.weight, layer.bias)
+    # In bfloat16 its kernels read some inputs as if they were contiguous, whatever their strides.
+    return layer.cpu_linear(x.contiguous(), layer.weight, layer.bias)
