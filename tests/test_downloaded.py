@@ -53,7 +53,7 @@ def _watched(folder: str, flag: str, secret: str, *arguments: str) -> None:
     log = os.open(flag, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def look(event: str, values: tuple) -> None:
-        if event in PROGRAMS:
+        if event in PROGRAMS and values[0] != "uname":  # which Python's platform starts
             os.write(log, f"{event}: {values[:2]}\n".encode())
         elif event == "exec":
             if str(getattr(values[0], "co_filename", "")).startswith(folder):
@@ -200,8 +200,6 @@ def test_what_lies_beside_a_model_is_left_alone(download):
         plant(download)
     code, said = download.run_command("generate", "model", "line 1", "--max-new-tokens", 2)
     assert code == 0, said
-    code, said = download.run_command("generate", "model", "line 1", "--chat", "--max-new-tokens", 2)
-    assert code in (0, 2), said
 
 
 def test_a_command_started_in_the_folder_imports_nothing_from_it(download):
@@ -277,7 +275,7 @@ def plant_tokenizer_files(download: Download) -> None:
 
 
 def plant_quantization(download: Download) -> None:
-    download.change("config.json", quantization_config={"quant_method": "planted", "load_in_8bit": True})
+    download.change("config.json", quantization_config={"quant_method": "planted"})
 
 
 def plant_attention(download: Download) -> None:
@@ -317,12 +315,12 @@ OF_CHECKPOINTS = {
     "evaluate": ["evaluate", "model", "--text", "../text.txt", "--limit", 1, "--context", 32],
     "plan": ["plan", "model"],
     "verify": ["verify", "model", "--requests", 2, "--sampled", 1, "--longest", 20],
+    "verify as another's": ["verify", "--model", "model"],
     "export": ["export", "model", "--out", "../exported"],
-    "export as its source": ["export", "model", "--family", "source", "--out", "../exported"],
+    "export as its source": ["export", "model", "--family", "source", "--out", "../theirs"],
     "retrofit": ["retrofit", "model", "--mechanism", "smear", "--out", "../more"],
-    "convert": ["convert", "model", "--kv-heads", 1, "--heal", 64, "--plan"],
+    "convert": ["convert", "model", "--kv-heads", 1, "--heal", 1000, "--plan"],
     "grow": ["grow", "model", "--layers", 3, "--out", "../grown"],
-    "predict": ["predict", "model", "image.png"],
     "train": ["train", "../recipe.yaml", "start.checkpoint=model", "--out", "../run"],
 }
 

@@ -204,6 +204,14 @@ def test_a_config_inside_another_model_s_is_a_file_s(here):
     assert not (here / "ran.txt").exists()
 
 
+def test_a_config_names_no_kernel_of_the_hub(here):
+    content = config().to_dict()
+    for field in ("attn_implementation", "_attn_implementation"):
+        with pytest.raises(HeadwaterError, match=f"{field} names the kernel"):
+            HeadwaterConfig.from_dict(content | {field: "somebody/kernel"})
+    assert HeadwaterConfig.from_dict(content | {"attn_implementation": "sdpa"})
+
+
 def test_an_absent_module_is_named_and_so_is_its_package(here):
     with pytest.raises(HeadwaterError, match=r"'nowhere'.*PYTHONPATH"):
         HeadwaterConfig.from_pretrained(stored(here / "model", **{"nowhere.deep:Mine": {}}), trust=["nowhere.deep"])

@@ -257,8 +257,19 @@ class HeadwaterConfig(PreTrainedConfig):
         Raises `HeadwaterError` for a keyword that looks like a misspelt field.
         """
         outside.trust(kwargs.pop("trust", None) or ())
+        cls._check_kernels(config_dict)
         cls._check_names(name for name in kwargs if name not in config_dict and not hasattr(cls, name))
         return super().from_dict(config_dict | {"model_type": cls.model_type}, **kwargs)
+
+    @classmethod
+    def _check_kernels(cls, config_dict: dict[str, Any]) -> None:
+        """Raise `HeadwaterError` if a file names an attention kernel of the hub, which is code to download and run."""
+        for field, kernel in config_dict.items():
+            if "attn_implementation" in field and "/" in str(kernel):
+                raise HeadwaterError(
+                    f"A config's {field} names the kernel {shown(kernel)}, which would be downloaded and run; remove it, "
+                    "and pass attn_implementation if you trust that kernel."
+                )
 
     @classmethod
     def field_names(cls) -> tuple[str, ...]:
