@@ -11,9 +11,9 @@ import shutil
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
 from stat import S_ISREG
-from typing import BinaryIO
 
 from headwater.errors import HeadwaterError
 
@@ -49,7 +49,7 @@ def file_name(text: str) -> str:
     return f"{kept}-{zlib.crc32(text.encode(errors='surrogatepass')):08x}".lstrip("-")
 
 
-def open_regular(file: str | os.PathLike[str]) -> BinaryIO:
+def open_regular(file: str | os.PathLike[str]) -> BufferedReader:
     """Open a regular file, or a link to one, for reading. Raises `OSError` for anything else, without waiting.
 
     A pipe would wait for its writer, and a device may have no end.

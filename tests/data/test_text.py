@@ -483,3 +483,19 @@ def test_any_hugging_face_tokenizer_from_a_folder(folder, tmp_path_factory):
     assert data.vocab_size == len(bpe.get_vocab())
     assert len(stream(data)) < len(stream(byte_data)) / 2
     assert [(d.id, d.bytes) for d in data.held_out] == [(d.id, d.bytes) for d in byte_data.held_out]
+
+
+def test_a_long_value_that_many_rows_share_is_read_a_row_at_a_time(tmp_path, monkeypatch):
+    """A dictionary keeps it once: kilobytes in the file are gigabytes in a table of all rows."""
+    monkeypatch.setattr(reading, "MOST_ROWS", 2**20)
+    column = pa.DictionaryArray.from_arrays(pa.array([0] * 100, pa.int32()), pa.array(["a" * 2**19]))
+    file = tmp_path / "x.parquet"
+    parquet.write_table(pa.table({"text": column}), file, dictionary_pagesize_limit=2**30, compression="zstd")
+    assert file.stat().st_size < 2**13
+    assert 2**19 <= reading.largest_value(file, parquet.read_metadata(file)) < 2**20
+    columns = reading.Columns("text")
+    assert all(len(table) == 1 for table in reading._parquet(file, columns))
+    assert sum(len(text) for _, text, _ in reading.table_rows(file, columns)) == 100 * 2**19
+    monkeypatch.setattr(reading, "LONGEST_LINE", 2**18)
+    with pytest.raises(HeadwaterError, match="may hold values of"):
+        list(reading.table_rows(file, columns))

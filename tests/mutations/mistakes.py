@@ -888,7 +888,7 @@ MISTAKES = [
     ),
     Mistake(
         "stray weights beside a checkpoint are read",
-        'if file.name not in sums and not file.name.startswith(".") and _READ.fullmatch(file.name)',
+        'if file.name not in sums and not file.name.startswith(".") and OPENED.fullmatch(file.name)',
         'if file.name not in sums and not file.name.startswith(".") and file.suffix == ".gguf"',
         ("tests/training/test_run_folder.py::TestStrays",),
     ),
