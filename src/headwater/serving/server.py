@@ -253,8 +253,8 @@ class Completions(_Handler, completion.CompletionHandler):
                 config = self._build_generation_config(body, model.generation_config, use_cb=use_cb)
                 if use_cb:
                     manager.init_cb(model, config)
-                rows = ids if use_cb else torch.tensor([ids], device=model.device)
-                inputs = {"input_ids": rows} | ({} if use_cb else {"attention_mask": torch.ones_like(rows)})
+                row = torch.tensor([ids], device=model.device)
+                inputs = {"input_ids": ids} if use_cb else {"input_ids": row, "attention_mask": torch.ones_like(row)}
                 options = (request_id, model, tokenizer, model_id, inputs, config, manager)
                 if body["stream"]:
                     return _openai_stream(self._streaming(*options), body)
@@ -333,7 +333,7 @@ def _next_seed(body: dict[str, Any]) -> dict[str, Any]:
 
 def _joined(answers: Sequence[JSONResponse], n: int) -> JSONResponse:
     """One answer of several; each prompt's tokens count once."""
-    contents = [json.loads(answer.body) for answer in answers]
+    contents = [json.loads(bytes(answer.body)) for answer in answers]
     choices = [choice for content in contents for choice in content["choices"]]
     prompts = sum(content["usage"]["prompt_tokens"] for content in contents[::n])
     new = sum(content["usage"]["completion_tokens"] for content in contents)
