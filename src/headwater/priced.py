@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError, nearest, sentence, shown
+from headwater.files import check_local
 from headwater.presets import PRESETS, preset
 from headwater.vision_config import HeadwaterVisionConfig
 
@@ -256,6 +257,7 @@ def _configs(model: HeadwaterConfig | str | Path, changes: dict[str, Any]) -> di
     if argument in PRESETS:
         return {argument: preset(argument, **changes)}
     if not path.exists():
+        check_local(argument)
         from headwater.shipped import shipped_recipes
 
         if len(path.parts) > 1 or path.suffix:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headwater.errors import HeadwaterError, shown, unusable
+from headwater.files import check_local
 from headwater.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ TrainingDevice = Annotated[
 GoesOn = Annotated[bool, typer.Option("--resume", help="Resume an interrupted command. This command always does.")]
 # Options that count bytes and tokens of a corpus, and so need large numbers.
 BYTES = ("max_bytes", "evaluation_bytes", "shard_tokens")
+# What may begin with an address without being a path.
+FREE_TEXT = ("prompt", "stop", "separator")
 # What --help groups commands by.
 TRAIN, USE, MAKE, LOOK = "Train and compare", "Use a model", "Change a trained model", "Plan and inspect"
 
@@ -59,6 +62,13 @@ def tell_runs(recipe: Recipe, parts: int | None = None) -> None:
 def tell(line: str) -> None:
     """Print a message on stderr, apart from the result."""
     err.print(line, soft_wrap=True)
+
+
+def tell_model(folder: Path, model: Path | None = None) -> None:
+    """Print where a command has written, and how transformers loads the model. model: its folder, if not `folder`."""
+    from headwater.training.model_folder import how_to_load
+
+    out.print(f"written to {folder}\n{how_to_load(model or folder)}", soft_wrap=True, markup=False, highlight=False)
 
 
 def progress_bars() -> Progress:
@@ -192,6 +202,9 @@ def _checked(parameter: Any, process: Callable[[Any, Any], Any], context: Any, g
         raise HeadwaterError(f"{name}: {found[1]}.")
     if isinstance(value, int) and abs(value) >= 2**31 and parameter.name not in BYTES:
         raise HeadwaterError(f"{name}: {value:,} is too large; choose a smaller value.")
+    for text in (raw for raw in (given if isinstance(given, list | tuple) else [given]) if isinstance(raw, str)):
+        if parameter.name not in FREE_TEXT:
+            check_local(text, name)
     for raw, one in zip(*([x] if not isinstance(x, list | tuple) else x for x in (given, value)), strict=False):
         if isinstance(one, Path) and raw == "":
             raise HeadwaterError(f"{name} is empty; give a path, such as . for this folder.")

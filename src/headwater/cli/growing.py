@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headwater.cli.common import check_outside, check_writable, err, mechanisms_of, out, quiet, tell
+from headwater.cli.common import check_outside, check_writable, err, mechanisms_of, out, quiet, tell, tell_model
 from headwater.errors import HeadwaterError
 from headwater.terminal import lined
 
@@ -218,8 +218,8 @@ def merge(
     details = {"merged": [str(path) for path in grown], "measures": columns}
     before = [event for copy in copies for event in copy.history[len(root.history) :]]
     root.history += before
-    _write(target, root, model, Event(what="merged", details=details))
     out.print(table)
+    _write(target, root, model, Event(what="merged", details=details))
 
 
 def retrofit(
@@ -451,7 +451,7 @@ def _write(target: Path, trained: Trained, model: HeadwaterForCausalLM, event: E
 
     history = trained.history if event is None else [*trained.history, event]
     write_model(target, model, trained.tokenizer, history, trained.state if event is None else None)
-    out.print(f"written to {target}", soft_wrap=True)
+    tell_model(target)
     if trained.tokenizer is None:
         what = "image processor" if model.main_input_name == "pixel_values" else "tokenizer"
         err.print(f"The source has no {what}, so none is written.", style="dim")

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from headwater.cli.common import Device, check_writable, device_of, err, one_folder, out, quiet
+from headwater.cli.common import Device, check_writable, device_of, err, one_folder, quiet, tell_model
 from headwater.errors import HeadwaterError
 
 
@@ -282,7 +282,7 @@ def export(
     check_writable(folder, folder=True)
     trained = open_trained(checkpoint)
     if family is None:
-        written = write(trained.model, folder, materialise, trained.tokenizer)
+        write(trained.model, folder, materialise, trained.tokenizer)
     elif materialise:
         raise HeadwaterError("--materialise is for headwater's own models; leave it out with --family.")
     elif family == "source":
@@ -290,7 +290,7 @@ def export(
         if not known or not isinstance(known[0], str):
             raise HeadwaterError(f"{str(checkpoint)!r} was not retrofitted from a family; name one with --family.")
         with names_of_a_file():
-            written = export_family(trained.model, folder, known[0], trained.tokenizer)
+            export_family(trained.model, folder, known[0], trained.tokenizer)
     else:
-        written = export_family(trained.model, folder, family, trained.tokenizer)
-    out.print(f"written to {written}", soft_wrap=True)
+        export_family(trained.model, folder, family, trained.tokenizer)
+    tell_model(folder)

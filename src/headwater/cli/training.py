@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from headwater.cli.common import Overrides, TrainingDevice, err, out, progress_bars, quiet, recipe_of, tell
+from headwater.cli.common import Overrides, TrainingDevice, err, out, progress_bars, quiet, recipe_of, tell, tell_model
 from headwater.errors import HeadwaterError, nearest
 from headwater.terminal import lined
 
@@ -49,6 +49,7 @@ def train(
     """Train the model of a recipe, stage by stage if it has stages, or one arm of its comparison."""
     from headwater.compare import trial_of
     from headwater.training.parallel import is_first
+    from headwater.training.stages import chain
 
     quiet()
     given = {"seed": seed, "start.checkpoint": start and str(start), "training.device": device}
@@ -91,7 +92,8 @@ def train(
         f"{record.unit}/s, {record.flops:.3g} FLOPs, "
         f"{record.waited / max(record.seconds, 1e-9):.1%} of the time waiting for data{left_out}"
     )
-    out.print(f"written to {folder}", soft_wrap=True)
+    stages = dict(zip(loaded.stage_names, (place for _, place in chain(loaded, folder)), strict=True))
+    tell_model(folder, None if stage is None else stages[stage])
 
 
 def _at(recipe: Recipe, key: str) -> Any:

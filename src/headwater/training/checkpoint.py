@@ -274,7 +274,10 @@ def remove(checkpoint: Path) -> None:
 
 
 def tidy(run: Path) -> None:
-    """Remove what a killed run was writing or removing among its checkpoints."""
+    """Remove what a killed run was writing or removing in its folder and among its checkpoints."""
+    for leftover in run.glob(f"{STAGING}*"):
+        if leftover.is_file():
+            leftover.unlink(missing_ok=True)
     for kind in (STAGING, _REMOVING):
         for leftover in (run / FOLDER).glob(f"{kind}step-*"):
             shutil.rmtree(leftover, ignore_errors=True)

@@ -19,6 +19,7 @@ from headwater.data.base import LABELS, Data, main_input
 from headwater.data.corpus import TOPICS, topics
 from headwater.diagnostics import sample_images
 from headwater.errors import HeadwaterError
+from headwater.files import local
 from headwater.growth import grow
 from headwater.growth.enlarge import carried
 from headwater.growth.enlarge import enlarged as enlarged_model
@@ -97,7 +98,7 @@ def open_source(
     family: the family of a Hugging Face model; default: from its config. with_state: with the optimizer's state, of a
     headwater checkpoint. Raises `HeadwaterError` for what cannot be read.
     """
-    path = Path(source)
+    path = local(source)
     if layout is None and path.is_dir() and model_type(newest_checkpoint(path)) in MODEL_TYPES:
         if family is not None:
             raise HeadwaterError(f"{source!r} is headwater's own model, of no other family; leave out --family.")
