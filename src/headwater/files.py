@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -86,6 +87,25 @@ def local(path: str | Path, name: str = "") -> Path:
     """A path as a `Path`. Raises `HeadwaterError` for an address. name: of the argument."""
     check_local(path, name)
     return Path(path)
+
+
+def absence(path: str | Path, wanted: str = "file or folder") -> str:
+    """Why a path is not the wanted kind of file, as a sentence without its full stop.
+
+    A path that exists is not called missing: it may be of another kind, a link to nothing, or in a closed folder.
+    """
+    check_local(path)
+    name = repr(str(path))
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        if os.path.islink(path):
+            return f"{name} is a link to {os.readlink(path)!r}, which does not exist"
+        return f"There is no {wanted} {name}"
+    except (OSError, ValueError) as error:
+        return f"{name} cannot be read: {getattr(error, 'strerror', None) or error}"
+    kind = "a folder" if stat.S_ISDIR(mode) else "a file" if stat.S_ISREG(mode) else "neither a file nor a folder"
+    return f"{name} is {kind}, not a {wanted}" if kind.removeprefix("a ") not in wanted else f"{name} cannot be used"
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError, sentence
+from headwater.files import absence
 from headwater.vision_config import HeadwaterVisionConfig
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def reason(error: BaseException) -> str:
 def read_text(file: Path) -> str:
     """Read a UTF-8 text file. Raises `HeadwaterError` if there is none."""
     if not file.is_file():  # anything else, such as a pipe, might never end
-        raise HeadwaterError(f"{str(file)!r} is missing, or not a file; use an intact checkpoint.")
+        raise HeadwaterError(f"{absence(file, 'file')}; use an intact checkpoint.")
     with reading(repr(str(file))):
         return file.read_text(encoding="utf-8")
 
@@ -210,7 +211,7 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
     "module", "state_dict" or "model". Raises `HeadwaterError`.
     """
     if not file.is_file():
-        raise HeadwaterError(f"{str(file)!r} is missing, or not a file; use an intact checkpoint.")
+        raise HeadwaterError(f"{absence(file, 'file')}; use an intact checkpoint.")
     with reading(repr(str(file)), "use an intact checkpoint, with its weights as safetensors"):
         with file.open("rb") as stream:
             if stream.read(4) == b"GGUF":

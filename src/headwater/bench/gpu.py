@@ -52,6 +52,7 @@ from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.compiling import compile_blocks, compile_model
 from headwater.models.decoding import Decoder
 from headwater.nn.masking import cu_seq_lens
+from headwater.outputs import GPU, check_replaceable, has_keys, write_json
 from headwater.planning import plan_layers
 from headwater.precision import KeepsPrecision
 from headwater.presets import PRESETS
@@ -72,6 +73,7 @@ SHARES = {
 }
 BUDGET = 540.0
 ROWS = "rows.jsonl"
+JSON = "gpu.json"
 WRONG = "WRONG"
 LATE = "skipped: no time left"
 MEASURING = "measuring "
@@ -217,6 +219,9 @@ def bench_gpu(
     for name in others:
         MECHANISMS.resolve(name)
     out.mkdir(parents=True, exist_ok=True)
+    check_replaceable(out / JSON, has_keys(GPU))
+    if not (out / JSON).exists() and any(out.iterdir()):
+        raise HeadwaterError(f"{str(out)!r} holds other files; choose a new folder with --out.")
     left = {name: share for name, share in SHARES.items() if not only or name in only}
     found: dict[str, Any] = {
         "headwater": __version__,
@@ -225,6 +230,7 @@ def bench_gpu(
         "others": others,
         "phases": {},
     }
+    write_json(out / JSON, found, GPU)
     for name in list(left):
         remaining = budget - (time.monotonic() - begun) - RESERVE
         allowed = remaining * left[name] / sum(left.values())
@@ -235,7 +241,7 @@ def bench_gpu(
             tell(f"{name}: at most {allowed:.0f} s")
             found["phases"][name] = _apart(name, out, device, allowed, others)
             tell(f"{name}: {found['phases'][name]['status']}, {found['phases'][name]['seconds']:.0f} s")
-        replace_text(out / "gpu.json", json.dumps(found, indent=1) + "\n")
+        write_json(out / JSON, found, GPU)
         replace_text(out / "gpu.md", as_markdown(found))
     return found
 

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headwater.errors import HeadwaterError, shown, unusable
-from headwater.files import check_local
+from headwater.files import absence, check_local
 from headwater.terminal import Terminal
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+    from headwater.outputs import IsOurs
     from headwater.recipe import Recipe
 
 # Tables need this much; a narrower terminal wraps lines rather than losing figures.
@@ -155,12 +156,14 @@ def check_outside(folder: Path, source: str | Path) -> None:
         raise HeadwaterError(f"--out {str(folder)!r} is, holds, or is in the source; choose another folder.")
 
 
-def check_writable(target: Path, folder: bool = False) -> None:
+def check_writable(target: Path, folder: bool = False, is_ours: IsOurs | None = None) -> None:
     """Raise `HeadwaterError` if a file or folder cannot be written, before there is work to lose.
 
-    An existing file is replaced, and an existing folder gets additional files. A file's folder must exist; a folder's
-    parents are created.
+    A file is replaced if it is one of headwater's (see `outputs.check_replaceable`), and an existing folder gets
+    additional files. A file's folder must exist; a folder's parents are created.
     """
+    from headwater.outputs import check_replaceable
+
     what = f"{str(target)!r} cannot be written"
     if folder:
         above = next(path for path in (target.absolute(), *target.absolute().parents) if path.exists())
@@ -169,11 +172,8 @@ def check_writable(target: Path, folder: bool = False) -> None:
     else:
         above = target.absolute().parent
         if not above.is_dir():
-            raise HeadwaterError(f"There is no folder {str(target.parent)!r} for {target.name!r}; create it first.")
-        if target.exists() and not target.is_file():
-            raise HeadwaterError(
-                f"{what}: it is {'a folder' if target.is_dir() else 'not a regular file'}; name a file."
-            )
+            raise HeadwaterError(f"{absence(target.parent, 'folder')} for {target.name!r}; create it first.")
+        check_replaceable(target, is_ours)
     try:
         # Permissions do not show read-only disks, and mean nothing for the superuser.
         with tempfile.TemporaryFile(dir=above):

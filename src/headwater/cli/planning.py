@@ -98,12 +98,13 @@ def plan(
 
     from headwater import price as pricing
     from headwater import priced
+    from headwater.outputs import is_picture, save_figure
 
     quiet()
     figure = file or figure
     if figure is not None:
         figure = figure if figure.suffix else figure.with_suffix(".png")
-        check_writable(figure)
+        check_writable(figure, is_ours=is_picture)
     changes = [argument for argument in configs if "=" in argument]
     if grow:
         unused: dict[str, Any] = {
@@ -160,10 +161,7 @@ def plan(
         else:
             longest = max(32768, *(at.context for at in prices[0].at))
             picture = pricing.figure(found, [longest * i // 32 or 1 for i in range(33)])
-        try:
-            picture.savefig(figure, dpi=160)
-        except ValueError as error:  # a suffix that no picture has
-            raise HeadwaterError(f"{str(figure)!r} cannot be drawn: {error}") from error
+        save_figure(picture, figure, dpi=160)
         err.print(f"figure: {figure}", soft_wrap=True)
 
 
@@ -301,9 +299,11 @@ def theory(
     ),
 ) -> None:
     """Check the three theorems of the KV shifting paper, and draw the gradient flow of the third."""
+    from headwater.outputs import check_replaceable, is_picture
     from headwater.papers import theory as theorems
 
     check_writable(folder, folder=True)
+    check_replaceable(folder / "theory-flow.png", is_picture)
 
     table = Table(title="KV shifting attention, arXiv 2411.19574", title_justify="left")
     for name in ("theorem", "checked", "result"):

@@ -14,6 +14,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from headwater.compare.prices import Prices
+from headwater.outputs import save_figure
 from headwater.report.comparison import Comparison, differ_in_cost
 from headwater.report.curves import Curve, arm_curves, y_limits
 from headwater.report.prices import Panel, panels
@@ -24,9 +25,7 @@ DPI = 160
 
 
 def save(figure: Figure, path: Path) -> None:
-    beside = path.with_name(f".{path.name}")
-    figure.savefig(beside, dpi=DPI, format="png")
-    beside.replace(path)
+    save_figure(figure, path, DPI)
 
 
 @rc_context({"text.parse_math": False})  # a name with two dollar signs is not a formula

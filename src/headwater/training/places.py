@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from headwater.errors import HeadwaterError
-from headwater.files import check_local
+from headwater.files import absence
 
 FOLDER, STAGES = "checkpoints", "stages"
 _NAME = re.compile(r"step-(\d+)", re.ASCII)
@@ -21,8 +21,7 @@ def checkpoints(run: Path) -> list[Path]:
 def newest_checkpoint(path: Path) -> Path:
     """`path` itself, or the newest checkpoint of the run it names. Raises `HeadwaterError` if nothing is there."""
     if not path.is_dir():
-        check_local(path)
-        raise HeadwaterError(f"There is no checkpoint folder {str(path)!r}.")
+        raise HeadwaterError(f"{absence(path, 'checkpoint folder')}; name a checkpoint's folder, or a run's.")
     if whole := checkpoints(path):
         return whole[-1]
     has_model = (path / "config.json").exists()

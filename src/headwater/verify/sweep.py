@@ -17,8 +17,9 @@ from typing import Any
 import torch
 import transformers
 
+from headwater import __version__
 from headwater.errors import HeadwaterError
-from headwater.files import replace_text
+from headwater.outputs import SWEEP, check_replaceable, has_keys, write_json
 from headwater.verify.small import TYPES, small_model
 from headwater.verify.verdicts import Verified, sentence, verify_model
 from headwater.verify.ways import WAYS
@@ -100,9 +101,11 @@ def sweep(
 ) -> dict[str, Any]:
     """Verify types whose result is not in `out` yet; write it after each. Returns all of `out`.
 
-    seconds: most for one type. on_result: called with each new result.
+    seconds: most for one type. on_result: called with each new result. Raises `HeadwaterError` if `out` is a file that
+    headwater did not write.
     """
-    results: dict[str, Any] = {"versions": versions(), "seed": seed, "types": {}}
+    check_replaceable(out, has_keys(SWEEP))
+    results: dict[str, Any] = {"headwater": __version__, "versions": versions(), "seed": seed, "types": {}}
     with suppress(OSError, ValueError):
         before = json.loads(out.read_text())
         if before.get("versions") == results["versions"] and before.get("seed") == seed:
@@ -133,7 +136,7 @@ def sweep(
                 answers.get()
             result = answer.get("result") or {"type": model_type, "not_verified": ": ".join(answer["error"])}
             results["types"][model_type] = result
-            replace_text(out, json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+            write_json(out, results, SWEEP)
             on_result(result)
     finally:
         if worker is not None:
