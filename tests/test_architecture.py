@@ -16,8 +16,8 @@ ROOT = Path(headwater.__file__).parent
 # Modules that share a row do not import each other.
 ORDER = (
     ("errors", "lazy", "plan", "precision", "process", "seeding", "shipped", "terminal", "workers"),
-    ("enlarging", "extras", "kernels", "settings"),
-    ("files", "outside", "written"),
+    ("enlarging", "extras", "files", "kernels"),
+    ("output_folder", "outputs", "outside", "settings", "written"),
     ("registry", "hardware", "hub"),
     ("planning", "remote_code"),
     ("config",),

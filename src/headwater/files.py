@@ -104,7 +104,7 @@ def absence(path: str | Path, wanted: str = "file or folder") -> str:
         return f"There is no {wanted} {name}"
     except (OSError, ValueError) as error:
         return f"{name} cannot be read: {getattr(error, 'strerror', None) or error}"
-    kind = "a folder" if stat.S_ISDIR(mode) else "a file" if stat.S_ISREG(mode) else "neither a file nor a folder"
+    kind = "a folder" if stat.S_ISDIR(mode) else "a file" if stat.S_ISREG(mode) else "a device, a pipe or a socket"
     return f"{name} is {kind}, not a {wanted}" if kind.removeprefix("a ") not in wanted else f"{name} cannot be used"
 
 
@@ -161,6 +161,8 @@ def check_free(target: Path) -> None:
     """Raise `HeadwaterError` if a folder that is to be made exists and is not empty."""
     target = settled(target)
     if (target.is_symlink() or target.exists()) and (not target.is_dir() or any(target.iterdir())):
+        if Path.cwd().is_relative_to(os.path.realpath(target)):
+            raise HeadwaterError(f"{str(target)!r} is the current folder, or holds it; choose a new folder.")
         raise HeadwaterError(f"{str(target)!r} already exists; remove it, or choose another folder.")
 
 

@@ -26,20 +26,25 @@ _stays: dict[tuple[Path, int], bool] = {}
 
 @contextmanager
 def occupied(
-    folder: Path, *, empty: bool = False, patience: float | None = None, busy: str = "command is writing to"
+    folder: Path,
+    *,
+    empty: bool = False,
+    nested: bool = False,
+    patience: float | None = None,
+    busy: str = "command is writing to",
 ) -> Iterator[None]:
     """Lock a folder, which is created if it is missing.
 
     If the block raises before `keep` is called, what is new in the folder is removed, and the folder if it was created
-    here. Within the block the same thread may enter the folder again.
+    here.
 
-    empty: the folder must hold nothing. patience: seconds to wait for another process. busy: what that one does, for
-    the message.
+    empty: the folder must hold nothing. nested: do nothing if a caller in this thread has locked it. patience: seconds
+    to wait for another process. busy: what that one does, for the message.
     Raises `HeadwaterError` if another process has locked the folder, or if it cannot be created.
     """
     folder = settled(folder)
     key = Path(os.path.realpath(folder)), threading.get_ident()
-    if key in _stays:
+    if nested and key in _stays:
         yield
         return
     new, had_lock, stays = missing_folders(folder), (folder / LOCK).exists(), False
@@ -53,10 +58,13 @@ def occupied(
             yield
         except BaseException:
             if not _stays.get(key):
-                _remove_new(folder, before | ({LOCK} if had_lock else set()))
+                _remove_new(folder, before | {LOCK})
             raise
         finally:
             stays = _stays.pop(key, False)
+            if not had_lock:
+                with suppress(OSError):
+                    (folder / LOCK).unlink()
             lock.release()
     except BaseException:
         if not stays:

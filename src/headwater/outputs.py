@@ -24,7 +24,7 @@ IsOurs = Callable[[bytes], bool]
 # The keys of each JSON file.
 EVALUATION = ("headwater", "format", "rows", "models")
 INSPECTION = ("headwater", "schema_version", "models")
-SWEEP = ("headwater", "versions", "types")
+SWEEP = ("versions", "seed", "types")
 GPU = ("headwater", "device", "phases")
 REPRODUCTION = ("table", "paper_says", "claims")
 
@@ -115,8 +115,8 @@ def save_figure(figure: Figure, file: Path, dpi: int) -> Path:
     kind = file.suffix.removeprefix(".").lower()
     with explaining(lambda problem: f"{str(file)!r} could not be written: {problem}."), replacing(file) as beside:
         try:
-            metadata = {_METADATA[kind]: _AUTHOR} if kind in _METADATA else None
-            figure.savefig(beside, dpi=dpi, format=kind, metadata=metadata)
+            more: dict[str, Any] = {"metadata": {_METADATA[kind]: _AUTHOR}} if kind in _METADATA else {}
+            figure.savefig(beside, dpi=dpi, format=kind, **more)
         except ValueError as error:  # a suffix that no picture has
             raise HeadwaterError(f"{str(file)!r} cannot be drawn: {error}") from error
     return file

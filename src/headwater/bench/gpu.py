@@ -72,8 +72,8 @@ SHARES = {
     "packing": 0.14,
 }
 BUDGET = 540.0
-ROWS = "rows.jsonl"
-JSON = "gpu.json"
+ROWS, LOG = "rows.jsonl", "log"
+JSON, MARKDOWN = "gpu.json", "gpu.md"
 WRONG = "WRONG"
 LATE = "skipped: no time left"
 MEASURING = "measuring "
@@ -220,8 +220,11 @@ def bench_gpu(
         MECHANISMS.resolve(name)
     out.mkdir(parents=True, exist_ok=True)
     check_replaceable(out / JSON, has_keys(GPU))
-    if not (out / JSON).exists() and any(out.iterdir()):
-        raise HeadwaterError(f"{str(out)!r} holds other files; choose a new folder with --out.")
+    for name in (
+        () if (out / JSON).exists() else (MARKDOWN, *(f"{phase}.{end}" for phase in SHARES for end in (ROWS, LOG)))
+    ):
+        if os.path.lexists(out / name):
+            raise HeadwaterError(f"{str(out / name)!r} is there already; choose a new folder with --out.")
     left = {name: share for name, share in SHARES.items() if not only or name in only}
     found: dict[str, Any] = {
         "headwater": __version__,
@@ -242,13 +245,13 @@ def bench_gpu(
             found["phases"][name] = _apart(name, out, device, allowed, others)
             tell(f"{name}: {found['phases'][name]['status']}, {found['phases'][name]['seconds']:.0f} s")
         write_json(out / JSON, found, GPU)
-        replace_text(out / "gpu.md", as_markdown(found))
+        replace_text(out / MARKDOWN, as_markdown(found))
     return found
 
 
 def _apart(name: str, out: Path, device: str, seconds: float, others: list[str]) -> dict[str, Any]:
     """One phase in a separate process, ended at its deadline; its measurements until then are kept."""
-    rows, log = out / f"{name}.{ROWS}", out / f"{name}.log"
+    rows, log = out / f"{name}.{ROWS}", out / f"{name}.{LOG}"
     rows.unlink(missing_ok=True)
     started = time.monotonic()
     # The deadline by the clock, which the process shares: its imports count.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -144,15 +145,18 @@ def one_folder(argument: Path | None, option: Path | None) -> Path:
     return folder
 
 
-def check_outside(folder: Path, source: str | Path) -> None:
-    """Raise `HeadwaterError` for an output folder that is, holds or is in the source, a checkpoint or a run."""
+def check_outside(folder: Path, source: str | Path, around: bool = False) -> None:
+    """Raise `HeadwaterError` for an output folder that is, holds or is in the source, a checkpoint or a run.
+
+    around: it may hold the source.
+    """
     from headwater.training.places import FOLDER
 
     if not Path(source).is_dir():
         return
-    target, given = folder.resolve(), Path(source).resolve()
+    target, given = (Path(os.path.realpath(path)) for path in (folder, source))
     whole = given.parent.parent if given.parent.name == FOLDER else given
-    if target == given or target in given.parents or whole in (target, *target.parents):
+    if target == given or (target in given.parents and not around) or whole in (target, *target.parents):
         raise HeadwaterError(f"--out {str(folder)!r} is, holds, or is in the source; choose another folder.")
 
 
@@ -165,10 +169,15 @@ def check_writable(target: Path, folder: bool = False, is_ours: IsOurs | None = 
     from headwater.outputs import check_replaceable
 
     what = f"{str(target)!r} cannot be written"
+    parent = target if folder else target.absolute().parent
+    if (parent / "SHA256SUMS").is_file():
+        raise HeadwaterError(
+            f"{what}: {str(parent)!r} is a checkpoint, which takes no more files; choose another folder."
+        )
     if folder:
-        above = next(path for path in (target.absolute(), *target.absolute().parents) if path.exists())
+        above = next(path for path in (target.absolute(), *target.absolute().parents) if os.path.lexists(path))
         if not above.is_dir():
-            raise HeadwaterError(f"{what}: {str(above)!r} is not a folder; choose another --out.")
+            raise HeadwaterError(f"{what}: {absence(above, 'folder')}; choose another --out.")
     else:
         above = target.absolute().parent
         if not above.is_dir():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -198,7 +199,7 @@ def _target(source: str, folder: Path | None, resume: bool, plan: bool) -> Path:
 
     if folder is None:
         given = Path(source.rstrip("/"))
-        whole = given if given.name and ".." not in given.parts else given.resolve()
+        whole = given if given.name and ".." not in given.parts else Path(os.path.realpath(given))
         whole = whole.parent.parent if whole.parent.name == "checkpoints" else whole
         folder = Path(whole.parent if whole.exists() else ".") / f"{whole.name}-converted"
     if resume:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -347,7 +348,7 @@ def _free(folder: Path | None, source: Path, what: str) -> Path:
     from headwater.files import check_free
 
     if folder is None:
-        whole = source if source.name and ".." not in source.parts else source.resolve()
+        whole = source if source.name and ".." not in source.parts else Path(os.path.realpath(source))
         whole = whole.parent.parent if whole.parent.name == "checkpoints" else whole
         folder = Path(whole.parent if whole.exists() else ".") / f"{whole.name}-{what}"
     check_outside(folder, source)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from headwater.cli.common import Device, check_writable, device_of, err, one_folder, quiet, tell_model
+from headwater.cli.common import Device, check_outside, check_writable, device_of, err, one_folder, quiet, tell_model
 from headwater.errors import HeadwaterError
 
 
@@ -278,6 +278,7 @@ def export(
 
     quiet()
     folder = one_folder(folder, out_folder)
+    check_outside(folder, checkpoint)
     check_free(folder)
     check_writable(folder, folder=True)
     trained = open_trained(checkpoint)

@@ -11,7 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from headwater.cli.common import Overrides, TrainingDevice, err, out, progress_bars, quiet, recipe_of, tell, tell_model
+from headwater.cli.common import (
+    Overrides,
+    TrainingDevice,
+    check_outside,
+    err,
+    out,
+    progress_bars,
+    quiet,
+    recipe_of,
+    tell,
+    tell_model,
+)
 from headwater.errors import HeadwaterError, nearest
 from headwater.terminal import lined
 
@@ -69,6 +80,8 @@ def train(
                 by = f"the arm {arm!r}" if size is None else f"the arm {arm!r} or the size {size!r}"
                 tell(f"{key} has no effect, because {by} sets it; change it in the recipe's compare section.")
         loaded, folder, experiment = trial.recipe, run or trial.folder, trial.experiment
+    if loaded.start is not None and not resume:
+        check_outside(folder, loaded.start.checkpoint, around=True)
     record = trained_with_bar(
         loaded, folder, resume=resume, experiment=experiment, only=stage, measure_peak=err.is_terminal
     )

@@ -92,7 +92,7 @@ def compare(
     comparisons may be written to it at the same time. Raises `HeadwaterError` as the recipe's parts do, if another
     process compares into `out`, and for runs below `out` that are not of this comparison; `Interrupted` after Ctrl-C.
     """
-    with occupied(out / recipe.name if shared else out):
+    with occupied(out / recipe.name if shared else out, nested=True):
         return _compare(recipe, out, workers, on_change, only, tell, shared)
 
 

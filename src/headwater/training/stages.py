@@ -53,7 +53,7 @@ def train_stages(
         if recipe.stages:
             check_ours(folder)
             if not on_several(recipe):
-                stack.enter_context(occupied(folder, busy="run is writing to"))
+                stack.enter_context(occupied(folder, nested=True, busy="run is writing to"))
                 check_ours(folder)  # another process may have been faster
             if checkpoints(folder) and not (folder / STAGES).is_dir():
                 raise HeadwaterError(f"{str(folder)!r} already holds a run without stages; choose another --out.")

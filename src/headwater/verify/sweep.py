@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import transformers
 
-from headwater import __version__
 from headwater.errors import HeadwaterError
 from headwater.outputs import SWEEP, check_replaceable, has_keys, write_json
 from headwater.verify.small import TYPES, small_model
@@ -105,7 +104,7 @@ def sweep(
     headwater did not write.
     """
     check_replaceable(out, has_keys(SWEEP))
-    results: dict[str, Any] = {"headwater": __version__, "versions": versions(), "seed": seed, "types": {}}
+    results: dict[str, Any] = {"versions": versions(), "seed": seed, "types": {}}
     with suppress(OSError, ValueError):
         before = json.loads(out.read_text())
         if before.get("versions") == results["versions"] and before.get("seed") == seed:
