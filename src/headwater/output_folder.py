@@ -47,9 +47,9 @@ def occupied(
     if nested and key in _stays:
         yield
         return
-    new, had_lock, stays = missing_folders(folder), (folder / LOCK).exists(), False
+    new, stays = missing_folders(folder), False
     try:
-        lock = _acquire(folder, PATIENCE if patience is None else patience, busy)
+        lock, is_new = _acquire(folder, PATIENCE if patience is None else patience, busy)
         try:
             before = {path.name for path in folder.iterdir()} - {LOCK}
             _stays[key] = False
@@ -62,7 +62,7 @@ def occupied(
             raise
         finally:
             stays = _stays.pop(key, False)
-            if not had_lock:
+            if is_new:
                 with suppress(OSError):
                     (folder / LOCK).unlink()
             lock.release()
@@ -80,18 +80,22 @@ def keep(folder: Path) -> None:
             _stays[path, thread] = True
 
 
-def _acquire(folder: Path, patience: float, busy: str) -> FileLock:
-    """The lock of a folder, and the folder. Raises `HeadwaterError`."""
+def _acquire(folder: Path, patience: float, busy: str) -> tuple[FileLock, bool]:
+    """The lock of a folder, which is created too, and whether its file is new. Raises `HeadwaterError`."""
     end = time.monotonic() + patience
     lock = FileLock(folder / LOCK)
     while True:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            lock.acquire(timeout=max(0.0, end - time.monotonic()))
+            is_new = not (folder / LOCK).exists()
+            lock.acquire(timeout=0)
             if _is_file_of(lock):
-                return lock
+                return lock, is_new
             lock.release()
         except Timeout:
+            if time.monotonic() < end:
+                time.sleep(0.05)
+                continue
             raise HeadwaterError(f"Another {busy} {str(folder)!r}; wait for it, or choose another --out.") from None
         except NotImplementedError as error:
             raise HeadwaterError(
