@@ -230,6 +230,13 @@ class TestAddresses:
         assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("name", ["a\0b", "a\ud800"])
+def test_text_that_cannot_be_a_path_is_a_sentence(tmp_path, name):
+    for call in (lambda: check_free(tmp_path / name), lambda: replace_text(tmp_path / name, "")):
+        with pytest.raises(HeadwaterError, match="no path can have"):
+            call()
+
+
 def test_a_path_that_exists_is_not_called_missing(tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("nothing")

@@ -75,12 +75,21 @@ def is_address(text: str | Path) -> bool:
 
 
 def check_local(path: str | Path, name: str = "") -> None:
-    """Raise `HeadwaterError` for an address where a path is needed. name: of the option, argument or field."""
+    """Raise `HeadwaterError` for an address where a path is needed, and for text that no path can be.
+
+    name: of the option, argument or field.
+    """
+    shown = f"{name and f'{name}: '}{ascii(str(path)) if not str(path).isprintable() else repr(str(path))}"
     if is_address(path):
         raise HeadwaterError(
-            f"{name and f'{name}: '}{str(path)!r} is an address, but headwater reads and writes local files only; give "
-            "a local path."
+            f"{shown} is an address, but headwater reads and writes local files only; give a local path."
         )
+    try:
+        is_path = b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:
+        is_path = False
+    if not is_path:
+        raise HeadwaterError(f"{shown} has characters that no path can have; give another name.")
 
 
 def local(path: str | Path, name: str = "") -> Path:
