@@ -16,8 +16,8 @@ ROOT = Path(headwater.__file__).parent
 # Modules that share a row do not import each other.
 ORDER = (
     ("drawing", "errors", "lazy", "plan", "precision", "process", "seeding", "shipped", "terminal", "workers"),
-    ("enlarging", "extras", "kernels", "settings", "weights"),
-    ("deadline", "files", "outside", "written"),
+    ("deadline", "enlarging", "extras", "files", "kernels", "weights"),
+    ("output_folder", "outputs", "outside", "settings", "written"),
     ("registry", "hardware", "hub"),
     ("planning", "remote_code"),
     ("config",),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from headwater import extras, outside
 from headwater.errors import HeadwaterError, either, shown
+from headwater.files import local
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -232,7 +233,7 @@ def train(
     from headwater.training.stages import train_stages
 
     loaded = read_recipe(recipe, overrides)
-    folder = Path(out) if out is not None else Path("runs") / loaded.name
+    folder = local(out, "out") if out is not None else Path("runs") / loaded.name
     return Run(folder, train_stages(loaded, folder, resume=resume, on_event=on_event))
 
 
@@ -258,6 +259,7 @@ def compare(
     outside.trust(trust)
     extras.check("compare")
     import headwater.compare as comparing
+    from headwater.output_folder import occupied
     from headwater.recipe import read_recipe
     from headwater.registry import MECHANISMS, as_mapping
     from headwater.report import comparisons
@@ -270,14 +272,15 @@ def compare(
             "compare.until=decided adds seeds by the recipe's deciding measure; leave out metric, or name the measure "
             "in data.measure."
         )
-    folder = Path(out) if out is not None else Path("runs") / loaded.name
-    for trial in comparing.trials_of(loaded, folder):
-        if unknown := as_mapping(trial.recipe.model.get("mechanisms") or {}).keys() & MECHANISMS.added.keys():
-            raise HeadwaterError(
-                f"Mechanism {min(unknown)!r} was registered in this process, and a comparison trains in others; put "
-                "its class into a module, and name it as module:Class."
-            )
-    outcomes = comparing.compare(loaded, folder, workers, on_change)
+    folder = local(out, "out") if out is not None else Path("runs") / loaded.name
+    with occupied(folder):
+        for trial in comparing.trials_of(loaded, folder):
+            if unknown := as_mapping(trial.recipe.model.get("mechanisms") or {}).keys() & MECHANISMS.added.keys():
+                raise HeadwaterError(
+                    f"Mechanism {min(unknown)!r} was registered in this process, and a comparison trains in others; "
+                    "put its class into a module, and name it as module:Class."
+                )
+        outcomes = comparing.compare(loaded, folder, workers, on_change)
     found = [one for one in comparisons(folder) if one.name == loaded.name]
     if metric is not None:
         found = [_decided_by(metric, lower_is_better, one) for one in found]
@@ -447,7 +450,7 @@ def _opened(what: str, model: Any, family: str | None = None) -> tuple[AnyModel,
 
     if not isinstance(model, str | Path | PreTrainedModel):
         raise HeadwaterError(f"{what} takes a model, a folder or a name on the hub, not {type(model).__name__!r}.")
-    if isinstance(model, str | Path) and Path(model).is_dir():
+    if isinstance(model, str | Path) and local(model).is_dir():
         path = newest_checkpoint(Path(model))
         model = load_model(path) if model_type(path) in MODEL_TYPES else path
     if isinstance(model, HeadwaterPreTrainedModel):
@@ -478,7 +481,7 @@ def reproduce(
     outside.trust(trust)
     import headwater.papers as reproducing
 
-    folder, files = Path(out), None if task_files is None else Path(task_files)
+    folder, files = local(out, "out"), None if task_files is None else local(task_files, "task_files")
     known = reproducing.table(table)
     if scale not in reproducing.SCALES:
         raise HeadwaterError(f"scale must be {either(reproducing.SCALES)}, not {shown(scale)}.")

@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from headwater.errors import HeadwaterError
-from headwater.files import check_free, staged
+from headwater.files import check_free, local, staged
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.remote_code import EXPORTED, auto_class_of, auto_map_of, write_code
 from headwater.retrofit import to_transformers
@@ -32,7 +32,7 @@ def export(
     of an outside mechanism cannot be included (for example from a notebook), if `materialise` is set and such an
     engine cannot run the model, or if the disk is full. Leaves nothing behind on errors.
     """
-    folder = Path(folder).absolute()
+    folder = local(folder).absolute()
     if auto_class_of(type(model)) is None:
         ours = ", ".join(target.partition(":")[2] for _, target in EXPORTED if ".models." in target)
         raise HeadwaterError(
@@ -61,7 +61,7 @@ def export_family(
     Raises `HeadwaterError` if the folder is not empty, for what the family cannot express (as
     `headwater.retrofit.to_transformers` does), or if the disk is full. Leaves nothing behind on errors.
     """
-    folder = Path(folder).absolute()
+    folder = local(folder).absolute()
     check_free(folder)
     _write(to_transformers(model, family), folder, tokenizer)
     return folder

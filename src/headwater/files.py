@@ -8,8 +8,9 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
@@ -27,7 +28,13 @@ STAGING = ".writing-"
 NAME_BYTES = 200
 # Rust libraries (safetensors, tokenizers) raise plain exceptions that end like this.
 _OS_ERROR = re.compile(r"\(os error (\d+)\)|[Nn]o space left")
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FULL = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk is full for this user (a quota)",
+    errno.EFBIG: "the disk is full, or a limit on the size of files is reached (ulimit -f)",
+}
+# "s3://bucket"; as a Path it has lost a slash. A single letter is a drive of Windows.
+_ADDRESS = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 def is_file_name(text: str) -> bool:
@@ -90,28 +97,109 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
+def is_address(text: str | Path) -> bool:
+    """Whether a path that a user wrote is an address, such as s3://bucket/run."""
+    return _ADDRESS.match(str(text)) is not None
+
+
+def check_local(path: str | Path, name: str = "") -> None:
+    """Raise `HeadwaterError` for an address where a path is needed, and for text that no path can be.
+
+    name: of the option, argument or field.
+    """
+    shown = f"{name and f'{name}: '}{ascii(str(path)) if not str(path).isprintable() else repr(str(path))}"
+    if is_address(path):
+        raise HeadwaterError(
+            f"{shown} is an address, but headwater reads and writes local files only; give a local path."
+        )
+    try:
+        is_path = b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:
+        is_path = False
+    if not is_path:
+        raise HeadwaterError(f"{shown} has characters that no path can have; give another name.")
+
+
+def local(path: str | Path, name: str = "") -> Path:
+    """A path as a `Path`. Raises `HeadwaterError` for an address. name: of the argument."""
+    check_local(path, name)
+    return Path(path)
+
+
+def absence(path: str | Path, wanted: str = "file or folder") -> str:
+    """Why a path is not the wanted kind of file, as a sentence without its full stop.
+
+    A path that exists is not called missing: it may be of another kind, a link to nothing, or in a closed folder.
+    """
+    check_local(path)
+    name = repr(str(path))
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        if os.path.islink(path):
+            return f"{name} is a link to {os.readlink(path)!r}, which does not exist"
+        return f"There is no {wanted} {name}"
+    except (OSError, ValueError) as error:
+        return f"{name} cannot be read: {getattr(error, 'strerror', None) or error}"
+    kind = "a folder" if stat.S_ISDIR(mode) else "a file" if stat.S_ISREG(mode) else "a device, a pipe or a socket"
+    return f"{name} is {kind}, not a {wanted}" if kind.removeprefix("a ") not in wanted else f"{name} cannot be used"
+
+
+@contextmanager
+def replacing(file: Path) -> Iterator[Path]:
+    """A temporary name beside `file`; what is there is synced and takes the name `file` when the block ends.
+
+    Readers see the old content or the new. If the block raises, the old content stays. An `OSError` names the file.
+    """
+    check_local(file)
+    # A name of its own, so that two processes that write the same file cannot mix their contents.
+    beside = file.with_name(f"{STAGING}{file.name[: NAME_BYTES // 4]}-{secrets.token_hex(4)}")
+    try:
+        yield beside
+        flush(beside)
+        beside.replace(file)
+    except OSError as error:
+        if error.filename in (None, str(beside)):
+            error.filename, error.filename2 = str(file), None
+        raise
+    finally:
+        with suppress(OSError):
+            beside.unlink()
+
+
 def replace_text(file: Path, text: str) -> None:
     """Replace a file atomically: readers see the old content or the new."""
-    beside = file.with_name(f".{file.name}")
-    try:
-        with beside.open("w", encoding="utf-8", newline="\n") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        beside.replace(file)
-    finally:
-        beside.unlink(missing_ok=True)
+    with replacing(file) as beside:
+        beside.write_text(text, encoding="utf-8", newline="\n")
 
 
 def settled(path: Path) -> Path:
-    """A path that means the same before and after its parent folders are created: "new/../x" becomes "x"."""
+    """A path that means the same before and after its parent folders are created: "new/../x" becomes "x".
+
+    Raises `HeadwaterError` for an address.
+    """
+    check_local(path)
     return Path(os.path.realpath(path)) if ".." in path.parts else path
+
+
+def missing_folders(folder: Path) -> list[Path]:
+    """A folder and its parents, as far as they do not exist; the deepest first."""
+    return [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
+
+
+def remove_empty(folders: Iterable[Path]) -> None:
+    """Remove folders, the deepest first, up to the first that is not empty."""
+    with suppress(OSError):
+        for path in folders:
+            path.rmdir()
 
 
 def check_free(target: Path) -> None:
     """Raise `HeadwaterError` if a folder that is to be made exists and is not empty."""
     target = settled(target)
     if (target.is_symlink() or target.exists()) and (not target.is_dir() or any(target.iterdir())):
+        if Path.cwd().is_relative_to(os.path.realpath(target)):
+            raise HeadwaterError(f"{str(target)!r} is the current folder, or holds it; choose a new folder.")
         raise HeadwaterError(f"{str(target)!r} already exists; remove it, or choose another folder.")
 
 
@@ -139,8 +227,8 @@ def staged(target: Path, size: int = 0, explain: Callable[[str], str] | None = N
     explain: makes the message for a disk error from the reason.
     Raises `HeadwaterError` if the target exists and is not empty, before or after the block, and for disk errors.
     """
-    target = target.absolute()
     check_free(target)
+    target = target.absolute()
     with explaining(explain or (lambda problem: f"{str(target)!r} could not be written: {problem}.")):
         yield from _staged(target, size)
 
@@ -148,6 +236,7 @@ def staged(target: Path, size: int = 0, explain: Callable[[str], str] | None = N
 def _staged(target: Path, size: int) -> Iterator[Path]:
     lock: int | None = None
     folder: Path | None = None
+    new = missing_folders(target.parent)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         sweep(target)
@@ -166,6 +255,7 @@ def _staged(target: Path, size: int) -> Iterator[Path]:
     finally:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
+        remove_empty(new)  # not if the target is in them
         if lock is not None:
             os.close(lock)
 
@@ -223,5 +313,5 @@ def disk_problem(error: BaseException) -> str | None:
         return None
     number = getattr(error, "errno", None) or (int(said[1]) if said and said[1] else None)
     if number in _FULL or "o space left" in text:
-        return "the disk is full" + (f": {error.strerror}" if "MB are free" in text else "")  # type: ignore[attr-defined]
+        return _FULL.get(number or 0, _FULL[errno.ENOSPC]) + (f": {error.strerror}" if "MB are free" in text else "")  # type: ignore[attr-defined]
     return getattr(error, "strerror", None) or text

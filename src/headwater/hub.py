@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import Literal
 
 from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError
 
 from headwater.errors import HeadwaterError
+from headwater.files import absence
 
 SECONDS = 3
 
@@ -22,8 +24,8 @@ def check_reachable(kind: Literal["dataset", "tokenizer", "model"], name: str) -
 
     With HF_HUB_OFFLINE=1 nothing is checked here; the loader then uses a cached copy.
     """
-    here = f"There is no local file or folder {name!r}"
-    if is_path(name):
+    here = absence(name, "local folder" if os.path.isfile(name) else "local file or folder")
+    if is_path(name) or os.path.lexists(name):
         raise HeadwaterError(f"{here}.")
     if constants.HF_HUB_OFFLINE:
         return

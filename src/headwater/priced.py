@@ -5,12 +5,14 @@ It imports no more than a model's name needs: pricing a preset or a checkpoint t
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError, nearest, sentence, shown
+from headwater.files import absence, is_address
 from headwater.presets import PRESETS, preset
 from headwater.vision_config import HeadwaterVisionConfig
 
@@ -256,6 +258,8 @@ def _configs(model: HeadwaterConfig | str | Path, changes: dict[str, Any]) -> di
     if argument in PRESETS:
         return {argument: preset(argument, **changes)}
     if not path.exists():
+        if os.path.lexists(path) or is_address(path):
+            raise HeadwaterError(f"{absence(path)}.")
         from headwater.shipped import shipped_recipes
 
         if len(path.parts) > 1 or path.suffix:

@@ -22,7 +22,7 @@ from torch import Tensor
 from headwater.config import HeadwaterConfig
 from headwater.deadline import SECONDS, SECONDS_TO_LOAD, within
 from headwater.errors import HeadwaterError, sentence, shown
-from headwater.files import read_bytes
+from headwater.files import absence, read_bytes
 from headwater.vision_config import HeadwaterVisionConfig
 from headwater.weights import check_kinds, kinds_of, unwrapped
 
@@ -86,7 +86,7 @@ def reason(error: BaseException) -> str:
 def read_text(file: Path) -> str:
     """Read a UTF-8 text file. Raises `HeadwaterError` if there is none."""
     if not file.is_file():
-        raise HeadwaterError(f"{str(file)!r} is missing, or not a file; use an intact checkpoint.")
+        raise HeadwaterError(f"{absence(file, 'file')}; use an intact checkpoint.")
     with reading(repr(str(file))):
         return read_bytes(file).decode("utf-8-sig")
 
@@ -264,7 +264,7 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
     "module", "state_dict" or "model". Raises `HeadwaterError`.
     """
     if not file.is_file():
-        raise HeadwaterError(f"{str(file)!r} is missing, or not a file; use an intact checkpoint.")
+        raise HeadwaterError(f"{absence(file, 'file')}; use an intact checkpoint.")
     with reading(repr(str(file)), "use an intact checkpoint, with its weights as safetensors"):
         with file.open("rb") as stream:
             if stream.read(4) == b"GGUF":

@@ -39,7 +39,7 @@ from headwater.data.prepared import PreparedSettings
 from headwater.data.synthetic import ArithmeticSettings, HopSettings, InductionSettings, NgramSettings, RecallSettings
 from headwater.data.text import TextSettings
 from headwater.errors import HeadwaterError, NotTrusted, nearest, sentence, shown
-from headwater.files import file_name, is_file_name
+from headwater.files import file_name, is_file_name, local
 from headwater.growth.enlarge import enlarged_config
 from headwater.growth.grow import check_of_pairs, grown_config
 from headwater.growth.methods import NewSizes
@@ -896,7 +896,7 @@ def find_recipe(argument: str | Path) -> Path:
 
     Raises `HeadwaterError` if there is neither.
     """
-    path = Path(argument)
+    path = local(argument)
     if path.is_file():
         return path
     known = shipped_recipes()

@@ -1026,8 +1026,8 @@ MISTAKES = [
     ),
     Mistake(
         "a file's place is taken before its content is on the disk",
-        "            stream.flush()\n            os.fsync(stream.fileno())\n        beside.replace(file)",
-        "            pass\n        beside.replace(file)",
+        "        flush(beside)\n        beside.replace(file)",
+        "        beside.replace(file)",
         ("tests/test_files.py",),
     ),
     Mistake(
@@ -1297,8 +1297,8 @@ MISTAKES = [
     ),
     Mistake(
         "a run does not lock its folder",
-        "            lock.acquire(timeout=PATIENCE)\n            (run / MARK).touch()",
-        "            (run / MARK).touch()",
+        '        lock.enter_context(occupied(run, busy="run is writing to"))\n',
+        "        run.mkdir(parents=True, exist_ok=True)\n",
         (f"{LOOP}::test_two_runs_cannot_share_a_folder",),
     ),
     Mistake(

@@ -52,6 +52,7 @@ from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.compiling import compile_blocks, compile_model
 from headwater.models.decoding import Decoder
 from headwater.nn.masking import cu_seq_lens
+from headwater.outputs import GPU, check_replaceable, has_keys, write_json
 from headwater.outside import trust_names_in
 from headwater.planning import plan_layers
 from headwater.precision import KeepsPrecision
@@ -72,7 +73,8 @@ SHARES = {
     "packing": 0.14,
 }
 BUDGET = 540.0
-ROWS = "rows.jsonl"
+ROWS, LOG = "rows.jsonl", "log"
+JSON, MARKDOWN = "gpu.json", "gpu.md"
 WRONG = "WRONG"
 LATE = "skipped: no time left"
 MEASURING = "measuring "
@@ -219,6 +221,12 @@ def bench_gpu(
     for name in others:
         MECHANISMS.resolve(name)
     out.mkdir(parents=True, exist_ok=True)
+    check_replaceable(out / JSON, has_keys(GPU))
+    for name in (
+        () if (out / JSON).exists() else (MARKDOWN, *(f"{phase}.{end}" for phase in SHARES for end in (ROWS, LOG)))
+    ):
+        if os.path.lexists(out / name):
+            raise HeadwaterError(f"{str(out / name)!r} is there already; choose a new folder with --out.")
     left = {name: share for name, share in SHARES.items() if not only or name in only}
     found: dict[str, Any] = {
         "headwater": __version__,
@@ -227,6 +235,7 @@ def bench_gpu(
         "others": others,
         "phases": {},
     }
+    write_json(out / JSON, found, GPU)
     for name in list(left):
         remaining = budget - (time.monotonic() - begun) - RESERVE
         allowed = remaining * left[name] / sum(left.values())
@@ -237,14 +246,14 @@ def bench_gpu(
             tell(f"{name}: at most {allowed:.0f} s")
             found["phases"][name] = _apart(name, out, device, allowed, others)
             tell(f"{name}: {found['phases'][name]['status']}, {found['phases'][name]['seconds']:.0f} s")
-        replace_text(out / "gpu.json", json.dumps(found, indent=1) + "\n")
-        replace_text(out / "gpu.md", as_markdown(found))
+        write_json(out / JSON, found, GPU)
+        replace_text(out / MARKDOWN, as_markdown(found))
     return found
 
 
 def _apart(name: str, out: Path, device: str, seconds: float, others: list[str]) -> dict[str, Any]:
     """One phase in a separate process, ended at its deadline; its measurements until then are kept."""
-    rows, log = out / f"{name}.{ROWS}", out / f"{name}.log"
+    rows, log = out / f"{name}.{ROWS}", out / f"{name}.{LOG}"
     rows.unlink(missing_ok=True)
     started = time.monotonic()
     # The deadline by the clock, which the process shares: its imports count.

@@ -29,7 +29,8 @@ import torch
 
 import headwater
 from headwater.errors import HeadwaterError, shown
-from headwater.files import replace_text
+from headwater.files import absence
+from headwater.outputs import write_document
 from headwater.reading import reading
 
 # The Python code that is given the words after `headwater bench`.
@@ -105,13 +106,13 @@ def bench_page(
             continue
         tell(how)
         new = Measured(command, f"{here}{date.today()}, {how}", printed)
-        replace_text(page, with_block(_text(page), new))  # read again: someone may be editing it
+        write_document(page, with_block(_text(page), new))  # read again: someone may be editing it
     return failed
 
 
 def _text(page: Path) -> str:
     if not page.is_file():
-        raise HeadwaterError(f"There is no file {str(page)!r}; name a page, such as docs/speed.md.")
+        raise HeadwaterError(f"{absence(page, 'file')}; name a page, such as docs/speed.md.")
     with reading(repr(str(page)), "use a UTF-8 text file"):
         return page.read_text(encoding="utf-8")
 

@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 from headwater.cli.common import LOOK, MAKE, TRAIN, USE, guarded, trusting
 from headwater.errors import HeadwaterError, Interrupted, first_line
+from headwater.files import disk_problem
 from headwater.terminal import literal
 
 # Each command by module and function, with an example, under its heading in --help. A group has no example.
@@ -123,6 +124,17 @@ def headwater(
     """Train, compare and run Transformers whose keys and values also come from other tokens, layers or parameters."""
 
 
+def not_encoded(error: UnicodeEncodeError) -> str:
+    """What to do about a text that cannot be written: often a path."""
+    text = ascii(error.object)
+    if any("\ud800" <= letter <= "\udfff" for letter in error.object[error.start : error.end]):
+        return f"{text} is not valid text: it has bytes that are not UTF-8, or half of a surrogate pair; rename it."
+    return (
+        f"{text} cannot be written in the encoding {error.encoding!r}; set PYTHONUTF8=1, or a UTF-8 locale such as "
+        "LANG=C.UTF-8."
+    )
+
+
 def main() -> None:
     """Entry point: run a command, turn errors that the user can fix into one sentence."""
     try:
@@ -130,13 +142,8 @@ def main() -> None:
     except HeadwaterError as error:
         print(f"headwater: {literal(str(error))}", file=sys.stderr)
         sys.exit(2)
-    except UnicodeEncodeError as error:  # a path, where Python's locale is C
-        text = ascii(error.object[error.start : error.end])
-        print(
-            f"headwater: {text} cannot be written in the encoding {error.encoding!r}; set PYTHONUTF8=1, or a UTF-8 "
-            f"locale such as LANG=C.UTF-8.",
-            file=sys.stderr,
-        )
+    except UnicodeEncodeError as error:
+        print(f"headwater: {not_encoded(error)}", file=sys.stderr)
         sys.exit(2)
     except (MemoryError, RuntimeError) as error:
         if "start new thread" in str(error):
@@ -153,7 +160,7 @@ def main() -> None:
         sys.exit(1)
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
-        print(f"headwater: {literal(f'{error.strerror or error}{where}')}", file=sys.stderr)
+        print(f"headwater: {literal(f'{disk_problem(error)}{where}')}", file=sys.stderr)
         sys.exit(2)
     except Interrupted as error:
         print(f"headwater: {error}", file=sys.stderr)

@@ -482,6 +482,7 @@ def bench_gpu(
     from headwater.bench.gpu import problems
     from headwater.process import age
 
+    check_writable(out_folder, folder=True)
     chosen = device_of(device)
     if chosen == "cpu":
         err.print("No GPU found: the sizes are tiny, and the figures say nothing about a GPU.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,9 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headwater.errors import HeadwaterError, shown, unusable
+from headwater.files import absence, check_local
 from headwater.terminal import Terminal
 
 if TYPE_CHECKING:
+    from headwater.outputs import IsOurs
     from headwater.recipe import Recipe
 
 # Tables need this much; a narrower terminal wraps lines rather than losing figures.
@@ -37,6 +40,8 @@ TrainingDevice = Annotated[
 GoesOn = Annotated[bool, typer.Option("--resume", help="Resume an interrupted command. This command always does.")]
 # Options that count bytes and tokens of a corpus, and so need large numbers.
 BYTES = ("max_bytes", "evaluation_bytes", "shard_tokens")
+# What may begin with an address without being a path.
+FREE_TEXT = ("prompt", "stop", "separator")
 # What --help groups commands by.
 TRAIN, USE, MAKE, LOOK = "Train and compare", "Use a model", "Change a trained model", "Plan and inspect"
 
@@ -57,6 +62,13 @@ def tell_runs(recipe: Recipe, parts: int | None = None) -> None:
 def tell(line: str) -> None:
     """Print a message on stderr, apart from the result."""
     err.print(line, soft_wrap=True)
+
+
+def tell_model(folder: Path, model: Path | None = None) -> None:
+    """Print where a command has written, and how transformers loads the model. model: its folder, if not `folder`."""
+    from headwater.training.model_folder import how_to_load
+
+    out.print(f"written to {folder}\n{how_to_load(model or folder)}", soft_wrap=True, markup=False, highlight=False)
 
 
 def refuse_unread(options: dict[str, object], reader: object, reader_name: str) -> None:
@@ -126,37 +138,44 @@ def one_folder(argument: Path | None, option: Path | None) -> Path:
     return folder
 
 
-def check_outside(folder: Path, source: str | Path) -> None:
-    """Raise `HeadwaterError` for an output folder that is, holds or is in the source, a checkpoint or a run."""
+def check_outside(folder: Path, source: str | Path, around: bool = False) -> None:
+    """Raise `HeadwaterError` for an output folder that is, holds or is in the source, a checkpoint or a run.
+
+    around: it may hold the source.
+    """
     from headwater.training.places import FOLDER
 
     if not Path(source).is_dir():
         return
-    target, given = folder.resolve(), Path(source).resolve()
+    target, given = (Path(os.path.realpath(path)) for path in (folder, source))
     whole = given.parent.parent if given.parent.name == FOLDER else given
-    if target == given or target in given.parents or whole in (target, *target.parents):
+    if target == given or (target in given.parents and not around) or whole in (target, *target.parents):
         raise HeadwaterError(f"--out {str(folder)!r} is, holds, or is in the source; choose another folder.")
 
 
-def check_writable(target: Path, folder: bool = False) -> None:
+def check_writable(target: Path, folder: bool = False, is_ours: IsOurs | None = None) -> None:
     """Raise `HeadwaterError` if a file or folder cannot be written, before there is work to lose.
 
-    An existing file is replaced, and an existing folder gets additional files. A file's folder must exist; a folder's
-    parents are created.
+    A file is replaced if it is one of headwater's (see `outputs.check_replaceable`), and an existing folder gets
+    additional files. A file's folder must exist; a folder's parents are created.
     """
+    from headwater.outputs import check_replaceable
+
     what = f"{str(target)!r} cannot be written"
+    parent = target if folder else target.absolute().parent
+    if (parent / "SHA256SUMS").is_file():
+        raise HeadwaterError(
+            f"{what}: {str(parent)!r} is a checkpoint, which takes no more files; choose another folder."
+        )
     if folder:
-        above = next(path for path in (target.absolute(), *target.absolute().parents) if path.exists())
+        above = next(path for path in (target.absolute(), *target.absolute().parents) if os.path.lexists(path))
         if not above.is_dir():
-            raise HeadwaterError(f"{what}: {str(above)!r} is not a folder; choose another --out.")
+            raise HeadwaterError(f"{what}: {absence(above, 'folder')}; choose another --out.")
     else:
         above = target.absolute().parent
         if not above.is_dir():
-            raise HeadwaterError(f"There is no folder {str(target.parent)!r} for {target.name!r}; create it first.")
-        if target.exists() and not target.is_file():
-            raise HeadwaterError(
-                f"{what}: it is {'a folder' if target.is_dir() else 'not a regular file'}; name a file."
-            )
+            raise HeadwaterError(f"{absence(target.parent, 'folder')} for {target.name!r}; create it first.")
+        check_replaceable(target, is_ours)
     try:
         # Permissions do not show read-only disks, and mean nothing for the superuser.
         with tempfile.TemporaryFile(dir=above):
@@ -229,6 +248,9 @@ def _checked(parameter: Any, process: Callable[[Any, Any], Any], context: Any, g
         raise HeadwaterError(f"{name}: {found[1]}.")
     if isinstance(value, int) and abs(value) >= 2**31 and parameter.name not in BYTES:
         raise HeadwaterError(f"{name}: {value:,} is too large; choose a smaller value.")
+    for text in (raw for raw in (given if isinstance(given, list | tuple) else [given]) if isinstance(raw, str)):
+        if parameter.name not in FREE_TEXT:
+            check_local(text, name)
     for raw, one in zip(*([x] if not isinstance(x, list | tuple) else x for x in (given, value)), strict=False):
         if isinstance(one, Path) and raw == "":
             raise HeadwaterError(f"{name} is empty; give a path, such as . for this folder.")

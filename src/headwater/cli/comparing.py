@@ -62,6 +62,9 @@ def compare(
     resume: GoesOn = False,
 ) -> None:
     """Train the arms of recipes side by side and write a report. Run it again to resume."""
+    extras.check("compare")
+    from headwater.output_folder import occupied
+
     quiet()
     overrides = [argument for argument in recipes if "=" in argument] + _on(device)
     overrides += [] if until is None else [f"compare.until={until}"]
@@ -77,9 +80,10 @@ def compare(
     only = [_part(recipe, arm or [], size or []) for recipe in loaded] if arm or size else None
     folder = folder or Path("runs") / loaded[0].name
     check_writable(folder, folder=True)
-    failed = train_all(loaded, folder, workers, only)
-    show(folder)
-    complain(failed)
+    with occupied(folder):
+        failed = train_all(loaded, folder, workers, only)
+        show(folder)
+        complain(failed)
 
 
 def _part(recipe: Recipe, arms: list[str], sizes: list[str]) -> set[ArmKey] | None:
@@ -192,6 +196,7 @@ def search(
     """Find the best combination of mechanisms at a recipe's budget, and test it on fresh seeds."""
     extras.check("compare")
     from headwater.compare.search import VANILLA, best_arms, candidates, final_recipe, search_recipe
+    from headwater.output_folder import occupied
     from headwater.papers.price import budget
     from headwater.recipe import Halving
     from headwater.report.words import counted
@@ -219,11 +224,12 @@ def search(
         f"{counted(cost.runs, 'run')} including the final test; at most {cost.tokens:,} {chosen.unit} and "
         f"{cost.flops:.2g} FLOPs, about {duration(cost.hours)} of {cost.device}"
     )
-    complain(train_all([chosen], folder, workers))
-    best = best_arms(chosen, folder, final)
-    tell(f"chosen: {', '.join(best)}")
-    complain(train_all([final_recipe(chosen, folder, best, final_seeds)], folder, workers))
-    show(folder)
+    with occupied(folder):
+        complain(train_all([chosen], folder, workers))
+        best = best_arms(chosen, folder, final)
+        tell(f"chosen: {', '.join(best)}")
+        complain(train_all([final_recipe(chosen, folder, best, final_seeds)], folder, workers))
+        show(folder)
 
 
 def show(folder: Path) -> None:

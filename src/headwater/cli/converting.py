@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headwater.cli.common import check_outside, check_writable, mechanisms_of, out, quiet, tell
+from headwater.cli.common import check_outside, check_writable, mechanisms_of, out, quiet, tell, tell_model
 from headwater.cli.progress import measure_with_progress
 from headwater.cli.training import trained_with_bar
 from headwater.errors import HeadwaterError
@@ -80,12 +78,15 @@ def convert(
     """Make the cache of a trained model smaller: layers share, or there are fewer heads. Heal and measure it."""
     from headwater.data.corpus import local_files
     from headwater.models.causal_lm import HeadwaterForCausalLM
+    from headwater.output_folder import occupied
     from headwater.priced import count_of
     from headwater.recipe import changed_recipe
+    from headwater.training.checkpoint import write_model
     from headwater.training.conversion import check_same, conversion_recipe, digest_of, price_of, write_recipe
+    from headwater.training.model_folder import publish_model
     from headwater.training.parallel import connected
     from headwater.training.places import newest_checkpoint
-    from headwater.training.run_folder import MARK
+    from headwater.training.run_folder import check_ours, mark
     from headwater.training.stages import chain, on_several
     from headwater.training.trained import changed_text, open_source
 
@@ -157,29 +158,29 @@ def convert(
     _show_price(priced, "the original" if own else "the teacher")
     if plan:
         return
-    digest = digest_of(trained.model)
-    if resume:
-        check_same(recipe, target, digest)
-    with _removed_if_refused(target):
-        (target / MARK).touch()
+    with connected(recipe, target) as fabric:  # which says if the device cannot be used
+        device = fabric.device
+    with occupied(target, empty=not resume):
+        digest = digest_of(trained.model)
+        if resume:
+            check_ours(target)
+            check_same(recipe, target, digest)
+        mark(target)
         write_recipe(recipe, target, digest)
         if not place.is_dir():
-            from headwater.training.checkpoint import write_model
-
             write_model(place, trained.model, trained.tokenizer, trained.history)
         built = recipe.data.build()
-        with connected(recipe, target) as fabric:  # which says if the device cannot be used
-            device = fabric.device
-    if text is None and (warning := changed_text(trained, built)):
-        tell(f"{warning} Pass another text with --text.")
-    before = measure_with_progress("measuring the original", trained.model.to(device), built)
-    del trained
-    tell("making the smaller model")
-    record = trained_with_bar(recipe, target, resume=resume)
-    place = _written(target, record, dtype)
-    after = measure_with_progress("measuring the result", open_source(str(place)).model.to(device), built)
-    tell("timing both")
-    _tell(recipe, target, record, priced, (before, after), source, device)
+        if text is None and (warning := changed_text(trained, built)):
+            tell(f"{warning} Pass another text with --text.")
+        before = measure_with_progress("measuring the original", trained.model.to(device), built)
+        del trained
+        tell("making the smaller model")
+        record = trained_with_bar(recipe, target, resume=resume)
+        place = _written(target, record, dtype)
+        publish_model(place, target)
+        after = measure_with_progress("measuring the result", open_source(str(place)).model.to(device), built)
+        tell("timing both")
+        _tell(recipe, target, record, priced, (before, after), source, device)
 
 
 def _check_overrides(overrides: list[str], flags: dict[str, str]) -> None:
@@ -196,22 +197,6 @@ def _check_overrides(overrides: list[str], flags: dict[str, str]) -> None:
                 raise HeadwaterError(f"{flag} and {field}= say two things about {name}; leave one out.")
 
 
-@contextmanager
-def _removed_if_refused(folder: Path) -> Iterator[None]:
-    """A folder for the output; if the block raises, what is new in it is removed again, and the folder if it is new."""
-    is_new = not folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
-    known = set(folder.iterdir())
-    try:
-        yield
-    except Exception:
-        for path in set(folder.iterdir()) - known:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-        if is_new:
-            folder.rmdir()
-        raise
-
-
 def _target(source: str, folder: Path | None, resume: bool, plan: bool) -> Path:
     """The output folder. Raises `HeadwaterError` before any work if it exists, unless a conversion is resumed."""
     from headwater.files import check_free
@@ -219,7 +204,7 @@ def _target(source: str, folder: Path | None, resume: bool, plan: bool) -> Path:
 
     if folder is None:
         given = Path(source.rstrip("/"))
-        whole = given if given.name and ".." not in given.parts else given.resolve()
+        whole = given if given.name and ".." not in given.parts else Path(os.path.realpath(given))
         whole = whole.parent.parent if whole.parent.name == "checkpoints" else whole
         folder = Path(whole.parent if whole.exists() else ".") / f"{whole.name}-converted"
     if resume:
@@ -349,7 +334,7 @@ def _tell(
         shown.add_row(f"{point['tokens']:,}", f"{point['cache_bytes_per_token']:,}", f"{point[record.measure]:.4f}")
     out.print(shown)
     _draw(target / PICTURE, curve, record.measure, before[record.measure])
-    out.print(f"written to {target}", soft_wrap=True)
+    tell_model(target)
 
 
 def _draw(place: Path, curve: list[dict[str, float]], measure: str, before: float) -> None:

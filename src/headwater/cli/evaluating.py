@@ -75,11 +75,9 @@ def evaluate(
     ] = False,
 ) -> None:
     """Evaluate models side by side on benchmarks (lm-evaluation-harness) and on text, with paired differences."""
-    import json
-
     extras.check("evaluate" if tasks else "report", spared=("matplotlib", "plotly", "jinja2"))
     from headwater import evaluate as evaluating
-    from headwater.files import replace_text
+    from headwater import outputs
 
     quiet()
     refuse_unread({"--by": by, "--stride": stride}, text, "--text")
@@ -88,7 +86,7 @@ def evaluate(
     if per_item and file is None:
         raise HeadwaterError("--per-item needs a JSON file; name one with --out FILE.")
     if file is not None:
-        check_writable(file)
+        check_writable(file, is_ours=outputs.has_keys(outputs.EVALUATION))
     device = device_of(device)
     with ProgressReport() as progress:
         bars: dict[str, TaskID] = {}
@@ -138,5 +136,5 @@ def evaluate(
                     soft_wrap=True,
                 )
     if file is not None:
-        replace_text(file, json.dumps(evaluating.to_json(result), indent=2, ensure_ascii=False) + "\n")
+        outputs.write_json(file, evaluating.to_json(result), outputs.EVALUATION, indent=2)
         out.print(f"written to {file}", soft_wrap=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headwater.cli.common import check_outside, check_writable, err, mechanisms_of, out, quiet, tell
+from headwater.cli.common import check_outside, check_writable, err, mechanisms_of, out, quiet, tell, tell_model
 from headwater.cli.progress import measure_with_progress
 from headwater.errors import HeadwaterError
 from headwater.terminal import lined
@@ -224,8 +225,8 @@ def merge(
     details = {"merged": [str(path) for path in grown], "measures": columns}
     before = [event for copy in copies for event in copy.history[len(root.history) :]]
     root.history += before
-    _write(target, root, model, Event(what="merged", details=details))
     out.print(table)
+    _write(target, root, model, Event(what="merged", details=details))
 
 
 def retrofit(
@@ -353,7 +354,7 @@ def _free(folder: Path | None, source: Path, what: str) -> Path:
     from headwater.files import check_free
 
     if folder is None:
-        whole = source if source.name and ".." not in source.parts else source.resolve()
+        whole = source if source.name and ".." not in source.parts else Path(os.path.realpath(source))
         whole = whole.parent.parent if whole.parent.name == "checkpoints" else whole
         folder = Path(whole.parent if whole.exists() else ".") / f"{whole.name}-{what}"
     check_outside(folder, source)
@@ -457,7 +458,7 @@ def _write(target: Path, trained: Trained, model: HeadwaterForCausalLM, event: E
 
     history = trained.history if event is None else [*trained.history, event]
     write_model(target, model, trained.tokenizer, history, trained.state if event is None else None)
-    out.print(f"written to {target}", soft_wrap=True)
+    tell_model(target)
     if trained.tokenizer is None:
         what = "image processor" if model.main_input_name == "pixel_values" else "tokenizer"
         err.print(f"The source has no {what}, so none is written.", style="dim")

@@ -58,11 +58,14 @@ def inspect(
     Models of images show attention over the patches.
     """
     from headwater.inspect import check_alike, draw, inspect_model, tables, write_json
+    from headwater.output_folder import occupied
+    from headwater.outputs import INSPECTION, check_replaceable, has_keys
     from headwater.training.trained import open_trained
 
     quiet()
     if out_folder is not None:
         check_writable(out_folder, folder=True)
+        check_replaceable(out_folder / "inspect.json", has_keys(INSPECTION))
     found: list[Inspection] = []
     for path in checkpoints:
         trained = open_trained(path)
@@ -78,9 +81,9 @@ def inspect(
     for table in tables(found):
         out.print(table, highlight=False)
     if out_folder is not None:
-        out_folder.mkdir(parents=True, exist_ok=True)
-        write_json(found, out_folder / "inspect.json")
-        written = draw(found, out_folder)
+        with occupied(out_folder):
+            written = draw(found, out_folder)
+            write_json(found, out_folder / "inspect.json")
         err.print(
             f"written: {', '.join(str(path) for path in (out_folder / 'inspect.json', *written))}", soft_wrap=True
         )

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 import typer
 
 from headwater.cli.common import check_writable, err, out, quiet, recipe_of, tell_runs
-from headwater.drawing import default_style
 from headwater.errors import HeadwaterError
 from headwater.terminal import Table, lined
 
@@ -108,12 +107,13 @@ def plan(
 
     from headwater import price as pricing
     from headwater import priced
+    from headwater.outputs import is_picture, save_figure
 
     quiet()
     figure = file or figure
     if figure is not None:
         figure = figure if figure.suffix else figure.with_suffix(".png")
-        check_writable(figure)
+        check_writable(figure, is_ours=is_picture)
     refuse_unread_options(command)
     changes = [argument for argument in configs if "=" in argument]
     if grow:
@@ -161,11 +161,7 @@ def plan(
         else:
             longest = max(32768, *(at.context for at in prices[0].at))
             picture = pricing.figure(found, [longest * i // 32 or 1 for i in range(33)])
-        try:
-            with default_style():
-                picture.savefig(figure, dpi=160)
-        except ValueError as error:  # a suffix that no picture has
-            raise HeadwaterError(f"{str(figure)!r} cannot be drawn: {error}") from error
+        save_figure(picture, figure, dpi=160)
         err.print(f"figure: {figure}", soft_wrap=True)
 
 
@@ -317,9 +313,11 @@ def theory(
     ),
 ) -> None:
     """Check the three theorems of the KV shifting paper, and draw the gradient flow of the third."""
+    from headwater.outputs import check_replaceable, is_picture
     from headwater.papers import theory as theorems
 
     check_writable(folder, folder=True)
+    check_replaceable(folder / "theory-flow.png", is_picture)
 
     table = Table(title="KV shifting attention, arXiv 2411.19574", title_justify="left")
     for name in ("theorem", "checked", "result"):

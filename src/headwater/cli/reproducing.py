@@ -109,12 +109,13 @@ def reproduce(
         out.print(f"written: {document}", soft_wrap=True)
         return
     if page is not None:
+        from headwater.outputs import is_page
         from headwater.papers import overview
 
         _refuse("with --page", training)
         if not names:
             raise HeadwaterError("Name what the page is about, such as ledger or kv-shifting.")
-        check_writable(page)
+        check_writable(page, is_ours=is_page)
         overview.write(page, list(_chosen(names)), folder, scale, tell)
         out.print(f"written: {page}", soft_wrap=True)
         return

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from headwater.cli.common import Device, check_writable, device_of, err, one_folder, out, quiet
+from headwater.cli.common import Device, check_outside, check_writable, device_of, err, one_folder, quiet, tell_model
 from headwater.errors import HeadwaterError
 
 # Options of `generate` that choose among tokens, which it does not at temperature 0.
@@ -299,11 +299,12 @@ def export(
 
     quiet()
     folder = one_folder(folder, out_folder)
+    check_outside(folder, checkpoint)
     check_free(folder)
     check_writable(folder, folder=True)
     trained = open_trained(checkpoint)
     if family is None:
-        written = write(trained.model, folder, materialise, trained.tokenizer)
+        write(trained.model, folder, materialise, trained.tokenizer)
     elif materialise:
         raise HeadwaterError("--materialise is for headwater's own models; leave it out with --family.")
     elif family == "source":
@@ -311,7 +312,7 @@ def export(
         if not known or not isinstance(known[0], str):
             raise HeadwaterError(f"{str(checkpoint)!r} was not retrofitted from a family; name one with --family.")
         check_family(known[0])
-        written = export_family(trained.model, folder, known[0], trained.tokenizer)
+        export_family(trained.model, folder, known[0], trained.tokenizer)
     else:
-        written = export_family(trained.model, folder, family, trained.tokenizer)
-    out.print(f"written to {written}", soft_wrap=True)
+        export_family(trained.model, folder, family, trained.tokenizer)
+    tell_model(folder)

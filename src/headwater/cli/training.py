@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from headwater.cli.common import Overrides, TrainingDevice, err, out, quiet, recipe_of, tell
+from headwater.cli.common import (
+    Overrides,
+    TrainingDevice,
+    check_outside,
+    err,
+    out,
+    quiet,
+    recipe_of,
+    tell,
+    tell_model,
+)
 from headwater.cli.progress import ProgressReport
 from headwater.errors import HeadwaterError, nearest
 from headwater.terminal import lined
@@ -50,6 +60,7 @@ def train(
     """Train the model of a recipe, stage by stage if it has stages, or one arm of its comparison."""
     from headwater.compare import trial_of
     from headwater.training.parallel import is_first
+    from headwater.training.stages import chain
 
     quiet()
     given = {"seed": seed, "start.checkpoint": start and str(start), "training.device": device}
@@ -69,6 +80,8 @@ def train(
                 by = f"the arm {arm!r}" if size is None else f"the arm {arm!r} or the size {size!r}"
                 tell(f"{key} has no effect, because {by} sets it; change it in the recipe's compare section.")
         loaded, folder, experiment = trial.recipe, run or trial.folder, trial.experiment
+    if loaded.start is not None and not resume:
+        check_outside(folder, loaded.start.checkpoint, around=True)
     record = trained_with_bar(
         loaded, folder, resume=resume, experiment=experiment, only=stage, measure_peak=err.is_terminal
     )
@@ -92,7 +105,8 @@ def train(
         f"{record.unit}/s, {record.flops:.3g} FLOPs, "
         f"{record.waited / max(record.seconds, 1e-9):.1%} of the time waiting for data{left_out}"
     )
-    out.print(f"written to {folder}", soft_wrap=True)
+    stages = dict(zip(loaded.stage_names, (place for _, place in chain(loaded, folder)), strict=True))
+    tell_model(folder, None if stage is None else stages[stage])
 
 
 def _at(recipe: Recipe, key: str) -> Any:

@@ -79,6 +79,7 @@ def verify(
     """Check every way of decoding against one pass without a cache. Exit code 1: some way silently differs."""
     from headwater import verify as verifying
     from headwater.models.kinds import MODEL_TYPES
+    from headwater.outputs import SWEEP, has_keys
     from headwater.reading import model_type
     from headwater.training.places import newest_checkpoint
     from headwater.training.trained import open_trained
@@ -99,7 +100,7 @@ def verify(
     if markdown and not all_types:
         raise HeadwaterError("--markdown prints the table of --all-types; add --all-types --out FILE.")
     if out_file is not None:
-        check_writable(out_file)
+        check_writable(out_file, is_ours=has_keys(SWEEP))
         _sweep(out_file, seconds, seed, as_json, markdown)
         return
     trained = None if checkpoint is None else open_trained(checkpoint).model

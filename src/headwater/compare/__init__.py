@@ -20,6 +20,7 @@ from headwater.compare.budget import equalized
 from headwater.compare.pool import OnChange, Outcome, result_of, run_trials
 from headwater.compare.prices import Told, check_priced, folder_of, measure
 from headwater.compare.trials import Job, Trial, at_rates, levels, plan_for, trial_of, trials_of
+from headwater.output_folder import occupied
 from headwater.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -87,10 +88,23 @@ def compare(
 
     Call it again to resume. workers: trials at a time; default `compare.workers`, else as `run_trials`. only: leave
     out the trials of other arms and sizes. tell: called with a line for each arm whose price is measured. shared: `out`
-    may hold runs of the same name with other settings or arms, since no table is made of all of them. Raises
-    `HeadwaterError` as the recipe's parts do, and for runs below `out` that are not of this comparison; `Interrupted`
-    after Ctrl-C.
+    may hold runs of the same name with other settings or arms, since no table is made of all of them, and other
+    comparisons may be written to it at the same time. Raises `HeadwaterError` as the recipe's parts do, if another
+    process compares into `out`, and for runs below `out` that are not of this comparison; `Interrupted` after Ctrl-C.
     """
+    with occupied(out / recipe.name if shared else out, nested=True):
+        return _compare(recipe, out, workers, on_change, only, tell, shared)
+
+
+def _compare(
+    recipe: Recipe,
+    out: Path,
+    workers: int | None,
+    on_change: OnChange | None,
+    only: Collection[ArmKey] | None,
+    tell: Told,
+    shared: bool,
+) -> list[Outcome]:
     recipe = equalized(recipe, out, tell)
     trials = _among(trials_of(recipe, out), only)
     section = recipe.compare

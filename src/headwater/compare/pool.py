@@ -16,11 +16,12 @@ from headwater.compare.trials import Job, Trial, levels
 from headwater.errors import Diverged, HeadwaterError, Interrupted, NotTrusted
 from headwater.files import read_bytes
 from headwater.hardware import cores
+from headwater.output_folder import keep
 from headwater.recipe import Recipe
-from headwater.records import ENDED, Experiment, RunRecord, read_record, write_record
+from headwater.records import ENDED, RECORD, Experiment, RunRecord, read_record, write_record
 from headwater.training.places import checkpoints
 from headwater.training.run_folder import METRICS
-from headwater.training.stages import check_later_stages, joined
+from headwater.training.stages import check_later_stages, finish
 from headwater.workers import Answer, Worker
 
 OnChange = Callable[[Job, int, str], None]
@@ -97,9 +98,7 @@ def _joined(trial: Trial, outcomes: dict[Path, Outcome]) -> Outcome:
             return Outcome(trial.label, outcome.record and _diverged(trial, outcome.record, error), error)
     runs = [(job.recipe, job.folder) for job in trial.jobs]
     trial.folder.mkdir(parents=True, exist_ok=True)
-    record = joined(trial.recipe, trial.folder, runs, trial.experiment)
-    write_record(record, trial.folder)
-    return Outcome(trial.label, record)
+    return Outcome(trial.label, finish(trial.recipe, trial.folder, runs, trial.experiment))
 
 
 def _diverged(trial: Trial, record: RunRecord, error: str) -> RunRecord:
@@ -121,6 +120,9 @@ def _run_pool(jobs: list[Job], workers: int, report: OnChange) -> dict[Path, Out
         raise Interrupted("Stopped; run the same command again to resume the remaining trials.") from None
     finally:
         pool.end()
+        for folder in (job.folder for job in jobs):
+            if (folder / RECORD).exists() or checkpoints(folder):  # else it was refused, and has left nothing
+                keep(folder)
     return outcomes
 
 

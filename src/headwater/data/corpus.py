@@ -36,6 +36,7 @@ from headwater.data.reading import (
     table_rows,
 )
 from headwater.errors import HeadwaterError, first_line
+from headwater.files import absence
 from headwater.hub import check_reachable, is_path
 
 STDLIB, TOPICS, DOCS = "python-stdlib", "python-topics", "python-docs"
@@ -227,7 +228,7 @@ def local_files(source: str) -> tuple[Path, list[Path]] | None:
             raise HeadwaterError(f"No file matches {source!r}.")
         return fixed, files
     if is_path(source) or re.fullmatch(r"\.[A-Za-z]\w{0,7}", path.suffix):
-        raise HeadwaterError(f"There is no file or folder {source!r}.")
+        raise HeadwaterError(f"{absence(path)}.")
     return None
 
 

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from filelock import FileLock, Timeout
 
 from headwater.data import shards
 from headwater.data.chat import Encoded
@@ -51,13 +50,13 @@ from headwater.data.shards import (
 from headwater.data.stream import DocumentPart, Stream, StreamPosition, TextSource
 from headwater.data.tokenizer import Encoder, load_tokenizer
 from headwater.errors import HeadwaterError, Interrupted
-from headwater.files import disk_problem, flush, replace_text, settled, sha256_of
+from headwater.files import STAGING, disk_problem, flush, replace_text, settled, sha256_of
 from headwater.hardware import cores
+from headwater.output_folder import LOCK, keep, occupied
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-LOCK = ".lock"
 # Files of an unfinished folder: a line for each document, and the candidates for evaluation.jsonl.
 CONTENT, CANDIDATES = "content.part", "candidates.part"
 # Tokens a split buffers before it writes them.
@@ -122,8 +121,9 @@ def prepare(
         moved = None
         if not any((out / name).exists() for name in (JOURNAL, MANIFEST, DOMAINS)):  # nothing is left of what cannot be
             moved = moved_document(Stream(resolve(source, local)), options.held_out, encode)
-        out.mkdir(parents=True, exist_ok=True)
-        with FileLock(out / LOCK, timeout=0):
+        with occupied(out, patience=0, busy="process is preparing"):
+            if _foreign(out):  # another command was faster
+                raise HeadwaterError(f"{str(out)!r} holds other files; name a new folder.")
             if (done := _finished(out, settings, encode.separator)) is not None:
                 return done
             stream = resolve(source, local)
@@ -137,10 +137,6 @@ def prepare(
                 run.close()
     except HeadwaterError:
         raise
-    except Timeout:
-        raise HeadwaterError(
-            f"Another process is preparing {str(out)!r}; wait for it or name another folder."
-        ) from None
     except KeyboardInterrupt:
         raise Interrupted("Stopped; run the same command again to resume.") from None
     except Exception as error:
@@ -311,6 +307,7 @@ class _Run:
                         self.place = parts[-1].after
                         if uncommitted >= commit_bytes:
                             self.commit()
+                            keep(self.out)
                             uncommitted = 0
                     on_progress(*self.totals())
             except BaseException:
@@ -730,7 +727,7 @@ def _serial_batches() -> Iterator[None]:
 
 def _foreign(out: Path) -> bool:
     """Whether a folder holds files that no headwater run writes."""
-    names = {path.name for path in out.iterdir()} - {LOCK, f".{JOURNAL}"}
+    names = {path.name for path in out.iterdir() if not path.name.startswith(STAGING)} - {LOCK}
     return bool(names) and not names & {JOURNAL, MANIFEST, DOMAINS}
 
 

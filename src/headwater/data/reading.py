@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from headwater.errors import HeadwaterError
-from headwater.files import open_regular
+from headwater.files import check_local, open_regular
 
 TABLES = {
     ".jsonl": "jsonl",
@@ -187,6 +187,7 @@ def local_path(name: str) -> Path:
     """The path that a user wrote, with ~ expanded. Raises `HeadwaterError` for an invalid one."""
     if not name:
         raise HeadwaterError("The name of a file or folder is empty; pass a name.")
+    check_local(name)
     try:
         path = Path(name).expanduser()
         path.is_file()

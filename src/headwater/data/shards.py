@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from headwater.data.corpus import Document
 from headwater.data.sealed import damaged, read_sealed
 from headwater.errors import HeadwaterError
-from headwater.files import read_bytes, sha256_of
+from headwater.files import absence, read_bytes, sha256_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -344,7 +344,7 @@ def read_manifest(folder: Path) -> Manifest:
     if (folder / JOURNAL).exists():
         raise HeadwaterError(f"{str(folder)!r} is not finished; run the same `headwater data prepare` again to resume.")
     if not folder.is_dir():
-        raise HeadwaterError(f"There is no folder {str(folder)!r}; make it with `headwater data prepare`.")
+        raise HeadwaterError(f"{absence(folder, 'folder')}; make it with `headwater data prepare`.")
     raise HeadwaterError(f"{str(folder)!r} has no {MANIFEST}; make it with `headwater data prepare`.")
 
 

@@ -306,7 +306,7 @@ def to_json(result: EvaluationResult) -> dict[str, Any]:
         del row["items"]
     if not result.per_item:
         del content["per_item"]
-    return {"format": 1} | _finite(content)
+    return {"format": 1, "headwater": headwater.__version__} | _finite(content)
 
 
 def _finite(value: Any) -> Any:

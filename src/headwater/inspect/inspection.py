@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,9 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from headwater import __version__
+from headwater import __version__, outputs
 from headwater.errors import HeadwaterError
-from headwater.files import replace_text
 from headwater.inspect.images import Answered, answered, sample_images
 from headwater.inspect.sample import Sample, repeated, sample
 from headwater.inspect.scalars import Census, Scalars, blocks, census, scalars
@@ -210,4 +208,5 @@ def _json(one: Inspection) -> dict[str, Any]:
 
 
 def write_json(found: Sequence[Inspection], file: Path) -> None:
-    replace_text(file, json.dumps(to_json(found), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    """Raises `HeadwaterError` for a file that headwater did not write."""
+    outputs.write_json(file, to_json(found), outputs.INSPECTION, allow_nan=False)

@@ -20,6 +20,7 @@ from headwater.drawing import default_style
 from headwater.inspect.inspection import Inspection
 from headwater.inspect.tables import MEASURES, named
 from headwater.inspect.watch import SHOWN, Look, PatchMap
+from headwater.outputs import save_figure
 from headwater.price import COLORS
 
 # Cell size of a heatmap in inches, and the largest side with a number in each cell.
@@ -65,10 +66,7 @@ def draw(found: Sequence[Inspection], folder: Path) -> list[Path]:
     written = []
     for name, figure in figures.items():
         if figure is not None:
-            path = folder / f"inspect-{name}.png"
-            beside = path.with_name(f".{path.name}")
-            figure.savefig(beside, dpi=130, format="png")
-            written.append(beside.replace(path))
+            written.append(save_figure(figure, folder / f"inspect-{name}.png", dpi=130))
     return written
 
 

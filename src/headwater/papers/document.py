@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from headwater.compare.prices import PRICES, Told, slug, stored
 from headwater.errors import HeadwaterError, shown
-from headwater.files import replace_text
+from headwater.files import absence
+from headwater.outputs import check_replaceable, write_document
 from headwater.papers import costs
 from headwater.papers.pages import CLASSES, RESULT, short, tally
 from headwater.papers.result import here
@@ -48,13 +49,14 @@ def write(page: Path, folder: Path, scale: ScaleName, tell: Told = lambda line: 
 
     tell: called with a line for each table whose result is not of its runs and claims as they are now.
     """
+    check_replaceable(page)
     if not page.is_file():
-        raise HeadwaterError(f"There is no file {str(page)!r}; name a page, such as docs/ledger.md.")
+        raise HeadwaterError(f"{absence(page, 'file')}; name a page, such as docs/ledger.md.")
     with reading(repr(str(page)), "use a UTF-8 text file"):
         text = page.read_text(encoding="utf-8")
     if not REGION.search(text):
         raise HeadwaterError(f"{str(page)!r} has no place for results: a line {shown('<!-- claims: PAPER/TABLE -->')}.")
-    replace_text(page, renewed(text, folder, scale, functools.cache(tell)))
+    write_document(page, renewed(text, folder, scale, functools.cache(tell)))
 
 
 def renewed(text: str, folder: Path, scale: ScaleName, tell: Told = lambda line: None) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 import math
 import re
 import shlex
@@ -18,7 +17,7 @@ from matplotlib.figure import Figure
 from rich.text import Text
 
 from headwater.drawing import default_style
-from headwater.files import replace_text
+from headwater.outputs import REPRODUCTION, write_json
 from headwater.papers import costs
 from headwater.papers.claims import ClaimVerdict, Interval, Judged, UntilDecided, judge
 from headwater.papers.computing import COMPUTED, Fact
@@ -381,7 +380,7 @@ def _png(figure: Figure) -> str:
 def write(found: Reproduction, folder: Path) -> Path:
     """The page report.html and result.json in `folder`; returns the page's path."""
     folder.mkdir(parents=True, exist_ok=True)
-    replace_text(folder / RESULT, json.dumps(to_json(found), indent=1, ensure_ascii=False) + "\n")
+    write_json(folder / RESULT, to_json(found), REPRODUCTION)
     work = found.work
     names = [] if work is None else compared(work)
     trials = folder if work is None else work.trials

@@ -19,11 +19,11 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from headwater.config import HeadwaterConfig
-from headwater.drawing import default_style
 from headwater.errors import HeadwaterError
 from headwater.nn.attention import Attention
 from headwater.nn.masking import attention_mask_for
 from headwater.nn.position import alibi_slopes
+from headwater.outputs import save_figure
 from headwater.registry import REGISTRY, resolve
 
 PAPER = "2411.19574"
@@ -313,6 +313,5 @@ def run(folder: Path) -> list[tuple[str, str, str]]:
         )
 
     folder.mkdir(parents=True, exist_ok=True)
-    with default_style():
-        flow_figure().savefig(folder / "theory-flow.png", dpi=90)
+    save_figure(flow_figure(), folder / "theory-flow.png", dpi=90)
     return rows

@@ -19,7 +19,8 @@ from plotly.offline import get_plotlyjs
 from headwater.compare import Summary
 from headwater.compare.scaling import Estimate, Law, scaling_of
 from headwater.errors import HeadwaterError
-from headwater.files import file_name, replace_text
+from headwater.files import file_name
+from headwater.outputs import write_page
 from headwater.records import RunRecord
 from headwater.report.answers import AnsweredImage, answers_of
 from headwater.report.comparison import Comparison, arm_of, comparisons, experiments
@@ -154,7 +155,7 @@ def write_report(
         if (prices := prices_of(comparison)) is not None:
             save(prices_picture(comparison, prices), target.parent / f"{_slug(comparison)}-prices.png")
     html = render([story(sizes) for sizes in experiments(found)], head)
-    replace_text(target, html)
+    write_page(target, html)
     return target
 
 

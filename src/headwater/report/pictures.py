@@ -14,6 +14,7 @@ from matplotlib.ticker import MaxNLocator
 
 from headwater.compare.prices import Prices
 from headwater.drawing import default_style
+from headwater.outputs import save_figure
 from headwater.report.comparison import Comparison, differ_in_cost
 from headwater.report.curves import Curve, arm_curves, y_limits
 from headwater.report.prices import Panel, panels
@@ -25,9 +26,7 @@ DPI = 160
 
 @default_style()
 def save(figure: Figure, path: Path) -> None:
-    beside = path.with_name(f".{path.name}")
-    figure.savefig(beside, dpi=DPI, format="png")
-    beside.replace(path)
+    save_figure(figure, path, DPI)
 
 
 @default_style()

@@ -35,6 +35,7 @@ from transformers import (
 
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError, either, nearest, sentence
+from headwater.files import local
 from headwater.hub import check_reachable
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.pretrained import HeadwaterPreTrainedModel
@@ -385,7 +386,7 @@ def load_transformers(source: str | Path, family: str | None = None) -> PreTrain
     express. Raises `HeadwaterError` as `from_transformers` does.
     """
     trust_names_in(family)
-    place, folder = str(source), Path(source)
+    place, folder = str(source), local(source)
     try:
         if folder.is_dir():
             known, theirs, _ = _configs_in(folder, family)

@@ -43,6 +43,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.tensor import DTensor
 from transformers.initialization import no_init_weights
 
 from headwater.config import HeadwaterConfig
@@ -275,7 +276,10 @@ def remove(checkpoint: Path) -> None:
 
 
 def tidy(run: Path) -> None:
-    """Remove what a killed run was writing or removing among its checkpoints."""
+    """Remove what a killed run was writing or removing in its folder and among its checkpoints."""
+    for leftover in run.glob(f"{STAGING}*"):
+        if leftover.is_file():
+            leftover.unlink(missing_ok=True)
     for kind in (STAGING, _REMOVING):
         for leftover in (run / FOLDER).glob(f"{kind}step-*"):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -401,6 +405,7 @@ def restore(
     if average is not None:
         targets |= average.state
     _read_model(path, model, targets, distributed)
+    _check_state(path, model_tensors(model) | targets)
     if average is not None:
         average.swap()  # the file of the model has the average
 
@@ -427,6 +432,23 @@ def begin_with(path: Path, model: AnyModel, optimizers: Sequence[torch.optim.Opt
             "training.optimizer, or leave out start.optimizer=kept."
         )
     _read_model(path, model, state, distributed)
+    _check_state(path, model_tensors(model) | state)
+
+
+def _check_state(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Raise `HeadwaterError` for weights or optimizer state that no run has written: training would seem to diverge."""
+    for name, tensor in tensors.items():
+        value = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if name.startswith("running.") or not value.is_floating_point():
+            continue
+        is_negative = name.endswith(".exp_avg_sq") and bool((value < 0).any())
+        if is_negative or not bool(value.isfinite().all()):
+            what = "optimizer state" if name.startswith("optimizer.") else "weights"
+            why = "a mean of squares is negative" if is_negative else "it contains NaN or infinity"
+            raise HeadwaterError(
+                f"The {what} in {str(path)!r} cannot be used: {why} in {name.removeprefix('optimizer.')!r}; "
+                "remove this checkpoint to continue from an earlier one, or start from an intact one."
+            )
 
 
 def history_of(path: Path) -> list[Event]:
@@ -515,4 +537,6 @@ def _read(path: Path, targets: dict[str, Tensor], distributed: bool) -> None:
             dcp.load(targets, storage_reader=_reader(path), no_dist=not distributed)
     except (CheckpointException, SafetensorError, OSError, ValueError, AssertionError, RuntimeError) as error:
         last = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-        raise HeadwaterError(f"{str(path)!r} holds tensors whose shapes differ from this run's: {last}") from error
+        differ = "size" in last or "shape" in last
+        what = "holds tensors whose shapes differ from this run's" if differ else "cannot be read"
+        raise HeadwaterError(f"{str(path)!r} {what}: {last}") from error

@@ -15,6 +15,7 @@ from headwater.files import disk_problem, explaining
 from headwater.hardware import peak_of
 from headwater.models.compiling import is_compiled
 from headwater.models.kinds import unit_of
+from headwater.output_folder import keep
 from headwater.recipe import Recipe
 from headwater.records import (
     CurvePoint,
@@ -93,6 +94,7 @@ class Journal:
         for message in setup.warnings:
             self.warn(message)
         self.write("running")
+        first(fabric, keep, folder)
 
     @property
     def flops(self) -> float:

@@ -35,6 +35,7 @@ from headwater.training import guards
 from headwater.training.batches import Counted, batches, filled, with_documents
 from headwater.training.checkpoint import FOLDER, optimizer_tensors, prune
 from headwater.training.journal import Journal, Mark, OnEvent
+from headwater.training.model_folder import publish_model
 from headwater.training.optim import clip, gradient_norm, learning_rate
 from headwater.training.parallel import (
     Reading,
@@ -52,6 +53,7 @@ from headwater.training.parallel import (
     to_device,
     total,
 )
+from headwater.training.places import checkpoints
 from headwater.training.run_folder import claimed
 from headwater.training.saving import Saver, save_checkpoint
 from headwater.training.setup import memory_advice, set_up
@@ -208,8 +210,8 @@ class TrainingRun:
         `Interrupted`."""
         reporting, progress = self.recipe.reporting, self.progress
         steps = min(self.recipe.training.steps, until or self.recipe.training.steps)
-        if progress.step:  # killed between a checkpoint and the removal of older ones
-            first(self.fabric, self.prune)
+        if progress.step:  # killed between a checkpoint and what follows it
+            first(self.fabric, self.publish)
         if progress.step == 0:  # the model's quality before training continues
             due = self.setup.beginning is not None
         else:  # killed between its last checkpoint and its record, or the held-out data could not be read
@@ -465,12 +467,14 @@ class TrainingRun:
                 self.setup.preparer,
                 state | ({} if self.average is None else self.average.state),
                 history=self.journal.history,
-                then=self.prune,
+                then=self.publish,
                 copy=not must,
             )
             if must:
                 self.saver.finish()
 
-    def prune(self) -> None:
-        """Remove the checkpoints that the recipe does not keep. Called by the first process."""
+    def publish(self) -> None:
+        """Put the newest checkpoint's model at the top of the folder, and remove the checkpoints that the recipe does
+        not keep. Called by the first process."""
+        publish_model(checkpoints(self.folder)[-1], self.folder)
         prune(self.folder, self.recipe.reporting.keep, self.data.lower_is_better)

@@ -6,8 +6,9 @@ import re
 from pathlib import Path
 
 from headwater.errors import HeadwaterError
+from headwater.files import absence
 
-FOLDER = "checkpoints"
+FOLDER, STAGES = "checkpoints", "stages"
 _NAME = re.compile(r"step-(\d+)", re.ASCII)
 
 
@@ -20,10 +21,12 @@ def checkpoints(run: Path) -> list[Path]:
 def newest_checkpoint(path: Path) -> Path:
     """`path` itself, or the newest checkpoint of the run it names. Raises `HeadwaterError` if nothing is there."""
     if not path.is_dir():
-        raise HeadwaterError(f"There is no checkpoint folder {str(path)!r}.")
-    whole = checkpoints(path)
-    if whole or (path / "config.json").exists():
-        return whole[-1] if whole else path
+        raise HeadwaterError(f"{absence(path, 'checkpoint folder')}; name a checkpoint's folder, or a run's.")
+    if whole := checkpoints(path):
+        return whole[-1]
+    has_model = (path / "config.json").exists()
+    if has_model and not (path / STAGES).is_dir():
+        return path
     from headwater.records import RECORD, read_record
 
     if (path / RECORD).is_file():
@@ -33,6 +36,8 @@ def newest_checkpoint(path: Path) -> Path:
             if path.resolve() not in last.resolve().parents:
                 raise HeadwaterError(f"The {RECORD} of {str(path)!r} names a stage outside of it: {str(last)!r}.")
             return newest_checkpoint(last)
+        if has_model:
+            return path
         why = "it diverged" if record.status == "diverged" else f"its status is {record.status!r}"
         raise HeadwaterError(f"The run {str(path)!r} has no checkpoint: {why}.")
     return path

@@ -4,6 +4,7 @@ runs/NAME/
   record.json      the result, and the only thing reports read
   metrics.jsonl    curve, held-out measures, speed and warnings, written as they occur
   checkpoints/     see training/checkpoint.py
+  config.json, model.safetensors, …    the newest checkpoint's model; see training/model_folder.py
   start/           the model the run began with, if it was grown or widened for it; see training/start.py
   failures/        what a diverged run leaves for `headwater replay`; see training/guards.py
   tensorboard/     event files
@@ -18,7 +19,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,6 +29,7 @@ from lightning_fabric import Fabric
 
 from headwater.errors import HeadwaterError
 from headwater.files import read_bytes, replace_text, settled
+from headwater.output_folder import LOCK, occupied
 from headwater.records import (
     RECORD,
     CurvePoint,
@@ -39,15 +41,12 @@ from headwater.records import (
     record_files,
 )
 from headwater.training.checkpoint import FACTS, SUMS, newest_whole, tidy
+from headwater.training.model_folder import withdraw_model
 from headwater.training.parallel import first
-from headwater.training.places import checkpoints
+from headwater.training.places import STAGES, checkpoints
 from headwater.training.start import KEPT, MADE
 
-METRICS, LOCK, MARK = "metrics.jsonl", ".lock", ".headwater"
-STAGES = "stages"
-# Seconds to wait for a folder that another process has locked: `headwater runs` locks it briefly to see whether it is
-# free, and the processes of a killed run may take a moment to end.
-PATIENCE = 5.0
+METRICS, MARK = "metrics.jsonl", ".headwater"
 CHECK = "crc32"
 T = TypeVar("T")
 
@@ -56,28 +55,20 @@ T = TypeVar("T")
 def claimed(run: Path, resume: bool, fabric: Fabric, notice: Callable[[str], None]) -> Iterator[Path | None]:
     """Lock the folder and yield the checkpoint to resume from (None to start fresh), in all processes.
 
-    Nothing of an existing run is removed here: see `begun`. Raises `HeadwaterError` if the folder holds anything but a
-    run, if another process has locked it, if it holds a run and `resume` is false, or if nothing can be resumed.
+    Nothing of an existing run is removed here: see `begun`. A run that is refused leaves nothing in the folder. Raises
+    `HeadwaterError` if the folder holds anything but a run, if another process has locked it, if it holds a run and
+    `resume` is false, or if nothing can be resumed.
     """
-    lock = FileLock(run / LOCK)
+    lock = ExitStack()
 
     def claim() -> Path | None:
         check_ours(run)
-        try:
-            run.mkdir(parents=True, exist_ok=True)
-            lock.acquire(timeout=PATIENCE)
-            (run / MARK).touch()
-        except NotImplementedError as error:
-            raise HeadwaterError(
-                f"The file system of {str(run)!r} does not support locks (flock), which keep two runs apart; "
-                f"choose another --out."
-            ) from error
-        except Timeout:
-            raise HeadwaterError(
-                f"Another run is writing to {str(run)!r}; wait for it, or choose another --out."
-            ) from None
-        except OSError as error:
-            raise HeadwaterError(f"The folder {str(run)!r} cannot be created: {error.strerror}.") from error
+        lock.enter_context(occupied(run, busy="run is writing to"))
+        check_ours(run)  # another process may have been faster
+        lock.callback(shutil.rmtree, run / MADE, ignore_errors=True)  # left by a run that never began
+        mark(run)
+        if (run / STAGES).is_dir():
+            raise HeadwaterError(f"{str(run)!r} already holds a run with stages; choose another --out (out=).")
         saved = checkpoints(run)
         if saved and not resume:
             raise HeadwaterError(
@@ -88,12 +79,16 @@ def claimed(run: Path, resume: bool, fabric: Fabric, notice: Callable[[str], Non
         tidy(run)
         return newest
 
-    try:
+    with lock:
         yield first(fabric, claim)
-    finally:
-        if lock.is_locked:
-            shutil.rmtree(run / MADE, ignore_errors=True)  # left by a run that never began
-        lock.release()
+
+
+def mark(run: Path) -> None:
+    """Mark a folder as a run's. Raises `HeadwaterError` if it cannot be written."""
+    try:
+        (run / MARK).touch()
+    except OSError as error:
+        raise HeadwaterError(f"The folder {str(run)!r} cannot be written: {error.strerror}.") from error
 
 
 def check_ours(run: Path) -> None:
@@ -128,6 +123,7 @@ def begun(run: Path) -> None:
 
     The earlier one has no checkpoints, and its failures stay.
     """
+    withdraw_model(run)
     (run / METRICS).unlink(missing_ok=True)
     for leftover in (run / "tensorboard", run / KEPT):
         if leftover.is_symlink():

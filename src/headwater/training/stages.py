@@ -2,6 +2,7 @@
 
 runs/NAME/
   record.json                  the sum: points continue from stage to stage, costs add up
+  config.json, …               the model of the last stage; see training/model_folder.py
   stages/00-start/             the runs
   stages/01-NAME-OF-STAGE/
 """
@@ -10,14 +11,17 @@ from __future__ import annotations
 
 import hashlib
 import os
+from contextlib import ExitStack
 from pathlib import Path
 
 from headwater.errors import HeadwaterError, nearest
+from headwater.output_folder import occupied
 from headwater.recipe import Recipe, changed_config
 from headwater.records import Experiment, RunRecord, StageRecord, read_record, write_record
 from headwater.training.loop import OnEvent, train
-from headwater.training.places import newest_checkpoint
-from headwater.training.run_folder import MARK, STAGES, check_ours
+from headwater.training.model_folder import publish_model
+from headwater.training.places import checkpoints, newest_checkpoint
+from headwater.training.run_folder import STAGES, check_ours, mark
 
 
 def chain(recipe: Recipe, folder: Path) -> list[tuple[Recipe, Path]]:
@@ -45,9 +49,27 @@ def train_stages(
     Raises `HeadwaterError` as `train` and `check_later_stages` do, and if several devices would have to be set up
     once per stage.
     """
+    with ExitStack() as stack:
+        if recipe.stages:
+            check_ours(folder)
+            if not on_several(recipe):
+                stack.enter_context(occupied(folder, nested=True, busy="run is writing to"))
+                check_ours(folder)  # another process may have been faster
+            if checkpoints(folder) and not (folder / STAGES).is_dir():
+                raise HeadwaterError(f"{str(folder)!r} already holds a run without stages; choose another --out.")
+        return _train_stages(recipe, folder, resume, experiment, only, on_event, measure_peak)
+
+
+def _train_stages(
+    recipe: Recipe,
+    folder: Path,
+    resume: bool,
+    experiment: Experiment | None,
+    only: str | None,
+    on_event: OnEvent | None,
+    measure_peak: bool,
+) -> RunRecord:
     runs, names = chain(recipe, folder), recipe.stage_names
-    if recipe.stages:
-        check_ours(folder)
     if not finished(*runs[0]):
         check_later_stages(recipe)
     if only is not None:
@@ -56,7 +78,7 @@ def train_stages(
         plain, place = runs[names.index(only)]
         record = train(plain, place, resume=resume, on_event=on_event, measure_peak=measure_peak)
         if all(finished(plain, place) for plain, place in runs):
-            write_record(joined(recipe, folder, runs, experiment), folder)
+            finish(recipe, folder, runs, experiment)
         return record
     if not recipe.stages:
         return train(recipe, folder, resume=resume, experiment=experiment, on_event=on_event, measure_peak=measure_peak)
@@ -66,13 +88,20 @@ def train_stages(
             f"{', '.join(f'--stage {name}' for name in names)}."
         )
     before = 0
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / MARK).touch()
+    mark(folder)
     for plain, place in runs:
         if not (resume and finished(plain, place)):
             train(plain, place, resume=resume, on_event=_later(on_event, before), measure_peak=measure_peak)
         before += plain.training.steps
+    return finish(recipe, folder, runs, experiment)
+
+
+def finish(
+    recipe: Recipe, folder: Path, runs: list[tuple[Recipe, Path]], experiment: Experiment | None = None
+) -> RunRecord:
+    """Write the record of finished stages, and the model of the last one, into the folder around them."""
     record = joined(recipe, folder, runs, experiment)
+    publish_model(newest_checkpoint(runs[-1][1]), folder)
     write_record(record, folder)
     return record
 

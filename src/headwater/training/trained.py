@@ -22,6 +22,7 @@ from headwater.data.reading import PACKED, table_kind
 from headwater.data.tokenizer import encode_plainly
 from headwater.diagnostics import sample_images
 from headwater.errors import HeadwaterError
+from headwater.files import local
 from headwater.growth import grow
 from headwater.growth.enlarge import carried
 from headwater.growth.enlarge import enlarged as enlarged_model
@@ -101,7 +102,7 @@ def open_source(
     family: the family of a Hugging Face model; default: from its config. with_state: with the optimizer's state, of a
     headwater checkpoint. Raises `HeadwaterError` for what cannot be read.
     """
-    path = Path(source)
+    path = local(source)
     if layout is None and path.is_dir() and model_type(newest_checkpoint(path)) in MODEL_TYPES:
         if family is not None:
             raise HeadwaterError(f"{source!r} is headwater's own model, of no other family; leave out --family.")

@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from headwater.errors import HeadwaterError
-from headwater.files import replace_text
+from headwater.outputs import SWEEP, check_replaceable, has_keys, write_json
 from headwater.verify.small import TYPES, small_model
 from headwater.verify.verdicts import Verified, sentence, verify_twice
 from headwater.verify.ways import WAYS
@@ -83,8 +83,10 @@ def sweep(
 ) -> dict[str, Any]:
     """Verify types whose result is not in `out` yet; write it after each. Returns all of `out`.
 
-    seconds: most for one type. on_result: called with each new result.
+    seconds: most for one type. on_result: called with each new result. Raises `HeadwaterError` if `out` is a file that
+    headwater did not write.
     """
+    check_replaceable(out, has_keys(SWEEP))
     results: dict[str, Any] = {"versions": versions(), "seed": seed, "types": {}}
     with suppress(OSError, ValueError):
         before = json.loads(out.read_text())
@@ -116,7 +118,7 @@ def sweep(
                 answers.get()
             result = answer.get("result") or {"type": model_type, "not_verified": ": ".join(answer["error"])}
             results["types"][model_type] = result
-            replace_text(out, json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+            write_json(out, results, SWEEP)
             on_result(result)
     finally:
         if worker is not None:

@@ -1,0 +1,282 @@
+"""What a command may write: a folder that no other command writes, and files that are headwater's or new."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+import headwater
+from headwater import outputs
+from headwater.errors import HeadwaterError
+from headwater.files import absence, check_free, replace_text, replacing
+from headwater.output_folder import LOCK, keep, occupied
+
+EVALUATION = {"format": 1, "headwater": "1", "rows": [], "models": {}}
+
+
+class TestFiles:
+    @pytest.mark.parametrize("keys", [outputs.INSPECTION, outputs.SWEEP, outputs.GPU, outputs.REPRODUCTION])
+    def test_json_replaces_only_json_of_its_kind(self, tmp_path, keys):
+        file = tmp_path / "file.json"
+        outputs.write_json(file, EVALUATION, outputs.EVALUATION)
+        outputs.write_json(file, EVALUATION | {"rows": [1]}, outputs.EVALUATION)
+        with pytest.raises(HeadwaterError, match="choose another name"):
+            outputs.write_json(file, dict.fromkeys(keys), keys)
+        assert json.loads(file.read_text())["rows"] == [1]
+
+    @pytest.mark.parametrize("content", ["notes", "{}", "[1]", '{"model_type": "headwater"}', "", "[" * 10**5])
+    def test_what_is_not_headwaters_stays(self, tmp_path, content):
+        (file := tmp_path / "file").write_text(content)
+        figure = pytest.importorskip("matplotlib.figure").Figure()
+        for write in (
+            lambda: outputs.write_json(file, EVALUATION, outputs.EVALUATION),
+            lambda: outputs.write_page(file, "<html>"),
+            lambda: outputs.save_figure(figure, file, 50),
+        ):
+            with pytest.raises(HeadwaterError, match="choose another name"):
+                write()
+        assert file.read_text() == content
+        assert os.listdir(tmp_path) == ["file"]
+
+    @pytest.mark.parametrize("kind", ["png", "svg", "pdf", "eps", "ps"])
+    def test_a_picture_of_headwaters_is_replaced_and_anothers_is_not(self, tmp_path, kind):
+        figure = pytest.importorskip("matplotlib.figure").Figure(figsize=(1, 1))
+        file = tmp_path / f"file.{kind}"
+        for _ in range(2):
+            outputs.save_figure(figure, file, 50)
+        figure.savefig(file)
+        with pytest.raises(HeadwaterError, match="did not write it"):
+            outputs.save_figure(figure, file, 50)
+
+    def test_links_folders_and_devices_are_refused(self, tmp_path):
+        outputs.write_json(tmp_path / "ours", EVALUATION, outputs.EVALUATION)
+        (tmp_path / "link").symlink_to("ours")
+        (tmp_path / "loop").symlink_to("loop")
+        os.mkfifo(tmp_path / "pipe")
+        for file in (tmp_path / "link", tmp_path / "loop", tmp_path / "pipe", tmp_path, Path("/dev/null")):
+            with pytest.raises(HeadwaterError, match="choose another name"):
+                outputs.check_replaceable(file, outputs.has_keys(outputs.EVALUATION))
+
+    def test_commands_refuse_before_they_work(self, tmp_path, run):
+        for name in ("notes.md", "config.json"):
+            (file := tmp_path / name).write_text("precious\n")
+            for command in (
+                ("evaluate", tmp_path / "no-model", "--text", file),
+                ("plan", "gpt2-124m"),
+                ("verify", "--all-types"),
+                ("reproduce", "ledger", "--page"),
+            ):
+                option = () if command[-1] == "--page" else ("--out",)
+                code, _, said = run(*command, *option, file)
+                assert (code, "choose another name" in said) == (2, True), said
+            assert file.read_text() == "precious\n"
+
+    def test_a_checkpoint_takes_no_other_files(self, tmp_path, run):
+        (tmp_path / "SHA256SUMS").touch()
+        code, _, said = run("plan", "gpt2-124m", "--out", tmp_path / "plan.png")
+        assert (code, "is a checkpoint" in said) == (2, True), said
+
+    def test_two_writers_have_temporary_files_of_their_own(self, tmp_path):
+        with replacing(tmp_path / "file") as first, replacing(tmp_path / "file") as second:
+            assert first != second
+            first.write_text("a")
+            second.write_text("b")
+        assert os.listdir(tmp_path) == ["file"]
+
+    def test_a_full_disk_names_the_file_and_loses_nothing(self, tmp_path, monkeypatch):
+        replace_text(file := tmp_path / "file", "before")
+
+        def full(self, *_, **__):
+            self.touch()
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(Path, "write_text", full)
+        with pytest.raises(OSError, match=str(file)):
+            replace_text(file, "after")
+        with pytest.raises(HeadwaterError, match=r"x\.json.*disk is full"):
+            outputs.write_json(tmp_path / "x.json", EVALUATION, outputs.EVALUATION)
+        monkeypatch.undo()
+        assert file.read_text() == "before"
+        assert os.listdir(tmp_path) == ["file"]
+
+
+class TestFolders:
+    def test_what_is_refused_leaves_nothing(self, tmp_path):
+        def refused():
+            with occupied(tmp_path / "a" / "b"):
+                (tmp_path / "a" / "b" / "c").mkdir()
+                raise HeadwaterError("no")
+
+        with pytest.raises(HeadwaterError, match="no"):
+            refused()
+        assert os.listdir(tmp_path) == []
+
+    def test_a_folder_that_was_there_stays_as_it_was(self, tmp_path):
+        (tmp_path / "mine").write_text("kept")
+
+        def refused():
+            with occupied(tmp_path):
+                (tmp_path / "theirs").write_text("new")
+                raise HeadwaterError("no")
+
+        with pytest.raises(HeadwaterError, match="no"):
+            refused()
+        assert os.listdir(tmp_path) == ["mine"]
+
+    def test_what_has_begun_stays_in_all_folders_around_it(self, tmp_path):
+        def fails():
+            with occupied(tmp_path / "out"):
+                with occupied(tmp_path / "out" / "stage"):
+                    (tmp_path / "out" / "stage" / "record").touch()
+                    keep(tmp_path / "out" / "stage")
+                raise KeyError
+
+        with pytest.raises(KeyError):
+            fails()
+        assert (tmp_path / "out" / "stage" / "record").exists()
+
+    def test_another_process_waits_or_is_refused(self, tmp_path):
+        script = (
+            "import sys; from pathlib import Path; from headwater.output_folder import occupied\n"
+            "with occupied(Path(sys.argv[1])):\n"
+            "    print('in', flush=True); sys.stdin.read()\n"
+        )
+        command = [sys.executable, "-c", script, str(tmp_path / "out")]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+            assert other.stdout is not None
+            assert other.stdin is not None
+            assert other.stdout.readline() == b"in\n"
+            with (
+                pytest.raises(HeadwaterError, match="Another command is writing"),
+                occupied(tmp_path / "out", patience=0),
+            ):
+                raise AssertionError("not reached")
+            assert (tmp_path / "out" / LOCK).exists()
+            other.stdin.close()
+            with occupied(tmp_path / "out", patience=60):
+                pass
+        assert os.listdir(tmp_path / "out") == []
+
+    def test_the_one_that_waited_for_a_refused_one_has_the_folder(self, tmp_path):
+        out, entered, leave = tmp_path / "out", threading.Event(), threading.Event()
+
+        def refused():
+            with suppress(HeadwaterError), occupied(out):
+                entered.set()
+                leave.wait(60)
+                raise HeadwaterError("no")
+
+        thread = threading.Thread(target=refused)
+        thread.start()
+        assert entered.wait(60)
+        threading.Timer(0.1, leave.set).start()
+        with occupied(out, patience=60, empty=True):
+            thread.join()
+            (out / "mine").touch()
+        assert os.listdir(out) == ["mine"]
+
+    def test_a_locked_folder_is_locked_in_the_same_thread_too(self, tmp_path):
+        def twice():
+            with occupied(tmp_path), occupied(tmp_path, nested=True), occupied(tmp_path, patience=0):
+                raise AssertionError("not reached")
+
+        with pytest.raises(HeadwaterError, match="Another"):
+            twice()
+
+
+class TestAddresses:
+    @pytest.mark.parametrize("address", ["s3://bucket/run", "gs://b/r", "hf://datasets/a/b", "file:///tmp/x", "S3://b"])
+    def test_commands_refuse_them_before_anything_is_written(self, tmp_path, run, monkeypatch, address):
+        monkeypatch.chdir(tmp_path)
+        for command in (
+            ("train", "demo/induction", "--out", address),
+            ("train", "demo/induction", "--from", address),
+            ("train", address),
+            ("train", "demo/induction", f"data.source={address}"),
+            ("compare", "demo/induction", "--out", address),
+            ("data", "prepare", address, "--out", "here"),
+            ("data", "prepare", "x.txt", "--out", address),
+            ("export", address, "--out", "here"),
+            ("plan", "gpt2-124m", "--out", address),
+            ("retrofit", address),
+            ("inspect", address),
+        ):
+            code, _, said = run(*command)
+            assert code == 2, said
+            assert "is an address" in said or "data.source" in said, said
+        assert os.listdir(tmp_path) == []
+
+    def test_functions_refuse_them(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        recipe = {"name": "x", "data": {"kind": "induction"}, "model": {}, "training": {"steps": 1}}
+        for call in (
+            lambda: headwater.train(recipe, "s3://b/x"),
+            lambda: headwater.train(recipe, Path("s3://b/x")),
+            lambda: headwater.train(recipe | {"start": {"checkpoint": "s3://b/x"}}, "here"),
+            lambda: headwater.plan("s3://b/x"),
+            lambda: headwater.grow("s3://b/x", 4),
+            lambda: headwater.retrofit("hf://b/x", "kv_shift"),
+            lambda: headwater.reproduce("kv-shifting/figure-1a", out="gs://b/x"),
+            lambda: replace_text(Path("s3://b/x"), ""),
+            lambda: check_free(Path("s3://b/x")),
+        ):
+            with pytest.raises(HeadwaterError, match="is an address"):
+                call()
+        assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["a\0b", "a\ud800"])
+def test_text_that_cannot_be_a_path_is_a_sentence(tmp_path, name):
+    for call in (lambda: check_free(tmp_path / name), lambda: replace_text(tmp_path / name, "")):
+        with pytest.raises(HeadwaterError, match="no path can have"):
+            call()
+
+
+def test_a_path_that_exists_is_not_called_missing(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("nothing")
+    (tmp_path / "loop").symlink_to("loop")
+    assert absence(tmp_path / "none").startswith("There is no file or folder")
+    assert "is a file, not a folder" in absence(tmp_path / "file", "folder")
+    assert "is a link to 'nothing', which does not exist" in absence(tmp_path / "link")
+    assert "Too many levels" in absence(tmp_path / "loop")
+    assert "not a file" in absence(tmp_path, "file")
+    assert "Not a directory" in absence(tmp_path / "file" / "x")
+
+
+def test_an_output_folder_in_a_loop_of_links_or_around_this_one_is_a_sentence(tmp_path, run, monkeypatch):
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    (tmp_path / "source" / "here").mkdir(parents=True)
+    (tmp_path / "source" / "config.json").touch()
+    monkeypatch.chdir(tmp_path / "source" / "here")
+    for out in (
+        tmp_path / "a",
+        tmp_path / "a" / "x",
+        ".",
+        "..",
+        "/",
+        "x" * 300,
+        tmp_path / "source" / "config.json" / "x",
+    ):
+        for command in ("grow", "export", "shrink"):
+            code, _, said = run(command, "..", "--out", out)
+            assert code == 2, said
+            assert "Traceback" not in said
+    assert os.listdir(tmp_path / "source" / "here") == []
+
+
+def test_text_that_is_no_text_is_not_blamed_on_the_locale():
+    from headwater.cli import not_encoded
+
+    with pytest.raises(UnicodeEncodeError) as error:
+        "x\udcff".encode()
+    assert "not valid text" in not_encoded(error.value)
+    with pytest.raises(UnicodeEncodeError) as error:
+        "é".encode("ascii")
+    assert "PYTHONUTF8=1" in not_encoded(error.value)

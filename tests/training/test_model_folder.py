@@ -1,0 +1,146 @@
+"""The model at the top of a run's folder: transformers loads it, and it is always the newest checkpoint's."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from headwater.errors import HeadwaterError
+from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.training.checkpoint import damage, load_model, write_model
+from headwater.training.loop import train
+from headwater.training.model_folder import how_to_load, publish_model
+from headwater.training.places import checkpoints, newest_checkpoint
+from headwater.training.stages import train_stages
+
+
+def same(folder, other):
+    a, b = load_file(folder / "model.safetensors"), load_file(other / "model.safetensors")
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_run_is_loaded_by_its_name_also_where_it_was_moved(recipe, finished, tmp_path):
+    finished(recipe(), tmp_path / "run")
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    shutil.rmtree(tmp_path / "copy" / "checkpoints")
+    newest = newest_checkpoint(tmp_path / "run")
+    for folder in (tmp_path / "run", tmp_path / "copy"):
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), load_model(newest).parameters(), strict=True))
+        assert AutoTokenizer.from_pretrained(folder)("a").input_ids
+    assert "training.safetensors" not in {path.name for path in (tmp_path / "run").iterdir()}
+    assert f"AutoModelForCausalLM.from_pretrained({str(tmp_path)!r}"[:-1] in how_to_load(tmp_path / "run")
+
+
+def test_it_follows_the_newest_checkpoint_and_takes_no_space(recipe, tmp_path):
+    made = recipe(reporting={"save_every": 2, "keep": 1})
+    train(made, tmp_path / "run", until=2)
+    first = (tmp_path / "run" / "model.safetensors").read_bytes()
+    train(made, tmp_path / "run", resume=True, until=4)
+    (newest,) = checkpoints(tmp_path / "run")[-1:]
+    assert first != (tmp_path / "run" / "model.safetensors").read_bytes()
+    assert (newest / "model.safetensors").samefile(tmp_path / "run" / "model.safetensors")
+    (tmp_path / "run" / "config.json").write_text("{}")  # as a program that saves in place
+    assert damage(newest) is None
+
+
+def test_of_stages_it_is_the_last_ones(recipe, tmp_path):
+    made = recipe(training={"steps": 2}, stages=[{"name": "on", "training": {"steps": 1}}])
+    train_stages(made, tmp_path / "run")
+    assert same(tmp_path / "run", newest_checkpoint(tmp_path / "run"))
+    assert newest_checkpoint(tmp_path / "run").parent.name == "checkpoints"
+    with pytest.raises(HeadwaterError, match="already holds a run with stages"):
+        train(recipe(), tmp_path / "run")
+
+
+def test_stages_do_not_replace_a_run_without(recipe, finished, tmp_path):
+    finished(recipe(), tmp_path / "run")
+    before = (tmp_path / "run" / "record.json").read_bytes()
+    with pytest.raises(HeadwaterError, match="already holds a run without stages"):
+        train_stages(recipe(stages=[{"name": "on", "training": {"steps": 1}}]), tmp_path / "run")
+    assert (tmp_path / "run" / "record.json").read_bytes() == before
+
+
+@pytest.fixture
+def model(config=None):
+    from headwater.config import HeadwaterConfig
+
+    return HeadwaterForCausalLM(
+        HeadwaterConfig(vocab_size=16, hidden_size=16, num_attention_heads=2, num_hidden_layers=2, intermediate_size=16)
+    )
+
+
+def sharded_copy(model, folder):
+    """A checkpoint whose weights are in several files."""
+    write_model(folder, model)
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder, max_shard_size="5KB")
+    assert (folder / "model.safetensors.index.json").exists()
+    return folder
+
+
+def test_weights_in_several_files_are_never_mixed_and_leave_nothing(model, tmp_path):
+    (run := tmp_path / "run").mkdir()
+    first = sharded_copy(model, run / "checkpoints" / "step-000001")
+    publish_model(first, run)
+    with torch.no_grad():
+        model.lm_head.weight.add_(1)
+    second = sharded_copy(model, run / "checkpoints" / "step-000002")
+    publish_model(second, run)
+    index = json.loads((run / "model.safetensors.index.json").read_text())["weight_map"]
+    assert {name.partition("-model")[0] for name in index.values()} == {"step-000002"}
+    assert {path.name for path in run.glob("*.safetensors")} == set(index.values())
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(run).lm_head.weight, model.lm_head.weight)
+    publish_model(write_model(run / "checkpoints" / "step-000003", model), run)
+    assert [path.name for path in run.glob("*.safetensors*")] == ["model.safetensors"]
+
+
+def test_a_disk_without_links_has_a_copy(model, tmp_path, monkeypatch):
+    def unsupported(*_):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr("os.link", unsupported)
+    (run := tmp_path / "run").mkdir()
+    publish_model(write_model(tmp_path / "checkpoint", model), run)
+    assert same(run, tmp_path / "checkpoint")
+
+
+def test_weights_by_process_are_not_loaded_and_the_sentence_says_what_to_run(model, tmp_path):
+    (run := tmp_path / "run").mkdir()
+    publish_model(write_model(run / "checkpoints" / "step-000001", model), run)
+    (parts := run / "checkpoints" / "step-000002").mkdir()
+    (parts / "shard-00001-model-00001-of-00001.safetensors").touch()
+    publish_model(parts, run)
+    assert not (run / "model.safetensors").exists()
+    assert "headwater export" in how_to_load(run)
+
+
+def test_a_damaged_optimizer_state_is_not_taken_for_a_learning_rate(recipe, tmp_path):
+    from safetensors.torch import save_file
+
+    from headwater.training.checkpoint import SUMS, sums_of, write_sums
+
+    train(recipe(), tmp_path / "run", until=2)
+    newest = checkpoints(tmp_path / "run")[-1]
+    state = load_file(newest / "training.safetensors")
+    name = next(name for name in state if name.endswith("exp_avg_sq"))
+    for wrong in (float("nan"), -1.0):
+        state[name].view(-1)[0] = wrong
+        save_file(state, newest / "training.safetensors")
+        write_sums(newest, sums_of(newest, [path.name for path in newest.iterdir() if path.name != SUMS]))
+        with pytest.raises(HeadwaterError, match=r"The optimizer state .* cannot be used"):
+            train(recipe(), tmp_path / "run", resume=True)
+
+
+def test_a_refused_run_leaves_no_folder(recipe, tmp_path):
+    for made in (
+        recipe(data={"source": str(tmp_path / "absent.txt")}),
+        recipe(start={"checkpoint": str(tmp_path / "absent")}),
+        recipe(stages=[{"name": "on", "training": {"steps": 1}}], data={"source": str(tmp_path / "absent.txt")}),
+    ):
+        with pytest.raises(HeadwaterError):
+            train_stages(made, tmp_path / "a" / "run")
+        assert not (tmp_path / "a").exists()
