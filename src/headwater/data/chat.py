@@ -34,7 +34,7 @@ _MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # transformers keeps the marks of one text at a time.
 _RENDERING = threading.Lock()
 
-Message = dict[str, Any]
+ChatMessage = dict[str, Any]
 Span = tuple[int, int]
 """The first character, and that behind the last."""
 
@@ -78,7 +78,7 @@ def content_of(value: Any, column: str, where: str, row: int) -> tuple[str, bool
     )
 
 
-def _message(message: dict[Any, Any]) -> Message:
+def _message(message: dict[Any, Any]) -> ChatMessage:
     """A message with a role and a content in text, None if it has none. Raises `ValueError`."""
     fields = {str(name): value for name, value in message.items() if value is not None}
     role = fields.pop("role", None) or ROLES.get(str(said := fields.pop("from", None)), said)
@@ -153,7 +153,7 @@ class ChatEncoder:
         return Encoded(ids, counts, size - sum(special for _, _, special in pieces))
 
     def render(
-        self, messages: list[Message], where: str, marks: bool = False, prompt: bool = False
+        self, messages: list[ChatMessage], where: str, marks: bool = False, prompt: bool = False
     ) -> tuple[str, list[Span]]:
         """(the text of messages, the answers that the template marks). prompt: with the beginning of an answer."""
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -174,7 +174,7 @@ class ChatEncoder:
             ) from error
         return texts[0], [(first, last) for first, last in spans[0]] if spans else []
 
-    def differences(self, messages: list[Message], text: str, where: str) -> Iterator[Span]:
+    def differences(self, messages: list[ChatMessage], text: str, where: str) -> Iterator[Span]:
         """The answers in the text of a conversation, as what each adds to the messages before it."""
         for index, message in enumerate(messages):
             if message["role"] != ASSISTANT:
