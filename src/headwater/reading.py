@@ -281,7 +281,8 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
         raise HeadwaterError(f"{str(file)!r} contains no named tensors; save a state dict.")
     for name, tensor in content.items():
         plain = isinstance(tensor, Tensor) and tensor.layout is torch.strided and tensor.device.type == "cpu"
-        if not plain or tensor.is_quantized:
+        # One number can stand for terabytes of them.
+        if not plain or tensor.is_quantized or tensor.untyped_storage().nbytes() < tensor.nbytes:
             raise HeadwaterError(f"{name!r} in {str(file)!r} is not a weight tensor; save only the weights.")
     return dict(content)
 

@@ -21,7 +21,7 @@ from headwater.errors import HeadwaterError
 from headwater.export import export
 from headwater.generation import continue_prompts, load_for_generation
 from headwater.inspect import inspect_model
-from headwater.reading import read_config
+from headwater.reading import read_config, read_tensors
 from headwater.recipe import Change
 from headwater.records import Event
 from headwater.retrofit import add_mechanisms
@@ -310,3 +310,9 @@ def test_a_tokenizer_is_in_its_folder(copied):
     file.write_text(json.dumps(content))
     with pytest.raises(HeadwaterError, match="names files outside its folder"):
         open_trained(copied)
+
+
+def test_a_number_does_not_stand_for_terabytes(tmp_path):
+    torch.save({"weight": torch.zeros(1).expand(10**12)}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(HeadwaterError, match=r"'weight' in .* is not a weight tensor"):
+        read_tensors(tmp_path / "pytorch_model.bin")
