@@ -97,6 +97,25 @@ def test_evaluate_refuses_what_belongs_to_another_option(run, given, unread):
     assert unread in err
 
 
+@pytest.mark.parametrize(
+    ("file", "given", "unread"),
+    [
+        ("a.txt", ["--by", "part"], "--by is for tables"),
+        ("a.txt", ["--text-column", "body"], "--text-column is for tables"),
+        ("a.txt", ["--split", "train"], "--split is for datasets on the hub"),
+        ("a.jsonl", ["--config", "en"], "--config is for datasets on the hub"),
+        ("a.jsonl", ["--separator", "---"], "--separator is for text files"),
+    ],
+)
+def test_prepare_refuses_what_its_source_does_not_have(run, tmp_path, file, given, unread):
+    (tmp_path / "a.txt").write_text("a text\n" * 2000)
+    (tmp_path / "a.jsonl").write_text('{"text": "a text", "part": "b"}\n' * 100)
+    code, _, err = run("data", "prepare", tmp_path / file, *given, "--out", tmp_path / "out")
+    assert code == 2
+    assert unread in err
+    assert not (tmp_path / "out").exists()
+
+
 @LATER
 def test_compare_names_an_override_that_every_arm_sets_itself(run, tmp_path, forked_workers):
     arms = {name: {"training": {"learning_rate": rate}} for name, rate in (("a", 0.001), ("b", 0.002))}

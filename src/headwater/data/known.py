@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from headwater.data.corpus import local_files
+from headwater.data.reading import DEFAULT, table_kind
 from headwater.data.stream import TextSource
 from headwater.errors import HeadwaterError, first_line
 
@@ -41,7 +43,8 @@ KNOWN["wikitext-103"] = KNOWN["wikitext"]
 def resolve(source: TextSource, local: str | None = None) -> TextSource:
     """Replace a known name in `source` by its location: `local` if given, else the network.
 
-    Raises `HeadwaterError` where `local` goes with a name that is not known, or there is nothing.
+    Raises `HeadwaterError` where `local` goes with a name that is not known, or there is nothing, and for an option
+    that files of this kind leave unread.
     """
     known = KNOWN.get(source.source)
     if known is None:
@@ -49,15 +52,34 @@ def resolve(source: TextSource, local: str | None = None) -> TextSource:
             raise HeadwaterError(
                 f"--local needs the name of a corpus ({', '.join(sorted(KNOWN))}), not with {source.source!r}."
             )
-        return source
-    marks = replace(source, begins=source.begins or known.begins)
-    if local is not None:
-        if local_files(local) is None:
+        resolved = source
+    else:
+        if local is not None and local_files(local) is None:
             raise HeadwaterError(f"There is no file or folder {local!r}; --local takes files.")
-        return replace(marks, source=_unzipped(local) if local.endswith(".zip") else local)
-    if known.source.endswith(".zip"):
-        return replace(marks, source=_unzipped(known.source))
-    return replace(marks, source=known.source, config=source.config or known.config)
+        location = local or known.source
+        location = _unzipped(location) if location.endswith(".zip") else location
+        config = source.config or (None if local else known.config)
+        resolved = replace(source, begins=source.begins or known.begins, source=location, config=config)
+    check_options(source, resolved.source)
+    return resolved
+
+
+def check_options(source: TextSource, location: str) -> None:
+    """Raise `HeadwaterError` for an option of `source` that is not read for what lies at `location`."""
+    files = (local_files(location) or (Path(), []))[1]
+    has_tables = any(map(table_kind, files))
+    has_texts = not all(map(table_kind, files))
+    column = source.text_column if source.text_column != DEFAULT else None
+    unread = {
+        "--separator": (source.separator, has_texts, "text files"),
+        "--by": (source.by, has_tables or not files, "tables"),
+        "--text-column": (column, has_tables or not files, "tables"),
+        "--config": (source.config, not files, "datasets on the hub"),
+        "--split": (source.split, not files, "datasets on the hub"),
+    }
+    for option, (value, is_read, kind) in unread.items():
+        if value is not None and not is_read:
+            raise HeadwaterError(f"{option} is for {kind}, and {location!r} has none; leave it out.")
 
 
 def _unzipped(archive: str) -> str:
