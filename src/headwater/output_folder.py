@@ -49,7 +49,7 @@ def occupied(
         return
     new, stays = missing_folders(folder), False
     try:
-        lock, is_new = _acquire(folder, PATIENCE if patience is None else patience, busy)
+        lock = _acquire(folder, PATIENCE if patience is None else patience, busy)
         try:
             before = {path.name for path in folder.iterdir()} - {LOCK}
             _stays[key] = False
@@ -62,8 +62,8 @@ def occupied(
             raise
         finally:
             stays = _stays.pop(key, False)
-            if is_new:
-                with suppress(OSError):
+            with suppress(OSError):
+                if (folder / LOCK).stat().st_size == 0:  # else it is another program's
                     (folder / LOCK).unlink()
             lock.release()
     except BaseException:
@@ -80,17 +80,16 @@ def keep(folder: Path) -> None:
             _stays[path, thread] = True
 
 
-def _acquire(folder: Path, patience: float, busy: str) -> tuple[FileLock, bool]:
-    """The lock of a folder, which is created too, and whether its file is new. Raises `HeadwaterError`."""
+def _acquire(folder: Path, patience: float, busy: str) -> FileLock:
+    """The lock of a folder, which is created too. Raises `HeadwaterError`."""
     end = time.monotonic() + patience
     lock = FileLock(folder / LOCK)
     while True:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            is_new = not (folder / LOCK).exists()
             lock.acquire(timeout=0)
             if _is_file_of(lock):
-                return lock, is_new
+                return lock
             lock.release()
         except Timeout:
             if time.monotonic() < end:
