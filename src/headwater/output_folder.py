@@ -63,7 +63,8 @@ def occupied(
         finally:
             stays = _stays.pop(key, False)
             with suppress(OSError):
-                (folder / LOCK).unlink()
+                if (folder / LOCK).stat().st_size == 0:  # else it is another program's
+                    (folder / LOCK).unlink()
             lock.release()
     except BaseException:
         if not stays:

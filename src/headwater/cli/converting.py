@@ -103,7 +103,6 @@ def convert(
     if text is not None:
         local_files(text)  # is an error if there are none, also with --plan
     target, path = _target(source, out_folder, resume, plan), Path(source)
-    check_outside(target, source)
     if path.is_dir():
         place = newest_checkpoint(path).resolve()
     else:  # from the hub, or a file of tensors: the runs start from a copy
@@ -207,6 +206,7 @@ def _target(source: str, folder: Path | None, resume: bool, plan: bool) -> Path:
         whole = given if given.name and ".." not in given.parts else Path(os.path.realpath(given))
         whole = whole.parent.parent if whole.parent.name == "checkpoints" else whole
         folder = Path(whole.parent if whole.exists() else ".") / f"{whole.name}-converted"
+    check_outside(folder, source)
     if resume:
         check_ours(folder)
     elif not plan:
