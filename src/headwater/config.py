@@ -251,8 +251,8 @@ class HeadwaterConfig(PreTrainedConfig):
         for field, kernel in config_dict.items():
             if "attn_implementation" in field and "/" in str(kernel):
                 raise HeadwaterError(
-                    f"A config's {field} names the kernel {shown(kernel)}, which would be downloaded and run; remove it, "
-                    "and pass attn_implementation if you trust that kernel."
+                    f"A config's {field} names the kernel {shown(kernel)}, which would be downloaded and run; remove "
+                    "it, and pass attn_implementation if you trust that kernel."
                 )
 
     @classmethod
