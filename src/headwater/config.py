@@ -268,7 +268,7 @@ class HeadwaterConfig(PreTrainedConfig):
             if "attn_implementation" in field and "/" in str(kernel):
                 raise HeadwaterError(
                     f"A config's {field} names the kernel {shown(kernel)}, which would be downloaded and run; remove "
-                    "it, or pass attn_implementation if you trust that kernel."
+                    "it, and pass attn_implementation if you trust that kernel."
                 )
 
     @classmethod
