@@ -97,14 +97,14 @@ def test_so_many_in_a_row_stop_the_run_and_leave_what_it_takes_to_look_into_it(r
 
 
 def test_replay_finds_where_it_stops_being_finite(recipe, tmp_path, run):
-    """A weight that is not finite, put into a checkpoint that training then cannot go on from."""
+    """A weight that makes products overflow, put into a checkpoint that training then cannot go on from."""
     from safetensors.torch import load_file, save_file
 
     made = recipe(training={"skip_limit": 1, "steps": 6})
     train(recipe(training={"skip_limit": 1, "steps": 4}), tmp_path / "run")
     newest = checkpoints(tmp_path / "run")[-1]
     weights = load_file(newest / "model.safetensors")
-    weights["model.layers.1.mlp.up_proj.weight"][3, 5] = float("inf")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 5] = 3e38
     save_file(weights, newest / "model.safetensors", metadata={"format": "pt"})
     from test_checkpoint import resum
 

@@ -537,6 +537,6 @@ def _read(path: Path, targets: dict[str, Tensor], distributed: bool) -> None:
             dcp.load(targets, storage_reader=_reader(path), no_dist=not distributed)
     except (CheckpointException, SafetensorError, OSError, ValueError, AssertionError, RuntimeError) as error:
         last = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-        differ = "size" in last or "shape" in last
+        differ = "size" in last.lower() or "shape" in last.lower()
         what = "holds tensors whose shapes differ from this run's" if differ else "cannot be read"
         raise HeadwaterError(f"{str(path)!r} {what}: {last}") from error
