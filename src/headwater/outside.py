@@ -31,7 +31,7 @@ from typing import Any
 
 from headwater.errors import HeadwaterError, NotTrusted, shown
 
-# A line for each "package.module", "package.module:attribute" or path.
+# Separated by commas: "package.module", "package.module:attribute" or paths.
 VARIABLE = "HEADWATER_TRUST"
 _PART = r"[^\W\d]\w*(?:\.[^\W\d]\w*)*"
 _NAME = re.compile(f"{_PART}:{_PART}")
@@ -55,11 +55,12 @@ def trust(names: Iterable[str]) -> None:
     """
     names = [names] if isinstance(names, str) else list(names)
     for name in names:
-        if not isinstance(name, str) or not (_MODULE_OR_NAME.fullmatch(name) or _leads_out(name) or _exists(name)):
+        if not isinstance(name, str) or not (_MODULE_OR_NAME.fullmatch(name) or _is_path(name)):
             raise HeadwaterError(
-                f"{shown(name)} cannot be trusted; name a package.module, a package.module:Class or a path of data."
+                f"{shown(name)} cannot be trusted; name a package.module, a package.module:Class or a path, without a "
+                f"comma."
             )
-    os.environ[VARIABLE] = "\n".join(dict.fromkeys([*_trusted(), *names]))
+    os.environ[VARIABLE] = ",".join(dict.fromkeys([*_trusted(), *names]))
 
 
 def trust_names_in(values: Any) -> None:
@@ -77,7 +78,12 @@ def names_in(values: Any) -> Iterator[str]:
 
 def may_read(path: str) -> bool:
     """Whether a path that a file names is below the current folder and not hidden, or the user trusts it."""
-    return not _leads_out(path) or any(path == known or _is_below(path, known) for known in _trusted())
+    return not _leads_out(path) or is_trusted_path(path)
+
+
+def is_trusted_path(path: str) -> bool:
+    """Whether the user trusts a path: as it stands, or by a folder above."""
+    return any(path == known or _is_below(path, known) for known in _trusted())
 
 
 def check_paths(values: Any) -> None:
@@ -169,7 +175,7 @@ def source_of(module: str) -> Path | None:
 
 
 def _trusted() -> list[str]:
-    return os.environ.get(VARIABLE, "").splitlines()
+    return [name for name in os.environ.get(VARIABLE, "").split(",") if name]
 
 
 def _texts_in(values: Any) -> Iterator[str]:
@@ -187,7 +193,7 @@ def _texts_in(values: Any) -> Iterator[str]:
 def _leads_out(name: str) -> bool:
     """Whether a name is a path that does not stay below the current folder as it is written, or a hidden one there."""
     parts = Path(name).parts
-    if not parts or "\0" in name or "\n" in name:
+    if not parts or "\0" in name:
         return False
     if name.startswith("~") or Path(name).is_absolute() or ".." in parts:
         return True
@@ -196,7 +202,7 @@ def _leads_out(name: str) -> bool:
 
 def _is_elsewhere(name: str) -> bool:
     """Whether a name is a path out of the current folder, other than a folder around it, such as the title "/"."""
-    return _leads_out(name) and not _is_below(os.curdir, name)
+    return _is_path(name) and _leads_out(name) and not _is_below(os.curdir, name)
 
 
 def _is_below(path: str, folder: str) -> bool:
@@ -204,8 +210,9 @@ def _is_below(path: str, folder: str) -> bool:
     return Path(os.path.realpath(Path(path).expanduser())).is_relative_to(os.path.realpath(Path(folder).expanduser()))
 
 
-def _exists(name: str) -> bool:
-    return "\n" not in name and os.path.lexists(name)
+def _is_path(name: str) -> bool:
+    """Whether a name is a path that can be trusted."""
+    return "," not in name and "\0" not in name and (_leads_out(name) or os.path.lexists(name))
 
 
 def _module_is_trusted(module: str) -> bool:

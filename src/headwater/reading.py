@@ -10,6 +10,7 @@ import json
 import os
 import pickle
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,8 +22,9 @@ from torch import Tensor
 
 from headwater.config import HeadwaterConfig
 from headwater.deadline import SECONDS, SECONDS_TO_LOAD, within
-from headwater.errors import HeadwaterError, sentence, shown
+from headwater.errors import HeadwaterError, NotTrusted, sentence, shown
 from headwater.files import absence, read_bytes
+from headwater.outside import is_trusted_path
 from headwater.vision_config import HeadwaterVisionConfig
 from headwater.weights import check_kinds, kinds_of, unwrapped
 
@@ -93,7 +95,8 @@ def read_text(file: Path) -> str:
 
 def check_regular(folder: Path) -> None:
     """Raise `HeadwaterError` if a folder has, under the name of a file that libraries open, a pipe, a device, or a link
-    that leads nowhere: they would wait for ever, or read without an end.
+    that leads nowhere: they would wait for ever, or read without an end. Also for a link to a file elsewhere that the
+    user does not trust, since its content would be copied into what is written.
     """
     with reading(repr(str(folder))):
         paths = sorted(path for path in folder.iterdir() if OPENED.fullmatch(path.name))
@@ -101,6 +104,19 @@ def check_regular(folder: Path) -> None:
         for path in paths:
             if not path.is_file() and not path.is_dir():
                 raise HeadwaterError(f"{str(path)!r} is not a file; use an intact checkpoint.")
+            _check_link(path)
+
+
+def _check_link(path: Path) -> None:
+    """Raise `NotTrusted` if a path leads out of its folder, other than to the files of the hub's cache."""
+    real, folder = path.resolve(), path.parent.resolve()
+    cached = [above.parent / "blobs" for above in folder.parents if above.name == "snapshots"]
+    inside = any(real.is_relative_to(place) for place in (folder, *cached))
+    if not inside and not is_trusted_path(str(real)):
+        raise NotTrusted(
+            f"{str(path)!r} is a link to {shown(str(real))}, outside its folder; if it may be read, add --trust "
+            f"{shlex.quote(str(real))} (in Python: trust=[{str(real)!r}])."
+        )
 
 
 def read_json(file: Path) -> Any:
