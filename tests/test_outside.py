@@ -207,6 +207,22 @@ def test_a_link_out_of_a_models_folder_is_not_followed(here, private):
     check_regular(cached)
 
 
+def test_a_link_out_of_a_folder_of_text_is_not_followed(here, private):
+    from headwater.data.corpus import read_corpus
+
+    texts = here / "texts"
+    (texts / "below").mkdir(parents=True)
+    for i in range(3):
+        (texts / f"{i}.txt").write_text(f"a text of {i}\n" * 9)
+    (texts / "below" / "again.txt").symlink_to(texts / "1.txt")
+    assert len(read_corpus(str(texts)).documents) == 4
+    (texts / "below" / "secret.txt").symlink_to(private / "1.txt")
+    with pytest.raises(NotTrusted, match=rf"is a link to '{private}/1.txt', outside its folder"):
+        read_corpus(str(texts))
+    trust([str(private)])
+    assert len(read_corpus(str(texts)).documents) == 5
+
+
 def test_but_it_has_what_the_user_trusts(here):
     (here / "small.py").write_text(SMALL)
     folder = stored(here / "model", **{"small:Twice": {}})

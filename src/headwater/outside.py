@@ -78,12 +78,7 @@ def names_in(values: Any) -> Iterator[str]:
 
 def may_read(path: str) -> bool:
     """Whether a path that a file names is below the current folder and not hidden, or the user trusts it."""
-    return not _leads_out(path) or is_trusted_path(path)
-
-
-def is_trusted_path(path: str) -> bool:
-    """Whether the user trusts a path: as it stands, or by a folder above."""
-    return any(path == known or _is_below(path, known) for known in _trusted())
+    return not _leads_out(path) or _is_trusted_path(path)
 
 
 def check_paths(values: Any) -> None:
@@ -151,6 +146,20 @@ def loaded(name: str, base: str) -> Any:
     return thing if ours else None
 
 
+def check_link(path: Path, folder: Path) -> None:
+    """Raise `NotTrusted` if a file in a folder is a link out of it, other than to the files of the hub's cache, and the
+    user does not trust where it leads.
+    """
+    real, inside = path.resolve(), folder.resolve()
+    cached = [above.parent / "blobs" for above in (inside, *inside.parents) if above.name == "snapshots"]
+    if any(real.is_relative_to(place) for place in (inside, *cached)) or _is_trusted_path(str(real)):
+        return
+    raise NotTrusted(
+        f"{str(path)!r} is a link to {shown(str(real))}, outside its folder; if it may be read, add --trust "
+        f"{shlex.quote(str(real))} (in Python: trust=[{str(real)!r}])."
+    )
+
+
 def is_made_by_program() -> bool:
     """Whether the config under construction is written in a program of the user's.
 
@@ -198,6 +207,11 @@ def _leads_out(name: str) -> bool:
     if name.startswith("~") or Path(name).is_absolute() or ".." in parts:
         return True
     return any(part.startswith(".") for part in parts) or not _is_below(name, os.curdir)
+
+
+def _is_trusted_path(path: str) -> bool:
+    """Whether the user trusts a path: as it stands, or by a folder above."""
+    return any(path == known or _is_below(path, known) for known in _trusted())
 
 
 def _is_elsewhere(name: str) -> bool:

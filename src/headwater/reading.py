@@ -10,7 +10,6 @@ import json
 import os
 import pickle
 import re
-import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,9 +21,9 @@ from torch import Tensor
 
 from headwater.config import HeadwaterConfig
 from headwater.deadline import SECONDS, SECONDS_TO_LOAD, within
-from headwater.errors import HeadwaterError, NotTrusted, sentence, shown
+from headwater.errors import HeadwaterError, sentence, shown
 from headwater.files import absence, read_bytes
-from headwater.outside import is_trusted_path
+from headwater.outside import check_link
 from headwater.vision_config import HeadwaterVisionConfig
 from headwater.weights import check_kinds, kinds_of, unwrapped
 
@@ -104,19 +103,7 @@ def check_regular(folder: Path) -> None:
         for path in paths:
             if not path.is_file() and not path.is_dir():
                 raise HeadwaterError(f"{str(path)!r} is not a file; use an intact checkpoint.")
-            _check_link(path)
-
-
-def _check_link(path: Path) -> None:
-    """Raise `NotTrusted` if a path leads out of its folder, other than to the files of the hub's cache."""
-    real, folder = path.resolve(), path.parent.resolve()
-    cached = [above.parent / "blobs" for above in folder.parents if above.name == "snapshots"]
-    inside = any(real.is_relative_to(place) for place in (folder, *cached))
-    if not inside and not is_trusted_path(str(real)):
-        raise NotTrusted(
-            f"{str(path)!r} is a link to {shown(str(real))}, outside its folder; if it may be read, add --trust "
-            f"{shlex.quote(str(real))} (in Python: trust=[{str(real)!r}])."
-        )
+            check_link(path, path.parent)
 
 
 def read_json(file: Path) -> Any:
