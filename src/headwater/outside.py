@@ -82,14 +82,14 @@ def may_read(path: str) -> bool:
 
 
 def check_paths(values: Any) -> None:
-    """Raise `NotTrusted` for the first path that may not be read among the settings of data that a file names, nested
+    """Raise `NotTrusted` for the first path that may not be read among a file's settings of data or of a recipe, nested
     values with keys of mappings included.
     """
     for path in _texts_in(values):
         if not may_read(path):
             raise NotTrusted(
-                f"A file names the data {shown(path)}, which are not below the current folder; if they may be read, "
-                f"add --trust {shlex.quote(path)} (in Python: trust=[{path!r}])."
+                f"A file names {shown(path)}, which is not below the current folder; if it may be read, add "
+                f"--trust {shlex.quote(path)} (in Python: trust=[{path!r}])."
             )
 
 
