@@ -125,6 +125,123 @@ def test_a_checkpoint_has_nothing_imported(here, tmp_path, monkeypatch):
     assert not (here / "ran.txt").exists()
 
 
+def trained_on(settings):
+    from headwater.records import Event
+    from headwater.training.trained import data_of
+
+    return data_of([Event(what="trained", details={"data": {"settings": {"kind": "text", "context": 8} | settings}})])
+
+
+@pytest.fixture
+def private(tmp_path):
+    folder = tmp_path / "private"
+    folder.mkdir()
+    for i in range(9):
+        (folder / f"{i}.txt").write_text(f"a secret of {i}\n" * 9)
+    return folder
+
+
+ELSEWHERE = {
+    "absolute": lambda private: {"source": str(private)},
+    "above": lambda private: {"source": "../private"},
+    "a pattern": lambda private: {"source": "../private/*.txt"},
+    "of the user": lambda private: {"source": "~/.profile"},
+    "hidden": lambda private: {"source": ".ssh/key"},
+    "a link": lambda private: {"source": "link"},
+    "a pattern through a link": lambda private: {"source": "link/*.txt"},
+    "a tokenizer": lambda private: {"source": "texts", "tokenizer": str(private)},
+    "a domain": lambda private: {"source": "texts", "held_out_domains": {"a": str(private)}},
+    "a mixture": lambda private: {"kind": "prepared", "source": {str(private): 1.0}},
+}
+
+
+@pytest.mark.parametrize("which", ELSEWHERE)
+def test_a_history_names_no_data_elsewhere(here, private, which):
+    (here / "link").symlink_to(private)
+    with pytest.raises(NotTrusted, match=r"A file names .*add --trust .* \(in Python: trust="):
+        trained_on(ELSEWHERE[which](private))
+
+
+IN_RECIPES = {
+    "data": lambda private: {"data": {"source": private}},
+    "the start": lambda private: {"start": {"checkpoint": private}},
+    "a teacher": lambda private: {"training": {"distill": {"teacher": private}}},
+    "a stage": lambda private: {"stages": [{"name": "a", "data": {"source": private}}]},
+}
+
+
+@pytest.mark.parametrize("which", IN_RECIPES)
+def test_a_record_names_nothing_elsewhere_to_run_again(here, private, which):
+    from headwater.recipe import parse_recorded
+
+    (here / "texts").mkdir()
+    values = {"name": "a", "title": "/", "data": {"kind": "text", "source": "texts"}}
+    parse_recorded(values, "a record")
+    with pytest.raises(NotTrusted, match=f"--trust {private}"):
+        parse_recorded(values | IN_RECIPES[which](str(private)), "a record")
+
+
+def test_but_data_below_the_current_folder_and_those_that_the_user_trusts(here, private):
+    (here / "texts").symlink_to(private.rename(here / "all"))
+    assert trained_on({"source": "texts"}).vocab_size == trained_on({"source": "all/*.txt"}).vocab_size == 257
+    given = here / "all"
+    with pytest.raises(NotTrusted):
+        trained_on({"source": str(given)})
+    trust([str(here)])
+    assert trained_on({"source": str(given)}).vocab_size == 257
+
+
+def test_data_of_the_users_own_recipe_are_trusted(here, private):
+    from headwater.recipe import read_recipe
+
+    read_recipe({"name": "a", "title": "/", "data": {"kind": "text", "source": str(private), "context": 8}})
+    assert trained_on({"source": str(private)}).vocab_size == 257
+    with pytest.raises(NotTrusted):
+        trained_on({"source": "/etc/hosts"})
+
+
+def test_what_is_neither_a_name_nor_a_path_cannot_be_trusted(here):
+    for name in ("a b", "a:b:c", "/a,b", ""):
+        with pytest.raises(HeadwaterError, match="cannot be trusted"):
+            trust([name])
+
+
+def test_a_link_out_of_a_models_folder_is_not_followed(here, private):
+    """Its content would be copied into what is written. The hub's cache consists of links."""
+    from headwater.reading import check_regular
+
+    (here / "model").mkdir()
+    (here / "model" / "chat_template.jinja").symlink_to(private / "1.txt")
+    with pytest.raises(NotTrusted, match=rf"is a link to '{private}/1.txt', outside its folder.*--trust {private}"):
+        check_regular(here / "model")
+    trust([str(private)])
+    check_regular(here / "model")
+    forget()
+    cached, blobs = here / "models--a" / "snapshots" / "1", here / "models--a" / "blobs"
+    cached.mkdir(parents=True)
+    blobs.mkdir()
+    (blobs / "ab").write_text("{}")
+    (cached / "config.json").symlink_to("../../blobs/ab")
+    (cached / "tokenizer.json").symlink_to("config.json")
+    check_regular(cached)
+
+
+def test_a_link_out_of_a_folder_of_text_is_not_followed(here, private):
+    from headwater.data.corpus import read_corpus
+
+    texts = here / "texts"
+    (texts / "below").mkdir(parents=True)
+    for i in range(3):
+        (texts / f"{i}.txt").write_text(f"a text of {i}\n" * 9)
+    (texts / "below" / "again.txt").symlink_to(texts / "1.txt")
+    assert len(read_corpus(str(texts)).documents) == 4
+    (texts / "below" / "secret.txt").symlink_to(private / "1.txt")
+    with pytest.raises(NotTrusted, match=rf"is a link to '{private}/1.txt', outside its folder"):
+        read_corpus(str(texts))
+    trust([str(private)])
+    assert len(read_corpus(str(texts)).documents) == 5
+
+
 def test_but_it_has_what_the_user_trusts(here):
     (here / "small.py").write_text(SMALL)
     folder = stored(here / "model", **{"small:Twice": {}})

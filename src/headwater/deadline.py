@@ -1,6 +1,7 @@
 """Work that is given up if it takes far too long, such as that of tokenizers that others made.
 
-A pattern in tokenizer.json can need longer than the age of the universe for a line of text.
+A pattern in tokenizer.json can need longer than the age of the universe for a line of text, and a chat template can be
+an endless loop.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Import "package.module:attribute", and decide which of these names may be imported.
+"""Import "package.module:attribute", and decide which of these names may be imported, and which files read.
 
 An import runs code, and a name may be anyone's: it may stand in a checkpoint's config or history, or in the recipe of a
-record. So only what the user trusts is imported:
+record. So may the path of a private file. So only what the user trusts is imported, or read outside the current folder:
 
 - names that the user wrote: on the command line, in a recipe that was named or passed, in a program's own config
   (`trust_names_in`);
-- modules and names that the user passed as `--trust NAME` or `trust=["NAME"]` (`trust`).
+- modules, names and paths that the user passed as `--trust NAME` or `trust=["NAME"]` (`trust`).
 
 Beside these, a name may mean a class that the program has imported already, if it derives from one of headwater's
 (`loaded`). Entry points are installed, and `headwater.registry` finds them without this module.
@@ -21,6 +21,7 @@ import importlib.util
 import inspect
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,7 +31,7 @@ from typing import Any
 
 from headwater.errors import HeadwaterError, NotTrusted, shown
 
-# Names separated by commas, "package.module" or "package.module:attribute".
+# Separated by commas: "package.module", "package.module:attribute" or paths.
 VARIABLE = "HEADWATER_TRUST"
 _PART = r"[^\W\d]\w*(?:\.[^\W\d]\w*)*"
 _NAME = re.compile(f"{_PART}:{_PART}")
@@ -47,35 +48,49 @@ _MODULE_OR_NAME = re.compile(f"{_PART}(?::{_PART})?")
 
 
 def trust(names: Iterable[str]) -> None:
-    """Let files name these from now on: "package.module", with what is below it, or "package.module:attribute".
+    """Let files name these from now on: "package.module", with what is below it, "package.module:attribute", or the
+    path of data, with what is below it.
 
-    Raises `HeadwaterError` for what is neither.
+    Raises `HeadwaterError` for what is none of them.
     """
     names = [names] if isinstance(names, str) else list(names)
     for name in names:
-        if not isinstance(name, str) or not _MODULE_OR_NAME.fullmatch(name):
-            raise HeadwaterError(f"{shown(name)} cannot be trusted; name a package.module or package.module:Class.")
+        if not isinstance(name, str) or not (_MODULE_OR_NAME.fullmatch(name) or _is_path(name)):
+            raise HeadwaterError(
+                f"{shown(name)} cannot be trusted; name a package.module, a package.module:Class or a path, without a "
+                f"comma."
+            )
     os.environ[VARIABLE] = ",".join(dict.fromkeys([*_trusted(), *names]))
 
 
 def trust_names_in(values: Any) -> None:
-    """Trust every "package.module:attribute" in nested values that the user wrote, keys of mappings included."""
-    if names := list(names_in(values)):
+    """Trust every "package.module:attribute", and every path out of the current folder, in nested values that the user
+    wrote, keys of mappings included.
+    """
+    if names := [text for text in _texts_in(values) if _NAME.fullmatch(text) or _is_elsewhere(text)]:
         trust(names)
 
 
 def names_in(values: Any) -> Iterator[str]:
     """Every "package.module:attribute" in nested values, keys of mappings included."""
-    if isinstance(values, str):
-        if _NAME.fullmatch(values):
-            yield values
-    elif isinstance(values, Mapping):
-        for key, value in values.items():
-            yield from names_in(key)
-            yield from names_in(value)
-    elif isinstance(values, list | tuple):
-        for value in values:
-            yield from names_in(value)
+    return (text for text in _texts_in(values) if _NAME.fullmatch(text))
+
+
+def may_read(path: str) -> bool:
+    """Whether a path that a file names is below the current folder and not hidden, or the user trusts it."""
+    return not _leads_out(path) or _is_trusted_path(path)
+
+
+def check_paths(values: Any) -> None:
+    """Raise `NotTrusted` for the first path that may not be read among a file's settings of data or of a recipe, nested
+    values with keys of mappings included.
+    """
+    for path in _texts_in(values):
+        if not may_read(path):
+            raise NotTrusted(
+                f"A file names {shown(path)}, which is not below the current folder; if it may be read, add "
+                f"--trust {shlex.quote(path)} (in Python: trust=[{path!r}])."
+            )
 
 
 def is_trusted(name: str) -> bool:
@@ -131,6 +146,20 @@ def loaded(name: str, base: str) -> Any:
     return thing if ours else None
 
 
+def check_link(path: Path, folder: Path) -> None:
+    """Raise `NotTrusted` if a file in a folder is a link out of it, other than to the files of the hub's cache, and the
+    user does not trust where it leads.
+    """
+    real, inside = path.resolve(), folder.resolve()
+    cached = [above.parent / "blobs" for above in (inside, *inside.parents) if above.name == "snapshots"]
+    if any(real.is_relative_to(place) for place in (inside, *cached)) or _is_trusted_path(str(real)):
+        return
+    raise NotTrusted(
+        f"{str(path)!r} is a link to {shown(str(real))}, outside its folder; if it may be read, add --trust "
+        f"{shlex.quote(str(real))} (in Python: trust=[{str(real)!r}])."
+    )
+
+
 def is_made_by_program() -> bool:
     """Whether the config under construction is written in a program of the user's.
 
@@ -156,6 +185,48 @@ def source_of(module: str) -> Path | None:
 
 def _trusted() -> list[str]:
     return [name for name in os.environ.get(VARIABLE, "").split(",") if name]
+
+
+def _texts_in(values: Any) -> Iterator[str]:
+    if isinstance(values, str):
+        yield values
+    elif isinstance(values, Mapping):
+        for key, value in values.items():
+            yield from _texts_in(key)
+            yield from _texts_in(value)
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _texts_in(value)
+
+
+def _leads_out(name: str) -> bool:
+    """Whether a name is a path that does not stay below the current folder as it is written, or a hidden one there."""
+    parts = Path(name).parts
+    if not parts or "\0" in name:
+        return False
+    if name.startswith("~") or Path(name).is_absolute() or ".." in parts:
+        return True
+    return any(part.startswith(".") for part in parts) or not _is_below(name, os.curdir)
+
+
+def _is_trusted_path(path: str) -> bool:
+    """Whether the user trusts a path: as it stands, or by a folder above."""
+    return any(path == known or _is_below(path, known) for known in _trusted())
+
+
+def _is_elsewhere(name: str) -> bool:
+    """Whether a name is a path out of the current folder, other than a folder around it, such as the title "/"."""
+    return _is_path(name) and _leads_out(name) and not _is_below(os.curdir, name)
+
+
+def _is_below(path: str, folder: str) -> bool:
+    """Whether a path is a folder or in it, once links are followed."""
+    return Path(os.path.realpath(Path(path).expanduser())).is_relative_to(os.path.realpath(Path(folder).expanduser()))
+
+
+def _is_path(name: str) -> bool:
+    """Whether a name is a path that can be trusted."""
+    return "," not in name and "\0" not in name and (_leads_out(name) or os.path.lexists(name))
 
 
 def _module_is_trusted(module: str) -> bool:

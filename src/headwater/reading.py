@@ -23,6 +23,7 @@ from headwater.config import HeadwaterConfig
 from headwater.deadline import SECONDS, SECONDS_TO_LOAD, within
 from headwater.errors import HeadwaterError, sentence, shown
 from headwater.files import absence, read_bytes
+from headwater.outside import check_link
 from headwater.vision_config import HeadwaterVisionConfig
 from headwater.weights import check_kinds, kinds_of, unwrapped
 
@@ -93,7 +94,8 @@ def read_text(file: Path) -> str:
 
 def check_regular(folder: Path) -> None:
     """Raise `HeadwaterError` if a folder has, under the name of a file that libraries open, a pipe, a device, or a link
-    that leads nowhere: they would wait for ever, or read without an end.
+    that leads nowhere: they would wait for ever, or read without an end. Also for a link to a file elsewhere that the
+    user does not trust, since its content would be copied into what is written.
     """
     with reading(repr(str(folder))):
         paths = sorted(path for path in folder.iterdir() if OPENED.fullmatch(path.name))
@@ -101,6 +103,7 @@ def check_regular(folder: Path) -> None:
         for path in paths:
             if not path.is_file() and not path.is_dir():
                 raise HeadwaterError(f"{str(path)!r} is not a file; use an intact checkpoint.")
+            check_link(path, path.parent)
 
 
 def read_json(file: Path) -> Any:

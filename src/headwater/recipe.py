@@ -44,7 +44,7 @@ from headwater.growth.enlarge import enlarged_config
 from headwater.growth.grow import check_of_pairs, grown_config
 from headwater.growth.methods import NewSizes
 from headwater.growth.pairs import Keys, TauPolicy
-from headwater.outside import trust_names_in
+from headwater.outside import check_paths, trust_names_in
 from headwater.presets import PRESETS, preset
 from headwater.registry import MECHANISMS, Registry, as_mapping
 from headwater.retrofit.convert import blended_config, check_choice, check_conversion, finished_config
@@ -915,6 +915,9 @@ def find_recipe(argument: str | Path) -> Path:
     raise HeadwaterError(f"{what}; {guess if len(guess) < 80 else '`headwater recipes` lists the shipped ones.'}")
 
 
+# Sections of a recipe that name data and models.
+_WITH_PATHS = ("data", "start", "training", "stages", "compare")
+
 # As it was written, its key, its value.
 Override = tuple[str, list[str], Any]
 
@@ -1010,6 +1013,16 @@ def parse(values: Any, where: str) -> Recipe:
         trials = [recipe.arm(name, seed, size) for name in recipe.compare.arms for size in sizes]
         _check_one_measure(trials, f"{where}: arms are compared")
     return recipe
+
+
+def parse_recorded(values: Any, where: str) -> Recipe:
+    """The recipe in a record or a checkpoint, to run again: `parse`, where its paths need the user's trust too.
+
+    Raises `HeadwaterError`.
+    """
+    if isinstance(values, Mapping):
+        check_paths({name: values[name] for name in _WITH_PATHS if name in values})
+    return parse(values, where)
 
 
 def untrusted_in(error: ValidationError) -> NotTrusted | None:

@@ -669,7 +669,7 @@ def bench_prices(
     """
     from headwater.compare import equalized
     from headwater.compare.prices import folder_of, measure, read_prices
-    from headwater.recipe import parse
+    from headwater.recipe import parse_recorded
     from headwater.report import comparisons, prices_of, terminal_prices, terminal_prices_alone
 
     quiet()
@@ -695,7 +695,7 @@ def bench_prices(
     check_writable(Path(source), folder=True)
     found = comparisons(Path(source))
     for comparison in found:
-        arms = {arm: parse(comparison.runs(arm)[0].recipe, f"arm {arm!r}") for arm in comparison.arms}
+        arms = {arm: parse_recorded(comparison.runs(arm)[0].recipe, f"arm {arm!r}") for arm in comparison.arms}
         places = {run.parent for run in comparison.folders.values()}
         if len(places) != 1 or comparison.baseline not in arms:
             raise HeadwaterError(

@@ -225,7 +225,7 @@ def _has_only_trust(
             metavar="NAME",
             callback=_trust,
             expose_value=False,
-            help="Let files name this code: package.module, or package.module:Class; repeatable.",
+            help="Let files name this code (package.module, or package.module:Class) or data (a path); repeatable.",
             show_default=False,
         ),
     ] = None,

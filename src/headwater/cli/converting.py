@@ -14,6 +14,7 @@ from headwater.cli.progress import measure_with_progress
 from headwater.cli.training import trained_with_bar
 from headwater.errors import HeadwaterError
 from headwater.extras import MissingExtra
+from headwater.outside import check_paths
 from headwater.terminal import lined
 
 if TYPE_CHECKING:
@@ -225,10 +226,17 @@ def _context(given: int | None, most: int) -> int:
 
 
 def _settings(trained: Trained) -> dict[str, Any] | None:
-    """The data that a model was last trained on, as a recipe's section; None if its history names none."""
+    """The data that a model was last trained on, as a recipe's section; None if its history names none.
+
+    Raises `HeadwaterError` for data that the user does not trust.
+    """
     last = next((event for event in reversed(trained.history) if event.what == "trained"), None)
     data = last.details.get("data") if last is not None else None
-    return dict(data["settings"]) if isinstance(data, dict) and isinstance(data.get("settings"), dict) else None
+    settings = data.get("settings") if isinstance(data, dict) else None
+    if not isinstance(settings, dict):
+        return None
+    check_paths(settings)
+    return dict(settings)
 
 
 def _written(target: Path, record: RunRecord, dtype: torch.dtype) -> Path:

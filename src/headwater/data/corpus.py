@@ -38,6 +38,7 @@ from headwater.data.reading import (
 from headwater.errors import HeadwaterError, first_line
 from headwater.files import absence
 from headwater.hub import check_reachable, is_path
+from headwater.outside import check_link
 
 STDLIB, TOPICS, DOCS = "python-stdlib", "python-topics", "python-docs"
 # A corpus with fewer files than this is cut into pieces, so that some can be held out.
@@ -207,7 +208,10 @@ def docstrings() -> Iterator[Document]:
 
 
 def local_files(source: str) -> tuple[Path, list[Path]] | None:
-    """The folder that names are relative to, and the files; None if `source` looks like a dataset's name."""
+    """The folder that names are relative to, and the files; None if `source` looks like a dataset's name.
+
+    Raises `HeadwaterError` if there are none, and for a link out of the folder that the user does not trust.
+    """
     if source == STDLIB:
         root = Path(sysconfig.get_path("stdlib"))
         return root, _stdlib_files(root)
@@ -218,6 +222,9 @@ def local_files(source: str) -> tuple[Path, list[Path]] | None:
         files = [file for file in _walk(path) if not _hidden(file.relative_to(path))]
         if not files:
             raise HeadwaterError(f"The folder {source!r} holds no files.")
+        for file in files:
+            if file.is_symlink():  # the folders above it are none
+                check_link(file, path)
         return path, files
     if path.exists():
         raise HeadwaterError(f"{source!r} is not a regular file; save its contents to a file first.")

@@ -17,6 +17,7 @@ from headwater.data.images import ImageData, ImageSettings
 from headwater.errors import HeadwaterError, NotTrusted
 from headwater.inspect.images import as_picture
 from headwater.models.kinds import AnyModel
+from headwater.outside import may_read
 from headwater.recipe import AnyData, untrusted_in
 from headwater.records import RunRecord
 from headwater.report.comparison import Comparison
@@ -84,13 +85,15 @@ def answers_of(comparison: Comparison) -> Answers | None:
 
 
 def _data_of(run: RunRecord) -> ImageData | None:
-    """The images that a run was evaluated on; None if they are elsewhere or have changed. Nothing is downloaded."""
+    """The images that a run was evaluated on; None if they are elsewhere, have changed, or may not be read
+    (`headwater.outside`). Nothing is downloaded.
+    """
     try:
         settings = TypeAdapter(AnyData).validate_python(run.recipe["data"])
         if not isinstance(settings, ImageSettings):
             return None
         source = getattr(settings, "source", None)
-        if source is not None and not Path(source).is_dir():
+        if source is not None and not (may_read(source) and Path(source).is_dir()):
             return None
         if getattr(settings, "skip_broken", False) and run.data.get("train_images", 0) > FEW:
             return None

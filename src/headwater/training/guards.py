@@ -33,7 +33,7 @@ from headwater.nn.loss import smoothed
 from headwater.nn.masking import takes_documents
 from headwater.price import price, si
 from headwater.reading import read_tensors
-from headwater.recipe import Recipe, Training, parse
+from headwater.recipe import Recipe, Training, parse_recorded
 from headwater.training.attention import attention_of, set_attention
 from headwater.training.checkpoint import Progress, check, load_model, read_progress
 from headwater.training.distill import Teacher
@@ -129,7 +129,7 @@ def replay(folder: Path, device: str = "auto") -> Replay:
         raise HeadwaterError(f"{str(folder)!r} holds no saved failure; name a folder like runs/NAME/failures/step-….")
     check(folder)
     progress = read_progress(folder)
-    recipe = parse(progress.recipe, str(folder))
+    recipe = parse_recorded(progress.recipe, str(folder))
     fabric = Fabric(accelerator=device, devices=1, precision="32-true")
     model = load_model(folder, finite=False)  # in the dtypes it was saved in
     batches = [fabric.to_device(read_tensors(file)) for file in files]

@@ -29,6 +29,7 @@ from headwater.growth.enlarge import enlarged as enlarged_model
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.kinds import MODEL_TYPES, AnyModel, is_of_images
 from headwater.models.quantization import check_full_precision
+from headwater.outside import check_paths
 from headwater.reading import check_regular, check_vocabulary, model_type, open_tokenizer, read_tokenizer, reading
 from headwater.recipe import AnyData, Change, untrusted_in
 from headwater.records import Event
@@ -252,12 +253,16 @@ def enlarged(state: dict[str, Tensor], model: AnyModel) -> dict[str, Tensor]:
 
 
 def data_of(history: list[Event]) -> Data | None:
-    """The data a model was last trained on; None if its history names none. Raises `HeadwaterError`."""
+    """The data a model was last trained on; None if its history names none. Raises `HeadwaterError`, also for data
+    that the user does not trust.
+    """
     last = _last_training(history)
     if last is None:
         return None
     try:
-        settings = TypeAdapter(AnyData).validate_python(last.details["data"]["settings"])
+        named = last.details["data"]["settings"]
+        check_paths(named)
+        settings = TypeAdapter(AnyData).validate_python(named)
     except (KeyError, TypeError, ValidationError) as error:
         if isinstance(error, ValidationError) and (refused := untrusted_in(error)) is not None:
             raise refused from error
