@@ -845,3 +845,14 @@ class TestBrowser:
             assert ("invert" in browser.run(style)) == inverted
             browser.run("document.getElementById('theme').click()")
             assert ("invert" in browser.run(style)) != inverted
+
+
+@pytest.mark.parametrize("name", ["report.html", "e-bars.png"])
+def test_a_report_beside_a_file_of_the_users_writes_nothing(name, tmp_path):
+    saved(tmp_path, [record(arm, seed, 1.0 + seed) for arm in ("base", "good") for seed in range(3)])
+    (tmp_path / name).write_text("mine")
+    there = sorted(tmp_path.rglob("*"))
+    with pytest.raises(HeadwaterError, match=f"{name}' already exists"):
+        write_report(tmp_path)
+    assert sorted(tmp_path.rglob("*")) == there
+    assert (tmp_path / name).read_text() == "mine"

@@ -9,12 +9,14 @@ import pytest
 from pyarrow import parquet
 
 from headwater import HeadwaterConfig
-from headwater.data.corpus import read_corpus
+from headwater.data.corpus import check_column_is_read, read_corpus
 from headwater.data.prepare import Options, prepare
 from headwater.data.shards import open_prepared
 from headwater.data.stream import Stream, TextSource
+from headwater.data.text import TextSettings
 from headwater.data.tokenizer import byte_tokenizer
 from headwater.errors import HeadwaterError
+from headwater.evaluate.evaluation import evaluate
 from headwater.evaluate.text import read_text
 from headwater.training.trained import sample_rows
 
@@ -122,6 +124,22 @@ def test_tables_that_cannot_be_read_get_one_sentence(name, content, message, tmp
     (tmp_path / name).write_text(content)
     with pytest.raises(HeadwaterError, match=message):
         read_corpus(str(tmp_path / name))
+
+
+def test_a_column_is_refused_where_no_source_is_a_table(tmp_path):
+    (tmp_path / "a.txt").write_text("A text.")
+    (tmp_path / "b.csv").write_text("body\nA text.\n")
+    text, table = str(tmp_path / "a.txt"), str(tmp_path / "b.csv")
+    for sources in ([text], [text, "python-topics"]):
+        with pytest.raises(HeadwaterError, match=r"--text-column is for tables, and .*a\.txt' has none"):
+            check_column_is_read("body", sources, "--text-column")
+    for sources in ([table], [text, table], [str(tmp_path)], []):
+        check_column_is_read("body", sources, "--text-column")
+    check_column_is_read("text", [text], "--text-column")
+    with pytest.raises(HeadwaterError, match=r"data\.text_column is for tables"):
+        TextSettings(source=text, text_column="body").build()
+    with pytest.raises(HeadwaterError, match="--text-column is for tables"):
+        evaluate(["no model"], text=[text], text_column="body")
 
 
 @pytest.mark.parametrize("where", [0, 15, 30])

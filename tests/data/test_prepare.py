@@ -1087,6 +1087,8 @@ def test_a_trained_tokenizer_is_lossless(bpe, tmp_path):
     assert len(tokenizer(" ".join(texts(5))).input_ids) < len(" ".join(texts(5)).encode()) / 2
     with pytest.raises(HeadwaterError, match="no room for 256 bytes"):
         train_tokenizer(["text"], 256)
+    with pytest.raises(HeadwaterError, match="A vocabulary of 999,999,999 is too large"):
+        train_tokenizer(["text"], 999_999_999)
 
 
 def test_training_a_tokenizer_stops_at_its_sample(folder, tmp_path, run):

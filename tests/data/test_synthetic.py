@@ -418,3 +418,9 @@ def test_the_table_of_tasks_shows_each_with_its_two_values(monkeypatch):
         assert settings.kind in result.output
         assert f"{settings.build().sanity()['guess']:.3f}" in result.output
     assert result.output.count("1.000") == len(few)
+
+
+def test_held_out_rows_without_a_label_are_found_before_training():
+    data = InductionSettings(vocabulary=1000, length=3, held_out=1).build()
+    with pytest.raises(HeadwaterError, match=r"no held-out row has anything to predict; raise data\.held_out"):
+        next(data.batches(0, 1, 0))

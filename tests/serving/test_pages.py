@@ -38,6 +38,7 @@ def test_a_block_has_the_bytes_of_the_plan(mechanisms, changes, element):
     spans = sorted([*spans, *((room.first, room.size) for room in page.rooms.values())])
     assert [first + size for first, size in spans[:-1]] == [first for first, _ in spans[1:]]
     assert page.sequences(33, page.size * 10) == 3  # of 9 blocks, 3 each
+    assert page.sequences(33, page.size / 2) == 0  # not even the block for padding
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
@@ -102,3 +103,10 @@ def test_a_missing_vllm_is_named(run):
     code, _, err = run("bench", "serve")
     assert code == 2
     assert "pip install 'headwater[vllm]'" in err
+
+
+@pytest.mark.parametrize("options", [["--port", "65536"], ["--host", "x", "--port=99999999"]])
+def test_a_port_that_there_is_not_is_refused(run, options):
+    code, _, err = run("serve", "nowhere", *options)
+    assert code == 2
+    assert "--port must be at most 65535, not " in err

@@ -12,7 +12,7 @@ from headwater.errors import HeadwaterError
 from headwater.files import sha256_of
 from headwater.records import Notice, read_record
 from headwater.training import checkpoint as module
-from headwater.training.checkpoint import damage, load_model
+from headwater.training.checkpoint import damage, load_model, newest_whole
 from headwater.training.loop import train
 from headwater.training.places import checkpoints
 
@@ -85,6 +85,18 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_again_silently(r
         (checkpoint / "training.json").unlink()
     with pytest.raises(HeadwaterError, match=r"Every checkpoint .* is damaged"):
         train(recipe(), tmp_path / "run", resume=True)
+
+
+def test_checkpoints_that_are_all_damaged_stay_as_they_are(whole_run, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(whole_run, run)
+    for checkpoint in checkpoints(run):
+        (checkpoint / "training.json").unlink()
+    there = sorted(run.rglob("*"))
+    for _ in range(2):  # the second time as the first: none was put aside, so the run is not a new one
+        with pytest.raises(HeadwaterError, match=r"Every checkpoint .* is damaged .*training.json is missing"):
+            newest_whole(run, pytest.fail)
+    assert sorted(run.rglob("*")) == there
 
 
 def test_checksums_are_those_of_sha256sum(whole_run):

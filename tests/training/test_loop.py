@@ -19,7 +19,7 @@ from trials import PowerCut, cut_at, same_end
 import processes
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.cost import training_flops_per_token
-from headwater.errors import HeadwaterError
+from headwater.errors import Diverged, HeadwaterError
 from headwater.kernels.choose import cpu
 from headwater.kernels.gpu import c_compiler
 from headwater.models.compiling import compile_model
@@ -277,6 +277,15 @@ def test_a_diverging_run_stops_with_a_sentence_and_says_so_in_its_record(recipe,
     assert record.status == "diverged"
     assert "diverged" in record.error
     assert record.tokens < 30 * 4 * 32
+
+
+def test_a_last_step_that_breaks_the_model_is_not_a_finished_run(recipe, tmp_path):
+    """The loss of a step is that of the weights before it, so only the evaluation shows what the last one did."""
+    wild = {"learning_rate": 1e30, "warmup_steps": 0, "steps": 1}
+    with pytest.raises(Diverged, match=r"after step 1 the held-out .* is nan; lower training\.learning_rate"):
+        train(recipe(training=wild), tmp_path / "run")
+    assert read_record(tmp_path / "run").status == "diverged"
+    assert not checkpoints(tmp_path / "run")
 
 
 def test_a_run_killed_before_its_record_is_finished_on_resume(recipe, finished, tmp_path):

@@ -80,7 +80,8 @@ def evaluate(
     from headwater import outputs
 
     quiet()
-    refuse_unread({"--by": by, "--stride": stride}, text, "--text")
+    column = None if text_column == "text" else text_column
+    refuse_unread({"--by": by, "--stride": stride, "--text-column": column}, text, "--text")
     refuse_unread({"--shots": shots}, tasks or task_files, "--tasks")
     file = file or json_file
     if per_item and file is None:

@@ -199,6 +199,7 @@ def serve(
         raise MissingExtra("transformers' server", "serve")
     if engine == "vllm" and find_spec("vllm") is None:
         raise MissingExtra("vLLM", "vllm")
+    _check_port(context.args)
     source = newest_checkpoint(checkpoint)
     check(source)
     if not (source / "config.json").is_file():
@@ -220,6 +221,15 @@ def serve(
     install(str(checkpoint), source)
     sys.argv = ["transformers", "serve", str(checkpoint), *context.args]
     transformers_cli()
+
+
+def _check_port(options: list[str]) -> None:
+    """Raise `HeadwaterError` for a port that there is not: a server would listen on another one, or on none."""
+    for option, following in zip(options, [*options[1:], ""], strict=True):
+        name, _, value = option.partition("=")
+        port = value or following
+        if name == "--port" and port.isdecimal() and int(port[:10]) > 65_535:
+            raise HeadwaterError(f"--port must be at most 65535, not {port[:40]}.")
 
 
 def _serve_with_vllm(name: str, source: Path, options: list[str]) -> None:

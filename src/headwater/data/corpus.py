@@ -22,6 +22,7 @@ from typing import Any
 
 from headwater.data.chat import content_of
 from headwater.data.reading import (
+    DEFAULT,
     MARK,
     ROWS,
     Columns,
@@ -102,6 +103,24 @@ def read_corpus(source: str, text_column: str = "text") -> Corpus:
     if source in (STDLIB, TOPICS, DOCS):
         facts["python"] = platform.python_version()
     return Corpus(documents, facts)
+
+
+def check_column_is_read(column: str, sources: Iterable[str], option: str) -> None:
+    """Raise `HeadwaterError` for a column other than the default if none of the sources is a table.
+
+    option: that names it.
+    """
+    sources = list(sources)
+    if column != DEFAULT and sources and not any(map(_has_rows, sources)):
+        raise HeadwaterError(f"{option} is for tables, and {sources[0]!r} has none; leave it out.")
+
+
+def _has_rows(source: str) -> bool:
+    """Whether a source has tables, or is a dataset."""
+    if source in (TOPICS, DOCS):
+        return False
+    files = local_files(source)
+    return files is None or any(map(table_kind, files[1]))
 
 
 def read_documents(source: str, column: str, option: str | None) -> tuple[list[Document], list[str], int]:

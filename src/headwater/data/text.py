@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from headwater.data.corpus import FEW_PIECES, Document, pieces, read_corpus
+from headwater.data.corpus import FEW_PIECES, Document, check_column_is_read, pieces, read_corpus
 from headwater.data.language import HeldOutSettings, LanguageData
 from headwater.data.rows import RowLayout, TokenArray
 from headwater.data.tokenizer import Encoder, load_tokenizer
@@ -36,6 +36,8 @@ class TextSettings(HeldOutSettings):
 
     def build(self) -> LanguageData:
         """Read the corpus and tokenize it. Raises `HeadwaterError` if it is too small."""
+        sources = [self.source, *(self.held_out_domains or {}).values()]
+        check_column_is_read(self.text_column, sources, "data.text_column")
         corpus = read_corpus(self.source, self.text_column)
         tokenizer = load_tokenizer(self.tokenizer)
         # A corpus of two or more documents always has one on each side, whatever their hashes.

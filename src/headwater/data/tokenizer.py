@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 END_OF_TEXT = "<|endoftext|>"
+# Tokens, for which memory is taken at once: several times those of the largest models.
+LARGEST_VOCABULARY = 2**22
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -40,12 +42,15 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenizerFast:
     """Byte-level BPE with GPT-2's way of splitting text into words; token 0 is the end of text.
 
-    Decoding restores every text exactly. Raises `HeadwaterError` below 257 tokens: all bytes and the end of text.
+    Decoding restores every text exactly. Raises `HeadwaterError` below 257 tokens, which are all bytes and the end of
+    text, and above `LARGEST_VOCABULARY`.
     vocabulary: tokens, including the end of text; fewer if the texts have too few pairs to merge.
     """
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if vocabulary <= len(alphabet):
         raise HeadwaterError(f"A vocabulary of {vocabulary} has no room for 256 bytes and the end of text.")
+    if vocabulary > LARGEST_VOCABULARY:
+        raise HeadwaterError(f"A vocabulary of {vocabulary:,} is too large; use at most {LARGEST_VOCABULARY:,}.")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 import headwater
+from headwater.data.corpus import check_column_is_read
 from headwater.data.tokenizer import Encoder
 from headwater.errors import HeadwaterError
 from headwater.evaluate import text as texts
@@ -110,6 +111,7 @@ def evaluate(
         raise HeadwaterError("Name at least one checkpoint or model to evaluate.")
     if not (tasks or task_files or text):
         raise HeadwaterError("Choose what to evaluate on: --tasks, --task-files or --text.")
+    check_column_is_read(text_column, text, "--text-column")
     if dtype not in DTYPES:
         raise HeadwaterError(f"--dtype must be one of {', '.join(DTYPES)}, not {dtype!r}.")
     usable_device(device)

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from jinja2 import Environment, PackageLoader
@@ -20,7 +20,7 @@ from headwater.compare import Summary
 from headwater.compare.scaling import Estimate, Law, scaling_of
 from headwater.errors import HeadwaterError
 from headwater.files import file_name
-from headwater.outputs import write_page
+from headwater.outputs import check_replaceable, is_page, is_picture, write_page
 from headwater.records import RunRecord
 from headwater.report.answers import AnsweredImage, answers_of
 from headwater.report.comparison import Comparison, arm_of, comparisons, experiments
@@ -57,6 +57,9 @@ from headwater.report.words import (
     worth_columns,
     worth_note,
 )
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 REPORT = "report.html"
 SHADES = 10
@@ -149,11 +152,18 @@ def write_report(
     found = [] if only is not None and not only else comparisons(folder, only)
     instead = {(one.name, one.size): one for one in judged}
     found = [instead.get((one.name, one.size), one) for one in found]
+    pictures: dict[Path, Figure] = {}
     for comparison in found:
-        for kind, figure in (("curves", curves_picture(comparison)), ("bars", bars_picture(comparison))):
-            save(figure, target.parent / f"{_slug(comparison)}-{kind}.png")
+        beginning = target.parent / _slug(comparison)
+        pictures[Path(f"{beginning}-curves.png")] = curves_picture(comparison)
+        pictures[Path(f"{beginning}-bars.png")] = bars_picture(comparison)
         if (prices := prices_of(comparison)) is not None:
-            save(prices_picture(comparison, prices), target.parent / f"{_slug(comparison)}-prices.png")
+            pictures[Path(f"{beginning}-prices.png")] = prices_picture(comparison, prices)
+    check_replaceable(target, is_page)
+    for path in pictures:
+        check_replaceable(path, is_picture)
+    for path, figure in pictures.items():
+        save(figure, path)
     html = render([story(sizes) for sizes in experiments(found)], head)
     write_page(target, html)
     return target

@@ -121,7 +121,7 @@ class Page:
 
     def sequences(self, tokens: int, memory: float) -> int:
         """How many sequences of `tokens` tokens fit into `memory` bytes; one block serves as padding."""
-        return int((memory // self.size - 1) // -(-tokens // self.block_size))
+        return int(max(0, memory // self.size - 1) // -(-tokens // self.block_size))
 
 
 def check_servable(config: HeadwaterConfig) -> None:

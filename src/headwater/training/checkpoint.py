@@ -115,23 +115,27 @@ class Progress:
 def newest_whole(run: Path, notice: Callable[[str], None]) -> Path | None:
     """The newest checkpoint whose checksums match; None if there are no checkpoints.
 
-    Damaged ones are renamed to damaged-…, with a warning. Raises `HeadwaterError` if all are damaged, or for a
-    checkpoint of another format.
+    Newer ones, which are damaged, are renamed to damaged-…, with a warning. Raises `HeadwaterError` if all are damaged,
+    or for a checkpoint of another format. Nothing is renamed then.
     """
-    found = checkpoints(run)
-    for path in reversed(found):
-        problem = damage(path)
-        if problem is None:
-            check_strays(path)
-            read_progress(path)
-            return path
-        aside = path.with_name(_DAMAGED + path.name)
-        shutil.rmtree(aside, ignore_errors=True)  # an earlier damaged one of the same step
-        path.rename(aside)
-        notice(f"The checkpoint {path.name} is damaged ({problem}); using the one before it.")
-    if found:
+    damaged: list[tuple[Path, str]] = []
+    for path in reversed(checkpoints(run)):
+        if (problem := damage(path)) is not None:
+            damaged.append((path, problem))
+            continue
+        check_strays(path)
+        read_progress(path)
+        for newer, problem in damaged:
+            aside = newer.with_name(_DAMAGED + newer.name)
+            shutil.rmtree(aside, ignore_errors=True)  # an earlier damaged one of the same step
+            newer.rename(aside)
+            notice(f"The checkpoint {newer.name} is damaged ({problem}); using the one before it.")
+        return path
+    if damaged:
+        newest, problem = damaged[0]
         raise HeadwaterError(
-            f"Every checkpoint in {str(run / FOLDER)!r} is damaged; start a new run with another --out."
+            f"Every checkpoint in {str(run / FOLDER)!r} is damaged ({newest.name}: {problem}); start a new run with "
+            "another --out."
         )
     return None
 

@@ -411,7 +411,7 @@ class TrainingRun:
         return every is not None and step % every == 0
 
     def evaluate(self) -> None:
-        """Evaluate on the held-out data. Raises as `take`."""
+        """Evaluate on the held-out data. Raises as `take`, and `Diverged` if the run's last measures are no numbers."""
         self.settle()
         compiled, most, batches = is_compiled(self.model), 0, 0
 
@@ -437,8 +437,19 @@ class TrainingRun:
             self.wrapped.train()
             if sharded(self.recipe.training):  # a forward pass leaves the last parameters unsharded for a backward pass
                 reshard(self.model)
+        if broken := next((name for name, value in evaluation.measures.items() if math.isnan(value)), None):
+            what = f"after step {self.progress.step} the held-out {broken} is nan"
+            if self.progress.step >= self.recipe.training.steps:
+                raise self.diverged(what)
+            self.journal.warn(f"The model may have diverged: {what}.")
         self.progress.result = evaluation.measures[self.data.measure]
         self.journal.held_out(evaluation)
+
+    def diverged(self, what: str) -> Diverged:
+        return Diverged(
+            f"The run diverged: {what}; lower training.learning_rate={self.recipe.training.learning_rate:g}, or "
+            "lengthen the warm-up."
+        )
 
     def save(self, must: bool = True) -> None:
         """Save a checkpoint, unless the weights are not finite: then keep the previous one.
@@ -453,10 +464,7 @@ class TrainingRun:
             if not must:
                 self.journal.warn(f"Not saved: {what}.")
                 return
-            raise Diverged(
-                f"The run diverged: {what}; lower training.learning_rate={self.recipe.training.learning_rate:g}, or "
-                "lengthen the warm-up."
-            )
+            raise self.diverged(what)
         state = optimizer_tensors(self.model, self.setup.optimizers)
         state |= {f"running.{name}": tensor for name, tensor in self.running.items()}
         with nullcontext() if self.average is None else self.average.in_place():

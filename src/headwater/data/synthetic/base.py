@@ -86,7 +86,10 @@ class SyntheticData(ABC, Generic[S]):
         """
 
     def batches(self, seed: int, batch_size: int, start: int, share: Share = ALONE) -> Iterator[Batch]:
-        """Raises `HeadwaterError` if too many of the possible rows are held out, so that none is left to train on."""
+        """Raises `HeadwaterError` if too many of the possible rows are held out, so that none is left to train on, and
+        as `held_out` does.
+        """
+        self.held_out()  # what cannot be evaluated is not trained first
         own = slice(share.rank * batch_size // share.world, (share.rank + 1) * batch_size // share.world)
         while True:
             whole = self.training_rows(seed, start, batch_size)
@@ -130,8 +133,13 @@ class SyntheticData(ABC, Generic[S]):
         return [str(row) for row in range(start, start + count)]
 
     def held_out(self) -> Batch:
-        """The rows that every model is evaluated on, whatever its seed."""
-        return self.sample(generator(self.settings.kind, "held out"), self.settings.held_out)
+        """The rows that every model is evaluated on, whatever its seed. Raises `HeadwaterError` if none has a label."""
+        batch = self.sample(generator(self.settings.kind, "held out"), self.settings.held_out)
+        if not bool((batch["shift_labels"] != -100).any()):
+            raise HeadwaterError(
+                "data: no held-out row has anything to predict; raise data.held_out or the length of a row."
+            )
+        return batch
 
     def prints(self, batch: Batch) -> Tensor:
         """[B] int64: equal for rows that are the same exercise, otherwise different except with probability 2^-64."""
@@ -163,10 +171,6 @@ class SyntheticData(ABC, Generic[S]):
             if counted:
                 nats += float(F.cross_entropy(scores.flatten(0, 1), target.flatten())) * counted
         hits, counted_at = torch.cat(right), labels != -100
-        if not bool(counted_at.any()):
-            raise HeadwaterError(
-                "data: no held-out row has anything to predict; raise data.held_out or the length of a row."
-            )
         measures = {"accuracy": share_of(hits, counted_at), "loss": nats / int(counted_at.sum())}
         for name, where in self.parts(batch).items():
             if bool((where & counted_at).any()):
