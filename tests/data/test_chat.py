@@ -229,7 +229,9 @@ def test_what_cannot_be_trained_on_gets_one_sentence(row, template, message, fol
 
 
 WITH_TOOLS = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}" + CHATML
-TOOLS = [[{"name": "look_up", "parameters": {"type": "object"}}, {"name": "count"}] if i % 3 else None for i in range(30)]
+TOOLS = [
+    [{"name": "look_up", "parameters": {"type": "object"}}, {"name": "count"}] if i % 3 else None for i in range(30)
+]
 
 
 @pytest.mark.parametrize("form", ["objects", "text", "parquet"])
