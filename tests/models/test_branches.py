@@ -194,6 +194,12 @@ def test_where_there_is_no_one_token_before_it_is_refused(given):
     shared({"value_residual": {}})(**given)  # which does not look back
 
 
+@pytest.mark.parametrize("count", [1, 7])
+def test_there_is_a_position_for_each_token(count):
+    with pytest.raises(HeadwaterError, match=f"position_ids has {count} positions and the input 6 tokens"):
+        shared({"value_residual": {}})(tokens(1, 6), position_ids=torch.zeros(1, count, dtype=torch.long))
+
+
 @pytest.mark.parametrize(
     "mask",
     [hiding(5, 2), hiding(5, 3)[..., 5:, :]],

@@ -244,6 +244,13 @@ def test_assisted_generation_and_beams():
     assert torch.equal(*(model.generate(ids, use_cache=use_cache, **beams) for use_cache in (True, False)))
 
 
+def test_a_part_of_the_layers_is_no_assistant():
+    model, ids = shared({"kv_shift": {}}, num_hidden_layers=DEPTH), tokens(1, 9)
+    with pytest.raises(HeadwaterError, match="assistant_early_exit runs a part of the layers"):
+        model.generate(ids, assistant_early_exit=2, max_new_tokens=3, do_sample=False)
+    assert model.config.num_hidden_layers == DEPTH
+
+
 def test_the_decoder():
     model, ids = shared({"kv_shift": {}} | MAP, num_hidden_layers=DEPTH), tokens(2, 9)
     mask = (torch.arange(9) >= torch.tensor([[0], [4]])).long()

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tokenizers import Tokenizer, processors
 
+from headwater.data.reading import TOOLS, WithTools
 from headwater.deadline import MEGABYTE, SECONDS, within
 from headwater.errors import HeadwaterError, first_line
 from headwater.reading import TEXT_ENDS, TURN_ENDS
@@ -59,6 +60,7 @@ def content_of(value: Any, column: str, where: str, row: int) -> tuple[str, bool
 
     Raises `HeadwaterError` for anything else.
     """
+    value, tools = value if isinstance(value, WithTools) else (value, None)
     name = column.rpartition(".")[2]
     if isinstance(value, str) and name in COLUMNS and value.lstrip().startswith("["):
         try:
@@ -76,10 +78,45 @@ def content_of(value: Any, column: str, where: str, row: int) -> tuple[str, bool
             return None
         if messages and all(message["role"] != ASSISTANT for message in messages):
             return None
-        return (json.dumps(messages, ensure_ascii=False) if messages else ""), True
+        return (as_text(messages, _functions(tools, where, row)) if messages else ""), True
     raise HeadwaterError(
         f"Column {column!r} of {where!r} holds {type(value).__name__}, not text, in row {row}; name another column."
     )
+
+
+def as_text(messages: list[ChatMessage], tools: list[Any] | None = None) -> str:
+    """A conversation in JSON: its messages, or an object of messages and tools if it has tools."""
+    return json.dumps({"messages": messages, TOOLS: tools} if tools else messages, ensure_ascii=False)
+
+
+def as_fields(conversation: str) -> dict[str, Any]:
+    """The columns `messages` and, if it has any, `tools` of a conversation in JSON."""
+    value = json.loads(conversation)
+    return value if isinstance(value, dict) else {"messages": value}
+
+
+def _functions(tools: Any, where: str, row: int) -> list[Any] | None:
+    """The tools of a conversation: JSON objects, or such a list in JSON. Raises `HeadwaterError` for anything else."""
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except (ValueError, RecursionError) as error:
+            raise HeadwaterError(
+                f"Column {TOOLS!r} of {where!r} is no JSON in row {row}: {first_line(error)}; correct or remove it."
+            ) from None
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise HeadwaterError(
+            f"Column {TOOLS!r} of {where!r} must be a list of JSON objects, which describe functions, in row {row}; "
+            "correct or remove it."
+        )
+    return _without_nulls(tools) or None
+
+
+def _without_nulls(value: Any) -> Any:
+    """The value without fields that are null: tables of columns give each object the fields of all."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _message(message: dict[Any, Any]) -> ChatMessage:
@@ -110,7 +147,7 @@ def _text_part(part: Any) -> str:
 
 def contents(conversation: str) -> str:
     """What is said in a conversation given as JSON, a line for each message."""
-    return "\n".join(message["content"] for message in json.loads(conversation))
+    return "\n".join(message["content"] for message in as_fields(conversation)["messages"])
 
 
 class ChatEncoder:
@@ -145,9 +182,15 @@ class ChatEncoder:
 
     def __call__(self, conversation: str, where: str) -> Encoded:
         """The tokens of a conversation given as JSON. where: its name in errors."""
-        messages = json.loads(conversation)
-        text, marked = self.render(messages, where, marks=bool(_MARKED.search(self.template)))
-        answers = marked or self.differences(messages, text, where)
+        fields = as_fields(conversation)
+        messages, tools = fields["messages"], fields.get(TOOLS)
+        if tools and TOOLS not in self.template:
+            raise HeadwaterError(
+                f"{where!r} has {TOOLS}, and the chat template does not write them; use another template, or remove "
+                "that column."
+            )
+        text, marked = self.render(messages, where, tools, marks=bool(_MARKED.search(self.template)))
+        answers = marked or self.differences(messages, text, where, tools)
         spans = [span for span in (self.with_end(text, *answer) for answer in answers) if span[0] < span[1]]
         if not spans and any(message["role"] == ASSISTANT and message["content"] for message in messages):
             raise HeadwaterError(f"The chat template leaves out the answers of {where!r}; use another tokenizer.")
@@ -159,7 +202,12 @@ class ChatEncoder:
         return Encoded(ids, counts, size - sum(special for _, _, special in pieces))
 
     def render(
-        self, messages: list[ChatMessage], where: str, marks: bool = False, prompt: bool = False
+        self,
+        messages: list[ChatMessage],
+        where: str,
+        tools: list[Any] | None = None,
+        marks: bool = False,
+        prompt: bool = False,
     ) -> tuple[str, list[Span]]:
         """(the text of messages, the answers that the template marks). prompt: with the beginning of an answer."""
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -167,13 +215,14 @@ class ChatEncoder:
         def work() -> Any:
             return render_jinja_template(
                 [messages],
+                tools=tools,
                 chat_template=self.template,
                 return_assistant_tokens_mask=marks,
                 add_generation_prompt=prompt,
                 **self.tokenizer.special_tokens_map,
             )
 
-        size = sum(len(str(message)) for message in messages)
+        size = len(str(messages)) + len(str(tools or ""))
         seconds = SECONDS * max(1.0, size / MEGABYTE)
         try:
             with _RENDERING:
@@ -192,19 +241,21 @@ class ChatEncoder:
             ) from error
         return texts[0], [(first, last) for first, last in spans[0]] if spans else []
 
-    def differences(self, messages: list[ChatMessage], text: str, where: str) -> Iterator[Span]:
+    def differences(
+        self, messages: list[ChatMessage], text: str, where: str, tools: list[Any] | None = None
+    ) -> Iterator[Span]:
         """The answers in the text of a conversation, as what each adds to the messages before it."""
         for index, message in enumerate(messages):
             if message["role"] != ASSISTANT:
                 continue
             try:
-                before, _ = self.render(messages[:index], where, prompt=True)
-                prompted = before != self.render(messages[:index], where)[0]
+                before, _ = self.render(messages[:index], where, tools, prompt=True)
+                prompted = before != self.render(messages[:index], where, tools)[0]
             except HeadwaterError:
                 if index:
                     raise
                 before, prompted = "", False  # many templates look at the first message
-            after, _ = self.render(messages[: index + 1], where)
+            after, _ = self.render(messages[: index + 1], where, tools)
             if not (text.startswith(after) and after.startswith(before)):
                 raise HeadwaterError(
                     f"The chat template writes the beginning of {where!r} otherwise than the whole, so that its "

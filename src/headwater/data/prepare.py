@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from headwater.data import shards
-from headwater.data.chat import Encoded
+from headwater.data.chat import Encoded, as_fields
 from headwater.data.known import resolve
 from headwater.data.reading import check_name, printable
 from headwater.data.sealed import read_sealed, write_sealed
@@ -492,7 +492,7 @@ class _Folder:
 
     def write_evaluation(self) -> EvaluationFacts:
         documents = sorted(self.chosen.result())
-        contents = ({"messages": json.loads(text)} if self.is_chat else {"text": text} for _, text in documents)
+        contents = (as_fields(text) if self.is_chat else {"text": text} for _, text in documents)
         rows = ({"id": name, **content} for (name, _), content in zip(documents, contents, strict=True))
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
         replace_text(self.path / EVALUATION, "".join(lines))

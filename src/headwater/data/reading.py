@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from headwater.errors import HeadwaterError
 from headwater.files import check_local, open_regular
@@ -34,6 +34,8 @@ TABLES = {
 DELIMITERS = {"csv": ",;\t|", "tsv": "\t,;|"}
 # The column that is read unless another is named, and the one with conversations that stands in for it.
 DEFAULT, MESSAGES = "text", "messages"
+# The column beside conversations with the functions that a model may call in them.
+TOOLS = "tools"
 MISSING = object()
 # Bytes read at a time.
 CHUNK = 2**22
@@ -54,6 +56,13 @@ NAMED_COLUMNS = 30
 # Rows that may lack the domain's column before the first that has it.
 FIRST_ROWS = 10_000
 MARK = codecs.BOM_UTF8
+
+
+class WithTools(NamedTuple):
+    """A row's value that may be a conversation, and that of the column `tools` beside it."""
+
+    value: Any
+    tools: Any
 
 
 class Columns:
@@ -77,7 +86,7 @@ class Columns:
     def outermost(self, names: Iterable[str]) -> list[str]:
         """Those columns of a table with these names that hold the wanted ones."""
         names = set(names)
-        wanted = [*self.options, *([MESSAGES] if self.text == DEFAULT else [])]
+        wanted = [*self.options, *([MESSAGES] if self.text == DEFAULT else []), _beside(self.text)]
         return [c for name in wanted for c in (name, name.partition(".")[0]) if c in names][: 2 * len(wanted)]
 
     def add_names(self, names: Iterable[str]) -> None:
@@ -99,6 +108,8 @@ class Columns:
             text = _conversation(row.get(MESSAGES, MISSING))
         if text is not MISSING:
             self.missing.pop(self.text, None)
+            tools = _cell(row, _beside(self.text), where)
+            text = WithTools(text, tools) if tools not in (MISSING, None, "") else text
         return None if text is MISSING else text, self._domain(row, where)
 
     def _domain(self, row: dict[str, Any], where: str) -> str | None:
@@ -123,6 +134,12 @@ class Columns:
             option = self.options[column]
             advice = f"set {option} to one of" if option else "rename one of its columns"
             raise HeadwaterError(f"{where!r} has no column {column!r}; {advice}: {', '.join(names)}{more}.")
+
+
+def _beside(column: str) -> str:
+    """The name of the column `tools` beside one of conversations, dotted if that is nested."""
+    outer, dot, _ = column.rpartition(".")
+    return outer + dot + TOOLS
 
 
 def _conversation(value: Any) -> Any:

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from headwater.data.chat import as_text
 from headwater.data.corpus import Document
+from headwater.data.reading import TOOLS
 from headwater.data.sealed import damaged, read_sealed
 from headwater.errors import HeadwaterError
 from headwater.files import absence, read_bytes, sha256_of
@@ -297,7 +299,7 @@ class Prepared:
 def _evaluated(row: dict[str, Any]) -> Document:
     """The document in a line of evaluation.jsonl."""
     if "messages" in row:
-        return Document(row["id"], json.dumps(row["messages"], ensure_ascii=False), key=row["id"], is_chat=True)
+        return Document(row["id"], as_text(row["messages"], row.get(TOOLS)), key=row["id"], is_chat=True)
     return Document(row["id"], row["text"], key=row["id"])
 
 

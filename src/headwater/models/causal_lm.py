@@ -165,6 +165,10 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
             )
 
         length, device = inputs_embeds.shape[1], inputs_embeds.device
+        if position_ids is not None and not torch.compiler.is_compiling() and position_ids.shape[-1] != length:
+            raise HeadwaterError(
+                f"position_ids has {position_ids.shape[-1]} positions and the input {length} tokens; give one for each."
+            )
         if past_key_values is not None and not torch.compiler.is_compiling():
             self.check_cache(past_key_values, *inputs_embeds.shape[:2])
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
@@ -626,6 +630,13 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         given = one_cache(kwargs.pop("past_key_values", None), kwargs.pop("cache", None))
         if given is not None:
             kwargs[CACHE] = given
+        # transformers changes the config for it, and leaves that changed after an error.
+        chosen = kwargs.get("generation_config") or self.generation_config
+        if kwargs.get("assistant_early_exit", getattr(chosen, "assistant_early_exit", None)) is not None:
+            raise HeadwaterError(
+                "assistant_early_exit runs a part of the layers, which headwater's models cannot; give an "
+                "assistant_model, or prompt_lookup_num_tokens."
+            )
         recording = [layer for layer in getattr(given, "layers", ()) if getattr(layer, "record_past", False)]
         with measured(), packed() if self.packs_weights else nullcontext():
             made = super().generate(*args, **kwargs)
