@@ -137,3 +137,14 @@ def test_folders_of_other_models_are_not_loaded_as_ours(tmp_path, own, llama):
     del content["model_type"]
     (own / "config.json").write_text(json.dumps(content))
     HeadwaterForCausalLM.from_pretrained(own)
+
+
+def test_a_config_that_only_says_that_its_weights_are_quantized_is_refused(tmp_path):
+    """bitsandbytes would run on them, and fail far from here."""
+    pytest.importorskip("bitsandbytes")
+    shared().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(HeadwaterError, match=r"no weight in .* is quantized; remove that field"):
+        HeadwaterForCausalLM.from_pretrained(tmp_path)

@@ -21,7 +21,7 @@ from headwater.nn.block import Block
 from headwater.precision import KeepsPrecision
 from headwater.registry import resolve
 from headwater.seeding import generator
-from headwater.weights import check_kinds, kinds_of, stored_kinds, unwrapped_names
+from headwater.weights import check_kinds, is_plain, kinds_of, stored_kinds, unwrapped_names
 
 
 class HeadwaterPreTrainedModel(PreTrainedModel):
@@ -117,6 +117,11 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
         names = unwrapped_names(kinds, where, model.state_dict())
         if not getattr(load_config.hf_quantizer, "pre_quantized", False):
             check_kinds({names[name]: kind for name, kind in kinds.items()}, where, model)
+        elif all(map(is_plain, kinds.values())):
+            raise HeadwaterError(
+                f"The config has a quantization_config, but no weight in {where} is quantized; remove that field, or use "
+                "the weights that the quantizer wrote."
+            )
         if any(name != bare for name, bare in names.items()):
             if state_dict is None:
                 state_dict = {}
