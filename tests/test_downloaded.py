@@ -397,3 +397,20 @@ def test_a_recipe_has_no_tags(download):
     for words in (["train", "recipe.yaml"], ["plan", "recipe.yaml"], ["compare", "recipe.yaml"]):
         code, said = download.run_command(*words)
         assert code == 2, said
+
+
+def test_pictures_heed_no_settings_of_the_current_folder(tmp_path, monkeypatch):
+    """A matplotlibrc is read as soon as matplotlib is imported, and may ask for LaTeX, which is a program."""
+    from matplotlib import rc_context
+
+    from headwater import price
+    from headwater.report import pictures
+
+    def start(*given, **named):
+        raise AssertionError(given)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    with rc_context({"text.usetex": True}):
+        figure = price.figure({"a": headwater.HeadwaterConfig(num_hidden_layers=1)}, [8, 16])
+        pictures.save(figure, tmp_path / "a.png")
+    assert (tmp_path / "a.png").exists()
