@@ -119,8 +119,8 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
             check_kinds({names[name]: kind for name, kind in kinds.items()}, where, model)
         elif all(map(is_plain, kinds.values())):
             raise HeadwaterError(
-                f"The config has a quantization_config, but no weight in {where} is quantized; remove that field, or use "
-                "the weights that the quantizer wrote."
+                f"The config has a quantization_config, but no weight in {where} is quantized; remove that field, or "
+                "use the weights that the quantizer wrote."
             )
         if any(name != bare for name, bare in names.items()):
             if state_dict is None:
