@@ -244,7 +244,7 @@ def test_fields_about_layers_fit_the_layers():
         ({"prefixes"}, {"mixed"}, {"prefixes": None, "mixed": False, "greedy": True}),
         (set(), None, {"mixed": True, "greedy": True}),
     ],
-    ids=str,
+    ids=["one of two", "another", "none"],
 )
 def test_what_differs_once_is_no_verdict(monkeypatch, first, second, expected):
     """A tie that one text breaks otherwise is a dash; a mistake is there with the next text too."""
