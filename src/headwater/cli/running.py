@@ -225,7 +225,7 @@ def serve(
 
 def _check_port(options: list[str]) -> None:
     """Raise `HeadwaterError` for a port that there is not: a server would listen on another one, or on none."""
-    for option, following in zip(options, [*options[1:], ""], strict=True):
+    for option, following in itertools.zip_longest(options, options[1:], fillvalue=""):
         name, _, value = option.partition("=")
         port = value or following
         if name == "--port" and port.isdecimal() and int(port[:10]) > 65_535:
