@@ -83,8 +83,8 @@ def nothing_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 # What libraries keep there until they end: PyTorch compiled code, matplotlib its cache where no home can be written to,
-# multiprocessing the socket of each process that reads images, also if it is killed.
-OF_OTHERS = ("torchinductor_", "matplotlib-", "pymp-")
+# multiprocessing the socket of each process that reads images, also if it is killed, onnxruntime the number of its session.
+OF_OTHERS = ("torchinductor_", "matplotlib-", "pymp-", ".ses")
 
 
 def marked(mark: str) -> dict[int, str]:
