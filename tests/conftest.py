@@ -83,7 +83,7 @@ def nothing_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 # What libraries keep there until they end: PyTorch compiled code, matplotlib its cache where no home can be written to,
-# multiprocessing the socket of each process that reads images, also if it is killed, onnxruntime the number of its session.
+# multiprocessing the socket of each process that reads images, also if it is killed, onnxruntime its session's number.
 OF_OTHERS = ("torchinductor_", "matplotlib-", "pymp-", ".ses")
 
 
