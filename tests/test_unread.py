@@ -116,6 +116,7 @@ def test_prepare_refuses_what_its_source_does_not_have(run, tmp_path, file, give
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @LATER
 def test_compare_names_an_override_that_every_arm_sets_itself(run, tmp_path, forked_workers):
     arms = {name: {"training": {"learning_rate": rate}} for name, rate in (("a", 0.001), ("b", 0.002))}

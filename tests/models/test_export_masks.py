@@ -61,7 +61,7 @@ def assert_same(model: nn.Module, program, tolerance: float) -> None:
 second = pytest.mark.parametrize("name", ["attention_mask", "position_ids"])
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(14)
 @second
 @pytest.mark.parametrize("mechanism", [None, *REGISTRY])
 def test_programs_take_any_batch_and_length(mechanism, name):
