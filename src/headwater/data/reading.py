@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, AnyStr, NamedTuple
 
 from headwater.errors import HeadwaterError
 from headwater.files import check_local, open_regular
@@ -473,14 +473,21 @@ def json_rows(stream: io.BufferedReader[Any], file: Path, begin: int = 0) -> Ite
         yield number, row
 
 
-def _json_lines(stream: IO[bytes], file: Path) -> Iterator[bytes]:
-    """Lines without byte order marks, which also divide lines of files that were joined."""
+def _lines(stream: IO[AnyStr], file: Path) -> Iterator[AnyStr]:
+    """Lines of a file in bounded memory. Raises `HeadwaterError` for one longer than LONGEST_LINE."""
     for number in itertools.count(1):
         line = stream.readline(LONGEST_LINE + 1)
         if not line:
             return
         if len(line) > LONGEST_LINE:
-            raise _long_line(file, number)
+            size = f"{LONGEST_LINE / 1e6:,.0f} MB"
+            raise HeadwaterError(f"Line {number} of {_named(file)} is longer than {size}; split that document.")
+        yield line
+
+
+def _json_lines(stream: IO[bytes], file: Path) -> Iterator[bytes]:
+    """Lines without byte order marks, which also divide lines of files that were joined."""
+    for line in _lines(stream, file):
         if MARK in line:
             line = line.removeprefix(MARK)
             if MARK in line and not _is_json(line):
@@ -495,11 +502,6 @@ def _is_json(line: bytes) -> bool:
     except (ValueError, RecursionError):
         return False
     return True
-
-
-def _long_line(file: Path, number: int) -> HeadwaterError:
-    size = f"{LONGEST_LINE / 1e6:,.0f} MB"
-    return HeadwaterError(f"Line {number} of {_named(file)} is longer than {size}; split that document.")
 
 
 def _parsed(file: Path, number: int, data: bytes) -> Any:
@@ -519,7 +521,7 @@ def _bad_line(file: Path, number: int, error: Exception) -> HeadwaterError:
 def csv_rows(stream: IO[bytes], file: Path, columns: Columns, begin: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
     """(number, row) past the first `begin`; the first line names the columns, and says what divides them."""
     csv.field_size_limit(max(csv.field_size_limit(), LONGEST_LINE))
-    lines = _csv_lines(io.TextIOWrapper(stream, encoding="utf-8", newline=""), file)
+    lines = _lines(io.TextIOWrapper(stream, encoding="utf-8", newline=""), file)
     first = next(lines, "")
     delimiter = _delimiter(first, DELIMITERS[table_kind(file) or "csv"], columns)
     reader = csv.reader(_unmarked(first, lines), delimiter=delimiter, strict=True)
@@ -546,16 +548,6 @@ def csv_rows(stream: IO[bytes], file: Path, columns: Columns, begin: int = 0) ->
             yield number, dict(zip(names, fields, strict=False))
     except csv.Error as error:
         raise _bad_line(file, reader.line_num, error) from error
-
-
-def _csv_lines(stream: io.TextIOWrapper, file: Path) -> Iterator[str]:
-    for number in itertools.count(1):
-        line = stream.readline(LONGEST_LINE + 1)
-        if not line:
-            return
-        if len(line) > LONGEST_LINE:
-            raise _long_line(file, number)
-        yield line
 
 
 def _unmarked(first: str, lines: Iterator[str]) -> Iterator[str]:
