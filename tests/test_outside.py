@@ -19,7 +19,7 @@ from headwater import HeadwaterConfig, HeadwaterError, HeadwaterForCausalLM
 from headwater.errors import NotTrusted
 from headwater.export import export
 from headwater.mechanisms import Context, Cost, Mechanism
-from headwater.outside import VARIABLE, trust
+from headwater.outside import VARIABLE, may_read, trust
 from headwater.recipe import OPTIMIZERS, parse, read_recipe
 from headwater.registry import MECHANISMS, register
 from headwater.training.optim import make_optimizers, parameter_groups
@@ -905,3 +905,7 @@ def test_comparisons_and_searches_work_with_a_mechanism_from_outside(gated, anew
     shape = ["--layers=1", "--width=64", "--context=16", "--precision=32-true"]
     assert gated in anew("bench", "mechanisms", gated, *shape, "--batch-size=1", "--pairs=2")
     assert gated in anew("bench", "decode", gated, *shape, "--batch=1", "--vocabulary=50", "--tokens=3", "--turns=2")
+
+
+def test_a_home_folder_that_there_is_not_is_not_read():
+    assert not may_read("~nobody-of-this-name/text.txt")

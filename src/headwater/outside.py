@@ -221,7 +221,8 @@ def _is_elsewhere(name: str) -> bool:
 
 def _is_below(path: str, folder: str) -> bool:
     """Whether a path is a folder or in it, once links are followed."""
-    return Path(os.path.realpath(Path(path).expanduser())).is_relative_to(os.path.realpath(Path(folder).expanduser()))
+    real_path, real_folder = (os.path.realpath(os.path.expanduser(name)) for name in (path, folder))
+    return Path(real_path).is_relative_to(real_folder)
 
 
 def _is_path(name: str) -> bool:
