@@ -16,7 +16,7 @@ NAMES = (
     "llama",
     "pattention everywhere",
     "short_conv everywhere",
-    "ngram_memory, gated",
+    "ngram_memory, windows",
     "skip_layer, svformer",
     "mudd",
     "gpt2, all",

@@ -13,11 +13,11 @@ They change only in commits that say why. `test_golden.py` compares the code wit
     pictures     the same for images
     comparison   two arms with two seeds: verdict, intervals, table, records
     served       what a server says
-    verdicts     every verdict on the papers' claims and the ledger's that `results/*.jsonl` decide
+    verdicts     all that `results/*.jsonl` decide: claims of the papers' tables and the ledger's, cells, comparisons
 
 Numbers are compared with small tolerances, so that they hold on any machine. What stands under "same machine" (hashes
-of exact bits, runs in bf16) is compared only where the CPU and the version of PyTorch are those that the file names.
-All names of the package's come from `product.py`.
+of exact bits, runs that round to bf16) is compared only where the CPU and the version of PyTorch are those that the
+file names. All names of the package's come from `product.py`.
 """
 
 from __future__ import annotations

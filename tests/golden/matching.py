@@ -17,14 +17,14 @@ from torch import Tensor
 FOLDER = Path(__file__).parent
 # What a file says of the machine that it was made on, and what holds on such a machine only.
 MACHINE, SAME_MACHINE = "machine", "same machine"
-# Initial values are drawn in fp32, by functions that round differently on other processors; and so do tests' figures.
+# Initial values are drawn in fp32, by functions that round differently on other processors. Verdicts are rounded.
 TOLERANCE = {"runs": 1e-5, "pictures": 1e-5, "comparison": 1e-5, "verdicts": 1e-5}
 LOGITS = 1e-12
 
 
 def machine() -> dict[str, str]:
     """Whatever decides the last bits of a computation, beside the code."""
-    return {"cpu": cpu_name(), "torch": torch.__version__}
+    return {"cpu": cpu_name(), "vectors": torch.backends.cpu.get_cpu_capability(), "torch": torch.__version__}
 
 
 def read(name: str) -> Any:
@@ -40,12 +40,12 @@ def write(name: str, content: dict[str, Any]) -> None:
     (FOLDER / f"{name}.json").write_text(text + "\n", encoding="utf-8")
 
 
-def bits(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """A hash of the exact numbers of named tensors."""
+def bits(tensors: Iterable[Tensor]) -> str:
+    """A hash of the exact numbers of tensors, in their order; of a model's, whatever they are named."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(tensors, key=lambda item: item[0]):
+    for tensor in tensors:
         flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode() + flat.numpy().tobytes())
+        digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode() + flat.numpy().tobytes())
     return digest.hexdigest()[:16]
 
 

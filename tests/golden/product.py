@@ -19,7 +19,6 @@ from headwater.api import compare as compare_arms
 from headwater.api import train as train_recipe
 from headwater.cli import app
 from headwater.data.tokenizer import byte_tokenizer
-from headwater.errors import HeadwaterError
 from headwater.export import export as export_model
 from headwater.kernels.choose import cpu as cpu_name
 from headwater.papers import prepare as prepare_table
@@ -34,7 +33,7 @@ from headwater.recipe import DATA
 from headwater.recipe import load_recipe as read_recipe_file
 from headwater.records import write_record
 from headwater.registry import MECHANISMS
-from headwater.report import cells, columns
+from headwater.report import cells, columns, comparisons
 from headwater.shipped import shipped_recipes
 
 # Of the installed package and of the command line, for processes of their own and for those that may not import them.
@@ -51,7 +50,6 @@ __all__ = [
     "PACKAGES",
     "PRESETS",
     "SCALES",
-    "HeadwaterError",
     "ImageConfig",
     "ImageModel",
     "TextConfig",
@@ -66,6 +64,7 @@ __all__ = [
     "judged_table",
     "run_command",
     "shipped_recipes",
+    "stored_comparisons",
     "tables",
     "train_recipe",
     "write_stored_runs",
@@ -100,15 +99,13 @@ def figures_of(record: Any) -> dict[str, Any]:
     }
 
 
-def compared(recipe: dict[str, Any], folder: str) -> dict[str, Any]:
-    """What is said of a recipe's comparison, and its records."""
-    (comparison,) = compare_arms(recipe, folder).comparisons
-    lower = comparison.lower_is_better
+def arms_of(comparison: Any) -> dict[str, Any]:
+    """What a comparison's statistics say of each arm."""
     arms = {}
     for summary in comparison.summaries:
         paired = summary.paired
         arms[summary.arm] = {
-            "verdict": summary.verdict(lower),
+            "verdict": summary.verdict(comparison.lower_is_better),
             "mean": summary.mean,
             "spread": summary.spread,
             "difference": summary.difference,
@@ -116,11 +113,35 @@ def compared(recipe: dict[str, Any], folder: str) -> dict[str, Any]:
             "p": None if paired is None else paired.p,
             "detectable": None if paired is None else paired.detectable,
         }
-    names = [*columns(comparison)]
-    rows = [dict(zip(["arm", *names[1:]], cells(summary, comparison), strict=True)) for summary in comparison.summaries]
+    return arms
+
+
+def compared(recipe: dict[str, Any], folder: str) -> dict[str, Any]:
+    """What is said of a recipe's comparison, and its records."""
+    (comparison,) = compare_arms(recipe, folder).comparisons
+    names = ["arm", *columns(comparison)[1:]]
+    rows = [dict(zip(names, cells(summary, comparison), strict=True)) for summary in comparison.summaries]
     table = [{name: cell for name, cell in row.items() if not name.endswith("/s")} for row in rows]
     records = {f"{record.experiment.arm}, {record.seed}": figures_of(record) for record in comparison.records}
-    return {"arms": arms, "table": table, "records": records}
+    return {"arms": arms_of(comparison), "table": table, "records": records}
+
+
+def stored_comparisons(folder: Path) -> dict[str, Any]:
+    """What is said of the comparisons whose runs lie below a folder: by name and size, each arm's verdict, number of
+    runs, difference and interval."""
+    stored = {}
+    for comparison in comparisons(folder):
+        name = comparison.name if comparison.size is None else f"{comparison.name} @ {comparison.size}"
+        stored[name] = {
+            summary.arm: (
+                summary.verdict(comparison.lower_is_better),
+                summary.runs,
+                summary.difference,
+                summary.interval,
+            )
+            for summary in comparison.summaries
+        }
+    return stored
 
 
 def write_stored_runs(files: Iterable[Path], folder: Path) -> None:

@@ -42,7 +42,7 @@ def test_runs_on_images():
     check("pictures", picture_runs())
 
 
-def test_comparison():
+def test_comparison(forked_workers):
     check("comparison", comparison())
 
 
