@@ -1,0 +1,199 @@
+"""What the golden files are made of: every name of headwater's that they use, under names that stay."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from typer.main import get_command
+
+from headwater import HeadwaterConfig as TextConfig
+from headwater import HeadwaterForCausalLM as TextModel
+from headwater import HeadwaterForImageClassification as ImageModel
+from headwater import HeadwaterVisionConfig as ImageConfig
+from headwater.api import compare as compare_arms
+from headwater.api import train as train_recipe
+from headwater.cli import app
+from headwater.data.tokenizer import byte_tokenizer
+from headwater.export import export as export_model
+from headwater.kernels.choose import cpu as cpu_name
+from headwater.papers import prepare as prepare_table
+from headwater.papers import reproduction as judge_table
+from headwater.papers import tables
+from headwater.papers.kept import read as read_kept_runs
+from headwater.papers.places import RESTORED
+from headwater.papers.table import SCALES
+from headwater.papers.table import reads_models as looks_into_models
+from headwater.presets import PRESETS
+from headwater.recipe import DATA
+from headwater.recipe import load_recipe as read_recipe_file
+from headwater.records import write_record
+from headwater.registry import MECHANISMS
+from headwater.report import cells, columns, comparisons
+from headwater.shipped import shipped_recipes
+
+# Of the installed package and of the command line, for processes of their own and for those that may not import them.
+PACKAGES = ("headwater",)
+COMMAND = ("-m", "headwater")
+
+DATA_KINDS = tuple(DATA.own)
+MECHANISM_NAMES = tuple(MECHANISMS.own)
+
+__all__ = [
+    "COMMAND",
+    "DATA_KINDS",
+    "MECHANISM_NAMES",
+    "PACKAGES",
+    "PRESETS",
+    "SCALES",
+    "ImageConfig",
+    "ImageModel",
+    "TextConfig",
+    "TextModel",
+    "byte_tokenizer",
+    "compared",
+    "cpu_name",
+    "estimate",
+    "export_model",
+    "figures_of",
+    "identities",
+    "judged_table",
+    "run_command",
+    "shipped_recipes",
+    "stored_comparisons",
+    "tables",
+    "train_recipe",
+    "write_stored_runs",
+]
+
+
+def run_command(*arguments: str) -> str:
+    """What a command prints to stdout, in this process."""
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        get_command(app)([*arguments], standalone_mode=False)
+    return output.getvalue()
+
+
+def estimate(preset: str) -> list[dict[str, Any]]:
+    """The output of `plan PRESET --json`."""
+    return json.loads(run_command("plan", preset, "--json"))
+
+
+def figures_of(record: Any) -> dict[str, Any]:
+    """What a record says that is the same wherever and whenever the run is trained."""
+    return {
+        "status": record.status,
+        "measure": record.measure,
+        "parameters": record.parameters,
+        "cache_bytes_per_token": record.cache_bytes_per_token,
+        "tokens": record.tokens,
+        "flops": float(record.flops),
+        "order": record.order,
+        "data": {name: record.data.get(name) for name in ("sha256", "held_out_sha256")},
+        "losses": [[point.step, point.loss] for point in record.curve],
+        "evaluations": [[point.step, dict(point.measures)] for point in record.held_out],
+    }
+
+
+def arms_of(comparison: Any) -> dict[str, Any]:
+    """What a comparison's statistics say of each arm."""
+    arms = {}
+    for summary in comparison.summaries:
+        paired = summary.paired
+        arms[summary.arm] = {
+            "verdict": summary.verdict(comparison.lower_is_better),
+            "mean": summary.mean,
+            "spread": summary.spread,
+            "difference": summary.difference,
+            "interval": None if summary.interval is None else list(summary.interval),
+            "p": None if paired is None else paired.p,
+            "detectable": None if paired is None else paired.detectable,
+        }
+    return arms
+
+
+def compared(recipe: dict[str, Any], folder: str) -> dict[str, Any]:
+    """What is said of a recipe's comparison, and its records."""
+    (comparison,) = compare_arms(recipe, folder).comparisons
+    names = ["arm", *columns(comparison)[1:]]
+    rows = [dict(zip(names, cells(summary, comparison), strict=True)) for summary in comparison.summaries]
+    table = [{name: cell for name, cell in row.items() if not name.endswith("/s")} for row in rows]
+    records = {f"{record.experiment.arm}, {record.seed}": figures_of(record) for record in comparison.records}
+    return {"arms": arms_of(comparison), "table": table, "records": records}
+
+
+def stored_comparisons(folder: Path) -> dict[str, Any]:
+    """What is said of the comparisons whose runs lie below a folder: by name and size, each arm's verdict, number of
+    runs, difference and interval."""
+    stored = {}
+    for comparison in comparisons(folder):
+        name = comparison.name if comparison.size is None else f"{comparison.name} @ {comparison.size}"
+        stored[name] = {
+            summary.arm: (
+                summary.verdict(comparison.lower_is_better),
+                summary.runs,
+                summary.difference,
+                summary.interval,
+            )
+            for summary in comparison.summaries
+        }
+    return stored
+
+
+def write_stored_runs(files: Iterable[Path], folder: Path) -> None:
+    """Write the runs in files such as `results/ledger.jsonl` where tables look for them."""
+    for file in files:
+        for run in read_kept_runs(file):
+            place = folder / run.run
+            place.mkdir(parents=True, exist_ok=True)
+            (place / RESTORED).touch()
+            write_record(run.record, place)
+
+
+def judged_table(name: str, scale: str, folder: Path) -> dict[str, Any] | None:
+    """A table's claims and cells that the runs in a folder decide; None if there are none.
+
+    claims: by their words, (verdict, seeds, estimate, interval); cells: by row and column, (mean, deviation).
+    """
+    table = tables()[name]
+    if table.computed or table.scales[scale].nothing or looks_into_models(table):
+        return None
+    work = prepare_table(name, scale, folder)
+    if not any(place and (work.trials / place.recipe.name).is_dir() for place in work.places.values()):
+        return None
+    result = judge_table(work)
+    claims = {
+        claim.says: (claim.verdict, claim.seeds, claim.estimate, claim.interval)
+        for claim in result.claims
+        if claim.estimate is not None or claim.interval is not None
+    }
+    cells = {
+        f"{row} | {column}": (ours.value, ours.spread)
+        for row, line in zip(result.rows, result.cells, strict=True)
+        for column, (_, ours) in zip(result.columns, line, strict=True)
+        if ours.value is not None
+    }
+    return {"claims": claims, "cells": cells} if claims or cells else None
+
+
+def identities(path: Path) -> dict[str, str]:
+    """The identity of each run of a recipe's file, by a label: of the recipe itself, and of each arm at each size with
+    seed 0. Of a recipe with stages there is one for each stage."""
+    recipe = read_recipe_file(path)
+    runs = {"": recipe}
+    section = recipe.compare
+    for size in (section.sizes or [None]) if section else ():
+        for arm in section.arms:
+            runs[arm if size is None else f"{arm} @ {size}"] = recipe.arm(arm, 0, size)
+    by_label = {}
+    for label, run in runs.items():
+        by_label[label] = run.digest()
+        if run.stages:
+            stages = run.chain(lambda name, stage: path.parent / f"{name}-{stage.seed}-{stage.digest()[:8]}")
+            for name, (stage, _) in zip(run.stage_names, stages, strict=True):
+                by_label[f"{label} > {name}"] = stage.digest()
+    return by_label
