@@ -17,7 +17,7 @@ In shapes: B batch, T new tokens, S all tokens including cached ones, D model wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from math import isfinite
 from typing import (

@@ -19,7 +19,6 @@ makes the first decoded token wrong. A document's first token has zeros in the d
 as it is, and Zaya fills with its projection's bias if there is one.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args

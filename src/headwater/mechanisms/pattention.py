@@ -28,7 +28,7 @@ equal scores the first pair's counts as larger. Gradients reach the chosen pairs
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 

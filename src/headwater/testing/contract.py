@@ -39,7 +39,7 @@ from headwater.testing.models import (
     shared,
     tokens,
 )
-from headwater.testing.naive import Reference, kv_shift
+from headwater.testing.naive import Reference
 from headwater.testing.served import Server, prompts
 from headwater.testing.trees import Tree, batch, part
 
