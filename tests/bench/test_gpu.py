@@ -293,7 +293,7 @@ def test_every_phase_runs_and_a_cut_after_any_keeps_what_came_before(tmp_path):
     left = []
 
     def tell(line):
-        if "at most" in line and (tmp_path / "gpu.json").exists():
+        if "at most" in line and (tmp_path / "gpu.md").exists():
             left.append((json.loads((tmp_path / "gpu.json").read_text()), (tmp_path / "gpu.md").read_text()))
 
     found = gpu.bench_gpu(tmp_path, device="cpu", budget=3600, tell=tell)
