@@ -144,14 +144,14 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-SPARSE = int(os.environ.get("HEADWATER_SPARSE", "3"))
+SPARSE = 3
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
     """`sampled(n)`: of a test's cells every n-th is run, the others are slow; each test begins with another one.
 
-    That is for tests/mutations; `make test` runs every 3n-th, to take less than four minutes.
+    Of those `make test` runs every third, to take less than four minutes.
 
     A class may give other numbers for tests that it inherits: `SAMPLED`. Cells that are slow are not even made where
     only others are asked for: there are many times as many.

@@ -22,6 +22,7 @@ ROW, ROWS = linear._FP32_ROW, linear._FP32
 @pytest.fixture
 def take(monkeypatch):
     """Makes a form win wherever it can be taken; "plain" everywhere."""
+
     def made(name: str) -> None:
         def found(operation, forms):
             seconds = dict.fromkeys(forms() if operation[0] == "linear" else ("plain",), 1.0)

@@ -145,9 +145,7 @@ def _read(model: PreTrainedModel, ids: Tensor) -> DynamicCache:
     return cache
 
 
-def generate_timed(
-    model: PreTrainedModel, ids: Tensor, tokens: int, cache: DynamicCache
-) -> tuple[float, Tensor, int]:
+def generate_timed(model: PreTrainedModel, ids: Tensor, tokens: int, cache: DynamicCache) -> tuple[float, Tensor, int]:
     """Seconds per token after the first, the new tokens, and bytes of the cache at the end."""
     times: list[float] = []
 

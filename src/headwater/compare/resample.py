@@ -112,7 +112,7 @@ def calibrate(
             f"arm, but there are only {len(values)}; run more seeds, or lower --arms or --seeds."
         )
     if planted is not None and (planted == 0 or not math.isfinite(planted)):
-        raise HeadwaterError(f"A difference of {planted} cannot be detected; pass another --planted, or leave it out.")
+        raise HeadwaterError(f"A difference of {planted} cannot be detected; pass another as planted, or leave it out.")
     random = np.random.default_rng(number("calibrate", seed))
     spread = float(np.sqrt(2) * values.std(ddof=1))
     strictest = LEVEL / arms
