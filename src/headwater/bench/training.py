@@ -23,7 +23,7 @@ from headwater.vision_config import HeadwaterVisionConfig
 CLASSES = 1000
 
 
-class Pair(NamedTuple):
+class ModelPair(NamedTuple):
     """Two models whose training steps are compared, and the inputs of each, with labels."""
 
     models: tuple[PreTrainedModel, PreTrainedModel]
@@ -40,7 +40,7 @@ def text_pair(
     vocabulary: int = 512,
     attention: str = "sdpa",
     documents: int | None = None,
-) -> Pair:
+) -> ModelPair:
     """headwater without mechanisms, and transformers' model of the same shape, on the same tokens.
 
     Against Llama both start from the same weights. attention: headwater's; transformers' model has sdpa.
@@ -57,7 +57,7 @@ def text_pair(
             each["position_ids"] = positions
         if takes_documents(attention) and (borders := cu_seq_lens(positions)) is not None:
             inputs[0]["cu_seq_lens_q"] = borders
-    return Pair((ours, theirs), (inputs[0], inputs[1]))
+    return ModelPair((ours, theirs), (inputs[0], inputs[1]))
 
 
 def image_pair(
@@ -68,7 +68,7 @@ def image_pair(
     attention: str = "sdpa",
     image_size: int = 224,
     patch_size: int = 16,
-) -> Pair:
+) -> ModelPair:
     """An image classifier without mechanisms and transformers' ViT, with the same weights on the same images."""
     config = HeadwaterVisionConfig(
         image_size=image_size,
@@ -84,7 +84,7 @@ def image_pair(
     draw = torch.Generator().manual_seed(0)
     pixels = torch.randn(batch_size, 3, image_size, image_size, generator=draw)
     inputs = {"pixel_values": pixels, "labels": torch.randint(CLASSES, (batch_size,), generator=draw)}
-    return Pair((ours, theirs), (inputs, inputs))
+    return ModelPair((ours, theirs), (inputs, inputs))
 
 
 def mechanism_pair(
@@ -95,10 +95,12 @@ def mechanism_pair(
     context: int = 256,
     batch_size: int = 8,
     vocabulary: int = 512,
-) -> Pair:
+) -> ModelPair:
     """A model with `mechanisms` and the one that it is compared with (`twins`), on the same tokens."""
     inputs = _tokens(batch_size, context, vocabulary)
-    return Pair(twins(mechanisms, layers=layers, width=width, context=context, vocabulary=vocabulary), (inputs, inputs))
+    return ModelPair(
+        twins(mechanisms, layers=layers, width=width, context=context, vocabulary=vocabulary), (inputs, inputs)
+    )
 
 
 def _tokens(rows: int, context: int, vocabulary: int) -> dict[str, Any]:
@@ -106,7 +108,7 @@ def _tokens(rows: int, context: int, vocabulary: int) -> dict[str, Any]:
     return {"input_ids": ids, "labels": ids, "use_cache": False}
 
 
-def time_pair(pair: Pair, precision: str, pairs: int, device: str = "cpu") -> PairedTimes:
+def time_pair(pair: ModelPair, precision: str, pairs: int, device: str = "cpu") -> PairedTimes:
     """Time whole training steps of the two models in turn.
 
     precision: "32-true", "bf16-true" (weights in bf16) or "bf16-mixed" (fp32 weights under autocast).
@@ -128,7 +130,7 @@ def time_pair(pair: Pair, precision: str, pairs: int, device: str = "cpu") -> Pa
     return interleave(waiting(first), waiting(second), pairs)
 
 
-def stored_by_pair(pair: Pair, precision: str) -> tuple[int, int]:
+def stored_by_pair(pair: ModelPair, precision: str) -> tuple[int, int]:
     """Bytes that autograd stores in a forward pass with its loss, by each model on a CPU.
 
     The parameters are not counted; under autocast their casts to bf16 are.
@@ -141,7 +143,7 @@ def stored_by_pair(pair: Pair, precision: str) -> tuple[int, int]:
     return sizes[0], sizes[1]
 
 
-def _passes(pair: Pair, precision: str, device: str) -> list[tuple[PreTrainedModel, Callable[[], Tensor]]]:
+def _passes(pair: ModelPair, precision: str, device: str) -> list[tuple[PreTrainedModel, Callable[[], Tensor]]]:
     """Each model of a pair on the device, and its forward pass to the loss."""
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
     passes = []

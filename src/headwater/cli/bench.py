@@ -25,7 +25,7 @@ from headwater.terminal import Table, counted
 
 if TYPE_CHECKING:
     from headwater.bench.paired import PairedTimes
-    from headwater.bench.training import Pair
+    from headwater.bench.training import ModelPair
     from headwater.compare.resample import Rate
 
 bench = typer.Typer(help="Benchmarks: interleaved pairs, ratios of times.", no_args_is_help=True)
@@ -34,12 +34,12 @@ Mechanisms = Annotated[
     list[str] | None,
     typer.Argument(help='Names, or JSON as in a config: {"NAME": {"OPTION": …}, …}; default every mechanism.'),
 ]
-Precision = Annotated[Literal["32-true", "bf16-true", "bf16-mixed"], typer.Option(help="As in recipes.")]
+AnyPrecision = Annotated[Literal["32-true", "bf16-true", "bf16-mixed"], typer.Option(help="As in recipes.")]
 TruePrecision = Annotated[Literal["32-true", "bf16-true"], typer.Option(help="As in recipes.")]
 Width = Annotated[int, typer.Option(min=64, help="Width of the model, whose heads have 64 channels.")]
-Pairs = Annotated[int, typer.Option(min=2, help="Timed steps of each model.")]
+PairCount = Annotated[int, typer.Option(min=2, help="Timed steps of each model.")]
 Turns = Annotated[int, typer.Option(min=2, help="Runs of each model.")]
-Context = Annotated[int, typer.Option(min=1, help="Prompt tokens.")]
+PromptLength = Annotated[int, typer.Option(min=1, help="Prompt tokens.")]
 Memory = Annotated[
     bool, typer.Option("--memory", help="Measure bytes stored for the backward pass, on the CPU, instead of times.")
 ]
@@ -57,13 +57,13 @@ def bench_train(
     documents: Annotated[
         int | None, typer.Option(min=1, help="Pack rows with documents of about this many tokens. Default: one each.")
     ] = None,
-    precision: Precision = "32-true",
+    precision: AnyPrecision = "32-true",
     layers: Positive = 8,
     width: Width = 256,
     context: Annotated[int | None, typer.Option(min=1, help="Tokens per row.", show_default="256")] = None,
     batch_size: Positive = 8,
     vocabulary: Annotated[int | None, typer.Option(min=1, show_default="512")] = None,
-    pairs: Pairs = 30,
+    pairs: PairCount = 30,
     memory: Memory = False,
     device: Device = "auto",
 ) -> None:
@@ -86,13 +86,13 @@ def bench_train(
 @bench.command("mechanisms")
 def bench_mechanisms(
     mechanism: Mechanisms = None,
-    precision: Precision = "32-true",
+    precision: AnyPrecision = "32-true",
     layers: Positive = 8,
     width: Width = 256,
     context: Positive = 256,
     batch_size: Positive = 8,
     vocabulary: Positive = 512,
-    pairs: Pairs = 30,
+    pairs: PairCount = 30,
     memory: Memory = False,
     device: Device = "auto",
 ) -> None:
@@ -105,7 +105,7 @@ def bench_mechanisms(
 
 
 def _print_steps(
-    compared: dict[str, Pair],
+    compared: dict[str, ModelPair],
     other: str,
     shape: dict[str, Any],
     precision: str,
@@ -140,7 +140,7 @@ def bench_decode(
     mechanism: Mechanisms = None,
     precision: TruePrecision = "32-true",
     batch_size: Positive = 1,
-    context: Context = 512,
+    context: PromptLength = 512,
     tokens: Annotated[int, typer.Option(min=3, help="Tokens to generate.")] = 48,
     turns: Turns = 7,
     layers: Positive = 12,
@@ -181,7 +181,7 @@ def bench_prefill(
     mechanism: Mechanisms = None,
     precision: TruePrecision = "32-true",
     batch_size: Positive = 1,
-    context: Context = 1024,
+    context: PromptLength = 1024,
     turns: Turns = 7,
     layers: Positive = 12,
     width: Width = 768,
@@ -215,7 +215,7 @@ def bench_serve(
     mechanism: Annotated[list[str] | None, typer.Argument(help="As in `bench decode`; default none.")] = None,
     precision: TruePrecision = "32-true",
     requests: Annotated[int, typer.Option(min=1, help="Requests that arrive at once.")] = 8,
-    context: Context = 256,
+    context: PromptLength = 256,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate for each.")] = 33,
     turns: Turns = 5,
     cache_memory: Annotated[
