@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -146,15 +147,19 @@ def stored_by_pair(pair: ModelPair, precision: str) -> tuple[int, int]:
 def _passes(pair: ModelPair, precision: str, device: str) -> list[tuple[PreTrainedModel, Callable[[], Tensor]]]:
     """Each model of a pair on the device, and its forward pass to the loss."""
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
-    passes = []
+    passes: list[tuple[PreTrainedModel, Callable[[], Tensor]]] = []
     for model, inputs in zip(pair.models, pair.inputs, strict=True):
         model.to(device, dtype)
         moved = {
             name: value.to(device, dtype if value.is_floating_point() else None) if isinstance(value, Tensor) else value
             for name, value in inputs.items()
         }
-        passes.append((model, lambda model=model, moved=moved: model(**moved).loss))
+        passes.append((model, partial(_loss, model, moved)))
     return passes
+
+
+def _loss(model: Any, inputs: dict[str, Any]) -> Tensor:
+    return model(**inputs).loss
 
 
 def training_step(model: PreTrainedModel, loss: Callable[[], Tensor], autocast: bool) -> Callable[[], None]:
