@@ -632,7 +632,7 @@ def hub(monkeypatch, folder: Path, shards: int = 3) -> TextSource:
         Dataset.from_list(part).to_parquet(folder / "owner" / "name" / f"train-{shard}.parquet")
     monkeypatch.chdir(folder)
     monkeypatch.setattr(streaming, "local_files", lambda source: None)
-    monkeypatch.setattr(streaming, "check_reachable", lambda *_: None)
+    monkeypatch.setattr(corpora, "check_reachable", lambda *_: None)
     return TextSource("owner/name")
 
 
