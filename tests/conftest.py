@@ -26,8 +26,6 @@ import pytest
 from _pytest.mark.expression import Expression
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # also of the processes that tests start
-# Which kernels generation runs does not depend on a timing, and nothing is written to the user's cache.
-os.environ["HEADWATER_KERNELS"] = "fixed"
 
 
 def __getattr__(name: str) -> Any:
@@ -51,8 +49,11 @@ def one_thread_and_no_chatter() -> None:
     from transformers.utils import logging
 
     from headwater import kernels
+    from headwater.kernels import choose
 
     assert not kernels.off()  # each process reads HEADWATER_KERNELS once
+    # Which kernels generation runs does not depend on a timing, and the user's cache is neither read nor written.
+    choose._time, choose._file = (lambda forms: {}), (lambda threads: None)
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -143,14 +144,14 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-SPARSE = int(os.environ.get("HEADWATER_SPARSE", "3"))
+SPARSE = 3
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
     """`sampled(n)`: of a test's cells every n-th is run, the others are slow; each test begins with another one.
 
-    That is for tests/mutations; `make test` runs every 3n-th, to take less than four minutes.
+    Of those `make test` runs every third, to take less than four minutes.
 
     A class may give other numbers for tests that it inherits: `SAMPLED`. Cells that are slow are not even made where
     only others are asked for: there are many times as many.

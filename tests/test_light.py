@@ -259,7 +259,7 @@ def test_every_module_of_an_extra_is_in_the_metadata():
     import tomllib
 
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
-    assert {*MODULES, "all", "compare", "serve", "docs", "dev"} == set(project["optional-dependencies"])
+    assert {*MODULES, "all", "compare", "serve", "docs", "mutations", "dev"} == set(project["optional-dependencies"])
 
 
 @pytest.mark.slow

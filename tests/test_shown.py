@@ -43,8 +43,9 @@ NOT_RUN = {
     r"^(torchrun|srun) ": "a launcher starts it, on several machines",
     r" training\.devices=8\b": "eight processes, each of which imports PyTorch",
     r"^headwater serve ": "it answers until it is stopped",
-    r"^headwater bench page ": "it runs the commands of docs/speed.md, each of which runs here on its own",
     r"^headwater generate .* --compile\b": "it compiles for minutes",
+    r"^headwater bench train --base vit\b": "images have no context to make smaller; tests/vision runs it",
+    r"^headwater bench serve ": "it needs vLLM, in an environment of its own; tests/vllm_suite runs it",
     r"EleutherAI/|togethercomputer/": "it reads models or tokenizers from the hub",
 }
 # What to append to a command, by the beginning of its name, where it has the option: the last one given counts.
@@ -53,12 +54,13 @@ SMALL = {
     "verify": {"--requests": 2, "--sampled": 2, "--longest": 8},
     "search": {"--final": 1, "--final-seeds": 2},
     "bench": {
-        "--layers": 2, "--width": 64, "--heads": 1, "--vocabulary": 300, "--context": 16, "--batch-size": 1,
-        "--batch": 1, "--precision": "32-true", "--pairs": 2, "--turns": 3, "--megabytes": 1, "--resamples": 10,
+        "--layers": 2, "--width": 64, "--vocabulary": 300, "--context": 16, "--batch-size": 1,
+        "--precision": "32-true", "--pairs": 2, "--turns": 3, "--megabytes": 1, "--resamples": 10,
     },
+    "bench mechanisms": {"--layers": 4},
     "bench decode": {"--tokens": 3},
     "bench verdicts": {"--arms": 1, "--seeds": 2},
-    "bench gpu": {"--only": "kernels"},
+    "bench gpu": {"--only": "environment"},
 }  # fmt: skip
 STEPS = 4
 

@@ -388,7 +388,7 @@ def test_bench_decode_command(run):
         128,
         "--vocabulary",
         97,
-        "--batch",
+        "--batch-size",
         2,
         "--context",
         9,
@@ -397,7 +397,7 @@ def test_bench_decode_command(run):
         "--turns",
         2,
     )
-    code, out, err = run("bench", "decode", "kv_shift", "skip_layer", "svformer", "--precision", "32-true", *shape)
+    code, out, err = run("bench", "decode", "kv_shift", "skip_layer", "svformer", *shape)
     assert code == 0
     assert "the same tokens as transformers' Llama" in err
     held = 4 * 2 * 128 * 4 * 2 * (9 + 5)  # layers, k and v, width, bytes, rows, tokens
@@ -408,7 +408,7 @@ def test_bench_decode_command(run):
 
 
 def test_the_baseline_of_bench_decode_is_transformers_own():
-    from headwater.bench import bench_decode
+    from headwater.bench.decoding import bench_decode
 
     found = bench_decode({}, layers=2, width=64, vocabulary=97, context=5, tokens=8, turns=2, dtype=torch.float64)
     assert [one.arm for one in found] == ["transformers' Llama", "vanilla", "vanilla, again"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import shutil
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -18,7 +17,7 @@ import headwater
 from headwater import kernels
 from headwater.errors import first_line
 from headwater.extras import MODULES
-from headwater.hardware import available_memory, cores, memory_of
+from headwater.hardware import available_memory, c_compiler, cores, memory_of
 from headwater.kernels.choose import cpu
 from headwater.registry import MECHANISMS
 
@@ -113,12 +112,12 @@ def _dtypes() -> NamedFacts:
 
 
 def _kernels() -> NamedFacts:
-    yield kernels.VARIABLE, kernels.mode()
+    yield kernels.VARIABLE, "plain" if kernels.off() else "measured"
     flash = {version: getattr(utils, f"is_flash_attn_{version}_available", bool)() for version in (2, 3, 4)}
     packages = [f"flash_attention_{version}" for version, is_there in flash.items() if is_there]
     yield "attention", ", ".join(["eager", "sdpa", "matmul", "varlen", "flex_attention", *packages])
     yield "triton", _version("triton") if find_spec("triton") else "missing"
-    yield "C compiler", shutil.which(os.environ.get("CC") or "gcc") or shutil.which("clang") or "missing"
+    yield "C compiler", c_compiler() or "missing"
     yield "outside mechanisms", ", ".join(MECHANISMS.brought) or "none"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -205,6 +206,12 @@ def sheet_of(driver: str) -> Hardware | None:
     """The data sheet of a device by its driver's name, e.g. "NVIDIA A100-SXM4-80GB"; None if unknown."""
     name = re.sub(r"^(NVIDIA|AMD)( GeForce| Instinct)? ", "", driver)
     return next((known for known in KNOWN.values() if known.driver and re.fullmatch(known.driver, name)), None)
+
+
+def c_compiler() -> str | None:
+    """What Triton builds its launchers with, chosen as it chooses: $CC, else gcc, else clang. None: there is none."""
+    names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    return next((path for name in names if (path := shutil.which(name)) is not None), None)
 
 
 def peak_of(device: torch.device, precision: str) -> float:

@@ -226,7 +226,7 @@ class Training(Settings):
     CPU one for C++. Default: on a GPU that has one."""
     gradient_checkpointing: bool | Literal["attention", "half"] | Annotated[float, Field(gt=0, lt=1)] = False
     """Recompute each block's activations in the backward pass, to save memory. attention: all but what attention
-    kernels return; half: all but that and the result of every second matmul (`headwater bench recompute`). A number,
+    kernels return; half: all but that and the result of every second matmul. A number,
     with `compile`: the share to keep, chosen by the compiler (its activation_memory_budget)."""
     loss_chunk: Count | None = None
     """Tokens whose logits are in memory at once; the output head then costs 4/3 of its FLOPs. Default: all."""

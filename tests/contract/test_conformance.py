@@ -157,12 +157,6 @@ class Mine(Mechanism):
     def leave(self, x, context):  # not in its plan
         return x + 0.1 * x.roll(1, 1)
 
-    def windows(self):
-        return {"k": self.taps}
-
-    def key_taps(self):
-        return self.taps if self.taps.shape[1] else None
-
     def local(self, q, kv, context):
         k, v, before, branches = kv.k, kv.v, None, isinstance(context.reach, Ancestors)
         if k.shape[1]:
@@ -182,9 +176,6 @@ class Mine(Mechanism):
 UNTRUE = {
     "identity": ('{"begin": 0.0}', '{"begin": 0.01}', "test_identity_changes_nothing"),
     "identity's options": ('options | {"begin": 0.0}', '{"begin": 0.0}', "test_identity_changes_nothing"),
-    "key_taps": ("return self.taps if", "return self.taps.flip(0) if", "test_key_taps_equal_local"),
-    "windows": ('{"k": self.taps}', '{"k": 2 * self.taps}', "test_key_taps_equal_local"),
-    "more to keys": ("taps[1] * last", "taps[1] * last + 0.01 * k**2", "test_key_taps_equal_local"),
     "mixed heads": ("return q, KV(k, v *", "return q, KV(k, v.mean(1, True) + v *", "test_heads_and_tokens"),
     "mixed queries": ("return q, KV", "return q + q.flip(1), KV", "test_heads_and_tokens"),
     "undeclared": ('(SAME, Dim("k"))', "()", "test_heads_and_tokens"),
@@ -261,7 +252,7 @@ QUICK = (
     "round",
     "save_and",
 )
-OF_ITSELF = ("branching", "identity", "key_taps", "alone", "saved_is")
+OF_ITSELF = ("branching", "identity", "alone", "saved_is")
 
 
 def failures(mechanism: str, options: dict, tmp_path, then=lambda: None, tests=QUICK) -> list[str]:

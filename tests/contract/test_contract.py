@@ -189,7 +189,6 @@ class TestEveryMechanism(Contract):
         "test_save_and_load": 38,
         "test_branching_rows": 78,
         "test_identity_changes_nothing": 31,
-        "test_key_taps_equal_local": 7,
         "test_heads_and_tokens_are_computed_alone": 38,
     }
 

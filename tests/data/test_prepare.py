@@ -34,6 +34,7 @@ from headwater.data.corpus import Document, pieces, read_corpus
 from headwater.data.known import KNOWN, resolve
 from headwater.data.prepare import Options, prepare
 from headwater.data.prepared import PreparedSettings
+from headwater.data.sealed import write_sealed
 from headwater.data.shards import DOMAINS, JOURNAL, MANIFEST, open_all, open_prepared
 from headwater.data.stream import Stream, StreamPosition, TextSource
 from headwater.data.tokenizer import END_OF_TEXT, byte_tokenizer, load_tokenizer, local_size, train_tokenizer
@@ -631,7 +632,7 @@ def hub(monkeypatch, folder: Path, shards: int = 3) -> TextSource:
         Dataset.from_list(part).to_parquet(folder / "owner" / "name" / f"train-{shard}.parquet")
     monkeypatch.chdir(folder)
     monkeypatch.setattr(streaming, "local_files", lambda source: None)
-    monkeypatch.setattr(streaming, "check_reachable", lambda *_: None)
+    monkeypatch.setattr(corpora, "check_reachable", lambda *_: None)
     return TextSource("owner/name")
 
 
@@ -817,7 +818,7 @@ def test_damaged_folders_are_named(folder, tmp_path, run):
     tokens.unlink()
     with pytest.raises(HeadwaterError, match=r"train-00001\.tokens' is missing"):
         open_prepared(out)
-    (out / MANIFEST).write_text("{}")
+    write_sealed(out / MANIFEST, {})
     with pytest.raises(HeadwaterError, match="is not a file of format 2"):
         open_prepared(out)
     with pytest.raises(HeadwaterError, match=r"has no manifest\.json; make it with"):
@@ -841,34 +842,18 @@ def test_sums_cover_the_whole_tokenizer(name, folder, tmp_path, bpe):
         open_prepared(tmp_path / "other")
 
 
-def as_format_1(folder: Path, **changes) -> None:
-    """Write the manifest as version 0.1 did, with changes."""
-    manifest = json.loads((folder / MANIFEST).read_text()) | {"format_version": 1}
-    del manifest["check"], manifest["tokenizer"]["files"]
-    manifest["settings"]["format_version"] = 1
-    (folder / MANIFEST).write_text(json.dumps(manifest | changes))
-
-
-def test_folders_of_format_1_can_be_read(folder, tmp_path, bpe, run):
-    make(folder, tmp_path / "out", bpe)
-    as_format_1(tmp_path / "out")
-    assert PreparedSettings(source=str(tmp_path / "out"), context=8).build()
-    assert "format 1 has none for the manifest" in run("data", "show", tmp_path / "out", "--check")[1]
-    assert make(folder, tmp_path / "out", bpe) == [tmp_path / "out"]
-
-
 def test_names_in_files_never_lead_out_of_the_folder(folder, tmp_path, bpe):
     for number, name in enumerate(("../elsewhere.tokens", "/etc/train-00000.tokens", "sub/train-00000.tokens")):
         out = tmp_path / f"out{number}"
         make(folder, out, bpe)
-        train = json.loads((out / MANIFEST).read_text())["train"]
-        train["shards"][0]["file"] = name
-        as_format_1(out, train=train)
+        manifest = json.loads((out / MANIFEST).read_text())
+        manifest["train"]["shards"][0]["file"] = name
+        del manifest["check"]
+        write_sealed(out / MANIFEST, manifest)
         with pytest.raises(HeadwaterError, match=r"manifest\.json.*train\.shards\.0\.file"):
             open_prepared(out)
         (tmp_path / "by").mkdir(exist_ok=True)
-        domains = {"settings": {"format_version": 1}, "domains": {name: "x"}}
-        (tmp_path / "by" / DOMAINS).write_text(json.dumps(domains))
+        write_sealed(tmp_path / "by" / DOMAINS, {"settings": {}, "domains": {name: "x"}})
         with pytest.raises(HeadwaterError, match=r"domains\.json.*domains"):
             open_all(tmp_path / "by")
 
@@ -1069,9 +1054,9 @@ def test_commands(folder, tmp_path, run):
     code, printed, _ = run("data", "show", tmp_path / "out")
     assert code == 0
     assert "1 empty documents, 0 rows without text, 2 files that are not UTF-8 text: broken.txt, zeros.bin" in printed
-    code, _, said = run(*arguments, "--shard-tokens", 1000)
+    code, _, said = run(*arguments, "--text-column", "x")
     assert code == 2
-    assert "was prepared with shard tokens" in said
+    assert "was prepared with text column" in said
 
 
 def test_a_trained_tokenizer_is_lossless(bpe, tmp_path):

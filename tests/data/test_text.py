@@ -441,7 +441,7 @@ def test_what_may_not_be_read_is_told(folder):
     secret.chmod(0)
     folder.chmod(0o755)
     for parent in folder.parents:
-        if parent.stat().st_uid == 0 and re.search("pytest|headwater-mutations", str(parent)):
+        if parent.stat().st_uid == 0 and re.search("pytest", str(parent)):
             parent.chmod(0o755)
     os.seteuid(65534)
     try:

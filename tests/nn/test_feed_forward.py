@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from conftest import assert_near, config
 from headwater import HeadwaterForCausalLM
-from headwater.bench.training import saved_bytes, train_memory
+from headwater.bench.training import saved_bytes, stored_by_pair, text_pair
 from headwater.nn.feed_forward import FeedForward
 from headwater.nn.norm import RMSNorm
 
@@ -397,7 +397,8 @@ def test_functional_transforms_of_rms_norm():
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
 @pytest.mark.parametrize(("base", "bound"), [("llama", 0.72), ("gpt2", 0.65)])
 def test_a_model_keeps_less_than_that_of_transformers(base, bound, precision):
-    ours, theirs = train_memory(precision, base=base, layers=2, width=128, context=64, batch_size=4, vocabulary=97)
+    pair = text_pair(base, layers=2, width=128, context=64, batch_size=4, vocabulary=97)
+    ours, theirs = stored_by_pair(pair, precision)
     assert ours <= bound * theirs
 
 

@@ -20,10 +20,8 @@ ROW, ROWS = linear._FP32_ROW, linear._FP32
 
 
 @pytest.fixture
-def take(monkeypatch, tmp_path):
+def take(monkeypatch):
     """Makes a form win wherever it can be taken; "plain" everywhere."""
-    monkeypatch.setenv("HEADWATER_KERNELS", "measured")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     def made(name: str) -> None:
         def found(operation, forms):
@@ -206,7 +204,7 @@ def generate_in_bf16():
 
 @pytest.mark.slow
 def test_generation_in_bf16_on_a_processor_without_the_instructions_for_it(tmp_path):
-    cache = {"HEADWATER_KERNELS": "measured", "XDG_CACHE_HOME": str(tmp_path)}
+    cache = {"XDG_CACHE_HOME": str(tmp_path)}
     limited = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"} | cache
     _, printed, said = processes.run(call=generate_in_bf16, env=limited)
     assert printed.strip() == "39", said[-2000:]

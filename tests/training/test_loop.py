@@ -20,8 +20,8 @@ import processes
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.cost import training_flops_per_token
 from headwater.errors import Diverged, HeadwaterError
+from headwater.hardware import c_compiler
 from headwater.kernels.choose import cpu
-from headwater.kernels.gpu import c_compiler
 from headwater.models.compiling import compile_model
 from headwater.recipe import Training, parse
 from headwater.records import read_record

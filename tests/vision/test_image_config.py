@@ -162,18 +162,16 @@ def test_half_precision(dtype):
 
 @pytest.mark.parametrize("options", [["--memory"], ["--pairs", 2]], ids=["memory", "time"])
 def test_bench_train_of_images(run, options):
-    sizes = ("--layers", 1, "--width", 64, "--image-size", 16, "--patch-size", 8, "--batch-size", 2)
-    code, out, _ = run("bench", "train", "--vision", "--precision", "32-true", *sizes, *options)
+    code, out, _ = run("bench", "train", "--base", "vit", "--layers", 1, "--width", 64, "--batch-size", 1, *options)
     assert code == 0
-    assert "images of 16 x 16" in out
-    for wrong, word in ((["--vision", "--context", 8], "--context"), (["--image-size", 8], "--image-size")):
-        code, _, err = run("bench", "train", *wrong)
-        assert code == 2
-        assert word in err
+    assert "ViT" in out
+    code, _, err = run("bench", "train", "--base", "vit", "--context", 8)
+    assert (code, "--context has no effect" in err) == (2, True)
 
 
 def test_less_is_stored_than_by_transformers():
-    from headwater.bench.training import train_memory_images
+    from headwater.bench.training import image_pair, stored_by_pair
 
-    ours, theirs = train_memory_images("32-true", layers=2, width=128, image_size=32, patch_size=4, batch_size=2)
+    pair = image_pair(layers=2, width=128, image_size=32, patch_size=4, batch_size=2)
+    ours, theirs = stored_by_pair(pair, "32-true")
     assert ours <= 0.85 * theirs

@@ -26,7 +26,6 @@ os.environ.update(
     VLLM_LOGGING_LEVEL="ERROR",
     VLLM_CPU_OMP_THREADS_BIND="nobind",
     HF_HUB_OFFLINE="1",
-    HEADWATER_KERNELS="fixed",
 )
 
 import httpx

@@ -14,9 +14,8 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from headwater import cost
-from headwater.bench.paired import PairedTimes
+from headwater.bench.paired import PairedTimes, take_turns
 from headwater.config import HeadwaterConfig
-from headwater.kernels.choose import unhurried
 from headwater.models.cache import cache_bytes
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.nn.cache_name import CACHE, cache_of
@@ -71,7 +70,6 @@ def bench_decode(
     layers: int = 12,
     width: int = 768,
     vocabulary: int = 50304,
-    static: bool = False,
     device: str = "cpu",
 ) -> list[Decoding]:
     """Greedy generation of `tokens` tokens after `context` random ones: Llama, headwater without mechanisms, and each
@@ -81,7 +79,6 @@ def bench_decode(
     Time counts from the first new token to the last, without the prompt; it includes the preparation of a long
     generation (`kernels.linear`). Llama and vanilla have the same weights, and a second copy of vanilla is timed too:
     where its weights are in memory can make a model 5 % slower or faster.
-    static: with static caches, which `generate` compiles for on a GPU.
     """
     shape = shape_of(layers, width, vocabulary, context + tokens)
     configs = {
@@ -97,7 +94,7 @@ def bench_decode(
         model.to(device, dtype).eval()
     ids = torch.randint(vocabulary, (batch_size, context), generator=torch.Generator().manual_seed(0)).to(device)
 
-    seconds, made, held = decode_in_turns(models, ids, tokens, turns, static)
+    seconds, made, held = decode_in_turns(models, ids, tokens, turns)
     found: dict[str, Decoding] = {}
     for name in models:
         config = configs.get(name, configs[VANILLA])
@@ -110,7 +107,7 @@ def bench_decode(
 
 
 def decode_in_turns(
-    models: Mapping[str, PreTrainedModel], ids: Tensor, tokens: int, turns: int, static: bool = False
+    models: Mapping[str, PreTrainedModel], ids: Tensor, tokens: int, turns: int
 ) -> tuple[dict[str, list[float]], dict[str, Tensor], dict[str, int]]:
     """Greedy generation of `tokens` tokens after ids [B, T] by each model in turn, so that a busy machine slows all.
 
@@ -119,14 +116,11 @@ def decode_in_turns(
     seconds: dict[str, list[float]] = {name: [] for name in models}
     made: dict[str, Tensor] = {}
     held: dict[str, int] = {}
-    read = {} if static else {name: _read(model, ids) for name, model in models.items()}
-    with unhurried():
-        for turn in range(turns + 1):  # the first warms up and is not counted
-            for name in list(models) if turn % 2 else reversed(list(models)):
-                cache = {"cache_implementation": "static"} if static else {CACHE: copy.deepcopy(read[name])}
-                second, made[name], held[name] = generate_timed(models[name], ids, tokens, cache)
-                if turn:
-                    seconds[name].append(second)
+    read = {name: _read(model, ids) for name, model in models.items()}
+    for name, counts in take_turns(models, turns):
+        second, made[name], held[name] = generate_timed(models[name], ids, tokens, copy.deepcopy(read[name]))
+        if counts:
+            seconds[name].append(second)
     return seconds, made, held
 
 
@@ -151,9 +145,7 @@ def _read(model: PreTrainedModel, ids: Tensor) -> DynamicCache:
     return cache
 
 
-def generate_timed(
-    model: PreTrainedModel, ids: Tensor, tokens: int, cache: dict[str, Any]
-) -> tuple[float, Tensor, int]:
+def generate_timed(model: PreTrainedModel, ids: Tensor, tokens: int, cache: DynamicCache) -> tuple[float, Tensor, int]:
     """Seconds per token after the first, the new tokens, and bytes of the cache at the end."""
     times: list[float] = []
 
@@ -172,7 +164,7 @@ def generate_timed(
         stopping_criteria=[note_time],
         pad_token_id=0,
         return_dict_in_generate=True,
-        **cache,
+        **{CACHE: cache},
     )
     second = (times[-1] - times[0]) / (len(times) - 1)
     return second, made.sequences[:, ids.shape[1] :], cache_bytes(cache_of(made))

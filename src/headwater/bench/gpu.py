@@ -8,7 +8,6 @@ checks the command but says nothing about speed.
 from __future__ import annotations
 
 import json
-import math
 import os
 import platform
 import signal
@@ -20,33 +19,25 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
-from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo.utils import counters
-from torch._inductor import config as inductor
-from torch._inductor import metrics
 from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from headwater import __version__, cost
-from headwater.bench.kernels import ROUNDING, KernelTrial, keys_trial, score_trial
-from headwater.bench.training import twins
+from headwater.bench.training import training_step, twins
 from headwater.bench.waits import WaitError, no_waits
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError, first_line, nearest
 from headwater.files import replace_text
-from headwater.hardware import matmul_flops, peak_of, sheet_of, tf32
-from headwater.kernels import PLAIN
-from headwater.kernels.attention import MATMUL
-from headwater.kernels.choose import Timed, cpu, record
-from headwater.kernels.gpu import OURS, available, c_compiler, place, triton_version
+from headwater.hardware import c_compiler, matmul_flops, peak_of, sheet_of, tf32
+from headwater.kernels.choose import cpu
 from headwater.kernels.varlen import VARLEN
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.compiling import compile_blocks, compile_model
@@ -62,12 +53,11 @@ from headwater.registry import MECHANISMS, REGISTRY
 Measurement = dict[str, Any]
 M = TypeVar("M", bound=PreTrainedModel)
 # Maximum share of the time for each phase; unused time goes to later phases. Those that measure targets come before the
-# one that does not, and the kernels before the mechanisms, whose training runs what was found to be faster.
+# one that does not.
 SHARES = {
     "environment": 0.05,
     "correctness": 0.21,
-    "training": 0.20,
-    "kernels": 0.10,
+    "training": 0.30,
     "mechanisms": 0.20,
     "decoding": 0.24,
     "packing": 0.14,
@@ -135,10 +125,6 @@ class Sizes:
     training: dict[str, tuple[int, int, int]]
     context: int
     packing: dict[int, int]  # context -> rows
-    pairs: tuple[int, ...]  # of Pattention
-    scores: int  # of all rows
-    keys: tuple[int, int, int]  # rows, tokens, heads
-    chunk: int  # tokens whose logits exist at once
     mechanisms: tuple[int, int, int]
     decoding: dict[str, tuple[int, int]]  # layers, width
     batches: tuple[int, ...]
@@ -156,10 +142,6 @@ ON_GPU = Sizes(
     training={"124M": (12, 768, 64), "350M": (24, 1024, 32)},
     context=1024,
     packing={1024: 32, 4096: 8},
-    pairs=(768, 1536, 3072, 6144, 12288),
-    scores=2**27,
-    keys=(64, 1024, 12),
-    chunk=8192,
     mechanisms=(12, 768, 32),
     decoding={"1.5B": (28, 2048), "124M": (12, 768)},
     batches=(1, 64),
@@ -176,10 +158,6 @@ ON_CPU = Sizes(
     training={"tiny": (2, 64, 2)},
     context=32,
     packing={32: 2},
-    pairs=(48, 160),
-    scores=2**9,
-    keys=(1, 40, 2),
-    chunk=16,
     mechanisms=(4, 64, 2),
     decoding={"tiny": (2, 64)},
     batches=(2,),
@@ -456,15 +434,6 @@ def drawn(model: M, device: torch.device, dtype: torch.dtype = torch.float32) ->
     return model
 
 
-def head_and_loss(model: PreTrainedModel) -> Callable[[Tensor, Tensor], Tensor]:
-    """(hidden states, labels) -> loss, compiled as one, so that no logits leave the graph."""
-
-    def loss(hidden: Tensor, labels: Tensor) -> Tensor:
-        return model.loss_function(logits=model.lm_head(hidden), labels=labels, vocab_size=model.config.vocab_size)
-
-    return loss
-
-
 def combinations(names: Sequence[str] = tuple(REGISTRY)) -> dict[str, dict[str, dict]]:
     """None, each mechanism alone, and together as many as can act in one model."""
     alone: dict[str, dict[str, dict]] = {name: {name: {}} for name in names}
@@ -477,13 +446,12 @@ def combinations(names: Sequence[str] = tuple(REGISTRY)) -> dict[str, dict[str, 
 
 
 def environment(phase: Phase) -> None:
-    """Versions, the device, its data sheet, and its measured copies, reads and matmuls."""
+    """Versions, the device, its data sheet, and its measured copies and matmuls."""
     device, name = phase.device, cpu()
     facts: Measurement = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "triton": triton_version() or "none",
         "C compiler": c_compiler() or "none",
     }
     if phase.on_gpu:
@@ -500,8 +468,6 @@ def environment(phase: Phase) -> None:
         phase.put(sheet=sheet.source, **{"bf16, TFLOP/s": sheet.flops / 1e12, "bandwidth, GB/s": sheet.bandwidth / 1e9})
     attempt = partial(phase.attempt, brief=True)
     attempt(lambda: {"GB/s": bandwidth(phase) / 1e9}, measured="copy, bytes read and written")
-    x = torch.ones(phase.sizes.copied // 4, device=device)
-    attempt(lambda: {"GB/s": x.nbytes / phase.seconds(x.sum, 20) / 1e9}, measured="sum, bytes read")
 
     def matmul(dtype: torch.dtype, rounded: bool) -> Measurement:
         return {"TFLOP/s": matmul_flops(device, dtype, rounded) / 1e12}
@@ -511,8 +477,6 @@ def environment(phase: Phase) -> None:
         kinds["float32 in TF32"] = (torch.float32, True)
     for name, (dtype, rounded) in kinds.items():
         attempt(partial(matmul, dtype, rounded), measured=f"matmul {name}")
-    one = torch.ones(1, device=device)
-    attempt(lambda: {"microseconds": phase.seconds(lambda: one.add_(1), 1000) * 1e6}, measured="smallest kernel")
 
 
 def bandwidth(phase: Phase) -> float:
@@ -653,39 +617,25 @@ def _count() -> Measurement:
 def _steps(
     phase: Phase, model: PreTrainedModel, ids: Tensor, given: dict[str, Tensor] | None = None, whole: bool = False
 ) -> Callable[[], None]:
-    """Training steps without waiting: forward and loss in bf16, compiled, backward, clipping, fused AdamW.
+    """Training steps in bf16, compiled: by block, or as a whole. given: further inputs.
 
-    given: further inputs.
+    Output head and loss are compiled as one, so that no logits leave the graph.
     """
-    model.train()
-    backend = phase.sizes.backend
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    loss: Callable[[], Tensor]
+    backend, inputs = phase.sizes.backend, {"use_cache": False, **(given or {})}
     if isinstance(model, HeadwaterForCausalLM) and not whole:  # as `headwater train` has it
         compile_model(model, backend)
-
-        def loss() -> Tensor:
-            return cast(Tensor, model(ids, labels=ids, skip_logits=True, use_cache=False, **given or {}).loss)
+        return training_step(model, lambda: model(ids, labels=ids, skip_logits=True, **inputs).loss, autocast=True)
+    body: Callable[..., Any] = model.model
+    if whole:
+        body = torch.compile(model.model, backend=backend)
     else:
-        body: Callable[..., Any] = model.model
-        if whole:
-            body = torch.compile(model.model, backend=backend)
-        else:
-            compile_blocks(model.model.layers, backend)
-        head = torch.compile(head_and_loss(model), backend=backend)
+        compile_blocks(model.model.layers, backend)
 
-        def loss() -> Tensor:
-            return head(body(ids, use_cache=False, **given or {}).last_hidden_state, ids)
+    def loss_of(hidden: Tensor) -> Tensor:
+        return model.loss_function(logits=model.lm_head(hidden), labels=ids, vocab_size=model.config.vocab_size)
 
-    def step() -> None:
-        with torch.autocast(ids.device.type, dtype=torch.bfloat16):
-            value = loss()
-        value.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+    loss = torch.compile(loss_of, backend=backend)
+    return training_step(model, lambda: loss(body(ids, **inputs).last_hidden_state), autocast=True)
 
 
 def _config(phase: Phase, layers: int, width: int, context: int) -> HeadwaterConfig:
@@ -775,8 +725,6 @@ def training(phase: Phase) -> None:
     first = next(iter(sizes.training))
     shape = sizes.training[first]
     phase.attempt(partial(measure, shape, llama=True), model=f"{first}, transformers' Llama", compiled="blocks")
-    for form in HEADS:
-        phase.attempt(partial(_head, phase, form, shape), head=form)
     phase.attempt(partial(measure, shape, whole=True), model=first, compiled="whole")
 
 
@@ -784,108 +732,6 @@ def _llama(config: HeadwaterConfig) -> LlamaConfig:
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     shape = {name: getattr(config, name) for name in (*names, "max_position_embeddings")}
     return LlamaConfig(**shape, bos_token_id=None, eos_token_id=None)
-
-
-# Forms of output head and loss: as one would write it, and those that never have all logits: `training.loss_chunk`,
-# the chunker of PyTorch's compiler, PyTorch's operation, and Liger's.
-HEADS = ("logits, compiled", "logits", "loss_chunk", "auto_chunker", "F.linear_cross_entropy", "Liger")
-HEAD_ROUNDING = 2e-2
-
-
-def _head(phase: Phase, form: str, shape: tuple[int, int, int]) -> Measurement:
-    _, width, rows = shape
-    sizes, device = phase.sizes, phase.device
-    model = quickly(_config(phase, 1, width, sizes.context), device, torch.bfloat16)
-    weight = model.lm_head.weight
-    draw = torch.Generator(device).manual_seed(0)
-    hidden = torch.randn(rows * sizes.context, width, device=device, dtype=torch.bfloat16, generator=draw)
-    hidden.requires_grad_()
-    labels = phase.draw(rows * sizes.context)
-    found = _head_form(phase, form, model, labels)
-    if isinstance(found, str):
-        return {"outcome": found}
-    losses: list[Tensor] = []
-
-    def run() -> None:
-        hidden.grad = weight.grad = None
-        loss = found(hidden, weight)
-        loss.backward()
-        losses[:] = [loss.detach()]
-
-    begun, chunked = time.perf_counter(), metrics.num_auto_chunking
-    # From a cache it would not say whether it chunked.
-    with inductor.patch(force_disable_caches=form == "auto_chunker"):
-        for _ in range(sizes.warm):
-            run()
-        if phase.on_gpu:
-            torch.cuda.synchronize()
-    begun = time.perf_counter() - begun
-    if form == "auto_chunker" and metrics.num_auto_chunking == chunked:
-        return {"outcome": "not chunked"}
-    if phase.on_gpu:
-        torch.cuda.reset_peak_memory_stats()
-    row: Measurement = {"ms, forward and backward": phase.seconds(run, sizes.steps) * 1e3}
-    if phase.on_gpu:
-        row["peak, GiB"] = torch.cuda.max_memory_allocated() / 2**30
-    assert hidden.grad is not None
-    with tf32(False):
-        row |= {"first, s": begun} | _unlike_plain(hidden, weight, labels, losses[0], hidden.grad, sizes.chunk)
-    ours = form.startswith("loss")
-    return row | {"outcome": WRONG if ours and max(row["loss, apart"], row["gradient, rms"]) > HEAD_ROUNDING else "ok"}
-
-
-def _head_form(
-    phase: Phase, form: str, model: HeadwaterForCausalLM, labels: Tensor
-) -> Callable[[Tensor, Tensor], Tensor] | str:
-    """(hidden states, weight) -> loss, in the form of that name; or why it is not there."""
-    sizes = phase.sizes
-
-    def plain(hidden: Tensor, weight: Tensor) -> Tensor:
-        return nn.functional.cross_entropy((hidden @ weight.T).float(), labels)
-
-    if form == "logits":
-        return plain
-    if form == "logits, compiled":
-        return torch.compile(plain, backend=sizes.backend)
-    if form == "loss_chunk":  # as training has it
-        compile_model(model, sizes.backend)
-        targets = labels[None]
-        return lambda hidden, weight: model.losses(hidden[None], None, targets, targets, sizes.chunk, False)[0]
-    if form == "auto_chunker":
-        if not hasattr(inductor, "auto_chunker"):
-            return f"not in PyTorch {torch.__version__}"
-        if sizes.backend != "inductor":
-            return "skipped: not on a GPU"
-        return torch.compile(plain, options={"auto_chunker.enable": True})
-    if form == "F.linear_cross_entropy":
-        options = getattr(nn, "LinearCrossEntropyOptions", None)  # without options it computes all logits
-        if options is None:
-            return f"not in PyTorch {torch.__version__}"
-        linear = nn.functional.linear_cross_entropy
-        return lambda hidden, weight: linear(hidden, weight, labels, options=options())
-    if not phase.on_gpu:
-        return "skipped: not on a GPU"
-    if find_spec("liger_kernel") is None:
-        return "skipped: no liger_kernel"
-    fused = import_module("liger_kernel.transformers").LigerFusedLinearCrossEntropyLoss()
-    return lambda hidden, weight: fused(weight, hidden, labels)
-
-
-def _unlike_plain(
-    hidden: Tensor, weight: Tensor, labels: Tensor, loss: Tensor, gradient: Tensor, size: int
-) -> Measurement:
-    """How far a loss, and its gradient of the first hidden states, are from the plain form's, in fp32, by parts."""
-    wide = weight.detach().float()
-
-    def summed(part: slice) -> Tensor:
-        return nn.functional.cross_entropy(hidden[part].float() @ wide.T, labels[part], reduction="sum") / len(labels)
-
-    with torch.no_grad():
-        whole = sum(float(summed(slice(at, at + size))) for at in range(0, len(labels), size))
-    (wanted,) = torch.autograd.grad(summed(slice(0, size)), hidden)
-    wanted, found = wanted[:size].double(), gradient[:size].double()
-    apart = float((found - wanted).square().mean().sqrt() / wanted.square().mean().sqrt())
-    return {"loss, apart": abs(float(loss) - whole) / whole, "gradient, rms": apart}
 
 
 def packing(phase: Phase) -> None:
@@ -938,45 +784,6 @@ def _unlike_mask(phase: Phase, model: HeadwaterForCausalLM, ids: Tensor) -> Meas
     return {"from the mask, rms": apart, "outcome": "ok" if apart < 2e-2 else WRONG}
 
 
-def kernels(phase: Phase) -> None:
-    """Our kernels against what the compiler makes of the plain forms, and which of the two training will run here."""
-    sizes = phase.sizes
-
-    def measure(trial: KernelTrial) -> Measurement:
-        where, name = place(phase.device), trial.operation[0]
-        if not available(name, phase.device.type):
-            return {"outcome": "skipped: triton does not run here" if triton_version() else "skipped: no triton"}
-        found = {str(dtype): trial.difference(dtype, phase.device) for dtype in ROUNDING}
-        fine = all(found[str(dtype)] < most for dtype, most in ROUNDING.items())
-        row: Measurement = {f"difference, {dtype.removeprefix('torch.')}": apart for dtype, apart in found.items()}
-        if not fine:
-            record(where, trial.operation, {})
-            return row | {"outcome": WRONG}
-        steps = trial.steps(phase.device, sizes.backend)
-        seconds: dict[str, float] = {}
-        for step in steps.values():
-            for _ in range(sizes.warm):
-                step()
-        for _ in range(3):
-            for form, step in steps.items():
-                seconds[form] = min(seconds.get(form, math.inf), phase.seconds(step, sizes.steps))
-        if phase.on_gpu:
-            record(where, trial.operation, seconds)
-        times = {f"ms, {form}": second * 1e3 for form, second in seconds.items()}
-        return row | times | {"ratio": seconds[OURS] / seconds[PLAIN], "runs": Timed(seconds).best, "outcome": "ok"}
-
-    for norm, packed in product((False, True), (False, True)):
-        about = "norm, shift, RoPE" if norm else "shift, RoPE"
-        trial = keys_trial(norm, packed, sizes.keys)
-        phase.attempt(partial(measure, trial), keys=about, rows="packed" if packed else "whole")
-    middle = sizes.pairs[len(sizes.pairs) // 2]
-    trials = [("l2_norm_gelu", "none", pairs) for pairs in sizes.pairs] + [("l2_norm_gelu", "tanh", middle)]
-    trials += [(score, "none", middle) for score in ("l1_norm_gelu", "gelu_l2_norm", "gelu_l1_norm")]
-    for score, form, pairs in trials:
-        trial = score_trial(pairs, sizes.scores, score, form)
-        phase.attempt(partial(measure, trial), score=score, approximate=form, pairs=pairs)
-
-
 def mechanisms(phase: Phase) -> None:
     """A training step with each mechanism over one without it, in turn; those with a target first, and the preset's."""
     layers, width, rows = phase.sizes.mechanisms
@@ -1018,16 +825,14 @@ def mechanisms(phase: Phase) -> None:
 def decoding(phase: Phase) -> None:
     """Time a generated token with a static cache, which a GPU replays as a graph, as a share of the bandwidth.
 
-    The step is recorded as it is, compiled, and compiled with attention as two matmuls, which the compiler joins with
-    what is around them.
+    The step is recorded as it is, and compiled.
     """
     sizes = phase.sizes
     given = bandwidth(phase)
 
-    def measure(layers: int, width: int, rows: int, compiled: bool, attention: str) -> Measurement:
+    def measure(layers: int, width: int, rows: int, compiled: bool) -> Measurement:
         config = _config(phase, layers, width, sizes.prompt + sizes.tokens)
         model = quickly(config, phase.device, torch.bfloat16).eval()
-        model.set_attn_implementation(attention)
         decoder, ids = Decoder(model, compiled, sizes.backend), phase.draw(rows, sizes.prompt)
         times: list[float] = []  # when the tokens of each step were on the host
 
@@ -1052,15 +857,13 @@ def decoding(phase: Phase) -> None:
 
     # The target's row first. Compilation takes a minute, so the steps that need none come next.
     shapes = list(product(sizes.batches, sizes.decoding))
-    plain = [(shape, False, "sdpa") for shape in shapes]
-    first, *others = [(shape, True, attention) for shape in shapes for attention in ("sdpa", MATMUL)]
-    for (rows, name), compiled, attention in (first, *plain, *others):
+    first, *others = [(shape, True) for shape in shapes]
+    for (rows, name), compiled in (first, *((shape, False) for shape in shapes), *others):
         phase.attempt(
-            partial(measure, *sizes.decoding[name], rows, compiled, attention),
+            partial(measure, *sizes.decoding[name], rows, compiled),
             model=name,
             batch=rows,
             step="compiled" if compiled else "as it is",
-            attention=attention,
         )
 
 
@@ -1068,7 +871,6 @@ PHASES: dict[str, Callable[[Phase], None]] = {
     "environment": environment,
     "correctness": correctness,
     "training": training,
-    "kernels": kernels,
     "mechanisms": mechanisms,
     "decoding": decoding,
     "packing": packing,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from headwater.hardware import seconds
@@ -41,3 +41,11 @@ def interleave(a: Callable[[], None], b: Callable[[], None], pairs: int, warmup:
         for run in (a, b) if pair % 2 == 0 else (b, a):
             times[run].append(seconds(run))
     return PairedTimes(times[a], times[b])
+
+
+def take_turns(names: Iterable[str], turns: int) -> Iterator[tuple[str, bool]]:
+    """(name, whether its run counts): every name once a turn, in alternating order. The first turn warms up."""
+    order = list(names)
+    for turn in range(turns + 1):
+        for name in order if turn % 2 else reversed(order):
+            yield name, turn > 0

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 from headwater import cost
 from headwater.bench.decoding import VANILLA, shape_of
-from headwater.bench.paired import PairedTimes
+from headwater.bench.paired import PairedTimes, take_turns
 from headwater.config import HeadwaterConfig
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.planning import output_only_from
@@ -57,11 +57,10 @@ def bench_prefill(
     models = {name: HeadwaterForCausalLM(config).to(device, dtype).eval() for name, config in configs.items()}
     ids = torch.randint(vocabulary, (batch_size, context), generator=torch.Generator().manual_seed(0)).to(device)
     seconds: dict[str, list[float]] = {name: [] for name in models}
-    for turn in range(turns + 1):  # the first warms up and is not counted
-        for name in list(models) if turn % 2 else reversed(models):
-            second = read_timed(models[name], ids)
-            if turn:
-                seconds[name].append(second)
+    for name, counts in take_turns(models, turns):
+        second = read_timed(models[name], ids)
+        if counts:
+            seconds[name].append(second)
     flops = {name: cost.prefill_flops(config, context) for name, config in configs.items()}
     return [
         Prefill(

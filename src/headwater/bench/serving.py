@@ -19,7 +19,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from headwater.bench.decoding import VANILLA, shape_of
-from headwater.bench.paired import PairedTimes
+from headwater.bench.paired import PairedTimes, take_turns
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError
 from headwater.models.causal_lm import HeadwaterForCausalLM
@@ -116,12 +116,11 @@ def bench_serving(
             engines[name] = stack.enter_context(_engine(str(place), settings, name))
             found[name] = Serving(name, _answer(engines[name], name), found.get(VANILLA, found.get(LLAMA)))
         del models, llama, model
-        for turn in range(turns + 1):  # the first warms up and is not counted
-            for name in list(engines) if turn % 2 else reversed(list(engines)):
-                engines[name].send((prompts, tokens))
-                run = _answer(engines[name], name)
-                if turn:
-                    found[name].runs.append(run)
+        for name, counts in take_turns(engines, turns):
+            engines[name].send((prompts, tokens))
+            run = _answer(engines[name], name)
+            if counts:
+                found[name].runs.append(run)
     return list(found.values())
 
 

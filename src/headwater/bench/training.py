@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,146 +13,64 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from headwater.bench.decoding import shape_of
 from headwater.bench.paired import PairedTimes, interleave
 from headwater.config import HeadwaterConfig
-from headwater.kernels.activation import activated
 from headwater.kernels.scratch import keep_freed_memory
-from headwater.mechanisms.base import BenchForm, Mechanism
+from headwater.mechanisms.base import Mechanism
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.image_classification import HeadwaterForImageClassification
 from headwater.nn.masking import cu_seq_lens, takes_documents
-from headwater.nn.norm import RMSNorm
-from headwater.registry import MECHANISMS
 from headwater.retrofit import to_transformers
 from headwater.vision_config import HeadwaterVisionConfig
 
-Base = Literal["llama", "gpt2"]
 CLASSES = 1000
 
 
-def training_step(
-    model: PreTrainedModel, ids: Tensor, autocast: bool, given: dict[str, Any] | None = None
-) -> Callable[[], None]:
-    """One whole step on `ids` [B, T]: forward, loss, backward, clipping, fused AdamW.
+class ModelPair(NamedTuple):
+    """Two models whose training steps are compared, and the inputs of each, with labels."""
 
-    given: further inputs. Of images, ids are pixels [B, C, H, W], and given has the labels.
-    """
-    inputs = {"labels": ids, "use_cache": False, **(given or {})} if not ids.is_floating_point() else given or {}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=ids.device.type in ("cpu", "cuda"))
-    model.train()
-    if ids.device.type == "cpu":
-        keep_freed_memory()  # as training does
-
-    def step() -> None:
-        with torch.autocast(ids.device.type, dtype=torch.bfloat16, enabled=autocast):
-            loss = model(ids, **inputs).loss
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if ids.device.type == "cuda":
-            torch.cuda.synchronize()
-
-    return step
+    models: tuple[PreTrainedModel, PreTrainedModel]
+    inputs: tuple[dict[str, Any], dict[str, Any]]
 
 
-def bench_train(
-    precision: str = "32-true",
+def text_pair(
+    base: Literal["llama", "gpt2"],
     *,
-    base: Base = "llama",
     layers: int = 8,
     width: int = 256,
     context: int = 256,
     batch_size: int = 8,
     vocabulary: int = 512,
-    pairs: int = 30,
-    device: str = "cpu",
     attention: str = "sdpa",
     documents: int | None = None,
-) -> PairedTimes:
-    """A training step of headwater without mechanisms against the same shape in transformers.
+) -> ModelPair:
+    """headwater without mechanisms, and transformers' model of the same shape, on the same tokens.
 
-    precision: "32-true", "bf16-true" (weights in bf16) or "bf16-mixed" (fp32 weights under autocast).
-    attention: ours; theirs is sdpa.
+    Against Llama both start from the same weights. attention: headwater's; transformers' model has sdpa.
     documents: rows are packed, with documents of this many tokens on average. Attention varlen is then told where they
-        begin; under the others, theirs too, they are a mask.
-    Both see the same tokens and, against Llama, start from the same weights.
+        begin; under the others, and in transformers' model, they are a mask.
     """
     torch.manual_seed(0)
-    models = bases(base, layers=layers, width=width, context=context, vocabulary=vocabulary)
-    models[0].set_attn_implementation(attention)
-    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
-    ids = torch.randint(vocabulary, (batch_size, context)).to(device)
-    packed: list[dict[str, Tensor]] = [{}, {}]
+    ours, theirs = bases(base, layers=layers, width=width, context=context, vocabulary=vocabulary)
+    ours.set_attn_implementation(attention)
+    inputs = tuple(_tokens(batch_size, context, vocabulary) for _ in range(2))
     if documents is not None:
         positions = packed_positions(batch_size, context, documents)
-        packed = [{"position_ids": positions.to(device)} for _ in models]
+        for each in inputs:
+            each["position_ids"] = positions
         if takes_documents(attention) and (borders := cu_seq_lens(positions)) is not None:
-            packed[0]["cu_seq_lens_q"] = borders.to(device)
-    steps = [
-        training_step(m.to(device, dtype), ids, precision == "bf16-mixed", given)
-        for m, given in zip(models, packed, strict=True)
-    ]
-    return interleave(steps[0], steps[1], pairs)
+            inputs[0]["cu_seq_lens_q"] = borders
+    return ModelPair((ours, theirs), (inputs[0], inputs[1]))
 
 
-def bench_train_images(
-    precision: str = "32-true",
+def image_pair(
     *,
     layers: int = 8,
     width: int = 256,
-    image_size: int = 224,
-    patch_size: int = 16,
-    batch_size: int = 8,
-    pairs: int = 30,
-    device: str = "cpu",
-    attention: str = "sdpa",
-) -> PairedTimes:
-    """As `bench_train`, of an image classifier against transformers' ViT with the same weights on the same images."""
-    models = image_models(layers=layers, width=width, image_size=image_size, patch_size=patch_size)
-    models[0].set_attn_implementation(attention)
-    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
-    pixels, labels = sample_images(batch_size, image_size)
-    pixels, given = pixels.to(device, dtype), {"labels": labels.to(device)}
-    steps = [training_step(m.to(device, dtype), pixels, precision == "bf16-mixed", given) for m in models]
-    return interleave(steps[0], steps[1], pairs)
-
-
-def train_memory_images(
-    precision: str,
-    *,
-    layers: int = 8,
-    width: int = 256,
-    image_size: int = 224,
-    patch_size: int = 16,
     batch_size: int = 8,
     attention: str = "sdpa",
-) -> tuple[int, int]:
-    """As `train_memory`, of an image classifier and transformers' ViT."""
-    models = image_models(layers=layers, width=width, image_size=image_size, patch_size=patch_size)
-    models[0].set_attn_implementation(attention)
-    pixels, labels = sample_images(batch_size, image_size)
-    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
-    kept = []
-    for model in models:
-        model.to(dtype).train()
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16-mixed"):
-            kept.append(saved_bytes(partial(_loss, model, pixels.to(dtype), labels), model.parameters()))
-    return kept[0], kept[1]
-
-
-def _loss(model: Any, pixels: Tensor, labels: Tensor) -> Tensor:
-    return model(pixels, labels=labels).loss
-
-
-def sample_images(count: int, size: int) -> tuple[Tensor, Tensor]:
-    """Noise [count, 3, size, size] and labels [count]."""
-    draw = torch.Generator().manual_seed(0)
-    return torch.randn(count, 3, size, size, generator=draw), torch.randint(CLASSES, (count,), generator=draw)
-
-
-def image_models(
-    *, layers: int, width: int, image_size: int, patch_size: int
-) -> tuple[HeadwaterForImageClassification, PreTrainedModel]:
-    """An image classifier without mechanisms, and transformers' ViT with its weights."""
+    image_size: int = 224,
+    patch_size: int = 16,
+) -> ModelPair:
+    """An image classifier without mechanisms and transformers' ViT, with the same weights on the same images."""
     config = HeadwaterVisionConfig(
         image_size=image_size,
         patch_size=patch_size,
@@ -162,7 +80,103 @@ def image_models(
         num_labels=CLASSES,
     )
     ours = HeadwaterForImageClassification(config)
-    return ours, to_transformers(ours, "vit")
+    theirs = to_transformers(ours, "vit")
+    ours.set_attn_implementation(attention)
+    draw = torch.Generator().manual_seed(0)
+    pixels = torch.randn(batch_size, 3, image_size, image_size, generator=draw)
+    inputs = {"pixel_values": pixels, "labels": torch.randint(CLASSES, (batch_size,), generator=draw)}
+    return ModelPair((ours, theirs), (inputs, inputs))
+
+
+def mechanism_pair(
+    mechanisms: dict[str, dict],
+    *,
+    layers: int = 8,
+    width: int = 256,
+    context: int = 256,
+    batch_size: int = 8,
+    vocabulary: int = 512,
+) -> ModelPair:
+    """A model with `mechanisms` and the one that it is compared with (`twins`), on the same tokens."""
+    inputs = _tokens(batch_size, context, vocabulary)
+    return ModelPair(
+        twins(mechanisms, layers=layers, width=width, context=context, vocabulary=vocabulary), (inputs, inputs)
+    )
+
+
+def _tokens(rows: int, context: int, vocabulary: int) -> dict[str, Any]:
+    ids = torch.randint(vocabulary, (rows, context), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "labels": ids, "use_cache": False}
+
+
+def time_pair(pair: ModelPair, precision: str, pairs: int, device: str = "cpu") -> PairedTimes:
+    """Time whole training steps of the two models in turn.
+
+    precision: "32-true", "bf16-true" (weights in bf16) or "bf16-mixed" (fp32 weights under autocast).
+    """
+    if device == "cpu":
+        keep_freed_memory()  # as training does
+
+    autocast = precision == "bf16-mixed"
+    first, second = (training_step(model, loss, autocast) for model, loss in _passes(pair, precision, device))
+
+    def waiting(step: Callable[[], None]) -> Callable[[], None]:
+        def step_and_wait() -> None:
+            step()
+            if torch.device(device).type == "cuda":
+                torch.cuda.synchronize()
+
+        return step_and_wait
+
+    return interleave(waiting(first), waiting(second), pairs)
+
+
+def stored_by_pair(pair: ModelPair, precision: str) -> tuple[int, int]:
+    """Bytes that autograd stores in a forward pass with its loss, by each model on a CPU.
+
+    The parameters are not counted; under autocast their casts to bf16 are.
+    """
+    sizes = []
+    for model, loss in _passes(pair, precision, "cpu"):
+        model.train()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16-mixed"):
+            sizes.append(saved_bytes(loss, model.parameters()))
+    return sizes[0], sizes[1]
+
+
+def _passes(pair: ModelPair, precision: str, device: str) -> list[tuple[PreTrainedModel, Callable[[], Tensor]]]:
+    """Each model of a pair on the device, and its forward pass to the loss."""
+    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    passes: list[tuple[PreTrainedModel, Callable[[], Tensor]]] = []
+    for model, inputs in zip(pair.models, pair.inputs, strict=True):
+        model.to(device, dtype)
+        moved = {
+            name: value.to(device, dtype if value.is_floating_point() else None) if isinstance(value, Tensor) else value
+            for name, value in inputs.items()
+        }
+        passes.append((model, partial(_loss, model, moved)))
+    return passes
+
+
+def _loss(model: Any, inputs: dict[str, Any]) -> Tensor:
+    return model(**inputs).loss
+
+
+def training_step(model: PreTrainedModel, loss: Callable[[], Tensor], autocast: bool) -> Callable[[], None]:
+    """One whole step, which does not wait for the device: forward, loss, backward, clipping, fused AdamW."""
+    kind = model.device.type
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=kind in ("cpu", "cuda"))
+    model.train()
+
+    def step() -> None:
+        with torch.autocast(kind, dtype=torch.bfloat16, enabled=autocast):
+            value = loss()
+        value.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
 
 
 def packed_positions(rows: int, context: int, documents: int) -> Tensor:
@@ -173,10 +187,9 @@ def packed_positions(rows: int, context: int, documents: int) -> Tensor:
 
 
 def bases(
-    base: Base, *, layers: int, width: int, context: int, vocabulary: int
+    base: Literal["llama", "gpt2"], *, layers: int, width: int, context: int, vocabulary: int
 ) -> tuple[PreTrainedModel, PreTrainedModel]:
     """A headwater model without mechanisms and transformers' LlamaForCausalLM or GPT2LMHeadModel (no dropout)."""
-    heads = width // 64
     ours: PreTrainedModel
     theirs: PreTrainedModel
     if base == "gpt2":
@@ -186,7 +199,7 @@ def bases(
                 hidden_size=width,
                 intermediate_size=4 * width,
                 num_hidden_layers=layers,
-                num_attention_heads=heads,
+                num_attention_heads=width // 64,
                 max_position_embeddings=context,
             )
         )
@@ -195,7 +208,7 @@ def bases(
                 vocab_size=vocabulary,
                 n_embd=width,
                 n_layer=layers,
-                n_head=heads,
+                n_head=width // 64,
                 n_positions=context,
                 resid_pdrop=0.0,
                 embd_pdrop=0.0,
@@ -212,62 +225,13 @@ def bases(
     return ours, theirs
 
 
-def train_memory(
-    precision: str,
-    *,
-    base: Base = "llama",
-    layers: int = 8,
-    width: int = 256,
-    context: int = 256,
-    batch_size: int = 8,
-    vocabulary: int = 512,
-    attention: str = "sdpa",
-) -> tuple[int, int]:
-    """Bytes that autograd stores in a forward pass with its loss: headwater's, and the same shape in transformers.
-
-    The parameters are not counted; under autocast their casts to bf16 are.
-    """
-    models = bases(base, layers=layers, width=width, context=context, vocabulary=vocabulary)
-    models[0].set_attn_implementation(attention)
-    kept = [kept_bytes(model, precision, batch_size, context) for model in models]
-    return kept[0], kept[1]
-
-
-def kept_bytes(model: PreTrainedModel, precision: str, batch_size: int, context: int) -> int:
-    """Bytes that autograd stores for `batch_size` rows of `context` tokens, without parameters."""
-    ids = torch.zeros(batch_size, context, dtype=torch.long)
-    model.to(torch.bfloat16 if precision == "bf16-true" else torch.float32).train()
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16-mixed"):
-        return saved_bytes(lambda: model(ids, labels=ids, use_cache=False).loss, model.parameters())
-
-
-def bench_mechanism(
-    mechanisms: dict[str, dict],
-    precision: str = "32-true",
-    *,
-    layers: int = 8,
-    width: int = 256,
-    context: int = 256,
-    batch_size: int = 8,
-    vocabulary: int = 512,
-    pairs: int = 30,
-    device: str = "cpu",
-) -> PairedTimes:
-    """A training step of a model with `mechanisms` against the same model without.
-
-    If a mechanism replaces linear layers, the other model has its `twin` instead, with the same matmuls.
-    """
-    ours, twin = twins(mechanisms, layers=layers, width=width, context=context, vocabulary=vocabulary)
-    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
-    ids = torch.randint(vocabulary, (batch_size, context), generator=torch.Generator().manual_seed(0)).to(device)
-    steps = [training_step(m.to(device, dtype), ids, precision == "bf16-mixed") for m in (ours, twin)]
-    return interleave(steps[0], steps[1], pairs)
-
-
 def twins(
     mechanisms: dict[str, dict], *, layers: int, width: int, context: int, vocabulary: int
 ) -> tuple[HeadwaterForCausalLM, HeadwaterForCausalLM]:
-    """A model with `mechanisms` and the one it is compared with."""
+    """A model with `mechanisms` and the one it is compared with, without them.
+
+    If a mechanism replaces linear layers, the other model has its `twin` instead, with the same matmuls.
+    """
 
     def model(mechanisms: dict[str, dict]) -> HeadwaterForCausalLM:
         config = HeadwaterConfig(
@@ -294,84 +258,16 @@ def _twin(module: nn.Module) -> nn.Module | None:
     return module.twin() if isinstance(module, Mechanism) else None
 
 
-def saved_bytes(run: Callable[[], Tensor], given: Iterable[Tensor] = ()) -> int:
-    """Bytes that autograd stores while `run` computes its result, each storage once, without `given`."""
-    known = {tensor.untyped_storage().data_ptr() for tensor in given}
+def saved_bytes(run: Callable[[], Tensor], excluded: Iterable[Tensor] = ()) -> int:
+    """Bytes that autograd stores while `run` computes its result, each storage once, without those of `excluded`."""
+    known = {tensor.untyped_storage().data_ptr() for tensor in excluded}
     # The tensors are kept, so that no address is used twice.
-    kept: dict[int, Tensor] = {}
+    stored: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        kept.setdefault(tensor.untyped_storage().data_ptr(), tensor.detach())
+        stored.setdefault(tensor.untyped_storage().data_ptr(), tensor.detach())
         return tensor.detach()  # a graph that holds tensors of its own is never freed
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         run()
-    return sum(tensor.untyped_storage().nbytes() for address, tensor in kept.items() if address not in known)
-
-
-def step_memory(
-    mechanisms: dict[str, dict],
-    precision: str,
-    *,
-    layers: int = 8,
-    width: int = 256,
-    context: int = 256,
-    batch_size: int = 8,
-    vocabulary: int = 512,
-) -> tuple[int, int]:
-    """Bytes that autograd stores in a forward pass with its loss: with `mechanisms`, and in its counterpart.
-
-    The parameters are not counted; under autocast their casts to bf16 are.
-    """
-    models = twins(mechanisms, layers=layers, width=width, context=context, vocabulary=vocabulary)
-    kept = [kept_bytes(model, precision, batch_size, context) for model in models]
-    return kept[0], kept[1]
-
-
-def form_memory(
-    precision: str, *, batch_size: int = 8, context: int = 256, heads: int = 4
-) -> dict[str, tuple[int, int]]:
-    """For each mechanism with a custom training operation, by label: bytes it stores, and those of the plain form.
-
-    Heads are 64 wide. The input and the parameters are not counted.
-    """
-    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
-    x = torch.randn(batch_size, context, 64 * heads, dtype=dtype, requires_grad=True)
-    kept = {}
-    for form in mechanism_forms(heads, dtype):
-        known = [x, *form.module.parameters()]
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16-mixed"):
-            one, other = (saved_bytes(partial(run, x), known) for run in (form.ours, form.plain))
-        kept[form.label] = one, other
-    return kept
-
-
-def mechanism_forms(heads: int, dtype: torch.dtype) -> list[BenchForm]:
-    """The custom operations of the mechanisms."""
-    found = (MECHANISMS.resolve(name).bench_form(heads, dtype) for name in MECHANISMS.names)
-    return [form for form in found if form is not None]
-
-
-def bench_forms(
-    precision: str, *, batch_size: int = 8, context: int = 256, heads: int = 4, pairs: int = 30
-) -> dict[str, PairedTimes]:
-    """Forward and backward of training's custom operations, against the plain form.
-
-    precision: "32-true" or "bf16-true". Heads are 64 wide.
-    """
-    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
-    width = 64 * heads
-    norm, act = RMSNorm(width, 1e-6).to(dtype), nn.SiLU()
-    gate, up, down = (nn.Linear(*sizes, dtype=dtype) for sizes in ((width, 3 * width),) * 2 + ((3 * width, width),))
-
-    forms: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
-        **{form.label: (form.ours, form.plain) for form in mechanism_forms(heads, dtype)},
-        "RMSNorm": (norm, lambda x: nn.functional.rms_norm(x, (width,), norm.weight, norm.eps)),
-        "feed-forward": (lambda x: activated(act, gate(x), up(x), down), lambda x: down(act(gate(x)) * up(x))),
-    }
-    x = torch.randn(batch_size, context, width, dtype=dtype, requires_grad=True)
-
-    def step(form: Callable[[Tensor], Tensor]) -> Callable[[], None]:
-        return lambda: form(x).sum().backward()
-
-    return {name: interleave(step(ours), step(plain), pairs) for name, (ours, plain) in forms.items()}
+    return sum(tensor.untyped_storage().nbytes() for address, tensor in stored.items() if address not in known)

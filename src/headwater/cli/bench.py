@@ -3,346 +3,221 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from headwater.cli.common import Device, Positive, check_writable, device_of, err, out, quiet, recipe_of, tell
-from headwater.errors import HeadwaterError, either, shown
+from headwater.cli.common import (
+    Device,
+    Positive,
+    check_writable,
+    device_of,
+    err,
+    out,
+    quiet,
+    recipe_of,
+    refuse_unread,
+    tell,
+)
+from headwater.errors import HeadwaterError, shown
 from headwater.terminal import Table, counted
 
 if TYPE_CHECKING:
+    from headwater.bench.paired import PairedTimes
+    from headwater.bench.training import ModelPair
     from headwater.compare.resample import Rate
 
 bench = typer.Typer(help="Benchmarks: interleaved pairs, ratios of times.", no_args_is_help=True)
 
-Width = Annotated[int, typer.Option(min=64, help="Width of the model, whose heads have 64 channels.")]
-Precisions = Annotated[
-    list[str] | None, typer.Option(help="32-true, bf16-true or bf16-mixed; repeatable. Default: all three.")
-]
-TruePrecisions = Annotated[list[str] | None, typer.Option(help="32-true or bf16-true; repeatable. Default: both.")]
 Mechanisms = Annotated[
     list[str] | None,
     typer.Argument(help='Names, or JSON as in a config: {"NAME": {"OPTION": …}, …}; default every mechanism.'),
 ]
-Memory = Annotated[bool, typer.Option("--memory", help="Measure bytes stored for the backward pass instead of times.")]
-
-
-def _table(title: str, *columns: str, left: Collection[str] = ("",)) -> Table:
-    """left: the columns that are not aligned to the right."""
-    table = Table(title=title, title_justify="left")
-    for name in columns:
-        table.add_column(name, justify="left" if name in left else "right")
-    return table
+AnyPrecision = Annotated[Literal["32-true", "bf16-true", "bf16-mixed"], typer.Option(help="As in recipes.")]
+TruePrecision = Annotated[Literal["32-true", "bf16-true"], typer.Option(help="As in recipes.")]
+Width = Annotated[int, typer.Option(min=64, help="Width of the model, whose heads have 64 channels.")]
+PairCount = Annotated[int, typer.Option(min=2, help="Timed steps of each model.")]
+Turns = Annotated[int, typer.Option(min=2, help="Runs of each model.")]
+PromptLength = Annotated[int, typer.Option(min=1, help="Prompt tokens.")]
+Memory = Annotated[
+    bool, typer.Option("--memory", help="Measure bytes stored for the backward pass, on the CPU, instead of times.")
+]
 
 
 @bench.command("train")
 def bench_train(
-    precision: Precisions = None,
-    layers: Positive = 8,
-    width: Width = 256,
-    context: Annotated[int | None, typer.Option(min=1, help="Tokens per row. Default: 256.")] = None,
-    batch_size: Positive = 8,
-    vocabulary: Annotated[int | None, typer.Option(min=1, help="Default: 512.")] = None,
-    pairs: Annotated[int, typer.Option(min=2)] = 30,
-    device: Device = "auto",
-    vision: Annotated[
-        bool, typer.Option("--vision", help="An image classifier against transformers' ViTForImageClassification.")
-    ] = False,
-    image_size: Annotated[int | None, typer.Option(min=1, help="With --vision: pixels. Default: 224.")] = None,
-    patch_size: Annotated[int | None, typer.Option(min=1, help="With --vision: pixels. Default: 16.")] = None,
     base: Annotated[
-        Literal["llama", "gpt2"], typer.Option(help="Shape to compare with: LlamaForCausalLM, or GPT2LMHeadModel.")
+        Literal["llama", "gpt2", "vit"],
+        typer.Option(help="Model to compare with: LlamaForCausalLM, GPT2LMHeadModel or ViTForImageClassification."),
     ] = "llama",
-    memory: Memory = False,
     attention: Annotated[
-        list[str] | None,
-        typer.Option(help="headwater's attn_implementation: sdpa, eager, matmul or varlen; repeatable. Default: sdpa."),
-    ] = None,
+        str, typer.Option(help="headwater's attn_implementation: sdpa, eager, matmul or varlen.")
+    ] = "sdpa",
     documents: Annotated[
         int | None, typer.Option(min=1, help="Pack rows with documents of about this many tokens. Default: one each.")
     ] = None,
+    precision: AnyPrecision = "32-true",
+    layers: Positive = 8,
+    width: Width = 256,
+    context: Annotated[int | None, typer.Option(min=1, help="Tokens per row.", show_default="256")] = None,
+    batch_size: Positive = 8,
+    vocabulary: Annotated[int | None, typer.Option(min=1, show_default="512")] = None,
+    pairs: PairCount = 30,
+    memory: Memory = False,
+    device: Device = "auto",
 ) -> None:
     """Time a training step without mechanisms against transformers' model of the same shape."""
-    from headwater.bench import training
+    from headwater.bench.training import image_pair, text_pair
 
-    quiet()
-    of_text = {"--context": context, "--vocabulary": vocabulary, "--documents": documents}
-    of_images = {"--image-size": image_size, "--patch-size": patch_size}
-    for option, given in (of_text if vision else of_images).items():
-        if given is not None:
-            what, instead = ("text", "with") if vision else ("images", "without")
-            raise HeadwaterError(f"{option} applies only to {what}; leave it out {instead} --vision.")
-    if memory and device not in ("auto", "cpu"):
-        raise HeadwaterError("--memory is measured on the CPU only; leave out --device.")
-    if memory and documents is not None:
-        raise HeadwaterError("--memory is measured with one document a row; leave out --documents.")
-    device = "cpu" if memory else device_of(device)
-    shape = dict(layers=layers, width=width, batch_size=batch_size)
-    measure: Any
-    stored: Any
-    if vision:
-        size, patch = image_size or 224, patch_size or 16
-        shape |= dict(image_size=size, patch_size=patch)
-        measure, stored = training.bench_train_images, training.train_memory_images
-        theirs, rows = "ViT", f"images of {size} x {size} in patches of {patch} x {patch}"
+    text_options: dict[str, object] = {"--context": context, "--vocabulary": vocabulary, "--documents": documents}
+    refuse_unread(text_options, base != "vit", "--base llama or --base gpt2")
+    shape: dict[str, Any] = dict(layers=layers, width=width, batch_size=batch_size)
+    if base == "vit":
+        pair = image_pair(**shape, attention=attention)
     else:
-        context, vocabulary = context or 256, vocabulary or 512
-        shape |= dict(context=context, vocabulary=vocabulary)
-        measure = partial(training.bench_train, base=base, documents=documents)
-        stored = partial(training.train_memory, base=base)
-        theirs, rows = {"llama": "Llama", "gpt2": "GPT-2"}[base], f"context {context}"
-    unit, ratio = ("MB kept", ["ratio"]) if memory else ("s", ["ratio, median", "quartiles"])
-    table = _table(
-        f"{layers} layers, width {width}, {rows}, batch {batch_size}"
-        + ("" if documents is None else f", documents of about {documents} tokens")
-        + (f", vocabulary {vocabulary}" if memory and not vision else "")
-        + ("" if memory else f", {pairs} pairs; {_cpu() if device == 'cpu' else device}"),
-        *("precision", "attention", f"headwater, {unit}", f"{theirs}, {unit}", *ratio),
-    )
-    for kind in _precisions(precision):
-        for ours in attention or ("sdpa",):
-            if memory:
-                kept, other = stored(kind, attention=ours, **shape)
-                table.add_row(kind, ours, f"{kept / 1e6:.1f}", f"{other / 1e6:.1f}", f"{kept / other:.3f}")
-                continue
-            paired = measure(kind, pairs=pairs, device=device, attention=ours, **shape)
-            low, high = paired.quartiles
-            a, b = sorted(paired.a)[pairs // 2], sorted(paired.b)[pairs // 2]
-            table.add_row(kind, ours, f"{a:.3f}", f"{b:.3f}", f"{paired.ratio:.3f}", f"{low:.3f} – {high:.3f}")
-    out.print(table)
+        shape |= dict(context=context or 256, vocabulary=vocabulary or 512)
+        pair = text_pair(base, **shape, attention=attention, documents=documents)
+    shape |= dict(attention=attention) | ({} if documents is None else dict(documents=documents))
+    names = {"llama": "Llama", "gpt2": "GPT-2", "vit": "ViT"}
+    _print_steps({"headwater": pair}, names[base], shape, precision, pairs, memory, device)
 
 
 @bench.command("mechanisms")
 def bench_mechanisms(
     mechanism: Mechanisms = None,
-    precision: Precisions = None,
+    precision: AnyPrecision = "32-true",
     layers: Positive = 8,
     width: Width = 256,
     context: Positive = 256,
     batch_size: Positive = 8,
     vocabulary: Positive = 512,
-    pairs: Annotated[int, typer.Option(min=2)] = 30,
-    device: Device = "auto",
+    pairs: PairCount = 30,
     memory: Memory = False,
+    device: Device = "auto",
 ) -> None:
     """Time a training step with each mechanism against the same model without it."""
-    from headwater import bench as benchmarks
-    from headwater.registry import MECHANISMS
+    from headwater.bench.training import mechanism_pair
+
+    shape = dict(layers=layers, width=width, context=context, batch_size=batch_size, vocabulary=vocabulary)
+    compared = {label: mechanism_pair(given, **shape) for label, given in _mechanisms(mechanism).items()}
+    _print_steps(compared, "without", shape, precision, pairs, memory, device)
+
+
+def _print_steps(
+    compared: dict[str, ModelPair],
+    other: str,
+    shape: dict[str, Any],
+    precision: str,
+    pairs: int,
+    memory: bool,
+    device: str,
+) -> None:
+    """Print a table of training steps, a row for each pair of models. other: the name of the second model of each."""
+    from headwater.bench.training import stored_by_pair, time_pair
 
     quiet()
     if memory and device not in ("auto", "cpu"):
         raise HeadwaterError("--memory is measured on the CPU, and is the same elsewhere; leave out --device.")
-    chosen = _mechanisms(mechanism or MECHANISMS.names)
-    device = "cpu" if memory else device_of(device)
-    shape = dict(layers=layers, width=width, context=context, batch_size=batch_size, vocabulary=vocabulary)
-    unit, ratio = ("MB kept", ["ratio"]) if memory else ("s", ["ratio, median", "quartiles"])
-    table = _table(
-        f"{layers} layers, width {width}, context {context}, batch {batch_size}"
-        + ("" if memory else f", {pairs} pairs; {_cpu() if device == 'cpu' else device}"),
-        *("mechanism", "precision", f"with, {unit}", f"without, {unit}", *ratio),
-        left=["mechanism"],
-    )
-    for kind in _precisions(precision):
-        for label, mechanisms in chosen.items():
-            if memory:
-                ours, other = benchmarks.step_memory(mechanisms, kind, **shape)
-                table.add_row(label, kind, f"{ours / 1e6:.1f}", f"{other / 1e6:.1f}", f"{ours / other:.3f}")
-                continue
-            paired = benchmarks.bench_mechanism(mechanisms, kind, pairs=pairs, device=device, **shape)
-            low, high = paired.quartiles
+    shape = shape | dict(precision=precision)
+    if memory:
+        table = _table(_about(shape), "", "MB kept", f"{other}, MB kept", "ratio")
+        for label, pair in compared.items():
+            first, second = stored_by_pair(pair, precision)
+            table.add_row(label, f"{first / 1e6:.1f}", f"{second / 1e6:.1f}", f"{first / second:.3f}")
+    else:
+        device = device_of(device)
+        table = _table(_about(shape | dict(pairs=pairs), device), "", "s", f"{other}, s", "ratio, median", "quartiles")
+        for label, pair in compared.items():
+            paired = time_pair(pair, precision, pairs, device)
             seconds = [f"{sorted(times)[pairs // 2]:.3f}" for times in (paired.a, paired.b)]
-            table.add_row(label, kind, *seconds, f"{paired.ratio:.3f}", f"{low:.3f} – {high:.3f}")
-        if memory:
-            found = benchmarks.form_memory(kind, batch_size=batch_size, context=context, heads=width // 64)
-            for label, (ours, other) in found.items():
-                told = f"one {label} against its plain form"
-                table.add_row(told, kind, f"{ours / 1e6:.1f}", f"{other / 1e6:.1f}", f"{ours / other:.3f}")
-    out.print(table)
-
-
-@bench.command("forms")
-def bench_forms(
-    precision: TruePrecisions = None,
-    context: Positive = 256,
-    batch_size: Positive = 8,
-    heads: Annotated[int, typer.Option(min=1, help="Number of heads, of width 64.")] = 4,
-    pairs: Annotated[int, typer.Option(min=2)] = 30,
-) -> None:
-    """Time training's custom CPU operations, forward and backward, against plain PyTorch."""
-    from headwater import bench as benchmarks
-
-    quiet()
-    title = f"width {64 * heads}, context {context}, batch {batch_size}, {pairs} pairs; {_cpu()}"
-    names = ("form", "precision", "ours, ms", "plain, ms", "ratio, median", "quartiles")
-    table = _table(title, *names, left=["form"])
-    for kind in _precisions(precision, ["32-true", "bf16-true"]):
-        found = benchmarks.bench_forms(kind, context=context, batch_size=batch_size, heads=heads, pairs=pairs)
-        for form, paired in found.items():
-            low, high = paired.quartiles
-            times = [f"{sorted(times)[pairs // 2] * 1e3:.2f}" for times in (paired.a, paired.b)]
-            table.add_row(form, kind, *times, f"{paired.ratio:.3f}", f"{low:.3f} – {high:.3f}")
+            table.add_row(label, *seconds, *_ratio(paired))
     out.print(table)
 
 
 @bench.command("decode")
 def bench_decode(
     mechanism: Mechanisms = None,
-    precision: TruePrecisions = None,
-    batch: Annotated[
-        list[int] | None, typer.Option(min=1, help="Rows per batch; repeatable. Default: 1 and 8.")
-    ] = None,
-    context: Annotated[
-        list[int] | None, typer.Option(min=1, help="Prompt tokens; repeatable. Default: 128 and 2048.")
-    ] = None,
+    precision: TruePrecision = "32-true",
+    batch_size: Positive = 1,
+    context: PromptLength = 512,
     tokens: Annotated[int, typer.Option(min=3, help="Tokens to generate.")] = 48,
-    turns: Annotated[int, typer.Option(min=2, help="Number of runs of each model.")] = 7,
+    turns: Turns = 7,
     layers: Positive = 12,
     width: Width = 768,
     vocabulary: Positive = 50304,
-    static: Annotated[bool, typer.Option("--static", help="Use static caches; on a GPU, compile for them.")] = False,
     device: Device = "auto",
 ) -> None:
     """Measure time per generated token: transformers' Llama, headwater without mechanisms, and with each."""
-    import torch
-
-    from headwater import bench as benchmarks
+    from headwater.bench.decoding import AGAIN, LLAMA, VANILLA
+    from headwater.bench.decoding import bench_decode as measure
     from headwater.hardware import read_bandwidth
-    from headwater.registry import MECHANISMS
 
     quiet()
-    device = device_of(device)
-    kinds = {"32-true": torch.float32, "bf16-true": torch.bfloat16}
-    precisions = _precisions(precision, list(kinds))
-    chosen = _mechanisms(mechanism or MECHANISMS.names)
+    chosen, device = _mechanisms(mechanism), device_of(device)
     bandwidth = read_bandwidth(device)
-    shape = f"{layers} layers, width {width}, {tokens} tokens, {turns} turns; {_cpu() if device == 'cpu' else device}"
-    table = _table(
-        f"{shape}; memory read at {bandwidth / 1e9:.1f} GB/s",
-        *("precision", "batch", "context", "model", "ms/token", "ratio", "quartiles", "cache", "bandwidth"),
-        left=["precision", "model"],
-    )
-    for kind in precisions:
-        for rows in batch or [1, 8]:
-            for length in context or [128, 2048]:
-                found = benchmarks.bench_decode(
-                    chosen,
-                    dtype=kinds[kind],
-                    batch_size=rows,
-                    context=length,
-                    tokens=tokens,
-                    turns=turns,
-                    layers=layers,
-                    width=width,
-                    vocabulary=vocabulary,
-                    static=static,
-                    device=device,
-                )
-                table.add_section()
-                for one in found:
-                    paired = one.paired
-                    low, high = (0.0, 0.0) if paired is None else paired.quartiles
-                    first = paired is None
-                    table.add_row(
-                        kind if first else "",
-                        str(rows) if first else "",
-                        str(length) if first else "",
-                        one.arm,
-                        f"{one.second * 1e3:.2f}",
-                        "" if paired is None else f"{paired.ratio:.3f}",
-                        "" if paired is None else f"{low:.3f} – {high:.3f}",
-                        f"{one.cache_bytes:,} B" if first else f"× {one.cache_bytes / found[1].cache_bytes:.5f}",
-                        f"{one.bytes_per_second / bandwidth:.0%}",
-                    )
-                same = "the same tokens as" if found[1].same_tokens else "not the same tokens as"
-                err.print(f"{kind}, batch {rows}, context {length}: {same} {found[0].arm}", style="dim")
+    shape: dict[str, Any] = dict(layers=layers, width=width, batch_size=batch_size, context=context, tokens=tokens)
+    shape |= dict(turns=turns, vocabulary=vocabulary)
+    arms = measure(chosen, dtype=_dtype(precision), device=device, **shape)
+    title = f"{_about(shape | dict(precision=precision), device)}; memory read at {bandwidth / 1e9:.1f} GB/s"
+    table = _table(title, "", "ms/token", "ratio", "quartiles", "cache", "bandwidth")
+    for arm in arms:
+        cache = f"× {arm.cache_bytes / arms[1].cache_bytes:.5f}" if arm.paired else f"{arm.cache_bytes:,} B"
+        share = f"{arm.bytes_per_second / bandwidth:.0%}"
+        table.add_row(arm.arm, f"{arm.second * 1e3:.2f}", *_ratio(arm.paired), cache, share)
     out.print(table)
     out.print(
-        f"ratio: time over {benchmarks.VANILLA}'s, and {benchmarks.VANILLA}'s over that of {benchmarks.LLAMA}; median "
-        f"over the turns. {benchmarks.AGAIN}: a second copy, which shows how much the place in memory does. "
-        "bandwidth: weights and cache read per second, as a share of the memory bandwidth.",
+        f"ratio: time over {VANILLA}'s, and {VANILLA}'s over that of {LLAMA}; median over the turns. {AGAIN}: a second "
+        "copy, which shows how much the place in memory does. bandwidth: weights and cache read per second, as a share "
+        "of the memory bandwidth.",
         highlight=False,
     )
-    if device == "cpu":
-        _print_choices()
+    same = "the same tokens as" if arms[1].same_tokens else "not the same tokens as"
+    err.print(f"{VANILLA}: {same} {LLAMA}", style="dim")
 
 
 @bench.command("prefill")
 def bench_prefill(
     mechanism: Mechanisms = None,
-    precision: Annotated[str, typer.Option(help="32-true or bf16-true.")] = "32-true",
+    precision: TruePrecision = "32-true",
     batch_size: Positive = 1,
-    context: Annotated[
-        list[int] | None, typer.Option(min=1, help="Prompt tokens; repeatable. Default: 1024.", show_default=False)
-    ] = None,
-    turns: Annotated[int, typer.Option(min=2, help="Number of runs of each model.")] = 7,
+    context: PromptLength = 1024,
+    turns: Turns = 7,
     layers: Positive = 12,
     width: Width = 768,
     vocabulary: Positive = 50304,
     device: Device = "auto",
 ) -> None:
     """Measure the time to read a prompt, up to its last token's logits: without mechanisms, and with each."""
-    import torch
-
-    from headwater import bench as benchmarks
-    from headwater.registry import MECHANISMS
+    from headwater.bench.decoding import VANILLA
+    from headwater.bench.prefill import bench_prefill as measure
 
     quiet()
-    device = device_of(device)
-    kinds = {"32-true": torch.float32, "bf16-true": torch.bfloat16}
-    (kind,) = _precisions([precision], list(kinds))
-    table = _table(
-        f"{layers} layers, width {width}, batch {batch_size}, {kind}, {turns} turns; "
-        + (_cpu() if device == "cpu" else device),
-        *("context", "model", "layers skipped", "ms/prompt", "ratio", "quartiles", "planned"),
-        left=["model"],
-    )
-    for length in context or [1024]:
-        found = benchmarks.bench_prefill(
-            _mechanisms(mechanism or MECHANISMS.names),
-            dtype=kinds[kind],
-            batch_size=batch_size,
-            context=length,
-            turns=turns,
-            layers=layers,
-            width=width,
-            vocabulary=vocabulary,
-            device=device,
-        )
-        table.add_section()
-        for one in found:
-            first, (low, high) = one is found[0], one.paired.quartiles
-            table.add_row(
-                str(length) if first else "",
-                one.model,
-                str(one.layers),
-                f"{one.second * 1e3:.1f}",
-                "" if first else f"{one.paired.ratio:.3f}",
-                "" if first else f"{low:.3f} – {high:.3f}",
-                "" if first else f"{one.planned:.3f}",
-            )
+    chosen, device = _mechanisms(mechanism), device_of(device)
+    shape: dict[str, Any] = dict(layers=layers, width=width, batch_size=batch_size, context=context)
+    shape |= dict(turns=turns, vocabulary=vocabulary)
+    models = measure(chosen, dtype=_dtype(precision), device=device, **shape)
+    title = _about(shape | dict(precision=precision), device)
+    table = _table(title, "", "layers skipped", "ms/prompt", "ratio", "quartiles", "planned")
+    for model in models:
+        ratio = ("", "", "") if model is models[0] else (*_ratio(model.paired), f"{model.planned:.3f}")
+        table.add_row(model.model, str(model.layers), f"{model.second * 1e3:.1f}", *ratio)
     out.print(table)
     out.print(
         "layers skipped: by all tokens but the last. "
-        f"ratio: time over {benchmarks.VANILLA}'s, median over the turns. planned: the same of FLOPs.",
+        f"ratio: time over {VANILLA}'s, median over the turns. planned: the same of FLOPs.",
         highlight=False,
     )
 
 
 @bench.command("serve")
 def bench_serve(
-    mechanism: Annotated[
-        list[str] | None,
-        typer.Argument(help='Names, or JSON as in a config: {"NAME": {"OPTION": …}, …}; default none.'),
-    ] = None,
-    precision: Annotated[str, typer.Option(help="32-true or bf16-true.")] = "32-true",
+    mechanism: Annotated[list[str] | None, typer.Argument(help="As in `bench decode`; default none.")] = None,
+    precision: TruePrecision = "32-true",
     requests: Annotated[int, typer.Option(min=1, help="Requests that arrive at once.")] = 8,
-    context: Annotated[int, typer.Option(min=1, help="Prompt tokens of each.")] = 256,
+    context: PromptLength = 256,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate for each.")] = 33,
-    turns: Annotated[int, typer.Option(min=2, help="Number of runs of each model.")] = 5,
+    turns: Turns = 5,
     cache_memory: Annotated[
         float | None,
         typer.Option(min=0.001, help="GiB of each engine's cache. Default: as many as vanilla needs for all requests."),
@@ -354,112 +229,39 @@ def bench_serve(
     """Measure throughput in vLLM: its own Llama, headwater without mechanisms, and with each."""
     from importlib.util import find_spec
 
-    from headwater.bench import serving
+    from headwater.bench.serving import GIB, LLAMA, VANILLA, bench_serving
     from headwater.extras import MissingExtra
 
     if find_spec("vllm") is None:
         raise MissingExtra("vLLM", "vllm")
     quiet()
-    kinds = {"32-true": "float32", "bf16-true": "bfloat16"}
-    (kind,) = _precisions([precision], list(kinds))
-    found = serving.bench_serving(
-        _mechanisms(mechanism or []),
-        requests=requests,
-        context=context,
-        tokens=tokens,
-        turns=turns,
-        cache_memory=None if cache_memory is None else cache_memory * serving.GIB,
-        dtype=kinds[kind],
-        layers=layers,
-        width=width,
-        vocabulary=vocabulary,
-    )
-    table = _table(
-        f"{layers} layers, width {width}, {kind}, {requests} requests of {context} + {tokens} tokens, {turns} turns; "
-        f"{_cpu()}",
-        *("model", "tokens in cache", "running", "s", "ratio", "quartiles", "ms/step", "ratio"),
-        left=["model"],
-    )
-    for one in found:
-        paired, steps = one.paired(), one.paired("step")
-        low, high = (0.0, 0.0) if paired is None else paired.quartiles
+    shape: dict[str, Any] = dict(layers=layers, width=width, requests=requests, context=context, tokens=tokens)
+    shape |= dict(turns=turns, vocabulary=vocabulary)
+    memory = None if cache_memory is None else cache_memory * GIB
+    dtype = str(_dtype(precision)).removeprefix("torch.")
+    chosen = _mechanisms(mechanism) if mechanism else {}
+    models = bench_serving(chosen, cache_memory=memory, dtype=dtype, **shape)
+    title = _about(shape | dict(precision=precision), "cpu")
+    table = _table(title, "", "tokens in cache", "running", "s", "ratio", "quartiles", "ms/step", "ratio of steps")
+    for model in models:
+        step, steps = model.median("step"), model.paired("step")
         table.add_row(
-            one.model,
-            f"{one.cache_tokens:,}",
-            f"{one.median('running'):.1f}",
-            f"{one.median('seconds'):.2f}",
-            "" if paired is None else f"{paired.ratio:.3f}",
-            "" if paired is None else f"{low:.3f} – {high:.3f}",
-            "" if math.isnan(one.median("step")) else f"{one.median('step') * 1e3:.1f}",
+            model.model,
+            f"{model.cache_tokens:,}",
+            f"{model.median('running'):.1f}",
+            f"{model.median('seconds'):.2f}",
+            *_ratio(model.paired()),
+            "" if math.isnan(step) else f"{step * 1e3:.1f}",
             "" if steps is None or math.isnan(steps.ratio) else f"{steps.ratio:.3f}",
         )
     out.print(table)
     out.print(
         "running: requests at a time, mean over the steps. ms/step: of steps that continue all requests. "
-        f"ratio: time over {serving.VANILLA}'s, and {serving.VANILLA}'s over that of {serving.LLAMA}; median over the "
-        "turns.",
+        f"ratio: time over {VANILLA}'s, and {VANILLA}'s over that of {LLAMA}; median over the turns.",
         highlight=False,
     )
-    same = "the same tokens as" if found[1].same_tokens else "not the same tokens as"
-    err.print(f"{serving.VANILLA}: {same} {serving.LLAMA}", style="dim")
-
-
-@bench.command("recompute")
-def bench_recompute(
-    layers: Positive = 8,
-    width: Width = 256,
-    context: Positive = 256,
-    batch_size: Positive = 8,
-    vocabulary: Positive = 512,
-    turns: Annotated[int, typer.Option(min=1, help="Number of timed steps of each.")] = 7,
-) -> None:
-    """Measure the memory and time of each choice of training.gradient_checkpointing on the CPU."""
-    from headwater.bench.recompute import bench_recompute as measure
-
-    quiet()
-    shape = dict(layers=layers, width=width, context=context, batch_size=batch_size, vocabulary=vocabulary)
-    table = _table(
-        f"{layers} layers, width {width}, context {context}, batch {batch_size}, {turns} turns; {_cpu()}",
-        *("gradient_checkpointing", "MB kept", "MB at the peak", "s a step", "ratio"),
-        left=["gradient_checkpointing"],
-    )
-    found = measure(**shape, turns=turns)
-    for what, one in found.items():
-        ratio = one.second / found[False].second
-        megabytes = [f"{size / 1e6:.1f}" for size in (one.kept, one.peak)]
-        table.add_row(str(what).lower(), *megabytes, f"{one.second:.3f}", f"{ratio:.3f}")
-    out.print(table)
-
-
-@bench.command("save")
-def bench_save(
-    layers: Positive = 8,
-    width: Width = 512,
-    context: Positive = 256,
-    batch_size: Positive = 8,
-    vocabulary: Positive = 32000,
-    turns: Annotated[int, typer.Option(min=1, help="Number of saves of each kind.")] = 5,
-    folder: Annotated[Path | None, typer.Option(help="Where to write. Default: a temporary folder.")] = None,
-) -> None:
-    """Time what a checkpoint costs training on the CPU, against a save that training waits for."""
-    from statistics import median
-
-    from headwater.bench.saving import bench_save as measure
-
-    quiet()
-    shape = dict(layers=layers, width=width, context=context, batch_size=batch_size, vocabulary=vocabulary)
-    found = measure(**shape, turns=turns, folder=folder)
-    table = _table(
-        f"{layers} layers, width {width}, vocabulary {vocabulary}, context {context}, batch {batch_size}; "
-        f"{found.size / 1e6:,.0f} MB a save, {found.step:.2f} s a step, {turns} turns; {_cpu()}",
-        *("", "training waits, s", "all lost time, s", "share of a waiting save"),
-    )
-    whole = median(found.waiting)
-    table.add_row("written while training waits", f"{whole:.2f}", f"{whole:.2f}", "1.00")
-    call, lost = median(found.call), median(found.lost)
-    table.add_row("written meanwhile", f"{call:.2f}", f"{lost:.2f}", f"{lost / whole:.2f}")
-    out.print(table)
-    out.print(f"The first save allocates memory for its copy, and takes {found.first:.2f} s.", highlight=False)
+    same = "the same tokens as" if models[1].same_tokens else "not the same tokens as"
+    err.print(f"{VANILLA}: {same} {LLAMA}", style="dim")
 
 
 @bench.command("gpu")
@@ -483,34 +285,15 @@ def bench_gpu(
     from headwater.process import age
 
     check_writable(out_folder, folder=True)
-    chosen = device_of(device)
-    if chosen == "cpu":
+    device = device_of(device)
+    if device == "cpu":
         err.print("No GPU found: the sizes are tiny, and the figures say nothing about a GPU.")
-    found = measure(
-        out_folder, device=chosen, budget=budget, only=only, mechanisms=mechanism, age=age(), tell=err.print
+    results = measure(
+        out_folder, device=device, budget=budget, only=only, mechanisms=mechanism, age=age(), tell=err.print
     )
     out.print(f"report: {out_folder / 'gpu.md'}")
-    if wrong := problems(found):
+    if wrong := problems(results):
         raise HeadwaterError("; ".join(wrong))
-
-
-@bench.command("page")
-def bench_page(
-    page: Annotated[Path, typer.Argument(help="A Markdown file with blocks that begin with `$ headwater bench …`.")],
-    only: Annotated[
-        list[str] | None, typer.Option(help="Run only commands that contain this text; repeatable. Default: all.")
-    ] = None,
-) -> None:
-    """Run the benchmarks on a page, such as docs/speed.md, and write their output into it, with the CPU's name.
-
-    Each result is written at once. The command resumes an interrupted run: what this CPU has measured of this code is
-    not run again, unless --only names it.
-    """
-    from headwater.bench.page import bench_page as measure
-
-    check_writable(page)
-    if failed := measure(page, cpu=_cpu(), only=only or (), tell=tell):
-        raise HeadwaterError(f"These failed, and their results stay as they were: {'; '.join(failed)}.")
 
 
 @bench.command("data")
@@ -531,118 +314,19 @@ def bench_data(
     from headwater.bench.data import bench_data as measure
 
     quiet()
-    found = measure(source, megabytes, pairs, workers, vocabulary)
-    low, high = found.paired.quartiles
+    result = measure(source, megabytes, pairs, workers, vocabulary)
     table = _table(
-        f"{found.documents:,} documents, {found.bytes / 1e6:,.1f} MB, {found.tokens:,} tokens, {workers} workers, "
+        f"{result.documents:,} documents, {result.bytes / 1e6:,.1f} MB, {result.tokens:,} tokens, {workers} workers, "
         f"{pairs} pairs",
         *("", "s", "tokens/s", "peak memory, MB"),
     )
     names = ("headwater data prepare", f"Dataset.map, {workers} processes")
-    for name, times, peak in zip(names, (found.paired.a, found.paired.b), found.peaks, strict=True):
+    for name, times, peak in zip(names, (result.paired.a, result.paired.b), result.peaks, strict=True):
         seconds = sorted(times)[pairs // 2]
-        table.add_row(name, f"{seconds:.2f}", f"{found.tokens / seconds:,.0f}", f"{peak / 1e6:,.0f}")
+        table.add_row(name, f"{seconds:.2f}", f"{result.tokens / seconds:,.0f}", f"{peak / 1e6:,.0f}")
     out.print(table)
-    out.print(f"ratio of times: median {found.paired.ratio:.3f}, quartiles {low:.3f} – {high:.3f}", highlight=False)
-
-
-def _mechanisms(given: list[str]) -> dict[str, dict[str, dict]]:
-    """Mechanisms by a label, from names and JSON."""
-    import json
-
-    from headwater.outside import trust_names_in
-    from headwater.registry import resolve
-    from headwater.written import plain
-
-    chosen = [plain(text, shown(text)) if text.startswith("{") else {text: {}} for text in given]
-    trust_names_in(chosen)
-    for one in chosen:
-        for name, options in one.items():
-            resolve(name).options(options)
-    return {
-        " + ".join(name + (f" {json.dumps(options)}" if options else "") for name, options in one.items()): one
-        for one in chosen
-    }
-
-
-def _precisions(
-    given: list[str] | None, known: Sequence[str] = ("32-true", "bf16-true", "bf16-mixed")
-) -> Sequence[str]:
-    for kind in given or []:
-        if kind not in known:
-            raise HeadwaterError(f"precision must be {either(known)}, not {kind!r}.")
-    return given or known
-
-
-def _print_choices() -> None:
-    """The kernels that generation chose on this machine, for the operations that were used."""
-    from headwater.kernels import VARIABLE, mode
-    from headwater.kernels.choose import found_here
-
-    columns = ("operation", "taken", "ms")
-    table = _table("generation kernels timed on this machine", *columns, left=columns)
-    for operation, found in sorted(found_here().items()):
-        times = ", ".join(f"{form} {second * 1e3:.3f}" for form, second in found.seconds.items())
-        table.add_row(operation, found.best, times or found.untimed)
-    if table.row_count:
-        out.print(table)
-    else:
-        out.print(f"kernels: plain PyTorch ({VARIABLE}={mode()}, or all operations too small to time)", highlight=False)
-
-
-def _cpu() -> str:
-    import torch
-
-    from headwater.kernels.choose import cpu
-
-    threads = torch.get_num_threads()
-    return f"{cpu()}, {threads} thread{'s' if threads > 1 else ''}"
-
-
-@bench.command("loop")
-def bench_loop(
-    precision: Annotated[
-        list[str] | None, typer.Option(help="32-true or bf16-mixed; repeatable. Default: both.")
-    ] = None,
-    layers: Positive = 6,
-    width: Width = 384,
-    context: Positive = 256,
-    batch_size: Positive = 8,
-    vocabulary: Positive = 512,
-    compile: Annotated[bool, typer.Option("--compile", help="Compile both with torch.compile.")] = False,
-    turns: Annotated[int, typer.Option(min=2, help="Number of timed steps of each loop.")] = 20,
-) -> None:
-    """Time the whole training loop against transformers' Llama under its Trainer, and against a bare step."""
-    from headwater.bench.loops import bench_loops
-
-    quiet()
-    title = f"{layers} layers, width {width}, vocabulary {vocabulary}, context {context}, batch {batch_size}"
-    columns = ("precision", "headwater, µs/token", "Llama + Trainer", "ratio, median", "quartiles", "over bare step")
-    table = _table(f"{title}, {turns} turns", *columns, "waiting for data")
-    for kind in precision or ["32-true", "bf16-mixed"]:
-        found = bench_loops(
-            kind,
-            layers=layers,
-            width=width,
-            context=context,
-            batch_size=batch_size,
-            vocabulary=vocabulary,
-            compile=compile,
-            turns=turns,
-        )
-        paired = found.against_trainer
-        low, high = paired.quartiles
-        each = [f"{sorted(times)[turns // 2] / found.tokens * 1e6:.2f}" for times in (found.ours, found.trainer)]
-        waiting = found.record.waited / found.record.seconds
-        table.add_row(
-            kind,
-            *each,
-            f"{paired.ratio:.3f}",
-            f"{low:.3f} – {high:.3f}",
-            f"{found.overhead.ratio - 1:+.1%}",
-            f"{waiting:.2%}",
-        )
-    out.print(table)
+    ratio, quartiles = _ratio(result.paired)
+    out.print(f"ratio of times: median {ratio}, quartiles {quartiles}", highlight=False)
 
 
 @bench.command("prices")
@@ -712,86 +396,48 @@ def bench_prices(
 def bench_verdicts(
     folder: Annotated[
         Path | None,
-        typer.Argument(help="A comparison's folder, with many seeds of at least one arm.", show_default=False),
-    ] = None,
-    arm: Annotated[
-        str | None, typer.Option(help="Arm whose trials to use; default: the one with the most.", show_default=False)
-    ] = None,
-    arms: Annotated[
-        int | None,
-        typer.Option(min=1, help="Arms besides the baseline in each resampled comparison.", show_default="1"),
-    ] = None,
-    seeds: Annotated[int | None, typer.Option(min=2, help="Seeds per arm.", show_default="5")] = None,
-    resamples: Annotated[
-        int | None, typer.Option(min=1, help="Comparisons; default: 2000, or 10 000 with --sequential.")
-    ] = None,
-    planted: Annotated[
-        float | None,
-        typer.Option(
-            help="Difference to add; default: one that is found with a probability of 80 %. With --sequential in "
-            "standard deviations; default: several.",
+        typer.Argument(
+            help="A comparison's folder, with many seeds of an arm, to resample. Without one, comparisons that run "
+            "until decided are simulated.",
             show_default=False,
         ),
     ] = None,
-    sequential: Annotated[
-        bool, typer.Option("--sequential", help="Simulate comparisons that run until decided, without a folder.")
-    ] = False,
-    min_seeds: Annotated[
-        int | None, typer.Option(min=2, help="With --sequential: seeds before the first look.", show_default="6")
+    arms: Annotated[
+        int | None,
+        typer.Option(min=1, help="Of a folder: arms besides the baseline in each comparison.", show_default="1"),
     ] = None,
-    max_seeds: Annotated[
-        int | None, typer.Option(min=2, help="With --sequential: the maximum of seeds.", show_default="30")
+    seeds: Annotated[int | None, typer.Option(min=2, help="Of a folder: seeds per arm.", show_default="5")] = None,
+    resamples: Annotated[
+        int | None, typer.Option(min=1, help="Comparisons to make.", show_default="2000; 10 000 simulated")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the simulation.")] = 0,
 ) -> None:
     """Measure how often `compare` is wrong: false alarms between identical arms, and missed differences."""
-    if sequential:
-        if folder is not None:
-            raise HeadwaterError("--sequential simulates its results; leave out the folder.")
-        if any(given is not None for given in (arm, arms, seeds)):
-            raise HeadwaterError(
-                "--arm, --arms and --seeds are for a comparison's folder; --sequential simulates 1, 5 and 20 arms with "
-                "--min-seeds to --max-seeds."
-            )
-        min_seeds, max_seeds = min_seeds or 6, max_seeds or 30
-        if min_seeds > max_seeds:
-            raise HeadwaterError(f"--min-seeds {min_seeds} is more than --max-seeds {max_seeds}.")
-        if planted is not None and not 0.01 <= planted < math.inf:
-            raise HeadwaterError(f"--planted {planted:g} is no difference to simulate; give 0.01 or more.")
-        _bench_sequential(min_seeds, max_seeds, resamples or 10_000, planted, seed)
-        return
-    if folder is None:
-        raise HeadwaterError("Name a comparison's folder, or simulate with --sequential.")
-    if min_seeds is not None or max_seeds is not None:
-        raise HeadwaterError("--min-seeds and --max-seeds need --sequential; a folder's comparisons have --seeds.")
     from headwater.compare.resample import calibrate, results_of
 
-    arms, seeds, resamples = arms or 1, seeds or 5, resamples or 2000
-    name, results = results_of(folder, arm)
-    found = calibrate(results, arms, seeds, resamples, planted, seed)
+    refuse_unread({"--arms": arms, "--seeds": seeds}, folder, "a comparison's folder")
+    if folder is None:
+        _print_simulated(resamples or 10_000)
+        return
+    arms = arms or 1
+    name, results = results_of(folder)
+    rates = calibrate(results, arms, seeds or 5, resamples or 2000)
     table = _table(
-        f"{found.trials} trials of {name!r}, resampled to {arms + 1} arms of {seeds} seeds, {resamples:,} times",
+        f"{rates.trials} trials of {name!r}, resampled to {arms + 1} arms of {rates.seeds} seeds, "
+        f"{rates.resamples:,} times",
         *("", "share", "95 % (binomial)", "stated"),
     )
-    rows = {
-        "false alarms": (found.false_alarms, "at most "),
-        f"a planted {found.planted:.4g} found": (found.power, "at least " if arms > 1 else ""),
-    }
-    for label, (rate, bound) in rows.items():
-        table.add_row(label, *_rate(rate), f"{bound}{rate.stated:.4f}")
+    table.add_row("false alarms", *_rate(rates.false_alarms), f"at most {rates.false_alarms.stated:.4f}")
+    bound = "at least " if arms > 1 else ""
+    planted = f"a planted {rates.planted:.4g} found"
+    table.add_row(planted, *_rate(rates.power), f"{bound}{rates.power.stated:.4f}")
     out.print(table)
 
 
-def _rate(rate: Rate) -> tuple[str, str]:
-    """A share and its interval."""
-    low, high = rate.interval
-    return f"{rate.value:.4f}", f"{low:.4f} – {high:.4f}"
-
-
-def _bench_sequential(first: int, last: int, simulations: int, effect: float | None, seed: int) -> None:
-    """Tables of wrong verdicts and of seeds saved, for comparisons that look after every seed."""
+def _print_simulated(simulations: int) -> None:
+    """Print tables of wrong verdicts and of seeds saved, for comparisons that look after every seed."""
     from headwater.compare import simulate
 
+    first, last = 6, 30  # the defaults of compare.min_seeds and compare.max_seeds
     wrong = _table(
         f"Wrong verdicts of comparisons that look after every seed, of at most {last}; {simulations:,} simulated",
         *("", "arms", "from", "share", "95 % (binomial)", "stated"),
@@ -800,39 +446,97 @@ def _bench_sequential(first: int, last: int, simulations: int, effect: float | N
     def add(what: str, arms: int, start: int, rate: Rate, stated: str = "at most 0.0500") -> None:
         wrong.add_row(what, str(arms), counted(start, "seed"), *_rate(rate), stated)
 
-    for start in dict.fromkeys((min(3, first), first)):
+    for start in (3, first):
         for shape in simulate.SHAPES:
-            rate = simulate.false_differences(shape, start, last, 1, simulations, seed)
-            short = last < 30 and shape in ("exponential", "log-normal")  # docs/compare.md
-            add(f"{shape} differences", 1, start, rate, *(["not met: too short"] if short else []))
+            add(f"{shape} differences", 1, start, simulate.false_differences(shape, start, last, 1, simulations))
     for shape in simulate.EXTREME:
-        rate = simulate.false_differences(shape, first, last, 1, simulations, seed)
+        rate = simulate.false_differences(shape, first, last, 1, simulations)
         add(f"{shape}", 1, first, rate, "not met: too skewed")
     for arms in (5, 20):
         for shape in simulate.SHAPES:
-            rate = simulate.false_differences(shape, first, last, arms, simulations, seed)
+            rate = simulate.false_differences(shape, first, last, arms, simulations)
             add(f"{shape} results, one baseline", arms, first, rate)
     for arms in (5, 20):
         for shape in ("exponential", "log-normal"):
-            rate = simulate.false_differences(shape, first, last, arms, simulations, seed, shared=False)
+            rate = simulate.false_differences(shape, first, last, arms, simulations, shared=False)
             add(f"{shape} differences, independent", arms, first, rate, "not met: skewed alike")
     for shape in simulate.SHAPES:
-        rate = simulate.false_equivalence(shape, 0.8, first, last, 1, simulations, seed)
+        rate = simulate.false_equivalence(shape, 0.8, first, last, 1, simulations)
         add(f"{shape}, at the margin: equivalent", 1, first, rate)
     out.print(wrong)
     saved = _table(
         "A normal difference in standard deviations: seeds until it is found, and of a fixed number with that power",
         *("difference", "found", "seeds", "fixed", "saved", "e-process: found", "seeds"),
     )
-    for size in (0.6, 0.7, 0.8, 0.9, 1.0, 1.25) if effect is None else (effect,):
-        one = simulate.planted(size, first, last, 1, simulations, seed)
+    for size in (0.6, 0.7, 0.8, 0.9, 1.0, 1.25):
+        run = simulate.planted(size, first, last, 1, simulations)
         saved.add_row(
             f"{size:g}",
-            f"{one.rate.value:.4f}",
-            f"{one.seeds:.1f}",
-            str(one.fixed),
-            f"{one.saved:.0%}",
-            f"{one.anytime.value:.4f}",
-            f"{one.anytime_seeds:.1f}",
+            f"{run.rate.value:.4f}",
+            f"{run.seeds:.1f}",
+            str(run.fixed),
+            f"{run.saved:.0%}",
+            f"{run.anytime.value:.4f}",
+            f"{run.anytime_seeds:.1f}",
         )
     out.print(saved)
+
+
+def _mechanisms(arguments: list[str] | None) -> dict[str, dict[str, dict]]:
+    """Mechanisms by a label, from names and JSON; every mechanism by default."""
+    import json
+
+    from headwater.outside import trust_names_in
+    from headwater.registry import MECHANISMS, resolve
+    from headwater.written import plain
+
+    chosen = {}
+    for text in arguments or MECHANISMS.names:
+        mechanisms = plain(text, shown(text)) if text.startswith("{") else {text: {}}
+        trust_names_in([mechanisms])
+        for name, options in mechanisms.items():
+            resolve(name).options(options)
+        labels = (f"{name} {json.dumps(options)}" if options else name for name, options in mechanisms.items())
+        chosen[" + ".join(labels)] = mechanisms
+    return chosen
+
+
+def _dtype(precision: str) -> Any:
+    import torch
+
+    return torch.float32 if precision == "32-true" else torch.bfloat16
+
+
+def _about(shape: dict[str, Any], device: str | None = None) -> str:
+    """A table's title: what was measured, and on what. device: None if it does not matter."""
+    title = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in shape.items())
+    if device == "cpu":
+        import torch
+
+        from headwater.kernels.choose import cpu
+
+        device = f"{cpu()}, {counted(torch.get_num_threads(), 'thread')}"
+    return title if device is None else f"{title}; {device}"
+
+
+def _table(title: str, first: str, *columns: str) -> Table:
+    """A table whose first column alone is aligned to the left."""
+    table = Table(title=title, title_justify="left")
+    table.add_column(first)
+    for name in columns:
+        table.add_column(name, justify="right")
+    return table
+
+
+def _ratio(paired: PairedTimes | None) -> tuple[str, str]:
+    """The median ratio and its quartiles; empty for what nothing is compared with."""
+    if paired is None:
+        return "", ""
+    low, high = paired.quartiles
+    return f"{paired.ratio:.3f}", f"{low:.3f} – {high:.3f}"
+
+
+def _rate(rate: Rate) -> tuple[str, str]:
+    """A share and its interval."""
+    low, high = rate.interval
+    return f"{rate.value:.4f}", f"{low:.4f} – {high:.4f}"

@@ -39,7 +39,7 @@ TrainingDevice = Annotated[
 ]
 GoesOn = Annotated[bool, typer.Option("--resume", help="Resume an interrupted command. This command always does.")]
 # Options that count bytes and tokens of a corpus, and so need large numbers.
-BYTES = ("max_bytes", "evaluation_bytes", "shard_tokens")
+BYTES = ("max_bytes",)
 # What may begin with an address without being a path.
 FREE_TEXT = ("prompt", "stop", "separator")
 # What --help groups commands by.

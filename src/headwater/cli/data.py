@@ -56,10 +56,6 @@ def prepare(
     ] = None,
     local: Local = None,
     held_out: Annotated[float, typer.Option(help="Share of the documents to hold out, chosen by hash.")] = 0.01,
-    evaluation_bytes: Annotated[
-        int, typer.Option(min=1, help="Maximum held-out text to keep as text, in bytes.")
-    ] = 10_000_000,
-    shard_tokens: Annotated[int, typer.Option(min=1, help="Tokens after which a shard ends.")] = 2**27,
     workers: Annotated[
         int | None,
         typer.Option(min=1, help="Tokenizer threads; default: one per core, up to 16.", show_default=False),
@@ -81,7 +77,7 @@ def prepare(
             TextSource(source, text_column, config, split, separator, by=by),
             folder,
             tokenizer,
-            Options(held_out, evaluation_bytes, shard_tokens),
+            Options(held_out),
             local=local,
             workers=workers,
             on_progress=bar,
@@ -113,8 +109,7 @@ def show(
     _say(_skipped(skipped))
     if check:
         shards.check_all(prepared)
-        old = "; format 1 has none for the manifest and tokenizer_config.json"
-        _say("all checksums match" + ("" if first.tokenizer.files else old))
+        _say("all checksums match")
 
 
 @data.command("tasks")

@@ -18,7 +18,7 @@ from scipy import optimize, stats
 from headwater.compare.earlier import mixed
 from headwater.compare.sequential import LEVEL, ROUNDING
 from headwater.compare.statistics import POWER, holm_tests, power
-from headwater.errors import HeadwaterError, nearest
+from headwater.errors import HeadwaterError
 from headwater.records import RunRecord, read_record, record_files
 from headwater.seeding import number
 
@@ -63,11 +63,11 @@ class Calibration:
     power: Rate
 
 
-def results_of(folder: Path, arm: str | None = None) -> tuple[str, list[float]]:
-    """An arm's name and its finished results below `folder`, by seed; default: the arm with the most.
+def results_of(folder: Path) -> tuple[str, list[float]]:
+    """The arm with the most finished results below `folder`: its name and these, by seed.
 
-    Arms of one name in different comparisons are different arms. Raises `HeadwaterError` if there is none of that name,
-    and if its runs have different settings.
+    Arms of one name in different comparisons are different arms. Raises `HeadwaterError` if there are none, and if the
+    arm's runs have different settings.
     """
     found: dict[tuple[str, str], dict[int, float]] = {}
     runs: dict[tuple[str, str], list[tuple[RunRecord, Path]]] = {}
@@ -82,10 +82,7 @@ def results_of(folder: Path, arm: str | None = None) -> tuple[str, list[float]]:
             runs.setdefault((one.name, name), []).append((record, path.parent))
     if not found:
         raise HeadwaterError(f"There are no finished runs of a comparison under {str(folder)!r}.")
-    names = {name for _, name in found}
-    if arm is not None and arm not in names:
-        raise HeadwaterError(f"There are no finished runs of an arm {arm!r} there; {nearest(arm, names)}")
-    most = max((key for key in found if arm in (None, key[1])), key=lambda key: len(found[key]))
+    most = max(found, key=lambda key: len(found[key]))
     if wrong := mixed(runs[most]):
         raise HeadwaterError(f"{wrong}, so they are not results of one arm; name a folder that holds only one of them.")
     return most[1], [found[most][seed] for seed in sorted(found[most])]
@@ -115,7 +112,7 @@ def calibrate(
             f"arm, but there are only {len(values)}; run more seeds, or lower --arms or --seeds."
         )
     if planted is not None and (planted == 0 or not math.isfinite(planted)):
-        raise HeadwaterError(f"A difference of {planted} cannot be detected; pass another --planted, or leave it out.")
+        raise HeadwaterError(f"A difference of {planted} cannot be detected; pass another as planted, or leave it out.")
     random = np.random.default_rng(number("calibrate", seed))
     spread = float(np.sqrt(2) * values.std(ddof=1))
     strictest = LEVEL / arms

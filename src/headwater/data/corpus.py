@@ -299,16 +299,20 @@ def _fits(parts: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
     return not dotted and fnmatch.fnmatchcase(parts[0], first) and _fits(parts[1:], tuple(rest))
 
 
-def _hub_documents(source: str, columns: Columns) -> Iterator[Document]:
+def load_hub_rows(source: str, config: str | None = None, split: str | None = None, streaming: bool = False) -> Any:
+    """A dataset of the hub, "name" or "owner/name", either with ":split"; by default its split train."""
     from datasets import load_dataset
 
-    name, _, split = source.partition(":")
+    name, _, named_split = source.partition(":")
     check_reachable("dataset", name)
     try:
-        rows = load_dataset(name, split=split or "train")
+        return load_dataset(name, config, split=split or named_split or "train", streaming=streaming)
     except Exception as error:  # a download or a dataset's layout can fail in many ways
         raise HeadwaterError(f"The dataset {name!r} could not be loaded: {first_line(error)}") from error
-    tables = rows.with_format("arrow").iter(batch_size=ROWS)
+
+
+def _hub_documents(source: str, columns: Columns) -> Iterator[Document]:
+    tables = load_hub_rows(source).with_format("arrow").iter(batch_size=ROWS)
     for index, (_, value, _) in enumerate(rows_of_tables(tables, columns, 0, Path(source))):
         yield row_document(value, columns.text, source, source, index)
 

@@ -732,15 +732,8 @@ def _foreign(out: Path) -> bool:
 
 
 def _read_journal(out: Path) -> _Journal | None:
-    values = read_sealed(out / JOURNAL, unsealed=True)
-    if values is None:
-        return None
-    if "check" not in values:
-        raise HeadwaterError(
-            f"{str(out / JOURNAL)!r} was written by an earlier version and has no checksum; remove {str(out)!r} to "
-            f"start again."
-        )
-    return shards.validated(_Journal, values, out / JOURNAL)
+    values = read_sealed(out / JOURNAL)
+    return None if values is None else shards.validated(_Journal, values, out / JOURNAL)
 
 
 def _damaged(file: Path) -> HeadwaterError:
@@ -770,7 +763,7 @@ def _check_same(
     out: Path, now: dict[str, Any], separator: int, before: dict[str, Any], separator_before: int, what: str
 ) -> None:
     """Raise `HeadwaterError` if a folder was made with other settings."""
-    names = [name for name in {**before, **now} if before.get(name) != now.get(name) and name != "format_version"]
+    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     if (names and names[0] == "tokenizer") or (not names and separator != separator_before):
         raise HeadwaterError(f"{str(out)!r} {what} with another tokenizer; use that one, or name another folder.")
     if names:

@@ -21,10 +21,9 @@ def write_sealed(file: Path, values: dict[str, Any]) -> None:
     replace_text(file, text[: text.rindex('"')] + digest + text[text.rindex('"') :])
 
 
-def read_sealed(file: Path, unsealed: bool = False) -> dict[str, Any] | None:
+def read_sealed(file: Path) -> dict[str, Any] | None:
     """The values of a sealed file, including the seal; None if there is no such file.
 
-    unsealed: also accept a file without a seal, from earlier versions.
     Raises `HeadwaterError` if the file is damaged or cannot be read.
     """
     try:
@@ -40,8 +39,6 @@ def read_sealed(file: Path, unsealed: bool = False) -> dict[str, Any] | None:
         raise damaged(file) from error
     if not isinstance(values, dict):
         raise damaged(file)
-    if unsealed and SEAL not in values:
-        return values
     head, found, tail = data.rpartition(f'"{SEAL}": "{values.get(SEAL)}"'.encode(errors="replace"))
     if not found or hashlib.sha256(head + _EMPTY + tail).hexdigest() != values[SEAL]:
         raise damaged(file)

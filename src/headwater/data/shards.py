@@ -110,8 +110,8 @@ class TokenizerFacts(Facts):
     """Of its tokenizer.json."""
     vocabulary: Annotated[int, Field(ge=1)]
     """One more than its largest id, including added tokens."""
-    files: dict[FileName, Digest] = {}
-    """The SHA-256 of every file of the copy; missing in format 1."""
+    files: dict[FileName, Digest]
+    """The SHA-256 of every file of the copy."""
 
 
 class Skipped(Facts):
@@ -139,7 +139,7 @@ class EvaluationFacts(Facts):
 class Manifest(Facts):
     """What a prepared folder contains, and what it was made from."""
 
-    format_version: Literal[1, 2] = FORMAT_VERSION
+    format_version: Literal[2] = FORMAT_VERSION
     headwater: str
     """The version that wrote it."""
     source: str
@@ -159,13 +159,13 @@ class Manifest(Facts):
     train: SplitFacts
     held_out: SplitFacts
     evaluation: EvaluationFacts
-    check: Digest | None = None
-    """SHA-256 of the manifest with this field empty; missing in format 1."""
+    check: Digest
+    """SHA-256 of the manifest with this field empty."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        if self.format_version > 1 and not (self.check and "tokenizer.json" in self.tokenizer.files):
-            raise ValueError("it has no checksums")
+        if "tokenizer.json" not in self.tokenizer.files:
+            raise ValueError("the tokenizer has no checksum")
         if self.separator >= self.tokenizer.vocabulary:
             raise ValueError("the separator is beyond the vocabulary")
         return self
@@ -290,8 +290,7 @@ class Prepared:
 
         folder, facts = self.folder / TOKENIZER, self.manifest.tokenizer
         tokenizer = load_tokenizer(str(folder))
-        sizes = {vocabulary(tokenizer), *([len(tokenizer)] if self.manifest.format_version == 1 else [])}
-        if facts.vocabulary not in sizes or separator(tokenizer) != self.manifest.separator:
+        if facts.vocabulary != vocabulary(tokenizer) or separator(tokenizer) != self.manifest.separator:
             raise damaged(folder)
         return tokenizer
 
@@ -338,7 +337,7 @@ def open_prepared(folder: Path) -> Prepared:
 
 def read_manifest(folder: Path) -> Manifest:
     """Raises `HeadwaterError` if there is none, or it is damaged."""
-    if (values := read_sealed(folder / MANIFEST, unsealed=True)) is not None:
+    if (values := read_sealed(folder / MANIFEST)) is not None:
         return validated(Manifest, values, folder / MANIFEST)
     if domains := read_domains(folder):
         names = ", ".join(str(folder / name) for name in list(domains)[:8]) + (", …" if len(domains) > 8 else "")
@@ -355,14 +354,8 @@ class Domains(Facts):
 
     settings: dict[str, Any]
     domains: dict[Slug, str]
-    check: Digest | None = None
+    check: Digest
     """As in the manifest."""
-
-    @model_validator(mode="after")
-    def _checked(self) -> Self:
-        if self.check is None and self.settings.get("format_version") != 1:
-            raise ValueError("it has no checksum")
-        return self
 
 
 def read_domains(folder: Path) -> dict[str, str]:
@@ -370,7 +363,7 @@ def read_domains(folder: Path) -> dict[str, str]:
 
     Raises `HeadwaterError` if domains.json is damaged.
     """
-    values = read_sealed(folder / DOMAINS, unsealed=True)
+    values = read_sealed(folder / DOMAINS)
     return validated(Domains, values, folder / DOMAINS).domains if values is not None else {}
 
 
@@ -418,12 +411,10 @@ def _changed(folder: Path, sums: Mapping[str, str]) -> Iterator[str]:
 
 def _changed_tokenizer(folder: Path, facts: TokenizerFacts) -> Iterator[str]:
     """Files of the tokenizer that were changed or added; an added one would be read too."""
-    sums = facts.files or {"tokenizer.json": facts.sha256}
-    named = {f"{TOKENIZER}/{name}": digest for name, digest in sums.items()}
+    named = {f"{TOKENIZER}/{name}": digest for name, digest in facts.files.items()}
     yield from _changed(folder, named)
-    if facts.files:
-        there = {f"{TOKENIZER}/{file.relative_to(folder / TOKENIZER).as_posix()}" for file in tokenizer_files(folder)}
-        yield from sorted(there - named.keys())
+    there = {f"{TOKENIZER}/{file.relative_to(folder / TOKENIZER).as_posix()}" for file in tokenizer_files(folder)}
+    yield from sorted(there - named.keys())
 
 
 def tokenizer_files(folder: Path) -> list[Path]:

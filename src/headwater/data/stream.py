@@ -19,6 +19,7 @@ from headwater.data.corpus import (
     Document,
     check_one_kind,
     cut,
+    load_hub_rows,
     local_files,
     name_in,
     piece_end,
@@ -38,8 +39,6 @@ from headwater.data.reading import (
     table_rows,
     unreadable,
 )
-from headwater.errors import HeadwaterError, first_line
-from headwater.hub import check_reachable
 
 # Characters in a part of a long document: at least PART, at most LONGEST.
 PART = 2**18
@@ -373,12 +372,5 @@ def _pieces_of(parts: list[DocumentPart]) -> Iterator[DocumentPart]:
 
 
 def _hub_shards(source: TextSource) -> list[Any]:
-    from datasets import load_dataset
-
-    name, _, split = source.source.partition(":")
-    check_reachable("dataset", name)
-    try:
-        rows = load_dataset(name, source.config, split=source.split or split or "train", streaming=True)
-        return [rows.shard(num_shards=rows.num_shards, index=index) for index in range(rows.num_shards)]
-    except Exception as error:  # the many ways a download or a dataset's own layout can fail
-        raise HeadwaterError(f"The dataset {name!r} could not be loaded: {first_line(error)}") from error
+    rows = load_hub_rows(source.source, source.config, source.split, streaming=True)
+    return [rows.shard(num_shards=rows.num_shards, index=index) for index in range(rows.num_shards)]

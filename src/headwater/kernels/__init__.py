@@ -1,17 +1,15 @@
 """Kernels: faster forms of a few operations, the guard that decides when they run, and the switch that turns them off.
 
-Each operation also has a plain form in PyTorch, in a mechanism's file or in `nn`. There are three kinds of kernel.
+Each operation also has a plain form in PyTorch, in a mechanism's file or in `nn`. There are two kinds of kernel.
 
 - Autograd functions, a file each: `rotary`, `shift`, `pattention`, `weighted_sum`, `norm`, `activation`, `cast` and
   `loss`. They use fewer of PyTorch's operations and store less for the backward pass. They run wherever `applies`
   allows it (`applies_traced` the one for compiled code), and agree with the plain form up to rounding.
 - Forms chosen by timing, `linear` and `attention`: while a model generates on a CPU, `choose` runs the one that was
   fastest on this machine.
-- Triton's, `triton_score` and `triton_keys`: compiled training runs them on a GPU that `headwater bench gpu` has found
-  them faster on (`gpu`).
 
-The environment variable HEADWATER_KERNELS says which of them run: "measured" (default), all; "fixed", only the
-autograd functions, so that nothing depends on a timing; "plain", none. In Python, `plain()` switches all of them off.
+The environment variable HEADWATER_KERNELS switches both on ("measured", the default) or off ("plain"). In Python,
+`plain()` switches them off.
 """
 
 from __future__ import annotations
@@ -24,29 +22,26 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from headwater.errors import HeadwaterError, either
+from headwater.errors import HeadwaterError
 
 VARIABLE = "HEADWATER_KERNELS"
-MEASURED, FIXED, PLAIN = MODES = ("measured", "fixed", "plain")
+MEASURED, PLAIN = "measured", "plain"
 
 # Whether kernels are off. Process-wide, because activations recomputed in another thread must use the same form.
 _off: bool | None = None  # None: HEADWATER_KERNELS has not been read yet
 
 
-def mode() -> str:
-    """The value of HEADWATER_KERNELS, "measured" by default. Raises `HeadwaterError` for an unknown one."""
-    given = os.environ.get(VARIABLE) or MEASURED
-    if given not in MODES:
-        known = either([repr(name) for name in MODES])
-        raise HeadwaterError(f"The environment variable {VARIABLE} is {given!r}; set it to {known}.")
-    return given
-
-
 def off() -> bool:
-    """Whether kernels are off: by `plain`, or by HEADWATER_KERNELS=plain when the process first used a kernel."""
+    """Whether kernels are off: by `plain`, or by HEADWATER_KERNELS=plain when the process first used a kernel.
+
+    Raises `HeadwaterError` for an unknown value of the variable.
+    """
     global _off
     if _off is None:
-        _off = mode() == PLAIN
+        value = os.environ.get(VARIABLE) or MEASURED
+        if value not in (MEASURED, PLAIN):
+            raise HeadwaterError(f"The environment variable {VARIABLE} is {value!r}; set it to {MEASURED} or {PLAIN}.")
+        _off = value == PLAIN
     return _off
 
 

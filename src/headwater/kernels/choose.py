@@ -1,15 +1,13 @@
 """Choice by timing: on a CPU, PyTorch's own form runs unless another was clearly faster on this machine.
 
 What is fast on one processor may be slow on another. So while `generate` runs (`measured`), the first use of an
-operation (such as a linear layer of some shape, dtype and number of rows) times its forms in turn, which takes at most
-a tenth of a second on an idle machine. The results are stored for later processes in
-$XDG_CACHE_HOME/headwater/kernels or ~/.cache/headwater/kernels, in one file per processor, version of PyTorch and
-number of threads. If a file is damaged or cannot be written, the timing is repeated. HEADWATER_KERNELS=fixed or =plain
-switches this off. What `headwater bench gpu` measures is stored there too, in a file per GPU (`record`).
+operation (such as a linear layer of some shape, dtype and number of rows) times its forms in turn, which takes about a
+tenth of a second. The times are stored for later processes in $XDG_CACHE_HOME/headwater/kernels or
+~/.cache/headwater/kernels, in one file per processor, version of PyTorch and number of threads. If a file is damaged or
+cannot be written, the timing is repeated. HEADWATER_KERNELS=plain switches this off, with all kernels.
 
 Forms round differently, so bits would depend on the clock. Therefore only generation uses the choice: training, its
-evaluations and `headwater evaluate` use PyTorch's own forms, here called plain. (Compiled training on a GPU looks up
-what was recorded, `headwater.kernels.gpu`, and times nothing.)
+evaluations and `headwater evaluate` use PyTorch's own forms, here called plain.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch.autograd import forward_ad
 
-from headwater.kernels import MEASURED, PLAIN, mode, off
+from headwater.kernels import PLAIN, off
 
 T = TypeVar("T")
 # Another form is chosen if it takes less than this share of plain PyTorch's time.
@@ -43,21 +41,18 @@ CLEAR = 0.9
 ROUNDS, FEWEST, LIMIT = 7, 5, 0.1
 # A timing is discarded as disturbed by other work if its median exceeds this multiple of its minimum.
 STEADY = 1.5
-# Seconds that a process spends on timing; after that, operations not yet timed run plain PyTorch.
-BUDGET = 1.0
 # fp32 numbers read before each run (64 MB) to flush the cache: a decoding model reads its weights from memory.
 FLUSH = 2**24
 
 
 @dataclass(frozen=True)
 class Timed:
-    """The shortest time of each form of an operation, in seconds; `best` is the form to run.
+    """The shortest time of each form of an operation, in seconds, none if other work disturbed the timing.
 
-    Without times that is plain PyTorch; `untimed` says why there are none.
+    `best` is the form to run; without times plain PyTorch.
     """
 
     seconds: Mapping[str, float]
-    untimed: str = "other work disturbed the timing"
 
     @cached_property
     def best(self) -> str:
@@ -65,11 +60,9 @@ class Timed:
         return fastest if fastest != PLAIN and self.seconds[fastest] < CLEAR * self.seconds[PLAIN] else PLAIN
 
 
-# (threads, operation) -> the times measured by this process or read from the file; for `recorded`, (place, operation).
-_known: dict[tuple[int | tuple[str, ...], tuple[Any, ...]], Timed] = {}
-_spent: list[float] = []
+# (threads, operation) -> the times measured by this process or read from the file.
+_known: dict[tuple[int, tuple[Any, ...]], Timed] = {}
 _one_at_a_time = threading.Lock()
-_budget: ContextVar[float] = ContextVar("budget", default=BUDGET)
 # The choices of the generation that is running. None: none is running; False: choosing is forbidden.
 _generation: ContextVar[dict[Any, Any] | Literal[False] | None] = ContextVar("generation", default=None)
 
@@ -92,8 +85,7 @@ def measured() -> AbstractContextManager[None]:
     Raises `HeadwaterError` for an unknown value of HEADWATER_KERNELS.
     """
     forbidden = (
-        mode() != MEASURED
-        or off()
+        off()
         or _generation.get() is False
         or torch.are_deterministic_algorithms_enabled()
         or torch.jit.is_tracing()
@@ -107,11 +99,6 @@ def measured() -> AbstractContextManager[None]:
 def unmeasured() -> AbstractContextManager[None]:
     """Inside, in this thread, nothing depends on a timing, not even generation."""
     return having(_generation, False)
-
-
-def unhurried() -> AbstractContextManager[None]:
-    """Inside, in this thread, timings may exceed `BUDGET`: for benchmarks of the kernels."""
-    return having(_budget, math.inf)
 
 
 def remembered() -> dict[Any, Any] | None:
@@ -130,39 +117,17 @@ def timed(operation: tuple[Any, ...], forms: Callable[[], Mapping[str, Callable[
     operation: its name and everything its time depends on. forms: returns functions by name, one of them "plain".
     """
     threads = torch.get_num_threads()
-    if (found := _known.get((threads, operation))) is not None:
-        return found
+    if (times := _known.get((threads, operation))) is not None:
+        return times
     with _one_at_a_time:
-        name, file, made = _name(operation), _file(_machine(), threads), forms()
+        name = " ".join(str(part).removeprefix("torch.") for part in operation)
+        file, functions = _file(threads), forms()
         seconds = {} if file is None else _read(file).get(name, {})
-        if seconds.keys() != made.keys():
-            if sum(_spent) >= _budget.get():
-                return _known.setdefault((threads, operation), Timed({}, f"{BUDGET:g} s had gone into timing before"))
-            seconds = _time(made)
+        if seconds.keys() != functions.keys():
+            seconds = _time(functions)
             if seconds and file is not None:
-                _keep(file, {"cpu": cpu(), "torch": torch.__version__, "threads": threads}, name, seconds)
+                _store(file, {"cpu": cpu(), "torch": torch.__version__, "threads": threads}, name, seconds)
         return _known.setdefault((threads, operation), Timed(seconds))
-
-
-def recorded(place: tuple[str, ...], operation: tuple[Any, ...]) -> Timed:
-    """The times that `record` kept for a place, such as a kind of GPU; nothing is measured."""
-    if (place, operation) not in _known:
-        file = _file(*place)
-        _known[place, operation] = Timed({} if file is None else _read(file).get(_name(operation), {}), "not measured")
-    return _known[place, operation]
-
-
-def record(place: tuple[str, ...], operation: tuple[Any, ...], seconds: Mapping[str, float]) -> None:
-    """Keep the seconds of an operation's forms, in place of earlier ones; none: forget them."""
-    if (file := _file(*place)) is not None:
-        _keep(file, {"place": place}, _name(operation), seconds)
-    _known[place, operation] = Timed(seconds, "not measured")
-
-
-def found_here() -> dict[str, Timed]:
-    """operation -> times, of all that this process has looked up with its present number of threads."""
-    here = torch.get_num_threads()
-    return {_name(operation): found for (threads, operation), found in _known.items() if threads == here}
 
 
 def bucket(count: int, base: int = 2) -> int:
@@ -171,10 +136,6 @@ def bucket(count: int, base: int = 2) -> int:
     while power < count:
         power *= base
     return power
-
-
-def _name(operation: tuple[Any, ...]) -> str:
-    return " ".join(str(part).removeprefix("torch.") for part in operation)
 
 
 def _time(forms: Mapping[str, Callable[[], object]]) -> dict[str, float]:
@@ -192,17 +153,16 @@ def _time(forms: Mapping[str, Callable[[], object]]) -> dict[str, float]:
             started = time.perf_counter()
             run()
             times[name].append(time.perf_counter() - started)
-    _spent.append(time.perf_counter() - begun)
     steady = all(statistics.median(each) <= STEADY * min(each) for each in times.values())
     return {name: min(each) for name, each in times.items()} if steady else {}
 
 
-def _file(*about: Any) -> Path | None:
-    """The file of timings of a machine, about which this is known; None if there is no cache folder."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
+def _file(threads: int) -> Path | None:
+    """The file of this machine's timings with so many threads; None if there is no cache folder."""
+    cache = os.environ.get("XDG_CACHE_HOME", "")
     with suppress(RuntimeError):  # there is no home folder
-        folder = Path(given) if os.path.isabs(given) else Path("~/.cache").expanduser()
-        digest = hashlib.sha256(json.dumps(about).encode()).hexdigest()
+        folder = Path(cache) if os.path.isabs(cache) else Path("~/.cache").expanduser()
+        digest = hashlib.sha256(json.dumps([*_machine(), threads]).encode()).hexdigest()
         return folder / "headwater" / "kernels" / f"{digest[:16]}.json"
     return None
 
@@ -217,7 +177,7 @@ def _read(file: Path) -> dict[str, dict[str, float]]:
     return {}
 
 
-def _keep(file: Path, about: Mapping[str, Any], name: str, seconds: Mapping[str, float]) -> None:
+def _store(file: Path, about: Mapping[str, Any], name: str, seconds: Mapping[str, float]) -> None:
     """Add a timing to the file, which begins with what it is about, atomically."""
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ from headwater.kernels.scratch import scratch
 
 # Scores to work on at a time on a CPU, so that working memory stays small. On an AMD EPYC (Zen 4), a step over 2048
 # rows and 256 to 3072 pairs takes 0.9 to 1.1 of its time over all rows at once, over 8192 rows in bf16 0.7, and gives
-# the same bits. `headwater bench forms` times it against the plain form.
+# the same bits.
 BLOCK = 2**19
 
 gelu, gelu_backward = torch.ops.aten.gelu.out, torch.ops.aten.gelu_backward.grad_input

@@ -3,7 +3,7 @@
 `fused_shift` is for uncompiled code. It works on [B, T, K·d], the memory layout of projections. Half precision is
 widened a few rows at a time, and the result is laid out as [B, K, T, d], which attention needs.
 
-On an AMD EPYC (Zen 4), forward and backward take 0.2 to 0.8 of the plain form's time (`headwater bench forms`).
+On an AMD EPYC (Zen 4), forward and backward take 0.2 to 0.8 of the plain form's time.
 
 `traced_shift` is for compiled code. Its backward pass is written with gradients shifted the other way, so that the
 compiler keeps x and no shifted copy of it, and needs fewer kernels (tests/nn/test_kernel_budget.py counts them).

@@ -17,7 +17,7 @@ In shapes: B batch, T new tokens, S all tokens including cached ones, D model wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from math import isfinite
 from typing import (
@@ -144,18 +144,6 @@ class Step(NamedTuple):
     steps: int
     warmup: int
     start: Mapping[str, Any]
-
-
-class BenchForm(NamedTuple):
-    """A mechanism's kernel and the same computation written plainly, for `headwater bench forms`.
-
-    label: its name in the table. module: holds the parameters. ours, plain: functions of x [B, T, D].
-    """
-
-    label: str
-    module: nn.Module
-    ours: Callable[[Tensor], Tensor]
-    plain: Callable[[Tensor], Tensor]
 
 
 class Tail(Protocol):
@@ -574,16 +562,6 @@ class Mechanism(nn.Module):
 
     # For `headwater bench`
 
-    @classmethod
-    def bench_form(cls, heads: int, dtype: torch.dtype) -> BenchForm | None:
-        """The mechanism for `heads` heads of width 64, if it has a kernel; None: there is nothing to compare."""
-        return None
-
-    @classmethod
-    def plain_forms(cls) -> dict[str, Callable[..., Tensor]]:
-        """The plain forms of operations that it has a kernel for on GPUs, by their names in `kernels.gpu`."""
-        return {}
-
     def twin(self) -> nn.Module | None:
         """If it replaces a linear layer: a module of plain layers with the same matmuls, to be timed against it."""
         return None
@@ -655,13 +633,6 @@ class Mechanism(nn.Module):
     def local(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
         """After projection, before RoPE and the cache: q [B, H, T, d], k and v [B, heads, T, d] -> same."""
         return q, kv
-
-    def key_taps(self) -> Tensor | None:
-        """If all that `local` does to keys is mix each with the previous tokens' in its row: `windows()["k"]`.
-
-        A kernel may then compute this, the norm before and RoPE after it as one. None: `local` is what counts.
-        """
-        return None
 
     def gathered(self, kv: KV, context: Context) -> KV:
         """After RoPE and the cache: what all K heads attend to, k and v [B, K, S, d], the whole history -> same.

@@ -19,7 +19,6 @@ makes the first decoded token wrong. A document's first token has zeros in the d
 as it is, and Zaya fills with its projection's bias if there is one.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
@@ -30,7 +29,7 @@ from torch import Tensor, nn
 
 from headwater.enlarging import SAME, Dim, Larger
 from headwater.errors import HeadwaterError, nearest
-from headwater.mechanisms.base import KV, Ancestors, BenchForm, Context, Cost, Mechanism, Shown, Tail
+from headwater.mechanisms.base import KV, Ancestors, Context, Cost, Mechanism, Shown, Tail
 from headwater.mechanisms.shift import earlier, shift
 from headwater.plan import LayerPlan, Part, Source
 from headwater.precision import KeepsPrecision
@@ -168,24 +167,6 @@ class KVShift(KeepsPrecision, Mechanism):
         k, v = shifted("k", k, self.alpha), shifted("v", v, self.beta)
         return (k, v) if q is None else (k, v, shifted("q", q, self.gamma))
 
-    @classmethod
-    def bench_form(cls, heads: int, dtype: torch.dtype) -> BenchForm:
-        shift = cls(heads, 0)
-
-        def split(x: Tensor) -> Tensor:
-            return x.unflatten(2, (heads, -1)).transpose(1, 2)
-
-        def plain(x: Tensor) -> Tensor:
-            current, last = shift.taps(shift.alpha).view(2, heads, 1, 1)
-            k = split(x)
-            return (current * k + last * nn.functional.pad(k, (0, 0, 1, 0))[:, :, :-1]).to(x.dtype)
-
-        return BenchForm("KV shift", shift, lambda x: shift(split(x), split(x))[0], plain)
-
-    @classmethod
-    def plain_forms(cls) -> dict[str, Callable[..., Tensor]]:
-        return {"keys": shift}
-
     # In a headwater model
 
     @classmethod
@@ -317,10 +298,6 @@ class KVShift(KeepsPrecision, Mechanism):
             for part, window in self.windows().items()
             for back, weights in enumerate(window, 1)
         }
-
-    def key_taps(self) -> Tensor | None:
-        # A class derived from this one may do more to them.
-        return self.taps(self.alpha) if self.alpha is not None and type(self) is KVShift else None
 
     def local(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
         # Through __call__, where accelerate's hooks load offloaded parameters.

@@ -28,7 +28,7 @@ equal scores the first pair's counts as larger. Gradients reach the chosen pairs
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
@@ -39,9 +39,8 @@ from torch import Tensor, nn
 from headwater.enlarging import SAME, Dim, Larger
 from headwater.errors import HeadwaterError, nearest
 from headwater.kernels import applies
-from headwater.kernels.gpu import score_runs
 from headwater.kernels.pattention import fused_pattention
-from headwater.mechanisms.base import BenchForm, Cost, Group, Map, Mechanism, Processes, Shown, Step
+from headwater.mechanisms.base import Cost, Group, Map, Mechanism, Processes, Shown, Step
 from headwater.plan import LayerPlan, Source
 from headwater.precision import KeepsPrecision
 
@@ -176,11 +175,7 @@ class Pattention(Mechanism):
             return fused_pattention(x, key, value, tau, GELU[self.gelu], GUARD)
         if self.top_k is not None:
             return self._sparse(x, key, value, tau)
-        scores = x @ key.T
-        form = GELU[self.gelu]
-        if score_runs(scores, self.score, form):
-            return torch.ops.headwater.pattention_score(scores, tau, self.score, form, GUARD)[0] @ value
-        return self._theta(scores, tau).to(x.dtype) @ value
+        return self._theta(x @ key.T, tau).to(x.dtype) @ value
 
     def _sparse(self, x: Tensor, key: Tensor, value: Tensor, tau: Tensor) -> Tensor:
         scores = x @ key.T
@@ -293,26 +288,6 @@ class Pattention(Mechanism):
         return f"τ of {modules} maps goes to √n of their pairs in {cls.length(step)} steps."
 
     # For `headwater bench`
-
-    @classmethod
-    def bench_form(cls, heads: int, dtype: torch.dtype) -> BenchForm:
-        """A feed-forward of the heads' width."""
-        module = cls(64 * heads, 64 * heads, 4 * 64 * heads).to(dtype)
-        key, value, tau = module.key, module.value, float(module.scale.tau)
-
-        def plain(x: Tensor) -> Tensor:
-            scores = nn.functional.linear(x, key)
-            normed = scores / torch.norm(scores, p=2, dim=-1, keepdim=True) * tau
-            return nn.functional.gelu(normed) @ value
-
-        return BenchForm("Pattention", module, module, plain)
-
-    @classmethod
-    def plain_forms(cls) -> dict[str, Callable[..., Tensor]]:
-        def theta(scores: Tensor, tau: Tensor, score: str, form: str) -> Tensor:
-            return SCORES[score](_wide(scores), tau, form).to(scores.dtype)
-
-        return {"score": theta}
 
     def twin(self) -> nn.Module:
         """An MLP with a unit for each pair: linear, GELU, linear. Without `top_k` it has the same matmuls."""

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from headwater.enlarging import READS, SAME, Dim, Larger
 from headwater.errors import HeadwaterError, nearest
-from headwater.mechanisms.base import KV, Ancestors, BenchForm, Context, Cost, Hidden, Mechanism, Shown, Tail
+from headwater.mechanisms.base import KV, Ancestors, Context, Cost, Hidden, Mechanism, Shown, Tail
 from headwater.mechanisms.receivers import check_layers, is_chosen, moved_layers
 from headwater.mechanisms.shift import dynamic_shift, shift
 from headwater.plan import Kept, LayerPlan, Outer, Source, Stage
@@ -173,20 +173,6 @@ class ShortConv(KeepsPrecision, Mechanism):
 
     def group(self, parameter: str) -> Literal["vectors"] | None:
         return "vectors" if parameter.endswith("_taps") else None  # of each channel, however they are laid out
-
-    @classmethod
-    def bench_form(cls, heads: int, dtype: torch.dtype) -> BenchForm:
-        conv = cls({"keys": (heads, 64)})
-
-        def split(x: Tensor) -> Tensor:
-            return x.unflatten(2, (heads, -1)).transpose(1, 2)
-
-        def plain(x: Tensor) -> Tensor:
-            weight = conv.get_parameter("keys_taps").flatten(1).T.unsqueeze(1).flip(2).to(x.dtype)
-            padded = nn.functional.pad(x.transpose(1, 2), (conv.window - 1, 0))
-            return split(x + nn.functional.conv1d(padded, weight, groups=len(weight)).transpose(1, 2))
-
-        return BenchForm("short convolution", conv, lambda x: conv(split(x), "keys"), plain)
 
     # In a headwater model
 

@@ -23,12 +23,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from headwater.errors import HeadwaterError
 from headwater.kernels.attention import FEW
-from headwater.kernels.gpu import keys_run, may_run
 from headwater.mechanisms.base import KV, Ancestors, Context, Mechanism, Named, Tail
 from headwater.nn.attention_kernel import attention_kernel, attention_weights, eager_attention, read_values
 from headwater.nn.cache_name import is_paged
 from headwater.nn.linear import apply_linear
-from headwater.nn.norm import RMSNorm, make_norm
+from headwater.nn.norm import make_norm
 from headwater.nn.position import rotate
 from headwater.nn.projection import make_map
 from headwater.plan import HeadGroup, Heads, Inner, LayerPlan, Source, Stage
@@ -130,24 +129,20 @@ class Attention(nn.Module):
         """
         known = [*sources]  # each at its `LayerPlan.slot`
         context = Context(known, reach, tail_of(self.plan, past_key_values), token_ids, x)
-        q, raw, v = self.project(x, key_input, value_input)
+        q, k, v = self.project(x, key_input, value_input)
         for mechanism in self.at("projected"):
-            q, (raw, v) = mechanism.projected(q, KV(raw, v), context)
+            q, (k, v) = mechanism.projected(q, KV(k, v), context)
         q = q if self.q_norm is None else self.q_norm(q.transpose(1, 2)).transpose(1, 2)
-        k = raw if self.k_norm is None else self.k_norm(raw.transpose(1, 2)).transpose(1, 2)
+        k = k if self.k_norm is None else self.k_norm(k.transpose(1, 2)).transpose(1, 2)
         known += q, k, v
 
-        changed = []  # by these mechanisms, k
         for mechanism in self.at("local"):
-            before = k
             q, (k, v) = mechanism.local(q, KV(k, v), context)
-            if k is not before:
-                changed.append(mechanism)
         known.append(v)
         if position_embeddings is not None:
             q = rotate(q, *position_embeddings)
             if self.k_proj is not None:
-                k = self.turned(raw, k, changed, context, *position_embeddings)
+                k = rotate(k, *position_embeddings)
         if isinstance(past_key_values, Engine):
             known += k, v  # in the banks' places: the engine itself knows whose a head attends to
             return self.results(past_key_values.attend(self, q, k, v), None, known, context)
@@ -214,26 +209,6 @@ class Attention(nn.Module):
             return y.view(*y.shape[:2], -1, self.head_dim).transpose(1, 2)
 
         return heads(self.q_proj), heads(self.k_proj, key_input), heads(self.v_proj, value_input)
-
-    def turned(
-        self, raw: Tensor, k: Tensor, changed: Sequence[Mechanism], context: Context, cos: Tensor, sin: Tensor
-    ) -> Tensor:
-        """Keys k [B, heads, T, d] of the local stage after RoPE; raw: those of the projection, changed by whom."""
-        norm, reach = self.k_norm, context.reach
-        taps = changed[0].key_taps() if may_run(raw) and len(changed) == 1 else None
-        if (
-            taps is not None
-            and context.tail is None
-            and not isinstance(reach, Ancestors)
-            and (norm is None or isinstance(norm, RMSNorm))
-            # Autocast would cast what RoPE in fp32 gives.
-            and (raw.dtype == cos.dtype or torch.is_autocast_enabled(raw.device.type))
-            and keys_run(raw, len(taps), norm is not None, reach is not None)
-        ):
-            weight, eps = (None, 0.0) if norm is None else (norm.factor(), norm.eps)
-            inputs = raw.transpose(1, 2), taps, weight, reach, cos, sin
-            return torch.ops.headwater.keys(*inputs, norm is not None, eps).transpose(1, 2)
-        return rotate(k, cos, sin)
 
     def attend(
         self,

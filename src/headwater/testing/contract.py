@@ -39,7 +39,7 @@ from headwater.testing.models import (
     shared,
     tokens,
 )
-from headwater.testing.naive import Reference, kv_shift
+from headwater.testing.naive import Reference
 from headwater.testing.served import Server, prompts
 from headwater.testing.trees import Tree, batch, part
 
@@ -198,8 +198,7 @@ class Contract:
     and by generation of every kind, equals the model without one; rows are causal, and padding and neighbors in a row
     change nothing, nor do other branches of a tree; every parameter starts by its name alone and has a gradient;
     parameters, FLOPs, what autograd keeps and bytes of the cache are as planned, and grow with the tokens alone; what
-    it says with `identity`, `key_taps`, `per_head` and `per_token` is true; what is saved is loaded; it compiles as one
-    graph.
+    it says with `identity`, `per_head` and `per_token` is true; what is saved is loaded; it compiles as one graph.
 
     A test that your mechanism need not pass is left out by setting it to None in the subclass.
     """
@@ -632,29 +631,6 @@ class Contract:
         after = add_mechanisms(before, {name: given}).eval()
         ids = tokens(2, T)
         assert_near(after(ids, use_cache=False).logits, before(ids, use_cache=False).logits)
-
-    def test_key_taps_equal_local(self, case):
-        model, ids, found = case.copy, tokens(2, T), []
-
-        def watched(module):
-            local = module.local
-
-            def watching(q, kv, context):
-                changed = local(q, kv, context)
-                found.append((module, kv.k, changed[1].k))
-                return changed
-
-            return watching
-
-        for block in model.model.layers:
-            for _, module in block.self_attn.mechanisms.named():
-                if module.key_taps() is not None:
-                    module.local = watched(module)
-        model(ids, position_ids=document_positions(DOCUMENTS), use_cache=False)
-        starts = {(row, int(at)) for row, of in enumerate(document_positions(DOCUMENTS)) for at in (of == 0).nonzero()}
-        for module, before, after in found:
-            assert_near(module.key_taps(), module.windows()["k"], 0)
-            assert_near(after, kv_shift(before, module.key_taps(), starts), 1e-12)
 
     def test_heads_and_tokens_are_computed_alone(self, case):
         """If `per_head` says so: halves of the heads, run without the other, read what they do in the model; and if

@@ -21,8 +21,7 @@ from headwater.cost import check_memory
 from headwater.data.base import Data
 from headwater.diagnostics import drowning, init_diagnostics
 from headwater.errors import HeadwaterError
-from headwater.hardware import sheet_of
-from headwater.kernels.gpu import c_compiler
+from headwater.hardware import c_compiler, sheet_of
 from headwater.models.compiling import compile_model
 from headwater.models.kinds import AnyModel, model_class
 from headwater.recipe import Recipe, Training
