@@ -397,11 +397,3 @@ def test_bench_mechanisms(run):
     code, out, _ = run("bench", "mechanisms", "pattention", "--memory", *shape)
     assert code == 0
     assert "plain form" in out
-
-
-@pytest.mark.slow  # `test_theory.py` has all but the command
-def test_theory(run, tmp_path):
-    code, out, _ = run("theory", "--out", tmp_path)
-    assert code == 0
-    assert "63 of 63" in out
-    assert (tmp_path / "theory-flow.png").stat().st_size > 10_000

@@ -1128,12 +1128,6 @@ MISTAKES = [
         "ratios[one] <= ratios[arm]\n                and gains[one] <= gains[arm]",
         (PRICES_OF_ARMS,),
     ),
-    Mistake(
-        "a page loses the claims of tables that have not run here",
-        "known = {row.says: row for row in before if row.verdict != OPEN}",
-        "known = {row.says: row for row in before if row.verdict == OPEN}",
-        ("tests/reproduce/test_document.py",),
-    ),
     # Statistics and claims
     Mistake(
         "Holm's procedure tests all at the strictest level",

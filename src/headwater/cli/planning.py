@@ -1,4 +1,4 @@
-"""`headwater plan`, `presets`, `theory`: what can be known before training."""
+"""`headwater plan`, `presets`: what can be known before training."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 from headwater.cli.common import check_writable, err, out, quiet, recipe_of, tell_runs
 from headwater.errors import HeadwaterError
-from headwater.terminal import Table, lined
+from headwater.terminal import lined
 
 if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
@@ -305,24 +305,3 @@ def presets(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")]
         for _, row in group:
             table.add_row(*row)
         out.print(table, highlight=False)
-
-
-def theory(
-    folder: Annotated[Path, typer.Option("--out", file_okay=False, help="Output folder for the picture.")] = Path(
-        "runs/theory"
-    ),
-) -> None:
-    """Check the three theorems of the KV shifting paper, and draw the gradient flow of the third."""
-    from headwater.outputs import check_replaceable, is_picture
-    from headwater.papers import theory as theorems
-
-    check_writable(folder, folder=True)
-    check_replaceable(folder / "theory-flow.png", is_picture)
-
-    table = Table(title="KV shifting attention, arXiv 2411.19574", title_justify="left")
-    for name in ("theorem", "checked", "result"):
-        table.add_column(name)
-    for row in theorems.run(folder):
-        table.add_row(*row)
-    out.print(table)
-    out.print(f"picture: {folder / 'theory-flow.png'}", soft_wrap=True)

@@ -418,8 +418,6 @@ def commands_part(sizes: Sequence[Comparison], name: str) -> Section:
     says = f"{file}, below, reproduces all runs of this comparison: their settings have the hashes in the records."
     if first.tuning:
         says += " It contains the tuned learning rates, so they are not tuned again."
-    if any(s.stopped is not None for one in sizes for s in one.summaries):
-        says += " It trains arms that were given up to the end."
     says += (
         " The first command trains them all, the second one of them." if alone else " The command trains one of them."
     )

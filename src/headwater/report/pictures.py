@@ -78,7 +78,7 @@ def bars_picture(comparison: Comparison) -> Figure:
             left.plot(results, [place] * len(results), "o", color="black", ms=3, alpha=0.6)
             text, ink = f"{summary.mean:.3f}", "white"
         else:
-            text, ink = "diverged" if summary.diverged else f"given up at step {summary.stopped}", "black"
+            text, ink = "diverged", "black"
         left.annotate(text, (0, place), xytext=(5, 0), textcoords="offset points", va="center", color=ink)
         if summary.paired is not None:
             if summary.interval is not None:
