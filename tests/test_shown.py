@@ -53,7 +53,7 @@ SMALL = {
     "verify": {"--requests": 2, "--sampled": 2, "--longest": 8},
     "bench": {
         "--layers": 2, "--width": 64, "--heads": 1, "--vocabulary": 300, "--context": 16, "--batch-size": 1,
-        "--batch": 1, "--precision": "32-true", "--pairs": 2, "--turns": 3, "--megabytes": 1, "--resamples": 10,
+        "--batch": 1, "--precision": "32-true", "--pairs": 2, "--turns": 3, "--megabytes": 1, "--comparisons": 10,
     },
     "bench decode": {"--tokens": 3},
     "bench verdicts": {"--arms": 1, "--seeds": 2},

@@ -153,7 +153,7 @@ def test_the_best_by_mean_are_chosen_and_none_that_diverged(tmp_path):
 
     fill()
     assert best_arms(selection, tmp_path) == ["value_residual", "kv_shift"]
-    results |= dict.fromkeys(("kv_shift", "value_residual"), [0.5, math.nan])
+    results |= {arm: [0.5, math.nan] for arm in ("kv_shift", "value_residual")}
     fill()
     with pytest.raises(HeadwaterError, match="Every combination diverged; lower training") as error:
         best_arms(selection, tmp_path)

@@ -12,10 +12,10 @@ import typer
 
 from headwater.cli.common import Device, Positive, check_writable, device_of, err, out, quiet, recipe_of, tell
 from headwater.errors import HeadwaterError, either, shown
-from headwater.terminal import Table, counted
+from headwater.terminal import Table
 
 if TYPE_CHECKING:
-    from headwater.compare.resample import Rate
+    from headwater.compare.calibration import Rate
 
 bench = typer.Typer(help="Benchmarks: interleaved pairs, ratios of times.", no_args_is_help=True)
 
@@ -712,127 +712,47 @@ def bench_prices(
 def bench_verdicts(
     folder: Annotated[
         Path | None,
-        typer.Argument(help="A comparison's folder, with many seeds of at least one arm.", show_default=False),
+        typer.Argument(
+            help="A comparison's folder, with many seeds of at least one arm; default: simulated results.",
+            show_default=False,
+        ),
     ] = None,
     arm: Annotated[
         str | None, typer.Option(help="Arm whose trials to use; default: the one with the most.", show_default=False)
     ] = None,
-    arms: Annotated[
-        int | None,
-        typer.Option(min=1, help="Arms besides the baseline in each resampled comparison.", show_default="1"),
-    ] = None,
-    seeds: Annotated[int | None, typer.Option(min=2, help="Seeds per arm.", show_default="5")] = None,
-    resamples: Annotated[
-        int | None, typer.Option(min=1, help="Comparisons; default: 2000, or 10 000 with --sequential.")
-    ] = None,
-    planted: Annotated[
-        float | None,
-        typer.Option(
-            help="Difference to add; default: one that is found with a probability of 80 %. With --sequential in "
-            "standard deviations; default: several.",
-            show_default=False,
-        ),
-    ] = None,
-    sequential: Annotated[
-        bool, typer.Option("--sequential", help="Simulate comparisons that run until decided, without a folder.")
-    ] = False,
-    min_seeds: Annotated[
-        int | None, typer.Option(min=2, help="With --sequential: seeds before the first look.", show_default="6")
-    ] = None,
-    max_seeds: Annotated[
-        int | None, typer.Option(min=2, help="With --sequential: the maximum of seeds.", show_default="30")
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the simulation.")] = 0,
+    arms: Annotated[int, typer.Option(min=1, max=1000, help="Arms besides the baseline in each comparison.")] = 1,
+    seeds: Annotated[
+        int, typer.Option(min=2, max=1000, help="Seeds per arm, and the maximum of comparisons until decided.")
+    ] = 30,
+    comparisons: Annotated[
+        int, typer.Option(min=1, max=100_000, help="Comparisons to resample or to simulate.")
+    ] = 2000,
+    seed: Annotated[int, typer.Option(min=0, help="Of the resampling.")] = 0,
 ) -> None:
     """Measure how often `compare` is wrong: false alarms between identical arms, and missed differences."""
-    if sequential:
-        if folder is not None:
-            raise HeadwaterError("--sequential simulates its results; leave out the folder.")
-        if any(given is not None for given in (arm, arms, seeds)):
-            raise HeadwaterError(
-                "--arm, --arms and --seeds are for a comparison's folder; --sequential simulates 1, 5 and 20 arms with "
-                "--min-seeds to --max-seeds."
-            )
-        min_seeds, max_seeds = min_seeds or 6, max_seeds or 30
-        if min_seeds > max_seeds:
-            raise HeadwaterError(f"--min-seeds {min_seeds} is more than --max-seeds {max_seeds}.")
-        if planted is not None and not 0.01 <= planted < math.inf:
-            raise HeadwaterError(f"--planted {planted:g} is no difference to simulate; give 0.01 or more.")
-        _bench_sequential(min_seeds, max_seeds, resamples or 10_000, planted, seed)
-        return
-    if folder is None:
-        raise HeadwaterError("Name a comparison's folder, or simulate with --sequential.")
-    if min_seeds is not None or max_seeds is not None:
-        raise HeadwaterError("--min-seeds and --max-seeds need --sequential; a folder's comparisons have --seeds.")
-    from headwater.compare.resample import calibrate, results_of
+    from headwater.compare.calibration import SHAPES, calibrate, dealing, planted_effect, results_of
 
-    arms, seeds, resamples = arms or 1, seeds or 5, resamples or 2000
-    name, results = results_of(folder, arm)
-    found = calibrate(results, arms, seeds, resamples, planted, seed)
+    if arm is not None and folder is None:
+        raise HeadwaterError("--arm names an arm of a comparison's folder; name the folder too.")
+    sources = SHAPES
+    if folder is not None:
+        name, results = results_of(folder, arm)
+        sources = {f"{len(results)} trials of {name!r}": dealing(results)}
     table = _table(
-        f"{found.trials} trials of {name!r}, resampled to {arms + 1} arms of {seeds} seeds, {resamples:,} times",
-        *("", "share", "95 % (binomial)", "stated"),
+        f"{comparisons:,} comparisons of {arms + 1} identical arms with {seeds} seeds; the planted difference is "
+        f"{planted_effect(arms, seeds):.3g} standard deviations of paired differences",
+        *("results", "seeds", "false alarms, at most 0.05 stated", "planted found", "seeds, mean"),
     )
-    rows = {
-        "false alarms": (found.false_alarms, "at most "),
-        f"a planted {found.planted:.4g} found": (found.power, "at least " if arms > 1 else ""),
-    }
-    for label, (rate, bound) in rows.items():
-        table.add_row(label, *_rate(rate), f"{bound}{rate.stated:.4f}")
+    for source, draw in sources.items():
+        fixed, sequential = calibrate(draw, arms, seeds, comparisons, seed)
+        for rule, measured in (("fixed", fixed), ("until decided", sequential)):
+            if measured is not None:
+                rates = map(_rate, (measured.false_alarms, measured.power))
+                table.add_row(source, rule, *rates, f"{measured.seeds:.1f}")
     out.print(table)
 
 
-def _rate(rate: Rate) -> tuple[str, str]:
+def _rate(rate: Rate) -> str:
     """A share and its interval."""
     low, high = rate.interval
-    return f"{rate.value:.4f}", f"{low:.4f} – {high:.4f}"
-
-
-def _bench_sequential(first: int, last: int, simulations: int, effect: float | None, seed: int) -> None:
-    """Tables of wrong verdicts and of seeds saved, for comparisons that look after every seed."""
-    from headwater.compare import simulate
-
-    wrong = _table(
-        f"Wrong verdicts of comparisons that look after every seed, of at most {last}; {simulations:,} simulated",
-        *("", "arms", "from", "share", "95 % (binomial)", "stated"),
-    )
-
-    def add(what: str, arms: int, start: int, rate: Rate, stated: str = "at most 0.0500") -> None:
-        wrong.add_row(what, str(arms), counted(start, "seed"), *_rate(rate), stated)
-
-    for start in dict.fromkeys((min(3, first), first)):
-        for shape in simulate.SHAPES:
-            rate = simulate.false_differences(shape, start, last, 1, simulations, seed)
-            short = last < 30 and shape in ("exponential", "log-normal")  # docs/compare.md
-            add(f"{shape} differences", 1, start, rate, *(["not met: too short"] if short else []))
-    for shape in simulate.EXTREME:
-        rate = simulate.false_differences(shape, first, last, 1, simulations, seed)
-        add(f"{shape}", 1, first, rate, "not met: too skewed")
-    for arms in (5, 20):
-        for shape in simulate.SHAPES:
-            rate = simulate.false_differences(shape, first, last, arms, simulations, seed)
-            add(f"{shape} results, one baseline", arms, first, rate)
-    for arms in (5, 20):
-        for shape in ("exponential", "log-normal"):
-            rate = simulate.false_differences(shape, first, last, arms, simulations, seed, shared=False)
-            add(f"{shape} differences, independent", arms, first, rate, "not met: skewed alike")
-    for shape in simulate.SHAPES:
-        rate = simulate.false_equivalence(shape, 0.8, first, last, 1, simulations, seed)
-        add(f"{shape}, at the margin: equivalent", 1, first, rate)
-    out.print(wrong)
-    saved = _table(
-        "A normal difference in standard deviations: seeds until it is found, and of a fixed number with that power",
-        *("difference", "found", "seeds", "fixed", "saved", "e-process: found", "seeds"),
-    )
-    for size in (0.6, 0.7, 0.8, 0.9, 1.0, 1.25) if effect is None else (effect,):
-        one = simulate.planted(size, first, last, 1, simulations, seed)
-        saved.add_row(
-            f"{size:g}",
-            f"{one.rate.value:.4f}",
-            f"{one.seeds:.1f}",
-            str(one.fixed),
-            f"{one.saved:.0%}",
-            f"{one.anytime.value:.4f}",
-            f"{one.anytime_seeds:.1f}",
-        )
-    out.print(saved)
+    return f"{rate.value:.4f} ({low:.4f} – {high:.4f})"
