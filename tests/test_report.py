@@ -3,7 +3,6 @@
 import asyncio
 import base64
 import contextlib
-import io
 import json
 import math
 import re
@@ -15,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 from scipy import stats
 
 from headwater.compare import trials_of
@@ -33,7 +31,7 @@ from headwater.records import (
 from headwater.report import Head, PageTable, answer, comparisons, note, reading, table, write_report
 from headwater.report.curves import arm_curves
 from headwater.report.figures import POINTS, curves_drawing, differences_drawing
-from headwater.report.page import images_part, notices, rates_table, render, scaling_part, story
+from headwater.report.page import notices, rates_table, render, scaling_part, story
 from headwater.report.recipes import remade
 from headwater.report.scalars import learned
 from headwater.report.styles import styles
@@ -483,7 +481,6 @@ class TestImages:
         drawn = " ".join(json_scripts(html))
         assert "training images" in drawn
         assert not re.search(r"training tokens|per token", drawn)
-        assert "Held-out images" not in text, "there are no checkpoints"
 
     def test_scaling_counts_images(self, tmp_path):
         sizes = [
@@ -494,60 +491,6 @@ class TestImages:
         part = scaling_part(comparisons(saved(tmp_path, sizes)), "scaling")
         assert part.drawing.figure.layout.xaxis.title.text == "training images"
         assert part.drawing.titles == {"y": {"": "nats per image"}}
-
-    def test_wrong_and_right_answers_of_the_best_arm(self, tmp_path):
-        from headwater.inspect.images import as_picture
-        from headwater.prediction import load_for_prediction
-        from headwater.recipe import parse
-        from headwater.report.answers import EACH, answers_of
-        from headwater.training.loop import train
-
-        made = parse(
-            {
-                "name": "d",
-                "data": {"kind": "digits", "channels": 1, "workers": 1},
-                "model": {"patch_size": 4, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
-                "training": {"steps": 2, "batch_size": 8, "threads": 1},
-                "reporting": {"evaluate_every": None, "tensorboard": False},
-                "compare": {
-                    "baseline": "base",
-                    "seeds": [0],
-                    "arms": {"base": {}, "other": {"training": {"steps": 3}}},
-                },
-            },
-            "test",
-        )
-        for trial in trials_of(made, tmp_path):
-            train(trial.recipe, trial.folder, experiment=trial.experiment)
-        (comparison,) = comparisons(tmp_path)
-        found = answers_of(comparison)
-        best = max(comparison.summaries, key=lambda s: s.mean).arm
-        assert (found.arm, found.seed) == (best, 0)
-        assert 0 < len(found.right) <= EACH
-        assert len(found.wrong) == EACH
-        model, _ = load_for_prediction(tmp_path / "d" / f"{best}-0")
-        data = made.data.build()
-        names = [data.held_out.name(number) for number in range(len(data.held_out))]
-        for one in found.right + found.wrong:
-            assert (one in found.right) == (one.label == one.answer)
-            number = names.index(one.name)
-            pixels = data.held_out_images([number])["pixel_values"]
-            probabilities = model(pixel_values=pixels).logits.detach().double().softmax(-1)[0]
-            assert one.label == str(data.held_out.labels[number])
-            assert one.answer == str(int(probabilities.argmax()))
-            assert one.probability == pytest.approx(float(probabilities.max()), rel=1e-4)
-            shown = np.asarray(Image.open(io.BytesIO(base64.b64decode(one.png))))
-            assert np.allclose(shown, np.round(255 * as_picture(pixels[0], data.mean, data.std)))
-        html = write_report(tmp_path).read_text()
-        assert html.count('class="photo"') == len(found.right + found.wrong)
-        assert f"{found.correct} of {found.looked} held-out images" in text_of(html)
-        # The images of other data are not theirs.
-        for run in comparison.records:
-            run.data["sha256"] = "another"
-        assert answers_of(comparison) is None
-        for arm in ("base", "other"):
-            shutil.rmtree(tmp_path / "d" / f"{arm}-0" / "checkpoints")
-        assert images_part(comparisons(tmp_path)[0], "images", "Held-out images") is None
 
 
 class Tags(HTMLParser):

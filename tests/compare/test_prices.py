@@ -15,7 +15,7 @@ from headwater.config import HeadwaterConfig
 from headwater.cost import cache_bytes_per_token, training_flops_per_token
 from headwater.errors import HeadwaterError
 from headwater.records import read_record
-from headwater.report import comparisons, prices_of, prices_picture, terminal_prices
+from headwater.report import comparisons, prices_of, terminal_prices
 from headwater.report.page import prices_part
 from headwater.report.prices import panels, prices_table
 
@@ -166,9 +166,6 @@ def test_the_report_shows_which_arms_no_cheaper_one_beats(tmp_path, clock, monke
     part = prices_part(comparison, "prices", "Prices")
     assert "not dominated are base, deep" in part.drawing.label
     json.loads(part.drawing.json)
-    shown = prices_picture(comparison, found)
-    assert [axes.get_xlabel() for axes in shown.axes[:3]] == [panel.title for panel in panels(comparison, found)]
-    assert not shown.axes[0].yaxis_inverted()  # accuracy: better is up as it is
     # The mean of the seeds that are left flatters an arm that diverged.
     lost = [
         one.model_copy(update={"status": "diverged"}) if one.name == "deep-1" else one for one in comparison.records

@@ -189,12 +189,6 @@ MISTAKES = [
         "slice(self.first_patch, None)",
         (f"{INSPECT_IMAGES}::test_maps_and_similarity_are_those_of_the_models_own_outputs",),
     ),
-    Mistake(
-        "a report shows images that the run was not evaluated on",
-        'return data if data.description.get("sha256") == run.data.get("sha256") else None',
-        "return data",
-        (f"{REPORT}::TestImages::test_wrong_and_right_answers_of_the_best_arm",),
-    ),
     # Layers of two kinds, and other families
     Mistake(
         "layers outside sliding_layers have the window too",

@@ -24,7 +24,7 @@ from headwater.report.comparison import Comparison, differ_in_cost, unit
 from headwater.report.curves import Curve, arm_curves, y_limits
 from headwater.report.prices import PricedPoint, panels
 from headwater.report.styles import GREY, Style, styles
-from headwater.report.words import between, difference, verdict
+from headwater.report.words import between, verdict
 
 # Maximum points to draw per curve, to keep the page small.
 POINTS = 400
@@ -342,74 +342,6 @@ def _priced(point: PricedPoint, style: Style, comparison: Comparison) -> go.Scat
         hovertemplate=f"{arm}<br><b>{y:+.4f}</b> at ×{point.price:.3g}<br>"
         f"{escape(verdict(summary, comparison))}<extra></extra>",
     )  # fmt: skip
-
-
-def evidence_drawing(comparison: Comparison, name: str) -> Drawing | None:
-    """The path of the evidence: each arm's repeated confidence interval against its number of seeds; None without."""
-    shown = [(s, s.paired) for s in comparison.summaries if s.paired is not None and s.paired.looks]
-    if not shown or comparison.plan is None:
-        return None
-    look, margin = styles(comparison.arms, comparison.baseline), comparison.plan.margin
-    figure = _figure()
-    room, told = 1 / len(shown), []
-    for place, (s, paired) in enumerate(shown):
-        style, axis = look[s.arm], str(place + 1) if place else ""
-        at = {"xaxis": f"x{axis}", "yaxis": f"y{axis}"}
-        seeds = [one.pairs for one in paired.looks]
-        # The first looks are so wide that they would hide the rest.
-        end = max([abs(one) for one in s.interval or ()] + [abs(paired.mean), margin])
-        low, high = ([max(-3 * end, min(3 * end, one.interval[side] if one.interval else sign * 3 * end))
-                      for one in paired.looks] for side, sign in ((0, -1), (1, 1)))  # fmt: skip
-        figure.add_trace(
-            go.Scatter(
-                x=seeds + seeds[::-1], y=high + low[::-1], mode="lines", line={"width": 0}, fill="toself",
-                fillcolor=_clear(style.color, 0.2), hoverinfo="skip", **at,
-            )
-        )  # fmt: skip
-        figure.add_trace(
-            go.Scatter(
-                x=seeds,
-                y=[one.mean for one in paired.looks],
-                customdata=[between(one.interval) if one.interval else "no interval" for one in paired.looks],
-                mode="lines+markers",
-                name=escape(s.arm),
-                line={"color": style.color, "width": 2},
-                marker={"symbol": style.symbol, "size": 6, "color": style.color},
-                hovertemplate="%{fullData.name}, %{x} seeds<br><b>%{y:+.4f}</b> %{customdata}<extra></extra>",
-                **at,
-            )
-        )
-        for line in (-margin, margin):
-            figure.add_shape(
-                type="line", xref=f"x{axis} domain", x0=0, x1=1, yref=f"y{axis}", y0=line, y1=line,
-                line={"color": style.color, "dash": "dot", "width": 1},
-            )  # fmt: skip
-        said = verdict(s, comparison)
-        seeded = f"after {paired.looks[-1].pairs} seeds"
-        figure.add_annotation(
-            text=f"<b>{escape(s.arm)}</b> {escape(said)} {seeded}",
-            x=0, xref="paper", xanchor="left", y=1 - place * room, yref="paper", yanchor="top", showarrow=False,
-        )  # fmt: skip
-        figure.update_layout({
-            f"xaxis{axis}": {"range": [comparison.plan.min_seeds - 0.5, len(comparison.plan.seeds) + 0.5],
-                             "automargin": True, "ticks": "outside", "zeroline": False, "anchor": f"y{axis}",
-                             "showticklabels": place == len(shown) - 1},
-            f"yaxis{axis}": {"range": [-1.6 * end, 1.6 * end], "automargin": True, "zeroline": True,
-                             "domain": [1 - (place + 1) * room + 0.06 * room, 1 - (place + 0.24) * room],
-                             "anchor": f"x{axis}", "nticks": 5},
-        })  # fmt: skip
-        told.append(f"{s.arm} {said} {seeded}, {difference(s)}")
-    last = str(len(shown)) if len(shown) > 1 else ""
-    figure.update_layout({f"xaxis{last}": {"title": {"text": "seeds", "standoff": 8}}})
-    return Drawing(
-        name,
-        f"Evidence of {comparison.heading} over the number of seeds: {'; '.join(told)}.",
-        f"Difference to {comparison.baseline} in {comparison.unit} after each seed: mean, and repeated confidence "
-        f"interval as a band. An arm is decided when its band leaves the line at 0, or lies between the dotted lines "
-        f"at the margin, ±{margin:g}.",
-        figure,
-        60 + 150 * len(shown),
-    )
 
 
 def scaling_drawing(laws: Sequence[Scaling], name: str, title: str, arms: Sequence[str]) -> Drawing:

@@ -22,18 +22,16 @@ from headwater.errors import HeadwaterError
 from headwater.files import file_name
 from headwater.outputs import check_replaceable, is_page, is_picture, write_page
 from headwater.records import RunRecord
-from headwater.report.answers import AnsweredImage, answers_of
 from headwater.report.comparison import Comparison, arm_of, comparisons, experiments
 from headwater.report.figures import (
     FORMS,
     Drawing,
     curves_drawing,
     differences_drawing,
-    evidence_drawing,
     prices_drawing,
     scaling_drawing,
 )
-from headwater.report.pictures import bars_picture, curves_picture, prices_picture, save
+from headwater.report.pictures import bars_picture, curves_picture, save
 from headwater.report.prices import prices_note, prices_of, prices_table, unpriced
 from headwater.report.recipes import differences, flat, remade
 from headwater.report.scalars import FEW, Learned, learned
@@ -116,8 +114,6 @@ class Section:
     code: Sequence[tuple[str, str, str]] = ()
     """(label, text, name of the file to save it as, or "")"""
     items: Sequence[str] = ()
-    images: Sequence[tuple[str, Sequence[AnsweredImage]]] = ()
-    """(heading, images)"""
 
 
 @dataclass(frozen=True)
@@ -140,8 +136,7 @@ def write_report(
     target: Path | None = None,
     judged: Sequence[Comparison] = (),
 ) -> Path:
-    """The page of the comparisons under `folder`, and pictures NAME-curves.png and NAME-bars.png next to it; if prices
-    were measured, NAME-prices.png too.
+    """The page of the comparisons under `folder`, and pictures NAME-curves.png and NAME-bars.png next to it.
 
     head: the top of the page; default: the title of the one experiment. only: names of the experiments to include;
     default: all; an empty list makes a page of just the head. target: default: `folder`/report.html.
@@ -157,8 +152,6 @@ def write_report(
         beginning = target.parent / _slug(comparison)
         pictures[Path(f"{beginning}-curves.png")] = curves_picture(comparison)
         pictures[Path(f"{beginning}-bars.png")] = bars_picture(comparison)
-        if (prices := prices_of(comparison)) is not None:
-            pictures[Path(f"{beginning}-prices.png")] = prices_picture(comparison, prices)
     check_replaceable(target, is_page)
     for path in pictures:
         check_replaceable(path, is_picture)
@@ -187,13 +180,11 @@ def render(stories: Sequence[Story], head: Head | None = None) -> str:
     plotly = get_plotlyjs() if drawn else ""
     notice = re.search(r"Copyright.*", plotly)
     packed = base64.b64encode(zlib.compress(plotly.encode(), 9)).decode() if drawn else ""
-    answers = any(part.images for one in stories for part in one.parts)
     title = head.title if head else stories[0].title if len(stories) == 1 else " · ".join(s.title for s in stories)
     values: dict[str, Any] = {
         "title": title,
         "head": head,
         "stories": stories,
-        "answers": answers,
         "level": 1 if head is None and len(stories) == 1 else 2,
         "plotly": packed,
         "notice": f"plotly.js, MIT license. {notice[0]}" if notice else "",
@@ -232,12 +223,8 @@ def story(sizes: Sequence[Comparison]) -> Story:
         if drawing := differences_drawing(one, at("differences", one)):
             table = PageTable(f"Paired differences to {one.baseline}. {which_test(one)}", *differences_table(one))
             parts.append(Section(at("differences", one), titled("Differences", one), drawing=drawing, tables=[table]))
-        if (drawing := evidence_drawing(one, at("evidence", one))) is not None:
-            parts.append(Section(at("evidence", one), titled("Evidence over seeds", one), drawing=drawing))
         if (prices := prices_part(one, at("prices", one), titled("Prices", one))) is not None:
             parts.append(prices)
-        if (images := images_part(one, at("images", one), titled("Held-out images", one))) is not None:
-            parts.append(images)
     if first.tuning:
         rates, edges = rates_table(sizes)
         parts.append(Section(f"{name}-rates", "Learning rates", paragraphs=edges, tables=[rates]))
@@ -315,19 +302,6 @@ def _tried(records: Sequence[RunRecord]) -> str:
     diverged = sum(record.status == "diverged" for record in records)
     parts = [f"{sum(results) / len(results):.3f}"] if results else []
     return ", ".join([*parts, *([f"diverged {diverged} of {len(records)}"] if diverged else [])])
-
-
-def images_part(comparison: Comparison, name: str, title: str) -> Section | None:
-    """Wrong and right answers of the best arm; None for text, and if its checkpoints or the images are gone."""
-    found = answers_of(comparison)
-    if found is None:
-        return None
-    says = (
-        f"Answers of {found.arm}, seed {found.seed}, by its newest checkpoint: {found.correct} of {found.looked} "
-        f"held-out images in random order are right. Shown are the first of each kind, as the model gets them."
-    )
-    groups = [(head, images) for head, images in (("wrong", found.wrong), ("right", found.right)) if images]
-    return Section(name, title, [says], images=groups)
 
 
 def prices_part(comparison: Comparison, name: str, title: str) -> Section | None:
