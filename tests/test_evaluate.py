@@ -305,9 +305,6 @@ def test_different_tokenizers_are_compared_by_bytes_alone(folder, other):
     result = evaluate(models, text=texts)
     assert [row.metric for row in result.rows] == ["bits per byte"]
     assert result.settings["window"] == 48  # what both can take
-    for by in ("loss", "perplexity"):
-        with pytest.raises(HeadwaterError, match=r"different tokenizers.*--by bits-per-byte"):
-            evaluate(models, text=texts, by=by)
     alone = evaluate([str(other)], text=texts)
     assert [row.metric for row in alone.rows] == ["bits per byte", "loss", "perplexity"]
 
@@ -332,7 +329,6 @@ def write(file: Path, text: str) -> Path:
         ([], "Choose what to evaluate on"),
         (["--text", "{blank}"], "There is no text in"),
         (["--text", "./nowhere.txt"], "There is no file or folder"),
-        (["--text", TASKS, "--by", "words"], "--by must be one of"),
         (["--text", TASKS, "--context", "8", "--stride", "9"], "use at most 8"),
         (["--text", TASKS, "--dtype", "int8"], "--dtype must be one of"),
         (["--text", TASKS, "--per-item"], "--out FILE"),

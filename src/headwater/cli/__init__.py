@@ -44,6 +44,7 @@ COMMANDS: dict[str, dict[str, str]] = {
     },
     LOOK: {
         "planning:plan": "plan gpt2-124m tokenformer-124m --hardware H100 --tokens 300B",
+        "planning:init": "init tokenformer-124m num_hidden_layers=2",
         "planning:presets": "presets",
         "training:runs": "runs",
         "comparing:report": "report runs/demo",
