@@ -32,7 +32,6 @@ from headwater.report import Head, PageTable, answer, comparisons, note, reading
 from headwater.report.curves import arm_curves
 from headwater.report.figures import POINTS, curves_drawing, differences_drawing
 from headwater.report.page import notices, rates_table, render, scaling_part, story
-from headwater.report.recipes import remade
 from headwater.report.scalars import learned
 from headwater.report.styles import styles
 
@@ -271,28 +270,6 @@ class TestRecipe:
             for t in trials_of(made, tmp_path)
         ]  # fmt: skip
 
-    def test_the_recipe_on_the_page_makes_the_very_runs(self, trials, tmp_path):
-        found = comparisons(saved(tmp_path / "runs", trials))
-        again = remade(found)
-        assert again.exact
-        file = tmp_path / "again.yaml"
-        file.write_text(again.yaml)
-        from headwater.recipe import load_recipe
-
-        made = {
-            (t.experiment.arm, t.experiment.size, t.recipe.seed): t.recipe.digest()
-            for t in trials_of(load_recipe(file), tmp_path)
-        }
-        assert made == {(r.experiment.arm, r.experiment.size, r.seed): r.config_hash for r in trials}
-
-    def test_where_none_makes_them_the_page_does_not_say_so(self, trials, tmp_path):
-        trials[1] = trials[1].model_copy(update={"config_hash": "another"})
-        found = comparisons(saved(tmp_path, trials))
-        assert not remade(found).exact
-        text = text_of(render([story(found)]))
-        assert "No single recipe reproduces all of these runs" in text
-        assert "headwater compare" not in text
-
     def test_runs_with_different_data_are_not_compared(self, tmp_path):
         one, other = ({"source": "x", "sha256": {"x": digest}} for digest in "ab")
         text = {"model": {}, "data": {"kind": "text"}, "training": {"steps": 1, "learning_rate": 0.1}}
@@ -343,7 +320,7 @@ class TestPage:
         found = comparisons(saved(tmp_path, [noted, *sized[1:], *tries]))
         one = story(found)
         titles = list(dict.fromkeys(part.title.partition(",")[0] for part in one.parts))
-        assert titles == ["Curves", "Results", "Differences", "Learning rates", "Scaling", "Commands", "Changes",
+        assert titles == ["Curves", "Results", "Differences", "Learning rates", "Scaling", "Recipe", "Changes",
                           "Data and environment", "Warnings (2)"]  # fmt: skip
         html = render([one])
         ids = re.findall(r'<section id="([^"]+)"', html)

@@ -2,7 +2,7 @@
 
 comparison.py  which records belong together   words.py     tables and sentences
 curves.py      runs and their means            figures.py   what plotly draws
-recipes.py     the recipe, reconstructed       scalars.py   what mechanisms have learned
+recipes.py     changes of each arm           scalars.py   what mechanisms have learned
 styles.py      colors, markers, dashes        pictures.py  PNGs, by matplotlib
 newest.py      models from checkpoints         prices.py    gains beside costs
 page.py        the page

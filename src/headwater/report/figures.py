@@ -15,15 +15,12 @@ from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
-from headwater.compare.prices import Prices
 from headwater.compare.scaling import Law, Scaling, predict
 from headwater.compare.statistics import finished_runs
 from headwater.report.comparison import Comparison, differ_in_cost, unit
 from headwater.report.curves import Curve, arm_curves, y_limits
-from headwater.report.prices import PricedPoint, panels
-from headwater.report.styles import GREY, Style, styles
+from headwater.report.styles import Style, styles
 from headwater.report.words import between, verdict
 
 # Maximum points to draw per curve, to keep the page small.
@@ -276,72 +273,6 @@ def differences_drawing(comparison: Comparison, name: str) -> Drawing | None:
         figure,
         84 + 54 * len(shown),
     )
-
-
-def prices_drawing(comparison: Comparison, prices: Prices, name: str) -> Drawing:
-    """Differences from the baseline against each price, a panel for each."""
-    shown = panels(comparison, prices)
-    look = styles(comparison.arms, comparison.baseline)
-    rows = -(-len(shown) // 2)
-    figure = make_subplots(rows, 2, shared_yaxes=True, horizontal_spacing=0.06, vertical_spacing=0.24 / rows)
-    figure.update_layout(_figure().layout)
-    told = []
-    for place, panel in enumerate(shown):
-        row, column = place // 2 + 1, place % 2 + 1
-        front = panel.front
-        line = go.Scatter(
-            x=[point.price for point in front],
-            y=[point.difference for point in front],
-            mode="lines",
-            line={"shape": "hv", "width": 1.2},
-            meta={"ink": True},
-            hoverinfo="skip",
-        )
-        figure.add_trace(line, row, column)
-        for point in panel.points:
-            figure.add_trace(_priced(point, look[point.summary.arm], comparison), row, column)
-        figure.update_xaxes(automargin=True, tickprefix="×", title_text=escape(panel.title), row=row, col=column)
-        told.append(f"{panel.title}: not dominated are {', '.join(point.summary.arm for point in front)}")
-    better = "reversed" if comparison.lower_is_better else True  # better is up
-    figure.update_yaxes(automargin=True, zeroline=True, autorange=better)
-    figure.update_yaxes(title_text=escape(f"{comparison.unit}, minus {comparison.baseline}"), col=1)
-    return Drawing(
-        name,
-        f"Differences of {comparison.heading} from {comparison.baseline} against prices. {'; '.join(told)}.",
-        "Better is up, cheaper is left; prices are multiples of the baseline's. Bars: the difference's interval, and "
-        "the quartiles of a measured price. Gray: another arm is better and costs no more. The line joins the others.",
-        figure,
-        300 * rows,
-        legend=look,
-    )
-
-
-def _priced(point: PricedPoint, style: Style, comparison: Comparison) -> go.Scatter:
-    """An arm in a panel, with its bars, and with its name if no other dominates it."""
-    summary, y = point.summary, point.difference
-    low, high = summary.interval or (y, y)
-    left, right = point.spread or (point.price, point.price)
-    color = style.color if point.front else _clear(GREY, 0.45)
-    arm = escape(summary.arm)
-    return go.Scatter(
-        x=[point.price],
-        y=[y],
-        mode="markers+text" if point.front else "markers",
-        text=[arm],
-        textposition="top right",
-        textfont={"size": 10},
-        cliponaxis=False,
-        name=arm,
-        meta={"arm": comparison.arms.index(summary.arm)},
-        marker={"size": 9, "symbol": style.symbol, "color": color},
-        error_y={"type": "data", "symmetric": False, "array": [high - y], "arrayminus": [y - low], "color": color},
-        error_x={
-            "type": "data", "symmetric": False, "array": [right - point.price], "arrayminus": [point.price - left],
-            "color": color, "thickness": 1, "visible": point.spread is not None,
-        },
-        hovertemplate=f"{arm}<br><b>{y:+.4f}</b> at ×{point.price:.3g}<br>"
-        f"{escape(verdict(summary, comparison))}<extra></extra>",
-    )  # fmt: skip
 
 
 def scaling_drawing(laws: Sequence[Scaling], name: str, title: str, arms: Sequence[str]) -> Drawing:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import re
-import shlex
 import zlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -28,12 +27,11 @@ from headwater.report.figures import (
     Drawing,
     curves_drawing,
     differences_drawing,
-    prices_drawing,
     scaling_drawing,
 )
 from headwater.report.pictures import bars_picture, curves_picture, save
-from headwater.report.prices import prices_note, prices_of, prices_table, unpriced
-from headwater.report.recipes import differences, flat, remade
+from headwater.report.prices import prices_of, prices_table, unpriced, where_measured
+from headwater.report.recipes import differences, flat
 from headwater.report.scalars import FEW, Learned, learned
 from headwater.report.words import (
     COST_NOTE,
@@ -312,9 +310,8 @@ def prices_part(comparison: Comparison, name: str, title: str) -> Section | None
     says = []
     if left := unpriced(comparison, prices):
         says = [f"No price, or one of other settings: {listed(left)}; `headwater bench prices` measures it."]
-    table = PageTable(prices_note(prices), *prices_table(comparison, prices))
-    drawing = prices_drawing(comparison, prices, name)
-    return Section(name, title, says, drawing=drawing, tables=[table])
+    table = PageTable(f"What each arm costs. {where_measured(prices)}", *prices_table(comparison, prices))
+    return Section(name, title, says, tables=[table])
 
 
 def scaling_part(sizes: Sequence[Comparison], name: str) -> Section | None:
@@ -368,35 +365,16 @@ def scalars_table(found: Learned) -> PageTable:
 
 
 def commands_part(sizes: Sequence[Comparison], name: str) -> Section:
-    """The recipe, and the commands that run it."""
+    """The baseline's recipe, and the command that trains it."""
     first = sizes[0]
-    recipe = remade(sizes)
-    file = f"{_id(first.name)}.yaml"
-    size = f" --size {shlex.quote(first.size)}" if first.size is not None else ""
     record = first.runs(first.baseline)[0] if first.runs(first.baseline) else first.records[0]
-    if not recipe.exact:
-        return Section(
-            name,
-            "Commands",
-            [
-                f"No single recipe reproduces all of these runs. The recipe of {arm_of(record)}, seed {record.seed}, "
-                f"as recorded:"
-            ],
-            code=[("recipe", yaml.safe_dump(record.recipe, sort_keys=False, allow_unicode=True), file)],
-        )
-    other = next((arm for arm in first.arms if arm != first.baseline), first.baseline)
-    run = f"headwater train {file} --arm {shlex.quote(other)}{size} --seed {first.seeds[0]}"
-    training = record.recipe.get("training", {})
-    alone = training.get("devices", 1) * training.get("nodes", 1) == 1
-    lines = [f"headwater compare {file} --out {shlex.quote(f'runs/{file_name(first.name)}')}", run] if alone else [run]
-    says = f"{file}, below, reproduces all runs of this comparison: their settings have the hashes in the records."
-    if first.tuning:
-        says += " It contains the tuned learning rates, so they are not tuned again."
-    says += (
-        " The first command trains them all, the second one of them." if alone else " The command trains one of them."
+    file = f"{_id(first.name)}.yaml"
+    says = (
+        f"The recipe of {arm_of(record)}, seed {record.seed}, as recorded; the changes of the other arms follow. "
+        f"`headwater train {file}` trains it."
     )
     return Section(
-        name, "Commands", [says], code=[("commands", "\n".join(lines) + "\n", ""), (file, recipe.yaml, file)]
+        name, "Recipe", [says], code=[(file, yaml.safe_dump(record.recipe, sort_keys=False, allow_unicode=True), file)]
     )
 
 
