@@ -332,7 +332,7 @@ def write(file: Path, text: str) -> Path:
         (["--text", TASKS, "--context", "8", "--stride", "9"], "use at most 8"),
         (["--text", TASKS, "--dtype", "int8"], "--dtype must be one of"),
         (["--text", TASKS, "--per-item"], "--out FILE"),
-        (["--text", TASKS, "--json", "nowhere/a.json"], "no folder 'nowhere'"),
+        (["--text", TASKS, "--out", "nowhere/a.json"], "no folder 'nowhere'"),
     ],
 )
 def test_bad_input_is_one_sentence(arguments, said, folder, tmp_path, run, monkeypatch):
@@ -411,7 +411,7 @@ def test_without_lm_eval_the_extra_is_named(folder, monkeypatch):
 
 def test_the_command_writes_what_it_prints(folder, tmp_path, run):
     code, out, _ = run(
-        "evaluate", folder / "llama", folder / "twin", "--task-files", TASKS / "closing.yaml", "--json",
+        "evaluate", folder / "llama", folder / "twin", "--task-files", TASKS / "closing.yaml", "--out",
         tmp_path / "a.json", "--limit", "4", "--batch-size", "3",
     )  # fmt: skip
     assert code == 0

@@ -1116,12 +1116,6 @@ MISTAKES = [
         'steps = round(budget * longer / _step_cost(arm, own, equal == "flops"))',
         (PRICES_OF_ARMS,),
     ),
-    Mistake(
-        "an arm that another one beats at a lower price is on the front",
-        "ratios[one] <= ratios[arm]\n                and gains[one] >= gains[arm]",
-        "ratios[one] <= ratios[arm]\n                and gains[one] <= gains[arm]",
-        (PRICES_OF_ARMS,),
-    ),
     # Statistics and claims
     Mistake(
         "Holm's procedure tests all at the strictest level",
@@ -1363,14 +1357,14 @@ MISTAKES = [
     ),
     Mistake(
         "a search tests its winners on the seeds that chose them",
-        '"seeds": [FRESH + seed for seed in range(seeds)],',
-        '"seeds": list(range(seeds)),',
+        'changes = {"arms": arms, "seeds": FINAL_SEEDS, "learning_rates": []}',
+        'changes = {"arms": arms, "seeds": SEEDS, "learning_rates": []}',
         ("tests/compare/test_search.py",),
     ),
     Mistake(
         "a search takes the worst arms",
-        "return sorted(means, key=lambda arm: means[arm], reverse=True)[:count]",
-        "return sorted(means, key=lambda arm: means[arm])[:count]",
+        "return sorted(means, key=lambda arm: means[arm], reverse=True)[:FINALISTS]",
+        "return sorted(means, key=lambda arm: means[arm])[:FINALISTS]",
         ("tests/compare/test_search.py",),
     ),
     Mistake(
