@@ -381,12 +381,9 @@ class TestPage:
         assert target.stat().st_size < 50_000, "a page without figures needs no plotly"
 
     @pytest.mark.slow
-    def test_what_a_page_weighs_is_what_it_says(self, tmp_path):
+    def test_the_legend_has_the_colors_of_the_curves(self, tmp_path):
         page = write_report(saved(tmp_path, three("base", BASE) + three("good", GOOD)))
-        said = float(re.search(r"it weighs ([\d.]+) MB", text_of(page.read_text()))[1])
-        assert said == pytest.approx(page.stat().st_size / 1e6, abs=0.06)
-        assert said < 2.2
-        # The legend has the colors of the curves.
+        assert page.stat().st_size < 2.2e6
         icons = re.findall(r'data-arm="\d+"[^>]*><svg [^>]*style="color: ([^"]*)"', page.read_text())
         assert icons == ["var(--soft)", styles(["base", "good"], "base")["good"].color]
 
@@ -747,17 +744,17 @@ class TestBrowser:
     def test_pictures_follow_the_theme_and_say_what_they_show(self, browser, tmp_path):
         from matplotlib.figure import Figure
 
-        from headwater.papers.result import _png, described
+        from headwater.papers.result import _png
         from headwater.report import Picture
 
         figure = Figure()
         figure.subplots().plot([1, 2], [3.5, 0.25], label="arm <b>")
-        pictures = [Picture("A caption", _png(figure), described(figure))]
+        pictures = [Picture("A caption", _png(figure))]
         target = write_report(tmp_path, head=Head("T", pictures=pictures), only=(), target=tmp_path / "head.html")
         style = "getComputedStyle(document.querySelector('img')).filter"
         for scheme, inverted in (("light", False), ("dark", True)):
             browser.open(target, 800, scheme)
-            assert browser.run("document.querySelector('img').alt") == "arm <b> from 3.5 at 1 to 0.25 at 2."
+            assert browser.run("document.querySelector('img').alt") == "A caption"
             assert ("invert" in browser.run(style)) == inverted
             browser.run("document.getElementById('theme').click()")
             assert ("invert" in browser.run(style)) != inverted

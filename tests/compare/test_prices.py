@@ -156,7 +156,7 @@ def test_the_report_shows_which_arms_no_cheaper_one_beats(tmp_path, clock, monke
     names, rows = prices_table(comparison, found)
     assert {row[0] for row in rows} == {"base", "shift", "deep"}
     assert "time/token" in "".join(names)
-    assert terminal_prices(comparison, found).row_count == 3
+    assert terminal_prices(found).row_count == 3
     # Of other settings: no price, which the page says.
     stored = json.loads((tmp_path / "tiny" / PRICES).read_text())
     stored["arms"]["shift"]["settings"] = timed_recipe(recipe.arm("deep", 0)).digest()

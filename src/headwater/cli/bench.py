@@ -670,7 +670,7 @@ def bench_prices(
     from headwater.compare import equalized
     from headwater.compare.prices import folder_of, measure, read_prices
     from headwater.recipe import parse_recorded
-    from headwater.report import comparisons, prices_of, terminal_prices, terminal_prices_alone
+    from headwater.report import comparisons, prices_of, terminal_prices
 
     quiet()
     if not Path(source).is_dir():
@@ -686,7 +686,7 @@ def bench_prices(
             place.mkdir(parents=True, exist_ok=True)
             measure(arms, section.baseline, place, tell, beside=[*folders.values()])
             if (prices := read_prices(place, arms, section.baseline)) is not None:
-                out.print(terminal_prices_alone(prices))
+                out.print(terminal_prices(prices))
         return
     if overrides:
         raise HeadwaterError(f"{source!r} is a folder, whose runs have their settings; name a recipe to change them.")
@@ -705,7 +705,7 @@ def bench_prices(
         measure(arms, comparison.baseline, places.pop(), tell)
     for comparison in found:
         if (prices := prices_of(comparison)) is not None:
-            out.print(terminal_prices(comparison, prices))
+            out.print(terminal_prices(prices))
 
 
 @bench.command("verdicts")

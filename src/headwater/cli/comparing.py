@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.progress import TaskID
@@ -46,13 +46,6 @@ def compare(
     ] = None,
     workers: Workers = None,
     device: TrainingDevice = None,
-    until: Annotated[
-        Literal["decided"] | None,
-        typer.Option(
-            help="Add seeds until every arm is decided; same as compare.until=decided. Needs compare.margin.",
-            show_default=False,
-        ),
-    ] = None,
     arm: Annotated[
         list[str] | None,
         typer.Option(help="Train only this arm and what it is compared with; repeatable. Default: all."),
@@ -70,7 +63,6 @@ def compare(
 
     quiet()
     overrides = [argument for argument in recipes if "=" in argument] + _on(device)
-    overrides += [] if until is None else [f"compare.until={until}"]
     loaded = [recipe_of(argument, overrides) for argument in recipes if "=" not in argument]
     if not loaded:
         raise HeadwaterError("Name at least one recipe.")
@@ -82,8 +74,8 @@ def compare(
         )
     if mechanism and not search:
         raise HeadwaterError("--mechanism names what --search combines; add --search, or leave it out.")
-    if search and (len(loaded) > 1 or until or arm or size):
-        raise HeadwaterError("--search takes one recipe, without --until, --arm and --size.")
+    if search and (len(loaded) > 1 or arm or size):
+        raise HeadwaterError("--search takes one recipe, without --arm and --size.")
     only = [_part(recipe, arm or [], size or []) for recipe in loaded] if arm or size else None
     folder = folder or Path("runs") / loaded[0].name
     check_writable(folder, folder=True)
@@ -207,7 +199,7 @@ def show(folder: Path) -> None:
         if (domains := reporting.domains_table(comparison)) is not None:
             out.print(domains)
         if (prices := reporting.prices_of(comparison)) is not None:
-            out.print(reporting.terminal_prices(comparison, prices))
+            out.print(reporting.terminal_prices(prices))
         out.print(reporting.answer(comparison), highlight=False, markup=False)
         for line in reporting.left_out(comparison):
             out.print(line, highlight=False, markup=False, soft_wrap=True)

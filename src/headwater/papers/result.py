@@ -317,23 +317,8 @@ def head(found: Reproduction) -> Head:
         [one.says, (one.verdict, CLASSES[one.verdict]), evidence(one)] for one in found.claims
     ]
     claims = [PageTable(claims_caption(found), ["claim", "holds?", "by"], rows, text=True)] if rows else []
-    pictures = [] if found.figure is None else [Picture(of.title, _png(found.figure), described(found.figure))]
+    pictures = [] if found.figure is None else [Picture(of.title, _png(found.figure))]
     return Head(of.title, paragraphs, [layout, *claims], pictures)
-
-
-def described(figure: Figure) -> str:
-    """A figure in words: its axes, and where each line begins and ends."""
-    parts = []
-    for axes in figure.axes:
-        lines = []
-        for line in axes.get_lines():
-            points, name = np.asarray(line.get_xydata()), str(line.get_label())
-            if len(points) and not name.startswith("_"):  # matplotlib's own names
-                (x, y), (end, last) = points[0], points[-1]
-                lines.append(f"{name} from {y:.4g} at {x:.4g} to {last:.4g} at {end:.4g}".strip("\u200a"))
-        against = " against ".join(filter(None, (axes.get_ylabel(), axes.get_xlabel())))
-        parts.append(": ".join(filter(None, (axes.get_title(), against, "; ".join(lines)))))
-    return ". ".join(filter(None, parts)) + "."
 
 
 def caption(found: Reproduction) -> str:

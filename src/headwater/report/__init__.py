@@ -11,7 +11,7 @@ page.py        the page
 from headwater.report.comparison import Comparison, comparisons
 from headwater.report.page import Head, PageTable, Picture, write_report
 from headwater.report.pictures import bars_picture, curves_picture
-from headwater.report.prices import prices_of, terminal_prices, terminal_prices_alone
+from headwater.report.prices import prices_of, terminal_prices
 from headwater.report.words import answer, cells, columns, cost_tables, domains_table, left_out, note, reading, table
 
 __all__ = [
@@ -33,6 +33,5 @@ __all__ = [
     "reading",
     "table",
     "terminal_prices",
-    "terminal_prices_alone",
     "write_report",
 ]

@@ -80,14 +80,10 @@ class PageTable:
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture of the page, drawn on white; the dark page inverts it.
-
-    png: its bytes in base64. alt: a description for screen readers; default: the caption.
-    """
+    """A picture of the page, drawn on white; the dark page inverts it. png: its bytes in base64."""
 
     caption: str
     png: str
-    alt: str = ""
 
 
 @dataclass(frozen=True)
@@ -190,9 +186,7 @@ def render(stories: Sequence[Story], head: Head | None = None) -> str:
         "js": (loader.get_source(environment, "report.js"))[0],
         "encoded": lambda text: base64.b64encode(text.encode()).decode(),
     }
-    page = environment.get_template("report.html.j2")
-    weight = len(page.render(values, weight="0.0").encode()) / 1e6
-    return page.render(values, weight=f"{weight:.1f}", of_plotly=f"{len(packed) / 1e6:.1f}")
+    return environment.get_template("report.html.j2").render(values)
 
 
 def story(sizes: Sequence[Comparison]) -> Story:

@@ -57,25 +57,13 @@ def _ratio(one: TimeRatio | None) -> str:
     return "" if one is None else f"×{one.ratio:.2f} [{one.quartiles[0]:.2f}, {one.quartiles[1]:.2f}]"
 
 
-def terminal_prices(comparison: Comparison, prices: Prices) -> Table:
+def terminal_prices(prices: Prices) -> Table:
     """The prices for a terminal, without differences and quartiles, which the page has."""
-    names, rows = prices_table(comparison, prices)
-    return _drawn(
-        ["", *names[2:]], [[row[0], *row[2:]] for row in rows], f"What each arm costs. {where_measured(prices)}"
-    )
-
-
-def terminal_prices_alone(prices: Prices) -> Table:
-    """The prices for a terminal, without what the arms gain."""
-    names, rows = prices_by_arm(prices, of_images=all(one.decoding is None for one in prices.arms.values()))
-    return _drawn(["", *names], [[arm, *row] for arm, row in rows.items()], where_measured(prices))
-
-
-def _drawn(names: list[str], rows: list[list[str]], note: str) -> Table:
-    result = lined(*names, left=("",), fold=True, caption=note)
-    for row in rows:
-        result.add_row(*(cell.partition(" [")[0] for cell in row))
-    return result
+    names, rows = prices_by_arm(prices, of_images=all(price.decoding is None for price in prices.arms.values()))
+    table = lined("", *names, left=("",), fold=True, caption=f"What each arm costs. {where_measured(prices)}")
+    for arm, row in rows.items():
+        table.add_row(arm, *(cell.partition(" [")[0] for cell in row))
+    return table
 
 
 def unpriced(comparison: Comparison, prices: Prices) -> list[str]:
