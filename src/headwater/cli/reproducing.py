@@ -57,7 +57,6 @@ def reproduce(
     records: Annotated[
         Path | None,
         typer.Option(
-            exists=True,
             dir_okay=False,
             help="Judge the named tables, or all, by the finished runs in this file; train nothing.",
             show_default=False,
