@@ -258,7 +258,7 @@ def test_a_size_is_that_of_an_arm(run, recipe, tmp_path):
     assert "also pass --arm" in sentence(run("train", recipe, "--size", "S", "--out", tmp_path / "run"))
 
 
-@pytest.mark.parametrize("command", ["train", "compare", "search", "inspect", "reproduce"])
+@pytest.mark.parametrize("command", ["train", "compare", "inspect", "reproduce"])
 def test_an_output_folder_that_is_a_file_is_refused_before_any_work(run, recipe, tmp_path, command):
     (tmp_path / "file").write_text("x")
     code, _, err = run(command, recipe, "--out", tmp_path / "file")

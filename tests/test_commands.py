@@ -70,7 +70,7 @@ def test_commands_take_the_name_of_a_shipped_recipe(run, tmp_path, monkeypatch):
     code, out, _ = run("plan", "demo/language")
     assert code == 0
     assert "KV shift" in out
-    for command in ("train", "compare", "search"):
+    for command in ("train", "compare"):
         code, _, err = run(command, "demo/language", "no.such=1")
         assert code == 2
         assert "has no field 'no'" in err
@@ -122,7 +122,6 @@ def test_numbers_that_no_option_can_mean_are_refused_by_all(run, tiny):
         (["train", tiny, "--seed", 2**40], "too large"),
         (["generate", ".", "x", "--seed", -(2**64)], "64 bits"),
         (["plan", "gpt2-124m", "--mfu", "nan"], "finite"),
-        (["search", tiny, "--learning-rate", "1e-3", "--learning-rate", "inf"], "finite"),
     ):
         code, _, err = run(*arguments)
         assert code == 2
@@ -175,8 +174,6 @@ def test_a_place_is_tried_before_there_is_work_to_lose(tmp_path):
         ["inspect", "missing", "--out", "/proc/x"],
         ["reproduce", "kv-shifting/figure-1a", "--out", "/proc/x"],
         ["compare", "{}", "--out", "/proc/x"],
-        ["search", "{}", "--out", "/proc/x"],
-        ["theory", "--out", "/proc/x"],
         ["data", "tokenizer", "{}", "--out", "/proc/x"],
         ["data", "prepare", "{}", "--out", "/proc/x"],
         ["export", "missing", "--out", "/proc/x"],

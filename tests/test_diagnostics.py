@@ -81,7 +81,7 @@ def test_nothing_of_the_model_is_changed_by_looking():
 
 
 def test_plan_prints_it(capsys):
-    arguments = ["plan", "--init", "--json", "tokenformer-124m", "hidden_size=64", "num_attention_heads=4"]
+    arguments = ["init", "--json", "tokenformer-124m", "hidden_size=64", "num_attention_heads=4"]
     arguments += ["num_hidden_layers=2", "vocab_size=97", "mechanisms={pattention: {key_init: fan_in}}"]
     app(arguments, standalone_mode=False)
     (rows,) = json.loads(capsys.readouterr().out).values()

@@ -23,7 +23,6 @@ from headwater.recipe import (
     AnyData,
     Compare,
     Growth,
-    Halving,
     Recipe,
     Reporting,
     Start,
@@ -227,7 +226,7 @@ SECTIONS: dict[str, tuple[type[BaseModel], ...]] = {
     "reporting": (Reporting,),
     "start": (Start, Growth, Widening),
     "stages": (TrainingStage,),
-    "compare": (Compare, Halving),
+    "compare": (Compare,),
     **DATA,
 }
 

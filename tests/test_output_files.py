@@ -69,10 +69,8 @@ class TestFiles:
                 ("evaluate", tmp_path / "no-model", "--text", file),
                 ("plan", "gpt2-124m"),
                 ("verify", "--all-types"),
-                ("reproduce", "ledger", "--page"),
             ):
-                option = () if command[-1] == "--page" else ("--out",)
-                code, _, said = run(*command, *option, file)
+                code, _, said = run(*command, "--out", file)
                 assert (code, "choose another name" in said) == (2, True), said
             assert file.read_text() == "precious\n"
 

@@ -635,9 +635,9 @@ def brought(request, here, tmp_path, monkeypatch):
     place = here
     if request.param == "an entry point":
         place = tmp_path / "site"
-        info = place / "halving-1.0.dist-info"
+        info = place / "small-1.0.dist-info"
         info.mkdir(parents=True)
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: halving\nVersion: 1.0\n")
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: small\nVersion: 1.0\n")
         (info / "entry_points.txt").write_text(
             "[headwater.mechanisms]\nhalved = small:Twice\n[headwater.families]\nplain_mistral = plain:FAMILY\n"
         )
@@ -900,8 +900,8 @@ def test_comparisons_and_searches_work_with_a_mechanism_from_outside(gated, anew
     assert "minus plain" in anew("compare", "recipe.yaml", "compare.seeds=[0,1]", "--workers=1", "--out", "compared")
     assert f"--trust {gated}" in anew("report", "compared", code=2)
     assert "minus plain" in anew("report", "compared", "--trust", gated)
-    given = [f"--mechanism={gated}", "--mechanism=kv_shift", "--seeds=1", "--final=1", "--final-seeds=2", "--workers=1"]
-    assert "chosen: " in anew("search", "recipe.yaml", *given, "--out", "searched")
+    given = ["--search", f"--mechanism={gated}", "--mechanism=kv_shift", "--workers=1"]
+    assert "chosen: " in anew("compare", "recipe.yaml", *given, "--out", "searched")
     shape = ["--layers=1", "--width=64", "--context=16", "--precision=32-true"]
     assert gated in anew("bench", "mechanisms", gated, *shape, "--batch-size=1", "--pairs=2")
     assert gated in anew("bench", "decode", gated, *shape, "--vocabulary=50", "--tokens=3", "--turns=2")

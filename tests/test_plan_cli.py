@@ -268,7 +268,7 @@ def test_configs_and_checkpoints(prices, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("models", [("tokenformer-124m", "gpt2-124m"), ("vit-b-16", "tokenformer-vit-b-16")])
 def test_a_figure(run, tmp_path, models):
-    code, _, err = run("plan", *models, "--figure", tmp_path / "flops.png")
+    code, _, err = run("plan", *models, "--out", tmp_path / "flops.png")
     assert code == 0
     assert "flops.png" in err
     assert (tmp_path / "flops.png").read_bytes().startswith(b"\x89PNG")
@@ -292,7 +292,7 @@ def test_this_machine_can_be_the_hardware(prices):
         (["gpt2-124m", "--tokens", "many"], "--tokens"),
         (["gpt2-124m", "--precision", "fp8"], "precision"),
         (["gpt2-124m", "--mfu", "2"], "mfu"),
-        (["gpt2-124m", "--figure", "x.nope"], "x.nope"),
+        (["gpt2-124m", "--out", "x.nope"], "x.nope"),
     ],
 )
 def test_mistakes_get_one_sentence(run, arguments, word):
@@ -397,11 +397,3 @@ def test_bench_mechanisms(run):
     code, out, _ = run("bench", "mechanisms", "pattention", "--memory", *shape)
     assert code == 0
     assert "MB kept" in out
-
-
-@pytest.mark.slow  # `test_theory.py` has all but the command
-def test_theory(run, tmp_path):
-    code, out, _ = run("theory", "--out", tmp_path)
-    assert code == 0
-    assert "63 of 63" in out
-    assert (tmp_path / "theory-flow.png").stat().st_size > 10_000

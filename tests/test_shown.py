@@ -52,10 +52,9 @@ NOT_RUN = {
 SMALL = {
     "": {"--rows": 8, "--workers": 1, "--max-new-tokens": 4, "--max-bytes": 20_000, "--limit": 2},
     "verify": {"--requests": 2, "--sampled": 2, "--longest": 8},
-    "search": {"--final": 1, "--final-seeds": 2},
     "bench": {
         "--layers": 2, "--width": 64, "--vocabulary": 300, "--context": 16, "--batch-size": 1,
-        "--precision": "32-true", "--pairs": 2, "--turns": 3, "--megabytes": 1, "--resamples": 10,
+        "--precision": "32-true", "--pairs": 2, "--turns": 3, "--megabytes": 1, "--comparisons": 10,
     },
     "bench mechanisms": {"--layers": 4},
     "bench decode": {"--tokens": 3},
@@ -247,12 +246,12 @@ def recipes_of(name: str, values: dict[str, Any]) -> list[Recipe]:
             trial_of(recipe, values["arm"], recipe.seed, Path("runs"), values["size"])
         assert values["stage"] in (None, *recipe.stage_names)
         return [recipe]
-    arguments = {"compare": "recipes", "search": "recipe", "reproduce": "arguments"}
+    arguments = {"compare": "recipes", "reproduce": "arguments"}
     if name not in arguments:
         return []
     words = values[arguments[name]]
     overrides, names = [word for word in words if "=" in word], [word for word in words if "=" not in word]
-    if name == "reproduce" and (values["listing"] or values["document"] or values["page"]):
+    if name == "reproduce" and (values["listing"] or values["records"]):
         return []
     if name == "reproduce":
         table, scale = papers.table(names[0]), values["scale"]

@@ -199,15 +199,3 @@ def test_a_sequence_too_short_is_refused():
 
 
 # All of it
-
-
-@pytest.mark.slow
-def test_run_gives_a_table_and_the_picture(tmp_path):
-    rows = theory.run(tmp_path / "new" / "folder")
-    assert {row[0] for row in rows} == {"1", "2", "3"}
-    assert all(len(row) == 3 and all(row) for row in rows)
-    assert not any("ABOVE" in result for *_, result in rows)
-    assert "63 of 63" in {result for *_, result in rows}
-    picture = (tmp_path / "new" / "folder" / "theory-flow.png").read_bytes()
-    assert picture.startswith(b"\x89PNG")
-    assert 10_000 < len(picture) < 120_000

@@ -291,16 +291,6 @@ class Reporting(Settings):
     """Weights & Biases project to log to (needs `pip install headwater[wandb]`)."""
 
 
-class Halving(Settings):
-    """`halving:` give up arms that are not among the best early on."""
-
-    factor: int = Field(default=3, ge=2, le=1000)
-    """At each rung, one in this many of the remaining arms continues, with this many times the steps."""
-    steps: Count | None = None
-    """Steps before the first rung; by default such that the last rung is the whole run. Arms that reach the last rung
-    are trained to the end."""
-
-
 class Compare(Settings):
     """`compare:` variants of the recipe, trained side by side."""
 
@@ -332,8 +322,6 @@ class Compare(Settings):
     sizes: dict[str, dict[str, Any]] = {}
     """Name of each size -> its changes to every arm (and under `arms:` to single arms); with three or more, a scaling
     law is fitted."""
-    halving: Halving | None = None
-    """Give up trailing arms early: successive halving over the mean of the seeds. The baseline continues."""
     until: Literal["decided"] | None = None
     """decided: add seeds until each arm is better, worse or equivalent within the margin; null trains `seeds`."""
     margin: Annotated[float, Field(gt=0)] | None = None
@@ -389,8 +377,6 @@ class Compare(Settings):
             raise ValueError(f"compare.seeds names a seed twice: {self.seeds}; list each once")
         if len(set(self.tuning_seeds)) < len(self.tuning_seeds):
             raise ValueError(f"compare.tuning_seeds names a seed twice: {self.tuning_seeds}; list each once")
-        if self.halving is not None and (self.sizes or len(self.arms) < 3):
-            raise ValueError("compare.halving needs two or more arms besides the baseline, and one size")
         return self
 
     def _budgets_fit(self) -> None:

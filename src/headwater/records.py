@@ -145,8 +145,6 @@ class Experiment(_Part):
     """Arms that are the baseline with other budgets."""
     size: str | None = None
     """Which of the compared sizes this run has."""
-    halving: bool | None = None
-    """Whether the comparison gives up arms early; null in old records."""
     part: Literal["comparison", "tuning"] = "comparison"
     """tuning: the run was used to choose the arm's learning rate."""
     plan: SeedPlan | None = None
@@ -234,7 +232,7 @@ class RunRecord(_Part):
     """The stages that this record sums up; its points continue from one to the next."""
     seed: RecordCount
     status: Literal["running", "stopped", "finished", "diverged", "failed"]
-    """stopped: on request, or given up by a comparison; diverged: its loss or weights stopped being finite."""
+    """stopped: on request; diverged: its loss or weights stopped being finite."""
     error: str | None = None
     """Why it failed or diverged."""
     recipe: dict[str, Any]

@@ -65,11 +65,9 @@ class Here:
     def run(self, job):
         if (there := result_of(job)) is not None:
             return Outcome(job.label, there, there.error)
-        self.trained.append((job.label, job.recipe.training.learning_rate, job.until))
+        self.trained.append((job.label, job.recipe.training.learning_rate))
         try:
-            return Outcome(
-                job.label, train(job.recipe, job.folder, resume=True, experiment=job.experiment, until=job.until)
-            )
+            return Outcome(job.label, train(job.recipe, job.folder, resume=True, experiment=job.experiment))
         except Diverged as error:
             return Outcome(job.label, read_record(job.folder), str(error))
 

@@ -6,7 +6,7 @@ import yaml
 from compare.saved import Here, changed_times, record, tiny
 from headwater import HeadwaterError
 from headwater.compare import compare, pool, rounds, trials_of
-from headwater.compare.resample import results_of
+from headwater.compare.calibration import results_of
 from headwater.records import HeldOutPoint, changed_data, read_record, write_record
 from headwater.report import comparisons
 

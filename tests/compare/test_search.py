@@ -9,16 +9,17 @@ import yaml
 from saved import DIVERGES, Here, changed_times, record, tiny
 
 import headwater.compare as comparing
-from headwater.compare import compare, tuning
-from headwater.compare.search import FRESH, VANILLA, best_arms, candidates, final_recipe, search_recipe
+from headwater.compare import compare, search
+from headwater.compare.search import FINAL_SEEDS, VANILLA, best_arms, candidates, final_recipe, search_recipe
 from headwater.compare.trials import trials_of
 from headwater.errors import HeadwaterError, Interrupted
-from headwater.recipe import Halving, parse
+from headwater.recipe import parse
 from headwater.records import read_record, write_record
 from headwater.registry import REGISTRY
 
 TWO = {"kv_shift": {}, "value_residual": {}}
 BOTH = "kv_shift + value_residual"
+SEARCH = ["--search", "--mechanism", "kv_shift", "--mechanism", "value_residual"]
 
 
 @pytest.fixture
@@ -26,7 +27,6 @@ def here(monkeypatch):
     """Trials run in this process."""
     runs = Here()
     monkeypatch.setattr(comparing, "run_trials", runs)
-    monkeypatch.setattr(tuning, "run_trials", runs)
     return runs
 
 
@@ -46,7 +46,6 @@ def test_all_that_fit_together_are_candidates():
     # Layers that share another's values have none of their own to mix into.
     assert list(refused) == ["value_residual + svformer", "kv_shift + value_residual + svformer"]
     assert all("has none, because it shares another layer's" in why for why in refused.values())
-    assert list(candidates(recipe(), three, most=1)[0]) == [VANILLA, "kv_shift", "value_residual", "svformer"]
     arms, refused = candidates(recipe(), None)
     names = list(REGISTRY)
     every = {" + ".join(some) for size in (1, 2) for some in itertools.combinations(names, size)}
@@ -57,35 +56,23 @@ def test_all_that_fit_together_are_candidates():
 def test_the_search_is_a_comparison_of_the_candidates():
     made = recipe()
     arms, _ = candidates(made, TWO)
-    search = search_recipe(made, arms, 3, 2, Halving(), [1e-3], "parameters")
-    section = search.compare
-    assert (search.name, section.baseline, section.seeds, section.halving.factor) == (
-        "tiny-search",
-        VANILLA,
-        [0, 1, 2],
-        3,
-    )
-    assert (section.learning_rates, section.equal, section.arms) == ([1e-3], "parameters", arms)
+    chosen = search_recipe(made, arms)
+    section = chosen.compare
+    assert (chosen.name, section.baseline, section.seeds) == ("tiny-search", VANILLA, [0, 1])
+    assert (section.learning_rates, section.equal, section.arms) == ([], "parameters", arms)
     for arm, change in arms.items():
-        assert search.arm(arm, 0).model["mechanisms"] == change["model"]["mechanisms"]
-    # Too few of whom one in four could go on: all are trained to the end.
-    assert search_recipe(made, arms, 1, 1, Halving(factor=4)).compare.halving is None
+        assert chosen.arm(arm, 0).model["mechanisms"] == change["model"]["mechanisms"]
+    # What the recipe's own comparison says of rates and cost holds for the search.
+    settings = {"arms": {"a": {}}, "baseline": "a", "equal": "flops", "learning_rates": [1e-3, 1e-2]}
+    section = search_recipe(recipe(compare=settings), arms).compare
+    assert (section.learning_rates, section.equal, section.arms) == ([1e-3, 1e-2], "flops", arms)
 
 
-@pytest.mark.parametrize(
-    ("mechanisms", "arguments", "message"),
-    [
-        ({"kv_shift": {}}, {"final": 1}, "nothing to choose: besides vanilla only kv_shift is left"),
-        ({"pattention": {}}, {"final": 1}, "only pattention is left"),
-        (TWO, {"final": 4}, "--final 4 is more than the 3 available combinations; use 3 or fewer"),
-        (TWO, {"halving": Halving(), "equal": "flops"}, "add --no-halving, or use --equal parameters"),
-        (TWO, {"rates": [-1.0]}, r"compare.learning_rates.0: input should be greater than 0, not -1"),
-    ],
-)
-def test_what_cannot_be_searched_is_one_sentence(mechanisms, arguments, message):
+@pytest.mark.parametrize(("mechanism", "left"), [("kv_shift", "kv_shift"), ("pattention", "pattention")])
+def test_what_cannot_be_searched_is_one_sentence(mechanism, left):
     made = recipe()
-    with pytest.raises(HeadwaterError, match=message) as error:
-        search_recipe(made, candidates(made, mechanisms)[0], **{"seeds": 2, "final": 2} | arguments)
+    with pytest.raises(HeadwaterError, match=f"nothing to choose: besides vanilla only {left} is left") as error:
+        search_recipe(made, candidates(made, {mechanism: {}})[0])
     assert "\n" not in str(error.value)
 
 
@@ -101,15 +88,23 @@ def test_recipes_that_are_no_run_from_scratch_are_refused(changes, message):
         candidates(recipe(**changes), TWO)
 
 
-def searched(here, out, seeds=1, final_seeds=2, halving=None, rates=(), count=1):
+@pytest.fixture
+def small(monkeypatch):
+    """One seed to select with, one combination to test, two seeds to test with."""
+    monkeypatch.setattr(search, "SEEDS", [0])
+    monkeypatch.setattr(search, "FINALISTS", 1)
+    monkeypatch.setattr(search, "FINAL_SEEDS", FINAL_SEEDS[:2])
+
+
+def searched(out, **changes):
     """As the command does: (search, chosen, final)."""
-    made = recipe()
-    search = search_recipe(made, candidates(made, TWO)[0], seeds, count, halving, rates, "parameters")
-    compare(search, out)
-    best = best_arms(search, out, count)
-    final = final_recipe(search, out, best, final_seeds)
+    made = recipe(**changes)
+    selection = search_recipe(made, candidates(made, TWO)[0])
+    compare(selection, out)
+    best = best_arms(selection, out)
+    final = final_recipe(selection, out, best)
     compare(final, out)
-    return search, best, final
+    return selection, best, final
 
 
 def means(recipe, out):
@@ -120,9 +115,10 @@ def means(recipe, out):
 
 
 @pytest.mark.slow
-def test_the_best_of_the_first_phase_are_tested_on_fresh_seeds(here, tmp_path):
-    search, best, final = searched(here, tmp_path, rates=[1e-4, 1e-2])
-    of_search = means(search, tmp_path)
+def test_the_best_of_the_first_phase_are_tested_on_fresh_seeds(here, small, tmp_path):
+    settings = {"arms": {"a": {}}, "baseline": "a", "learning_rates": [1e-4, 1e-2]}
+    selection, best, final = searched(tmp_path, compare=settings)
+    of_search = means(selection, tmp_path)
     del of_search[VANILLA]
     assert best == sorted(of_search, key=of_search.get, reverse=True)[:1]  # accuracy: more is better
     assert list(final.compare.arms) == [VANILLA, *best]
@@ -131,7 +127,7 @@ def test_the_best_of_the_first_phase_are_tested_on_fresh_seeds(here, tmp_path):
         name: {one.seed for path, one in records.items() if name in path.parts}
         for name in ("tiny-search", "tiny-final")
     }
-    assert used["tiny-final"] == {FRESH, FRESH + 1}
+    assert used["tiny-final"] == set(FINAL_SEEDS[:2])
     assert used["tiny-search"] == {0, 1000}
     # Each at the learning rate that was found for it, without a second tuning, and at the baseline's size.
     assert not (tmp_path / "tiny-final" / "tuning").exists()
@@ -143,42 +139,34 @@ def test_the_best_of_the_first_phase_are_tested_on_fresh_seeds(here, tmp_path):
     assert all(len(rates[arm]) == 1 for arm in (VANILLA, *best))
 
 
-def test_those_trained_longest_are_chosen_first_and_none_that_diverged(tmp_path):
+def test_the_best_by_mean_are_chosen_and_none_that_diverged(tmp_path):
     made = recipe()
-    search = search_recipe(made, candidates(made, TWO)[0], 5, 3)
-    results = {  # of each seed: its looks
-        VANILLA: [[0.9]] * 5,
-        "kv_shift": [[0.1, 0.2]] * 5,
-        "value_residual": [[0.8]] * 5,
-        BOTH: [[0.1, 0.9]] * 4 + [None],
-    }
+    selection = search_recipe(made, candidates(made, TWO)[0])
+    results = {VANILLA: [0.9, 0.9], "kv_shift": [0.2, 0.4], "value_residual": [0.8, 0.1], BOTH: [0.9, None]}
 
     def fill():
-        for trial in trials_of(search, tmp_path):
-            looks = results[trial.experiment.arm][trial.recipe.seed]
-            state = {"status": "diverged"} if looks is None else {"curve": looks[:-1]}
-            one = record("x", 0, looks and looks[-1], measure="accuracy", **state)
+        for trial in trials_of(selection, tmp_path):
+            end = results[trial.experiment.arm][trial.recipe.seed]
+            state = {"status": "diverged"} if end is None else {}
             trial.folder.mkdir(parents=True, exist_ok=True)
-            write_record(one, trial.folder)
+            write_record(record("x", 0, end, measure="accuracy", **state), trial.folder)
 
     fill()
-    assert best_arms(search, tmp_path, 3) == ["kv_shift", "value_residual"]
-    assert best_arms(search, tmp_path, 1) == ["kv_shift"]
-    results |= dict.fromkeys(("kv_shift", "value_residual"), [[0.5]] * 4 + [[math.nan]])
+    assert best_arms(selection, tmp_path) == ["value_residual", "kv_shift"]
+    results |= {arm: [0.5, math.nan] for arm in ("kv_shift", "value_residual")}
     fill()
     with pytest.raises(HeadwaterError, match="Every combination diverged; lower training") as error:
-        best_arms(search, tmp_path, 2)
+        best_arms(selection, tmp_path)
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("after", [3, 6])  # in the first phase, and in the second
 @pytest.mark.slow
-def test_stopped_the_same_search_goes_on(here, tmp_path, monkeypatch, after):
-    halving = Halving(factor=3, steps=2)
-    _, best, final = searched(here, tmp_path / "whole", halving=halving)
+def test_stopped_the_same_search_goes_on(here, small, tmp_path, monkeypatch, after):
+    _, best, final = searched(tmp_path / "whole")
     trained = list(here.trained)
-    assert len(trained) == 1 + 3 + 1 + 2 * 2  # vanilla, the first rung, whoever goes on; and the final
+    assert len(trained) == 4 + 2 * 2
     here.trained.clear()
     run = here.run
 
@@ -189,17 +177,17 @@ def test_stopped_the_same_search_goes_on(here, tmp_path, monkeypatch, after):
 
     monkeypatch.setattr(here, "run", stopping)
     with pytest.raises(Interrupted):
-        searched(here, tmp_path / "cut", halving=halving)
+        searched(tmp_path / "cut")
     before = changed_times(tmp_path / "cut")
     finished = {path for path in before if read_record(path).status == "finished"}
     monkeypatch.setattr(here, "run", run)
-    assert searched(here, tmp_path / "cut", halving=halving)[1] == best
+    assert searched(tmp_path / "cut")[1] == best
     assert here.trained == trained
     now = changed_times(tmp_path / "cut")
     assert all(now[path] == before[path] for path in finished)
     assert means(final, tmp_path / "cut") == means(final, tmp_path / "whole")
     # Once more: nothing is left to train.
-    searched(here, tmp_path / "cut", halving=halving)
+    searched(tmp_path / "cut")
     assert here.trained == trained
     assert changed_times(tmp_path / "cut") == now
 
@@ -215,13 +203,11 @@ def file(tmp_path):
     return write
 
 
-def test_the_command_chooses_and_tests(run, here, file, tmp_path):
-    arguments = ["--mechanism", "kv_shift", "--mechanism", "value_residual", "--seeds", 1, "--final-seeds", 2]
+def test_the_command_chooses_and_tests(run, here, small, file, tmp_path):
     path = file(compare={"baseline": "a", "arms": {"a": {}}})
-    code, out, err = run("search", path, *arguments, "--final", 1, "--out", tmp_path / "out")
+    code, out, err = run("compare", path, *SEARCH, "--out", tmp_path / "out")
     assert code == 0
-    assert "compare section is ignored" in err
-    assert "3 combinations and vanilla; one in 3 continues at each rung" in err
+    assert "3 combinations and vanilla; then a test of the best 1 in 4 runs" in err
     (chosen,) = (line.removeprefix("chosen: ") for line in err.splitlines() if line.startswith("chosen: "))
     assert "the best, tested on fresh seeds" in out
     assert (tmp_path / "out" / "report.html").exists()
@@ -230,25 +216,22 @@ def test_the_command_chooses_and_tests(run, here, file, tmp_path):
 
 
 def test_the_command_refuses_before_anything_is_trained(run, here, file, tmp_path):
-    both = ["--mechanism", "kv_shift", "--mechanism", "value_residual"]
     for arguments, words in (
-        ([*both, "model.num_hidden_layers=1"], "besides vanilla only kv_shift is left"),
-        (["--mechanism", "kv_shft"], "did you mean 'kv_shift'?"),
-        ([*both, "--final", "9"], "--final 9 is more than the 3 available combinations"),
-        ([*both, "--equal", "flops"], "--no-halving"),
-        ([*both, "--learning-rate", "0"], "greater than 0"),
+        ([*SEARCH, "model.num_hidden_layers=1"], "besides vanilla only kv_shift is left"),
+        (["--search", "--mechanism", "kv_shft"], "did you mean 'kv_shift'?"),
+        ([*SEARCH, "--arm", "a"], "--search takes one recipe, without --arm and --size"),
+        (SEARCH[1:], "--mechanism names what --search combines"),
     ):
-        code, _, err = run("search", file(), *arguments, "--out", tmp_path / "out")
+        code, _, err = run("compare", file(), *arguments, "--out", tmp_path / "out")
         *left_out, last = err.splitlines()
         assert (code, last.startswith("headwater: "), words in last) == (2, True, True), err
         assert all(line.startswith("left out: value_residual, and 1 more: ") for line in left_out)
     assert here.trained == []
 
 
-def test_where_everything_diverges_the_command_says_so(run, here, file, tmp_path):
+def test_where_everything_diverges_the_command_says_so(run, here, small, file, tmp_path):
     rate = DIVERGES["training"]["learning_rate"]
-    arguments = ["--mechanism", "kv_shift", "--mechanism", "value_residual", "--seeds", 1, "--out", tmp_path / "out"]
-    code, _, err = run("search", file(), f"training.learning_rate={rate}", *arguments)
+    code, _, err = run("compare", file(), f"training.learning_rate={rate}", *SEARCH, "--out", tmp_path / "out")
     assert code == 2
     assert err.splitlines()[-1].startswith("headwater: Every combination diverged; lower training.learning_rate")
     assert not (tmp_path / "out" / "tiny-final").exists()

@@ -19,14 +19,12 @@ from scipy import special, stats
 from headwater.compare import compare, rounds, run_trials, trials_of
 from headwater.compare.sequential import (
     Chain,
-    anytime_critical,
     critical_values,
     looks,
     repeated_intervals,
     skewed_error,
     standing,
 )
-from headwater.compare.simulate import false_differences, false_equivalence, planted
 from headwater.errors import HeadwaterError, Interrupted
 from headwater.recipe import parse
 from headwater.records import SeedPlan, read_record, write_record
@@ -105,35 +103,17 @@ def test_one_number_over_and_over_is_judged_by_its_signs():
     assert looks([0.02] * 2, 0.05, 3, 10) == []
 
 
-@pytest.mark.parametrize(("shape", "arms", "first"), [("normal", 1, 3), ("exponential", 1, 6), ("t, 3 degrees", 5, 6)])
-def test_false_verdicts_are_as_rare_as_stated_though_one_looks_after_every_seed(shape, arms, first):
-    rate = false_differences(shape, first, 30, arms, 2000)
-    assert stats.binomtest(rate.found, 2000).proportion_ci(0.99).low <= 0.05
-    assert rate.found > 20, "a test that never finds anything has no false alarms either"
-
-
 def test_two_arms_at_the_margin_are_rarely_called_equivalent_and_those_at_0_are():
-    rate = false_equivalence("exponential", 0.8, 6, 30, 1, 2000)
-    assert 0 < rate.value <= 0.05
-    values = np.random.default_rng(0).standard_normal((500, 30))
+    random = np.random.default_rng(0)
+    sides = random.choice([-0.8, 0.8], (2000, 1))  # skewed differences have two
+    _, low, high = repeated_intervals(sides + random.exponential(size=(2000, 30)) - 1, 0.05, 6, 30)
+    called = (low > -0.8) & (high < 0.8)
+    decided = called | (low > 0) | (high < 0)
+    first = decided.argmax(axis=1)[:, None]  # 0 where nothing is decided, and then not called so
+    assert 0 < np.take_along_axis(called, first, axis=1).mean() <= 0.05
+    values = random.standard_normal((500, 30))
     _, low, high = repeated_intervals(values, 0.05, 6, 30)
     assert ((low > -0.8) & (high < 0.8)).any(1).mean() > 0.9
-
-
-def test_seeds_are_saved_at_equal_power():
-    found = planted(1.0, 6, 30, 1, 2000)
-    assert found.rate.value > 0.99
-    assert found.saved >= 0.3
-    assert found.anytime.value < found.rate.value
-
-
-def test_the_e_process_is_the_averaged_likelihood_ratio():
-    """Against the integral over effects, by the noncentral t."""
-    n, level = 8, 0.05
-    t = anytime_critical(np.array([n]), level)[0]
-    effects = np.linspace(-9, 9, 20_001)
-    ratio = stats.nct.pdf(t, n - 1, effects * math.sqrt(n)) / stats.t.pdf(t, n - 1)
-    assert np.trapezoid(np.nan_to_num(ratio) * stats.norm.pdf(effects), effects) == pytest.approx(1 / level, rel=1e-3)
 
 
 PLAN = SeedPlan(seeds=list(range(12)), min_seeds=3, margin=0.1, arms=2)
@@ -232,7 +212,6 @@ def test_each_arm_gets_its_verdict_and_stops(tmp_path):
     assert "equivalent: zero and tiny" in answer(found) or "equivalent: tiny and zero" in answer(found)
     assert [cells(s, found)[4] for s in found.summaries] == [str(s.runs) for s in found.summaries]
     page = write_report(tmp_path).read_text()
-    assert "Evidence over seeds" in page
     assert "came after the decision" in page
 
 

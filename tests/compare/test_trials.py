@@ -71,8 +71,6 @@ def test_what_cannot_be_trained_side_by_side_is_refused(tmp_path, compare, train
             "differs from 'base' in model",
         ),
         ({"arms": {"base": {}, "long": {"training": {"steps": 20}}}, "budgets": ["long", "long"]}, "an arm twice"),
-        ({"halving": {}}, "two or more arms"),
-        ({"halving": {"factor": 1}}, "halving.factor"),
         ({"sizes": {"S": {"arms": {"bas": {}}}}}, "did you mean 'base'"),
         ({"sizes": {"S": {"model": {"hiden_size": 3}}}}, "of size 'S': model has no field 'hiden_size'"),
     ],
@@ -264,11 +262,6 @@ def test_the_rest_of_a_comparison_trains_what_a_part_has_not(run, tmp_path, monk
             ["--arm", "base"],
             "name an arm to decide with --arm",
         ),
-        (
-            {"arms": {"base": {}, "shift": SHIFT, "diverges": DIVERGES}, "halving": {}},
-            ["--arm", "shift"],
-            "gives up arms early by their ranks",
-        ),
     ],
 )
 def test_a_part_that_is_not_there_is_one_sentence(run, tmp_path, section, options, message):
@@ -280,9 +273,9 @@ def test_a_part_that_is_not_there_is_one_sentence(run, tmp_path, section, option
 
 @pytest.mark.slow
 def test_everything_from_the_command_line(run, tmp_path, forked_workers):
-    """Halving, and an arm that diverges, in worker processes; twice, and the second time nothing is trained."""
+    """An arm that diverges, in worker processes; twice, and the second time nothing is trained."""
     arms = {"base": {}, "shift": SHIFT, "diverges": DIVERGES}
-    file = written(tmp_path, {"arms": arms, "halving": {"factor": 2}, "seeds": [0]})
+    file = written(tmp_path, {"arms": arms, "seeds": [0]})
     code, out, err = run("compare", file, "--out", tmp_path / "out")
     assert code == 0, err
     assert "diverges · seed 0 diverged: The run diverged" in err

@@ -1,4 +1,4 @@
-"""Learning rates that are tuned, and arms that are given up: with real runs of tiny models, in this process."""
+"""Learning rates that are tuned: with real runs of tiny models, in this process."""
 
 import math
 from dataclasses import replace
@@ -6,18 +6,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from saved import DIVERGES, SHIFT, Here, changed_times, record, tiny
+from saved import SHIFT, Here, changed_times, record, tiny
 
 import headwater.compare as comparing
-from headwater.compare import compare, tuning
+from headwater.compare import compare
 from headwater.compare.pool import Outcome
-from headwater.compare.trials import trials_of
-from headwater.compare.tuning import best_rates, found_rate, run_halving, tuning_trials
+from headwater.compare.tuning import best_rates, found_rate, tuning_trials
 from headwater.errors import HeadwaterError, Interrupted
 from headwater.papers.places import SizedArm, finished
-from headwater.recipe import Halving
 from headwater.records import read_record
-from headwater.training.loop import train
 
 
 @pytest.fixture
@@ -25,7 +22,6 @@ def here(monkeypatch):
     """Trials run in this process."""
     runs = Here()
     monkeypatch.setattr(comparing, "run_trials", runs)
-    monkeypatch.setattr(tuning, "run_trials", runs)
     return runs
 
 
@@ -120,7 +116,7 @@ def test_an_arm_that_diverges_everywhere_is_one_sentence(here, tmp_path):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.slow  # as `test_halving_that_was_stopped_goes_on`, before the comparison
+@pytest.mark.slow
 def test_stopped_while_tuning_the_same_call_goes_on(here, tmp_path, monkeypatch):
     made = tiny(
         {"arms": {"base": {}, "shift": SHIFT}, "seeds": [0], "learning_rates": [1e-5, 1e-2], "tuning_seeds": [7]}
@@ -142,145 +138,3 @@ def test_stopped_while_tuning_the_same_call_goes_on(here, tmp_path, monkeypatch)
     again = compare(made, tmp_path / "cut")
     assert len(here.trained) == len(set(here.trained)) == count
     assert [o.record.held_out for o in again] == [o.record.held_out for o in whole]
-
-
-ARMS = {
-    "base": {},
-    **{f"arm {i}": {"training": {"learning_rate": rate}} for i, rate in enumerate((1e-5, 2e-2, 1e-4, 1e-2, 1e-6))},
-    "shift": SHIFT,
-    "diverges": DIVERGES,
-}
-
-
-def naive_halving(recipe, arms, factor, first, folder):
-    """Rungs, and who was trained to each: the best ⌈n/factor⌉ of each go on, each trained anew from the beginning."""
-    reached, step = {}, first
-    while True:
-        means = {}
-        for arm in arms:
-            reached[arm] = step
-            results = []
-            for seed in recipe.compare.seeds:
-                try:
-                    results.append(train(recipe.arm(arm, seed), folder / f"{arm}-{seed}-{step}", until=step).result)
-                except HeadwaterError:
-                    results.append(-math.inf)
-            means[arm] = np.mean(results)
-        if step * factor > recipe.training.steps:
-            return reached
-        arms = sorted(arms, key=lambda arm: means[arm])[-math.ceil(len(arms) / factor) :]
-        step *= factor
-
-
-@pytest.mark.slow
-def test_halving_is_the_loop_and_gives_up_who_is_behind(here, tmp_path):
-    made = tiny({"arms": ARMS, "halving": {"factor": 2, "steps": 3}, "seeds": [0]})
-    outcomes = compare(made, tmp_path / "a")
-    reached = naive_halving(made, [arm for arm in ARMS if arm != "base"], 2, 3, tmp_path / "naive")
-    assert sorted(reached.values()) == [3, 3, 3, 6, 6, 12, 12]
-    ends = {}
-    for one in outcomes:
-        arm = one.record.experiment.arm
-        if arm == "base" or reached[arm] == 12:
-            assert one.record.status == "finished"
-            assert one.record.held_out[-1].step == 12
-        elif arm == "diverges":
-            assert one.record.status == "diverged"
-        else:
-            assert one.record.status == "stopped"
-            assert one.record.held_out[-1].step == reached[arm]
-        if one.record.status == "finished":
-            # In one go it is the same, to the last bit.
-            straight = train(made.arm(arm, one.record.seed), tmp_path / "straight" / f"{arm}-{one.record.seed}")
-            assert (straight.order, straight.result) == (one.record.order, one.record.result)
-            assert straight.held_out[-1] == one.record.held_out[-1]
-        ends[arm, one.record.seed] = (one.record.status, one.record.result)
-    assert len(outcomes) == len(ARMS)
-
-    here.trained.clear()
-    before = changed_times(tmp_path / "a")
-    again = compare(made, tmp_path / "a")
-    assert here.trained == []
-    assert changed_times(tmp_path / "a") == before
-    assert {(o.record.experiment.arm, o.record.seed): (o.record.status, o.record.result) for o in again} == ends
-    summaries = {one.arm: one for one in comparing.summarize([o.record for o in again], "base")}
-    assert summaries["diverges"].verdict(False) == "diverged"
-    given_up = [arm for arm, step in reached.items() if step < 12 and arm != "diverges"]
-    assert all(summaries[arm].stopped == reached[arm] and not summaries[arm].verdict(False) for arm in given_up)
-
-
-@pytest.mark.slow
-def test_halving_that_was_stopped_goes_on(here, tmp_path, monkeypatch):
-    arms = {name: ARMS[name] for name in ("base", "arm 0", "arm 1", "arm 2", "shift")}
-    made = tiny({"arms": arms, "halving": {"factor": 2, "steps": 3}, "seeds": [0]})
-    whole = compare(made, tmp_path / "whole")
-    trained, run = list(here.trained), here.run
-    here.trained.clear()
-
-    def stopping(job):
-        if len(here.trained) == 6:  # in the second rung
-            raise Interrupted("Stopped.")
-        return run(job)
-
-    monkeypatch.setattr(here, "run", stopping)
-    with pytest.raises(Interrupted):
-        compare(made, tmp_path / "cut")
-    monkeypatch.setattr(here, "run", run)
-    again = compare(made, tmp_path / "cut")
-    assert here.trained == trained
-    assert [(o.label, o.record.status, o.record.result) for o in again] == [
-        (o.label, o.record.status, o.record.result) for o in whole
-    ]
-
-
-@pytest.mark.slow
-def test_the_default_rungs_end_with_the_run(here, tmp_path):
-    """Nine arms, factor 3, 12 steps: 12/9 steps, 3 and 9; what is left goes on to the end."""
-    arms = {"base": {}} | {f"arm {i}": {"training": {"learning_rate": 10.0**-i}} for i in range(1, 10)}
-    outcomes = compare(tiny({"arms": arms, "halving": {}, "seeds": [0]}), tmp_path)
-    ends = sorted(o.record.held_out[-1].step for o in outcomes)
-    assert ends == [1] * 6 + [3] * 2 + [12] * 2
-
-
-@pytest.mark.parametrize(
-    ("compare", "changes", "message"),
-    [
-        ({"halving": {"steps": 5, "factor": 3}}, {}, "steps=5 leaves no second rung in 12 steps; give 4 or fewer"),
-        ({"halving": {"factor": 8}}, {}, "factor=8 gives up none of 7 arms"),
-        (
-            {"halving": {}, "arms": ARMS | {"long": {"training": {"steps": 20}}}},
-            {},
-            r"have \[12, 20\]; give them the same",
-        ),
-        ({"halving": {}}, {"stages": [{"name": "more"}]}, "runs with stages"),
-    ],
-)
-def test_what_cannot_be_halved_is_refused_before_anything_is_trained(here, tmp_path, compare, changes, message):
-    made = tiny({"arms": ARMS, "learning_rates": [1e-3], **compare})
-    if changes:
-        from headwater.recipe import parse
-
-        made = parse(made.model_dump(mode="json") | changes, "test")
-    with pytest.raises(HeadwaterError, match=message) as error:
-        comparing.compare(made, tmp_path)
-    assert here.trained == []
-    assert "\n" not in str(error.value)
-
-
-def test_runs_that_were_not_looked_at_where_halving_asks_are_refused(here, tmp_path):
-    made = tiny({"arms": {"base": {}, "shift": SHIFT, "slow": {"training": {"learning_rate": 1e-5}}}, "seeds": [0]})
-    compare(made, tmp_path)
-    trials = trials_of(made, tmp_path)
-    with pytest.raises(HeadwaterError, match=r"was not evaluated at step 3, .*choose another --out"):
-        run_halving(trials, Halving(factor=2, steps=3), "base", None, None)
-
-
-@pytest.mark.slow
-def test_a_trial_that_failed_stops_halving_with_a_sentence(here, tmp_path, monkeypatch):
-    made = tiny({"arms": ARMS, "halving": {"factor": 2, "steps": 3}, "seeds": [0]})
-    run = here.run
-    monkeypatch.setattr(
-        here, "run", lambda job: run(job) if "shift" not in job.label else Outcome(job.label, None, "why")
-    )
-    with pytest.raises(HeadwaterError, match="shift · seed 0 failed: why"):
-        compare(made, tmp_path)

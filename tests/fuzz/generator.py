@@ -54,7 +54,6 @@ COMMANDS = {
 # is found out last, or get an option that there is not.
 ONLY_WRONG = {
     "compare": ["compare", "@compare.yaml", "--out", "/proc/x"],
-    "search": ["search", "@task.yaml", "--mechanism", "kv_shift", "--mechanism", "neutreno", "--out", "/proc/x"],
     "reproduce": ["reproduce", "kv-shifting/figure-1a", "--out", "/proc/x"],
     "serve": ["serve", "@run"],
     "bench train": ["bench", "train", "--pairs", "2", "--layers", "1", "--width", "64"],
@@ -64,7 +63,6 @@ ONLY_WRONG = {
     "bench data": ["bench", "data", "@corpus", "--megabytes", "1"],
     "bench verdicts": ["bench", "verdicts", "@run"],
     "verify": ["verify", "@run"],
-    "theory": ["theory", "--out", "/proc/x"],
 }
 SMALL = ["--layers", "1", "--width", "64", "--context", "8", "--vocabulary", "64"]
 MEASURING = {
@@ -75,7 +73,6 @@ MEASURING = {
     "bench prefill": ["bench", "prefill", "kv_source", "--turns", "2", *SMALL],
     "bench verdicts": ["bench", "verdicts", "@run"],
     "verify": ["verify", "@run"],
-    "theory": ["theory", "--out", "{out}"],
 }
 # The user's own folder, and places that are none.
 PLACES = [
@@ -149,7 +146,7 @@ def command_lines(draw: random.Random) -> Case:
             line.pop(draw.randrange(1, len(line)))
     if line[0] == "serve":  # which hands on what it does not know
         line = ["serve", draw.choice(["@missing", "@empty", "@user", "@json", "/dev/null", "a[/b]"])]
-    elif only_wrong and line[0] in ("compare", "search", "reproduce", "theory") and draw.random() < 0.8:
+    elif only_wrong and line[0] in ("compare", "reproduce") and draw.random() < 0.8:
         line += ["--out", "/proc/x"]
         only_wrong = line[-3] not in ("--out", "--help") and "--list" not in line
     elif only_wrong or draw.random() < 0.1:

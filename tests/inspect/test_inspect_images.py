@@ -13,7 +13,7 @@ from headwater.errors import HeadwaterError
 from headwater.inspect import check_alike, inspect_model, to_json
 from headwater.inspect.images import ImageSample, spread_over
 from headwater.inspect.inspection import InspectedText
-from headwater.inspect.pictures import attention_picture, depth_picture, heads_picture, last_layer_picture
+from headwater.inspect.pictures import attention_picture, depth_picture, heads_picture
 from headwater.inspect.watch import SHOWN, read
 from headwater.nn.patches import raster_positions
 from headwater.recipe import parse
@@ -173,7 +173,7 @@ def test_files_side_by_side(run, checkpoint, files, tmp_path):
     assert np.shape(other["read"]["looks"][1]["layers"]) == (2, *GRID)
     pictures = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert pictures == [
-        "inspect-attention.png", "inspect-depth.png", "inspect-heads.png", "inspect-last-layer.png",
+        "inspect-attention.png", "inspect-depth.png", "inspect-heads.png",
         "inspect-pairs.png", "inspect-scalars.png", "inspect.json",
     ]  # fmt: skip
     again = [inspect_model(open_trained(path), path.name, images=files) for path in (first, second)]
@@ -184,14 +184,13 @@ def test_files_side_by_side(run, checkpoint, files, tmp_path):
 def test_drawn_as_in_the_json(checkpoint, files):
     found = [inspect_model(open_trained(checkpoint(EVERYTHING)), "model", images=files)]
     (one,) = to_json(found)["models"]
-    for picture, kind in ((attention_picture(found), "layers"), (last_layer_picture(found), "heads")):
-        drawn = [np.asarray(axes.images[0].get_array()) for axes in picture.axes if axes.images]
-        maps = [np.array(map) * 13 for look in one["read"]["looks"] for map in look[kind]]
-        shown = [array for array in drawn if array.shape == GRID]
-        assert len(shown) == len(maps)
-        assert all(np.allclose(a, b) for a, b in zip(shown, maps, strict=True))
-        # A file of another size is drawn as the model gets it.
-        assert sum(array.shape == (9, 16, 3) for array in drawn) == 2
+    drawn = [np.asarray(axes.images[0].get_array()) for axes in attention_picture(found).axes if axes.images]
+    maps = [np.array(map) * 13 for look in one["read"]["looks"] for map in look["layers"]]
+    shown = [array for array in drawn if array.shape == GRID]
+    assert len(shown) == len(maps)
+    assert all(np.allclose(a, b) for a, b in zip(shown, maps, strict=True))
+    # A file of another size is drawn as the model gets it.
+    assert sum(array.shape == (9, 16, 3) for array in drawn) == 2
     assert "class token" in {axes.get_title(loc="left").strip() for axes in heads_picture(found).axes}
     titles = {axes.get_title(loc="left") for axes in depth_picture(found).axes}
     assert "patch similarity: hidden states" in titles

@@ -90,15 +90,23 @@ def runs_on_another_text(paper):
 
 def test_runs_in_the_file_are_not_trained_and_new_ones_are_added(paper, run):
     file = paper / "runs.jsonl"
-    code, first, _ = run("reproduce", "paper/task", "--out", paper / "one", "--records", file)
+    code, first, _ = run("reproduce", "paper/task", "--out", paper / "one", "--keep", file)
     assert code == 0
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [line["run"] for line in lines] == [
         f"cpu/trials/task/{arm}-{seed}" for arm in ("shift", "vanilla") for seed in (0, 1)
     ]
-    assert run("reproduce", "--page", paper / "page.html", "paper", "--out", paper / "one")[0] == 0
-    assert "<h2>A tiny comparison</h2>" in (paper / "page.html").read_text()
-    code, second, said = run("reproduce", "paper/task", "--out", paper / "two", "--records", file)
+    code, judged, _ = run("reproduce", "--records", file)
+    assert code == 0
+    assert judged.count("It is better.") == 1  # of the one table that has runs in the file, and reads no models
+    assert " ".join(first.partition("report:")[0].split()) == " ".join(judged.split())
+    code, _, said = run("reproduce", "paper/text", "--records", file)
+    assert (code, "has no run of these tables at cpu scale" in said) == (2, True)
+    assert (
+        "'training.steps=1' has no effect with --records"
+        in run("reproduce", "paper/task", "training.steps=1", "--records", file)[2]
+    )
+    code, second, said = run("reproduce", "paper/task", "--out", paper / "two", "--keep", file)
     assert code == 0
     assert "4 runs from" in said
     assert "all 4 runs are finished" in said
@@ -107,7 +115,7 @@ def test_runs_in_the_file_are_not_trained_and_new_ones_are_added(paper, run):
         ours = read_record(paper / "two" / line["run"])
         assert ours == read_record(paper / "one" / line["run"]).model_copy(update={"documents": []})
         assert not (paper / "two" / line["run"] / "checkpoints").exists()
-    code, _, said = run("reproduce", "paper/task", "compare.seeds=[0,1,2]", "--out", paper / "three", "--records", file)
+    code, _, said = run("reproduce", "paper/task", "compare.seeds=[0,1,2]", "--out", paper / "three", "--keep", file)
     assert code == 0
     assert "6 runs, 4 of them finished" in said
     after = file.read_text().splitlines()
@@ -118,7 +126,7 @@ def test_runs_in_the_file_are_not_trained_and_new_ones_are_added(paper, run):
 @pytest.mark.slow
 def test_rates_are_kept_with_the_runs_that_chose_them(paper, run):
     file = paper / "runs.jsonl"
-    assert run("reproduce", "paper/tuned", "--out", paper / "one", "--records", file)[0] == 0
+    assert run("reproduce", "paper/tuned", "--out", paper / "one", "--keep", file)[0] == 0
     assert len(file.read_text().splitlines()) == 2 * 2 + 2
     work = prepare("paper/tuned", "cpu", paper / "two")
     assert told(file, work)[0].startswith("6 runs from")
@@ -155,37 +163,6 @@ def test_stale_and_repeated_runs_do_not_replace_lines(paper):
     assert file.read_text() == before
 
 
-def test_runs_on_another_text_are_taken_only_where_none_is_to_be_trained(paper):
-    work = prepare("paper/text", "cpu", paper / "one")
-    built = work.recipes[0][1].data.build().description
-    left(work, "vanilla", data=built | {"sha256": "another", "python": "3.9", "source": "python-docs"})
-    file = paper / "runs.jsonl"
-    keep(file, work, print)
-    again = prepare("paper/text", "cpu", paper / "two")
-    (said,) = told(file, again)
-    assert said.startswith("left out 1 run of")
-    assert said.endswith("trained on 'python-docs' of Python 3.9, which is not what is here")
-    assert not (again.trials / "text" / "vanilla-0" / "record.json").exists()
-    left(work, "shift", data=built | {"sha256": "another"})
-    keep(file, work, print)
-    complete = prepare("paper/text", "cpu", paper / "three")
-    assert told(file, complete)[0].startswith("2 runs from")
-    assert complete.missing() == []
-
-
-def test_restored_runs_on_another_text_are_left_out_as_soon_as_seeds_are_added(paper):
-    file = runs_on_another_text(paper)
-    decided = []  # by --until-decided, which may add seeds
-    restore(file, prepare("paper/text", "cpu", paper / "two"), decided.append, more=True)
-    assert decided[0].startswith("left out 2 runs of")
-    complete = prepare("paper/text", "cpu", paper / "three")
-    assert told(file, complete)[0].startswith("2 runs from")
-    assert told(file, complete) == []
-    later = prepare("paper/text", "cpu", paper / "three", ["compare.seeds=[0,1]"])
-    assert told(file, later)[0].startswith("left out 2 runs of")
-    assert len(later.missing()) == 4
-
-
 def test_runs_on_another_text_than_the_files_are_not_added(paper):
     work = prepare("paper/text", "cpu", paper / "one")
     left(work, "vanilla", data={"sha256": "one"})
@@ -216,7 +193,7 @@ def test_restored_runs_on_another_text_are_told_before_others_are_trained_beside
     assert run("reproduce", "paper/text", "--out", paper / "two")[0] == 0  # there is nothing to train
     code, _, said = run("reproduce", "paper/text", "compare.seeds=[0,1]", "--out", paper / "two")
     assert code == 2
-    assert "trained on other data than is here; pass that file with --records" in " ".join(said.split())
+    assert "which is not what is here; use another --out without that file" in " ".join(said.split())
     assert not (paper / "two" / "cpu" / "trials" / "text" / "vanilla-1").exists()
 
 
@@ -275,7 +252,7 @@ def test_a_damaged_file_is_one_sentence(paper, run, damage, complaint):
     before = file.read_text()
     with pytest.raises(HeadwaterError, match=complaint):
         restore(file, work, print)
-    code, _, said = run("reproduce", "paper/task", "--out", paper / "two", "--records", file)
+    code, _, said = run("reproduce", "paper/task", "--out", paper / "two", "--keep", file)
     assert code == 2
     assert complaint in " ".join(said.split())
     assert file.read_text() == before

@@ -87,7 +87,7 @@ def test_commands_of_text_say_so(run, checkpoint):
 
 def test_initial_state_is_measured(run, tmp_path):
     image_model(PAIRS).config.save_pretrained(tmp_path)
-    code, out, _ = run("plan", tmp_path, "--init")
+    code, out, _ = run("init", tmp_path)
     assert code == 0
     assert "feed-forward" in out
     assert "images of noise" in out

@@ -20,7 +20,6 @@ COMMANDS: dict[str, dict[str, str]] = {
     TRAIN: {
         "training:train": "train shakespeare training.steps=200 --out runs/mine",
         "comparing:compare": "compare demo/induction demo/language --out runs/demo",
-        "comparing:search": "search demo/language --final 2 --out runs/search",
         "reproducing:reproduce": "reproduce kv-shifting/figure-1a",
         "training:recipes": "recipes",
         "data:data": "",
@@ -45,8 +44,8 @@ COMMANDS: dict[str, dict[str, str]] = {
     },
     LOOK: {
         "planning:plan": "plan gpt2-124m tokenformer-124m --hardware H100 --tokens 300B",
+        "planning:init": "init tokenformer-124m num_hidden_layers=2",
         "planning:presets": "presets",
-        "planning:theory": "theory --out runs/theory",
         "training:runs": "runs",
         "comparing:report": "report runs/demo",
         "training:replay": "replay runs/mine/failures/step-120",
@@ -57,7 +56,7 @@ COMMANDS: dict[str, dict[str, str]] = {
 
 
 # Commands that read no files in which code from outside may be named.
-NAMELESS = ("recipes", "presets", "theory", "data", "new")
+NAMELESS = ("recipes", "presets", "data", "new")
 
 
 class _Commands(Mapping[str, Any]):

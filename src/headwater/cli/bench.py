@@ -26,7 +26,7 @@ from headwater.terminal import Table, counted
 if TYPE_CHECKING:
     from headwater.bench.paired import PairedTimes
     from headwater.bench.training import ModelPair
-    from headwater.compare.resample import Rate
+    from headwater.compare.calibration import Rate
 
 bench = typer.Typer(help="Benchmarks: interleaved pairs, ratios of times.", no_args_is_help=True)
 
@@ -354,7 +354,7 @@ def bench_prices(
     from headwater.compare import equalized
     from headwater.compare.prices import folder_of, measure, read_prices
     from headwater.recipe import parse_recorded
-    from headwater.report import comparisons, prices_of, terminal_prices, terminal_prices_alone
+    from headwater.report import comparisons, prices_of, terminal_prices
 
     quiet()
     if not Path(source).is_dir():
@@ -370,7 +370,7 @@ def bench_prices(
             place.mkdir(parents=True, exist_ok=True)
             measure(arms, section.baseline, place, tell, beside=[*folders.values()])
             if (prices := read_prices(place, arms, section.baseline)) is not None:
-                out.print(terminal_prices_alone(prices))
+                out.print(terminal_prices(prices))
         return
     if overrides:
         raise HeadwaterError(f"{source!r} is a folder, whose runs have their settings; name a recipe to change them.")
@@ -389,7 +389,7 @@ def bench_prices(
         measure(arms, comparison.baseline, places.pop(), tell)
     for comparison in found:
         if (prices := prices_of(comparison)) is not None:
-            out.print(terminal_prices(comparison, prices))
+            out.print(terminal_prices(prices))
 
 
 @bench.command("verdicts")
@@ -397,89 +397,37 @@ def bench_verdicts(
     folder: Annotated[
         Path | None,
         typer.Argument(
-            help="A comparison's folder, with many seeds of an arm, to resample. Without one, comparisons that run "
-            "until decided are simulated.",
+            help="A comparison's folder, with many seeds of at least one arm; default: simulated results.",
             show_default=False,
         ),
     ] = None,
-    arms: Annotated[
-        int | None,
-        typer.Option(min=1, help="Of a folder: arms besides the baseline in each comparison.", show_default="1"),
-    ] = None,
-    seeds: Annotated[int | None, typer.Option(min=2, help="Of a folder: seeds per arm.", show_default="5")] = None,
-    resamples: Annotated[
-        int | None, typer.Option(min=1, help="Comparisons to make.", show_default="2000; 10 000 simulated")
-    ] = None,
+    arms: Annotated[int, typer.Option(min=1, max=1000, help="Arms besides the baseline in each comparison.")] = 1,
+    seeds: Annotated[
+        int, typer.Option(min=2, max=1000, help="Seeds per arm, and the maximum of comparisons until decided.")
+    ] = 30,
+    comparisons: Annotated[
+        int, typer.Option(min=1, max=100_000, help="Comparisons to resample or to simulate.")
+    ] = 2000,
 ) -> None:
     """Measure how often `compare` is wrong: false alarms between identical arms, and missed differences."""
-    from headwater.compare.resample import calibrate, results_of
+    from headwater.compare.calibration import SHAPES, calibrate, dealing, planted_effect, results_of
 
-    refuse_unread({"--arms": arms, "--seeds": seeds}, folder, "a comparison's folder")
-    if folder is None:
-        _print_simulated(resamples or 10_000)
-        return
-    arms = arms or 1
-    name, results = results_of(folder)
-    rates = calibrate(results, arms, seeds or 5, resamples or 2000)
+    sources = SHAPES
+    if folder is not None:
+        name, results = results_of(folder)
+        sources = {f"{len(results)} trials of {name!r}": dealing(results)}
     table = _table(
-        f"{rates.trials} trials of {name!r}, resampled to {arms + 1} arms of {rates.seeds} seeds, "
-        f"{rates.resamples:,} times",
-        *("", "share", "95 % (binomial)", "stated"),
+        f"{comparisons:,} comparisons of {arms + 1} identical arms with {seeds} seeds; the planted difference is "
+        f"{planted_effect(arms, seeds):.3g} standard deviations of paired differences",
+        *("results", "seeds", "false alarms, at most 0.05 stated", "planted found", "seeds, mean"),
     )
-    table.add_row("false alarms", *_rate(rates.false_alarms), f"at most {rates.false_alarms.stated:.4f}")
-    bound = "at least " if arms > 1 else ""
-    planted = f"a planted {rates.planted:.4g} found"
-    table.add_row(planted, *_rate(rates.power), f"{bound}{rates.power.stated:.4f}")
+    for source, draw in sources.items():
+        fixed, sequential = calibrate(draw, arms, seeds, comparisons)
+        for rule, measured in (("fixed", fixed), ("until decided", sequential)):
+            if measured is not None:
+                rates = map(_rate, (measured.false_alarms, measured.power))
+                table.add_row(source, rule, *rates, f"{measured.seeds:.1f}")
     out.print(table)
-
-
-def _print_simulated(simulations: int) -> None:
-    """Print tables of wrong verdicts and of seeds saved, for comparisons that look after every seed."""
-    from headwater.compare import simulate
-
-    first, last = 6, 30  # the defaults of compare.min_seeds and compare.max_seeds
-    wrong = _table(
-        f"Wrong verdicts of comparisons that look after every seed, of at most {last}; {simulations:,} simulated",
-        *("", "arms", "from", "share", "95 % (binomial)", "stated"),
-    )
-
-    def add(what: str, arms: int, start: int, rate: Rate, stated: str = "at most 0.0500") -> None:
-        wrong.add_row(what, str(arms), counted(start, "seed"), *_rate(rate), stated)
-
-    for start in (3, first):
-        for shape in simulate.SHAPES:
-            add(f"{shape} differences", 1, start, simulate.false_differences(shape, start, last, 1, simulations))
-    for shape in simulate.EXTREME:
-        rate = simulate.false_differences(shape, first, last, 1, simulations)
-        add(f"{shape}", 1, first, rate, "not met: too skewed")
-    for arms in (5, 20):
-        for shape in simulate.SHAPES:
-            rate = simulate.false_differences(shape, first, last, arms, simulations)
-            add(f"{shape} results, one baseline", arms, first, rate)
-    for arms in (5, 20):
-        for shape in ("exponential", "log-normal"):
-            rate = simulate.false_differences(shape, first, last, arms, simulations, shared=False)
-            add(f"{shape} differences, independent", arms, first, rate, "not met: skewed alike")
-    for shape in simulate.SHAPES:
-        rate = simulate.false_equivalence(shape, 0.8, first, last, 1, simulations)
-        add(f"{shape}, at the margin: equivalent", 1, first, rate)
-    out.print(wrong)
-    saved = _table(
-        "A normal difference in standard deviations: seeds until it is found, and of a fixed number with that power",
-        *("difference", "found", "seeds", "fixed", "saved", "e-process: found", "seeds"),
-    )
-    for size in (0.6, 0.7, 0.8, 0.9, 1.0, 1.25):
-        run = simulate.planted(size, first, last, 1, simulations)
-        saved.add_row(
-            f"{size:g}",
-            f"{run.rate.value:.4f}",
-            f"{run.seeds:.1f}",
-            str(run.fixed),
-            f"{run.saved:.0%}",
-            f"{run.anytime.value:.4f}",
-            f"{run.anytime_seeds:.1f}",
-        )
-    out.print(saved)
 
 
 def _mechanisms(arguments: list[str] | None) -> dict[str, dict[str, dict]]:
@@ -536,7 +484,7 @@ def _ratio(paired: PairedTimes | None) -> tuple[str, str]:
     return f"{paired.ratio:.3f}", f"{low:.3f} – {high:.3f}"
 
 
-def _rate(rate: Rate) -> tuple[str, str]:
+def _rate(rate: Rate) -> str:
     """A share and its interval."""
     low, high = rate.interval
-    return f"{rate.value:.4f}", f"{low:.4f} – {high:.4f}"
+    return f"{rate.value:.4f} ({low:.4f} – {high:.4f})"

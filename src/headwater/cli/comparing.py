@@ -1,11 +1,11 @@
-"""`headwater compare`, `search`, `report`."""
+"""`headwater compare`, `report`."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.progress import TaskID
@@ -26,7 +26,6 @@ from headwater.cli.common import (
 )
 from headwater.cli.progress import ProgressReport
 from headwater.errors import HeadwaterError, nearest
-from headwater.terminal import duration
 
 if TYPE_CHECKING:
     from headwater.compare import ArmKey, Job, Outcome
@@ -47,18 +46,15 @@ def compare(
     ] = None,
     workers: Workers = None,
     device: TrainingDevice = None,
-    until: Annotated[
-        Literal["decided"] | None,
-        typer.Option(
-            help="Add seeds until every arm is decided; same as compare.until=decided. Needs compare.margin.",
-            show_default=False,
-        ),
-    ] = None,
     arm: Annotated[
         list[str] | None,
         typer.Option(help="Train only this arm and what it is compared with; repeatable. Default: all."),
     ] = None,
     size: Annotated[list[str] | None, typer.Option(help="Train only this size; repeatable. Default: all.")] = None,
+    search: Annotated[
+        bool, typer.Option("--search", help="Compare all combinations of mechanisms, and test the best on fresh seeds.")
+    ] = False,
+    mechanism: MechanismOptions = None,
     resume: GoesOn = False,
 ) -> None:
     """Train the arms of recipes side by side and write a report. Run it again to resume."""
@@ -67,7 +63,6 @@ def compare(
 
     quiet()
     overrides = [argument for argument in recipes if "=" in argument] + _on(device)
-    overrides += [] if until is None else [f"compare.until={until}"]
     loaded = [recipe_of(argument, overrides) for argument in recipes if "=" not in argument]
     if not loaded:
         raise HeadwaterError("Name at least one recipe.")
@@ -77,11 +72,18 @@ def compare(
             f"Two of the recipes are named {next(name for name in names if names.count(name) > 1)!r}, and their runs "
             "would share a folder; give each its own `name`, or compare them one by one with --out."
         )
+    if mechanism and not search:
+        raise HeadwaterError("--mechanism names what --search combines; add --search, or leave it out.")
+    if search and (len(loaded) > 1 or arm or size):
+        raise HeadwaterError("--search takes one recipe, without --arm and --size.")
     only = [_part(recipe, arm or [], size or []) for recipe in loaded] if arm or size else None
     folder = folder or Path("runs") / loaded[0].name
     check_writable(folder, folder=True)
     with occupied(folder):
-        failed = train_all(loaded, folder, workers, only)
+        if search:
+            failed = _search(loaded[0], mechanism, folder, workers)
+        else:
+            failed = train_all(loaded, folder, workers, only)
         show(folder)
         complain(failed)
 
@@ -97,11 +99,6 @@ def _part(recipe: Recipe, arms: list[str], sizes: list[str]) -> set[ArmKey] | No
                 raise HeadwaterError(f"{recipe.name!r} compares at one size; leave out --size.")
             if name not in known:
                 raise HeadwaterError(f"{recipe.name!r} has no {what} {name!r}; {nearest(name, known)}")
-    if arms and section.halving is not None:
-        raise HeadwaterError(
-            f"{recipe.name!r} gives up arms early by their ranks among all; leave out --arm, or set "
-            "compare.halving=null."
-        )
     untested = {section.baseline, *section.budgets}
     if section.until is not None and arms and untested.issuperset(arms):
         raise HeadwaterError(f"{arms[0]!r} is what other arms are compared with; name an arm to decide with --arm.")
@@ -157,79 +154,33 @@ def complain(failed: list[Outcome]) -> None:
         raise HeadwaterError(f"{len(failed)} of the trials failed and are not in the tables.")
 
 
-def search(
-    recipe: Annotated[
-        list[str], typer.Argument(help="A recipe for model, data and budget, and dotted.key=value overrides.")
-    ],
-    mechanism: MechanismOptions = None,
-    folder: Annotated[
-        Path | None,
-        typer.Option("--out", file_okay=False, help="Output folder; default: runs/<name>-search.", show_default=False),
-    ] = None,
-    most: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Maximum number of mechanisms in a combination. Default: all that are named, or 2.",
-            show_default=False,
-        ),
-    ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds for the selection.")] = 2,
-    final: Annotated[int, typer.Option(min=1, help="Number of combinations to test at the end.")] = 2,
-    final_seeds: Annotated[int, typer.Option(min=2, help="Number of fresh seeds for the test.")] = 6,
-    equal: Annotated[
-        Literal["parameters", "tokens", "flops"],
-        typer.Option(help="What is equal for all combinations; flops needs --no-halving."),
-    ] = "parameters",
-    rate: Annotated[
-        list[float] | None,
-        typer.Option(
-            "--learning-rate", help="Learning rate to try for each combination; repeatable.", show_default=False
-        ),
-    ] = None,
-    halving: Annotated[bool, typer.Option(help="Give up trailing combinations early (successive halving).")] = True,
-    factor: Annotated[int, typer.Option(min=2, help="One arm in this many continues at each rung.")] = 3,
-    workers: Workers = None,
-    device: TrainingDevice = None,
-    resume: GoesOn = False,
-) -> None:
-    """Find the best combination of mechanisms at a recipe's budget, and test it on fresh seeds."""
-    extras.check("compare")
-    from headwater.compare.search import VANILLA, best_arms, candidates, final_recipe, search_recipe
-    from headwater.output_folder import occupied
-    from headwater.papers.price import budget
-    from headwater.recipe import Halving
+def _search(recipe: Recipe, mechanism: list[str] | None, folder: Path, workers: int | None) -> list[Outcome]:
+    """Train all combinations of the mechanisms, then the best again on fresh seeds; return the failed trials."""
+    from headwater.compare.search import (
+        FINAL_SEEDS,
+        FINALISTS,
+        VANILLA,
+        best_arms,
+        candidates,
+        final_recipe,
+        search_recipe,
+    )
     from headwater.report.words import counted
 
-    quiet()
-    paths = [argument for argument in recipe if "=" not in argument]
-    if len(paths) != 1:
-        raise HeadwaterError("Name exactly one recipe; other arguments are dotted.key=value.")
-    loaded = recipe_of(paths[0], [argument for argument in recipe if "=" in argument] + _on(device))
-    arms, refused = candidates(loaded, mechanisms_of(mechanism) if mechanism else None, most)
-    for why in dict.fromkeys(refused.values()):
-        labels = [label for label, reason in refused.items() if reason == why]
+    arms, refused = candidates(recipe, mechanisms_of(mechanism) if mechanism else None)
+    for reason in dict.fromkeys(refused.values()):
+        labels = [label for label, why in refused.items() if why == reason]
         more = f", and {len(labels) - 1} more" if len(labels) > 1 else ""
-        tell(f"left out: {labels[0]}{more}: {why}")
-    chosen = search_recipe(loaded, arms, seeds, final, Halving(factor=factor) if halving else None, rate or [], equal)
-    if loaded.compare is not None:
-        tell("The recipe's compare section is ignored: the arms are the combinations.")
-    folder = folder or Path("runs") / chosen.name
-    given_up = chosen.compare is not None and chosen.compare.halving is not None
-    goes_on = f"one in {factor} continues at each rung" if given_up else "all are trained to the end"
-    tell(f"{len(arms) - 1} combinations and {VANILLA}; {goes_on}")
-    check_writable(folder, folder=True)
-    cost = budget(chosen, workers, (final, final_seeds))
+        tell(f"left out: {labels[0]}{more}: {reason}")
+    selection = search_recipe(recipe, arms)
     tell(
-        f"{counted(cost.runs, 'run')} including the final test; at most {cost.tokens:,} {chosen.unit} and "
-        f"{cost.flops:.2g} FLOPs, about {duration(cost.hours)} of {cost.device}"
+        f"{len(arms) - 1} combinations and {VANILLA}; then a test of the best {FINALISTS} in "
+        f"{counted((FINALISTS + 1) * len(FINAL_SEEDS), 'run')}"
     )
-    with occupied(folder):
-        complain(train_all([chosen], folder, workers))
-        best = best_arms(chosen, folder, final)
-        tell(f"chosen: {', '.join(best)}")
-        complain(train_all([final_recipe(chosen, folder, best, final_seeds)], folder, workers))
-        show(folder)
+    complain(train_all([selection], folder, workers))
+    best = best_arms(selection, folder)
+    tell(f"chosen: {', '.join(best)}")
+    return train_all([final_recipe(selection, folder, best)], folder, workers)
 
 
 def show(folder: Path) -> None:
@@ -248,7 +199,7 @@ def show(folder: Path) -> None:
         if (domains := reporting.domains_table(comparison)) is not None:
             out.print(domains)
         if (prices := reporting.prices_of(comparison)) is not None:
-            out.print(reporting.terminal_prices(comparison, prices))
+            out.print(reporting.terminal_prices(prices))
         out.print(reporting.answer(comparison), highlight=False, markup=False)
         for line in reporting.left_out(comparison):
             out.print(line, highlight=False, markup=False, soft_wrap=True)

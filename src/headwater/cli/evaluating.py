@@ -44,12 +44,6 @@ def evaluate(
         typer.Option(help="Evaluate on this text: a file, folder, glob or dataset; repeatable.", show_default=False),
     ] = None,
     text_column: Annotated[str, typer.Option(help="Column of a table with the text, dotted if nested.")] = "text",
-    by: Annotated[
-        str | None,
-        typer.Option(
-            help="Measure for texts: bits-per-byte, loss or perplexity (per token). Default: all that are comparable."
-        ),
-    ] = None,
     context: Annotated[
         int | None, typer.Option(min=1, help="Context in tokens. Default: the model's own; for text, at most 2048.")
     ] = None,
@@ -65,7 +59,6 @@ def evaluate(
     file: Annotated[
         Path | None, typer.Option("--out", help="Also write all results to this JSON file.", show_default=False)
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", hidden=True)] = None,
     per_item: Annotated[
         bool, typer.Option("--per-item", help="Add every item's and document's scores to the JSON.")
     ] = False,
@@ -81,9 +74,8 @@ def evaluate(
 
     quiet()
     column = None if text_column == "text" else text_column
-    refuse_unread({"--by": by, "--stride": stride, "--text-column": column}, text, "--text")
+    refuse_unread({"--stride": stride, "--text-column": column}, text, "--text")
     refuse_unread({"--shots": shots}, tasks or task_files, "--tasks")
-    file = file or json_file
     if per_item and file is None:
         raise HeadwaterError("--per-item needs a JSON file; name one with --out FILE.")
     if file is not None:
@@ -107,7 +99,6 @@ def evaluate(
             limit=limit,
             text=text or (),
             text_column=text_column,
-            by=by,
             context=context,
             stride=stride,
             batch_size=batch_size,

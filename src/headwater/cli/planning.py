@@ -1,4 +1,4 @@
-"""`headwater plan`, `presets`, `theory`: what can be known before training."""
+"""`headwater plan`, `init`, `presets`: what can be known before training."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 from headwater.cli.common import check_writable, err, out, quiet, recipe_of, tell_runs
 from headwater.errors import HeadwaterError
-from headwater.terminal import Table, lined
+from headwater.terminal import lined
 
 if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 # What each of these options makes `plan` read, beside the models; by parameter.
 READS = {
     "grow": {"as_json", "hardware", "peak", "memory", "bandwidth", "devices", "mfu", "precision"},
-    "init": {"as_json"},
     "engine": {"as_json", "cache_memory", "context", "precision"},
 }
 
@@ -77,10 +76,6 @@ def plan(
     vocabulary: Annotated[
         int | None, typer.Option(min=1, help="Vocabulary size, instead of the configs'.", show_default=False)
     ] = None,
-    init: Annotated[
-        bool,
-        typer.Option("--init", help="Build the models and show the scale of each sub-layer at initialization."),
-    ] = False,
     grow: Annotated[
         bool,
         typer.Option("--grow", help="Price the stages of recipes one by one, each with all before it, arm by arm."),
@@ -100,7 +95,6 @@ def plan(
             "--out", help="Draw FLOPs against context, or against image size, to this picture.", show_default=False
         ),
     ] = None,
-    figure: Annotated[Path | None, typer.Option("--figure", hidden=True)] = None,
 ) -> None:
     """Estimate a model's cost before training: parameters, FLOPs, cache, memory, and time on given hardware."""
     import json
@@ -110,10 +104,9 @@ def plan(
     from headwater.outputs import is_picture, save_figure
 
     quiet()
-    figure = file or figure
-    if figure is not None:
-        figure = figure if figure.suffix else figure.with_suffix(".png")
-        check_writable(figure, is_ours=is_picture)
+    if file is not None:
+        file = file if file.suffix else file.with_suffix(".png")
+        check_writable(file, is_ours=is_picture)
     refuse_unread_options(command)
     changes = [argument for argument in configs if "=" in argument]
     if grow:
@@ -128,8 +121,6 @@ def plan(
         return
     models = priced.planned([argument for argument in configs if "=" not in argument], changes, vocabulary)
     found = {name: one.config for name, one in models.items()}
-    if init:
-        return _show_init(found, as_json)
     if cache_memory is not None and engine is None:
         raise HeadwaterError("--cache-memory needs --engine vllm.")
     if engine is not None:
@@ -155,18 +146,18 @@ def plan(
         for argument in configs:
             if argument.endswith((".yaml", ".yml")):
                 tell_runs(recipe_of(argument, []))
-    if figure is not None:
+    if file is not None:
         if isinstance(prices[0], pricing.ImagePrice):
             picture = pricing.figure_of_images(cast("dict[str, HeadwaterVisionConfig]", found))
         else:
             longest = max(32768, *(at.context for at in prices[0].at))
             picture = pricing.figure(found, [longest * i // 32 or 1 for i in range(33)])
-        save_figure(picture, figure, dpi=160)
-        err.print(f"figure: {figure}", soft_wrap=True)
+        save_figure(picture, file, dpi=160)
+        err.print(f"figure: {file}", soft_wrap=True)
 
 
 def refuse_unread_options(command: typer.Context) -> None:
-    """Raise `HeadwaterError` for an option on the command line that --init, --engine or --grow leaves unread."""
+    """Raise `HeadwaterError` for an option on the command line that --engine or --grow leaves unread."""
     options = {option.name: max(option.opts, key=len) for option in command.command.params}
     entered = [
         name for name in options if (source := command.get_parameter_source(name)) and source.name == "COMMANDLINE"
@@ -177,24 +168,39 @@ def refuse_unread_options(command: typer.Context) -> None:
             raise HeadwaterError(f"{options[mode]} does not read {unread}; leave out {unread}.")
 
 
-def _show_init(found: dict[str, HeadwaterConfig], as_json: bool) -> None:
-    """`plan --init`. Raises `HeadwaterError` for a model that does not fit in memory."""
+def init(
+    configs: Annotated[
+        list[str],
+        typer.Argument(
+            help="Presets, recipes (one model per arm), config.json files or checkpoints; field=value changes all."
+        ),
+    ],
+    vocabulary: Annotated[
+        int | None, typer.Option(min=1, help="Vocabulary size, instead of the configs'.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Build models and show what each sub-layer writes at initialization, compared with the residual stream."""
     import json
     from dataclasses import asdict
 
     import torch
 
+    from headwater import priced
     from headwater.cost import parameters
     from headwater.diagnostics import drowning, init_diagnostics
     from headwater.hardware import memory_of
     from headwater.models.kinds import model_class
 
+    quiet()
+    changes = [argument for argument in configs if "=" in argument]
+    names = [argument for argument in configs if "=" not in argument]
+    found = {name: model.config for name, model in priced.planned(names, changes, vocabulary).items()}
     for name, config in found.items():
         size, free = 4 * sum(parameters(config).values()), memory_of(torch.device("cpu"))
         if size > 0.8 * free:
             raise HeadwaterError(
-                f"{name!r} takes {size / 1e9:,.0f} GB, but only {free / 1e9:,.0f} GB are free; use a smaller model "
-                f"with --init."
+                f"{name!r} takes {size / 1e9:,.0f} GB, but only {free / 1e9:,.0f} GB are free; use a smaller model."
             )
     measured = {name: init_diagnostics(model_class(config)(config)) for name, config in found.items()}
     if as_json:
@@ -305,24 +311,3 @@ def presets(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")]
         for _, row in group:
             table.add_row(*row)
         out.print(table, highlight=False)
-
-
-def theory(
-    folder: Annotated[Path, typer.Option("--out", file_okay=False, help="Output folder for the picture.")] = Path(
-        "runs/theory"
-    ),
-) -> None:
-    """Check the three theorems of the KV shifting paper, and draw the gradient flow of the third."""
-    from headwater.outputs import check_replaceable, is_picture
-    from headwater.papers import theory as theorems
-
-    check_writable(folder, folder=True)
-    check_replaceable(folder / "theory-flow.png", is_picture)
-
-    table = Table(title="KV shifting attention, arXiv 2411.19574", title_justify="left")
-    for name in ("theorem", "checked", "result"):
-        table.add_column(name)
-    for row in theorems.run(folder):
-        table.add_row(*row)
-    out.print(table)
-    out.print(f"picture: {folder / 'theory-flow.png'}", soft_wrap=True)

@@ -36,26 +36,8 @@ def reproduce(
         typer.Option(help="cpu: minutes to an hour and a half on two cores; gpu: up to a day on one; paper: its own."),
     ] = "cpu",
     listing: Annotated[
-        bool, typer.Option("--list", help="List all tables, or those of one paper, with their cost and results so far.")
+        bool, typer.Option("--list", help="List all tables, or those of one paper, with the time that they take.")
     ] = False,
-    page: Annotated[
-        Path | None,
-        typer.Option(
-            "--page",
-            dir_okay=False,
-            help="Write one page, FILE.html, of all tables of the named papers: every claim, and the comparisons.",
-            show_default=False,
-        ),
-    ] = None,
-    document: Annotated[
-        Path | None,
-        typer.Option(
-            "--write",
-            dir_okay=False,
-            help="Renew the results on a page of the documentation, such as docs/ledger.md, from what has run.",
-            show_default=False,
-        ),
-    ] = None,
     folder: Annotated[Path, typer.Option("--out", file_okay=False, help="Output folder for runs and pages.")] = Path(
         "runs/reproduce"
     ),
@@ -76,6 +58,14 @@ def reproduce(
         Path | None,
         typer.Option(
             dir_okay=False,
+            help="Judge the named tables, or all, by the finished runs in this file; train nothing.",
+            show_default=False,
+        ),
+    ] = None,
+    keep: Annotated[
+        Path | None,
+        typer.Option(
+            dir_okay=False,
             help="Take finished runs from this file instead of training them, and add those that are trained.",
             show_default=False,
         ),
@@ -87,38 +77,26 @@ def reproduce(
 
     names = [one for one in arguments or [] if "=" not in one]
     overrides = [one for one in arguments or [] if "=" in one]
+    counting = {"--until-decided": until_decided, "--max-seeds": max_seeds is not None}
     training = {
         **dict.fromkeys(overrides, True),
-        "--records": records is not None,
-        "--until-decided": until_decided,
-        "--max-seeds": max_seeds is not None,
+        "--keep": keep is not None,
         "--task-files": task_files is not None,
         "--workers": workers is not None,
         "--device": device != "auto",
     }
     if listing:
-        both = {"--write": document is not None, "--page": page is not None, "--scale": scale != "cpu"}
-        _refuse("with --list", training | both)
+        _refuse("with --list", training | counting | {"--records": records is not None, "--scale": scale != "cpu"})
         _list(names, folder)
         return
-    if document is not None:
-        from headwater.papers import document as documents
-
-        _refuse("with --write", dict.fromkeys(names, True) | training | {"--page": page is not None})
-        documents.write(document, folder, scale, tell)
-        out.print(f"written: {document}", soft_wrap=True)
+    if max_seeds is not None and not until_decided:
+        _refuse("without --until-decided", {"--max-seeds": True})
+    max_seeds = max_seeds or 30
+    if records is not None:
+        _refuse("with --records", training)
+        _judge(records, names, scale, max_seeds if until_decided else None)
         return
-    if page is not None:
-        from headwater.outputs import is_page
-        from headwater.papers import overview
-
-        _refuse("with --page", training)
-        if not names:
-            raise HeadwaterError("Name what the page is about, such as ledger or kv-shifting.")
-        check_writable(page, is_ours=is_page)
-        overview.write(page, list(_chosen(names)), folder, scale, tell)
-        out.print(f"written: {page}", soft_wrap=True)
-        return
+    training |= counting
     quiet()
     if len(names) != 1:
         raise HeadwaterError("Name one table, such as kv-shifting/figure-1a; `headwater reproduce --list` lists all.")
@@ -141,29 +119,26 @@ def reproduce(
         )
         return
     extras.check("compare")
-    if max_seeds is not None and not until_decided:
-        _refuse("without --until-decided", {"--max-seeds": True})
     from headwater.papers.measures import tasks_of
 
     if not tasks_of(table):
         _refuse(f"for {names[0]}, which has no benchmarks", {"--task-files": task_files is not None})
-    max_seeds = max_seeds or 30
     work = reproducing.prepare(names[0], scale, folder, overrides)
     work.check_tasks(task_files)
     if not until_decided:
         reproducing.check_not_begun_otherwise(work)
     device = device_of(device)
-    if records is not None:
-        check_writable(records)
-        reproducing.restore(records, work, tell, more=until_decided)
+    if keep is not None:
+        check_writable(keep)
+        reproducing.restore(keep, work, tell)
     err.print(_cost(work), soft_wrap=True, highlight=False)
     if work.cannot_show:
         err.print("Models of this size cannot show what the table claims, so there will be no verdict.", soft_wrap=True)
     try:
         failed, trained = _train(work, workers, max_seeds if until_decided else None, task_files, device)
     finally:  # also of what was interrupted
-        if records is not None:
-            reproducing.keep(records, work, tell)
+        if keep is not None:
+            reproducing.keep(keep, work, tell)
     left = work.commands()
     if len(work.missing()) < sum(len(place.seeds) for place in work.trained):
         until = (work, max_seeds) if until_decided else None
@@ -244,52 +219,48 @@ def _chosen(papers: list[str]) -> dict[str, PaperTable]:
     }
 
 
-def _list(papers: list[str], folder: Path) -> None:
-    """The tables of `papers`; default: all."""
+def _judge(records: Path, names: list[str], scale: ScaleOption, max_seeds: int | None) -> None:
+    """Print the tables whose runs are in a file, with their claims."""
+    from tempfile import TemporaryDirectory
+
     import headwater.papers as reproducing
+
+    extras.check("compare")
+    judged = 0
+    with TemporaryDirectory() as folder:
+        for reproduction in reproducing.recorded(_chosen(names), scale, records, Path(folder), max_seeds):
+            if judged:
+                out.print()
+            for part in reproducing.terminal(reproduction):
+                out.print(part, highlight=False)
+            judged += 1
+    if not judged:
+        raise HeadwaterError(f"{str(records)!r} has no run of these tables at {scale} scale with their settings.")
+
+
+def _list(papers: list[str], folder: Path) -> None:
+    """Print the tables of `papers`; default: all."""
+    import headwater.papers as reproducing
+    from headwater.papers.price import price
     from headwater.terminal import lined
 
-    shown = lined(caption=(
+    listing = lined(caption=(
         "Time for all runs of one table, from the FLOPs that `headwater plan` counts: on two idle cores at 4·10¹⁰ "
-        "FLOP/s each and 40 ms a step (cpu), else on one H100 at an MFU of 0.4. Tables share "
-        "runs. k/n: how many of its runs exist. Then how many of its claims held when its page was written, and on "
-        "how many numbers they rest, if fewer. Verdicts are corrected for the claims of their own table only."
+        "FLOP/s each and 40 ms a step (cpu), else on one H100 at an MFU of 0.4. Tables share runs. k/n: how many of "
+        "its runs exist."
     ))  # fmt: skip
     for title in ("table", "title", *reproducing.SCALES):
-        shown.add_column(title, no_wrap=title == "table")
-    made: dict[str, list] = {scale: [] for scale in reproducing.SCALES}  # verdicts and numbers by table
+        listing.add_column(title, no_wrap=title == "table")
     for name, table in _chosen(papers).items():
         cells = ["computed", "", ""] if table.computed else []
-        for scale in () if table.computed else reproducing.SCALES:
-            cell, verdicts = _cell(name, scale, folder)
-            cells.append(cell)
-            made[scale] += [verdicts] if verdicts else []
-        shown.add_row(name, table.title, *cells)
-    out.print(shown, highlight=False)
-    for at, judged in made.items():
-        if judged:
-            tables = f" of {len(judged)} tables" if len(judged) > 1 else ""
-            claims = [claim for verdicts in judged for claim in verdicts]
-            out.print(reproducing.tally(claims, f"{tables} at {at} scale"), soft_wrap=True, highlight=False)
-
-
-def _cell(name: str, scale: ScaleOption, folder: Path) -> tuple[str, list | None]:
-    """A table's cost at a scale, how many of its runs exist, and what its page found; and its verdicts."""
-    import headwater.papers as reproducing
-    from headwater.papers import costs
-
-    at = reproducing.table(name).scales[scale]
-    if at.nothing:
-        return "nothing", None
-    cost = costs.known(name, scale) or costs.worked_out(reproducing.prepare(name, scale, folder))
-    there, verdicts = cost.existing(folder / scale), cost.verdicts(folder / scale)
-    if there is None:
-        there = len(cost.runs) - len(reproducing.prepare(name, scale, folder).missing())
-    said = f"{duration(cost.hours)}, {there}/{len(cost.runs)}"
-    if at.cannot_show:
-        return f"{said}; cannot show it", verdicts
-    if verdicts is None:
-        return said, None
-    held = [one for one in verdicts if one[0] == "holds"]
-    rest = reproducing.numbers(held)
-    return f"{said}; {len(held)} of {len(verdicts)} hold{rest and f', on {rest}'}", verdicts
+        for scale, at in table.scales.items():
+            if at.nothing:
+                cells.append("nothing")
+                continue
+            work = reproducing.prepare(name, scale, folder)
+            runs = sum(len(place.seeds) for place in work.trained)
+            time = duration(price(work.trained, scale).hours)
+            note = "; cannot show it" if at.cannot_show else ""
+            cells.append(f"{time}, {runs - len(work.missing())}/{runs}{note}")
+        listing.add_row(name, table.title, *cells)
+    out.print(listing, highlight=False)

@@ -1,9 +1,9 @@
 """Compare arms of a recipe: trials side by side in worker processes, and statistics over their records.
 
 trials.py      what to train              budget.py    arms at equal tokens, FLOPs, parameters or time
-pool.py        training it side by side   tuning.py    learning rates, and arms given up early
+pool.py        training it side by side   tuning.py    learning rates
 statistics.py  what the results say       scaling.py   loss against size, and what equals what
-search.py      which mechanisms together  resample.py  how often these statistics are wrong
+search.py      which mechanisms together  calibration.py  how often these statistics are wrong
 prices.py      what each arm costs, measured
 rounds.py      seeds until it is decided  sequential.py  what may be said after every seed
 earlier.py     runs that are there already
@@ -110,11 +110,6 @@ def _compare(
     section = recipe.compare
     assert section is not None
     workers = workers or section.workers
-    if section.halving is not None:
-        from headwater.compare.tuning import halving_steps
-
-        # Errors are raised before the learning rates are tuned.
-        halving_steps(trials, section.halving, section.baseline)
     priced = [
         (size, {one.experiment.arm: one.recipe for one in trials if one.experiment.size == size})
         for size in (section.sizes or [None] if section.prices else [])
@@ -139,11 +134,7 @@ def _compare(
     if plan is not None:
         from headwater.compare.rounds import run_until_decided
 
-        outcomes = run_until_decided(trials, plan, section.baseline, section.halving, workers, on_change)
-    elif section.halving is not None:
-        from headwater.compare.tuning import run_halving
-
-        outcomes = run_halving(trials, section.halving, section.baseline, workers, on_change)
+        outcomes = run_until_decided(trials, plan, section.baseline, workers, on_change)
     else:
         outcomes = run_trials(trials, workers, on_change)
     places = [folder_of(recipe, size, out) for size, _ in priced]
@@ -156,7 +147,7 @@ def _compare(
 def jobs_of(
     recipe: Recipe, out: Path, only: Collection[ArmKey] | None = None, tell: Told = lambda line: None
 ) -> list[Job]:
-    """All jobs that `compare` may train, each once; with successive halving, or until decided, it will be fewer."""
+    """All jobs that `compare` may train, each once; until decided, it will be fewer."""
     recipe = equalized(recipe, out, tell)
     trials = _among(trials_of(recipe, out), only)
     if recipe.compare is not None and recipe.compare.learning_rates:

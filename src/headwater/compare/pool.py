@@ -218,10 +218,7 @@ def result_of(job: Job) -> RunRecord | None:
         )
     if not same:
         return None
-    there = record.status in ENDED or (
-        job.until is not None and any(point.step >= job.steps for point in record.held_out)
-    )
-    return record if there else None
+    return record if record.status in ENDED else None
 
 
 def _environment(number: int, gpus: int) -> dict[str, str]:
@@ -238,11 +235,10 @@ def _arguments(job: Job) -> dict[str, Any]:
         "recipe": job.recipe.model_dump(mode="json"),
         "folder": str(job.folder),
         "experiment": None if job.experiment is None else job.experiment.model_dump(mode="json"),
-        "until": job.until,
     }
 
 
-def train_job(recipe: dict[str, Any], folder: str, experiment: dict[str, Any] | None, until: int | None) -> None:
+def train_job(recipe: dict[str, Any], folder: str, experiment: dict[str, Any] | None) -> None:
     """In the worker: train one model with one thread."""
     import torch
     from transformers.utils import logging
@@ -252,7 +248,7 @@ def train_job(recipe: dict[str, Any], folder: str, experiment: dict[str, Any] | 
     logging.disable_progress_bar()
     torch.set_num_threads(1)
     known = None if experiment is None else Experiment.model_validate(experiment)
-    train(Recipe.model_validate(recipe), Path(folder), resume=True, experiment=known, until=until)
+    train(Recipe.model_validate(recipe), Path(folder), resume=True, experiment=known)
 
 
 def _outcome(job: Job, worker: Worker, answer: Answer) -> Outcome:

@@ -6,7 +6,6 @@ from headwater.compare.pool import OnChange, Outcome, default_workers, run_trial
 from headwater.compare.statistics import standings
 from headwater.compare.trials import Trial
 from headwater.errors import HeadwaterError
-from headwater.recipe import Halving
 from headwater.records import RunRecord, SeedPlan, changed_data
 
 
@@ -14,7 +13,6 @@ def run_until_decided(
     trials: list[Trial],
     plan: SeedPlan,
     baseline: str,
-    halving: Halving | None = None,
     workers: int | None = None,
     on_change: OnChange | None = None,
 ) -> list[Outcome]:
@@ -22,8 +20,7 @@ def run_until_decided(
 
     trials: of all seeds of the plan. With many workers, several seeds are trained at a time; those beyond an arm's
     decision do not count, so the decisions depend only on the results in the plan's order. Arms that are not tested,
-    the baseline with other budgets, have its seeds. halving: gives up arms after the first round; they count among the
-    arms that share the error rate, as the choice used their results. A failed trial ends the comparison after its
+    the baseline with other budgets, have its seeds. A failed trial ends the comparison after its
     round, since its seed cannot be left out. Raises `HeadwaterError` once runs with the same settings had other data.
     """
     by_key = {(one.experiment.arm, one.experiment.size, one.recipe.seed): one for one in trials}
@@ -36,12 +33,7 @@ def run_until_decided(
         sizes = {size for _, size in still}
         now = [key for key in keys if key in still or (key[0] not in plan.names and key[1] in sizes)]
         todo = [by_key[*key, seed] for seed in plan.seeds[done : done + count] for key in now]
-        if halving is not None and done == 0:
-            from headwater.compare.tuning import run_halving
-
-            found = run_halving(todo, halving, baseline, workers, on_change)
-        else:
-            found = run_trials(todo, workers, on_change)
+        found = run_trials(todo, workers, on_change)
         outcomes += found
         if any(one.record is None for one in found):
             break
@@ -61,9 +53,8 @@ def _open(
     found = []
     for size in dict.fromkeys(size for _, size in arms):
         own = [one for one in records if one.experiment is not None and one.experiment.size == size]
-        given_up = {one.experiment.arm for one in own if one.experiment is not None and one.status == "stopped"}
         stand = standings(own, baseline, plan)
-        found += [(arm, size) for arm, at in arms if at == size and arm not in given_up and not stand[arm].decided]
+        found += [(arm, size) for arm, at in arms if at == size and not stand[arm].decided]
     return [key for key in arms if key in found]
 
 

@@ -219,14 +219,3 @@ def skewed_error(plan: SeedPlan) -> float | None:
     if len(plan.seeds) >= 30:
         return None
     return 0.09 if plan.min_seeds < 6 else 0.07
-
-
-def anytime_critical(n: np.ndarray, level: float, variance: float = 1.0) -> np.ndarray:
-    """|t| at which an e-process is 1/level: anytime-valid at any number of differences (Wang and Ramdas 2023).
-
-    The likelihood ratio of t, averaged over effects d/s that are normal with mean 0 and this variance. For comparison.
-    """
-    ratio = 1 + n * variance
-    rise = (np.sqrt(ratio) / level) ** (2 / n)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(rise < ratio, np.sqrt((n - 1) * (rise - 1) / (1 - rise / ratio)), math.inf)

@@ -183,8 +183,7 @@ class Summary:
     """One arm over its seeds. Differences are arm - baseline, paired by seed.
 
     runs: finished ones; mean, spread (standard deviation) and `reached` are theirs. diverged: seeds
-        that cannot be averaged, including those whose last result is not finite. stopped: the step at which
-        successive halving gave up the arm.
+        that cannot be averaged, including those whose last result is not finite.
     paired: None for the baseline, and where no seed is finished in both.
     reached: where each finished run reached the threshold; None for one that never did. cheaper: the logarithms of the
         FLOPs up to there over the baseline's, of the seeds in which both reached it.
@@ -197,7 +196,6 @@ class Summary:
     spread: float | None
     paired: Paired | None
     diverged: int
-    stopped: int | None
     parameters: int
     tokens: int
     flops: float
@@ -251,7 +249,7 @@ def summarize(
 
     threshold: of the deciding measure; "baseline": what the baseline ends with, seed by seed.
     budgets: arms that are the baseline with other budgets, and are not tested.
-    Uses finished, diverged and given-up ("stopped") records; of comparisons that add seeds until they are decided, only
+    Uses finished and diverged records; of comparisons that add seeds until they are decided, only
     those up to the decision.
     """
     records = decisive(records, baseline)
@@ -313,9 +311,6 @@ def decisive(records: Sequence[RunRecord], baseline: str) -> list[RunRecord]:
         return list(records)
     used = {arm: set(one.seeds) for arm, one in standings(records, baseline, plan).items()}
     used[baseline] = set().union(*used.values())
-    # Arms that were given up have no seeds that count, and are compared with the baseline's first ones.
-    if any(not seeds for seeds in used.values()):
-        used[baseline] |= set(plan.seeds[: plan.min_seeds])
     used |= {arm: used[baseline] for arm in map(arm_of, records) if arm not in used}  # the baseline with other budgets
     return [one for one in records if one.seed in used[arm_of(one)] or not used[arm_of(one)]]
 
@@ -434,7 +429,6 @@ def _summary(
 ) -> Summary:
     results = np.array([run.result for run in finished.values()], dtype=float)
     rates = {run.recipe.get("training", {}).get("learning_rate") for run in runs}
-    stopped = [run for run in runs if run.status == "stopped"]
     shown = next(iter(finished.values()), runs[0])
     return Summary(
         arm=arm,
@@ -443,7 +437,6 @@ def _summary(
         spread=float(results.std(ddof=1)) if len(results) > 1 else None,
         paired=paired,
         diverged=sum(map(_diverged, runs)),
-        stopped=max((run.held_out[-1].step for run in stopped if run.held_out), default=0) if stopped else None,
         parameters=shown.parameters,
         tokens=shown.tokens,
         flops=shown.flops,

@@ -16,21 +16,17 @@ from headwater.training.stages import STAGES
 
 @dataclass(frozen=True)
 class Job:
-    """One run of a trial: all of it, or one of its stages.
-
-    until: stop after this many of the recipe's steps, with everything needed to resume; None for all of them.
-    """
+    """One run of a trial: all of it, or one of its stages."""
 
     recipe: Recipe
     folder: Path
     label: str
     experiment: Experiment | None = None
-    until: int | None = None
 
     @property
     def steps(self) -> int:
         """The step it ends at."""
-        return self.recipe.training.steps if self.until is None else min(self.until, self.recipe.training.steps)
+        return self.recipe.training.steps
 
 
 @dataclass(frozen=True)
@@ -40,13 +36,12 @@ class Trial:
     experiment: Experiment
     recipe: Recipe
     folder: Path
-    until: int | None = None
 
     @property
     def jobs(self) -> list[Job]:
         """The jobs to run, in order. Arms with identical first stages share them."""
         if not self.recipe.stages:
-            return [Job(self.recipe, self.folder, self.label, self.experiment, self.until)]
+            return [Job(self.recipe, self.folder, self.label, self.experiment)]
         parent = self.folder.parent / STAGES
         places = self.recipe.chain(lambda name, recipe: parent / f"{name}-{recipe.seed}-{recipe.digest()[:8]}")
         return [
@@ -110,7 +105,6 @@ def trial_of(recipe: Recipe, arm: str, seed: int, out: Path, size: str | None = 
         threshold=recipe.compare.threshold,
         budgets=recipe.compare.budgets,
         size=size,
-        halving=recipe.compare.halving is not None,
         plan=plan_for(recipe.compare),
     )
     return Trial(experiment, recipe.arm(arm, seed, size), folder_of(recipe, size, out) / f"{slug(arm)}-{seed}")

@@ -1,19 +1,18 @@
-"""What a comparison decides besides verdicts: each arm's learning rate, and which arms continue."""
+"""Each arm's learning rate: the best of those tried."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from headwater.compare.pool import OnChange, Outcome, run_trials
+from headwater.compare.pool import Outcome
 from headwater.compare.statistics import steps_to
 from headwater.compare.trials import Trial, tuning_trial
 from headwater.errors import HeadwaterError
-from headwater.recipe import Halving, Recipe
+from headwater.recipe import Recipe
 from headwater.records import ENDED, RunRecord, read_record
 
 # The score of a diverged run.
@@ -82,94 +81,9 @@ def _steps_needed(record: RunRecord, threshold: float | str | None) -> int:
     return record.held_out[-1].step if steps is None and record.held_out else steps or 0
 
 
-def score(record: RunRecord, step: int | None = None) -> float:
-    """The deciding measure with its sign so that more is better, at a step or at the end; `WORST` if diverged.
-
-    Raises `HeadwaterError` if the run was not evaluated at that step.
-    """
-    points = [point for point in record.held_out if step is None or point.step == step]
-    if not points and record.status != "diverged":
-        raise HeadwaterError(
-            f"The run {record.name!r} already exists and was not evaluated at step {step}, where compare.halving "
-            f"needs it; choose another --out, or remove it."
-        )
-    if record.status == "diverged":
+def score(record: RunRecord) -> float:
+    """The deciding measure at the end with its sign so that more is better; `WORST` if diverged."""
+    result = record.result
+    if record.status == "diverged" or result is None or not math.isfinite(result):
         return WORST
-    value = points[-1].measures[record.measure]
-    return (-value if record.lower_is_better else value) if math.isfinite(value) else WORST
-
-
-def run_halving(
-    trials: list[Trial], halving: Halving, baseline: str, workers: int | None, on_change: OnChange | None
-) -> list[Outcome]:
-    """Train the trials as far as successive halving lets them go; the baseline's to the end.
-
-    All arms are trained to the first rung, and the best of them, by their mean over the seeds, to the next; those that
-    reach the last rung are trained to the end. On a tie the later arm continues. Raises `HeadwaterError` if trials
-    have stages or different steps, if there is no room for a rung before the end, or if a trial failed.
-    """
-    by_arm: dict[str, dict[int, Trial]] = {}
-    for trial in trials:
-        by_arm.setdefault(trial.experiment.arm, {})[trial.recipe.seed] = trial
-    seeds = sorted({trial.recipe.seed for trial in trials})
-    steps = halving_steps(trials, halving, baseline)
-    left = [arm for arm in by_arm if arm != baseline]
-    outcomes: dict[tuple[str, int], Outcome] = {}
-    # The baseline is not a candidate; it runs alongside the first rung, so that no worker waits for it.
-    whole = [(baseline, seed) for seed in seeds]
-    scores: dict[str, float] = {}
-    for rung, count in rungs(len(left), halving.factor, halving.steps, steps):
-        left = sorted(left, key=lambda arm: scores.get(arm, 0.0))[-count:]
-        now = [(arm, seed) for arm in sorted(left) for seed in seeds]
-        todo = [
-            *(by_arm[arm][seed] for arm, seed in whole),
-            *(replace(by_arm[arm][seed], until=rung) for arm, seed in now),
-        ]
-        outcomes |= dict(zip([*whole, *now], run_trials(todo, workers, on_change), strict=True))
-        whole = []
-        scores = {arm: float(np.mean([_score_at(outcomes[arm, seed], rung) for seed in seeds])) for arm in left}
-    # The last rung may end before the run.
-    last = [(arm, seed) for arm in sorted(left) for seed in seeds]
-    outcomes |= dict(zip(last, run_trials([by_arm[arm][seed] for arm, seed in last], workers, on_change), strict=True))
-    return [outcomes[trial.experiment.arm, trial.recipe.seed] for trial in trials]
-
-
-def _score_at(outcome: Outcome, rung: int) -> float:
-    if outcome.record is None:
-        raise HeadwaterError(f"Successive halving needs every trial, but {outcome.label} failed: {outcome.error}")
-    return score(outcome.record, rung)
-
-
-def rungs(arms: int, factor: int, first: int | None, steps: int) -> list[tuple[int, int]]:
-    """Steps of each rung of successive halving (arXiv 1502.07943), and how many of the arms get there.
-
-    One arm in `factor` passes each rung, with `factor` times the steps, until fewer than `factor` are left or the
-    steps are used up. first: steps of the first rung; None makes the last rung the whole run.
-    """
-    count = 1
-    while factor**count <= arms and (first or 1) * factor**count <= steps:
-        count += 1
-    first = first or steps // factor ** (count - 1)
-    return [(first * factor**rung, -(-arms // factor**rung)) for rung in range(count)]
-
-
-def halving_steps(trials: list[Trial], halving: Halving, baseline: str) -> int:
-    """The steps of trials that `run_halving` can run. Raises `HeadwaterError` for others."""
-    candidates = {trial.experiment.arm for trial in trials} - {baseline}
-    if len(candidates) < halving.factor:
-        raise HeadwaterError(
-            f"compare.halving.factor={halving.factor} gives up none of {len(candidates)} arms; lower it, or add arms."
-        )
-    if any(trial.recipe.stages for trial in trials):
-        raise HeadwaterError("compare.halving cannot stop runs with stages halfway; leave out one of the two.")
-    steps = {trial.recipe.training.steps for trial in trials}
-    if len(steps) > 1:
-        raise HeadwaterError(
-            f"compare.halving compares arms at equal steps, but these have {sorted(steps)}; give them the same steps."
-        )
-    if (first := halving.steps) is not None and first * halving.factor > max(steps):
-        raise HeadwaterError(
-            f"compare.halving.steps={first} leaves no second rung in {max(steps)} steps; give "
-            f"{max(steps) // halving.factor} or fewer."
-        )
-    return max(steps)
+    return -result if record.lower_is_better else result

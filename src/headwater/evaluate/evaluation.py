@@ -18,8 +18,8 @@ from headwater.data.tokenizer import Encoder
 from headwater.errors import HeadwaterError
 from headwater.evaluate import text as texts
 from headwater.evaluate.candidates import CONTEXT, DTYPES, Candidate, candidates, same_tokenizer
-from headwater.evaluate.paired import Difference, Items, difference, mean_difference
-from headwater.evaluate.tasks import GROUPS, Tasks
+from headwater.evaluate.paired import Difference, Items, difference
+from headwater.evaluate.tasks import Tasks
 from headwater.hardware import usable_device
 from headwater.kernels.choose import unmeasured
 from headwater.terminal import Table, lined
@@ -31,7 +31,6 @@ MEASURES = {
     "perplexity": ("perplexity", "tokens"),
 }
 SEED = 1234  # lm-eval's own for examples in prompts
-AVERAGE = "average"
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,6 @@ def evaluate(
     limit: int | None = None,
     text: Sequence[str] = (),
     text_column: str = "text",
-    by: str | None = None,
     context: int | None = None,
     stride: int | None = None,
     batch_size: int = 8,
@@ -100,7 +98,6 @@ def evaluate(
     tasks: lm-eval's names, `name@shots`, or one of `tasks.GROUPS`; default: all of `task_files`.
     shots: few-shot examples, for tasks that do not set them. limit: items of a task, and documents of a text.
     text: files, folders, globs of text, JSONL, CSV or parquet, or datasets of the hub. text_column: that of tables.
-    by: one of `MEASURES`; default all if the models have one tokenizer, else bits per byte.
     context: tokens a model sees at a time; default for texts the most that all take, up to 2048, and for tasks each
         model's own. stride: tokens that each window adds, default context // 2.
     on_windows: called with (what, windows done, of how many) after each batch of a text, and with (what, batches done,
@@ -116,7 +113,7 @@ def evaluate(
         raise HeadwaterError(f"--dtype must be one of {', '.join(DTYPES)}, not {dtype!r}.")
     usable_device(device)
     found = candidates(models, trust_remote_code)
-    measures = measures_of(found, by) if text else []
+    measures = measures_of(found) if text else []
     for one in found:
         if context is not None and one.positions is not None and context > one.positions:
             raise HeadwaterError(
@@ -143,7 +140,7 @@ def evaluate(
         "dtype": dtype,
         "device": device,
         "seed": seed,
-        "by": measures,
+        "measures": measures,
     }
     table_of: dict[tuple[str, str, int | None], ScoreRow] = {}
 
@@ -226,24 +223,13 @@ def evaluate(
     result.rows = list(table_of.values())
     for row in result.rows:
         row.differences = _differences(row)
-    if len(tasks) == 1 and tasks[0] in GROUPS:
-        result.rows += _average([row for row in result.rows if row.shots is not None])
     return result
 
 
-def measures_of(found: Sequence[Candidate], by: str | None) -> list[str]:
-    """The measures by which the models can be compared on text. Raises `HeadwaterError` for an unsuitable one."""
-    if by is not None and by not in MEASURES:
-        raise HeadwaterError(f"--by must be one of {', '.join(MEASURES)}, not {by!r}.")
-    other = next((one for one in found[1:] if not same_tokenizer(found[0], one)), None)
-    if other is None:
-        return [by] if by else list(MEASURES)
-    if by in (None, "bits-per-byte"):
-        return ["bits-per-byte"]
-    raise HeadwaterError(
-        f"{found[0].name} and {other.name} have different tokenizers, so their {by} per token cannot be compared; "
-        f"compare them with --by bits-per-byte."
-    )
+def measures_of(found: Sequence[Candidate]) -> list[str]:
+    """The measures by which the models can be compared on text: per token, they need one tokenizer."""
+    alike = all(same_tokenizer(found[0], other) for other in found[1:])
+    return list(MEASURES) if alike else ["bits-per-byte"]
 
 
 def _differences(row: ScoreRow) -> list[Difference]:
@@ -254,25 +240,6 @@ def _differences(row: ScoreRow) -> list[Difference]:
         for name in others
         if ours is not None and (items := row.items[name]) is not None and len(items.values) == len(ours.values)
     ]
-
-
-def _average(rows: Sequence[ScoreRow]) -> list[ScoreRow]:
-    """The mean over all rows that are shares of items, as in the papers' tables."""
-    shares = [row for row in rows if row.higher_is_better and all(f.stderr is not None for f in row.figures.values())]
-    if len(shares) < 2:
-        return []
-    figures = {}
-    for name in shares[0].figures:
-        errors = [row.figures[name].stderr or 0.0 for row in shares]
-        value = sum(row.figures[name].value for row in shares) / len(shares)
-        figures[name] = Figure(value, math.sqrt(sum(error**2 for error in errors)) / len(shares), None)
-    row = ScoreRow(AVERAGE, "", None, True, figures)
-    baseline, *others = figures
-    for name in others:
-        parts = [part for one in shares for part in one.differences if part.model == name]
-        if len(parts) == len(shares):
-            row.differences.append(mean_difference(name, baseline, parts))
-    return [row]
 
 
 def _facts(one: Candidate, model: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ differences. For a mean of n scores this is s/√n, and for a difference the pai
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -97,16 +97,6 @@ def difference(model: str, ours: Items, baseline: str, theirs: Items) -> Differe
     spread = standard_error(ours.of_ratio - theirs.of_ratio)
     p = None if spread is None else p_value(ours.ratio - theirs.ratio, spread, len(ours.values) - 1)
     return Difference(model, baseline, value, stderr, p, "paired t")
-
-
-def mean_difference(model: str, baseline: str, parts: Sequence[Difference]) -> Difference:
-    """The mean of differences on independent items."""
-    value = sum(part.value for part in parts) / len(parts)
-    errors = [part.stderr for part in parts if part.stderr is not None]
-    if len(errors) < len(parts):
-        return Difference(model, baseline, value, None, None, "normal")
-    stderr = math.sqrt(sum(error**2 for error in errors)) / len(parts)
-    return Difference(model, baseline, value, stderr, p_value(value, stderr, math.inf), "normal")
 
 
 def p_value(value: float, stderr: float, freedom: float) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, nan
 from pathlib import Path
@@ -19,7 +19,7 @@ from matplotlib.ticker import MaxNLocator
 from headwater.drawing import default_style
 from headwater.inspect.inspection import Inspection
 from headwater.inspect.tables import MEASURES, named
-from headwater.inspect.watch import SHOWN, Look, PatchMap
+from headwater.inspect.watch import SHOWN
 from headwater.outputs import save_figure
 from headwater.price import COLORS
 
@@ -61,7 +61,6 @@ def draw(found: Sequence[Inspection], folder: Path) -> list[Path]:
         "depth": depth_picture(found),
         "pairs": pairs_picture(found),
         "attention": attention_picture(found),
-        "last-layer": last_layer_picture(found),
     }
     written = []
     for name, figure in figures.items():
@@ -308,19 +307,12 @@ def _most_told(by_text: list[list[float]]) -> list[int]:
 
 
 def attention_picture(found: Sequence[Inspection]) -> Figure | None:
-    """Images beside the mean attention of each layer's heads to their patches."""
-    return looks_picture(found, lambda look: look.layers, "layer")
+    """A row for each image and model: the image, and the mean attention of each layer's heads to its patches.
 
-
-def last_layer_picture(found: Sequence[Inspection]) -> Figure | None:
-    """The same of each head of the last layer."""
-    return looks_picture(found, lambda look: look.heads, "head")
-
-
-def looks_picture(found: Sequence[Inspection], maps: Callable[[Look], list[PatchMap]], what: str) -> Figure | None:
-    """A row for each image and model: the image, and its maps, all with one color scale. 1 is an equal share."""
+    All have one color scale. 1 is an equal share.
+    """
     rows = [
-        (one, number, np.array(maps(one.read.looks[number])) * one.images.tokens)
+        (one, number, np.array(one.read.looks[number].layers) * one.images.tokens)
         for number in range(SHOWN)
         for one in found
         if one.read and one.images and number < len(one.read.looks)
@@ -349,7 +341,7 @@ def looks_picture(found: Sequence[Inspection], maps: Callable[[Look], list[Patch
             axes = panels[place, column + 1]
             axes.imshow(map, vmin=0, vmax=highest, cmap="magma", interpolation="nearest", aspect=_aspect(one, map))
             if place == 0 or several:
-                axes.set_title(f"{what} {column}", fontsize=7, pad=2)
+                axes.set_title(f"layer {column}", fontsize=7, pad=2)
     scale = ScalarMappable(Normalize(0, highest), "magma")
     bar = figure.colorbar(scale, ax=panels, shrink=min(1.0, 2.5 / size[1]), pad=0.02)
     bar.set_label("attention, 1: equal share", fontsize=7)

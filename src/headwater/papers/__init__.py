@@ -4,9 +4,7 @@ table.py     a table as data: tables/PAPER/TABLE.yaml     places.py   which run 
 work.py      what it trains, and training it              price.py    what that costs
 measures.py  what its cells contain                       claims.py   whether the paper's claims hold
 computing.py tables that need no training                 result.py   the table beside the paper's, the page
-costs.py     the cost of each table, precomputed          pages.py    how many claims hold, from written pages
-document.py  results in pages of the documentation        theory.py   theorems of the KV shifting paper as code
-overview.py  all tables of a paper on one page            kept.py     finished runs in one file
+kept.py      finished runs in one file                    theory.py   theorems of the KV shifting paper as code
 """
 
 from typing import TYPE_CHECKING
@@ -16,8 +14,7 @@ from headwater.papers.table import SCALES, table, tables
 
 if TYPE_CHECKING:
     from headwater.compare.prices import slug
-    from headwater.papers.kept import keep, restore
-    from headwater.papers.pages import numbers, tally
+    from headwater.papers.kept import keep, recorded, restore
     from headwater.papers.result import Reproduction, computed, reproduction, terminal, write
     from headwater.papers.work import Work, check_not_begun_otherwise, prepare, train, train_until_decided
 
@@ -28,14 +25,13 @@ __all__ = [
     "check_not_begun_otherwise",
     "computed",
     "keep",
-    "numbers",
     "prepare",
+    "recorded",
     "reproduction",
     "restore",
     "slug",
     "table",
     "tables",
-    "tally",
     "terminal",
     "train",
     "train_until_decided",
@@ -46,8 +42,7 @@ __getattr__, __dir__ = lazy.names(
     {
         "headwater.compare.prices": ["slug"],
         "headwater.papers.result": ["Reproduction", "computed", "reproduction", "terminal", "write"],
-        "headwater.papers.kept": ["keep", "restore"],
-        "headwater.papers.pages": ["numbers", "tally"],
+        "headwater.papers.kept": ["keep", "recorded", "restore"],
         "headwater.papers.work": ["Work", "check_not_begun_otherwise", "prepare", "train", "train_until_decided"],
     },
 )  # fmt: skip

@@ -23,8 +23,7 @@ Where a run has diverged, the mean is meaningless: only the runs that happened n
 the share of the seeds in which the arm is better, among those in which one is: one that diverged is worse than one that
 did not. The other claims about means cannot be told.
 
-Claims of the same runs, measure and difference rest on one number, whichever table they appear in: `number_of` names
-it. Holm's procedure knows a table alone.
+Holm's procedure knows a table alone.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -42,22 +40,18 @@ from scipy import special, stats
 
 from headwater.compare.sequential import LEVEL, ROUNDING, SeedLook, looks
 from headwater.compare.statistics import holm_levels, more_pairs
-from headwater.data.synthetic.base import SyntheticSettings
 from headwater.papers.measures import COUNTED, HALVES, Runs, diverged, incomparable, without
-from headwater.papers.places import SizedArm, named
+from headwater.papers.places import named
 from headwater.papers.table import (
     Alike,
     Better,
     Claim,
     Diverges,
     Gains,
-    Measure,
-    Never,
     NotBetter,
     Ordered,
     Pair,
     Reaches,
-    ReferenceText,
     Sooner,
 )
 
@@ -281,7 +275,6 @@ class Judged:
     p: uncorrected. why: why it cannot be told, or another remark. seeds: its number of seeds.
     more: seeds still needed to settle it with a probability of 80 %, if mean and spread stay the same; None if it is
         settled, needs more than 10 000, or has no mean.
-    number: the number it rests on, as named by `number_of`.
     """
 
     says: str
@@ -295,7 +288,6 @@ class Judged:
     why: str
     seeds: int
     more: int | None = None
-    number: str = ""
 
 
 @dataclass(frozen=True)
@@ -315,11 +307,11 @@ def judge(claims: Sequence[Claim], runs: Runs, until: UntilDecided | None = None
         evidence = [_missing(claim, runs) or _evidence(claim, runs) for claim in claims]
         levels = holm_levels([None if isinstance(one, str) else one[1].p for one in evidence])
     else:
-        levels = [LEVEL / len(claims)] * len(claims)
+        levels = [LEVEL / max(1, len(claims))] * len(claims)
         evidence = [_repeated(claim, runs, until, LEVEL / len(claims)) for claim in claims]
     judged = [_judged(claim, one, at) for claim, one, at in zip(claims, evidence, levels, strict=True)]
     return [
-        replace(one, number=number_of(claim, runs.places), why="; ".join(filter(None, (one.why, other))))
+        replace(one, why="; ".join(filter(None, (one.why, other))))
         for claim, one in zip(claims, judged, strict=True)
         for other in [_otherwise(claim, runs)]
     ]
@@ -359,58 +351,6 @@ def still_open(claims: Sequence[Claim], runs: Runs, until: UntilDecided) -> list
         if len(found[1].values) == len(common) < until.max_seeds:
             left.append(claim)
     return left
-
-
-def number_of(claim: Claim, places: Mapping[ReferenceText, SizedArm | None]) -> str:
-    """The number that a claim rests on, in words: equal for claims about the same runs, measure and difference.
-
-    What they claim, which arm is subtracted, and the unit (bits per byte are nats times a constant) do not matter. ""
-    if an arm is not trained.
-    """
-    there = [place for name in named(claim) if (place := places[name]) is not None]
-    if len(there) < len(named(claim)):
-        return ""
-    seeds = sorted(set.intersection(*(set(place.seeds) for place in there)))
-    if isinstance(claim, Gains):
-        what = f"law at {there[0].name}"
-    elif isinstance(claim, Reaches | Never):
-        what = f"share that reaches {there[0].threshold}: {there[0].name}"
-    elif isinstance(claim, Diverges):
-        what = f"share that diverges, at {claim.unlearned:g}: {there[0].name}"
-    else:
-        what = _difference(claim, places)
-    return f"{what}; seeds {', '.join(map(str, seeds))}"
-
-
-def _difference(claim: Pair | Sooner | Ordered, places: Mapping[ReferenceText, SizedArm | None]) -> str:
-    """Sums of measures of places, with the sign that makes the first of them positive."""
-    terms: Counter[str] = Counter()
-
-    def add(name: ReferenceText, measure: Measure, sign: int) -> None:
-        place = places[name]
-        assert place is not None
-        terms[f"{_one_unit(measure, place)} of {place.name}"] += sign
-
-    if isinstance(claim, Ordered):
-        add(claim.arm, claim.first, 1)
-        add(claim.arm, claim.second, -1)
-    else:
-        pairs = [(claim.arm, claim.against, "steps")] if isinstance(claim, Sooner) else claim.pairs
-        for sign, (arm, against, measure) in zip((1, -1), pairs, strict=False):
-            add(arm, measure, sign)
-            add(against, measure, -sign)
-    left = sorted((name, count) for name, count in terms.items() if count)
-    turn = -1 if left and left[0][1] < 0 else 1
-    return " ".join(f"{turn * count:+d} {name}" for name, count in left)
-
-
-def _one_unit(measure: Measure, place: SizedArm) -> str:
-    """One name for a measure of a place, in any unit."""
-    if measure == "steps":
-        return f"steps to {place.threshold}"
-    if measure == "result":
-        measure = "accuracy" if isinstance(place.recipe.data, SyntheticSettings) else "bits_per_byte"
-    return "loss" if measure == "bits_per_byte" else measure
 
 
 def _otherwise(claim: Claim, runs: Runs) -> str:

@@ -1,4 +1,4 @@
-"""The tables and figures that need no training: TokenFormer's table 3 and figure 5, KV shifting's figure 2."""
+"""Tables and figures without training: TokenFormer's table 3 and figure 5, KV shifting's figure 2 and theorems."""
 
 from __future__ import annotations
 
@@ -207,6 +207,12 @@ def kv_shifting_dynamics() -> Computed:
     )
 
 
+def kv_shifting_theorems() -> Computed:
+    """The theorems' checks, by headwater's own attention and mechanism."""
+    rows, claims = theory.checks()
+    return Computed(["", "result"], rows, [_fact(*claim) for claim in claims])
+
+
 def _followed(alpha1: torch.Tensor, beta1: torch.Tensor, length: int, step: float = 0.02) -> tuple[float, float]:
     """Shares of starting points that move back somewhere (α1 rises or β1 falls), and that end with α2 > α1 and β1 > β2.
 
@@ -226,4 +232,5 @@ COMPUTED: dict[str, Callable[[], Computed]] = {
     "tokenformer_costs": tokenformer_costs,
     "tokenformer_flops": tokenformer_flops,
     "kv_shifting_dynamics": kv_shifting_dynamics,
+    "kv_shifting_theorems": kv_shifting_theorems,
 }

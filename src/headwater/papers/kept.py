@@ -7,7 +7,7 @@ without the losses of single documents. There are no weights in it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -18,9 +18,10 @@ from headwater.compare import jobs_of, trial_of
 from headwater.compare.trials import Trial, at_rate, tuning_trial
 from headwater.errors import HeadwaterError
 from headwater.files import replace_text
-from headwater.papers.places import RESTORED
-from headwater.papers.table import reads_models
-from headwater.papers.work import Work
+from headwater.papers.places import RESTORED, finished
+from headwater.papers.result import Reproduction, reproduction
+from headwater.papers.table import ScaleName, reads_models, table
+from headwater.papers.work import Work, prepare, with_seeds
 from headwater.reading import reading
 from headwater.recipe import Recipe
 from headwater.records import ENDED, RECORD, RunRecord, read_record, record_files, usable_record, write_record
@@ -69,55 +70,67 @@ def read(file: Path) -> list[KeptRun]:
     return found
 
 
-def restore(file: Path, work: Work, tell: Tell, more: bool = False) -> None:
+def recorded(
+    names: Iterable[str], scale: ScaleName, file: Path, out: Path, max_seeds: int | None = None
+) -> Iterator[Reproduction]:
+    """Each of these tables with a finished run in `file`, without training; the runs are written into `out`.
+
+    max_seeds: take all seeds in the file, as added until claims are decided, up to that many; default: those of the
+    recipes.
+    """
+    runs = read(file)
+    for name in names:
+        scales = table(name).scales
+        if not scales or scales[scale].nothing or reads_models(table(name)):
+            continue
+        work = prepare(name, scale, out)
+        _write(runs, work)
+        if all(not finished(place, work.trials) for place in work.trained):
+            continue
+        if max_seeds is None:
+            yield reproduction(work)
+        else:
+            yield reproduction(with_seeds(work, max_seeds, max_seeds), until=(work, max_seeds))
+
+
+def restore(file: Path, work: Work, tell: Tell) -> None:
     """Write the records in `file` of a table's comparisons into their runs' folders, where no run is yet.
 
-    Left out are runs with other settings than the recipe's, and those on other data than is here ("python-docs" of
-    another version of Python) if they would be compared with runs trained here. more: seeds may be added to the
-    recipe's. Raises `HeadwaterError` for a damaged file.
+    Left out are runs with other settings than the recipe's. Raises `HeadwaterError` for a damaged file.
     """
     if not file.exists():
         tell(f"There is no {str(file)!r} yet; finished runs will be added to it.")
         return
-    kept = read(file)
+    runs = read(file)
     if reads_models(work.table):
         tell(f"{work.name} looks into models, which are not in {str(file)!r}, so its runs are trained here.")
         return
+    restored, outdated = _write(runs, work)
+    if restored:
+        machines = {f"{one.environment.device_name or 'a CPU'}, torch {one.environment.torch}" for one in restored}
+        tell(f"{counted(len(restored), 'run')} from {str(file)!r}, trained on {'; '.join(sorted(machines))}")
+    if outdated:
+        tell(f"left out {counted(outdated, 'run')} of {str(file)!r}: the recipe has other settings now")
+
+
+def _write(runs: Sequence[KeptRun], work: Work) -> tuple[list[RunRecord], int]:
+    """(records written, number of runs with other settings than the recipe has now)."""
     recipes = {work.trials / recipe.name: recipe for recipe in _comparisons(work)}
-    places = [place.parent for folder in recipes for place in record_files(folder)]
-    own = any(not (place / RESTORED).exists() for place in places)
-    there, other = 0, 0
-    taken: list[tuple[Trial, RunRecord]] = []
-    before: list[tuple[Trial, RunRecord]] = []  # restored by an earlier call
-    for one in kept:
-        folder = work.out / one.run
-        recipe = next((recipe for at, recipe in recipes.items() if folder.is_relative_to(at)), None)
+    restored, outdated = [], 0
+    for line in runs:
+        folder = work.out / line.run
+        recipe = next((recipe for trials, recipe in recipes.items() if folder.is_relative_to(trials)), None)
         if recipe is None:
             continue
-        trial = _trial(one.record, recipe, folder, work.trials)
-        if trial is None:
-            other += 1
-        elif checkpoints(folder) or _hash(folder) == one.record.config_hash or _own(folder):
-            there += 1
-            if (folder / RESTORED).exists():
-                before.append((trial, one.record))
-        else:
-            taken.append((trial, one.record))
-    for trial, record in taken:
-        trial.folder.mkdir(parents=True, exist_ok=True)
-        for name in (MARK, RESTORED):
-            (trial.folder / name).touch()
-        write_record(record, trial.folder)
-    mixed = own or more or bool(work.missing())
-    fitting = _on_this_data(file, [*taken, *before], tell) if mixed else [*taken, *before]
-    new = {trial.folder for trial, _ in taken}
-    if fresh := [record for trial, record in fitting if trial.folder in new]:
-        machines = {f"{one.environment.device_name or 'a CPU'}, torch {one.environment.torch}" for one in fresh}
-        tell(f"{counted(len(fresh), 'run')} from {str(file)!r}, trained on {'; '.join(sorted(machines))}")
-    elif not taken and not there and not other:
-        tell(f"There is no run of {work.name} with these settings in {str(file)!r}.")
-    if other:
-        tell(f"left out {counted(other, 'run')} of {str(file)!r}: the recipe has other settings now")
+        if _trial(line.record, recipe, folder, work.trials) is None:
+            outdated += 1
+        elif not checkpoints(folder) and not (folder / RECORD).exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            for name in (MARK, RESTORED):
+                (folder / name).touch()
+            write_record(line.record, folder)
+            restored.append(line.record)
+    return restored, outdated
 
 
 def keep(file: Path, work: Work, tell: Tell) -> None:
@@ -159,43 +172,23 @@ def check_restored(work: Work) -> None:
     """Raise `HeadwaterError` if runs that `restore` wrote had other data than is here for those beside them."""
     built: dict[str, Mapping[str, Any]] = {}
     for recipe, _ in work.comparisons():
-        for folder in (place.parent for place in record_files(work.trials / recipe.name)):
+        for folder in (path.parent for path in record_files(work.trials / recipe.name)):
             if not (folder / RESTORED).exists():
                 continue
             record = read_record(folder)
             trial = _trial(record, recipe, folder, work.trials)
-            if trial is not None and _other_data(trial, record, built):
+            if trial is None:
+                continue
+            key = trial.recipe.data.model_dump_json()
+            if key not in built:
+                built[key] = trial.recipe.data.build().description
+            if any(record.data.get(name) != built[key].get(name) for name in ("sha256", "held_out_sha256")):
+                python = record.data.get("python")
+                data = "other data" if python is None else f"{record.data['source']!r} of Python {python}"
                 raise HeadwaterError(
-                    f"{str(work.trials)!r} has runs from a file that were trained on other data than is here; pass "
-                    "that file with --records, which leaves them out, or use another --out."
+                    f"{str(work.trials)!r} has runs from a file, trained on {data}, which is not what is here; use "
+                    "another --out without that file."
                 )
-
-
-def _other_data(trial: Trial, record: RunRecord, built: dict[str, Mapping[str, Any]]) -> bool:
-    """Whether a run was trained on other data than is here. built: facts of data that have been read, by settings."""
-    data = trial.recipe.data
-    key = data.model_dump_json()
-    if key not in built:
-        built[key] = data.build().description
-    return any(record.data.get(name) != built[key].get(name) for name in ("sha256", "held_out_sha256"))
-
-
-def _on_this_data(file: Path, taken: list[tuple[Trial, RunRecord]], tell: Tell) -> list[tuple[Trial, RunRecord]]:
-    """Those of the restored runs that were trained on the data that is here; the others are removed again."""
-    built: dict[str, Mapping[str, Any]] = {}
-    same: list[tuple[Trial, RunRecord]] = []
-    other: list[tuple[Trial, RunRecord]] = []
-    for trial, record in taken:
-        (other if _other_data(trial, record, built) else same).append((trial, record))
-    for trial, _ in other:
-        for name in (RECORD, RESTORED):
-            (trial.folder / name).unlink()
-    if other:
-        record = other[0][1]
-        python = record.data.get("python")
-        which = "other data" if python is None else f"{record.data['source']!r} of Python {python}"
-        tell(f"left out {counted(len(other), 'run')} of {str(file)!r}: trained on {which}, which is not what is here")
-    return same
 
 
 def _trial(record: RunRecord, recipe: Recipe, folder: Path, trials: Path) -> Trial | None:
@@ -212,19 +205,6 @@ def _trial(record: RunRecord, recipe: Recipe, folder: Path, trials: Path) -> Tri
         return None
     own = at_rate(trial.recipe, rate) if section.learning_rates else trial.recipe
     return trial if trial.folder == folder and own.digest() == record.config_hash else None
-
-
-def _own(folder: Path) -> bool:
-    """Whether a run that was trained here has ended in a folder; with other settings, training will refuse it."""
-    return _hash(folder) is not None and not (folder / RESTORED).exists()
-
-
-def _hash(folder: Path) -> str | None:
-    """The settings of the run that has ended in a folder; None if there is none."""
-    if not (folder / RECORD).exists():
-        return None
-    record = read_record(folder)
-    return record.config_hash if record.status in ENDED else None
 
 
 def _settings(record: RunRecord) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import shlex
 from collections.abc import Sequence
@@ -13,7 +14,6 @@ from headwater.compare.prices import slug
 from headwater.compare.trials import at_rate
 from headwater.compare.tuning import found_rate
 from headwater.errors import HeadwaterError
-from headwater.papers.pages import short
 from headwater.papers.table import Claim, Gains, Pair, PaperTable, ReferenceText, ScaleName, Sooner
 from headwater.recipe import Recipe
 from headwater.records import ENDED, RunRecord, read_record
@@ -182,3 +182,8 @@ def trials_folder(out: Path, scale: ScaleName, overrides: Sequence[str], tuned: 
     aside = tuple(one for one in ASIDE if not (tuned and one == "compare.threshold="))
     deciding = sorted(one for one in overrides if not one.startswith(aside))
     return out / scale / (f"trials-{short(' '.join(deciding))}" if deciding else "trials")
+
+
+def short(text: str) -> str:
+    """A digest of a text, for the name of a folder."""
+    return hashlib.sha256(text.encode()).hexdigest()[:8]

@@ -7,6 +7,7 @@ import io
 import math
 import re
 import shlex
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,11 +19,9 @@ from rich.text import Text
 
 from headwater.drawing import default_style
 from headwater.outputs import REPRODUCTION, write_json
-from headwater.papers import costs
 from headwater.papers.claims import ClaimVerdict, Interval, Judged, UntilDecided, judge
 from headwater.papers.computing import COMPUTED, Fact
 from headwater.papers.measures import Runs, diverged, incomparable
-from headwater.papers.pages import CLASSES, RESULT, tally
 from headwater.papers.places import finished
 from headwater.papers.table import Column, Measure, PaperTable, TableCell, table
 from headwater.papers.work import Work
@@ -32,6 +31,13 @@ from headwater.report.page import PageCell
 from headwater.report.words import MANY, counted
 from headwater.terminal import Table, lined
 
+RESULT = "result.json"
+CLASSES: dict[ClaimVerdict, str] = {"holds": "better", "does not hold": "worse", "cannot be told": "soft"}
+WORDS: list[tuple[ClaimVerdict, str]] = [
+    ("holds", "hold"),
+    ("does not hold", "do not hold"),
+    ("cannot be told", "cannot be told"),
+]
 HUGE = 1e6
 INCOMPARABLE = "not comparable"
 
@@ -66,8 +72,7 @@ class Reproduction:
         """A sentence on how many claims hold, or why none can be judged."""
         if self.work is not None and self.work.cannot_show:
             return f"Models of this size cannot show it, so no claim is judged: {self.work.cannot_show}"
-        rest_on = [(one.verdict, one.says if isinstance(one, Fact) else one.number) for one in self.claims]
-        return tally(rest_on, "" if self.work is None else f" at {self.work.scale} scale")
+        return tally([one.verdict for one in self.claims], "" if self.work is None else f" at {self.work.scale} scale")
 
 
 def computed(name: str) -> Reproduction:
@@ -98,14 +103,12 @@ def reproduction(
         for row in of.rows
     ]
     columns, rows = [column.name for column in of.columns], [row.label for row in of.rows]
-    claims = [claim.model_copy(update={"says": says}) for claim, says in zip(of.claims, wordings(work), strict=False)]
-    found = [replace(one, what=here(one.what, work.at.words)) for one in judge(claims, runs, until=decided)]
-    return Reproduction(work.name, of, columns, rows, cells, found, work, max_seeds=None if until is None else until[1])
-
-
-def wordings(work: Work) -> list[str]:
-    """The claims to judge, with the names of the scale."""
-    return [] if work.cannot_show else [here(claim.says, work.at.words) for claim in work.table.claims]
+    claims = [claim.model_copy(update={"says": here(claim.says, work.at.words)}) for claim in of.claims]
+    judged = judge([] if work.cannot_show else claims, runs, decided)
+    judged = [replace(claim, what=here(claim.what, work.at.words)) for claim in judged]
+    return Reproduction(
+        work.name, of, columns, rows, cells, judged, work, max_seeds=None if until is None else until[1]
+    )
 
 
 def here(says: str, words: Mapping[str, str]) -> str:
@@ -223,6 +226,21 @@ def _amount(value: float, one: Judged) -> str:
     return f"{value:+,.{max(0, 2 - math.floor(math.log10(scale)))}f}"
 
 
+def tally(verdicts: Sequence[ClaimVerdict], where: str = "") -> str:
+    """A sentence on how many claims hold."""
+    total, counts = len(verdicts), Counter(verdicts)
+    if not total:
+        return "No claim is judged."
+    if total == 1:
+        return f"The claim {verdicts[0]}{where}."
+    if counts["holds"] == total:
+        return f"All {total} claims hold{where}."
+    if counts["cannot be told"] == total:
+        return f"None of {total} claims can be told{where}."
+    parts = [f"{counts[name]} {name if counts[name] == 1 else plural}" for name, plural in WORDS if counts[name]]
+    return f"Of {total} claims{where}, {', '.join(parts)}."
+
+
 def columns_of(found: Reproduction) -> list[tuple[int, str, bool]]:
     """(which column, its head, whether it is the paper's): the paper's only where it has any."""
     shown = []
@@ -299,23 +317,8 @@ def head(found: Reproduction) -> Head:
         [one.says, (one.verdict, CLASSES[one.verdict]), evidence(one)] for one in found.claims
     ]
     claims = [PageTable(claims_caption(found), ["claim", "holds?", "by"], rows, text=True)] if rows else []
-    pictures = [] if found.figure is None else [Picture(of.title, _png(found.figure), described(found.figure))]
+    pictures = [] if found.figure is None else [Picture(of.title, _png(found.figure))]
     return Head(of.title, paragraphs, [layout, *claims], pictures)
-
-
-def described(figure: Figure) -> str:
-    """A figure in words: its axes, and where each line begins and ends."""
-    parts = []
-    for axes in figure.axes:
-        lines = []
-        for line in axes.get_lines():
-            points, name = np.asarray(line.get_xydata()), str(line.get_label())
-            if len(points) and not name.startswith("_"):  # matplotlib's own names
-                (x, y), (end, last) = points[0], points[-1]
-                lines.append(f"{name} from {y:.4g} at {x:.4g} to {last:.4g} at {end:.4g}".strip("\u200a"))
-        against = " against ".join(filter(None, (axes.get_ylabel(), axes.get_xlabel())))
-        parts.append(": ".join(filter(None, (axes.get_title(), against, "; ".join(lines)))))
-    return ". ".join(filter(None, parts)) + "."
 
 
 def caption(found: Reproduction) -> str:
@@ -425,7 +428,6 @@ def to_json(found: Reproduction) -> dict[str, Any]:
             "recipes": work.at.recipes,
             "overrides": list(work.overrides),
             "trials": str(work.trials),
-            "settings": costs.settings_of(work),
             "runs": {name: sorted(place.seeds) for name, place in work.places.items() if place is not None},
         }
     return result

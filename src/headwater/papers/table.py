@@ -243,7 +243,7 @@ class PaperTable(Settings):
     columns: list[Column] = []
     rows: list[Row] = []
     claims: list[Claim] = []
-    computed: Literal["", "tokenformer_costs", "tokenformer_flops", "kv_shifting_dynamics"] = ""
+    computed: Literal["", "tokenformer_costs", "tokenformer_flops", "kv_shifting_dynamics", "kv_shifting_theorems"] = ""
     """For a table without training: the function that computes its rows; then there are no scales."""
     notes: list[str] = []
     """Notes for readers: figures that the paper does not give, our own choices."""
@@ -259,11 +259,6 @@ class PaperTable(Settings):
         if self.scales and set(self.scales) != set(SCALES):
             raise ValueError(f"a table has the scales {', '.join(SCALES)}")
         return self
-
-
-def file_of(name: str) -> Path:
-    """The file of a table."""
-    return TABLES / f"{name}.yaml"
 
 
 @functools.cache

@@ -16,10 +16,8 @@ from headwater.compare import OnChange, Outcome, compare, equalized, jobs_of
 from headwater.compare.prices import slug
 from headwater.errors import HeadwaterError
 from headwater.files import replace_text
-from headwater.papers.pages import short
-from headwater.papers.places import ASIDE, RESTORED, SizedArm, finished, named, of_law, places, trials_folder
+from headwater.papers.places import ASIDE, RESTORED, SizedArm, finished, named, of_law, places, short, trials_folder
 from headwater.papers.table import (
-    Claim,
     Gains,
     PaperTable,
     ReferenceText,
@@ -150,10 +148,9 @@ def prepare(name: str, scale: ScaleName, out: Path, overrides: Sequence[str] = (
     files = [recipes_folder() / path for path in at.recipes]
     recipes = [(file, _read(file, file.stat().st_mtime_ns, changes)) for file in files]
     for _, recipe in recipes:
-        if recipe.compare is not None and (recipe.compare.until or recipe.compare.halving):
-            what = "until" if recipe.compare.until else "halving"
+        if recipe.compare is not None and recipe.compare.until:
             raise HeadwaterError(
-                f"{name} is judged by all seeds of its arms, or with --until-decided; leave out compare.{what}."
+                f"{name} is judged by all seeds of its arms, or with --until-decided; leave out compare.until."
             )
     made = Work(name, of, scale, out, changes, recipes, places(of, scale, recipes))
     if counts_steps(of) and any(one.threshold is None for one in made.places.values() if one is not None):
@@ -222,11 +219,6 @@ class ClaimsPlan(BaseModel, extra="forbid", strict=True):
     thresholds: dict[str, float | Literal["baseline"] | None]
 
 
-def in_numbers(claim: Claim) -> dict[str, Any]:
-    """What a claim says in numbers: arms, measures, margins."""
-    return claim.model_dump(mode="json", exclude={"says", "said"})
-
-
 def plan_of(work: Work) -> Path:
     """The file of a table's `ClaimsPlan`: beside the runs, which other overrides share."""
     return work.trials / f"{slug(work.name)}-{PLAN}"
@@ -273,7 +265,7 @@ def train_until_decided(
     listed = {name: section.seeds for name, section in sections.items()}
     plan = ClaimsPlan(
         max_seeds=max_seeds,
-        claims=[in_numbers(claim) for claim in work.table.claims],
+        claims=[claim.model_dump(mode="json", exclude={"says", "said"}) for claim in work.table.claims],
         seeds=listed,
         thresholds={name: section.threshold for name, section in sections.items()},
     )

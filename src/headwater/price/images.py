@@ -7,26 +7,24 @@ from dataclasses import dataclass
 
 from headwater import cost
 from headwater.hardware import Hardware
-from headwater.price.shared import AnyPrice, SideBySide, ceilings, check, si
+from headwater.price.shared import (
+    AnyPrice,
+    SideBySide,
+    TrainingLimits,
+    ceilings,
+    check,
+    common_fields,
+    si,
+    training_limits,
+)
 from headwater.terminal import Table
 from headwater.vision_config import HeadwaterVisionConfig
 
 
 @dataclass(frozen=True)
-class ImageLimits:
-    """What the hardware allows.
+class ImageLimits(TrainingLimits):
+    """inference_ceiling: images/s of one device classifying, if only matmuls ran, at the peak."""
 
-    training_ceiling: images/s of all devices, if only matmuls ran, at the peak.
-    days, device_hours: for the budget of images at `mfu` of the peak; None without a budget.
-    largest_batch: images per device, which holds the full state; 0 if none fits.
-    inference_ceiling: images/s of one device classifying, if only matmuls ran, at the peak.
-    """
-
-    training_ceiling: float
-    days: float | None
-    device_hours: float | None
-    largest_batch: int
-    largest_batch_checkpointed: int
     inference_ceiling: float
 
 
@@ -78,15 +76,9 @@ def price(
         return sum(cost.activation_bytes(config, config.tokens, count, precision, checkpointed).values())
 
     def limits(device: Hardware) -> ImageLimits:
-        ceiling = devices * device.peak(precision) / training
-        hours = None if images is None else images / (ceiling * mfu) / 3600
-        free = max(0.0, device.memory - sum(state.values()))
+        memory = activations(1, False), activations(1, True)
         return ImageLimits(
-            training_ceiling=ceiling,
-            days=None if hours is None else hours / 24,
-            device_hours=None if hours is None else hours * devices,
-            largest_batch=int(free // activations(1, False)),
-            largest_batch_checkpointed=int(free // activations(1, True)),
+            **training_limits(device, precision, devices, mfu, images, training, sum(state.values()), memory),
             inference_ceiling=device.peak(precision) / sum(forward.values()),
         )
 
@@ -101,29 +93,10 @@ def price(
         step_bytes=sum(state.values()) + activations(batch, gradient_checkpointing),
         limits=None if hardware is None else limits(hardware),
     )
-    return ImagePrice(
-        name=name,
-        shape={
-            "layers": config.num_hidden_layers,
-            "width": config.hidden_size,
-            "heads": config.num_attention_heads,
-            "key/value heads": config.num_key_value_heads,
-            "patch": list(config.patch_shape),
-            "classes": config.num_labels,
-            "mechanisms": list(config.mechanisms or {}),
-        },
-        precision=precision,
-        batch=batch,
-        mfu=mfu,
-        devices=devices,
-        images=images,
-        hardware=hardware,
-        parameters=cost.parameters(config),
-        state_bytes=state,
-        devices_needed=None if hardware is None else -int(-sum(state.values()) // hardware.memory),
-        gradient_checkpointing=gradient_checkpointing,
-        at=[at],
-    )
+    size = {"patch": list(config.patch_shape), "classes": config.num_labels}
+    settings = dict(name=name, precision=precision, batch=batch, mfu=mfu, devices=devices, hardware=hardware)
+    fields = common_fields(config, size, state, gradient_checkpointing=gradient_checkpointing, **settings)
+    return ImagePrice(**fields, images=images, at=[at])
 
 
 def table(prices: Sequence[ImagePrice]) -> Table:
@@ -147,22 +120,11 @@ def table(prices: Sequence[ImagePrice]) -> Table:
         row(f"forward FLOPs per image: {label}", [one.forward[part] for one in here])
     row("forward FLOPs per image", [sum(one.forward.values()) for one in here], ratio=True)
     row("training FLOPs per image", [one.training for one in here], ratio=True)
-    row(f"activation bytes, batch {first.batch}", [one.activation_bytes for one in here], ratio=True)
-    row("  gradient checkpointing", [one.activation_bytes_checkpointed for one in here])
-    for what in here[0].activation_bytes_keeping:
-        row(f"    keeping {what}", [one.activation_bytes_keeping[what] for one in here])
-    if any(one.gradient_checkpointing for one in prices):
-        row("training state and activations, as trained", [one.step_bytes for one in here], ratio=True)
-    found = [one.limits for one in here if one.limits is not None]
-    if found:
-        on = f"{first.devices} × {first.hardware.name}" if first.hardware else ""
-        row(f"training ceiling, images/s, {on}", [one.training_ceiling for one in found], ratio=True)
-        if first.images is not None:
-            row(f"days for {si(first.images)} images at MFU {first.mfu:g}", [one.days for one in found])
-            row("device-hours", [one.device_hours for one in found])
-        row("largest batch, images per device", [one.largest_batch for one in found])
-        row("  gradient checkpointing", [one.largest_batch_checkpointed for one in found])
-        row("inference ceiling, images/s, one device", [one.inference_ceiling for one in found], ratio=True)
-    if any((one.devices_needed or 1) > 1 for one in prices):
-        row("devices to shard the training state over", [one.devices_needed for one in prices])
+    result.activations(first.batch, here, any(one.gradient_checkpointing for one in prices))
+    limits = [one.limits for one in here if one.limits is not None]
+    if limits:
+        budget = "" if first.images is None else f"{si(first.images)} images"
+        result.training("images", "images", first, budget, limits)
+        row("inference ceiling, images/s, one device", [one.inference_ceiling for one in limits], ratio=True)
+    result.devices_needed(prices)
     return result.table

@@ -8,6 +8,8 @@ from typing import Any
 
 from rich.text import Text
 
+from headwater import cost
+from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError, shown
 from headwater.hardware import Hardware
 from headwater.terminal import lined
@@ -37,6 +39,65 @@ class AnyPrice:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"total_parameters": sum(self.parameters.values())}
+
+
+@dataclass(frozen=True)
+class TrainingLimits:
+    """What the hardware allows in training.
+
+    training_ceiling: tokens or images/s of all devices, if only matmuls ran, at the peak.
+    days, device_hours: for the budget at `mfu` of the peak; None without a budget.
+    largest_batch: rows or images per device, which holds the full state; 0 if none fits.
+    """
+
+    training_ceiling: float
+    days: float | None
+    device_hours: float | None
+    largest_batch: int
+    largest_batch_checkpointed: int
+
+
+def training_limits(
+    device: Hardware,
+    precision: str,
+    devices: int,
+    mfu: float,
+    budget: float | None,
+    flops: float,
+    state: int,
+    activations: tuple[int, int],
+) -> dict[str, Any]:
+    """The fields of `TrainingLimits`. flops: of a token or image; activations: of one row, also checkpointed."""
+    ceiling = devices * device.peak(precision) / flops
+    hours = None if budget is None else budget / (ceiling * mfu) / 3600
+    free = max(0.0, device.memory - state)
+    return {
+        "training_ceiling": ceiling,
+        "days": None if hours is None else hours / 24,
+        "device_hours": None if hours is None else hours * devices,
+        "largest_batch": int(free // activations[0]),
+        "largest_batch_checkpointed": int(free // activations[1]),
+    }
+
+
+def common_fields(
+    config: HeadwaterConfig, size: dict[str, Any], state: dict[str, int], **settings: Any
+) -> dict[str, Any]:
+    """The fields of `AnyPrice`. size: what its shape has besides; settings: those of the price."""
+    hardware = settings["hardware"]
+    return settings | {
+        "shape": {
+            "layers": config.num_hidden_layers,
+            "width": config.hidden_size,
+            "heads": config.num_attention_heads,
+            "key/value heads": config.num_key_value_heads,
+            **size,
+            "mechanisms": list(config.mechanisms or {}),
+        },
+        "parameters": cost.parameters(config),
+        "state_bytes": state,
+        "devices_needed": None if hardware is None else -int(-sum(state.values()) // hardware.memory),
+    }
 
 
 def check(precision: str, mfu: float, sizes: Iterable[tuple[str, Any]], budgets: Mapping[str, float | None]) -> None:
@@ -82,6 +143,29 @@ class SideBySide:
                 f"{cell} ×{(value or 0) / values[0]:.3f}" for cell, value in zip(cells[1:], values[1:], strict=True)
             ]
         self.table.add_row(f"  {label}", *cells)
+
+    def activations(self, batch: int, costs: Sequence[Any], trained: bool) -> None:
+        """Rows of activation bytes. trained: with those of training as it is asked for."""
+        self.row(f"activation bytes, batch {batch}", [one.activation_bytes for one in costs], ratio=True)
+        self.row("  gradient checkpointing", [one.activation_bytes_checkpointed for one in costs])
+        for results in costs[0].activation_bytes_keeping:
+            self.row(f"    keeping {results}", [one.activation_bytes_keeping[results] for one in costs])
+        if trained:
+            self.row("training state and activations, as trained", [one.step_bytes for one in costs], ratio=True)
+
+    def training(self, unit: str, rows: str, price: AnyPrice, budget: str, limits: Sequence[TrainingLimits]) -> None:
+        """Rows of what the hardware allows in training. budget: in words; "" without one."""
+        on = f"{price.devices} × {price.hardware.name}" if price.hardware else ""
+        self.row(f"training ceiling, {unit}/s, {on}", [one.training_ceiling for one in limits], ratio=True)
+        if budget:
+            self.row(f"days for {budget} at MFU {price.mfu:g}", [one.days for one in limits])
+            self.row("device-hours", [one.device_hours for one in limits])
+        self.row(f"largest batch, {rows} per device", [one.largest_batch for one in limits])
+        self.row("  gradient checkpointing", [one.largest_batch_checkpointed for one in limits])
+
+    def devices_needed(self, prices: Sequence[AnyPrice]) -> None:
+        if any((one.devices_needed or 1) > 1 for one in prices):
+            self.row("devices to shard the training state over", [one.devices_needed for one in prices])
 
     def parameters(self, parts: Sequence[Mapping[str, int]]) -> None:
         """The section of parameters, those of each model by part."""

@@ -11,26 +11,27 @@ from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError
 from headwater.hardware import Hardware
 from headwater.planning import output_only_from
-from headwater.price.shared import AnyPrice, SideBySide, ceilings, check, si
+from headwater.price.shared import (
+    AnyPrice,
+    SideBySide,
+    TrainingLimits,
+    ceilings,
+    check,
+    common_fields,
+    si,
+    training_limits,
+)
 from headwater.terminal import Table
 
 
 @dataclass(frozen=True)
-class Limits:
+class Limits(TrainingLimits):
     """What the hardware allows at one context.
 
-    training_ceiling: tokens/s of all devices, if only matmuls ran, at the peak.
-    days, device_hours: for the token budget at `mfu` of the peak; None without a budget.
-    largest_batch: rows per device, which holds the full state; 0 if none fits.
     generation_ceiling: tokens/s of one device generating `batch` sequences, if it only read weights and cache.
     most_sequences: how many sequences' caches fit in memory with the weights.
     """
 
-    training_ceiling: float
-    days: float | None
-    device_hours: float | None
-    largest_batch: int
-    largest_batch_checkpointed: int
     generation_ceiling: float
     most_sequences: int
 
@@ -120,17 +121,12 @@ def price(
         return sum(cost.activation_bytes(config, length, rows, precision, checkpointed, loss_chunk, masked).values())
 
     def limits(length: int, device: Hardware) -> Limits:
-        ceiling = devices * device.peak(precision) / cost.training_flops_per_token(config, length)
-        hours = None if tokens is None else tokens / (ceiling * mfu) / 3600
-        free = max(0.0, device.memory - sum(state.values()))
+        flops = cost.training_flops_per_token(config, length)
+        memory = activations(length, 1, False), activations(length, 1, True)
         weights = element * sum(cost.parameters(config).values())
         read = element * cost.weights_read(config) + batch * cost.cache_bytes_read(config, length, element)
         return Limits(
-            training_ceiling=ceiling,
-            days=None if hours is None else hours / 24,
-            device_hours=None if hours is None else hours * devices,
-            largest_batch=int(free // activations(length, 1, False)),
-            largest_batch_checkpointed=int(free // activations(length, 1, True)),
+            **training_limits(device, precision, devices, mfu, tokens, flops, sum(state.values()), memory),
             generation_ceiling=batch * device.bandwidth / read,
             most_sequences=int(max(0.0, device.memory - weights) // cost.cache_bytes(config, length, 1, element)),
         )
@@ -151,28 +147,14 @@ def price(
             limits=None if hardware is None else limits(length, hardware),
         )
 
+    settings = dict(name=name, precision=precision, batch=batch, mfu=mfu, devices=devices, hardware=hardware)
+    size = {"vocabulary": config.vocab_size}
+    fields = common_fields(config, size, state, gradient_checkpointing=gradient_checkpointing, **settings)
     return Price(
-        name=name,
-        shape={
-            "layers": config.num_hidden_layers,
-            "width": config.hidden_size,
-            "heads": config.num_attention_heads,
-            "key/value heads": config.num_key_value_heads,
-            "vocabulary": config.vocab_size,
-            "mechanisms": list(config.mechanisms or {}),
-        },
-        precision=precision,
-        batch=batch,
-        mfu=mfu,
-        devices=devices,
+        **fields,
         tokens=tokens,
-        hardware=hardware,
-        parameters=cost.parameters(config),
         cache_bytes_per_token=cost.cache_bytes_per_token(config, element),
         last_token_layers=config.num_hidden_layers - output_only_from(config),
-        state_bytes=state,
-        devices_needed=None if hardware is None else -int(-sum(state.values()) // hardware.memory),
-        gradient_checkpointing=gradient_checkpointing,
         loss_chunk=loss_chunk,
         masked=masked,
         sparse_tables=sparse_tables,
@@ -208,32 +190,16 @@ def table(prices: Sequence[Price]) -> Table:
         if shortened:
             row(f"FLOPs of a prompt, batch {first.batch}", [one.prefill for one in here], ratio=True)
         row(f"cache bytes, batch {first.batch}", [one.cache_bytes for one in here], ratio=True)
-        row(f"activation bytes, batch {first.batch}", [one.activation_bytes for one in here], ratio=True)
-        row("  gradient checkpointing", [one.activation_bytes_checkpointed for one in here])
-        for what in at.activation_bytes_keeping:
-            row(f"    keeping {what}", [one.activation_bytes_keeping[what] for one in here])
-        if any(one.gradient_checkpointing or one.loss_chunk or one.masked for one in prices):
-            row("training state and activations, as trained", [one.step_bytes for one in here], ratio=True)
-        found = [one.limits for one in here if one.limits is not None]
-        if found:
-            on = f"{first.devices} × {first.hardware.name}" if first.hardware else ""
-            row(f"training ceiling, tokens/s, {on}", [one.training_ceiling for one in found], ratio=True)
-            if first.tokens is not None:
-                row(
-                    f"days for {si(first.tokens).replace('G', 'B')} tokens at MFU {first.mfu:g}",
-                    [one.days for one in found],
-                )
-                row("device-hours", [one.device_hours for one in found])
-            row("largest batch, rows per device", [one.largest_batch for one in found])
-            row("  gradient checkpointing", [one.largest_batch_checkpointed for one in found])
-            row(
-                f"generation ceiling, tokens/s, batch {first.batch}",
-                [one.generation_ceiling for one in found],
-                ratio=True,
-            )
-            row("most sequences when generating", [one.most_sequences for one in found], ratio=True)
-    if any((one.devices_needed or 1) > 1 for one in prices):
-        row("devices to shard the training state over", [one.devices_needed for one in prices])
+        trained = any(one.gradient_checkpointing or one.loss_chunk or one.masked for one in prices)
+        result.activations(first.batch, here, trained)
+        limits = [one.limits for one in here if one.limits is not None]
+        if limits:
+            budget = "" if first.tokens is None else f"{si(first.tokens).replace('G', 'B')} tokens"
+            result.training("tokens", "rows", first, budget, limits)
+            ceiling = f"generation ceiling, tokens/s, batch {first.batch}"
+            row(ceiling, [one.generation_ceiling for one in limits], ratio=True)
+            row("most sequences when generating", [one.most_sequences for one in limits], ratio=True)
+    result.devices_needed(prices)
     return result.table
 
 

@@ -2,16 +2,16 @@
 
 comparison.py  which records belong together   words.py     tables and sentences
 curves.py      runs and their means            figures.py   what plotly draws
-recipes.py     the recipe, reconstructed       scalars.py   what mechanisms have learned
+recipes.py     changes of each arm           scalars.py   what mechanisms have learned
 styles.py      colors, markers, dashes        pictures.py  PNGs, by matplotlib
-newest.py      models from checkpoints         answers.py   held-out images with their answers
-prices.py      gains beside costs              page.py      the page
+newest.py      models from checkpoints         prices.py    gains beside costs
+page.py        the page
 """
 
 from headwater.report.comparison import Comparison, comparisons
 from headwater.report.page import Head, PageTable, Picture, write_report
-from headwater.report.pictures import bars_picture, curves_picture, prices_picture
-from headwater.report.prices import prices_by_arm, prices_of, terminal_prices, terminal_prices_alone
+from headwater.report.pictures import bars_picture, curves_picture
+from headwater.report.prices import prices_of, terminal_prices
 from headwater.report.words import answer, cells, columns, cost_tables, domains_table, left_out, note, reading, table
 
 __all__ = [
@@ -29,12 +29,9 @@ __all__ = [
     "domains_table",
     "left_out",
     "note",
-    "prices_by_arm",
     "prices_of",
-    "prices_picture",
     "reading",
     "table",
     "terminal_prices",
-    "terminal_prices_alone",
     "write_report",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +12,7 @@ from headwater.compare import Summary, Worth, decisive, plan_of, summarize, wort
 from headwater.compare.earlier import mixed
 from headwater.compare.statistics import arm_of
 from headwater.errors import HeadwaterError, nearest
-from headwater.records import HeldOutPoint, RunRecord, SeedPlan, changed_data, read_record, record_files
+from headwater.records import RunRecord, SeedPlan, changed_data, read_record, record_files
 
 UNITS = {"bits_per_byte": "bits per byte", "loss": "nats per token"}
 
@@ -22,7 +22,7 @@ class Comparison:
     """The runs of one experiment at one size.
 
     budgets: arms that are the baseline with other budgets.
-    records: finished, diverged and given-up ("stopped") runs that count. The baseline's come first, then the other
+    records: finished and diverged runs that count. The baseline's come first, then the other
         arms', the best last, except for those without a mean.
     tuning: the trials of learning rates, of all sizes; failed: runs that need attention; unfinished: runs that are
         running or were interrupted. beyond: how many finished runs came after their arm was decided.
@@ -111,11 +111,6 @@ def unit(measure: str, trained_on: str = "tokens") -> str:
     return f"{units[of]} of {domain}" if domain and of in units else units.get(measure, measure.replace("_", " "))
 
 
-def look_at(record: RunRecord, step: int) -> HeldOutPoint | None:
-    """The evaluation at a step."""
-    return next((point for point in record.held_out if point.step == step), None)
-
-
 def comparisons(folder: Path, only: Collection[str] | None = None) -> list[Comparison]:
     """The comparisons whose records are under `folder`, one for each size, the smaller first.
 
@@ -165,8 +160,7 @@ def _comparison(runs: Sequence[tuple[RunRecord, Path]], tuning: list[RunRecord])
     records = [record for record, _ in runs]
     first = next(filter(_is_finished, records)).experiment
     assert first is not None
-    given_up = set(_given_up(records))
-    ended = [r for r in records if _is_finished(r) or r.status == "diverged" or _key(r) in given_up]
+    ended = [record for record in records if _is_finished(record) or record.status == "diverged"]
     counted = decisive(ended, first.baseline)
     measured = {_key(record) for record in ended}
     means = {one.arm: one.mean for one in summarize(counted, first.baseline)}
@@ -194,19 +188,6 @@ def _comparison(runs: Sequence[tuple[RunRecord, Path]], tuning: list[RunRecord])
 
 def _key(record: RunRecord) -> tuple[str, int]:
     return arm_of(record), record.seed
-
-
-def _given_up(records: Iterable[RunRecord]) -> Iterable[tuple[str, int]]:
-    """Runs that successive halving stopped: it stops all seeds of an arm at one step, unlike a user."""
-    arms: dict[str, list[RunRecord]] = {}
-    for record in records:
-        gives_up = record.experiment is None or record.experiment.halving is not False
-        if gives_up and record.status in ("finished", "stopped", "running"):
-            arms.setdefault(arm_of(record), []).append(record)
-    for runs in arms.values():
-        steps = {run.held_out[-1].step if run.held_out else None for run in runs}
-        if len(steps) == 1 and steps != {None} and all(run.status == "stopped" for run in runs):
-            yield from map(_key, runs)
 
 
 def experiments(found: Sequence[Comparison]) -> list[list[Comparison]]:

@@ -15,16 +15,13 @@ from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
-from headwater.compare.prices import Prices
 from headwater.compare.scaling import Law, Scaling, predict
 from headwater.compare.statistics import finished_runs
 from headwater.report.comparison import Comparison, differ_in_cost, unit
 from headwater.report.curves import Curve, arm_curves, y_limits
-from headwater.report.prices import PricedPoint, panels
-from headwater.report.styles import GREY, Style, styles
-from headwater.report.words import between, difference, verdict
+from headwater.report.styles import Style, styles
+from headwater.report.words import between, verdict
 
 # Maximum points to draw per curve, to keep the page small.
 POINTS = 400
@@ -275,140 +272,6 @@ def differences_drawing(comparison: Comparison, name: str) -> Drawing | None:
         f"Better is to the {better}. Rings are seeds, the mark is their mean, and the bar is its interval.",
         figure,
         84 + 54 * len(shown),
-    )
-
-
-def prices_drawing(comparison: Comparison, prices: Prices, name: str) -> Drawing:
-    """Differences from the baseline against each price, a panel for each."""
-    shown = panels(comparison, prices)
-    look = styles(comparison.arms, comparison.baseline)
-    rows = -(-len(shown) // 2)
-    figure = make_subplots(rows, 2, shared_yaxes=True, horizontal_spacing=0.06, vertical_spacing=0.24 / rows)
-    figure.update_layout(_figure().layout)
-    told = []
-    for place, panel in enumerate(shown):
-        row, column = place // 2 + 1, place % 2 + 1
-        front = panel.front
-        line = go.Scatter(
-            x=[point.price for point in front],
-            y=[point.difference for point in front],
-            mode="lines",
-            line={"shape": "hv", "width": 1.2},
-            meta={"ink": True},
-            hoverinfo="skip",
-        )
-        figure.add_trace(line, row, column)
-        for point in panel.points:
-            figure.add_trace(_priced(point, look[point.summary.arm], comparison), row, column)
-        figure.update_xaxes(automargin=True, tickprefix="×", title_text=escape(panel.title), row=row, col=column)
-        told.append(f"{panel.title}: not dominated are {', '.join(point.summary.arm for point in front)}")
-    better = "reversed" if comparison.lower_is_better else True  # better is up
-    figure.update_yaxes(automargin=True, zeroline=True, autorange=better)
-    figure.update_yaxes(title_text=escape(f"{comparison.unit}, minus {comparison.baseline}"), col=1)
-    return Drawing(
-        name,
-        f"Differences of {comparison.heading} from {comparison.baseline} against prices. {'; '.join(told)}.",
-        "Better is up, cheaper is left; prices are multiples of the baseline's. Bars: the difference's interval, and "
-        "the quartiles of a measured price. Gray: another arm is better and costs no more. The line joins the others.",
-        figure,
-        300 * rows,
-        legend=look,
-    )
-
-
-def _priced(point: PricedPoint, style: Style, comparison: Comparison) -> go.Scatter:
-    """An arm in a panel, with its bars, and with its name if no other dominates it."""
-    summary, y = point.summary, point.difference
-    low, high = summary.interval or (y, y)
-    left, right = point.spread or (point.price, point.price)
-    color = style.color if point.front else _clear(GREY, 0.45)
-    arm = escape(summary.arm)
-    return go.Scatter(
-        x=[point.price],
-        y=[y],
-        mode="markers+text" if point.front else "markers",
-        text=[arm],
-        textposition="top right",
-        textfont={"size": 10},
-        cliponaxis=False,
-        name=arm,
-        meta={"arm": comparison.arms.index(summary.arm)},
-        marker={"size": 9, "symbol": style.symbol, "color": color},
-        error_y={"type": "data", "symmetric": False, "array": [high - y], "arrayminus": [y - low], "color": color},
-        error_x={
-            "type": "data", "symmetric": False, "array": [right - point.price], "arrayminus": [point.price - left],
-            "color": color, "thickness": 1, "visible": point.spread is not None,
-        },
-        hovertemplate=f"{arm}<br><b>{y:+.4f}</b> at ×{point.price:.3g}<br>"
-        f"{escape(verdict(summary, comparison))}<extra></extra>",
-    )  # fmt: skip
-
-
-def evidence_drawing(comparison: Comparison, name: str) -> Drawing | None:
-    """The path of the evidence: each arm's repeated confidence interval against its number of seeds; None without."""
-    shown = [(s, s.paired) for s in comparison.summaries if s.paired is not None and s.paired.looks]
-    if not shown or comparison.plan is None:
-        return None
-    look, margin = styles(comparison.arms, comparison.baseline), comparison.plan.margin
-    figure = _figure()
-    room, told = 1 / len(shown), []
-    for place, (s, paired) in enumerate(shown):
-        style, axis = look[s.arm], str(place + 1) if place else ""
-        at = {"xaxis": f"x{axis}", "yaxis": f"y{axis}"}
-        seeds = [one.pairs for one in paired.looks]
-        # The first looks are so wide that they would hide the rest.
-        end = max([abs(one) for one in s.interval or ()] + [abs(paired.mean), margin])
-        low, high = ([max(-3 * end, min(3 * end, one.interval[side] if one.interval else sign * 3 * end))
-                      for one in paired.looks] for side, sign in ((0, -1), (1, 1)))  # fmt: skip
-        figure.add_trace(
-            go.Scatter(
-                x=seeds + seeds[::-1], y=high + low[::-1], mode="lines", line={"width": 0}, fill="toself",
-                fillcolor=_clear(style.color, 0.2), hoverinfo="skip", **at,
-            )
-        )  # fmt: skip
-        figure.add_trace(
-            go.Scatter(
-                x=seeds,
-                y=[one.mean for one in paired.looks],
-                customdata=[between(one.interval) if one.interval else "no interval" for one in paired.looks],
-                mode="lines+markers",
-                name=escape(s.arm),
-                line={"color": style.color, "width": 2},
-                marker={"symbol": style.symbol, "size": 6, "color": style.color},
-                hovertemplate="%{fullData.name}, %{x} seeds<br><b>%{y:+.4f}</b> %{customdata}<extra></extra>",
-                **at,
-            )
-        )
-        for line in (-margin, margin):
-            figure.add_shape(
-                type="line", xref=f"x{axis} domain", x0=0, x1=1, yref=f"y{axis}", y0=line, y1=line,
-                line={"color": style.color, "dash": "dot", "width": 1},
-            )  # fmt: skip
-        said = verdict(s, comparison)
-        seeded = f"after {paired.looks[-1].pairs} seeds"
-        figure.add_annotation(
-            text=f"<b>{escape(s.arm)}</b> {escape(said)} {seeded}",
-            x=0, xref="paper", xanchor="left", y=1 - place * room, yref="paper", yanchor="top", showarrow=False,
-        )  # fmt: skip
-        figure.update_layout({
-            f"xaxis{axis}": {"range": [comparison.plan.min_seeds - 0.5, len(comparison.plan.seeds) + 0.5],
-                             "automargin": True, "ticks": "outside", "zeroline": False, "anchor": f"y{axis}",
-                             "showticklabels": place == len(shown) - 1},
-            f"yaxis{axis}": {"range": [-1.6 * end, 1.6 * end], "automargin": True, "zeroline": True,
-                             "domain": [1 - (place + 1) * room + 0.06 * room, 1 - (place + 0.24) * room],
-                             "anchor": f"x{axis}", "nticks": 5},
-        })  # fmt: skip
-        told.append(f"{s.arm} {said} {seeded}, {difference(s)}")
-    last = str(len(shown)) if len(shown) > 1 else ""
-    figure.update_layout({f"xaxis{last}": {"title": {"text": "seeds", "standoff": 8}}})
-    return Drawing(
-        name,
-        f"Evidence of {comparison.heading} over the number of seeds: {'; '.join(told)}.",
-        f"Difference to {comparison.baseline} in {comparison.unit} after each seed: mean, and repeated confidence "
-        f"interval as a band. An arm is decided when its band leaves the line at 0, or lies between the dotted lines "
-        f"at the margin, ±{margin:g}.",
-        figure,
-        60 + 150 * len(shown),
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import re
-import shlex
 import zlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -22,20 +21,17 @@ from headwater.errors import HeadwaterError
 from headwater.files import file_name
 from headwater.outputs import check_replaceable, is_page, is_picture, write_page
 from headwater.records import RunRecord
-from headwater.report.answers import AnsweredImage, answers_of
 from headwater.report.comparison import Comparison, arm_of, comparisons, experiments
 from headwater.report.figures import (
     FORMS,
     Drawing,
     curves_drawing,
     differences_drawing,
-    evidence_drawing,
-    prices_drawing,
     scaling_drawing,
 )
-from headwater.report.pictures import bars_picture, curves_picture, prices_picture, save
-from headwater.report.prices import prices_note, prices_of, prices_table, unpriced
-from headwater.report.recipes import differences, flat, remade
+from headwater.report.pictures import bars_picture, curves_picture, save
+from headwater.report.prices import prices_of, prices_table, unpriced, where_measured
+from headwater.report.recipes import differences, flat
 from headwater.report.scalars import FEW, Learned, learned
 from headwater.report.words import (
     COST_NOTE,
@@ -84,14 +80,10 @@ class PageTable:
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture of the page, drawn on white; the dark page inverts it.
-
-    png: its bytes in base64. alt: a description for screen readers; default: the caption.
-    """
+    """A picture of the page, drawn on white; the dark page inverts it. png: its bytes in base64."""
 
     caption: str
     png: str
-    alt: str = ""
 
 
 @dataclass(frozen=True)
@@ -116,8 +108,6 @@ class Section:
     code: Sequence[tuple[str, str, str]] = ()
     """(label, text, name of the file to save it as, or "")"""
     items: Sequence[str] = ()
-    images: Sequence[tuple[str, Sequence[AnsweredImage]]] = ()
-    """(heading, images)"""
 
 
 @dataclass(frozen=True)
@@ -140,8 +130,7 @@ def write_report(
     target: Path | None = None,
     judged: Sequence[Comparison] = (),
 ) -> Path:
-    """The page of the comparisons under `folder`, and pictures NAME-curves.png and NAME-bars.png next to it; if prices
-    were measured, NAME-prices.png too.
+    """The page of the comparisons under `folder`, and pictures NAME-curves.png and NAME-bars.png next to it.
 
     head: the top of the page; default: the title of the one experiment. only: names of the experiments to include;
     default: all; an empty list makes a page of just the head. target: default: `folder`/report.html.
@@ -157,8 +146,6 @@ def write_report(
         beginning = target.parent / _slug(comparison)
         pictures[Path(f"{beginning}-curves.png")] = curves_picture(comparison)
         pictures[Path(f"{beginning}-bars.png")] = bars_picture(comparison)
-        if (prices := prices_of(comparison)) is not None:
-            pictures[Path(f"{beginning}-prices.png")] = prices_picture(comparison, prices)
     check_replaceable(target, is_page)
     for path in pictures:
         check_replaceable(path, is_picture)
@@ -187,13 +174,11 @@ def render(stories: Sequence[Story], head: Head | None = None) -> str:
     plotly = get_plotlyjs() if drawn else ""
     notice = re.search(r"Copyright.*", plotly)
     packed = base64.b64encode(zlib.compress(plotly.encode(), 9)).decode() if drawn else ""
-    answers = any(part.images for one in stories for part in one.parts)
     title = head.title if head else stories[0].title if len(stories) == 1 else " · ".join(s.title for s in stories)
     values: dict[str, Any] = {
         "title": title,
         "head": head,
         "stories": stories,
-        "answers": answers,
         "level": 1 if head is None and len(stories) == 1 else 2,
         "plotly": packed,
         "notice": f"plotly.js, MIT license. {notice[0]}" if notice else "",
@@ -201,9 +186,7 @@ def render(stories: Sequence[Story], head: Head | None = None) -> str:
         "js": (loader.get_source(environment, "report.js"))[0],
         "encoded": lambda text: base64.b64encode(text.encode()).decode(),
     }
-    page = environment.get_template("report.html.j2")
-    weight = len(page.render(values, weight="0.0").encode()) / 1e6
-    return page.render(values, weight=f"{weight:.1f}", of_plotly=f"{len(packed) / 1e6:.1f}")
+    return environment.get_template("report.html.j2").render(values)
 
 
 def story(sizes: Sequence[Comparison]) -> Story:
@@ -232,12 +215,8 @@ def story(sizes: Sequence[Comparison]) -> Story:
         if drawing := differences_drawing(one, at("differences", one)):
             table = PageTable(f"Paired differences to {one.baseline}. {which_test(one)}", *differences_table(one))
             parts.append(Section(at("differences", one), titled("Differences", one), drawing=drawing, tables=[table]))
-        if (drawing := evidence_drawing(one, at("evidence", one))) is not None:
-            parts.append(Section(at("evidence", one), titled("Evidence over seeds", one), drawing=drawing))
         if (prices := prices_part(one, at("prices", one), titled("Prices", one))) is not None:
             parts.append(prices)
-        if (images := images_part(one, at("images", one), titled("Held-out images", one))) is not None:
-            parts.append(images)
     if first.tuning:
         rates, edges = rates_table(sizes)
         parts.append(Section(f"{name}-rates", "Learning rates", paragraphs=edges, tables=[rates]))
@@ -317,19 +296,6 @@ def _tried(records: Sequence[RunRecord]) -> str:
     return ", ".join([*parts, *([f"diverged {diverged} of {len(records)}"] if diverged else [])])
 
 
-def images_part(comparison: Comparison, name: str, title: str) -> Section | None:
-    """Wrong and right answers of the best arm; None for text, and if its checkpoints or the images are gone."""
-    found = answers_of(comparison)
-    if found is None:
-        return None
-    says = (
-        f"Answers of {found.arm}, seed {found.seed}, by its newest checkpoint: {found.correct} of {found.looked} "
-        f"held-out images in random order are right. Shown are the first of each kind, as the model gets them."
-    )
-    groups = [(head, images) for head, images in (("wrong", found.wrong), ("right", found.right)) if images]
-    return Section(name, title, [says], images=groups)
-
-
 def prices_part(comparison: Comparison, name: str, title: str) -> Section | None:
     """Gains against what they cost; None if that was not measured."""
     prices = prices_of(comparison)
@@ -338,9 +304,8 @@ def prices_part(comparison: Comparison, name: str, title: str) -> Section | None
     says = []
     if left := unpriced(comparison, prices):
         says = [f"No price, or one of other settings: {listed(left)}; `headwater bench prices` measures it."]
-    table = PageTable(prices_note(prices), *prices_table(comparison, prices))
-    drawing = prices_drawing(comparison, prices, name)
-    return Section(name, title, says, drawing=drawing, tables=[table])
+    table = PageTable(f"What each arm costs. {where_measured(prices)}", *prices_table(comparison, prices))
+    return Section(name, title, says, tables=[table])
 
 
 def scaling_part(sizes: Sequence[Comparison], name: str) -> Section | None:
@@ -394,37 +359,16 @@ def scalars_table(found: Learned) -> PageTable:
 
 
 def commands_part(sizes: Sequence[Comparison], name: str) -> Section:
-    """The recipe, and the commands that run it."""
+    """The baseline's recipe, and the command that trains it."""
     first = sizes[0]
-    recipe = remade(sizes)
-    file = f"{_id(first.name)}.yaml"
-    size = f" --size {shlex.quote(first.size)}" if first.size is not None else ""
     record = first.runs(first.baseline)[0] if first.runs(first.baseline) else first.records[0]
-    if not recipe.exact:
-        return Section(
-            name,
-            "Commands",
-            [
-                f"No single recipe reproduces all of these runs. The recipe of {arm_of(record)}, seed {record.seed}, "
-                f"as recorded:"
-            ],
-            code=[("recipe", yaml.safe_dump(record.recipe, sort_keys=False, allow_unicode=True), file)],
-        )
-    other = next((arm for arm in first.arms if arm != first.baseline), first.baseline)
-    run = f"headwater train {file} --arm {shlex.quote(other)}{size} --seed {first.seeds[0]}"
-    training = record.recipe.get("training", {})
-    alone = training.get("devices", 1) * training.get("nodes", 1) == 1
-    lines = [f"headwater compare {file} --out {shlex.quote(f'runs/{file_name(first.name)}')}", run] if alone else [run]
-    says = f"{file}, below, reproduces all runs of this comparison: their settings have the hashes in the records."
-    if first.tuning:
-        says += " It contains the tuned learning rates, so they are not tuned again."
-    if any(s.stopped is not None for one in sizes for s in one.summaries):
-        says += " It trains arms that were given up to the end."
-    says += (
-        " The first command trains them all, the second one of them." if alone else " The command trains one of them."
+    file = f"{_id(first.name)}.yaml"
+    says = (
+        f"The recipe of {arm_of(record)}, seed {record.seed}, as recorded; the changes of the other arms follow. "
+        f"`headwater train {file}` trains it."
     )
     return Section(
-        name, "Commands", [says], code=[("commands", "\n".join(lines) + "\n", ""), (file, recipe.yaml, file)]
+        name, "Recipe", [says], code=[(file, yaml.safe_dump(record.recipe, sort_keys=False, allow_unicode=True), file)]
     )
 
 

@@ -5,20 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
 
-from headwater.compare.prices import Prices
 from headwater.drawing import default_style
 from headwater.outputs import save_figure
 from headwater.report.comparison import Comparison, differ_in_cost
 from headwater.report.curves import Curve, arm_curves, y_limits
-from headwater.report.prices import Panel, panels
-from headwater.report.styles import COLORS, GREY, Style, styles
+from headwater.report.styles import COLORS, GREY, styles
 from headwater.terminal import literal
 
 DPI = 160
@@ -78,7 +72,7 @@ def bars_picture(comparison: Comparison) -> Figure:
             left.plot(results, [place] * len(results), "o", color="black", ms=3, alpha=0.6)
             text, ink = f"{summary.mean:.3f}", "white"
         else:
-            text, ink = "diverged" if summary.diverged else f"given up at step {summary.stopped}", "black"
+            text, ink = "diverged", "black"
         left.annotate(text, (0, place), xytext=(5, 0), textcoords="offset points", va="center", color=ink)
         if summary.paired is not None:
             if summary.interval is not None:
@@ -95,74 +89,6 @@ def bars_picture(comparison: Comparison) -> Figure:
         axes.grid(axis="x", alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     return figure
-
-
-@default_style()
-def prices_picture(comparison: Comparison, prices: Prices) -> Figure:
-    """Differences from the baseline, with intervals, against each price over the baseline's.
-
-    Gray: another arm is better and costs no more. The line joins the arms of which that is not so.
-    """
-    shown = panels(comparison, prices)
-    figure = Figure(figsize=(11, 3.6 * -(-len(shown) // 3)), layout="constrained")
-    grid = figure.subplots(-(-len(shown) // 3), 3, squeeze=False, sharey=True).ravel()
-    look = styles(comparison.arms, comparison.baseline)
-    handles: dict[str, Any] = {}
-    for axes, panel in zip(grid, shown, strict=False):
-        handles |= _prices_panel(axes, panel, look)
-        axes.set_xlabel(panel.title)
-        axes.xaxis.set_major_locator(MaxNLocator(5))
-        axes.xaxis.set_major_formatter(lambda x, _: f"×{x:g}")
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-    for axes in grid[::3]:
-        axes.set_ylabel(f"{comparison.unit}, minus\n{literal(comparison.baseline)}")
-    if comparison.lower_is_better:
-        grid[0].invert_yaxis()  # better is up, in all panels
-    return _with_legend(figure, grid, shown, handles)
-
-
-def _with_legend(figure: Figure, grid: Any, shown: list[Panel], handles: dict[str, Any]) -> Figure:
-    """The legend in the panel that is left, or below."""
-    for axes in grid[len(shown) :]:
-        axes.set_axis_off()
-    columns = 1 + len(handles) // 17
-    names = list(map(literal, handles))
-    if len(shown) < len(grid):
-        grid[-1].legend(handles.values(), names, frameon=False, loc="center", fontsize=7, ncols=columns)
-    else:
-        figure.legend(handles.values(), names, frameon=False, loc="outside lower center", ncols=6, fontsize=7)
-    return figure
-
-
-def _prices_panel(axes: Axes, panel: Panel, look: Mapping[str, Style]) -> dict[str, Any]:
-    """Draw one panel; returns what the legend shows of each arm."""
-    handles = {}
-    middle = (min(p.price for p in panel.points) + max(p.price for p in panel.points)) / 2
-    axes.axhline(0, color=GREY, lw=0.8)
-    front = panel.front
-    axes.step([p.price for p in front], [p.difference for p in front], where="post", color=GREY, lw=1.2, zorder=1)
-    for point in panel.points:
-        style, arm = look[point.summary.arm], point.summary.arm
-        color, alpha = (style.color, 1.0) if point.front else (GREY, 0.45)
-        bars: dict[str, Any] = dict(color=color, alpha=1.0 if point.front else 0.2, zorder=2)
-        if point.summary.interval is not None:
-            axes.plot([point.price] * 2, point.summary.interval, lw=1.6, **bars)
-        if point.spread is not None:
-            axes.plot(point.spread, [point.difference] * 2, lw=1, **bars)
-        axes.plot(point.price, point.difference, style.marker, color=color, ms=6, alpha=alpha, zorder=3)
-        handles[arm] = Line2D([], [], marker=style.marker, color=style.color, ls="", ms=5)
-        if point.front:
-            left = point.price > middle  # so that the name stays inside
-            axes.annotate(
-                literal(arm),
-                (point.price, point.difference),
-                xytext=(-5 if left else 5, 4),
-                textcoords="offset points",
-                ha="right" if left else "left",
-                fontsize=7,
-            )
-    return handles
 
 
 @default_style()

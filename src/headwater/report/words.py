@@ -9,7 +9,7 @@ import numpy as np
 
 from headwater.compare import Paired, Summary, Worth, among
 from headwater.compare.sequential import skewed_error
-from headwater.report.comparison import Comparison, differ_in_cost, look_at, unit
+from headwater.report.comparison import Comparison, differ_in_cost, unit
 from headwater.terminal import Table, counted, lined
 
 # Beyond this many more seeds, report the detectable difference instead.
@@ -33,7 +33,7 @@ def columns(comparison: Comparison) -> list[str]:
 
 def cells(summary: Summary, comparison: Comparison) -> list[str]:
     """One row of the table, as text."""
-    row = [summary.arm, _mean(summary, comparison), difference(summary), verdict(summary, comparison)]
+    row = [summary.arm, _mean(summary), difference(summary), verdict(summary, comparison)]
     if comparison.threshold is not None:
         steps = summary.steps_to_threshold or []
         row.append(", ".join("never" if n is None else str(n) for n in steps) if any(steps) else "never")
@@ -134,19 +134,10 @@ def _table(title: str, caption: str, names: list[str], rows: list[list[str]]) ->
     return result
 
 
-def _mean(summary: Summary, comparison: Comparison) -> str:
-    if summary.mean is not None:
-        return f"{summary.mean:.3f}" + ("" if summary.spread is None else f" ± {summary.spread:.3f}")
-    if summary.stopped:
-        return f"{value_at(comparison, summary.arm, summary.stopped):.3f} at step {summary.stopped}"
-    return ""
-
-
-def value_at(comparison: Comparison, arm: str, step: int) -> float:
-    """The mean over an arm's seeds of the deciding measure at a step; NaN where none was measured there."""
-    looks = [look_at(record, step) for record in comparison.runs(arm)]
-    values = [look.measures[comparison.measure] for look in looks if look is not None]
-    return float(np.mean(values)) if values else float("nan")
+def _mean(summary: Summary) -> str:
+    if summary.mean is None:
+        return ""
+    return f"{summary.mean:.3f}" + ("" if summary.spread is None else f" ± {summary.spread:.3f}")
 
 
 def difference(summary: Summary) -> str:
@@ -162,8 +153,6 @@ def between(interval: tuple[float, float]) -> str:
 def verdict(summary: Summary, comparison: Comparison) -> str:
     if summary.diverged:
         return f"diverged {summary.diverged} of {summary.runs + summary.diverged}"
-    if summary.stopped is not None:
-        return "given up"
     return summary.verdict(comparison.lower_is_better)
 
 
@@ -366,10 +355,6 @@ def _line(s: Summary, comparison: Comparison) -> str:
         others = f"only the {s.runs} run{'s' if s.runs > 1 else ''} that did not diverge"
         left = f"; the means cover {others} and are therefore optimistic" if s.runs else ""
         return f"{s.arm}: diverged {s.diverged} of {s.runs + s.diverged} (seeds {', '.join(seeds)}){left}."
-    if s.stopped is not None:
-        there = value_at(comparison, base, s.stopped)
-        than = "" if np.isnan(there) else f", where {base} had {there:.3f}"
-        return f"{s.arm}: given up at step {s.stopped} with {value_at(comparison, s.arm, s.stopped):.3f} {unit}{than}."
     if s.paired is None:
         return f"{s.arm}: no seed in common with {base}, so no comparison."
     said = s.verdict(comparison.lower_is_better)
@@ -414,7 +399,7 @@ def missing(paired: Paired) -> str:
 def question(comparison: Comparison, sizes: Sequence[Comparison] = ()) -> str:
     """One line: the arms, data, budget and number of seeds."""
     others = [arm for arm in comparison.arms if arm != comparison.baseline]
-    records = [record for one in (sizes or [comparison]) for record in one.records if record.status != "stopped"]
+    records = [record for one in (sizes or [comparison]) for record in one.records]
     first = records[0]
     kind = first.recipe.get("data", {}).get("kind")
     data = first.data.get("source") or (f"the task {kind}" if kind else "the recipe's data")
