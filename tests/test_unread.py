@@ -42,7 +42,6 @@ def tiny(tmp_path):
                 "training.scalar_rate=5",
                 "training.optimizer=torch.optim:SGD training.betas=[0.5,0.5]",
                 "training.optimizer=torch.optim:SGD training.epsilon=0.5",
-                "training.sparse_tables=true",
                 "reporting.evaluate_every=100",
                 "reporting.log_every=100",
                 "reporting.save_every=100",

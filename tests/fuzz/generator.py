@@ -30,7 +30,6 @@ COMMANDS = {
     "recipes": ["recipes", "--json"],
     "runs": ["runs", "@run"],
     "report": ["report", "@reported"],
-    "replay": ["replay", "@folder"],
     "generate": ["generate", "@run", "The", "--max-new-tokens", "2", "--device", "cpu"],
     "generate file": ["generate", "@run", "--file", "@text", "--max-new-tokens", "2"],
     "generate jsonl": ["generate", "@run", "--jsonl", "@prompts", "--max-new-tokens", "2", "--stop", "x"],

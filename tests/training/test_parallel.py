@@ -80,7 +80,6 @@ DROPOUT = {"residual_dropout": 0.5}
 HALF = {"precision": "bf16-mixed"}
 HALF_TRUE = {"precision": "bf16-true"}
 PAIRS = {"attention_pairs": 7, "ffn_pairs": 9}
-TABLES = {"mechanisms": {"ngram_memory": {"rows": 60, "rank": 8, "heads": 2}, "value_embedding": {"rank": 4}}}
 KINDS = {"ddp": {}, "fsdp": {}}
 
 
@@ -135,9 +134,6 @@ def further(trained):
             "out": str(folder / "fsdp-muon"),
         }
     )
-    sparse = recipe(folder, "ddp", model=TABLES, training={"sparse_tables": True})
-    jobs.append({"recipe": sparse, "out": str(folder / "ddp-sparse")})
-    train(parse(sparse | {"training": sparse["training"] | {"strategy": "auto"}}, "test"), folder / "one-sparse")
     # A model that was trained here, and is grown and trained on by one process and by two.
     small = recipe(folder, model={"mechanisms": {"pattention": PAIRS}})
     train(parse(small, "test"), folder / "small")
@@ -408,14 +404,6 @@ def test_tied_and_odd_sizes_are_split_too(further, tmp_path):
     assert curve(further / "fsdp-tied") == pytest.approx(curve(tmp_path / "run"), rel=1e-5)
     model = load_model(checkpoints(further / "fsdp-tied")[-1])
     assert model.lm_head.weight is model.model.embed_tokens.weight
-
-
-@pytest.mark.slow
-def test_sparse_gradients_of_two_processes_are_those_of_one(further):
-    one, two = (load_model(checkpoints(further / f"{kind}-sparse")[-1]) for kind in ("one", "ddp"))
-    assert curve(further / "ddp-sparse") == pytest.approx(curve(further / "one-sparse"), rel=1e-5)
-    for (name, a), b in zip(one.named_parameters(), two.parameters(), strict=True):
-        assert torch.allclose(a, b, rtol=1e-3, atol=1e-5), (name, (a - b).abs().max())
 
 
 @pytest.mark.slow

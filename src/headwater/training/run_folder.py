@@ -6,7 +6,6 @@ runs/NAME/
   checkpoints/     see training/checkpoint.py
   config.json, model.safetensors, …    the newest checkpoint's model; see training/model_folder.py
   start/           the model the run began with, if it was grown or widened for it; see training/start.py
-  failures/        what a diverged run leaves for `headwater replay`; see training/guards.py
   tensorboard/     event files
   .headwater       marks the folder as a run's
 """
@@ -121,7 +120,7 @@ def is_run(folder: Path) -> bool:
 def begun(run: Path) -> None:
     """Remove the log of an earlier run in the folder; called once the new run has everything it needs.
 
-    The earlier one has no checkpoints, and its failures stay.
+    The earlier one has no checkpoints.
     """
     withdraw_model(run)
     (run / METRICS).unlink(missing_ok=True)
@@ -228,7 +227,7 @@ def _check(values: dict[str, Any]) -> str:
 
 
 def _point(line: bytes) -> Point | None:
-    """The point of a line; None if it is damaged. Lines from before 0.2 have no checksum."""
+    """The point of a line; None if it is damaged."""
     try:
         values = json.loads(line.decode("utf-8"))
         if CHECK in values and values.pop(CHECK) != _check(values):
