@@ -249,7 +249,7 @@ def test_an_exported_run_has_its_tokenizer(run, recipe, tmp_path):
     from transformers import AutoTokenizer
 
     run("train", recipe, "--out", tmp_path / "run")
-    assert run("export", tmp_path / "run", tmp_path / "exported")[0] == 0
+    assert run("export", tmp_path / "run", "--out", tmp_path / "exported")[0] == 0
     assert AutoTokenizer.from_pretrained(tmp_path / "exported")("ab").input_ids == [97, 98]
     assert (tmp_path / "exported" / "modeling_headwater.py").exists()
 

@@ -73,7 +73,7 @@ def test_a_list_of_tables_with_runs_reads_only_their_records(tmp_path):
 
 @pytest.mark.slow
 def test_a_command_imports_no_other_command():
-    modules = {("serve", "--help"): "running", ("data", "tasks"): "data"}
+    modules = {("serve", "--help"): "running", ("list", "tasks"): "listing"}
     made = apart([COMMAND.format(arguments=list(arguments)) + TELL for arguments in modules])
     for module, (ended, printed, said) in zip(modules.values(), made, strict=True):
         assert ended == 0, said

@@ -897,7 +897,7 @@ def find_recipe(argument: str | Path) -> Path:
         raise HeadwaterError(f"Several recipes are named {name!r}; choose one of: {', '.join(alike)}.")
     guess = nearest(name, [*known, *(one.rpartition("/")[2] for one in known)])
     what = f"There is no recipe {shown(str(argument))}, neither a file nor a shipped one"
-    raise HeadwaterError(f"{what}; {guess if len(guess) < 80 else '`headwater recipes` lists the shipped ones.'}")
+    raise HeadwaterError(f"{what}; {guess if len(guess) < 80 else '`headwater list recipes` lists the shipped ones.'}")
 
 
 # Sections of a recipe that name data and models.

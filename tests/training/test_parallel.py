@@ -429,7 +429,7 @@ def test_a_refusal_reaches_all_processes_and_is_said_once(trained):
 
 @pytest.mark.slow
 def test_export_makes_one_model_of_shards(trained, tmp_path, run):
-    code, out, _ = run("export", trained / "fsdp", tmp_path / "exported")
+    code, out, _ = run("export", trained / "fsdp", "--out", tmp_path / "exported")
     assert code == 0, out
     model = load_model(tmp_path / "exported")
     same = load_model(checkpoints(trained / "fsdp")[-1])

@@ -303,7 +303,7 @@ class TestFullDisks:
     def test_no_room_for_a_tokenizer_or_the_weights_leaves_nothing(self, recipe, finished, tmp_path, limit):
         finished(recipe(training={"steps": 2}), tmp_path / "run")
         before = functools.partial(processes.small_files, limit)
-        code, _, err = processes.run("export", tmp_path / "run", tmp_path / "exported", before=before)
+        code, _, err = processes.run("export", tmp_path / "run", "--out", tmp_path / "exported", before=before)
         assert code == 2
         assert "could not be written: the disk is full" in err
         assert "Traceback" not in err

@@ -22,7 +22,6 @@ COMMANDS: dict[str, dict[str, str]] = {
         "comparing:compare": "compare demo/induction demo/language --out runs/demo",
         "comparing:search": "search demo/language --final 2 --out runs/search",
         "reproducing:reproduce": "reproduce kv-shifting/figure-1a",
-        "training:recipes": "recipes",
         "data:data": "",
     },
     USE: {
@@ -36,20 +35,18 @@ COMMANDS: dict[str, dict[str, str]] = {
     },
     MAKE: {
         "growing:retrofit": "retrofit meta-llama/Llama-3.2-1B --mechanism NAME --out llama-more",
-        "converting:convert": "convert runs/llama --kv-heads 1 --heal 10M --text 'texts/*.txt' --out runs/smaller",
+        "converting:convert": "convert runs/llama --num-key-value-heads 1 --text 'texts/*.txt' --out runs/smaller",
         "growing:grow": "grow runs/mine --ffn-pairs 1024",
-        "growing:widen": "widen runs/mine --hidden-size 512 --num-attention-heads 8",
         "growing:shrink": "shrink runs/mine --ffn-pairs 512",
         "growing:merge": "merge runs/base runs/left runs/right",
         "new:new": "",
     },
     LOOK: {
         "planning:plan": "plan gpt2-124m tokenformer-124m --hardware H100 --tokens 300B",
-        "planning:presets": "presets",
+        "listing:list": "list presets",
         "planning:theory": "theory --out runs/theory",
         "training:runs": "runs",
         "comparing:report": "report runs/demo",
-        "training:replay": "replay runs/mine/failures/step-120",
         "bench:bench": "",
         "doctoring:doctor": "doctor",
     },
@@ -57,7 +54,7 @@ COMMANDS: dict[str, dict[str, str]] = {
 
 
 # Commands that read no files in which code from outside may be named.
-NAMELESS = ("recipes", "presets", "theory", "data", "new")
+NAMELESS = ("list", "theory", "data", "new")
 
 
 class _Commands(Mapping[str, Any]):

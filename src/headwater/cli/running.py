@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from headwater.cli.common import Device, check_outside, check_writable, device_of, err, one_folder, quiet, tell_model
+from headwater.cli.common import Device, check_outside, check_writable, device_of, err, quiet, tell_model
 from headwater.errors import HeadwaterError
 
 # Options of `generate` that choose among tokens, which it does not at temperature 0.
@@ -284,10 +284,7 @@ def _processes(options: list[str]) -> int:
 
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint's folder, or a run's (its newest checkpoint).")],
-    folder: Annotated[Path | None, typer.Argument(hidden=True)] = None,
-    out_folder: Annotated[
-        Path | None, typer.Option("--out", file_okay=False, help="The new folder.", show_default=False)
-    ] = None,
+    folder: Annotated[Path, typer.Option("--out", file_okay=False, help="The new folder.", show_default=False)],
     materialise: Annotated[
         bool, typer.Option("--materialise", help="For engines with a paged cache: exact, but without the cache saving.")
     ] = False,
@@ -309,7 +306,6 @@ def export(
     from headwater.training.trained import open_trained
 
     quiet()
-    folder = one_folder(folder, out_folder)
     check_outside(folder, checkpoint)
     check_free(folder)
     check_writable(folder, folder=True)
