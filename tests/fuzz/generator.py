@@ -30,7 +30,6 @@ COMMANDS = {
     "runs": ["runs", "@run"],
     "report": ["report", "@reported"],
     "generate": ["generate", "@run", "The", "--max-new-tokens", "2", "--device", "cpu"],
-    "generate file": ["generate", "@run", "--file", "@text", "--max-new-tokens", "2"],
     "generate jsonl": ["generate", "@run", "--jsonl", "@prompts", "--max-new-tokens", "2", "--stop", "x"],
     "export": ["export", "@run", "--out", "{out}"],
     "export family": ["export", "@llama", "--out", "{out}", "--family", "llama"],

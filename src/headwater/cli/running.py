@@ -24,7 +24,6 @@ def generate(
     context: typer.Context,
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint's folder, or a run's (its newest checkpoint).")],
     prompt: Annotated[str | None, typer.Argument(help="The text to continue; - reads it from stdin.")] = None,
-    file: Annotated[Path | None, typer.Option(help="Read the text to continue from this file.")] = None,
     jsonl: Annotated[
         Path | None,
         typer.Option(
@@ -62,8 +61,8 @@ def generate(
     from headwater.models.decoding import Decoder
 
     quiet()
-    if sum(given is not None for given in (prompt, file, jsonl)) != 1:
-        raise HeadwaterError("Pass exactly one of: a prompt, - for stdin, --file, --jsonl.")
+    if (prompt is None) == (jsonl is None):
+        raise HeadwaterError("Pass exactly one of: a prompt, - for stdin, --jsonl.")
     chosen = {name for name in context.params if _is_chosen(context, name)}
     if temperature == 0 and (unread := [name for name in SAMPLING if name in chosen]):
         raise HeadwaterError(f"--{unread[0].replace('_', '-')} has no effect at --temperature 0, which is greedy.")
@@ -81,8 +80,7 @@ def generate(
     if jsonl is not None:
         rows = _prompts(_read(jsonl), str(jsonl))
     else:
-        is_text = prompt is not None and prompt != "-"
-        rows = [{"prompt": _as_text(str(prompt), "prompt") if is_text else _read(file or Path("-"))}]
+        rows = [{"prompt": _read(Path("-")) if prompt == "-" else _as_text(str(prompt), "prompt")}]
     device = device_of(device)
     if dtype not in ("auto", "float32", "bfloat16", "float64"):
         raise HeadwaterError(f"--dtype is auto, float32, bfloat16 or float64, not {dtype!r}.")
