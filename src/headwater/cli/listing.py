@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import typer
@@ -32,7 +33,7 @@ def list(
         out.print(table, highlight=False)
 
 
-def describe_recipes() -> list[dict[str, Any]]:
+def describe_recipes() -> Sequence[dict[str, Any]]:
     """The recipes that `train`, `compare` and `plan` accept by name."""
     from headwater.shipped import shipped_recipes
     from headwater.written import plain, read_text
@@ -45,7 +46,7 @@ def describe_recipes() -> list[dict[str, Any]]:
     return rows
 
 
-def describe_presets() -> list[dict[str, Any]]:
+def describe_presets() -> Sequence[dict[str, Any]]:
     """The papers' models, for `headwater plan` and `headwater.presets.preset`."""
     from headwater.cost import parameters
     from headwater.presets import PRESETS, preset
@@ -72,7 +73,7 @@ def describe_presets() -> list[dict[str, Any]]:
     return rows
 
 
-def describe_mechanisms() -> list[dict[str, Any]]:
+def describe_mechanisms() -> Sequence[dict[str, Any]]:
     """headwater's mechanisms, and those of installed packages."""
     from headwater.registry import MECHANISMS
 
@@ -84,7 +85,7 @@ def describe_mechanisms() -> list[dict[str, Any]]:
     return rows
 
 
-def describe_tasks() -> list[dict[str, Any]]:
+def describe_tasks() -> Sequence[dict[str, Any]]:
     """The synthetic tasks, each with a held-out row and the scores of a guess and of a solver."""
     from headwater.data.synthetic import every_task
 
