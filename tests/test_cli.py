@@ -55,7 +55,7 @@ def test_train_then_generate(run, recipe, tmp_path):
 
 
 @pytest.mark.slow
-def test_prompts_from_stdin_a_file_and_jsonl(run, recipe, tmp_path, monkeypatch):
+def test_prompts_from_stdin_and_jsonl(run, recipe, tmp_path, monkeypatch):
     run("train", recipe, "training.steps=30", "--out", tmp_path / "run")
     greedy = ("--max-new-tokens", 12, "--temperature", 0)
     prompts = ["The ", "The 7th line, of", "many"]
@@ -63,10 +63,6 @@ def test_prompts_from_stdin_a_file_and_jsonl(run, recipe, tmp_path, monkeypatch)
 
     monkeypatch.setattr("sys.stdin", io.StringIO(prompts[1]))
     assert run("generate", tmp_path / "run", "-", *greedy)[1].removesuffix("\n") == single[1]
-    (tmp_path / "prompt.txt").write_text(prompts[2])
-    assert (
-        run("generate", tmp_path / "run", "--file", tmp_path / "prompt.txt", *greedy)[1].removesuffix("\n") == single[2]
-    )
 
     lines = "\n".join(json.dumps({"prompt": prompt}) for prompt in prompts) + "\n\n"
     (tmp_path / "prompts.jsonl").write_text(lines)
@@ -110,11 +106,11 @@ def test_prompts_from_stdin_a_file_and_jsonl(run, recipe, tmp_path, monkeypatch)
     ("arguments", "message"),
     [
         ([], "Pass exactly one of"),
-        (["x", "--file", "{folder}/a"], "Pass exactly one of"),
+        (["x", "--jsonl", "{folder}/a"], "Pass exactly one of"),
         (["x", "--stop", ""], "--stop needs a text"),
-        (["--file", "{folder}/bytes"], "not UTF-8"),
+        (["--jsonl", "{folder}/bytes"], "not UTF-8"),
         (["\udcff"], "not UTF-8"),  # as Python gives the byte 0xff in an argument
-        (["--file", "{folder}/nothing"], "There is no"),
+        (["--jsonl", "{folder}/nothing"], "There is no"),
         (["x", "--dtype", "int8"], "--dtype is auto"),
         (["x", "--temperature", "1e-39"], "--temperature below 0.01"),
         (["x", "--device", "nowhere"], "cannot use the device"),
@@ -249,7 +245,7 @@ def test_an_exported_run_has_its_tokenizer(run, recipe, tmp_path):
     from transformers import AutoTokenizer
 
     run("train", recipe, "--out", tmp_path / "run")
-    assert run("export", tmp_path / "run", tmp_path / "exported")[0] == 0
+    assert run("export", tmp_path / "run", "--out", tmp_path / "exported")[0] == 0
     assert AutoTokenizer.from_pretrained(tmp_path / "exported")("ab").input_ids == [97, 98]
     assert (tmp_path / "exported" / "modeling_headwater.py").exists()
 

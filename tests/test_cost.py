@@ -347,14 +347,6 @@ def test_state_is_weights_gradients_and_two_averages():
     assert BYTES.keys() == {"32-true", "64-true", "bf16-true", "bf16-mixed"}
 
 
-def test_sparse_gradients_are_not_of_whole_tables():
-    made = config({"ngram_memory": {"rank": 24}, "value_embedding": {"tables": 1}})
-    dense, sparse = (state_bytes(made, "32-true", sparse_tables) for sparse_tables in (False, True))
-    tables = sum(p.numel() for n, p in HeadwaterForCausalLM(made).named_parameters() if n.endswith("table.weight"))
-    assert dense["gradients"] - sparse.pop("gradients") == 4 * tables
-    assert sparse.items() < dense.items()
-
-
 def test_generating_reads_the_output_head_but_not_the_whole_embedding():
     for tied in (False, True):
         model = HeadwaterForCausalLM(config(gpt2=True, tie_word_embeddings=tied))

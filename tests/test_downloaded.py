@@ -212,7 +212,7 @@ def test_a_command_started_in_the_folder_imports_nothing_from_it(download):
             (download.folder / f"{name}.py").unlink()
     source = str(Path(headwater.__file__).parents[1])
     environment = os.environ | {"FLAG": str(download.flag), "PYTHONPATH": source, VARIABLE: ""}
-    command = [sys.executable, "-m", "headwater", "recipes"]
+    command = [sys.executable, "-m", "headwater", "list", "recipes"]
     done = subprocess.run(command, cwd=download.folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert not download.flag.exists(), download.flag.read_text()
@@ -320,8 +320,8 @@ OF_CHECKPOINTS = {
     "export": ["export", "model", "--out", "../exported"],
     "export as its source": ["export", "model", "--family", "source", "--out", "../theirs"],
     "retrofit": ["retrofit", "model", "--mechanism", "smear", "--out", "../more"],
-    "convert": ["convert", "model", "--kv-heads", 1, "--heal", 1000, "--plan"],
-    "grow": ["grow", "model", "--layers", 3, "--out", "../grown"],
+    "convert": ["convert", "model", "--num-key-value-heads", 1, "--heal", 1000, "--plan"],
+    "grow": ["grow", "model", "--num-hidden-layers", 3, "--out", "../grown"],
     "train": ["train", "../recipe.yaml", "start.checkpoint=model", "--out", "../run"],
 }
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,14 +11,12 @@ import pytest
 
 from headwater.errors import HeadwaterError
 from headwater.files import (
-    STAGING,
     disk_problem,
     open_regular,
     read_bytes,
     replace_text,
     sha256_of,
     staged,
-    sweep,
 )
 
 
@@ -112,24 +107,6 @@ def test_of_two_writers_the_first_to_finish_wins(tmp_path: Path) -> None:
         write("slow", during=lambda: write("fast"))
     assert (tmp_path / "new" / "file").read_text() == "fast"
     assert os.listdir(tmp_path) == ["new"]
-
-
-def test_the_next_writer_sweeps_up_after_a_killed_one_and_spares_a_living_one(tmp_path: Path) -> None:
-    script = (
-        "import sys, time; from pathlib import Path; from headwater.files import staged\n"
-        "with staged(Path(sys.argv[1])) as folder:\n"
-        "    (folder / 'file').write_text('half')\n"
-        "    print('writing', flush=True); time.sleep(600)\n"
-    )
-    command = [sys.executable, "-c", script, str(tmp_path / "new")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == b"writing\n"
-        sweep(tmp_path / "new")
-        assert [name[: len(STAGING)] for name in os.listdir(tmp_path)] == [STAGING]
-        other.send_signal(signal.SIGKILL)
-    with staged(tmp_path / "new") as folder:
-        assert list(tmp_path.iterdir()) == [folder]
 
 
 def test_only_regular_files_are_opened(tmp_path):

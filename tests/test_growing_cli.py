@@ -72,7 +72,7 @@ def logits(folder: Path, vocabulary: int = VOCAB) -> torch.Tensor:
 class TestGrow:
     def test_it_writes_a_larger_model_of_the_same_function_beside_the_source(self, run, small):
         before = digest(small)
-        code, out, _ = run("grow", small, "--attention-pairs", 1000, "--ffn-pairs", 14, "--only", "0,2")
+        code, out, _ = run("grow", small, "--attention-pairs", 1000, "--ffn-pairs", 14, "--layers", "0,2")
         target = small.with_name("small-grown")
         assert code == 0
         assert str(target) in out
@@ -89,11 +89,10 @@ class TestGrow:
             (["--attention-pairs", 3], "at least 7"),
             (["--attention-pairs", 0], "greater than or equal to 1"),
             ([], "Nothing would grow"),
-            (["--ffn-pairs", 20, "--only", "a"], "--only lists numbers"),
-            (["--layers", "0,2"], "--only names the layers"),
-            (["--layers", 4, "--method", "foo"], "headwater: There is no method 'foo'"),
-            (["--layers", 4, "--only", 0], "headwater: layers (--only) is about new pairs"),
-            (["--ffn-pairs", 20, "--only", 3], "0 to 2"),
+            (["--ffn-pairs", 20, "--layers", "a"], "--layers lists numbers"),
+            (["--num-hidden-layers", 4, "--method", "foo"], "headwater: There is no method 'foo'"),
+            (["--num-hidden-layers", 4, "--layers", 0], "headwater: layers is about new pairs"),
+            (["--ffn-pairs", 20, "--layers", 3], "0 to 2"),
             (["--ffn-pairs", 20, "--keys", "one"], "'zero' or 'random'"),
             (["--ffn-pairs", 20, "--tau", "x"], "'kept' or 'recomputed'"),
         ],
@@ -199,10 +198,11 @@ def test_a_hugging_face_model_grows_in_one_step_and_goes_back(run, tmp_path, fam
     model.save_pretrained(source := tmp_path / family)
     load_tokenizer("bytes").save_pretrained(source)
     before = digest(source)
-    extra = ["--layers", layers] if layers != 3 else []
+    extra = ["--num-hidden-layers", layers] if layers != 3 else []
     units = more.get("intermediate_size", 128)
     units = 2 * units if width == 64 else units + 32
-    extra += ["--width", width, "--heads", width // 8, "--ffn", units] if width != 32 else []
+    if width != 32:
+        extra += ["--hidden-size", width, "--num-attention-heads", width // 8, "--intermediate-size", units]
     code, out, err = run("grow", source, *extra, "--method", method)
     assert code == 0, err
     assert f"{family} → headwater" in out
@@ -217,7 +217,7 @@ def test_a_hugging_face_model_grows_in_one_step_and_goes_back(run, tmp_path, fam
     python = headwater.grow(model, num_hidden_layers=layers, hidden_size=width, method=method) if width == 32 else None
     if python is not None:
         assert all(torch.equal(a, b) for a, b in zip(python.parameters(), found.parameters(), strict=True))
-    code, _, err = run("export", grown, tmp_path / "back", "--family", family)
+    code, _, err = run("export", grown, "--out", tmp_path / "back", "--family", family)
     assert code == 0, err
     assert torch.allclose(logits(tmp_path / "back"), logits(grown), atol=1e-4)
 
@@ -238,20 +238,20 @@ def test_a_state_of_other_shapes_is_left_out_with_a_sentence(run, tmp_path):
     }
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
     assert run("train", tmp_path / "recipe.yaml", "--out", tmp_path / "run")[0] == 0
-    code, _, said = run("grow", tmp_path / "run", "--layers", 4, "--out", tmp_path / "deeper")
+    code, _, said = run("grow", tmp_path / "run", "--num-hidden-layers", 4, "--out", tmp_path / "deeper")
     assert code == 0, said
     assert "cannot be carried along" in said
     assert newest_checkpoint(tmp_path / "deeper").is_dir()
 
 
-def test_widen_writes_a_wider_model(run, tmp_path):
+def test_grow_writes_a_wider_model(run, tmp_path):
     write_model(tmp_path / "linear", shared())
-    code, out, _ = run("widen", tmp_path / "linear", "--hidden-size", 48, "--num-attention-heads", 6)
+    code, out, _ = run("grow", tmp_path / "linear", "--hidden-size", 48, "--num-attention-heads", 6)
     assert code == 0
-    a, b = logits(tmp_path / "linear"), logits(tmp_path / "linear-widened")
+    a, b = logits(tmp_path / "linear"), logits(tmp_path / "linear-grown")
     assert (a - b).abs().max() < 1e-12 * a.abs().max()
     assert "loss" in out
-    code, _, err = run("widen", tmp_path / "linear", "--hidden-size", 4, "--out", tmp_path / "x")
+    code, _, err = run("grow", tmp_path / "linear", "--hidden-size", 4, "--out", tmp_path / "x")
     assert code == 2
     assert "would shrink" in err
 
@@ -363,7 +363,7 @@ class TestRetrofit:
     @pytest.mark.slow
     def test_and_goes_back_to_where_it_came_from(self, run, llama, tmp_path):
         assert run("retrofit", llama, "--out", tmp_path / "ours")[0] == 0
-        assert run("export", tmp_path / "ours", tmp_path / "back", "--family", "source")[0] == 0
+        assert run("export", tmp_path / "ours", "--out", tmp_path / "back", "--family", "source")[0] == 0
         a, b = load_file(llama / "model.safetensors"), load_file(tmp_path / "back" / "model.safetensors")
         assert a.keys() == b.keys()
         assert all(torch.equal(a[name], b[name]) for name in a)
@@ -373,11 +373,11 @@ class TestRetrofit:
             (["--family", "bert"], "bert"),
             (["--family", "source", "--materialise"], "--materialise"),
         ):
-            code, _, err = run("export", tmp_path / "ours", tmp_path / "x", *arguments)
+            code, _, err = run("export", tmp_path / "ours", "--out", tmp_path / "x", *arguments)
             assert code == 2
             assert said in err
         write_model(tmp_path / "own", shared())
-        code, _, err = run("export", tmp_path / "own", tmp_path / "x", "--family", "source")
+        code, _, err = run("export", tmp_path / "own", "--out", tmp_path / "x", "--family", "source")
         assert code == 2
         assert "not retrofitted" in err
         assert not (tmp_path / "x").exists()
@@ -489,8 +489,8 @@ class TestRetrofit:
 def test_history_goes_on_from_folder_to_folder(run, llama, tmp_path):
     run("retrofit", llama, "--out", tmp_path / "a")
     run("retrofit", tmp_path / "a", "--mechanism", "kv_shift", "--out", tmp_path / "b")
-    run("widen", tmp_path / "b", "--intermediate-size", 96, "--out", tmp_path / "c")
-    assert [event.what for event in history_of(tmp_path / "c")] == ["retrofitted", "retrofitted", "widened"]
+    run("grow", tmp_path / "b", "--intermediate-size", 96, "--out", tmp_path / "c")
+    assert [event.what for event in history_of(tmp_path / "c")] == ["retrofitted", "retrofitted", "grown"]
     assert all(isinstance(event, Event) for event in history_of(tmp_path / "c"))
 
 

@@ -55,7 +55,7 @@ def test_help_imports_no_library_of_models(arguments):
 
 @pytest.mark.slow
 def test_a_command_imports_no_other_command():
-    modules = {("serve", "--help"): "running", ("data", "tasks"): "data"}
+    modules = {("serve", "--help"): "running", ("list", "tasks"): "listing"}
     made = apart([COMMAND.format(arguments=list(arguments)) + TELL for arguments in modules])
     for module, (ended, printed, said) in zip(modules.values(), made, strict=True):
         assert ended == 0, said

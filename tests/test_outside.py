@@ -887,7 +887,7 @@ def test_every_command_works_with_a_mechanism_from_outside(gated, anew, here):
 
     assert "no parameter tokens" in of_folder("grow", "run", "--ffn-pairs", 64, code=2)
     wide = ["--hidden-size", 32, "--num-attention-heads", 4, "--out", "wide"]
-    assert "does not say how it grows" in of_folder("widen", "run", *wide, code=2)
+    assert "does not say how it grows" in of_folder("grow", "run", *wide, code=2)
     assert "written to" in of_folder("retrofit", "run", "--mechanism=kv_shift", "--out", "more")
     assert list(HeadwaterForCausalLM.from_pretrained(here / "more", trust=[gated]).config.mechanisms) == [
         "kv_shift",

@@ -1,4 +1,4 @@
-"""`headwater plan` and `headwater presets` as a user meets them."""
+"""`headwater plan` and `headwater list` as a user meets them."""
 
 import json
 
@@ -327,16 +327,29 @@ def test_a_file_that_is_no_config_gets_one_sentence(run, tmp_path, content):
 
 @pytest.mark.slow
 def test_presets_are_listed(run):
-    code, out, _ = run("presets")
+    code, out, _ = run("list", "presets")
     assert code == 0
     assert all(name in out for name in PRESETS)
-    code, out, _ = run("presets", "--json")
+    code, out, _ = run("list", "presets", "--json")
     listed = json.loads(out)
     assert [one["name"] for one in listed] == list(PRESETS)
     assert listed[0]["parameters"] == sum(parameters(preset(listed[0]["name"])).values())
-    origins = {one["name"]: one["origins"] for one in listed}
+    origins = {one["name"]: one["reads"] for one in listed}
     assert origins["gpt2-124m"] == []
     assert origins["resformer-82m-query"] == ["the first layer's queries, mixed in"]
+
+
+def test_everything_is_listed(run):
+    code, out, _ = run("list", "--json")
+    assert code == 0
+    listed = json.loads(out)
+    assert list(listed) == ["recipes", "presets", "mechanisms", "tasks"]
+    assert {one["name"] for one in listed["mechanisms"]} >= set(MECHANISMS.own)
+    assert all(one["description"] for one in listed["mechanisms"])
+    code, out, _ = run("list", "mechanisms")
+    assert code == 0
+    assert all(name in out for name in MECHANISMS.own)
+    assert run("list", "optimizers")[0] == 2
 
 
 def test_every_mechanism_says_what_attention_reads_through_it():

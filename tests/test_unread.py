@@ -4,12 +4,9 @@ Most of this is expected to fail until parsing makes it an error by construction
 """
 
 import json
-import os
 
 import pytest
 import yaml
-
-from headwater.training.parallel import announce_wait
 
 LATER = pytest.mark.xfail(strict=True, reason="parsing does not know yet what is read")
 
@@ -42,7 +39,6 @@ def tiny(tmp_path):
                 "training.scalar_rate=5",
                 "training.optimizer=torch.optim:SGD training.betas=[0.5,0.5]",
                 "training.optimizer=torch.optim:SGD training.epsilon=0.5",
-                "training.sparse_tables=true",
                 "reporting.evaluate_every=100",
                 "reporting.log_every=100",
                 "reporting.save_every=100",
@@ -135,17 +131,3 @@ def test_reproduce_refuses_options_where_nothing_is_trained(run, tmp_path, table
     code, _, err = run("reproduce", table, option, "--out", tmp_path)
     assert code == 2
     assert f"{option.partition('=')[0]!r} has no effect for {table}" in " ".join(err.split())
-
-
-class Nodes:
-    timeout = 30
-
-
-def test_a_node_that_waits_says_so(monkeypatch, capsys):
-    for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "TORCHELASTIC_RUN_ID", "SLURM_NTASKS", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    with pytest.raises(ValueError, match="needs MASTER_ADDR, MASTER_PORT, NODE_RANK in the environment of each node"):
-        announce_wait(Nodes, 2)
-    monkeypatch.setattr(os, "environ", os.environ | {"MASTER_ADDR": "node0", "MASTER_PORT": "1234", "NODE_RANK": "1"})
-    announce_wait(Nodes, 2)
-    assert "waiting for 2 nodes at node0:1234, at most 30 minutes" in capsys.readouterr().err

@@ -397,14 +397,11 @@ def _shown_weights(config: HeadwaterConfig, plan: LayerPlan) -> int:
     return acting + capped + (acting or capped or any(source.kind == "probabilities" for source in plan.exports))
 
 
-def state_bytes(
-    config: HeadwaterConfig, precision: str = "bf16-mixed", sparse_tables: bool = False, averages: bool = False
-) -> dict[str, int]:
+def state_bytes(config: HeadwaterConfig, precision: str = "bf16-mixed", averages: bool = False) -> dict[str, int]:
     """Bytes of weights, gradients, AdamW's two averages and autocast's copies. `precision` as in recipes.
 
     In bf16-true everything is bf16. In bf16-mixed the matrices have copies in bf16 from the forward pass to the end of
-    the backward pass. sparse_tables: as in recipes; the gradients of the rows that a step reads, which are as large as
-    activations, are left out. averages: with `training.ema`, which keeps a second copy of the weights.
+    the backward pass. averages: with `training.ema`, which keeps a second copy of the weights.
     """
     element, stream = BYTES[precision]
     parts = parameters(config)
@@ -416,7 +413,7 @@ def state_bytes(
         matrices += config.vocab_size * config.hidden_size
     return {
         "weights": stream * count,
-        "gradients": stream * (count - sparse_tables * _tables(config)),
+        "gradients": stream * count,
         "optimiser": 2 * stream * count,
         "copies": element * matrices if element < stream else 0,
         "average": averages * stream * count,

@@ -18,11 +18,6 @@ from stat import S_ISREG
 
 from headwater.errors import HeadwaterError
 
-try:
-    import fcntl
-except ImportError:  # Windows: no folder locks, so leftovers of killed processes are not swept up there
-    fcntl = None  # type: ignore[assignment]
-
 STAGING = ".writing-"
 # File systems allow 255 bytes, and a temporary file has a longer name than its target.
 NAME_BYTES = 200
@@ -220,8 +215,8 @@ def explaining(explain: Callable[[str], str]) -> Iterator[None]:
 def staged(target: Path, size: int = 0, explain: Callable[[str], str] | None = None) -> Iterator[Path]:
     """A temporary folder that is synced and renamed to `target` when the block ends without an error.
 
-    If the block raises, the folder is removed. If the process is killed, the staging folder stays until the next call
-    for the same target. If several processes write the same target, the first to finish wins.
+    If the block raises, the folder is removed. If the process is killed, it stays, with a hidden name. If several
+    processes write the same target, the first to finish wins.
 
     size: bytes that will be written; checked against the free space first.
     explain: makes the message for a disk error from the reason.
@@ -234,13 +229,11 @@ def staged(target: Path, size: int = 0, explain: Callable[[str], str] | None = N
 
 
 def _staged(target: Path, size: int) -> Iterator[Path]:
-    lock: int | None = None
-    folder: Path | None = None
+    folder = target.with_name(f"{STAGING}{target.name}-{secrets.token_hex(4)}")
     new = missing_folders(target.parent)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        sweep(target)
-        folder, lock = _claimed_folder(target)
+        folder.mkdir()
         check_room(folder, size)
         yield folder
         for path in folder.rglob("*"):
@@ -253,47 +246,8 @@ def _staged(target: Path, size: int) -> Iterator[Path]:
             raise
         flush(target.parent)
     finally:
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
         remove_empty(new)  # not if the target is in them
-        if lock is not None:
-            os.close(lock)
-
-
-def sweep(target: Path) -> None:
-    """Remove temporary folders for `target` that killed processes left."""
-    if fcntl is None:
-        return
-    for leftover in target.parent.glob(f"{STAGING}{_escaped(target.name)}-*"):
-        with suppress(OSError):
-            lock = os.open(leftover, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its process lives
-                shutil.rmtree(leftover)
-            finally:
-                os.close(lock)
-
-
-def _claimed_folder(target: Path) -> tuple[Path, int | None]:
-    """A new folder next to `target`, and the lock that shows its process is alive."""
-    while True:
-        folder = target.with_name(f"{STAGING}{target.name}-{secrets.token_hex(4)}")
-        folder.mkdir()
-        if fcntl is None:
-            return folder, None
-        try:
-            lock = os.open(folder, os.O_RDONLY)
-        except FileNotFoundError:  # removed by another process before it was locked
-            continue
-        with suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if folder.exists():
-                return folder, lock
-        os.close(lock)
-
-
-def _escaped(name: str) -> str:
-    return re.sub(r"([*?[])", r"[\1]", name)
 
 
 def check_room(folder: Path, size: int) -> None:

@@ -84,7 +84,7 @@ def preset(name: str, **changes: Any) -> HeadwaterConfig:
         near = nearest(name.lower(), PRESETS)
         raise HeadwaterError(
             f"There is no preset named {name!r}; "
-            + (near if near.startswith("did you mean") else "`headwater presets` lists them.")
+            + (near if near.startswith("did you mean") else "`headwater list presets` lists them.")
         )
     fields = copy.deepcopy(PRESETS[name].fields)
     base = fields.pop("base", "llama")

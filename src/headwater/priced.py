@@ -73,7 +73,6 @@ class Planned(NamedTuple):
         return found | {
             "loss_chunk": training.loss_chunk,
             "masked": self.packed and self.masked(context, precision),
-            "sparse_tables": training.sparse_tables,
         }
 
     def masked(self, context: int, precision: str) -> bool:

@@ -205,12 +205,6 @@ class Training(Settings):
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Decay of an exponential moving average of the weights, per step; null for none. The averaged weights are
     evaluated and saved. In step t the decay is at most (1 + t) / (10 + t), so that early weights are soon forgotten."""
-    layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Layer-wise decay: each layer's learning rate is this times that of the layer after it, from the head, which has
-    the full one, down to the embedding."""
-    sparse_tables: bool = False
-    """Of the tables in which mechanisms look tokens up, compute gradients of the rows that a step reads, and let AdamW
-    change only these (docs/training.md). Not compiled, and not with fsdp."""
     distill: Distillation | None = None
     """Learn from a trained model's predictions; null: from the data alone."""
     skip_limit: Count = 10
@@ -260,13 +254,6 @@ class Training(Settings):
             raise ValueError(
                 f"training.optimizer_options are for outside optimizers; {self.optimizer} has its own fields"
             )
-        if self.sparse_tables:
-            if self.optimizer not in OPTIMIZERS.own:
-                raise ValueError("training.sparse_tables is for training.optimizer=adamw and muon")
-            if self.strategy == "fsdp":
-                raise ValueError("training.sparse_tables does not work with training.strategy=fsdp; use ddp")
-            if self.compile or isinstance(self.gradient_checkpointing, float):
-                raise ValueError("torch.compile has no sparse gradients; leave out training.compile or sparse_tables")
         if self.distill is not None and self.loss_chunk is not None:
             raise ValueError("training.distill compares whole rows of logits; leave out training.loss_chunk")
         if self.ema is not None and self.precision == "bf16-true":
@@ -818,8 +805,6 @@ class Recipe(Settings):
             ("optimizer_options", {}),
             ("label_smoothing", 0.0),
             ("ema", None),
-            ("layer_decay", None),
-            ("sparse_tables", False),
             ("distill", None),
         ):
             if content["training"][name] == default:
@@ -898,7 +883,7 @@ def find_recipe(argument: str | Path) -> Path:
         raise HeadwaterError(f"Several recipes are named {name!r}; choose one of: {', '.join(alike)}.")
     guess = nearest(name, [*known, *(one.rpartition("/")[2] for one in known)])
     what = f"There is no recipe {shown(str(argument))}, neither a file nor a shipped one"
-    raise HeadwaterError(f"{what}; {guess if len(guess) < 80 else '`headwater recipes` lists the shipped ones.'}")
+    raise HeadwaterError(f"{what}; {guess if len(guess) < 80 else '`headwater list recipes` lists the shipped ones.'}")
 
 
 # Sections of a recipe that name data and models.

@@ -47,7 +47,7 @@ class CurvePoint(_Part):
     gradient_norm: float
     """Norm of the last step's gradient before clipping."""
     flops: float = 0.0
-    """Training FLOPs spent; 0 in old records."""
+    """Training FLOPs spent."""
 
 
 class HeldOutPoint(_Part):
@@ -99,13 +99,13 @@ class Environment(_Part):
     platform: str
     device: str
     device_name: str | None = None
-    """The GPU's or the processor's name; null in old records."""
+    """The GPU's or the processor's name."""
     threads: RecordCount
     processes: RecordCount = 1
     compiled: bool | None = None
-    """Whether the model ran under torch.compile; null in old records."""
+    """Whether the model ran under torch.compile."""
     attention: str | None = None
-    """The attention kernel that ran, as in training.attn_implementation; null in old records."""
+    """The attention kernel that ran, as in training.attn_implementation."""
 
 
 class SeedPlan(_Part):
@@ -192,7 +192,7 @@ class StageRecord(_Part):
     result: float | None
     """The deciding measure at its end."""
     cache_bytes_per_token: RecordCount = 0
-    """Of its model, in fp32; 0 in old records."""
+    """Of its model, in fp32."""
 
 
 class _TrainingSettings(BaseModel):
@@ -246,7 +246,7 @@ class RunRecord(_Part):
     lower_is_better: bool
     parameters: RecordCount
     embeddings: RecordCount = 0
-    """Of these, those of the embedding and of an untied output head; 0 in old records."""
+    """Of these, those of the embedding and of an untied output head."""
     cache_bytes_per_token: RecordCount
     """Bytes each further token adds to the K/V cache of one sequence, in fp32."""
     unit: Literal["tokens", "images"] = "tokens"

@@ -329,7 +329,7 @@ def test_a_killed_command_goes_on(tmp_path):
     source = source_of("txt", tmp_path)
     for name in ("out", "whole"):
         (tmp_path / name).mkdir()
-    process = processes.Command("data", "prepare", source, tmp_path / "out", "--held-out", 0.2)
+    process = processes.Command("data", "prepare", source, "--out", tmp_path / "out", "--held-out", 0.2)
     while not (tmp_path / "out" / JOURNAL).exists() and process.poll() is None:
         time.sleep(0.001)
     process.kill()
@@ -1008,7 +1008,7 @@ def test_a_refused_text_leaves_no_folder(tmp_path):
 
 def test_a_killed_tokenizer_does_not_block_the_next(folder, tmp_path, run):
     def write() -> None:
-        arguments = ["data", "tokenizer", folder, tmp_path / "tok", "--vocabulary", 300]
+        arguments = ["data", "tokenizer", folder, "--out", tmp_path / "tok", "--vocabulary", 300]
         PreTrainedTokenizerFast.save_pretrained = lambda self, place: (place / "half").touch() or time.sleep(600)
         run(*arguments)
 
@@ -1019,14 +1019,14 @@ def test_a_killed_tokenizer_does_not_block_the_next(folder, tmp_path, run):
         time.sleep(0.01)
     process.kill()
     process.join()
-    assert run("data", "tokenizer", folder, tmp_path / "tok", "--vocabulary", 300)[0] == 0
+    assert run("data", "tokenizer", folder, "--out", tmp_path / "tok", "--vocabulary", 300)[0] == 0
     assert {path.name for path in tmp_path.iterdir()} == {"corpus", "tok"}
 
 
 def test_a_tokenizer_on_a_full_disk_leaves_nothing(folder, tmp_path, run):
     def write() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
-        (code, _, said) = run("data", "tokenizer", folder, tmp_path / "tok", "--vocabulary", 300)
+        (code, _, said) = run("data", "tokenizer", folder, "--out", tmp_path / "tok", "--vocabulary", 300)
         (tmp_path / "said").write_text(f"{code} {said[-300:]}")
 
     process = FORK.Process(target=write)
@@ -1038,13 +1038,23 @@ def test_a_tokenizer_on_a_full_disk_leaves_nothing(folder, tmp_path, run):
 
 
 def test_commands(folder, tmp_path, run):
-    code, printed, said = run("data", "tokenizer", folder, tmp_path / "tok", "--vocabulary", 300)
+    code, printed, said = run("data", "tokenizer", folder, "--out", tmp_path / "tok", "--vocabulary", 300)
     assert code == 0, said
     assert "300 tokens learned from" in printed
-    code, _, said = run("data", "tokenizer", folder, tmp_path / "tok", "--vocabulary", 300)
+    code, _, said = run("data", "tokenizer", folder, "--out", tmp_path / "tok", "--vocabulary", 300)
     assert code == 2
     assert "already exists" in said
-    arguments = ("data", "prepare", folder, tmp_path / "out", "--tokenizer", tmp_path / "tok", "--held-out", 0.2)
+    arguments = (
+        "data",
+        "prepare",
+        folder,
+        "--out",
+        tmp_path / "out",
+        "--tokenizer",
+        tmp_path / "tok",
+        "--held-out",
+        0.2,
+    )
     code, printed, said = run(*arguments)
     assert code == 0, said
     assert "tokens/s" in said
@@ -1077,7 +1087,9 @@ def test_a_trained_tokenizer_is_lossless(bpe, tmp_path):
 
 
 def test_training_a_tokenizer_stops_at_its_sample(folder, tmp_path, run):
-    code, printed, _ = run("data", "tokenizer", folder, tmp_path / "tok", "--vocabulary", 300, "--max-bytes", 2000)
+    code, printed, _ = run(
+        "data", "tokenizer", folder, "--out", tmp_path / "tok", "--vocabulary", 300, "--max-bytes", 2000
+    )
     assert code == 0
     assert "from 0.0 MB in " in printed
     documents = int(printed.split(" MB in ")[1].split()[0])
@@ -1114,7 +1126,15 @@ def test_memory_does_not_grow_with_the_corpus(kind, tmp_path, bpe):
                 path.write_text("".join(f"{'=' * 9}\n{i}\n" for i in range(3000)) + f"{'=' * 9}\n" + "".join(rows))
             case _:
                 path.write_text("".join(rows))
-        command = ["data", "prepare", path, tmp_path / f"out{goal}", "--tokenizer", bpe if kind == "bpe" else "bytes"]
+        command = [
+            "data",
+            "prepare",
+            path,
+            "--out",
+            tmp_path / f"out{goal}",
+            "--tokenizer",
+            bpe if kind == "bpe" else "bytes",
+        ]
         peaks.append(memory_of([*command, "--separator", "=" * 9] if kind == "one document" else command))
     assert peaks[1] < 1.2e9, peaks
     assert peaks[1] - peaks[0] < 2e8, peaks

@@ -412,7 +412,7 @@ def test_every_field_is_documented():
 def test_the_table_of_tasks_shows_each_with_its_two_values(monkeypatch):
     few = [settings for settings in SMALL if settings.kind in ("hop", "arithmetic")]
     monkeypatch.setattr("headwater.data.synthetic.every_task", lambda: few)
-    result = CliRunner().invoke(app, ["data", "tasks"])
+    result = CliRunner().invoke(app, ["list", "tasks"])
     assert result.exit_code == 0
     for settings in few:
         assert settings.kind in result.output

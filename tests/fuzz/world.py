@@ -70,7 +70,7 @@ def make_world(root: Path) -> World:
 
     # What a user may have in a folder, under names that a run has too.
     user = paths["user"] = root / "user"
-    for name in ("start", "failures/step-3", "tensorboard", "checkpoints", "stages", ".writing-mine"):
+    for name in ("start", "tensorboard", "checkpoints", "stages", ".writing-mine"):
         (user / name).mkdir(parents=True)
         (user / name / "notes.txt").write_text("mine")
     for name in ("metrics.jsonl", "record.json", "model.safetensors", "report.html", "config.json", ".hidden"):

@@ -573,7 +573,7 @@ def test_the_command_killed_anywhere_ends_the_same(written, tmp_path, make):
         given = [
             "convert",
             source,
-            "--kv-heads",
+            "--num-key-value-heads",
             2 if make is gpt2 else 1,
             "--mechanism",
             "kv_source",
@@ -617,7 +617,9 @@ def test_heal_is_the_tokens_of_rows_of_any_data(tmp_path, run, more):
     }
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     assert run("train", tmp_path / "recipe.yaml", "--out", tmp_path / "run")[0] == 0
-    code, printed, said = run("convert", tmp_path / "run", "--kv-heads", "1", "--heal", "4k", "--plan", *more.split())
+    code, printed, said = run(
+        "convert", tmp_path / "run", "--num-key-value-heads", "1", "--heal", "4k", "--plan", *more.split()
+    )
     assert code == 0, said
     healed = int(printed.partition("healing on ")[2].partition(" tokens")[0].replace(",", ""))
     assert 3800 < healed <= 4000
@@ -627,7 +629,9 @@ def test_image_models_are_refused(written, tmp_path, run):
     sizes = dict(image_size=8, patch_size=4, num_labels=3, num_hidden_layers=2, hidden_size=32, intermediate_size=48)
     model = HeadwaterForImageClassification(HeadwaterVisionConfig(**sizes, num_attention_heads=4))
     model.save_pretrained(tmp_path / "vit")
-    code, _, said = run("convert", tmp_path / "vit", "--kv-heads", "1", "--heal", "4k", "--text", written / "texts")
+    code, _, said = run(
+        "convert", tmp_path / "vit", "--num-key-value-heads", "1", "--heal", "4k", "--text", written / "texts"
+    )
     assert code == 2
     assert "image model" in said
     with pytest.raises(HeadwaterError, match="image model"):
@@ -637,7 +641,18 @@ def test_image_models_are_refused(written, tmp_path, run):
 def test_another_source_is_not_resumed(written, tmp_path, run):
     torch.manual_seed(1)
     write_model(tmp_path / "other", from_transformers(llama()), load_tokenizer("bytes"))
-    given = ["--kv-heads", "1", "--text", written / "texts", "--context", "16", "--heal", "100", "--batch-size", "2"]
+    given = [
+        "--num-key-value-heads",
+        "1",
+        "--text",
+        written / "texts",
+        "--context",
+        "16",
+        "--heal",
+        "100",
+        "--batch-size",
+        "2",
+    ]
     given += ["--out", tmp_path / "out", "data.held_out_bytes=300"]
     assert run("convert", written / "llama", *given)[0] == 0
     code, _, said = run("convert", tmp_path / "other", *given, "--resume")
@@ -653,7 +668,7 @@ def test_another_source_is_not_resumed(written, tmp_path, run):
     ("mechanism", "goal", "said"),
     [
         ("mudd", ["--mechanism", "kv_source"], "would have shape"),
-        ("kv_shift", ["--kv-heads", "1"], "cannot be pooled"),
+        ("kv_shift", ["--num-key-value-heads", "1"], "cannot be pooled"),
     ],
 )
 def test_what_cannot_be_finished_is_refused_before_anything_is_trained(written, tmp_path, run, mechanism, goal, said):
@@ -668,7 +683,7 @@ def test_what_cannot_be_finished_is_refused_before_anything_is_trained(written, 
 
 
 def test_the_plan_needs_the_text(written, tmp_path, run):
-    given = ["--kv-heads", "1", "--heal", "4k", "--plan"]
+    given = ["--num-key-value-heads", "1", "--heal", "4k", "--plan"]
     code, _, said = run("convert", written / "llama", *given, "--text", str(tmp_path / "none" / "*.txt"))
     assert code == 2
     assert "No file matches" in " ".join(said.split())
@@ -681,7 +696,7 @@ def test_a_name_on_the_hub_is_a_source(written, tmp_path):
     shutil.copytree(written / "llama", place / "snapshots" / "abc")
     (place / "refs").mkdir()
     (place / "refs" / "main").write_text("abc")
-    command = [sys.executable, "-m", "headwater", "convert", "me/tiny", "--kv-heads", "1", "--heal", "100"]
+    command = [sys.executable, "-m", "headwater", "convert", "me/tiny", "--num-key-value-heads", "1", "--heal", "100"]
     command += ["--context", "16", "--batch-size", "2", "--out", str(tmp_path / "out"), "data.held_out_bytes=300"]
     offline = os.environ | {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
     subprocess.run([*command, "--text", str(written / "texts")], check=True, env=offline)
@@ -706,7 +721,7 @@ def test_runs_on_synthetic_data(tmp_path, run, kind):
     code, _, said = run(
         "convert",
         tmp_path / "source",
-        "--kv-heads",
+        "--num-key-value-heads",
         "1",
         "--heal",
         "1k",
@@ -742,8 +757,8 @@ def test_resuming_writes_to_no_other_folder(written, tmp_path, run):
         (model, model / "inside", "is, holds, or is in the source"),
     ):
         code, _, error = run(
-            "convert", source, "--kv-heads", "1", "--text", written / "texts", "--context", "16", "--heal", "400",
-            "--batch-size", "2", "--out", folder, "--resume",
+            "convert", source, "--num-key-value-heads", "1", "--text", written / "texts", "--context", "16",
+            "--heal", "400", "--batch-size", "2", "--out", folder, "--resume",
         )  # fmt: skip
         assert code == 2
         assert said in " ".join(error.split())
@@ -756,14 +771,14 @@ def test_a_refused_conversion_leaves_an_empty_folder_empty(written, tmp_path, ru
 
     monkeypatch.setattr("headwater.training.parallel.connected", refuse)
     given = ["--text", written / "texts", "--context", "16", "--heal", "1k", "--batch-size", "2"]
-    code, _, said = run("convert", written / "llama", "--kv-heads", "1", *given, "--out", tmp_path)
+    code, _, said = run("convert", written / "llama", "--num-key-value-heads", "1", *given, "--out", tmp_path)
     assert code == 2
     assert "no such device" in said
     assert not list(tmp_path.iterdir())
 
 
 def test_rows_are_no_longer_than_the_model_has_positions(written, run):
-    given = ["convert", written / "llama", "--kv-heads", "1", "--heal", "4k", "--plan", "--batch-size", "2"]
+    given = ["convert", written / "llama", "--num-key-value-heads", "1", "--heal", "4k", "--plan", "--batch-size", "2"]
     code, printed, said = run(*given, "--text", written / "texts")
     assert code == 0
     assert "Rows of 64 tokens" in said
@@ -779,26 +794,38 @@ def test_rows_are_no_longer_than_the_model_has_positions(written, run):
     ("arguments", "said"),
     [
         ([], "Say how the cache becomes smaller"),
-        (["--kv-heads", "3"], "must be 1 to make them fewer"),
+        (["--num-key-value-heads", "3"], "must be 1 to make them fewer"),
         (["--mechanism", "kv_shift"], "does not only let layers share"),
-        (["--kv-heads", "1", "--mechanism", "short_conv"], "does not only let layers share"),
-        (["--kv-heads", "1", "--heal", "1k", "stages=[]"], "no stage after which the model is the smaller one"),
-        (["--kv-heads", "1", "--heal", "1k", "--no-anneal", "stages=[]"], "no stage after which"),
-        (["--kv-heads", "1", "--heal", "1k", "training.distill.teacher=/nope"], "no local file or folder '/nope'"),
-        (["--kv-heads", "1", "--heal", "20"], "takes at least 3"),
-        (["--kv-heads", "1", "--heal", "many"], "takes a number"),
-        (["--kv-heads", "1", "--choose"], "leave choose out"),
-        (["--mechanism", "svformer", "--choose", "--heal", "1k"], "leave out choose"),
-        (["--kv-heads", "1", "--context", "65"], "has 64 positions"),
-        (["training.devices=2", "--kv-heads", "1", "--heal", "1k", "training.device=cpu"], "uses one device"),
-        (["--mechanism", "nothing"], "no mechanism"),
-        (["--kv-heads", "1", "--heal", "1k", "start.checkpoint=x"], "leave out start.checkpoint"),
-        (["--kv-heads", "1", "--heal", "1k", "model.hidden_size=64"], "The model is SOURCE's"),
+        (["--num-key-value-heads", "1", "--mechanism", "short_conv"], "does not only let layers share"),
         (
-            ["--kv-heads", "1", "--no-distill", "training.distill.temperature=2"],
+            ["--num-key-value-heads", "1", "--heal", "1k", "stages=[]"],
+            "no stage after which the model is the smaller one",
+        ),
+        (["--num-key-value-heads", "1", "--heal", "1k", "--no-anneal", "stages=[]"], "no stage after which"),
+        (
+            ["--num-key-value-heads", "1", "--heal", "1k", "training.distill.teacher=/nope"],
+            "no local file or folder '/nope'",
+        ),
+        (["--num-key-value-heads", "1", "--heal", "20"], "takes at least 3"),
+        (["--num-key-value-heads", "1", "--heal", "many"], "takes a number"),
+        (["--num-key-value-heads", "1", "--choose"], "leave choose out"),
+        (["--mechanism", "svformer", "--choose", "--heal", "1k"], "leave out choose"),
+        (["--num-key-value-heads", "1", "--context", "65"], "has 64 positions"),
+        (
+            ["training.devices=2", "--num-key-value-heads", "1", "--heal", "1k", "training.device=cpu"],
+            "uses one device",
+        ),
+        (["--mechanism", "nothing"], "no mechanism"),
+        (["--num-key-value-heads", "1", "--heal", "1k", "start.checkpoint=x"], "leave out start.checkpoint"),
+        (["--num-key-value-heads", "1", "--heal", "1k", "model.hidden_size=64"], "The model is SOURCE's"),
+        (
+            ["--num-key-value-heads", "1", "--no-distill", "training.distill.temperature=2"],
             "two things about training.distill",
         ),
-        (["--kv-heads", "1", "--no-anneal", "start.convert.anneal=true"], "two things about start.convert.anneal"),
+        (
+            ["--num-key-value-heads", "1", "--no-anneal", "start.convert.anneal=true"],
+            "two things about start.convert.anneal",
+        ),
         (
             ["--mechanism", "svformer", "--mechanism", "kv_source={every: 4}", "--heal", "1k"],
             "no smaller than 'kv_source' alone",
@@ -829,7 +856,7 @@ def test_text_that_has_changed_since_training_is_told(written, tmp_path, run):
         history = [Event(what="trained", details={"data": {"settings": text, "sha256": sha}})]
         model = from_transformers(llama())
         write_model(tmp_path / sha, model, load_tokenizer("bytes"), history)
-        given = ["--kv-heads", "1", "--heal", "100", "--batch-size", "2", "--out", tmp_path / f"{sha}-out"]
+        given = ["--num-key-value-heads", "1", "--heal", "100", "--batch-size", "2", "--out", tmp_path / f"{sha}-out"]
         code, _, said = run("convert", tmp_path / sha, *given)
         assert code == 0
         assert ("have changed since it was trained on them" in " ".join(said.split())) == warned
@@ -844,10 +871,10 @@ def _recipe(folder, data):
 def test_sources_without_a_tokenizer_or_a_text_are_refused(written, tmp_path, run):
     bare = tmp_path / "bare"
     llama().save_pretrained(bare)
-    code, _, error = run("convert", bare, "--kv-heads", "1", "--text", written / "texts")
+    code, _, error = run("convert", bare, "--num-key-value-heads", "1", "--text", written / "texts")
     assert code == 2
     assert "no tokenizer" in error
-    code, _, error = run("convert", bare, "--kv-heads", "1")
+    code, _, error = run("convert", bare, "--num-key-value-heads", "1")
     assert code == 2
     assert "pass a text" in " ".join(error.split())
     short = tmp_path / "short"
@@ -855,7 +882,7 @@ def test_sources_without_a_tokenizer_or_a_text_are_refused(written, tmp_path, ru
     for name in "ab":
         (short / f"{name}.txt").write_text("A few words.")
     code, _, error = run(
-        "convert", written / "llama", "--kv-heads", "1", "--text", short, "--context", "64", "--heal", "2k",
+        "convert", written / "llama", "--num-key-value-heads", "1", "--text", short, "--context", "64", "--heal", "2k",
         "--batch-size", "1", "--out", tmp_path / "x",
     )  # fmt: skip
     assert code == 2

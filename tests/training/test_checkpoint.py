@@ -275,7 +275,7 @@ def test_damage_of_the_same_step_again_is_passed_over_again(recipe, finished, tm
     same_end(tmp_path / "whole", tmp_path / "run")
 
 
-@pytest.mark.parametrize("command", [["export", "{}", "{}-exported"], ["generate", "{}", "a prompt"]])
+@pytest.mark.parametrize("command", [["export", "{}", "--out", "{}-exported"], ["generate", "{}", "a prompt"]])
 def test_damaged_weights_are_neither_exported_nor_run(recipe, finished, tmp_path, run, command):
     finished(recipe(training={"steps": 2}), tmp_path / "run")
     flip(checkpoints(tmp_path / "run")[-1] / "model.safetensors")

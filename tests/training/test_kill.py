@@ -141,7 +141,7 @@ def of_images(tmp_path):
             "num_attention_heads": 2,
             "drop_path": 0.2,
         },
-        "training": CHANGES["training"] | {"ema": 0.95, "label_smoothing": 0.1, "layer_decay": 0.7, "threads": 1},
+        "training": CHANGES["training"] | {"ema": 0.95, "label_smoothing": 0.1, "threads": 1},
         "reporting": CHANGES["reporting"] | {"tensorboard": False},
     }
 

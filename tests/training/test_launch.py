@@ -8,9 +8,8 @@ import pytest
 import yaml
 
 import processes
-from headwater.errors import HeadwaterError
 from headwater.recipe import Training
-from headwater.training.parallel import LAUNCHED, placed
+from headwater.training.parallel import placed
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "1",
@@ -21,45 +20,12 @@ TORCHRUN = {
 }
 
 
-@pytest.fixture
-def environment(monkeypatch):
-    def put(values):
-        for name in ("TORCHELASTIC_RUN_ID", "SLURM_PROCID", "MASTER_PORT", *LAUNCHED):
-            monkeypatch.delenv(name, raising=False)
-        for name, value in values.items():
-            monkeypatch.setenv(name, value)
-
-    return put
-
-
-def test_what_launchers_say_is_believed(environment):
-    environment(TORCHRUN)
-    assert placed(Training()) == (2, 2)
-    environment({"LOCAL_RANK": "1", "MASTER_PORT": "12345"})
+def test_torchruns_numbers_take_precedence(monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     assert placed(Training(devices=2)) == (2, 1)
-    environment({"LOCAL_RANK": "0", "RANK": "of nothing here"})
-    assert placed(Training()) == (1, 1)
-
-
-@pytest.mark.parametrize(
-    ("devices", "values", "message"),
-    [(1, TORCHRUN | {name: value}, name) for name in LAUNCHED for value in ("", "x", "-1", "1.0", "٣")]
-    + [(1, {key: value for key, value in TORCHRUN.items() if key != name}, name) for name in LAUNCHED]
-    + [
-        (1, {"TORCHELASTIC_RUN_ID": "x"}, "missing"),
-        (1, TORCHRUN | {"WORLD_SIZE": "3"}, "WORLD_SIZE=3"),
-        (1, TORCHRUN | {"WORLD_SIZE": "0"}, "WORLD_SIZE"),
-        (1, TORCHRUN | {"RANK": "4"}, "RANK=4"),
-        (1, TORCHRUN | {"LOCAL_RANK": "2"}, "LOCAL_RANK=2"),
-        (1, {"LOCAL_RANK": "1"}, "LOCAL_RANK=1"),
-        (1, {"LOCAL_RANK": "zero"}, "'zero'"),
-        (2, {"LOCAL_RANK": "0"}, "MASTER_PORT"),
-    ],
-)
-def test_odd_environments_are_one_sentence(environment, devices, values, message):
-    environment(values)
-    with pytest.raises(HeadwaterError, match=message):
-        placed(Training(devices=devices))
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    assert placed(Training()) == (2, 2)
 
 
 @pytest.fixture
@@ -79,19 +45,17 @@ def start(command, folder, second):
     return processes.Command(*command, env=os.environ | {"PYTHONPATH": places})
 
 
-@pytest.mark.parametrize("code", [0, 3])
-def test_a_second_process_that_dies_as_it_starts_is_one_sentence(command, tmp_path, code):
-    process = start(command, tmp_path, f"os._exit({code})")
+def test_a_second_process_that_dies_as_it_starts_ends_the_first(command, tmp_path):
+    process = start(command, tmp_path, "os._exit(3)")
     _, said = process.communicate(timeout=240)
-    assert process.returncode == 2
+    assert process.returncode != 0
     assert "Traceback" not in said
-    assert f"Process 1 of this run has ended (exit code {code})" in said
+    assert "terminated with code 3" in said
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 @pytest.mark.slow
 def test_while_it_waits_for_others_a_process_can_be_stopped(command, tmp_path, number):
-    """And the others go with it."""
     process = start(command, tmp_path, f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))")
     deadline = time.monotonic() + 240
     pid = tmp_path / "pid"
@@ -104,6 +68,6 @@ def test_while_it_waits_for_others_a_process_can_be_stopped(command, tmp_path, n
     process.send_signal(number)
     process.wait(60)
     assert process.returncode == -number
-    os.kill(int(pid.read_text()), signal.SIGCONT)
+    os.kill(int(pid.read_text()), signal.SIGKILL)
     _, said = process.communicate(timeout=240)  # until nobody has its stderr any more
     assert "Traceback" not in said

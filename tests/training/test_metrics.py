@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 
 import pytest
 
@@ -55,26 +54,7 @@ def test_points_come_back_and_a_reader_needs_nothing_but_json(tmp_path):
     assert same(read(tmp_path).points, POINTS)
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 20))])
-def test_any_flipped_bit_costs_its_line_alone_and_is_told(tmp_path, seed):
-    draw = random.Random(seed)
-    file = written(tmp_path)
-    whole = file.read_bytes()
-    for _ in range(60):
-        place, bit = draw.randrange(len(whole)), draw.randrange(8)
-        damaged = bytearray(whole)
-        damaged[place] ^= 1 << bit
-        file.write_bytes(damaged)
-        found = read(tmp_path)
-        kept = [repr(point) for point in found.points]
-        lost = [point for point in POINTS if repr(point) not in kept]
-        assert set(kept) <= {repr(point) for point in POINTS}, "a point that nobody wrote"
-        assert len(lost) <= (2 if whole[place : place + 1] == b"\n" else 1)
-        last = place == len(whole) - 1  # its line end: the line is whole, or one that was cut short
-        assert not lost or last or "damaged" in found.damage
-
-
-def test_zeroed_pages_cut_ends_and_lines_of_before_checks(tmp_path):
+def test_zeroed_pages_and_cut_ends(tmp_path):
     file = written(tmp_path)
     whole = file.read_bytes()
     file.write_bytes(whole[:500] + bytes(600) + whole[1100:])
@@ -84,16 +64,14 @@ def test_zeroed_pages_cut_ends_and_lines_of_before_checks(tmp_path):
     found = read(tmp_path)
     assert same(found.points, POINTS[:-1])
     assert found.damage is None
-    plain = [{key: value for key, value in json.loads(line).items() if key != "crc32"} for line in whole.splitlines()]
-    file.write_text("".join(json.dumps(line) + "\n" for line in plain))
-    assert same(read(tmp_path).points, POINTS)
+    file.write_bytes(whole)
     file.write_text(file.read_text().replace("bits_per_byte", "bits_per_bite", 1))
     assert len(read(tmp_path).points) == len(POINTS) - 1
 
 
 @pytest.mark.parametrize(
     "line",
-    [b"5", b"[]", b'"crc32"', b"{}", b'{"kind": []}', b'{"kind": "curve"}', b"\xff\xfe", b"[" * 100_000,
+    [b"5", b"[]", b"{}", b'{"kind": []}', b'{"kind": "curve"}', b"\xff\xfe", b"[" * 100_000,
      b'{"kind": "notice", "step": ' + b"9" * 5000 + b', "message": ""}'],
 )  # fmt: skip
 def test_whatever_stands_in_a_line_the_others_are_read(tmp_path, line):
@@ -129,7 +107,6 @@ def test_a_damaged_log_is_gone_on_with_and_told(recipe, tmp_path):
     assert [point.step for point in made.curve] == [2, 3, 4]
     assert any("metrics.jsonl is damaged: line 1" in notice.message for notice in made.notices)
     assert any(isinstance(point, Notice) and "damaged" in point.message for point in told)
-    assert (tmp_path / "run" / "metrics.damaged.jsonl").read_bytes() == damaged
     assert read(tmp_path / "run").damage is None
 
 

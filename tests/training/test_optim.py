@@ -57,7 +57,6 @@ def test_a_mechanism_may_have_a_group_and_a_rate_of_its_own(model, monkeypatch):
     assert (scalars["name"], taps["name"], taps["weight_decay"], taps["rate"]) == ("scalars", "taps", 0.0, 0.1)
     assert set(taps["params"]) == {p for name, p in model.named_parameters() if name.endswith("beta")}
     assert not set(taps["params"]) & set(scalars["params"])
-    assert parameter_groups(model, 0.1, layer_decay=0.5)[-1]["rate"] == pytest.approx(0.1 * 0.5**2)
     monkeypatch.setattr(KVShift, "group", lambda self, parameter: "scalar")
     with pytest.raises(HeadwaterError, match="among the scalar; its group"):
         parameter_groups(model, 0.1)

@@ -27,7 +27,7 @@ from headwater.training.checkpoint import (
 from headwater.training.loop import train
 from headwater.training.places import checkpoints
 from headwater.training.run_folder import MARK
-from headwater.training.saving import save_checkpoint
+from headwater.training.saving import Saver
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:
@@ -38,7 +38,7 @@ def contents(folder: Path) -> dict[str, bytes | None]:
 def project(tmp_path):
     """Somebody's folder, with names in it that a run has too."""
     folder = tmp_path / "proj"
-    for name in ("start", "failures/step-000001", "tensorboard", "checkpoints/step-000100", "checkpoints/.writing-x"):
+    for name in ("start", "tensorboard", "checkpoints/step-000100", "checkpoints/.writing-x"):
         (folder / name).mkdir(parents=True)
         (folder / name / "mine.txt").write_text("mine")
     (folder / "metrics.jsonl").write_text("{}\n")
@@ -118,8 +118,6 @@ class TestOwnFolders:
         logged = {"tensorboard": True, "log_every": 1}
         with pytest.raises(PowerCut):
             train(recipe(reporting=logged), tmp_path / "run", on_event=cut_at(3))  # no checkpoint yet
-        (tmp_path / "run" / "failures").mkdir()
-        (tmp_path / "run" / "failures" / "seen").write_text("kept")
         before = {name: content for name, content in contents(tmp_path / "run").items() if name != MARK}
         assert "metrics.jsonl" in before
         assert any(name.startswith("tensorboard/") for name in before)
@@ -133,7 +131,6 @@ class TestOwnFolders:
             after = {name: content for name, content in contents(tmp_path / "run").items() if name != MARK}
             assert after == before
         train(recipe(), tmp_path / "run")
-        assert (tmp_path / "run" / "failures" / "seen").read_text() == "kept"
 
     @pytest.mark.slow
     def test_a_grown_start_is_made_beside_the_old_one_until_the_run_begins(self, recipe, tmp_path):
@@ -266,7 +263,9 @@ def test_every_optimiser_goes_on_as_if_it_had_never_stopped(kind, options, tmp_p
     assert kind is torch.optim.Adagrad or optimizer_tensors(one, [first]) == {}
     take(one, first, range(3))
     target = tmp_path / "checkpoints" / "step-000003"
-    save_checkpoint(target, Progress(step=3), one, None, optimizer_tensors(one, [first]), fabric)
+    with Saver(fabric) as saver:
+        saver.start(target, Progress(step=3), one, None, optimizer_tensors(one, [first]))
+        saver.finish()
     other = HeadwaterForCausalLM(config({"kv_shift": {}}))
     again = kind(other.parameters(), lr=1e-3, **options)
     restore(target, other, [again], {}, distributed=False)
@@ -304,7 +303,7 @@ class TestFullDisks:
     def test_no_room_for_a_tokenizer_or_the_weights_leaves_nothing(self, recipe, finished, tmp_path, limit):
         finished(recipe(training={"steps": 2}), tmp_path / "run")
         before = functools.partial(processes.small_files, limit)
-        code, _, err = processes.run("export", tmp_path / "run", tmp_path / "exported", before=before)
+        code, _, err = processes.run("export", tmp_path / "run", "--out", tmp_path / "exported", before=before)
         assert code == 2
         assert "could not be written: the disk is full" in err
         assert "Traceback" not in err

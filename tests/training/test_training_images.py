@@ -15,16 +15,14 @@ from trials import PowerCut, cut_at, same_end
 
 from headwater import priced
 from headwater.cli import main
-from headwater.errors import Diverged, HeadwaterError
+from headwater.errors import HeadwaterError
 from headwater.nn.loss import smoothed
 from headwater.prediction import load_for_prediction, predict
 from headwater.recipe import AnyData, Start, parse
 from headwater.records import Event, Experiment, read_record
 from headwater.training.averaging import Average
 from headwater.training.checkpoint import load_model
-from headwater.training.guards import replay
 from headwater.training.loop import train
-from headwater.training.optim import parameter_groups
 from headwater.training.places import checkpoints, newest_checkpoint
 from headwater.training.refit import changes_for, check_classes, refitting
 from headwater.vision_config import HeadwaterVisionConfig
@@ -57,7 +55,6 @@ def make():
                 "threads": 1,
                 "ema": 0.9,
                 "label_smoothing": 0.1,
-                "layer_decay": 0.7,
             },
             "reporting": {"log_every": 3, "save_every": 4, "evaluate_every": 6, "tensorboard": False},
         }
@@ -177,36 +174,6 @@ def test_smoothing_is_pytorchs(probabilities):
     given = F.one_hot(labels, 3 + 1).float() if probabilities else labels
     expected = F.cross_entropy(logits, labels, label_smoothing=0.2)
     assert torch.allclose(F.cross_entropy(logits, smoothed(given, 0.2, 4)), expected)
-
-
-def test_each_layer_has_its_rate(make, finished):
-    model = load_model(checkpoints(finished)[-1])
-    rates = {}
-    for group in parameter_groups(model, 0.1, layer_decay=0.5):
-        rates |= dict.fromkeys(group["params"], group["rate"])
-    for name, parameter in model.named_parameters():
-        wanted = 1.0
-        if "layers.0" in name or "layers.1" in name:
-            wanted = 0.25 if "layers.0" in name else 0.5
-        elif "embed" in name or "class_token" in name:
-            wanted = 0.125
-        assert rates[parameter] == wanted, name
-    assert all("rate" not in group for group in parameter_groups(model, 0.1))
-
-
-def test_rates_of_layers_are_those_that_are_stepped_with(make, tmp_path):
-    """With plain SGD the first update of a parameter is its gradient times its rate."""
-    steps = {"steps": 1, "warmup_steps": 0, "optimizer": "torch.optim:SGD", "clip": None, "ema": None}
-    ends = []
-    for decay in (None, 0.5):
-        train(make(training=steps | {"layer_decay": decay}), tmp_path / str(decay))
-        ends.append(load_model(checkpoints(tmp_path / str(decay))[-1]))
-    start = type(ends[0])(ends[0].config)
-    for name, parameter in start.named_parameters():
-        full, less = (end.get_parameter(name) - parameter for end in ends)
-        share = 0.25 if "layers.0" in name else 0.5 if "layers.1" in name else 0.125 if "model.embed" in name else 1
-        share = 0.125 if "class_token" in name else share
-        assert torch.allclose(less, full * share, atol=1e-6, rtol=0.01), name
 
 
 def test_a_broken_held_out_image_loses_no_step(make, tmp_path):
@@ -332,7 +299,7 @@ def letters(tmp_path):
 
 
 def test_a_trained_model_gets_a_classifier_and_positions_for_other_images(make, finished, letters, tmp_path, capsys):
-    values = make(training={"steps": 1, "layer_decay": None}).model_dump(mode="json")
+    values = make(training={"steps": 1}).model_dump(mode="json")
     values |= {"data": letters, "start": {"checkpoint": str(finished)}}
     with pytest.raises(HeadwaterError, match=r"10 classes and the data 2.*class 0 is '0'.*'a'.*new_classifier=true"):
         train(parse(values, "test"), tmp_path / "refused")
@@ -357,7 +324,7 @@ def test_a_trained_model_gets_a_classifier_and_positions_for_other_images(make, 
 
 @pytest.mark.slow
 def test_a_cut_run_of_a_fitted_model_resumes_to_the_same_end(make, finished, letters, tmp_path):
-    values = make(training={"layer_decay": None}).model_dump(mode="json")
+    values = make().model_dump(mode="json")
     values |= {"data": letters, "start": {"checkpoint": str(finished), "new_classifier": True}}
     recipe = parse(values, "test")
     train(recipe, tmp_path / "whole")
@@ -372,7 +339,7 @@ def test_what_is_not_fitted_is_said(make, finished, finished_text, letters, reci
     events = [{"image_size": [size, size], "classes": 2} for size in (8, 12)]
     details = {"from": events[0], "to": events[1], "new_classifier": False, "interpolated": False}
     assert refitting(Event(what="refitted", details=details)).endswith("12 x 12 pixels now, of 8 x 8 before.")
-    values = make(training={"layer_decay": None}).model_dump(mode="json") | {"data": letters}
+    values = make().model_dump(mode="json") | {"data": letters}
     values["start"] = {"checkpoint": str(finished), "new_classifier": True, "optimizer": "kept"}
     with pytest.raises(HeadwaterError, match="no state for a new classifier"):
         train(parse(values, "test"), tmp_path / "kept")
@@ -395,13 +362,3 @@ def test_unnamed_classes_take_the_datas_names(letters):
 
 def test_more_classes_than_the_datas_keep_their_names(make):
     assert make(model={"num_labels": 12}).config_for(make().data.build()).id2label[9] == "9"
-
-
-def test_a_diverged_step_is_run_again(make, tmp_path):
-    made = make(training={"learning_rate": 1e30, "warmup_steps": 0, "skip_limit": 1, "clip": None})
-    with pytest.raises(Diverged, match="headwater replay"):
-        train(made, tmp_path / "run")
-    (failure,) = (tmp_path / "run" / "failures").iterdir()
-    found = replay(failure, "cpu")
-    assert found.forward is not None or found.backward is not None
-    assert len(found.rows) == 8

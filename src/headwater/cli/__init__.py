@@ -21,7 +21,6 @@ COMMANDS: dict[str, dict[str, str]] = {
         "training:train": "train shakespeare training.steps=200 --out runs/mine",
         "comparing:compare": "compare demo/induction demo/language --out runs/demo",
         "reproducing:reproduce": "reproduce kv-shifting/figure-1a",
-        "training:recipes": "recipes",
         "data:data": "",
     },
     USE: {
@@ -35,9 +34,8 @@ COMMANDS: dict[str, dict[str, str]] = {
     },
     MAKE: {
         "growing:retrofit": "retrofit meta-llama/Llama-3.2-1B --mechanism NAME --out llama-more",
-        "converting:convert": "convert runs/llama --kv-heads 1 --heal 10M --text 'texts/*.txt' --out runs/smaller",
+        "converting:convert": "convert runs/llama --num-key-value-heads 1 --text 'texts/*.txt' --out runs/smaller",
         "growing:grow": "grow runs/mine --ffn-pairs 1024",
-        "growing:widen": "widen runs/mine --hidden-size 512 --num-attention-heads 8",
         "growing:shrink": "shrink runs/mine --ffn-pairs 512",
         "growing:merge": "merge runs/base runs/left runs/right",
         "new:new": "",
@@ -45,10 +43,9 @@ COMMANDS: dict[str, dict[str, str]] = {
     LOOK: {
         "planning:plan": "plan gpt2-124m tokenformer-124m --hardware H100 --tokens 300B",
         "planning:init": "init tokenformer-124m num_hidden_layers=2",
-        "planning:presets": "presets",
+        "listing:list": "list presets",
         "training:runs": "runs",
         "comparing:report": "report runs/demo",
-        "training:replay": "replay runs/mine/failures/step-120",
         "bench:bench": "",
         "doctoring:doctor": "doctor",
     },
@@ -56,7 +53,7 @@ COMMANDS: dict[str, dict[str, str]] = {
 
 
 # Commands that read no files in which code from outside may be named.
-NAMELESS = ("recipes", "presets", "data", "new")
+NAMELESS = ("list", "data", "new")
 
 
 class _Commands(Mapping[str, Any]):

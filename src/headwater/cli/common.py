@@ -128,16 +128,6 @@ def recipe_of(argument: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     return load_recipe(find_recipe(argument), overrides)
 
 
-def one_folder(argument: Path | None, option: Path | None) -> Path:
-    """The new folder of a command, named with --out, or as its last argument. Raises `HeadwaterError`."""
-    if argument is not None and option is not None:
-        raise HeadwaterError(f"Two output folders are named, {str(argument)!r} and {str(option)!r}; give --out alone.")
-    folder = option or argument
-    if folder is None:
-        raise HeadwaterError("Name the output folder with --out FOLDER.")
-    return folder
-
-
 def check_outside(folder: Path, source: str | Path, around: bool = False) -> None:
     """Raise `HeadwaterError` for an output folder that is, holds or is in the source, a checkpoint or a run.
 

@@ -42,7 +42,7 @@ def convert(
             help='Mechanism by which layers share: NAME, or "NAME={option: value}"; repeatable.', show_default=False
         ),
     ] = None,
-    kv_heads: Annotated[
+    num_key_value_heads: Annotated[
         int | None, typer.Option(help="Number of key/value heads after pooling (GQA).", show_default=False)
     ] = None,
     choose: Annotated[
@@ -93,9 +93,9 @@ def convert(
 
     quiet()
     mechanisms = mechanisms_of(mechanism or [])
-    if not mechanisms and kv_heads is None:
+    if not mechanisms and num_key_value_heads is None:
         raise HeadwaterError(
-            "Say how the cache becomes smaller: --mechanism NAME by which layers share, or --kv-heads N."
+            "Say how the cache becomes smaller: --mechanism NAME by which layers share, or --num-key-value-heads N."
         )
     if text is None and context is not None:
         raise HeadwaterError(
@@ -134,7 +134,7 @@ def convert(
     # The data are what the model's history says, which may be anyone's.
     batches = {"name": target.name, "data": data, "training": {"batch_size": batch_size}}
     sized = changed_recipe(batches, sizes, "the recipe")
-    given = {"mechanisms": mechanisms or None, "num_key_value_heads": kv_heads, "choose": choose}
+    given = {"mechanisms": mechanisms or None, "num_key_value_heads": num_key_value_heads, "choose": choose}
     values = conversion_recipe(
         target.name,
         str(place),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from headwater.cli.common import GoesOn, check_writable, one_folder, out, quiet
+from headwater.cli.common import GoesOn, check_writable, out, quiet
 from headwater.cli.progress import ProgressReport
 from headwater.errors import HeadwaterError
 from headwater.terminal import Table
@@ -39,10 +39,7 @@ Separator = Annotated[
 @data.command("prepare")
 def prepare(
     source: SourceArgument,
-    folder_argument: Annotated[Path | None, typer.Argument(metavar="OUT", hidden=True)] = None,
-    out_folder: Annotated[
-        Path | None, typer.Option("--out", help="A new folder, or one to resume.", show_default=False)
-    ] = None,
+    folder: Annotated[Path, typer.Option("--out", help="A new folder, or one to resume.", show_default=False)],
     tokenizer: Annotated[
         str, typer.Option(help='"bytes", or the folder, tokenizer.json or hub name of a tokenizer.')
     ] = "bytes",
@@ -69,7 +66,6 @@ def prepare(
     from headwater.data.stream import TextSource
 
     quiet()
-    folder = one_folder(folder_argument, out_folder)
     check_writable(folder, folder=True)
     there = {name for name in (DOMAINS, JOURNAL, MANIFEST) if (folder / name).exists()}
     with _Bar("tokens") as bar:
@@ -112,37 +108,10 @@ def show(
         _say("all checksums match")
 
 
-@data.command("tasks")
-def tasks() -> None:
-    """List the synthetic tasks: a row of each, and the scores of a guess and a solver."""
-    from headwater.data.synthetic import SyntheticSettings, every_task
-
-    def settings_of(settings: SyntheticSettings) -> str:
-        fields = settings.model_dump(exclude={"kind", "held_out"})
-        return " ".join([settings.kind, *(f"{name}={value}" for name, value in fields.items())])
-
-    table = Table(caption="guess: always the most frequent label; oracle: a solver that reads only the row")
-    for name in ("task", "a held-out row, → the label", "measure", "guess", "oracle"):
-        table.add_column(name, justify="right" if name in ("guess", "oracle") else "left", overflow="fold")
-    for settings in every_task():
-        task = settings.build()
-        sanity = task.sanity()
-        table.add_row(
-            settings_of(settings),
-            task.readable(task.held_out(), 0),
-            task.measure,
-            f"{sanity['guess']:.3f}",
-            f"{sanity['oracle']:.3f}",
-            end_section=True,
-        )
-    out.print(table, highlight=False, markup=False)
-
-
 @data.command("tokenizer")
 def tokenizer(
     source: SourceArgument,
-    folder_argument: Annotated[Path | None, typer.Argument(metavar="OUT", hidden=True)] = None,
-    out_folder: Annotated[Path | None, typer.Option("--out", help="A new folder.", show_default=False)] = None,
+    folder: Annotated[Path, typer.Option("--out", help="A new folder.", show_default=False)],
     vocabulary: Annotated[
         int, typer.Option(min=257, help="Vocabulary size, including the end-of-text token.")
     ] = 32_000,
@@ -164,7 +133,6 @@ def tokenizer(
     from headwater.files import staged
 
     quiet()
-    folder = one_folder(folder_argument, out_folder)
     check_name(folder.absolute())
     check_writable(folder, folder=True)
     documents = size = 0

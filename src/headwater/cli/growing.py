@@ -1,4 +1,4 @@
-"""`headwater grow`, `widen`, `shrink`, `merge`, `retrofit`: make a new model from a trained one."""
+"""`headwater grow`, `shrink`, `merge`, `retrofit`: make a new model from a trained one."""
 
 from __future__ import annotations
 
@@ -21,14 +21,6 @@ if TYPE_CHECKING:
     from headwater.records import Event
     from headwater.training.trained import Trained
 
-# Options of another name than their field.
-FLAGS = {
-    "num_hidden_layers": "layers",
-    "hidden_size": "width",
-    "intermediate_size": "ffn",
-    "num_attention_heads": "heads",
-    "num_key_value_heads": "kv-heads",
-}
 # In a sample of a text.
 ROWS = 32
 
@@ -46,7 +38,7 @@ Pairs = Annotated[
     int | None, typer.Option(help="Pairs of each attention projection after the change.", show_default=False)
 ]
 FfnPairs = Annotated[int | None, typer.Option(help="Pairs of each feed-forward after the change.", show_default=False)]
-Only = Annotated[
+Layers = Annotated[
     str | None, typer.Option(help="Pairs of these layers only, counted from 0, e.g. 0,1,5.", show_default=False)
 ]
 TextOption = Annotated[
@@ -55,36 +47,22 @@ TextOption = Annotated[
 ]
 
 
-NewWidth = Annotated[
-    int | None, typer.Option("--width", "--hidden-size", help="New width of the residual stream.", show_default=False)
-]
-NewUnits = Annotated[
-    int | None, typer.Option("--ffn", "--intermediate-size", help="New width of the feed-forward.", show_default=False)
-]
-NewHeads = Annotated[
-    int | None, typer.Option("--heads", "--num-attention-heads", help="New number of query heads.", show_default=False)
-]
-NewKVHeads = Annotated[
-    int | None,
-    typer.Option(
-        "--kv-heads",
-        "--num-key-value-heads",
-        help="New number of key/value heads; default: in proportion.",
-        show_default=False,
-    ),
-]
-
-
 def grow(
     checkpoint: AnyCheckpoint,
-    depth: Annotated[
-        str | None,
-        typer.Option("--layers", "--num-hidden-layers", help="New number of layers.", show_default=False),
+    num_hidden_layers: Annotated[int | None, typer.Option(help="New number of layers.", show_default=False)] = None,
+    hidden_size: Annotated[
+        int | None, typer.Option(help="New width of the residual stream.", show_default=False)
     ] = None,
-    hidden_size: NewWidth = None,
-    intermediate_size: NewUnits = None,
-    num_attention_heads: NewHeads = None,
-    num_key_value_heads: NewKVHeads = None,
+    intermediate_size: Annotated[
+        int | None, typer.Option(help="New width of the feed-forward.", show_default=False)
+    ] = None,
+    num_attention_heads: Annotated[
+        int | None, typer.Option(help="New number of query heads.", show_default=False)
+    ] = None,
+    num_key_value_heads: Annotated[
+        int | None,
+        typer.Option(help="New number of key/value heads; default: in proportion.", show_default=False),
+    ] = None,
     method: Annotated[
         str,
         typer.Option(
@@ -94,19 +72,15 @@ def grow(
     ] = "exact",
     attention_pairs: Pairs = None,
     ffn_pairs: FfnPairs = None,
-    only: Only = None,
+    layers: Layers = None,
     keys: Annotated[str, typer.Option(help="New keys: zero, or random, which changes the function.")] = "zero",
     tau: Annotated[str, typer.Option(help="τ: kept, or recomputed (√n), which changes the function.")] = "kept",
     freeze: Annotated[bool, typer.Option("--freeze", help="Train only the new pairs.")] = False,
     out_folder: Out = None,
 ) -> None:
     """Make a trained model deeper or wider, or add parameter tokens, by default without changing its function."""
-    if depth is not None and not depth.isdecimal():
-        raise HeadwaterError(
-            f"--layers is the new number of layers, not {depth!r}; --only names the layers in which pairs are added."
-        )
     arguments = dict(
-        num_hidden_layers=None if depth is None else int(depth),
+        num_hidden_layers=num_hidden_layers,
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
         num_attention_heads=num_attention_heads,
@@ -114,39 +88,19 @@ def grow(
         method=method,
         attention_pairs=attention_pairs,
         ffn_pairs=ffn_pairs,
-        layers=_layers(only),
+        layers=_numbers(layers),
         keys=keys,
         tau=tau,
+        freeze=freeze,
     )
-    _change(checkpoint, "grown", {"grow": arguments | {"freeze": freeze}}, out_folder)
-
-
-def widen(
-    checkpoint: AnyCheckpoint,
-    hidden_size: NewWidth = None,
-    intermediate_size: NewUnits = None,
-    num_attention_heads: NewHeads = None,
-    num_key_value_heads: NewKVHeads = None,
-    form: Annotated[
-        str, typer.Option(help="exact, hypercloning or lemon; or net2net, which changes the function.")
-    ] = "exact",
-    out_folder: Out = None,
-) -> None:
-    """Make a trained model wider: short for `headwater grow` with these sizes."""
-    sizes = dict(
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_attention_heads=num_attention_heads,
-        num_key_value_heads=num_key_value_heads,
-    )
-    _change(checkpoint, "widened", {"widen": sizes | {"form": form}}, out_folder)
+    _grow(checkpoint, arguments, out_folder)
 
 
 def shrink(
     checkpoint: Checkpoint,
     attention_pairs: Pairs = None,
     ffn_pairs: FfnPairs = None,
-    only: Only = None,
+    layers: Layers = None,
     text: TextOption = None,
     rows: Annotated[int, typer.Option(min=4, max=2**16, help="Rows in the sample.")] = ROWS,
     out_folder: Out = None,
@@ -163,7 +117,7 @@ def shrink(
     ids = sample_rows(trained, text, rows)
     seen = len(ids) if text is None else len(ids) - len(ids) // 4
     weights = importance(trained.model, ({trained.model.main_input_name: row[None]} for row in ids[:seen]))
-    model = without(trained.model, weights, attention_pairs, ffn_pairs, layers=_layers(only))
+    model = without(trained.model, weights, attention_pairs, ffn_pairs, layers=_numbers(layers))
     before, after = trained.model.num_parameters(), model.num_parameters()
     if text is None and (data := data_of(trained.history)) is not None:
         if warning := changed_text(trained, data):
@@ -178,7 +132,7 @@ def shrink(
         measured = _moved(trained.model, model, ids[seen:])
         said = f"{_said(measured)} (last quarter)"
     out.print(f"{before:,} → {after:,} parameters; {said}", soft_wrap=True)
-    details = {"attention_pairs": attention_pairs, "ffn_pairs": ffn_pairs, "layers": _layers(only)} | measured
+    details = {"attention_pairs": attention_pairs, "ffn_pairs": ffn_pairs, "layers": _numbers(layers)} | measured
     _write(target, trained, model, Event(what="shrunk", details=details))
 
 
@@ -339,13 +293,13 @@ def _has_history(source: str) -> bool:
     return path.is_dir() and any(event.what == "trained" for event in history_of(newest_checkpoint(path)))
 
 
-def _layers(text: str | None) -> list[int] | None:
+def _numbers(text: str | None) -> list[int] | None:
     if text is None:
         return None
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise HeadwaterError(f"--only lists numbers, e.g. 0,1,5, not {text!r}.") from None
+        raise HeadwaterError(f"--layers lists numbers, e.g. 0,1,5, not {text!r}.") from None
 
 
 def _free(folder: Path | None, source: Path, what: str) -> Path:
@@ -363,7 +317,7 @@ def _free(folder: Path | None, source: Path, what: str) -> Path:
     return folder
 
 
-def _change(checkpoint: str, what: str, given: dict[str, Any], folder: Path | None) -> None:
+def _grow(checkpoint: str, arguments: dict[str, Any], folder: Path | None) -> None:
     from pydantic import ValidationError
 
     from headwater.cost import check_memory
@@ -372,7 +326,7 @@ def _change(checkpoint: str, what: str, given: dict[str, Any], folder: Path | No
 
     quiet()
     try:
-        change = Change.model_validate(given)
+        change = Change.model_validate({"grow": arguments})
     except ValidationError as error:
         first = error.errors()[0]
         if first["type"] == "value_error":
@@ -381,10 +335,9 @@ def _change(checkpoint: str, what: str, given: dict[str, Any], folder: Path | No
             raise HeadwaterError(f"{first['msg'].rstrip('.')}; give other sizes.") from error
         field = str(first["loc"][-1])
         raise HeadwaterError(
-            f"--{FLAGS.get(field, field.replace('_', '-'))}: {first['msg'][0].lower()}{first['msg'][1:]}, "
-            f"not {first['input']!r}."
+            f"--{field.replace('_', '-')}: {first['msg'][0].lower()}{first['msg'][1:]}, not {first['input']!r}."
         ) from error
-    target = _free(folder, Path(checkpoint.rstrip("/")), what)
+    target = _free(folder, Path(checkpoint.rstrip("/")), "grown")
     try:
         trained = open_source(checkpoint, with_state=True)
     except HeadwaterError as error:

@@ -1,4 +1,4 @@
-"""`headwater plan`, `init`, `presets`: what can be known before training."""
+"""`headwater plan`, `init`: what can be known before training."""
 
 from __future__ import annotations
 
@@ -266,48 +266,3 @@ def _show_served(
         sizes = (f"{row[part]:,.1f}" for part in ("bytes_per_token", "of_them_raw_tokens"))
         table.add_row(row["model"], *sizes, *(f"{count:,}" for count in counts))
     out.print(table, highlight=False)
-
-
-def presets(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """List the papers' models, for `headwater plan` and `headwater.presets.preset`."""
-    import json
-    from dataclasses import asdict
-    from itertools import groupby
-
-    from headwater.cost import parameters
-    from headwater.presets import PRESETS, preset
-    from headwater.registry import resolve
-
-    quiet()
-    rows = []
-    for name, known in PRESETS.items():
-        config = preset(name)
-        origins = [resolve(mechanism).origin(options) for mechanism, options in (config.mechanisms or {}).items()]
-        rows.append(
-            (config, asdict(known) | {"name": name, "parameters": sum(parameters(config).values()), "origins": origins})
-        )
-    if as_json:
-        shown = [{key: value for key, value in row.items() if key != "reported_exact"} for _, row in rows]
-        print(json.dumps(shown, indent=2, ensure_ascii=False))
-        return
-    cells = [
-        (
-            row["name"],
-            *map(
-                str,
-                (config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.num_key_value_heads),
-            ),
-            f"{row['parameters']:,}",
-            "; ".join(row["origins"]),
-        )
-        for config, row in rows
-    ]
-    titles = ("name", "L", "D", "H", "K", "parameters", "attention also reads")
-    widths = [max(map(len, column)) for column in zip(titles, *cells, strict=True)][:-1]
-    for paper, group in groupby(zip(rows, cells, strict=True), lambda row: row[0][1]["paper"]):
-        table = lined(title=paper)
-        for title, width in zip(titles, [*widths, None], strict=True):
-            table.add_column(title, justify="left" if title in (titles[0], titles[-1]) else "right", min_width=width)
-        for _, row in group:
-            table.add_row(*row)
-        out.print(table, highlight=False)

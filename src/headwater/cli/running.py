@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from headwater.cli.common import Device, check_outside, check_writable, device_of, err, one_folder, quiet, tell_model
+from headwater.cli.common import Device, check_outside, check_writable, device_of, err, quiet, tell_model
 from headwater.errors import HeadwaterError
 
 # Options of `generate` that choose among tokens, which it does not at temperature 0.
@@ -24,7 +24,6 @@ def generate(
     context: typer.Context,
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint's folder, or a run's (its newest checkpoint).")],
     prompt: Annotated[str | None, typer.Argument(help="The text to continue; - reads it from stdin.")] = None,
-    file: Annotated[Path | None, typer.Option(help="Read the text to continue from this file.")] = None,
     jsonl: Annotated[
         Path | None,
         typer.Option(
@@ -62,8 +61,8 @@ def generate(
     from headwater.models.decoding import Decoder
 
     quiet()
-    if sum(given is not None for given in (prompt, file, jsonl)) != 1:
-        raise HeadwaterError("Pass exactly one of: a prompt, - for stdin, --file, --jsonl.")
+    if (prompt is None) == (jsonl is None):
+        raise HeadwaterError("Pass exactly one of: a prompt, - for stdin, --jsonl.")
     chosen = {name for name in context.params if _is_chosen(context, name)}
     if temperature == 0 and (unread := [name for name in SAMPLING if name in chosen]):
         raise HeadwaterError(f"--{unread[0].replace('_', '-')} has no effect at --temperature 0, which is greedy.")
@@ -81,8 +80,7 @@ def generate(
     if jsonl is not None:
         rows = _prompts(_read(jsonl), str(jsonl))
     else:
-        is_text = prompt is not None and prompt != "-"
-        rows = [{"prompt": _as_text(str(prompt), "prompt") if is_text else _read(file or Path("-"))}]
+        rows = [{"prompt": _read(Path("-")) if prompt == "-" else _as_text(str(prompt), "prompt")}]
     device = device_of(device)
     if dtype not in ("auto", "float32", "bfloat16", "float64"):
         raise HeadwaterError(f"--dtype is auto, float32, bfloat16 or float64, not {dtype!r}.")
@@ -284,10 +282,7 @@ def _processes(options: list[str]) -> int:
 
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint's folder, or a run's (its newest checkpoint).")],
-    folder: Annotated[Path | None, typer.Argument(hidden=True)] = None,
-    out_folder: Annotated[
-        Path | None, typer.Option("--out", file_okay=False, help="The new folder.", show_default=False)
-    ] = None,
+    folder: Annotated[Path, typer.Option("--out", file_okay=False, help="The new folder.", show_default=False)],
     materialise: Annotated[
         bool, typer.Option("--materialise", help="For engines with a paged cache: exact, but without the cache saving.")
     ] = False,
@@ -309,7 +304,6 @@ def export(
     from headwater.training.trained import open_trained
 
     quiet()
-    folder = one_folder(folder, out_folder)
     check_outside(folder, checkpoint)
     check_free(folder)
     check_writable(folder, folder=True)

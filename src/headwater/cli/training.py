@@ -1,4 +1,4 @@
-"""`headwater train`, `runs`, `replay`."""
+"""`headwater train`, `runs`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.text import Text
 
 from headwater.cli.common import (
     Overrides,
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 
 def train(
     recipe: Annotated[
-        Path, typer.Argument(help="A recipe's file, or the name of one of `headwater recipes`, e.g. shakespeare.")
+        Path, typer.Argument(help="A recipe's file, or the name of one of `headwater list recipes`, e.g. shakespeare.")
     ],
     overrides: Overrides = None,
     run: Annotated[
@@ -192,42 +191,4 @@ def runs(
             "" if best is None else f"{best.step:,}",
             f"{datetime.fromtimestamp(one.updated):%Y-%m-%d %H:%M}",
         )
-    out.print(table, highlight=False)
-
-
-def replay(
-    folder: Annotated[Path, typer.Argument(help="A diverged run's folder runs/NAME/failures/step-….")],
-) -> None:
-    """Repeat the step at which a run diverged, and name the first module whose output is not finite."""
-    from headwater.training.guards import replay as run_again
-
-    quiet()
-    found = run_again(folder)
-    out.print(
-        f"step {found.step}: loss {found.loss:g}, gradient norm {found.norm:g}; attention {found.attention}",
-        highlight=False,
-    )
-    out.print(f"rows: {', '.join(found.rows)}", highlight=False, soft_wrap=True)
-    out.print(f"first module whose output is not finite: {found.forward or 'none'}", highlight=False)
-    out.print(f"last parameter whose gradient is not finite: {found.backward or 'none'}", highlight=False)
-
-
-def recipes(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """List the shipped recipes; `train`, `compare`, `search` and `plan` accept their names."""
-    from headwater.shipped import shipped_recipes
-    from headwater.written import plain, read_text
-
-    rows = []
-    for name, path in shipped_recipes().items():
-        values = plain(read_text(path, "recipe"), repr(str(path)))
-        command = "compare" if "compare" in values else "train"
-        rows.append({"name": name, "command": command, "title": values.get("title", ""), "file": str(path)})
-    if as_json:
-        print(json.dumps(rows, indent=2, ensure_ascii=False))
-        return
-    table = lined()
-    for title in ("name", "for", "title"):
-        table.add_column(title, no_wrap=title != "title")
-    for row in rows:
-        table.add_row(Text(row["name"]), row["command"], Text(row["title"]))
     out.print(table, highlight=False)

@@ -77,7 +77,7 @@ def check_of_pairs(
     """Raise `HeadwaterError` for settings of new pairs where there are none, for frozen ones in other sizes, and for a
     method where only pairs are added."""
     ways(method)
-    given = {"layers (--only)": layers is not None, "keys": keys != "zero", "tau": tau != "kept", "freeze": freeze}
+    given = {"layers": layers is not None, "keys": keys != "zero", "tau": tau != "kept", "freeze": freeze}
     if (unread := [name for name, one in given.items() if one]) and pairs is None:
         raise HeadwaterError(f"{unread[0]} is about new pairs; leave it out, or give attention_pairs or ffn_pairs.")
     if method != "exact" and pairs is not None and not sizes.given():

@@ -317,7 +317,7 @@ class Mechanism(nn.Module):
 
     @classmethod
     def origin(cls, options: dict[str, Any]) -> str:
-        """What attention reads through it, in a few words such as "the previous token", for `headwater presets`."""
+        """What attention reads through it, in a few words such as "the previous token", for `headwater list`."""
         return cls.name()
 
     @classmethod

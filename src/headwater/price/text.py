@@ -64,7 +64,7 @@ class AtContext:
 class Price(AnyPrice):
     """The price of one config of language models.
 
-    tokens: the training budget. loss_chunk, sparse_tables: as in recipes. masked: packed rows have a mask in memory.
+    tokens: the training budget. loss_chunk: as in recipes. masked: packed rows have a mask in memory.
     last_token_layers: layers that run for a prompt's last token alone.
     """
 
@@ -73,7 +73,6 @@ class Price(AnyPrice):
     last_token_layers: int
     loss_chunk: int | None
     masked: bool
-    sparse_tables: bool
     at: list[AtContext]
 
 
@@ -91,14 +90,13 @@ def price(
     gradient_checkpointing: bool | str | float = False,
     loss_chunk: int | None = None,
     masked: bool = False,
-    sparse_tables: bool = False,
     averages: bool = False,
 ) -> Price:
     """Price a config.
 
     context: tokens per row, one or several; default: the config's max_position_embeddings. batch: rows, or sequences
     being generated. tokens: the training budget. precision: as in recipes; the cache is in the matmuls' dtype. mfu: the
-    assumed share of the peak that training reaches. gradient_checkpointing, loss_chunk, sparse_tables: as in recipes.
+    assumed share of the peak that training reaches. gradient_checkpointing, loss_chunk: as in recipes.
     masked: rows are packed, and attention takes a mask (`headwater.cost.activation_bytes`). averages: with
     `training.ema`. Raises `HeadwaterError` for
     invalid values.
@@ -115,7 +113,7 @@ def price(
             f"choose a smaller one, or set max_position_embeddings={max(contexts)}."
         )
     element, _ = cost.BYTES[precision]
-    state = cost.state_bytes(config, precision, sparse_tables, averages)
+    state = cost.state_bytes(config, precision, averages)
 
     def activations(length: int, rows: int, checkpointed: bool | str | float) -> int:
         return sum(cost.activation_bytes(config, length, rows, precision, checkpointed, loss_chunk, masked).values())
@@ -157,7 +155,6 @@ def price(
         last_token_layers=config.num_hidden_layers - output_only_from(config),
         loss_chunk=loss_chunk,
         masked=masked,
-        sparse_tables=sparse_tables,
         at=[at(length) for length in contexts],
     )
 
@@ -215,7 +212,6 @@ def note(prices: Sequence[Price]) -> str:
             "" if not one.gradient_checkpointing else f"gradient checkpointing ({one.gradient_checkpointing})".lower(),
             "" if one.loss_chunk is None else f"logits of {one.loss_chunk:,} tokens at once",
             "a mask for packed rows" if one.masked else "",
-            "sparse gradients of tables" if one.sparse_tables else "",
         ]
         if any(how):
             parts.append(f"{one.name} trains with {', '.join(filter(None, how))}.")

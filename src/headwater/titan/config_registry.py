@@ -126,8 +126,6 @@ def check_recipe(recipe: Recipe) -> None:
         "loss_chunk": (None,),
         "unfrozen": (None,),
         "ema": (None,),
-        "layer_decay": (None,),
-        "sparse_tables": (False,),
         "distill": (None,),
         "precision": ("32-true", "bf16-mixed", "bf16-true"),
         "gradient_checkpointing": (False, True),

@@ -90,8 +90,8 @@ class Progress:
     rows: how many rows of the data's fixed order were used. order: a hash of all these rows in their order.
     seconds: spent in training steps; waited: of these, for data. skipped: steps whose loss or gradient was not finite;
     skipped_last: how many of them were the most recent ones. result: the deciding measure, if evaluated at this step.
-    kept: the state of mechanisms that act before each step, by the module's name (before 0.2: tau, each map's
-    annealing). data: facts that reveal whether the data have changed. run_id: the run's name in Weights & Biases.
+    kept: the state of mechanisms that act before each step, by the module's name. data: facts that reveal whether the
+    data have changed. run_id: the run's name in Weights & Biases.
     """
 
     step: int = 0
@@ -320,11 +320,11 @@ def optimizer_tensors(
     return tensors
 
 
-def load_model(path: Path, finite: bool = True) -> AnyModel:
+def load_model(path: Path) -> AnyModel:
     """The model of a checkpoint, every tensor checked; eval mode.
 
-    finite: whether weights that are not finite raise an error.
-    Raises `HeadwaterError` if this is not a headwater model, or if the weights do not match its config.
+    Raises `HeadwaterError` if this is not a headwater model, if the weights do not match its config, or if they are not
+    finite.
     """
     kind = model_type(path)
     if kind not in (None, HeadwaterConfig.model_type, HeadwaterVisionConfig.model_type):
@@ -342,8 +342,7 @@ def load_model(path: Path, finite: bool = True) -> AnyModel:
                     f"The weights in {str(path)!r} do not match its config.json: {len(names)} "
                     f"{kind.replace('_', ' ')}, {names[0]} first; use an intact checkpoint."
                 )
-    if finite:
-        check_finite(model_tensors(model), repr(str(path)))
+    check_finite(model_tensors(model), repr(str(path)))
     return model
 
 
@@ -379,8 +378,6 @@ def read_progress(path: Path) -> Progress:
         facts = read_object(path / FACTS)
         version = facts["format_version"]
         if version == FORMAT_VERSION:
-            if "tau" in facts:
-                facts["kept"] = facts.pop("tau")
             return _progress().validate_python(facts)
     except (HeadwaterError, ValidationError, KeyError) as error:
         raise HeadwaterError(f"{str(path)!r} cannot be resumed: its {FACTS} is missing or damaged.") from error

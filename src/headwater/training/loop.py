@@ -55,7 +55,7 @@ from headwater.training.parallel import (
 )
 from headwater.training.places import checkpoints
 from headwater.training.run_folder import claimed
-from headwater.training.saving import Saver, save_checkpoint
+from headwater.training.saving import Saver
 from headwater.training.setup import memory_advice, set_up
 
 
@@ -161,14 +161,12 @@ class StepOutcome(NamedTuple):
     """A step's results, on their way from the device.
 
     counts: labels, the rows' fingerprint, processes asked to stop, processes whose `Saver` was ready, in its `phase`.
-    micro: its batches.
     """
 
     step: int
     loss_and_norm: Reading
     counts: Reading
     phase: int
-    micro: list[Batch]
 
 
 class TrainingRun:
@@ -285,7 +283,7 @@ class TrainingRun:
         progress.rows += settings.batch_size * settings.accumulate
         progress.tokens += self.fabric.world_size * sum(map(units, micro))
         self.settle()
-        self.outcome = StepOutcome(progress.step, Reading(torch.stack((loss, norm))), Reading(counts), phase, micro)
+        self.outcome = StepOutcome(progress.step, Reading(torch.stack((loss, norm))), Reading(counts), phase)
         if progress.skipped_last + 1 >= settings.skip_limit:  # the next skipped step ends the run
             self.settle()
         progress.seconds += time.perf_counter() - started
@@ -303,7 +301,7 @@ class TrainingRun:
     def count(self) -> None:
         """Count the step whose outcome has arrived."""
         assert self.outcome is not None
-        (step, readings, counts, phase, micro), self.outcome = self.outcome, None
+        (step, readings, counts, phase), self.outcome = self.outcome, None
         loss, self.norm = readings.values()
         _, fingerprint, stops, ready = counts.values()
         progress, spikes = self.progress, self.setup.spikes
@@ -312,7 +310,7 @@ class TrainingRun:
         if ready == self.fabric.world_size and phase == self.saver.phase:
             self.saver.advance()
         if not (math.isfinite(loss) and math.isfinite(self.norm)):
-            self.skip(step, loss, self.norm, micro)
+            self.skip(step, loss, self.norm)
             return
         progress.skipped_last = 0
         self.running["loss"] += loss
@@ -373,8 +371,8 @@ class TrainingRun:
         with autocast(self.fabric.device, self.recipe.training):
             return guards.losses(self.wrapped, batch, counted, self.recipe.training, self.setup.teacher)
 
-    def skip(self, step: int, loss: float, norm: float, micro: list[Batch]) -> None:
-        """Count a step that was not finite. At the limit, save its batches and raise `Diverged`."""
+    def skip(self, step: int, loss: float, norm: float) -> None:
+        """Count a step that was not finite. At the limit, raise `Diverged`, which names its rows."""
         progress, settings = self.progress, self.recipe.training
         progress.skipped += 1
         progress.skipped_last += 1
@@ -382,27 +380,14 @@ class TrainingRun:
         self.journal.warn(f"Step {step} was skipped: {what}.", step)
         if progress.skipped_last < settings.skip_limit:
             return
-        assert progress.step == step, "the run has taken further steps with weights that are to be saved"
+        assert progress.step == step, "the run has taken further steps, of other rows"
         count = settings.batch_size * settings.accumulate
         progress.step, progress.rows = step - 1, progress.rows - count
         rows = self.data.rows(self.recipe.seed, progress.rows, count)
         named = ", ".join(rows[:8]) + (f" and {count - 8} more" if count > 8 else "")
-        self.saver.finish()
-        target = first(self.fabric, guards.place_for, self.folder, step, progress)
-        save_checkpoint(
-            target,
-            progress,
-            self.model,
-            self.setup.preparer,
-            {},
-            self.fabric,
-            sharded=sharded(settings),
-            add=lambda folder: guards.save_batches(folder, self.fabric.global_rank, micro),
-        )
         raise Diverged(
             f"The run diverged: at step {step} {what}, and {progress.skipped_last} steps in a row were not finite. Its "
-            f"rows are {named}; `headwater replay {target}` runs it again. Lower "
-            f"training.learning_rate={settings.learning_rate:g}, or lengthen the warm-up."
+            f"rows are {named}; lower training.learning_rate={settings.learning_rate:g}, or lengthen the warm-up."
         )
 
     def evaluates(self, step: int) -> bool:

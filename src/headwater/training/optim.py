@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Collection, Iterable, Set
+from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 from typing import Any, Literal, cast
 
@@ -18,7 +17,6 @@ from headwater.precision import KeepsPrecision
 from headwater.recipe import OPTIMIZERS, SCHEDULES, Training
 from headwater.registry import resolve
 from headwater.training.muon import Muon
-from headwater.training.sparse import SparseAdamW, tables
 
 # The groups in order, and which of them decay under each `weight_decay_on`.
 GROUPS = ("matrices", "tensors", "embeddings", "vectors", "scalars")
@@ -33,7 +31,6 @@ def parameter_groups(
     model: nn.Module,
     weight_decay: float,
     decay_on: Literal["matrices", "embeddings", "all"] = "matrices",
-    layer_decay: float | None = None,
 ) -> list[dict[str, Any]]:
     """Five groups: "matrices", "tensors" (of more than two dimensions, as in convolutions), "embeddings", "vectors"
     (norms, biases), and the mechanisms' "scalars", which stay in fp32, unsharded in every process.
@@ -41,13 +38,12 @@ def parameter_groups(
     A mechanism may choose another group for a parameter, also one of its own, whether it decays, and its rate: a group
     may then have several parts of the same name. Empty ones are left out.
     decay_on: which of them decay, see `DECAYED`. A tied output head is an embedding.
-    layer_decay: then each group belongs to one layer. "rate" is what multiplies the learning rate, if anything does.
+    "rate" is what multiplies the learning rate, if anything does.
     Raises `HeadwaterError` for a mechanism that puts anything but matrices in "matrices", or gives no usable name or
     rate.
     """
-    found: dict[tuple[str, bool, bool, int, float], list[nn.Parameter]] = {}
+    found: dict[tuple[str, bool, bool, float], list[nn.Parameter]] = {}
     seen: set[nn.Parameter] = set()
-    below = {} if layer_decay is None else layers_above(model)
     for place, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter in seen or not parameter.requires_grad:
@@ -77,35 +73,21 @@ def parameter_groups(
                     )
             decays = kind in DECAYED[decay_on] if said is None else said
             # Sharded and unsharded parameters cannot be stepped together.
-            found.setdefault((kind, decays, whole, below.get(parameter, 0), float(rate)), []).append(parameter)
+            found.setdefault((kind, decays, whole, float(rate)), []).append(parameter)
 
-    def order(key: tuple[str, bool, bool, int, float]) -> tuple[Any, ...]:
-        kind, decays, whole, *rest = key
-        return GROUPS.index(kind) if kind in GROUPS else len(GROUPS), kind, not decays, not whole, *rest
+    def order(key: tuple[str, bool, bool, float]) -> tuple[Any, ...]:
+        kind, decays, whole, rate = key
+        return GROUPS.index(kind) if kind in GROUPS else len(GROUPS), kind, not decays, not whole, rate
 
     groups = []
     for key in sorted(found, key=order):
-        kind, decays, _, depth, rate = key
-        times = rate if layer_decay is None else rate * layer_decay**depth
-        own = {} if layer_decay is None and rate == 1 else {"rate": times}
-        groups.append({"name": kind, "params": found[key], "weight_decay": weight_decay if decays else 0.0} | own)
+        kind, decays, _, rate = key
+        scale = {} if rate == 1 else {"rate": rate}
+        groups.append({"name": kind, "params": found[key], "weight_decay": weight_decay if decays else 0.0} | scale)
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     grouped = sum(parameter.numel() for parameters in found.values() for parameter in parameters)
     assert grouped == trainable, "the groups must hold every parameter once"
     return groups
-
-
-def layers_above(model: nn.Module) -> dict[nn.Parameter, int]:
-    """How many layers are above each parameter, counting the head as one; 0 for the head and all that follows them."""
-    depths: dict[nn.Parameter, int] = {}
-    depth = 0  # what comes before the layers, as models are written, is the embedding
-    for name, parameter in model.named_parameters():
-        if found := re.search(r"(?:^|\.)layers\.(\d+)\.", name):
-            depth = int(found[1]) + 1
-            depths[parameter] = depth
-        else:
-            depths[parameter] = 0 if depth == 0 else -1
-    return {parameter: depth + 1 - own if own >= 0 else 0 for parameter, own in depths.items()}
 
 
 def freeze(model: nn.Module, unfrozen: Collection[str]) -> None:
@@ -137,12 +119,10 @@ Groups = list[dict[str, Any]]
 
 def make_optimizers(model: nn.Module, training: Training, device: torch.device) -> list[torch.optim.Optimizer]:
     """The recipe's optimizers, for all trainable parameters. Raises `HeadwaterError` if they cannot be created."""
-    groups = parameter_groups(model, training.weight_decay, training.weight_decay_on, training.layer_decay)
+    groups = parameter_groups(model, training.weight_decay, training.weight_decay_on)
     make = OPTIMIZERS.resolve(training.optimizer)
     if training.optimizer in OPTIMIZERS.own:
-        dense, sparse = parted(groups, {cast(nn.Parameter, table.weight) for table in tables(model) if table.sparse})
-        rate, betas, eps = training.learning_rate, training.betas, training.epsilon
-        return [*make(dense, training, device), *([SparseAdamW(sparse, rate, betas, eps)] if sparse else [])]
+        return make(groups, training, device)
     held = {parameter for group in groups for parameter in group["params"]}
     try:
         if isinstance(make, type) and issubclass(make, torch.optim.Optimizer):
@@ -163,15 +143,6 @@ def make_optimizers(model: nn.Module, training: Training, device: torch.device) 
     for group in (group for one in optimizers for group in one.param_groups):
         group.setdefault("name", "matrices")
     return optimizers
-
-
-def parted(groups: Groups, chosen: Set[nn.Parameter]) -> tuple[Groups, Groups]:
-    """Groups without the chosen parameters, and groups of these; empty ones are left out."""
-    kept, taken = (
-        [group | {"params": [one for one in group["params"] if (one in chosen) == among]} for group in groups]
-        for among in (False, True)
-    )
-    return [group for group in kept if group["params"]], [group for group in taken if group["params"]]
 
 
 def adamw(groups: Groups, training: Training, device: torch.device) -> list[torch.optim.Optimizer]:
@@ -215,15 +186,8 @@ def clip(parameters: Iterable[nn.Parameter], norm: Tensor, limit: float) -> None
 
 
 def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """The gradients that there are; of sparse ones the rows, each of which then is there once."""
-    found = []
-    for parameter in parameters:
-        if parameter.grad is not None and parameter.grad.is_sparse:
-            parameter.grad = parameter.grad.coalesce()
-            found.append(parameter.grad.values())
-        elif parameter.grad is not None:
-            found.append(parameter.grad)
-    return found
+    """The gradients of the parameters that have one."""
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def learning_rate(step: int, training: Training) -> float:

@@ -4,8 +4,8 @@
     ddp       each process has the whole model; gradients are averaged
     fsdp      FSDP2 (torch.distributed.fsdp.fully_shard): each process keeps its share of every parameter
 
-`torchrun`, SLURM and other launchers that Fabric knows are recognized by their environment variables; otherwise the
-first process starts the others with its own command line, and they end with it.
+`torchrun`, SLURM and other launchers that Fabric knows are recognized by their environment variables; otherwise Fabric
+starts the other processes of this machine with the command line of the first one, and ends all of them with any one.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ import logging
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -46,6 +44,8 @@ from headwater.workers import die_with_parent
 
 for _name in ("lightning.fabric", "lightning_fabric"):
     logging.getLogger(_name).setLevel(logging.WARNING)
+# Says which process has failed, before it ends the others.
+logging.getLogger("lightning_fabric.strategies.launchers.subprocess_script").setLevel(logging.INFO)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -55,20 +55,15 @@ T = TypeVar("T")
 def connected(recipe: Recipe, run: Path) -> Iterator[Fabric]:
     """`make_fabric`; disconnects the processes at the end, unless they were connected before."""
     before = dist.is_initialized()
-    others = Others()
     try:
-        yield make_fabric(recipe, run, others)
+        yield make_fabric(recipe, run)
     finally:
-        others.expected = None
         if dist.is_initialized() and not before:  # some backends abort when Python exits while they are connected
             dist.destroy_process_group()
 
 
-def make_fabric(recipe: Recipe, run: Path, others: Others) -> Fabric:
-    """Start and connect the processes that the recipe asks for. Raises `HeadwaterError` if that is impossible.
-
-    others: starts them if no launcher does.
-    """
+def make_fabric(recipe: Recipe, run: Path) -> Fabric:
+    """Start and connect the processes that the recipe asks for. Raises `HeadwaterError` if that is impossible."""
     training, reporting = recipe.training, recipe.reporting
     to_files = reporting.tensorboard or reporting.wandb is not None
     devices, nodes = placed(training)
@@ -83,8 +78,10 @@ def make_fabric(recipe: Recipe, run: Path, others: Others) -> Fabric:
             f"training.replicas={training.replicas} copies cannot be split evenly over {world} processes; make it a "
             f"divisor of {world}."
         )
-    if nodes > 1:
-        announce_wait(training, nodes)
+    if nodes > 1 and not {"TORCHELASTIC_RUN_ID", "SLURM_NTASKS"} & os.environ.keys():
+        raise HeadwaterError(f"Start the {nodes} nodes of this run with torchrun or srun, or set training.nodes=1.")
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        die_with_parent()
     try:
         fabric = Fabric(
             accelerator=training.device,
@@ -95,10 +92,8 @@ def make_fabric(recipe: Recipe, run: Path, others: Others) -> Fabric:
             precision="32-true",
             loggers=[TensorBoardLogger(run, name="tensorboard", version="")] if to_files else [],
         )
-        others.start(fabric, devices, world)
         with _ended_by_signals():
             fabric.launch()
-        others.expected = 0
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         raise HeadwaterError(
             f"The {world} processes of this run did not connect within training.timeout={training.timeout:g} minutes: "
@@ -110,29 +105,6 @@ def make_fabric(recipe: Recipe, run: Path, others: Others) -> Fabric:
             f"training.device={training.device} with devices={devices} cannot be used: {' '.join(str(error).split())}"
         ) from error
     return fabric
-
-
-def announce_wait(training: Training, nodes: int) -> None:
-    """Say on stderr that this node waits for the others, and for how long: until they connect, nothing else is printed.
-
-    Raises `HeadwaterError` if nothing says where the nodes meet.
-    """
-    started_by_hand = not {"TORCHELASTIC_RUN_ID", "SLURM_NTASKS"} & os.environ.keys()
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK") if name not in os.environ]
-    if started_by_hand and missing:
-        raise HeadwaterError(
-            f"training.nodes={nodes} needs {', '.join(missing)} in the environment of each node, so that they find "
-            "each other; set this, start with torchrun or srun, or set training.nodes=1."
-        )
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        address = ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")).strip(":")
-        meeting_point = f" at {address}" if address else ""
-        print(
-            f"headwater: waiting for {nodes} nodes{meeting_point}, at most {training.timeout:g} minutes "
-            "(training.timeout)",
-            file=sys.stderr,
-            flush=True,
-        )
 
 
 def in_precision(model: nn.Module, precision: str) -> nn.Module:
@@ -148,44 +120,11 @@ def autocast(device: torch.device, training: Training) -> torch.autocast:
 
 
 def placed(training: Training) -> tuple[int, int]:
-    """The number of processes on this machine, and of machines: torchrun's, or else the recipe's.
-
-    Raises `HeadwaterError` if the environment contradicts itself or the recipe: processes would wait for others that
-    never start.
-    """
-    torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-    used = LAUNCHED if torchrun else {"LOCAL_RANK"} & os.environ.keys()
-    numbers = {name: _number(name, LAUNCHED[name]) for name in used}
-    here, nodes = training.devices, training.nodes
-    if torchrun:
-        here, world = numbers["LOCAL_WORLD_SIZE"], numbers["WORLD_SIZE"]
-        nodes = world // here
-        if world % here or numbers["RANK"] >= world:
-            _refuse(f"RANK={numbers['RANK']}, WORLD_SIZE={world} and LOCAL_WORLD_SIZE={here} do not fit together")
-    if numbers.get("LOCAL_RANK", 0) >= here:
-        _refuse(f"LOCAL_RANK={numbers['LOCAL_RANK']} is not one of the {here} processes of this machine")
-    by_hand = "LOCAL_RANK" in numbers and not torchrun and "SLURM_PROCID" not in os.environ
-    if by_hand and here * nodes > 1 and "MASTER_PORT" not in os.environ:
-        _refuse("LOCAL_RANK is set, as by a launcher, but MASTER_PORT is not")
-    return here, nodes
-
-
-# The variables that a launcher sets for each process, and their minima.
-LAUNCHED = {"LOCAL_RANK": 0, "RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
-
-
-def _number(name: str, least: int) -> int:
-    value = os.environ.get(name)
-    if value is None or not (value.isascii() and value.isdigit() and int(value) >= least):
-        _refuse(f"{name} is {'missing' if value is None else repr(value)}, and must be {least} or more")
-    return int(value)
-
-
-def _refuse(what: str) -> NoReturn:
-    raise HeadwaterError(
-        f"The environment is not a launcher's: {what}. Start with torchrun or another launcher, or unset "
-        f"TORCHELASTIC_RUN_ID and {', '.join(LAUNCHED)}."
-    )
+    """The number of processes on this machine, and of machines: torchrun's, or else the recipe's."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return training.devices, training.nodes
+    processes = int(os.environ["LOCAL_WORLD_SIZE"])
+    return processes, int(os.environ["WORLD_SIZE"]) // processes
 
 
 @contextmanager
@@ -202,62 +141,6 @@ def _ended_by_signals() -> Iterator[None]:
     finally:
         for number, handler in handled.items():
             signal.signal(number, handler)
-
-
-class Others:
-    """The other processes of this machine, which the first one starts if no launcher does."""
-
-    FIRST = "HEADWATER_FIRST_PROCESS"
-    PATIENCE = 5.0  # seconds for the first process to notice by itself that another is gone
-
-    def __init__(self) -> None:
-        self.processes: list[subprocess.Popen] = []
-        self.expected: int | None = -1
-        """The exit code that is not a failure: none until all are connected (-1), then 0; any once the work is done."""
-
-    def start(self, fabric: Fabric, devices: int, world: int) -> None:
-        """Start them with this process's command line, and watch them."""
-        if (first := os.environ.get(self.FIRST)) is not None:  # this process is one of them
-            die_with_parent()
-            if first != str(os.getppid()):
-                raise SystemExit(1)
-        environment = getattr(fabric.strategy.launcher, "cluster_environment", None)
-        if environment is None or environment.creates_processes_externally:
-            return
-        os.environ |= {
-            "MASTER_ADDR": environment.main_address,
-            "MASTER_PORT": str(environment.main_port),
-            "NODE_RANK": str(environment.node_rank()),
-            "WORLD_SIZE": str(world),
-            "LOCAL_RANK": "0",
-        }
-        import __main__
-
-        spec = getattr(__main__, "__spec__", None)
-        program = [os.path.abspath(sys.argv[0])] if spec is None else ["-P", "-m", spec.name]
-        for rank in range(1, devices):
-            own = {"LOCAL_RANK": str(rank), self.FIRST: str(os.getpid())}
-            process = subprocess.Popen([sys.executable, *program, *sys.argv[1:]], env=os.environ | own)
-            self.processes.append(process)
-            threading.Thread(target=self.watch, args=[rank, process], daemon=True).start()
-
-    def watch(self, rank: int, process: subprocess.Popen) -> None:
-        """End this process with a message if another fails and this one does not notice."""
-        code = process.wait()
-        if self.expected is not None and self.expected >= 0 and code != self.expected:
-            time.sleep(self.PATIENCE)
-        if self.expected is None or code == self.expected:
-            return
-        for other in self.processes:
-            other.kill()
-        how = f"exit code {code}" if code >= 0 else f"signal {-code}"
-        print(
-            f"headwater: Process {rank} of this run has ended ({how}); see its message. Continue from what is "
-            "saved with --resume.",
-            file=sys.stderr,
-            flush=True,
-        )
-        os._exit(2)
 
 
 def sharded(training: Training) -> bool:
@@ -441,8 +324,8 @@ def gathered(fabric: Fabric, value: T) -> list[T]:
 def leave(failed: bool) -> NoReturn:
     """End a process other than the first, after giving the first, which reports for all, time to do so.
 
-    Under a launcher that watches every process, each one's exit code shows the failure; if the first process watches
-    (`Others`), it would take that for another failure.
+    Under a launcher that watches every process, each one's exit code shows the failure; Fabric, which watches if there
+    is no launcher, would end the first process before it has reported.
     """
     watched = any(name in os.environ for name in ("TORCHELASTIC_RUN_ID", "SLURM_PROCID"))
     if failed and watched:

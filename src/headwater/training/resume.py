@@ -44,8 +44,6 @@ def progress_of(checkpoint: Path, recipe: Recipe, data: dict[str, Any]) -> Progr
         if isinstance(before, dict) and isinstance(now, dict):
             changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
             changed = [key for key in changed if (section, key) not in MAY_CHANGE]
-            if section == "training":  # all fields are stored: a missing one was added in a later version
-                changed = [key for key in changed if key in before]
             if not changed:
                 continue
             key = changed[0]

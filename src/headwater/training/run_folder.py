@@ -6,7 +6,6 @@ runs/NAME/
   checkpoints/     see training/checkpoint.py
   config.json, model.safetensors, …    the newest checkpoint's model; see training/model_folder.py
   start/           the model the run began with, if it was grown or widened for it; see training/start.py
-  failures/        what a diverged run leaves for `headwater replay`; see training/guards.py
   tensorboard/     event files
   .headwater       marks the folder as a run's
 """
@@ -17,7 +16,6 @@ import json
 import math
 import os
 import shutil
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -47,7 +45,6 @@ from headwater.training.places import STAGES, checkpoints
 from headwater.training.start import KEPT, MADE
 
 METRICS, MARK = "metrics.jsonl", ".headwater"
-CHECK = "crc32"
 T = TypeVar("T")
 
 
@@ -121,7 +118,7 @@ def is_run(folder: Path) -> bool:
 def begun(run: Path) -> None:
     """Remove the log of an earlier run in the folder; called once the new run has everything it needs.
 
-    The earlier one has no checkpoints, and its failures stay.
+    The earlier one has no checkpoints.
     """
     withdraw_model(run)
     (run / METRICS).unlink(missing_ok=True)
@@ -153,7 +150,7 @@ Point = CurvePoint | HeldOutPoint | SpeedPoint | Notice
 
 
 class Metrics:
-    """The points of a run, in memory and in metrics.jsonl: one JSON object a line, {"kind": …, …, "crc32": …}.
+    """The points of a run, in memory and in metrics.jsonl: one JSON object a line, {"kind": …, …}.
 
     damage: a description of damaged lines, whose points are missing; None if there are none.
     """
@@ -162,7 +159,7 @@ class Metrics:
         """Read the points up to `step`, and drop what a killed run wrote after its last checkpoint.
 
         measure: the deciding one, which every evaluation must have.
-        writes: whether this process writes the file; it first copies a damaged one to metrics.damaged.jsonl.
+        writes: whether this process writes the file.
         Raises `HeadwaterError` if the file cannot be read at all.
         """
         self.file, self.writes = run / METRICS, writes
@@ -186,8 +183,6 @@ class Metrics:
             what = "line" if len(damaged) == 1 else "lines"
             self.damage = f"{METRICS} is damaged: {what} {which} of {len(lines)} left out, all others are intact"
         if writes:
-            if damaged:
-                shutil.copyfile(self.file, self.file.with_name("metrics.damaged.jsonl"))
             self.rewrite()
 
     def rewrite(self) -> None:
@@ -219,20 +214,13 @@ KINDS: dict[str, type[Point]] = {"curve": CurvePoint, "held_out": HeldOutPoint, 
 
 def _line(point: Point) -> str:
     kind = next(name for name, known in KINDS.items() if isinstance(point, known))
-    values = {"kind": kind} | point.model_dump()
-    return json.dumps(values | {CHECK: _check(values)}) + "\n"
-
-
-def _check(values: dict[str, Any]) -> str:
-    return f"{zlib.crc32(json.dumps(values).encode()):08x}"
+    return json.dumps({"kind": kind} | point.model_dump()) + "\n"
 
 
 def _point(line: bytes) -> Point | None:
-    """The point of a line; None if it is damaged. Lines from before 0.2 have no checksum."""
+    """The point of a line; None if it is damaged."""
     try:
         values = json.loads(line.decode("utf-8"))
-        if CHECK in values and values.pop(CHECK) != _check(values):
-            return None
         return KINDS[values.pop("kind")](**values)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None

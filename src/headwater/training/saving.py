@@ -89,16 +89,14 @@ class Saver:
         state: Mapping[str, Tensor],
         *,
         history: Sequence[Event] = (),
-        add: Callable[[Path], None] | None = None,
         then: Callable[[], None] | None = None,
         copy: bool = True,
     ) -> None:
         """Begin a checkpoint at `target`, unless it exists; the one before is finished first.
 
         state: what training needs besides the model, by name. history: what was done to the model, including this run.
-        add: called in every process with the folder, to add more files. then: called in the first process at the end.
-        copy: whether the tensors may change before `finish`. Without the memory for a copy, this waits until all is
-        written.
+        then: called in the first process at the end. copy: whether the tensors may change before `finish`. Without the
+        memory for a copy, this waits until all is written.
         Raises `HeadwaterError` if the disk is full; nothing is lost.
         """
         self.finish()
@@ -137,8 +135,6 @@ class Saver:
                         whole = (None, None) if self.sharded else (weights, rest)
                         write_parts(folder, model, tokenizer, history, *whole)
                         (folder / FACTS).write_text(facts)
-                    if add is not None:
-                        add(folder)
                     sums: dict[str, str] = {}
                     for name in written_by(rank, fabric.world_size, folder):
                         self.check()
@@ -159,9 +155,8 @@ class Saver:
                     return complete(sums)
 
             undo.pop_all()
-        by_one = not self.sharded and add is None
-        self.saving, self.complete = True, None if by_one else complete
-        self.submit(None if by_one and rank > 0 else alone if by_one else part)
+        self.saving, self.complete = True, complete if self.sharded else None
+        self.submit(part if self.sharded else None if rank > 0 else alone)
         if not fits:
             self.finish()
 
@@ -243,23 +238,6 @@ class Left(BaseException):
     """The process ends before a checkpoint is complete."""
 
 
-def save_checkpoint(
-    target: Path,
-    progress: Progress,
-    model: AnyModel,
-    tokenizer: PreTrainedTokenizerBase | BaseImageProcessor | None,
-    state: Mapping[str, Tensor],
-    fabric: Fabric,
-    *,
-    sharded: bool = False,
-    add: Callable[[Path], None] | None = None,
-) -> None:
-    """Write a checkpoint and wait for it. See `Saver.start`."""
-    with Saver(fabric, sharded) as saver:
-        saver.start(target, progress, model, tokenizer, state, add=add, copy=False)
-        saver.finish()
-
-
 class Shard(HuggingFaceStorageWriter):
     """This process's part of sharded tensors, in a file of torch.distributed.checkpoint's safetensors format.
 
@@ -308,9 +286,9 @@ def written_by(rank: int, world: int, folder: Path) -> list[str]:
 
 
 def writer(name: str, world: int) -> int:
-    """The process that writes a checkpoint's file: shards and batches have its number, the rest is from the first."""
-    shard, batch = re.match(r"shard-(\d+)", name), re.match(r"batch-(\d+)", name)
-    rank = int(shard[1]) - 1 if shard else int(batch[1]) if batch else 0
+    """The process that writes a checkpoint's file: shards have its number, the rest is from the first."""
+    shard = re.match(r"shard-(\d+)", name)
+    rank = int(shard[1]) - 1 if shard else 0
     return rank if rank < world else 0
 
 

@@ -35,7 +35,6 @@ from headwater.training.optim import freeze, learning_rate, make_optimizers
 from headwater.training.parallel import first, in_precision, scalars, sharded, together
 from headwater.training.recompute import budget_of, recompute_activations
 from headwater.training.resume import progress_of
-from headwater.training.sparse import tables
 from headwater.training.start import Beginning, begin, prepare
 
 if TYPE_CHECKING:
@@ -173,14 +172,6 @@ def build(recipe: Recipe, config: HeadwaterConfig, fabric: Fabric, context: int)
     if training.unfrozen is not None:
         with together(fabric):
             freeze(model, training.unfrozen)
-    if training.sparse_tables:
-        if fabric.world_size > 1 and fabric.device.type != "cpu":
-            raise HeadwaterError(
-                "training.sparse_tables works with one GPU only, because NCCL does not add up sparse gradients; leave "
-                "it out, or set training.devices=1."
-            )
-        for table in tables(model):
-            table.sparse = True
     with together(fabric):
         attention = attention_of(config, training, fabric.device, context)
         if attention is not None:
@@ -210,8 +201,6 @@ def memory_advice(recipe: Recipe, config: HeadwaterConfig, data: Data, fabric: F
 def compiles(training: Training, device: torch.device) -> bool:
     """Whether to compile the model: by default on a GPU, where it can be. Raises `HeadwaterError` if asked in vain."""
     if training.compile is None:
-        if training.sparse_tables:  # the compiler has no sparse gradients
-            return False
         return device.type == "cuda" and has_triton() and not lacks_compiler(device)
     if training.compile and lacks_compiler(device):
         on_gpu = ("C", "gcc or clang", "CC")
@@ -241,8 +230,7 @@ def lacks_compiler(device: torch.device) -> bool:
 
 def uncompiled(training: Training, device: torch.device) -> str | None:
     """A notice if a run is not compiled only because the machine has no C compiler."""
-    asked = training.compile is None and not training.sparse_tables
-    if not (asked and device.type == "cuda" and has_triton() and lacks_compiler(device)):
+    if not (training.compile is None and device.type == "cuda" and has_triton() and lacks_compiler(device)):
         return None
     return (
         "The model is not compiled, which is slower, because Triton needs a C compiler and none was found; install gcc "
