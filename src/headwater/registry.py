@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from headwater import outside
 from headwater.errors import HeadwaterError, nearest
+from headwater.layout import IS_EXPORTED
 
 if TYPE_CHECKING:
     from headwater.mechanisms.base import Mechanism
@@ -50,7 +51,7 @@ class Registry:
     @property
     def brought(self) -> dict[str, EntryPoint]:
         """The entry points of installed packages, by name."""
-        if __package__ != "headwater":  # an exported copy, whose classes differ from those that other packages use
+        if IS_EXPORTED:
             return {}
         return {name: point for name, point in _entry_points(self.group).items() if name not in self.own}
 
@@ -79,7 +80,7 @@ class Registry:
             return self.added[name]
         if (point := self.brought.get(name)) is not None:
             return self._checked(name, _loaded(point, self.what, name))
-        if ":" in name and __package__ == "headwater":
+        if ":" in name and not IS_EXPORTED:
             point = next((one for one in self.brought.values() if one.value.replace(" ", "") == name), None)
             if point is not None:  # installed, and so trusted by this name too
                 return self._checked(name, _loaded(point, self.what, name))

@@ -35,7 +35,7 @@ def commands(tmp_path, monkeypatch):
         f"import sys\nopen({str(ran)!r}, 'a').write(' '.join(sys.argv[1:]) + '\\n')\n"
         f"print('table of', *sys.argv[1:], len(open({str(ran)!r}).readlines()))\nsys.exit('fails' in sys.argv)\n"
     )
-    monkeypatch.setattr(pages, "RUN", [str(tmp_path / "bench.py")])
+    monkeypatch.setattr(pages, "BENCH", [str(tmp_path / "bench.py")])
     monkeypatch.setattr(pages, "_code", lambda: ("1.0 at abc", True))
     return lambda: ran.read_text().splitlines() if ran.exists() else []
 

@@ -30,11 +30,12 @@ import torch
 import headwater
 from headwater.errors import HeadwaterError, shown
 from headwater.files import absence
+from headwater.layout import RUN
 from headwater.outputs import write_document
 from headwater.reading import reading
 
 # The Python code that is given the words after `headwater bench`.
-RUN = ["-P", "-m", "headwater", "bench"]
+BENCH = [*RUN, "bench"]
 _BLOCK = re.compile(r"^```\n\$ headwater bench (.+)\n(?:# (.+)\n)?((?:(?!```|\$ ).*\n)*)```$", re.MULTILINE)
 
 
@@ -130,7 +131,7 @@ def _words(command: str) -> list[str]:
 def _run(words: list[str]) -> tuple[str | None, str]:
     """What a benchmark prints, None if it fails; and how long it took, with what else the machine did."""
     cores, started, own = _cores(), time.monotonic(), os.times()
-    ran = subprocess.run([sys.executable, *RUN, *words], stdout=subprocess.PIPE, encoding="utf-8")
+    ran = subprocess.run([sys.executable, *BENCH, *words], stdout=subprocess.PIPE, encoding="utf-8")
     how, now, used = f"{time.monotonic() - started:.0f} s", _cores(), os.times()
     if cores is not None and now is not None and now[1] > cores[1]:
         spent = used.children_user + used.children_system - own.children_user - own.children_system

@@ -100,7 +100,7 @@ def sweep(
                 continue
             if worker is None:
                 quiet = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
-                worker = Worker("headwater.verify.sweep:one_type", lambda _, answer: answers.put(answer), quiet)
+                worker = Worker(f"{__name__}:one_type", lambda _, answer: answers.put(answer), quiet)
                 if answers.get() is None:
                     raise HeadwaterError(f"A process to verify in could not be started: {worker.ending}.")
             worker.call(model_type=model_type, seed=seed, memory=memory)
