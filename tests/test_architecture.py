@@ -16,7 +16,7 @@ ROOT = Path(headwater.__file__).parent
 # Modules that share a row do not import each other.
 ORDER = (
     ("layout",),
-    ("drawing", "errors", "lazy", "plan", "precision", "process", "seeding", "shipped", "terminal", "workers"),
+    ("drawing", "errors", "plan", "precision", "process", "seeding", "shipped", "terminal", "workers"),
     ("deadline", "enlarging", "extras", "files", "kernels", "weights"),
     ("output_folder", "outputs", "outside", "settings", "written"),
     ("registry", "hardware", "hub"),

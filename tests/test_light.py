@@ -208,6 +208,7 @@ def test_library_calls_say_the_same_sentence(tmp_path):
 import pickle
 from pathlib import Path
 import headwater
+import headwater_lab as lab
 
 def said(call):
     try:
@@ -222,10 +223,10 @@ def theorems():
 small = {"name": "small", "data": {"kind": "induction", "held_out": 4, "length": 8, "vocabulary": 8},
          "model": {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2},
          "training": {"steps": 1, "batch_size": 2}}
-said(lambda: headwater.train(small))
-said(lambda: headwater.compare(small))
+said(lambda: lab.train(small))
+said(lambda: lab.compare(small))
 said(theorems)
-said(headwater.plan("gpt2-124m").picture)
+said(lab.plan("gpt2-124m").picture)
 try:
     import lm_eval  # by others than headwater: Python's own error
 except ModuleNotFoundError as error:
@@ -279,7 +280,7 @@ def test_every_stored_cost_is_that_of_the_current_files():
 
 
 def test_the_stored_cost_of_a_table_is_that_of_its_plans(tmp_path, monkeypatch):
-    from headwater.papers import prepare
+    from headwater.papers.work import prepare
 
     for scale in ("cpu", "gpu", "paper"):
         stored = costs.known("kv-shifting/figure-1a", scale)

@@ -16,7 +16,7 @@ from torchtitan.config import ConfigManager, ParallelismConfig
 
 import processes
 import titan_worker
-from headwater import HeadwaterConfig, HeadwaterForCausalLM, train
+from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.cost import training_flops_per_token
 from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import Mechanism
@@ -29,6 +29,7 @@ from headwater.titan.limits import check
 from headwater.titan.model import Linears, TitanAdapter, ours_of, theirs_of
 from headwater.titan.pipeline import check_cuts
 from headwater.training.optim import parameter_groups
+from headwater_lab import train
 
 SIZES = dict(
     vocab_size=32, hidden_size=16, num_hidden_layers=4, num_attention_heads=4, max_position_embeddings=64

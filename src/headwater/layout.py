@@ -8,11 +8,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-LIBRARY = "headwater"
+LIBRARY, LABORATORY = "headwater", "headwater_lab"
+# The import packages of this distribution.
+PACKAGES = frozenset({LIBRARY, LABORATORY})
 # The package whose `main` is the command line; an interrupt there ends a command in order.
 COMMAND_LINE = "headwater.cli"
-# The import packages of this distribution.
-PACKAGES = frozenset({LIBRARY, COMMAND_LINE.partition(".")[0]})
 # What starts the command line, after the path of Python. -P: look for no modules in the current folder.
 RUN = ("-P", "-m", LIBRARY)
 # Whether this is the code of an exported checkpoint. Its classes differ from those that other packages use.

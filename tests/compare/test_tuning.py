@@ -11,6 +11,7 @@ from saved import DIVERGES, SHIFT, Here, changed_times, record, tiny
 import headwater.compare as comparing
 from headwater.compare import compare, tuning
 from headwater.compare.pool import Outcome
+from headwater.compare.statistics import summarize
 from headwater.compare.trials import trials_of
 from headwater.compare.tuning import best_rates, found_rate, run_halving, tuning_trials
 from headwater.errors import HeadwaterError, Interrupted
@@ -203,7 +204,7 @@ def test_halving_is_the_loop_and_gives_up_who_is_behind(here, tmp_path):
     assert here.trained == []
     assert changed_times(tmp_path / "a") == before
     assert {(o.record.experiment.arm, o.record.seed): (o.record.status, o.record.result) for o in again} == ends
-    summaries = {one.arm: one for one in comparing.summarize([o.record for o in again], "base")}
+    summaries = {one.arm: one for one in summarize([o.record for o in again], "base")}
     assert summaries["diverges"].verdict(False) == "diverged"
     given_up = [arm for arm, step in reached.items() if step < 12 and arm != "diverges"]
     assert all(summaries[arm].stopped == reached[arm] and not summaries[arm].verdict(False) for arm in given_up)

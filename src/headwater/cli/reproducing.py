@@ -16,8 +16,9 @@ from headwater.errors import HeadwaterError
 from headwater.terminal import duration
 
 if TYPE_CHECKING:
-    from headwater.papers import Reproduction, Work
+    from headwater.papers.result import Reproduction
     from headwater.papers.table import PaperTable
+    from headwater.papers.work import Work
 
 ScaleOption = Literal["cpu", "gpu", "paper"]
 
@@ -83,8 +84,6 @@ def reproduce(
     resume: GoesOn = False,
 ) -> None:
     """Train the models behind a paper's table or figure, and judge its claims. Run it again to resume."""
-    import headwater.papers as reproducing
-
     names = [one for one in arguments or [] if "=" not in one]
     overrides = [one for one in arguments or [] if "=" in one]
     training = {
@@ -119,19 +118,25 @@ def reproduce(
         overview.write(page, list(_chosen(names)), folder, scale, tell)
         out.print(f"written: {page}", soft_wrap=True)
         return
+    from headwater.papers.table import SCALES
+    from headwater.papers.table import table as paper_table
+
     quiet()
     if len(names) != 1:
         raise HeadwaterError("Name one table, such as kv-shifting/figure-1a; `headwater reproduce --list` lists all.")
-    table = reproducing.table(names[0])
+    table = paper_table(names[0])
     check_writable(folder, folder=True)
     if table.computed:
         unread = training | {"--scale": scale != "cpu"}
         _refuse(f"for {names[0]}, which is computed without training", unread)
-        _show(reproducing.computed(names[0]), folder / reproducing.slug(names[0]))
+        from headwater.compare.prices import slug
+        from headwater.papers.result import computed
+
+        _show(computed(names[0]), folder / slug(names[0]))
         return
     if table.scales[scale].nothing:
         _refuse(f"for {names[0]}, which is not run at {scale} scale", training)
-        others = [other for other in reproducing.SCALES if not table.scales[other].nothing]
+        others = [other for other in SCALES if not table.scales[other].nothing]
         out.print(
             f"{names[0]} is meaningless at {scale} scale and was not run: {table.scales[scale].nothing} "
             f"Use --scale {' or '.join(others)}.",
@@ -143,19 +148,22 @@ def reproduce(
     extras.check("compare")
     if max_seeds is not None and not until_decided:
         _refuse("without --until-decided", {"--max-seeds": True})
+    from headwater.papers.kept import keep, restore
     from headwater.papers.measures import tasks_of
+    from headwater.papers.result import reproduction
+    from headwater.papers.work import check_not_begun_otherwise, prepare
 
     if not tasks_of(table):
         _refuse(f"for {names[0]}, which has no benchmarks", {"--task-files": task_files is not None})
     max_seeds = max_seeds or 30
-    work = reproducing.prepare(names[0], scale, folder, overrides)
+    work = prepare(names[0], scale, folder, overrides)
     work.check_tasks(task_files)
     if not until_decided:
-        reproducing.check_not_begun_otherwise(work)
+        check_not_begun_otherwise(work)
     device = device_of(device)
     if records is not None:
         check_writable(records)
-        reproducing.restore(records, work, tell, more=until_decided)
+        restore(records, work, tell, more=until_decided)
     err.print(_cost(work), soft_wrap=True, highlight=False)
     if work.cannot_show:
         err.print("Models of this size cannot show what the table claims, so there will be no verdict.", soft_wrap=True)
@@ -163,11 +171,11 @@ def reproduce(
         failed, trained = _train(work, workers, max_seeds if until_decided else None, task_files, device)
     finally:  # also of what was interrupted
         if records is not None:
-            reproducing.keep(records, work, tell)
+            keep(records, work, tell)
     left = work.commands()
     if len(work.missing()) < sum(len(place.seeds) for place in work.trained):
         until = (work, max_seeds) if until_decided else None
-        _show(reproducing.reproduction(trained, task_files, device, until), work.folder)
+        _show(reproduction(trained, task_files, device, until), work.folder)
     for line in left:
         out.print(line, soft_wrap=True, markup=False, highlight=False)
     if left:
@@ -186,7 +194,8 @@ def _train(
     work: Work, workers: int | None, max_seeds: int | None, task_files: Path | None, device: str
 ) -> tuple[list, Work]:
     """The failed trials, and the work with all seeds."""
-    import headwater.papers as reproducing
+    from headwater.papers.work import train as train_work
+    from headwater.papers.work import train_until_decided
 
     with ProgressReport() as progress:
 
@@ -198,20 +207,18 @@ def _train(
             return TrialBars(progress, name, steps)
 
         if max_seeds is None:
-            outcomes, trained = reproducing.train(work, workers, comparing, training), work
+            outcomes, trained = train_work(work, workers, comparing, training), work
         else:
-            outcomes, trained = reproducing.train_until_decided(
-                work, workers, comparing, training, max_seeds, task_files, device
-            )
+            outcomes, trained = train_until_decided(work, workers, comparing, training, max_seeds, task_files, device)
     return failures(outcomes), trained
 
 
 def _show(found: Reproduction, folder: Path) -> None:
-    import headwater.papers as reproducing
+    from headwater.papers.result import terminal, write
 
-    for part in reproducing.terminal(found):
+    for part in terminal(found):
         out.print(part, highlight=False)
-    out.print(f"report: {reproducing.write(found, folder)}", soft_wrap=True)
+    out.print(f"report: {write(found, folder)}", soft_wrap=True)
 
 
 def _cost(work: Work) -> str:
@@ -231,10 +238,10 @@ def _cost(work: Work) -> str:
 
 def _chosen(papers: list[str]) -> dict[str, PaperTable]:
     """All tables, or those of `papers`, each a paper or a table."""
-    import headwater.papers as reproducing
     from headwater.errors import nearest
+    from headwater.papers.table import tables as paper_tables
 
-    known = reproducing.tables()
+    known = paper_tables()
     of = sorted({name.partition("/")[0] for name in known})
     for paper in papers:
         if paper not in of and paper not in known:
@@ -246,7 +253,8 @@ def _chosen(papers: list[str]) -> dict[str, PaperTable]:
 
 def _list(papers: list[str], folder: Path) -> None:
     """The tables of `papers`; default: all."""
-    import headwater.papers as reproducing
+    from headwater.papers.pages import tally
+    from headwater.papers.table import SCALES
     from headwater.terminal import lined
 
     shown = lined(caption=(
@@ -255,12 +263,12 @@ def _list(papers: list[str], folder: Path) -> None:
         "runs. k/n: how many of its runs exist. Then how many of its claims held when its page was written, and on "
         "how many numbers they rest, if fewer. Verdicts are corrected for the claims of their own table only."
     ))  # fmt: skip
-    for title in ("table", "title", *reproducing.SCALES):
+    for title in ("table", "title", *SCALES):
         shown.add_column(title, no_wrap=title == "table")
-    made: dict[str, list] = {scale: [] for scale in reproducing.SCALES}  # verdicts and numbers by table
+    made: dict[str, list] = {scale: [] for scale in SCALES}  # verdicts and numbers by table
     for name, table in _chosen(papers).items():
         cells = ["computed", "", ""] if table.computed else []
-        for scale in () if table.computed else reproducing.SCALES:
+        for scale in () if table.computed else SCALES:
             cell, verdicts = _cell(name, scale, folder)
             cells.append(cell)
             made[scale] += [verdicts] if verdicts else []
@@ -270,26 +278,35 @@ def _list(papers: list[str], folder: Path) -> None:
         if judged:
             tables = f" of {len(judged)} tables" if len(judged) > 1 else ""
             claims = [claim for verdicts in judged for claim in verdicts]
-            out.print(reproducing.tally(claims, f"{tables} at {at} scale"), soft_wrap=True, highlight=False)
+            out.print(tally(claims, f"{tables} at {at} scale"), soft_wrap=True, highlight=False)
 
 
 def _cell(name: str, scale: ScaleOption, folder: Path) -> tuple[str, list | None]:
     """A table's cost at a scale, how many of its runs exist, and what its page found; and its verdicts."""
-    import headwater.papers as reproducing
     from headwater.papers import costs
+    from headwater.papers.pages import numbers
+    from headwater.papers.table import table as paper_table
 
-    at = reproducing.table(name).scales[scale]
+    at = paper_table(name).scales[scale]
     if at.nothing:
         return "nothing", None
-    cost = costs.known(name, scale) or costs.worked_out(reproducing.prepare(name, scale, folder))
+    if (cost := costs.known(name, scale)) is None:
+        cost = costs.worked_out(_prepared(name, scale, folder))
     there, verdicts = cost.existing(folder / scale), cost.verdicts(folder / scale)
     if there is None:
-        there = len(cost.runs) - len(reproducing.prepare(name, scale, folder).missing())
+        there = len(cost.runs) - len(_prepared(name, scale, folder).missing())
     said = f"{duration(cost.hours)}, {there}/{len(cost.runs)}"
     if at.cannot_show:
         return f"{said}; cannot show it", verdicts
     if verdicts is None:
         return said, None
     held = [one for one in verdicts if one[0] == "holds"]
-    rest = reproducing.numbers(held)
+    rest = numbers(held)
     return f"{said}; {len(held)} of {len(verdicts)} hold{rest and f', on {rest}'}", verdicts
+
+
+def _prepared(name: str, scale: ScaleOption, folder: Path) -> Work:
+    """The work of a table, which needs PyTorch."""
+    from headwater.papers.work import prepare
+
+    return prepare(name, scale, folder)

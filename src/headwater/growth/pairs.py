@@ -125,7 +125,8 @@ class TauAnnealing:
     Keeping τ is exact, but √n trains better; annealing moves from one to the other. Our addition; see
     docs/growth.md.
 
-        >>> from headwater import HeadwaterForCausalLM, grow, preset
+        >>> from headwater import HeadwaterForCausalLM, preset
+        >>> from headwater.growth import grow
         >>> sizes = dict(num_hidden_layers=1, hidden_size=64, num_attention_heads=2, vocab_size=256)
         >>> pattention = {"pattention": {"attention_pairs": 16, "ffn_pairs": 64}}
         >>> model = HeadwaterForCausalLM(preset("tokenformer-124m", **sizes, mechanisms=pattention))

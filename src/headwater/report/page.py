@@ -16,8 +16,8 @@ import yaml
 from jinja2 import Environment, PackageLoader
 from plotly.offline import get_plotlyjs
 
-from headwater.compare import Summary
 from headwater.compare.scaling import Estimate, Law, scaling_of
+from headwater.compare.statistics import Summary
 from headwater.errors import HeadwaterError
 from headwater.files import file_name
 from headwater.layout import top_package

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headwater.compare import Summary
 from headwater.compare.prices import Prices, TimeRatio, read_prices
+from headwater.compare.statistics import Summary
 from headwater.recipe import parse
 from headwater.report.comparison import Comparison, arm_of
 from headwater.report.words import difference
