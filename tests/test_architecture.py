@@ -39,6 +39,7 @@ ORDER = (
     ("serving",),
     ("bench",),
     ("compare", "evaluate", "export", "generation", "inspect", "prediction", "priced", "testing", "verify"),
+    ("titan_model",),
     ("titan",),
     ("report",),
     ("papers",),

@@ -236,12 +236,12 @@ assert find_spec("datasets") is None
 
 hide("wandb", "accelerate", "torchtitan", "rendercv_fonts")  # transformers looks for accelerate once
 from headwater.evaluate.tasks import quiet
-from headwater.titan import spec
+from headwater.titan_model import spec
 from headwater.training.journal import start_wandb
 from headwater.recipe import parse
 recipe = parse(small | {"reporting": {"wandb": "mine"}}, "the recipe")
 def titans():
-    from headwater.titan import model
+    from headwater.titan_model import model
 for call in (quiet, lambda: start_wandb(recipe, Path(), "run"), lambda: spec(headwater.HeadwaterConfig()), titans):
     said(call)
 for kind in ({"kind": "digits"}, {"kind": "glyphs"}, {"kind": "images", "source": "nowhere"}):

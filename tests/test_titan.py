@@ -23,11 +23,12 @@ from headwater.mechanisms.base import Mechanism
 from headwater.planning import narrowed
 from headwater.recipe import load_recipe
 from headwater.registry import MECHANISMS
-from headwater.titan import config_registry, export, spec
+from headwater.titan import config_registry
 from headwater.titan.data import RecipeLoader
-from headwater.titan.limits import check
-from headwater.titan.model import Linears, TitanAdapter, ours_of, theirs_of
-from headwater.titan.pipeline import check_cuts
+from headwater.titan_model import export, spec
+from headwater.titan_model.limits import check
+from headwater.titan_model.model import Linears, TitanAdapter, ours_of, theirs_of
+from headwater.titan_model.pipeline import check_cuts
 from headwater.training.optim import parameter_groups
 from headwater_lab import train
 

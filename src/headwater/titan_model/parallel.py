@@ -44,8 +44,8 @@ from headwater.nn.feed_forward import FeedForward
 from headwater.plan import LayerPlan
 from headwater.planning import SomeHeads
 from headwater.precision import KeepsPrecision
-from headwater.titan.limits import check
-from headwater.titan.model import TitanModel
+from headwater.titan_model.limits import check
+from headwater.titan_model.model import TitanModel
 
 View = Callable[[Tensor], Tensor]
 
