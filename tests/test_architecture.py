@@ -31,7 +31,7 @@ ORDER = (
     ("doctor",),
     ("reading",),
     ("diagnostics", "growth", "retrofit", "cost"),
-    ("price",),
+    ("paging", "price"),
     ("records",),
     ("data",),
     ("recipe",),

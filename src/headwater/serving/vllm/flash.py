@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor
 
 from headwater.nn.attention import Attention
-from headwater.serving.paged import PagedEngine
+from headwater.paging.paged import PagedEngine
 
 if TYPE_CHECKING:
     from headwater.serving.vllm.engine import ScheduledBatch
