@@ -20,7 +20,7 @@ from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.cost import training_flops_per_token
 from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import Mechanism
-from headwater.planning import narrowed
+from headwater.paging.heads import narrowed
 from headwater.recipe import load_recipe
 from headwater.registry import MECHANISMS
 from headwater.titan import config_registry

@@ -14,14 +14,11 @@ from collections.abc import Iterable
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import resolve_name
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headwater import outside
 from headwater.errors import HeadwaterError, nearest
 from headwater.layout import IS_EXPORTED
-
-if TYPE_CHECKING:
-    from headwater.mechanisms.base import Mechanism
 
 
 class Registry:
@@ -195,12 +192,12 @@ MECHANISMS = Registry(
 REGISTRY = MECHANISMS.own
 
 
-def resolve(name: str) -> type[Mechanism]:
-    """The class behind a mechanism's name. Raises `HeadwaterError` for an unknown one."""
+def resolve(name: str) -> Any:
+    """The class behind a mechanism's name, a `Mechanism`. Raises `HeadwaterError` for an unknown one."""
     return MECHANISMS.resolve(name)
 
 
-def register(name: str, mechanism: type[Mechanism] | None = None) -> Any:
+def register(name: str, mechanism: type | None = None) -> Any:
     """Name a mechanism for this process, for example in a notebook: `register("mine", Mine)`, or as a decorator.
 
     Other processes, such as those of `headwater compare`, do not know it; for them, put the class into a module.

@@ -13,7 +13,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from headwater.errors import HeadwaterError, either
 from headwater.paging.pages import check_servable
 from headwater.paging.split import Portion
-from headwater.serving.vllm import other_version
+from headwater.serving.vllm.version import other_version
 
 # If 1, the plugin runs where it has not been tried.
 TRY_GPU = "HEADWATER_VLLM_GPU"
