@@ -18,6 +18,7 @@ import headwater
 from headwater import api, mechanisms, records, titan_model
 from headwater.cli import app
 from headwater.data.images import Augmentation
+from headwater.layout import PACKAGES
 from headwater.presets import PRESETS
 from headwater.recipe import (
     AnyData,
@@ -85,8 +86,8 @@ def test_what_to_edit_is_there():
             quoted = re.findall(r"`([^` ]+)`", part)
             files = [name for name in quoted if re.search(r"[/.]", name)]
             for file in files:
-                of = ROOT if file.endswith(".md") else ROOT / "src" / "headwater"
-                found = list(of.glob(re.sub(r"\b(NAME|PAPER|TABLE)\b", "*", file)))
+                pattern = re.sub(r"\b(NAME|PAPER|TABLE)\b", "*", file)
+                found = list(ROOT.glob(pattern if file.endswith(".md") else f"src/*/{pattern}"))
                 assert found, f"{file}: {row}"
                 for name in set(quoted) - set(files):
                     assert any(re.search(rf"\b{name}\b", one.read_text()) for one in found), f"{name}: {row}"
@@ -116,9 +117,9 @@ def promised(page: str) -> set[str]:
     for module, several, one in re.findall(r"^from (headwater[\w.]*) import (?:\(([^)]*)\)|(.*))", page, re.MULTILINE):
         found |= {f"{module}.{name}" for name in re.findall(r"(?:^|,)\s*(\w+)", several or one)}
     for paragraph in page.split("\n\n"):
-        here = set(re.findall(r"(?<![\w./-])headwater(?:\.[A-Za-z]\w*)+", paragraph))
+        here = set(re.findall(r"(?<![\w./-])headwater(?:_lab)?(?:\.[A-Za-z]\w*)+", paragraph))
         found |= here
-        for package in {name.rpartition(".")[0] for name in here} - {"headwater"}:
+        for package in {name.rpartition(".")[0] for name in here} - PACKAGES:
             public = getattr(resolved(package), "__all__", ())
             found |= {f"{package}.{name}" for name in re.findall(r"`(\w+)", paragraph) if name in public}
     return found
@@ -126,8 +127,9 @@ def promised(page: str) -> set[str]:
 
 def resolved(name: str) -> Any:
     """What a name of headwater stands for; a name in a class stands for the class. None if there is nothing."""
-    found: Any = headwater
-    for part in name.split(".")[1:]:
+    top, *parts = name.split(".")
+    found: Any = importlib.import_module(top)
+    for part in parts:
         if isinstance(found, type):
             return found if hasattr(found, part) else None
         if isinstance(found, ModuleType):
@@ -173,18 +175,18 @@ def test_what_the_api_page_lists_is_there_once():
 
 
 def test_names_are_read_from_imports_and_sentences():
-    page = """from headwater.retrofit import FAMILIES, Family
-from headwater.data import (
-    Batch,
-    Data,
+    page = """from headwater.mechanisms import KV, Mechanism
+from headwater.kernels import (
+    applies,
+    plain,
 )
 
 `headwater.growth.grow(model)` and `merge(base, …)`, not `widow`.
 
 `headwater train`, `src/headwater.py`, `shrink(…)`
 """
-    names = {"retrofit.FAMILIES", "retrofit.Family", "data.Batch", "data.Data", "growth.grow", "growth.merge"}
-    assert promised(page) == {f"headwater.{name}" for name in names | {"retrofit", "data"}}
+    names = {"mechanisms.KV", "mechanisms.Mechanism", "kernels.applies", "kernels.plain", "growth.grow", "growth.merge"}
+    assert promised(page) == {f"headwater.{name}" for name in names | {"mechanisms", "kernels"}}
     assert undocumented({"headwater.growth.grow", "headwater.growth.importance"}) == {"headwater.growth.importance"}
 
 
