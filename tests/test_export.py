@@ -237,8 +237,8 @@ def later():
         "headwater.config",
         "headwater.nn.norm",
     }
-    with pytest.raises(ValueError, match=r"headwater\.x: write import headwater\.plan as from"):
-        remote_code._rewritten("headwater.x", "import headwater.plan", {})
+    with pytest.raises(ValueError, match=r"headwater\.x: write import headwater\.kernels as from"):
+        remote_code._rewritten("headwater.x", "import headwater.kernels", {})
 
 
 @pytest.mark.slow

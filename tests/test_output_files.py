@@ -20,7 +20,7 @@ EVALUATION = {"format": 1, "headwater": "1", "rows": [], "models": {}}
 
 
 class TestFiles:
-    @pytest.mark.parametrize("keys", [outputs.INSPECTION, outputs.SWEEP, outputs.GPU, outputs.REPRODUCTION])
+    @pytest.mark.parametrize("keys", [outputs.INSPECTION, outputs.GPU, outputs.REPRODUCTION])
     def test_json_replaces_only_json_of_its_kind(self, tmp_path, keys):
         file = tmp_path / "file.json"
         outputs.write_json(file, EVALUATION, outputs.EVALUATION)
@@ -68,7 +68,6 @@ class TestFiles:
             for command in (
                 ("evaluate", tmp_path / "no-model", "--text", file),
                 ("plan", "gpt2-124m"),
-                ("verify", "--all-types"),
                 ("reproduce", "ledger", "--page"),
             ):
                 option = () if command[-1] == "--page" else ("--out",)

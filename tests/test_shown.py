@@ -51,7 +51,6 @@ NOT_RUN = {
 # What to append to a command, by the beginning of its name, where it has the option: the last one given counts.
 SMALL = {
     "": {"--rows": 8, "--workers": 1, "--max-new-tokens": 4, "--max-bytes": 20_000, "--limit": 2},
-    "verify": {"--requests": 2, "--sampled": 2, "--longest": 8},
     "search": {"--final": 1, "--final-seeds": 2},
     "bench": {
         "--layers": 2, "--width": 64, "--heads": 1, "--vocabulary": 300, "--context": 16, "--batch-size": 1,
