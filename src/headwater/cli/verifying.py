@@ -104,9 +104,10 @@ def _models(
         for one in types:
             yield one, verifying.open_type(one, seed), partial(verifying.open_type, one)
     else:
-        for mechanisms in ({}, *({name: {}} for name in MECHANISMS.names)):
-            if (one := verifying.tiny(mechanisms, seed=seed)) is not None:
-                yield _name(mechanisms), one, None
+        choices: list[dict[str, Any]] = [{}, *({name: {}} for name in MECHANISMS.names)]
+        for mechanisms in choices:
+            if (model := verifying.tiny(mechanisms, seed=seed)) is not None:
+                yield _name(mechanisms), model, None
 
 
 def _name(mechanisms: dict[str, Any]) -> str:
