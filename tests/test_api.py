@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import headwater
+import headwater_lab as lab
 from apart import apart
 from conftest import Wanted
 from headwater.errors import HeadwaterError
@@ -29,7 +30,7 @@ COMPARED = TINY | {"compare": {"arms": ARMS, "baseline": "base", "seeds": [0, 1]
 
 def test_train_takes_a_mapping_and_gives_table_picture_and_model(tmp_path):
     heard = []
-    run = headwater.train(TINY, str(tmp_path / "run"), overrides=["seed=3"], on_event=lambda *said: heard.append(said))
+    run = lab.train(TINY, str(tmp_path / "run"), overrides=["seed=3"], on_event=lambda *said: heard.append(said))
     assert run.record.seed == 3
     assert [row["step"] for row in run.table()] == [2, 4]
     assert run.to_pandas()["accuracy"].tolist() == [row["accuracy"] for row in run.table()]
@@ -39,7 +40,7 @@ def test_train_takes_a_mapping_and_gives_table_picture_and_model(tmp_path):
     # The same from a file, by its path as text.
     file = tmp_path / "tiny.yaml"
     file.write_text(json.dumps(TINY))
-    again = headwater.train(str(file), tmp_path / "again", overrides=["seed=3"])
+    again = lab.train(str(file), tmp_path / "again", overrides=["seed=3"])
     assert again.table() == run.table()
 
 
@@ -56,7 +57,7 @@ def test_a_metric_of_ones_own_decides_a_comparison(tmp_path, forked_workers):
         seen.append(model.num_parameters())
         return float(model.num_parameters())
 
-    found = headwater.compare(COMPARED, tmp_path, metric=size, lower_is_better=False)
+    found = lab.compare(COMPARED, tmp_path, metric=size, lower_is_better=False)
     assert len(seen) == 6
     means = found.means()
     assert means["wide"] > means["shift"] > means["base"]
@@ -66,7 +67,7 @@ def test_a_metric_of_ones_own_decides_a_comparison(tmp_path, forked_workers):
     # The page shows the same; one without the metric shows the recipe's measure.
     assert re.search(r"\bsize\b", text_of(found.report()))
     # The records keep the recipe's measure.
-    plain = headwater.compare(COMPARED, tmp_path)
+    plain = lab.compare(COMPARED, tmp_path)
     assert plain.comparisons[0].measure == "accuracy"
 
     assert not re.search(r"\bsize\b", text_of(plain.report()))
@@ -77,14 +78,15 @@ def test_a_metric_of_ones_own_decides_a_comparison(tmp_path, forked_workers):
             return value
 
         with pytest.raises(HeadwaterError, match=r"'broken' returned .* not a finite number"):
-            headwater.compare(COMPARED, tmp_path, metric=broken)
+            lab.compare(COMPARED, tmp_path, metric=broken)
 
 
 @pytest.mark.slow  # two processes that import everything
 def test_a_script_without_a_guard_compares(tmp_path):
     script = tmp_path / "statistics.py"  # and may be named as a module of Python's
     script.write_text(
-        f"import headwater\nfound = headwater.compare({COMPARED!r}, 'out', workers=1)\nprint(sorted(found.means()))\n"
+        "import headwater_lab as lab\n"
+        f"found = lab.compare({COMPARED!r}, 'out', workers=1)\nprint(sorted(found.means()))\n"
     )
     found = subprocess.run([sys.executable, "-P", script], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert found.returncode == 0, found.stderr
@@ -95,12 +97,12 @@ def test_a_script_without_a_guard_compares(tmp_path):
 def test_plan_takes_presets_configs_and_checkpoints(tmp_path):
     config = headwater.preset("gpt2-124m", num_hidden_layers=2)
     config.save_pretrained(tmp_path)
-    rows = headwater.plan("gpt2-124m", config, tmp_path, context=[64, 128], hardware="H100", tokens=1e9).table()
+    rows = lab.plan("gpt2-124m", config, tmp_path, context=[64, 128], hardware="H100", tokens=1e9).table()
     assert [row["context"] for row in rows] == [64, 128] * 3
     assert rows[2]["parameters"] == rows[4]["parameters"] < rows[0]["parameters"]
     assert rows[0]["days"] > 0
     with pytest.raises(HeadwaterError, match="at least one"):
-        headwater.plan()
+        lab.plan()
 
 
 def test_plan_takes_what_the_command_takes(tmp_path, monkeypatch):
@@ -109,15 +111,15 @@ def test_plan_takes_what_the_command_takes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mechanism.yaml").write_text(json.dumps(COMPARED))
     for recipe in (COMPARED, read_recipe(COMPARED), "mechanism.yaml", tmp_path / "mechanism.yaml"):
-        rows = headwater.plan(recipe).table()
+        rows = lab.plan(recipe).table()
         assert [row["model"] for row in rows] == ["base", "shift", "wide"]
         assert rows[0]["context"] == 8
     assert "compare" in COMPARED  # the caller's mapping is not changed
-    names = headwater.plan("shakespeare", "kv-shifting", "gpt2-124m", vocabulary=500, context=64).configs
+    names = lab.plan("shakespeare", "kv-shifting", "gpt2-124m", vocabulary=500, context=64).configs
     assert len(names) > 3
     assert {config.vocab_size for config in names.values()} == {500}
-    (row,) = headwater.plan("gpt2-124m", hardware="H100", tokens="300B", overrides=["num_hidden_layers=2"]).table()
-    (same,) = headwater.plan(headwater.preset("gpt2-124m", num_hidden_layers=2), hardware="H100", tokens=3e11).table()
+    (row,) = lab.plan("gpt2-124m", hardware="H100", tokens="300B", overrides=["num_hidden_layers=2"]).table()
+    (same,) = lab.plan(headwater.preset("gpt2-124m", num_hidden_layers=2), hardware="H100", tokens=3e11).table()
     assert row["days"] > 0
     assert row | {"model": ""} == same | {"model": ""}
 
@@ -140,7 +142,7 @@ def test_plan_takes_what_the_command_takes(tmp_path, monkeypatch):
 )
 def test_mistakes_in_plan_get_one_sentence(models, options, said):
     with pytest.raises(HeadwaterError, match=said):
-        headwater.plan(*models, **options)
+        lab.plan(*models, **options)
 
 
 def test_a_stage_of_a_mapping_is_overridden_by_name():
@@ -154,10 +156,10 @@ def test_a_stage_of_a_mapping_is_overridden_by_name():
 def test_retrofit_starts_as_the_function_it_was(tmp_path):
     import torch
 
-    run = headwater.train(TINY, tmp_path)
+    run = lab.train(TINY, tmp_path)
     ids = torch.arange(8)[None]
     for source in (run.model(), str(tmp_path), tmp_path):
-        model = headwater.retrofit(source, ["kv_shift"])
+        model = lab.retrofit(source, ["kv_shift"])
         assert torch.equal(model(ids).logits, run.model()(ids).logits)
 
 
@@ -166,19 +168,19 @@ def test_retrofit_converts_without_mechanisms_and_takes_a_family(tmp_path):
 
     sizes = dict(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
     llama = LlamaForCausalLM(LlamaConfig(**sizes))
-    assert headwater.retrofit(llama).num_parameters() == llama.num_parameters()
-    assert headwater.retrofit(llama, family="llama").config.mechanisms in (None, {})
+    assert lab.retrofit(llama).num_parameters() == llama.num_parameters()
+    assert lab.retrofit(llama, family="llama").config.mechanisms in (None, {})
     with pytest.raises(HeadwaterError, match="'lama'"):
-        headwater.retrofit(llama, family="lama")
-    ours = headwater.retrofit(llama, "kv_shift")
+        lab.retrofit(llama, family="lama")
+    ours = lab.retrofit(llama, "kv_shift")
     with pytest.raises(HeadwaterError, match="name mechanisms"):
-        headwater.retrofit(ours)
+        lab.retrofit(ours)
     with pytest.raises(HeadwaterError, match="leave out family"):
-        headwater.retrofit(ours, "value_residual", family="llama")
+        lab.retrofit(ours, "value_residual", family="llama")
     with pytest.raises(HeadwaterError, match="not 'dict'"):
-        headwater.retrofit({"a": 1}, "kv_shift")
+        lab.retrofit({"a": 1}, "kv_shift")
     with pytest.raises(HeadwaterError, match="mechanisms must be"):
-        headwater.retrofit(llama, 3)
+        lab.retrofit(llama, 3)
 
 
 def test_grow_takes_a_model_or_its_folder_and_nothing_prints(tmp_path, capfd):
@@ -188,10 +190,10 @@ def test_grow_takes_a_model_or_its_folder_and_nothing_prints(tmp_path, capfd):
     shown = logging.is_progress_bar_enabled()
     logging.enable_progress_bar()
     try:
-        run = headwater.train(TINY | pairs, tmp_path)
+        run = lab.train(TINY | pairs, tmp_path)
         model = run.model()
         for source in (str(tmp_path), tmp_path, model):
-            assert headwater.grow(source, attention_pairs=6).config.mechanisms["pattention"]["attention_pairs"] == 6
+            assert lab.grow(source, attention_pairs=6).config.mechanisms["pattention"]["attention_pairs"] == 6
         assert logging.is_progress_bar_enabled()  # as it was
     finally:
         (logging.enable_progress_bar if shown else logging.disable_progress_bar)()
@@ -200,20 +202,20 @@ def test_grow_takes_a_model_or_its_folder_and_nothing_prints(tmp_path, capfd):
     assert "Loading" not in said
     for source, error in ((tmp_path / "nowhere", "no local file or folder"), (3, "not 'int'")):
         with pytest.raises(HeadwaterError, match=error):
-            headwater.grow(source, attention_pairs=6)
+            lab.grow(source, attention_pairs=6)
     with pytest.raises(HeadwaterError, match=r"--resume \(resume=True\)"):
-        headwater.train(TINY | pairs, tmp_path)
+        lab.train(TINY | pairs, tmp_path)
 
 
 def test_reproduce_gives_a_table_and_claims(tmp_path):
     name = next(name for name, table in tables().items() if table.computed == "tokenformer_flops")
-    found = headwater.reproduce(name, out=tmp_path)
+    found = lab.reproduce(name, out=tmp_path)
     assert found.table()
     assert {verdict for _, verdict in found.claims()}
     with pytest.raises(HeadwaterError, match="no effect"):
-        headwater.reproduce(name, out=tmp_path, overrides=["training.steps=1"])
+        lab.reproduce(name, out=tmp_path, overrides=["training.steps=1"])
     with pytest.raises(HeadwaterError, match="cpu, gpu or paper"):
-        headwater.reproduce(name, "tpu", out=tmp_path)
+        lab.reproduce(name, "tpu", out=tmp_path)
 
 
 @pytest.mark.slow

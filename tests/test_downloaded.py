@@ -315,7 +315,7 @@ OF_CHECKPOINTS = {
     "inspect": ["inspect", "model", "--rows", 4, "--context", 16, "--out", "../inside"],
     "evaluate": ["evaluate", "model", "--text", "../text.txt", "--limit", 1, "--context", 32],
     "plan": ["plan", "model"],
-    "verify": ["verify", "model", "--requests", 2, "--sampled", 1, "--longest", 20],
+    "verify": ["verify", "model"],
     "verify as another's": ["verify", "--model", "model"],
     "export": ["export", "model", "--out", "../exported"],
     "export as its source": ["export", "model", "--family", "source", "--out", "../theirs"],

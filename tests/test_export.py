@@ -205,8 +205,8 @@ from headwater.mechanisms import (
     KV,
     kv_shift,
 )
-from .. import registry
-from ..errors import HeadwaterError as Error; é = 1; from torch import nn
+from .. import kernels
+from ..models.cache import restart as again; é = 1; from torch import nn
 if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
 def later():
@@ -217,8 +217,8 @@ def later():
 """Mentions headwater.plan: in words only."""
 from . import headwater_models_cache as _cache; from . import headwater_models_stack as stack  # why
 from .headwater_mechanisms import KV; from . import headwater_mechanisms_kv_shift as kv_shift
-from . import headwater_registry as registry
-from .headwater_errors import HeadwaterError as Error; é = 1; from torch import nn
+from . import headwater_kernels as kernels
+from .headwater_models_cache import restart as again; é = 1; from torch import nn
 if TYPE_CHECKING:
     from .headwater_config import HeadwaterConfig
 def later():
@@ -228,20 +228,17 @@ def later():
     rewritten = remote_code._rewritten("headwater.models.new", source, {"headwater_attention": "kind"})
     assert rewritten.split("\n", 1)[1] == expected
     edits = remote_code._edits("headwater.models.new", ast.parse(source), {})
-    assert {module.removeprefix("headwater.") for _, _, modules in edits for module in modules} == {
-        *(
-            "models.cache",
-            "models.stack",
-            "mechanisms",
-            "mechanisms.kv_shift",
-            "registry",
-            "errors",
-            "config",
-            "nn.norm",
-        )
+    assert {module for _, _, modules in edits for module in modules} == {
+        "headwater.models.cache",
+        "headwater.models.stack",
+        "headwater.mechanisms",
+        "headwater.mechanisms.kv_shift",
+        "headwater.kernels",
+        "headwater.config",
+        "headwater.nn.norm",
     }
-    with pytest.raises(ValueError, match=r"headwater\.x: write import headwater\.plan as from"):
-        remote_code._rewritten("headwater.x", "import headwater.plan", {})
+    with pytest.raises(ValueError, match=r"headwater\.x: write import headwater\.kernels as from"):
+        remote_code._rewritten("headwater.x", "import headwater.kernels", {})
 
 
 @pytest.mark.slow

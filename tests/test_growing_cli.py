@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
-import headwater
+import headwater_lab as lab
 import processes
 from conftest import VOCAB, build, disturb, shared, tokens
 from headwater import HeadwaterForCausalLM
@@ -214,7 +214,7 @@ def test_a_hugging_face_model_grows_in_one_step_and_goes_back(run, tmp_path, fam
     assert (grown / "tokenizer_config.json").is_file()
     exact = method != "stack"
     assert torch.allclose(logits(grown), logits(source), atol=1e-4) == exact
-    python = headwater.grow(model, num_hidden_layers=layers, hidden_size=width, method=method) if width == 32 else None
+    python = lab.grow(model, num_hidden_layers=layers, hidden_size=width, method=method) if width == 32 else None
     if python is not None:
         assert all(torch.equal(a, b) for a, b in zip(python.parameters(), found.parameters(), strict=True))
     code, _, err = run("export", grown, "--out", tmp_path / "back", "--family", family)

@@ -9,13 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from headwater import process
-
-# `process` alone, in a script of the command's name: importing the rest takes seconds.
-BEGIN = f"""
-import importlib.util, os, signal, sys
-spec = importlib.util.spec_from_file_location("process", {process.__file__!r})
-spec.loader.exec_module(importlib.util.module_from_spec(spec))
+# In a script of the command's name; this imports none of the large packages.
+BEGIN = """
+import os, signal, sys
+import headwater
 """
 posix = pytest.mark.skipif(os.name != "posix", reason="a shell and signals are needed")
 

@@ -24,14 +24,15 @@ import pytest
 import typer
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-import headwater
-from headwater import papers
+import headwater_lab as lab
 from headwater.cli import app
 from headwater.compare import trial_of
 from headwater.data.images import ImageSettings
 from headwater.data.language import HeldOutSettings
 from headwater.data.tokenizer import byte_tokenizer
 from headwater.papers.price import stages
+from headwater.papers.table import table as paper_table
+from headwater.papers.work import prepare
 from headwater.recipe import Recipe, find_recipe, load_recipe, parse
 
 ROOT = Path(__file__).parents[1]
@@ -51,7 +52,6 @@ NOT_RUN = {
 # What to append to a command, by the beginning of its name, where it has the option: the last one given counts.
 SMALL = {
     "": {"--rows": 8, "--workers": 1, "--max-new-tokens": 4, "--max-bytes": 20_000, "--limit": 2},
-    "verify": {"--requests": 2, "--sampled": 2, "--longest": 8},
     "bench": {
         "--layers": 2, "--width": 64, "--vocabulary": 300, "--context": 16, "--batch-size": 1,
         "--precision": "32-true", "--pairs": 2, "--turns": 3, "--megabytes": 1, "--comparisons": 10,
@@ -113,7 +113,7 @@ def a_recipe(path: Path, run: Run) -> None:
 
 
 def a_run(path: Path, run: Run) -> None:
-    headwater.train(RECIPE, path, overrides=list(smaller(parse(RECIPE, "here"))))
+    lab.train(RECIPE, path, overrides=list(smaller(parse(RECIPE, "here"))))
 
 
 def llama(path: Path, run: Run) -> None:
@@ -254,10 +254,10 @@ def recipes_of(name: str, values: dict[str, Any]) -> list[Recipe]:
     if name == "reproduce" and (values["listing"] or values["records"]):
         return []
     if name == "reproduce":
-        table, scale = papers.table(names[0]), values["scale"]
+        table, scale = paper_table(names[0]), values["scale"]
         if table.computed or table.scales[scale].nothing:
             return []
-        return [recipe for _, recipe in papers.prepare(names[0], scale, Path("runs"), overrides).recipes]
+        return [recipe for _, recipe in prepare(names[0], scale, Path("runs"), overrides).recipes]
     return [load_recipe(find_recipe(word), overrides) for word in names]
 
 

@@ -16,19 +16,21 @@ from torchtitan.config import ConfigManager, ParallelismConfig
 
 import processes
 import titan_worker
-from headwater import HeadwaterConfig, HeadwaterForCausalLM, train
+from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.cost import training_flops_per_token
 from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import Mechanism
-from headwater.planning import narrowed
+from headwater.paging.heads import narrowed
 from headwater.recipe import load_recipe
 from headwater.registry import MECHANISMS
-from headwater.titan import config_registry, export, spec
+from headwater.titan import config_registry
 from headwater.titan.data import RecipeLoader
-from headwater.titan.limits import check
-from headwater.titan.model import Linears, TitanAdapter, ours_of, theirs_of
-from headwater.titan.pipeline import check_cuts
+from headwater.titan_model import export, spec
+from headwater.titan_model.limits import check
+from headwater.titan_model.model import Linears, TitanAdapter, ours_of, theirs_of
+from headwater.titan_model.pipeline import check_cuts
 from headwater.training.optim import parameter_groups
+from headwater_lab import train
 
 SIZES = dict(
     vocab_size=32, hidden_size=16, num_hidden_layers=4, num_attention_heads=4, max_position_embeddings=64

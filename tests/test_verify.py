@@ -1,6 +1,7 @@
 """`headwater verify` and `headwater bench decode`, and that the first of them can fail."""
 
 import functools
+import itertools
 import json
 from contextlib import nullcontext
 from functools import partial
@@ -17,12 +18,16 @@ from headwater.errors import HeadwaterError
 from headwater.mechanisms import kv_shift
 from headwater.models import cache, causal_lm
 from headwater.nn.cache_name import CACHE
-from headwater.verify import WAYS, Parting, Verified, combinations, own, serve_requests, small, tiny, verdicts
+from headwater.registry import MECHANISMS, Registry
+from headwater.verify import WAYS, Parting, Verified, own, small, tiny, verdicts
 from headwater.verify.own import OWN_WAYS
 from headwater.verify.watch import Subject
 from headwater.verify.ways import Probe, texts_for
 from remade import remade
 
+ALONE, PAIRS, TRIPLES = (
+    [{name: {} for name in names} for names in itertools.combinations(MECHANISMS.names, size)] for size in (1, 2, 3)
+)
 CHECKS = [one.name for one in [*WAYS, *OWN_WAYS]]
 
 
@@ -37,7 +42,7 @@ def failed(model) -> set[str]:
 
 @pytest.mark.slow
 @pytest.mark.sampled(15)
-@pytest.mark.parametrize("mechanisms", [{}, *combinations(1)], ids=lambda one: "+".join(one) or "vanilla")
+@pytest.mark.parametrize("mechanisms", [{}, *ALONE], ids=lambda one: "+".join(one) or "vanilla")
 def test_every_mechanism_verifies(mechanisms):
     found = verify.verify(tiny(mechanisms, layers=3))
     assert [one.check for one in found] == [*CHECKS, "bf16"]
@@ -48,7 +53,7 @@ def test_every_mechanism_verifies(mechanisms):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mechanisms", [*combinations(2), *combinations(3)], ids="+".join)
+@pytest.mark.parametrize("mechanisms", [*PAIRS, *TRIPLES], ids="+".join)
 def test_pairs_and_triples_verify(mechanisms):
     model = tiny(mechanisms)
     if model is not None:
@@ -260,68 +265,19 @@ def test_what_differs_once_is_no_verdict(monkeypatch, first, second, expected):
     assert {name: verdict[name] for name in expected} == expected
 
 
-def test_a_sweep_continues_with_its_file(tmp_path, monkeypatch):
-    before = {
-        "type": "llama",
-        "ways": [{"check": "1 by 1", "ok": False, "error": 0.1, "parting": {"row": 1, "position": 2}}],
-    }
-    out = tmp_path / "all.json"
-    out.write_text(json.dumps({"versions": verify.versions(), "seed": 0, "types": {"llama": before}}))
-    results = verify.sweep(out, ["llama"])
-    assert results["types"]["llama"] == before
-    assert "| llama | 1 by 1 | 1, 2; – | 1e-01 |" in verify.as_markdown(results)
-
-
-@pytest.mark.slow
-def test_a_sweep(tmp_path):
-    results = verify.sweep(tmp_path / "all.json", ["llama", "blt", "gpt2"], seconds=300)
-    assert json.loads((tmp_path / "all.json").read_text()) == results
-    told = {name: (lies, why) for name, lies, why in verify.summary(results)}
-    assert told["llama"] == ([], None)
-    assert told["blt"][1]
-
-
-# Requests
-
-
-@pytest.mark.parametrize("sampled", [False, True])
-@pytest.mark.slow
-def test_random_requests(sampled):
-    models = [tiny(one) for one in combinations(1)]
-    *_, last = serve_requests(models, 60, sampled=sampled, longest=40)
-    assert (last.requests, last.wrong) == (60, 0)
-    assert 0 < last.error < 1e-6
-
-
-def test_wrong_requests_are_counted(monkeypatch):
-    monkeypatch.setattr(causal_lm, "reach", lambda *args: None)
-    *_, last = serve_requests([tiny({"kv_shift": {}})], 20, sampled=True, longest=20)
-    assert last.wrong > 0
-
-
-@pytest.mark.slow
-def test_ten_thousand_random_requests():
-    models = [tiny(one) for one in ({}, *combinations(1))]
-    for count, sampled in ((10_000, False), (1_000, True)):
-        *_, last = serve_requests(models, count, sampled=sampled)
-        assert (last.requests, last.wrong) == (count, 0)
-        assert last.memory < 1.2 * last.early_memory
-
-
 # The commands
 
 
 @pytest.mark.slow
 def test_verify_command(run, monkeypatch):
-    wanted = combinations(1) if Wanted.slow else [{"skip_layer": {}}]
-    monkeypatch.setattr(verify, "combinations", lambda size: wanted)
+    wanted = MECHANISMS.names if Wanted.slow else ["skip_layer"]
+    monkeypatch.setattr(Registry, "names", wanted)
     if not Wanted.slow:
         monkeypatch.setattr(verify, "tiny", partial(tiny, layers=2))
-    code, out, _ = run("verify", "--requests", 10, "--sampled", 5, "--longest", 30)
+    code, out, _ = run("verify")
     assert code == 0
     assert "✗ skip_layer" not in out
-    assert all(name in out for one in wanted for name in one)
-    assert "10 greedy requests in random batches: 0 differ from running alone" in " ".join(out.split())
+    assert all(name in out for name in wanted)
 
 
 @pytest.mark.slow
@@ -329,10 +285,9 @@ def test_verify_command_on_a_checkpoint(run, tmp_path):
     model = build({"kv_shift": {}, "skip_layer": {}}, gpt2=True, max_position_embeddings=48).float()
     model.generation_config.eos_token_id = list(range(0, 97, 2))  # which most rows meet at once
     model.save_pretrained(tmp_path / "model")
-    code, out, _ = run("verify", tmp_path / "model", "--requests", 20, "--sampled", 10)
+    code, out, _ = run("verify", tmp_path / "model")
     assert code == 0
     assert "kv_shift + skip_layer" in out
-    assert run("verify", tmp_path / "model", "--size", 2)[0] == 2
     build(gpt2=True, max_position_embeddings=16).save_pretrained(tmp_path / "short")
     assert "this model has only 16 learned ones" in run("verify", tmp_path / "short")[2]
 
@@ -366,14 +321,9 @@ def test_verify_command_refuses(run, tmp_path):
     for arguments, said in (
         (["--model", tmp_path], "--trust-remote-code"),
         ([tmp_path], "--trust-remote-code"),
-        ([tmp_path, "--size", 2], "--size"),
-        ([tmp_path, "--requests", 2], "--requests"),
         (["--model", tmp_path / "none"], "no local file"),
         (["--type", "lama"], "did you mean 'llama'"),
-        (["--type", "llama", "--size", 2], "--size"),
-        (["--type", "llama", "--requests", 2], "--requests"),
-        (["--all-types"], "--out"),
-        (["--all-types", "--type", "llama"], "one of these"),
+        ([tmp_path, "--type", "llama"], "one of these"),
     ):
         code, _, err = run("verify", *arguments)
         assert (code, said in err) == (2, True), err

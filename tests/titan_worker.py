@@ -36,8 +36,8 @@ from torchtitan.distributed.activation_checkpoint import FullAC  # noqa: E402
 
 from headwater import HeadwaterConfig, HeadwaterForCausalLM  # noqa: E402
 from headwater.errors import HeadwaterError  # noqa: E402
-from headwater.titan import spec  # noqa: E402
-from headwater.titan.model import WRAPPED, ours_of  # noqa: E402
+from headwater.titan_model import spec  # noqa: E402
+from headwater.titan_model.model import WRAPPED, ours_of  # noqa: E402
 
 DEGREES = {"tp": "tensor_parallel_degree", "cp": "context_parallel_degree", "pp": "pipeline_parallel_degree"}
 ROWS, TOKENS = 4, 12

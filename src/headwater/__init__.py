@@ -18,11 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from headwater import auto_classes as _auto_classes
 from headwater import extras as _extras
-from headwater import lazy as _lazy
 from headwater import process as _process  # noqa: F401  before what takes time to import
 
 if TYPE_CHECKING:
-    from headwater.api import compare, grow, plan, reproduce, retrofit, train
     from headwater.config import HeadwaterConfig
     from headwater.errors import HeadwaterError
     from headwater.models.causal_lm import HeadwaterForCausalLM, HeadwaterModel
@@ -31,6 +29,16 @@ if TYPE_CHECKING:
     from headwater.vision_config import HeadwaterVisionConfig
 
 __version__ = "0.2.0.dev0"
+_HOMES = {
+    "HeadwaterConfig": "headwater.config",
+    "HeadwaterError": "headwater.errors",
+    "HeadwaterForCausalLM": "headwater.models.causal_lm",
+    "HeadwaterForImageClassification": "headwater.models.image_classification",
+    "HeadwaterImageModel": "headwater.models.image_classification",
+    "HeadwaterModel": "headwater.models.causal_lm",
+    "HeadwaterVisionConfig": "headwater.vision_config",
+    "preset": "headwater.presets",
+}
 __all__ = [
     "HeadwaterConfig",
     "HeadwaterError",
@@ -40,32 +48,19 @@ __all__ = [
     "HeadwaterModel",
     "HeadwaterVisionConfig",
     "__version__",
-    "compare",
-    "grow",
-    "plan",
     "preset",
-    "reproduce",
-    "retrofit",
-    "train",
 ]
-_named, __dir__ = _lazy.names(
-    __name__,
-    {
-        "headwater.api": ["grow", "reproduce", "train", *_lazy.FUNCTIONS],
-        "headwater.config": ["HeadwaterConfig"],
-        "headwater.errors": ["HeadwaterError"],
-        "headwater.models.causal_lm": ["HeadwaterForCausalLM", "HeadwaterModel"],
-        "headwater.models.image_classification": ["HeadwaterForImageClassification", "HeadwaterImageModel"],
-        "headwater.presets": ["preset"],
-        "headwater.vision_config": ["HeadwaterVisionConfig"],
-    },
-)
 
 
 def __getattr__(name: str) -> Any:
-    return _import_module(f"headwater.{name}") if name in _lazy.FUNCTIONS else _named(name)
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return globals().setdefault(name, getattr(_import_module(_HOMES[name]), name))
 
 
-_sys.modules[__name__].__class__ = _lazy.Package
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})
+
+
 _auto_classes.register()
 _extras.look_after_imports()

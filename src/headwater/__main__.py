@@ -1,5 +1,7 @@
 """`python -m headwater` is the command line, as `torchrun -m headwater` needs it."""
 
-from headwater.cli import main
+from importlib import import_module
 
-main()
+from headwater.layout import COMMAND_LINE
+
+import_module(COMMAND_LINE).main()

@@ -1,4 +1,4 @@
-"""The commands as functions: `headwater.train`, `compare`, `plan`, `grow`, `retrofit`, `reproduce`. See docs/python.md.
+"""The commands as functions, which `headwater_lab` provides: see docs/python.md.
 
 A recipe is a dict, the path of a file, or the name of a shipped one. Results have `table()`, a list of rows as dicts;
 `to_pandas()`, the same as a DataFrame if pandas is installed; and pictures where the commands draw some.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from headwater.growth.pairs import Keys, TauPolicy
     from headwater.hardware import Hardware
     from headwater.models.kinds import AnyModel
-    from headwater.papers import Reproduction
+    from headwater.papers.result import Reproduction
     from headwater.price import ImagePrice, Price
     from headwater.recipe import Recipe
     from headwater.records import RunRecord
@@ -207,7 +207,7 @@ class Reproduced(Tabular):
 
     def report(self) -> Path:
         """Write the table's page, and return its path."""
-        from headwater.papers import write
+        from headwater.papers.result import write
 
         return write(self.result, self.folder)
 
@@ -479,36 +479,41 @@ def reproduce(
     Raises `HeadwaterError`, after training the rest, if runs need several devices: it names their commands.
     """
     outside.trust(trust)
-    import headwater.papers as reproducing
+    from headwater.compare.prices import slug
+    from headwater.papers.result import computed, reproduction
+    from headwater.papers.table import SCALES
+    from headwater.papers.table import table as table_of
+    from headwater.papers.work import check_not_begun_otherwise, prepare, train_until_decided
+    from headwater.papers.work import train as train_work
 
     folder, files = local(out, "out"), None if task_files is None else local(task_files, "task_files")
-    known = reproducing.table(table)
-    if scale not in reproducing.SCALES:
-        raise HeadwaterError(f"scale must be {either(reproducing.SCALES)}, not {shown(scale)}.")
+    known = table_of(table)
+    if scale not in SCALES:
+        raise HeadwaterError(f"scale must be {either(SCALES)}, not {shown(scale)}.")
     if known.computed:
         if overrides:
             raise HeadwaterError(
                 f"{table} is computed without training, so {overrides[0]!r} has no effect; leave it out."
             )
-        return Reproduced(reproducing.computed(table), folder / reproducing.slug(table))
-    work = reproducing.prepare(table, scale, folder, overrides)
+        return Reproduced(computed(table), folder / slug(table))
+    work = prepare(table, scale, folder, overrides)
     work.check_tasks(files)
     trained, until = work, None
     if until_decided:
         until = (work, max_seeds)
-        outcomes, trained = reproducing.train_until_decided(
+        outcomes, trained = train_until_decided(
             work, workers, lambda *_: _unheard, lambda *_: _unheard, max_seeds, files, device
         )
     else:
-        reproducing.check_not_begun_otherwise(work)
-        outcomes = reproducing.train(work, workers, lambda *_: _unheard, lambda *_: _unheard)
+        check_not_begun_otherwise(work)
+        outcomes = train_work(work, workers, lambda *_: _unheard, lambda *_: _unheard)
     failed = [outcome for outcome in outcomes if outcome.record is None]
     if commands := work.commands():
         raise HeadwaterError(f"{work.left()} function: run {'; '.join(commands)}, then call it again.")
     if len(work.missing()) == sum(len(place.seeds) for place in work.trained):
         why = f": {failed[0].label} failed: {failed[0].error}" if failed else ""
         raise HeadwaterError(f"No run of {table} is finished{why.rstrip('.')}.")
-    return Reproduced(reproducing.reproduction(trained, files, device, until), work.folder, failed)
+    return Reproduced(reproduction(trained, files, device, until), work.folder, failed)
 
 
 def _unheard(*said: Any) -> None:

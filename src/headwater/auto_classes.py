@@ -13,6 +13,8 @@ from importlib import import_module
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import ModuleType
 
+from headwater.layout import is_ours, top_package
+
 # Every Auto class imports this module, and nothing else that headwater's config needs does.
 AUTO = "transformers.models.auto.configuration_auto"
 MODELS = "headwater.models.causal_lm", "headwater.models.image_classification"  # register themselves
@@ -36,7 +38,7 @@ class _Hook:
         self.under_way: set[str] = set()
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name.partition(".")[0] not in ("transformers", "headwater"):
+        if not is_ours(name) and top_package(name) != "transformers":
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
         spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)

@@ -8,7 +8,6 @@ import platform
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
-from pathlib import Path
 
 import torch
 from transformers import utils
@@ -19,6 +18,7 @@ from headwater.errors import first_line
 from headwater.extras import MODULES
 from headwater.hardware import available_memory, c_compiler, cores, memory_of
 from headwater.kernels.choose import cpu
+from headwater.layout import package_folder
 from headwater.registry import MECHANISMS
 
 NamedFacts = Iterator[tuple[str, str]]
@@ -62,7 +62,7 @@ def examine() -> dict[str, dict[str, str]]:
 
 def _installation() -> NamedFacts:
     yield "version", headwater.__version__
-    yield "folder", str(Path(headwater.__file__).parent)
+    yield "folder", str(package_folder(__name__))
     yield "python", f"{platform.python_version()}, {sys.executable}"
     yield "system", platform.platform()
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 from headwater.errors import HeadwaterError
+from headwater.layout import is_ours
 
 # Modules by the extra of pyproject.toml that installs them. Dependencies of torch and transformers are always there.
 MODULES = {
@@ -48,7 +49,7 @@ class _LastFinder:
     """Finds nothing: by the time that it is asked, no other finder has the module."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
-        if name in _EXTRA_OF and _importer() == "headwater":
+        if name in _EXTRA_OF and is_ours(_importer()):
             raise MissingExtra(name.replace("_", "-"), _EXTRA_OF[name])
 
 
@@ -78,11 +79,11 @@ class _TorchvisionFinder:
 
 
 def _importer() -> str:
-    """The package of the code that is importing something."""
+    """The module that is importing something."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__") in (__name__, "importlib._bootstrap"):
         frame = frame.f_back
-    return str(frame.f_globals.get("__name__")).partition(".")[0]
+    return str(frame.f_globals.get("__name__"))
 
 
 def check(extra: str, spared: Collection[str] = ()) -> None:

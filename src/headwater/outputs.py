@@ -25,7 +25,6 @@ IsOurs = Callable[[bytes], bool]
 # The keys of each JSON file.
 EVALUATION = ("headwater", "format", "rows", "models")
 INSPECTION = ("headwater", "schema_version", "models")
-SWEEP = ("versions", "seed", "types")
 GPU = ("headwater", "device", "phases")
 REPRODUCTION = ("table", "paper_says", "claims")
 

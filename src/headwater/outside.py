@@ -30,6 +30,7 @@ from types import ModuleType
 from typing import Any
 
 from headwater.errors import HeadwaterError, NotTrusted, shown
+from headwater.layout import is_ours, top_package
 
 # Separated by commas: "package.module", "package.module:attribute" or paths.
 VARIABLE = "HEADWATER_TRUST"
@@ -142,7 +143,7 @@ def loaded(name: str, base: str) -> Any:
         thing = vars(thing).get(part)
     kind = thing if isinstance(thing, type) else type(thing)
     bases = type.__dict__["__mro__"].__get__(kind)
-    ours = any(each.__name__ == base and each.__module__.split(".")[0] == "headwater" for each in bases)
+    ours = any(each.__name__ == base and is_ours(each.__module__) for each in bases)
     return thing if ours else None
 
 
@@ -170,7 +171,7 @@ def is_made_by_program() -> bool:
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
         constructs = module in _CONSTRUCTION or (module, frame.f_code.co_name) == _CONSTRUCTOR
-        if module.split(".")[0] in ("headwater", "transformers") and not constructs:
+        if (is_ours(module) or top_package(module) == "transformers") and not constructs:
             return False
         frame = frame.f_back
     return True

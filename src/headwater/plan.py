@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 Kind = Literal["raw", "local", "bank", "probabilities", "stream", "shared"]
 Part = Literal["q", "k", "v"]
@@ -194,3 +194,22 @@ def choose(wanted: Sequence[int], stored: Sequence[int]) -> Heads:
     if at == list(range(len(stored))):
         return None
     return slice(at[0], at[-1] + 1) if at and at == list(range(at[0], at[-1] + 1)) else at
+
+
+class PlannedConfig(Protocol):
+    """What the plan of a model is made from: `HeadwaterConfig` and `HeadwaterVisionConfig`."""
+
+    hidden_size: int
+    num_hidden_layers: int
+    num_key_value_heads: int
+    mechanisms: dict[str, dict[str, Any]]
+    materialise: bool
+
+    @property
+    def layer_plans(self) -> tuple[LayerPlan, ...]: ...
+
+    def at(self, layer: int) -> Any:
+        """The config as one layer sees it."""
+
+    def slides(self, layer: int) -> bool:
+        """Whether a layer has a sliding window."""

@@ -6,21 +6,16 @@ follows what to build: a layer projects and stores only the heads that some laye
 
 from __future__ import annotations
 
-import copy
 import pickle
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from headwater.errors import HeadwaterError
-from headwater.plan import EMBEDDING, Attends, HeadGroup, LayerPlan, Source, choose
+from headwater.plan import EMBEDDING, Attends, HeadGroup, LayerPlan, PlannedConfig, Source, choose
 from headwater.registry import resolve
-
-if TYPE_CHECKING:
-    from headwater.config import HeadwaterConfig
 
 # Of keys and of values, in `Attends` and `Source`.
 Letter = Literal["k", "v"]
@@ -31,7 +26,7 @@ _LATEST: OrderedDict[Hashable, tuple[LayerPlan, ...]] = OrderedDict()
 _MOST = 16
 
 
-def plan_layers(config: HeadwaterConfig) -> tuple[LayerPlan, ...]:
+def plan_layers(config: PlannedConfig) -> tuple[LayerPlan, ...]:
     """The plans of all layers. Mechanisms are asked in the config's order: first what they share, then the rest.
 
     Raises `HeadwaterError` for a mechanism that cannot be found.
@@ -47,7 +42,7 @@ def plan_layers(config: HeadwaterConfig) -> tuple[LayerPlan, ...]:
     return plans
 
 
-def _plan_layers(config: HeadwaterConfig) -> tuple[LayerPlan, ...]:
+def _plan_layers(config: PlannedConfig) -> tuple[LayerPlan, ...]:
     plans = _settle(_share(config))
     for name, options in config.mechanisms.items():
         plans = resolve(name).planned(options, config, plans)
@@ -61,7 +56,7 @@ def _plan_layers(config: HeadwaterConfig) -> tuple[LayerPlan, ...]:
     )
 
 
-def _share(config: HeadwaterConfig) -> list[LayerPlan]:
+def _share(config: PlannedConfig) -> list[LayerPlan]:
     """The plans with what each head attends to: what the layer attends to from which it takes its keys or values.
 
     Each mechanism sees layers that share nothing, so none depends on those listed before it. If several redirect a
@@ -118,7 +113,7 @@ def _redirection(
 
 
 def _redirected(
-    name: str, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]
+    name: str, options: dict[str, Any], config: PlannedConfig, plans: list[LayerPlan]
 ) -> Sequence[LayerPlan]:
     """What a mechanism's `share` makes of plans.
 
@@ -142,7 +137,7 @@ def _gives(plan: LayerPlan, source: Source) -> bool:
     return source.layer == plan.index or (source == EMBEDDING and bool(plan.at("embedded")))
 
 
-def _check_inside(config: HeadwaterConfig, plan: LayerPlan) -> None:
+def _check_inside(config: PlannedConfig, plan: LayerPlan) -> None:
     """Raise `HeadwaterError` if a mechanism acts inside a feed-forward that another one replaces."""
     width = config.hidden_size
     for inside in plan.at("feed_forward_hidden"):
@@ -154,7 +149,7 @@ def _check_inside(config: HeadwaterConfig, plan: LayerPlan) -> None:
                 )
 
 
-def output_only_from(config: HeadwaterConfig) -> int:
+def output_only_from(config: PlannedConfig) -> int:
     """The first of the layers at the end that only tokens whose output is asked for have to go through.
 
     Later tokens need nothing of what these layers make, and what they read of lower ones is there for all tokens (keys
@@ -184,7 +179,7 @@ _ALIKE: dict[tuple[str, str], tuple[str, ...]] = {
 }
 
 
-def _check_alike(config: HeadwaterConfig, layer: int, source: Source) -> None:
+def _check_alike(config: PlannedConfig, layer: int, source: Source) -> None:
     """Raise `HeadwaterError` if `layer` would read a tensor of a layer of another kind that does not fit it."""
     if source.layer < 0 or config.slides(layer) == config.slides(source.layer):
         return
@@ -211,16 +206,16 @@ def _settle(plans: list[LayerPlan]) -> list[LayerPlan]:
         for plan in plans
     ]
 
-    def with_groups(plan: LayerPlan) -> LayerPlan:
-        groups = _groups(plan, stored)
+    def withgroups_of(plan: LayerPlan) -> LayerPlan:
+        groups = groups_of(plan, stored)
         banks = [s for g in groups for s in (Source("bank", "k", g.k), Source("bank", "v", g.v))]
         plan = replace(plan, groups=groups)
         return plan.reading(*(source for source in banks if source.layer != plan.index))
 
-    return [with_groups(plan) for plan in stored]
+    return [withgroups_of(plan) for plan in stored]
 
 
-def _groups(plan: LayerPlan, stored: Sequence[LayerPlan]) -> tuple[HeadGroup, ...]:
+def groups_of(plan: LayerPlan, stored: Sequence[LayerPlan]) -> tuple[HeadGroup, ...]:
     """`attends` as calls of the kernel. stored: all plans, with the heads that each stores."""
     groups = []
     for (k, v), run in groupby(range(len(plan.attends)), key=lambda head: plan.attends[head]):
@@ -228,75 +223,3 @@ def _groups(plan: LayerPlan, stored: Sequence[LayerPlan]) -> tuple[HeadGroup, ..
         at = choose(heads, stored[k].k_heads), choose(heads, stored[v].v_heads)
         groups.append(HeadGroup(heads[0], len(heads), k, v, *at))
     return tuple(groups)
-
-
-def narrowed(plans: Sequence[LayerPlan], heads: range) -> tuple[LayerPlan, ...]:
-    """The plans of a process that has only some consecutive key/value heads, counted from zero.
-
-    Reads and exports stay as they are: a tensor may then have no heads.
-    """
-
-    def kept(stored: Sequence[int]) -> tuple[int, ...]:
-        return tuple(head - heads.start for head in stored if head in heads)
-
-    narrow = [
-        replace(
-            plan,
-            attends=plan.attends[heads.start : heads.stop],
-            k_heads=kept(plan.k_heads),
-            v_heads=kept(plan.v_heads),
-        )
-        for plan in plans
-    ]
-    return tuple(replace(plan, groups=_groups(plan, narrow)) for plan in narrow)
-
-
-def narrow_config(config: HeadwaterConfig, plans: tuple[LayerPlan, ...], queries: int, heads: int) -> HeadwaterConfig:
-    """The config of a process that has some heads only."""
-    narrow = copy.copy(config)
-    narrow.__class__ = type("NarrowConfig", (_Narrow, type(config)), {})
-    narrow.__dict__.update(narrow_plans=plans, num_attention_heads=queries, num_key_value_heads=heads)
-    return narrow
-
-
-@dataclass(frozen=True)
-class SomeHeads:
-    """Consecutive key/value heads of a model, and the query heads that read them.
-
-    heads: key/value heads, counted in the whole model.
-    """
-
-    config: HeadwaterConfig
-    heads: range
-
-    @classmethod
-    def share(cls, config: HeadwaterConfig, rank: int, size: int) -> SomeHeads:
-        """Those of one of `size` processes."""
-        own = config.num_key_value_heads // size
-        return cls(config, range(rank * own, (rank + 1) * own))
-
-    @cached_property
-    def queries(self) -> range:
-        group = self.config.num_attention_heads // self.config.num_key_value_heads
-        return range(self.heads.start * group, self.heads.stop * group)
-
-    @cached_property
-    def narrow(self) -> HeadwaterConfig:
-        """The config of a model with these heads only."""
-        plans = narrowed(self.config.layer_plans, self.heads)
-        return narrow_config(self.config, plans, len(self.queries), len(self.heads))
-
-    def places(self, plan: LayerPlan) -> dict[str, tuple[int, list[int]]]:
-        """How many heads' queries ("q"), keys, values and attention weights ("a") a layer makes; which are these."""
-        queries = range(self.config.num_attention_heads)
-        made = {"q": queries, "k": plan.k_heads, "v": plan.v_heads, "a": queries}
-        own = {"q": self.queries, "k": self.heads, "v": self.heads, "a": self.queries}
-        return {part: (len(of), [at for at, head in enumerate(of) if head in own[part]]) for part, of in made.items()}
-
-
-class _Narrow:
-    narrow_plans: tuple[LayerPlan, ...]
-
-    @property
-    def layer_plans(self) -> tuple[LayerPlan, ...]:
-        return self.narrow_plans

@@ -1,4 +1,4 @@
-"""What `headwater plan` and `headwater.plan` price: models as users name them, and the options in their units.
+"""What `headwater plan` and `lab.plan` price: models as users name them, and the options in their units.
 
 It imports no more than a model's name needs: pricing a preset or a checkpoint takes neither recipes nor models.
 """

@@ -20,6 +20,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePath
 from types import FrameType
 
+from headwater.layout import COMMAND_LINE, LIBRARY
+
 
 def is_command() -> bool:
     """Whether this process was started as `headwater …` or `python -m headwater …`."""
@@ -27,7 +29,7 @@ def is_command() -> bool:
         started = sys.orig_argv[-len(sys.argv)]  # the script or module, before the arguments
     except (AttributeError, IndexError):
         return False
-    return PurePath(started).stem in ("headwater", "-mheadwater")
+    return PurePath(started).stem in (LIBRARY, f"-m{LIBRARY}")
 
 
 def age() -> float:
@@ -74,7 +76,7 @@ def _stop(number: int, frame: FrameType | None) -> None:
         name = frame.f_globals.get("__name__")
         if name == "importlib._bootstrap":
             os._exit(130)
-        within = within or (name == "headwater.cli" and frame.f_code.co_name == "main")
+        within = within or (name == COMMAND_LINE and frame.f_code.co_name == "main")
         frame = frame.f_back
     if not within:
         os._exit(130)

@@ -404,7 +404,7 @@ class Compare(Settings):
 
 
 class Growth(Settings):
-    """`grow:` how to make a model larger; the fields are the arguments of `headwater.grow`."""
+    """`grow:` how to make a model larger; the fields are the arguments of `lab.grow`."""
 
     num_hidden_layers: Count | None = None
     """Layers after growth."""

@@ -15,6 +15,7 @@ import torch
 import transformers
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from headwater import __version__
 from headwater.errors import HeadwaterError
 from headwater.files import read_bytes, replace_text
 from headwater.kernels.choose import cpu
@@ -335,8 +336,6 @@ def environment(
     device: str, processes: int = 1, compiled: bool | None = None, attention: str | None = None
 ) -> Environment:
     """This process's. compiled, attention: how a run's model runs."""
-    from headwater import __version__
-
     return Environment(
         headwater=__version__,
         python=platform.python_version(),

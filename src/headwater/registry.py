@@ -14,13 +14,11 @@ from collections.abc import Iterable
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import resolve_name
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headwater import outside
 from headwater.errors import HeadwaterError, nearest
-
-if TYPE_CHECKING:
-    from headwater.mechanisms.base import Mechanism
+from headwater.layout import IS_EXPORTED
 
 
 class Registry:
@@ -50,7 +48,7 @@ class Registry:
     @property
     def brought(self) -> dict[str, EntryPoint]:
         """The entry points of installed packages, by name."""
-        if __package__ != "headwater":  # an exported copy, whose classes differ from those that other packages use
+        if IS_EXPORTED:
             return {}
         return {name: point for name, point in _entry_points(self.group).items() if name not in self.own}
 
@@ -79,7 +77,7 @@ class Registry:
             return self.added[name]
         if (point := self.brought.get(name)) is not None:
             return self._checked(name, _loaded(point, self.what, name))
-        if ":" in name and __package__ == "headwater":
+        if ":" in name and not IS_EXPORTED:
             point = next((one for one in self.brought.values() if one.value.replace(" ", "") == name), None)
             if point is not None:  # installed, and so trusted by this name too
                 return self._checked(name, _loaded(point, self.what, name))
@@ -194,12 +192,12 @@ MECHANISMS = Registry(
 REGISTRY = MECHANISMS.own
 
 
-def resolve(name: str) -> type[Mechanism]:
-    """The class behind a mechanism's name. Raises `HeadwaterError` for an unknown one."""
+def resolve(name: str) -> Any:
+    """The class behind a mechanism's name, a `Mechanism`. Raises `HeadwaterError` for an unknown one."""
     return MECHANISMS.resolve(name)
 
 
-def register(name: str, mechanism: type[Mechanism] | None = None) -> Any:
+def register(name: str, mechanism: type | None = None) -> Any:
     """Name a mechanism for this process, for example in a notebook: `register("mine", Mine)`, or as a decorator.
 
     Other processes, such as those of `headwater compare`, do not know it; for them, put the class into a module.

@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from headwater.errors import HeadwaterError
+from headwater.layout import IS_EXPORTED, LIBRARY, package_folder, top_package
 from headwater.outside import source_of
 from headwater.registry import MECHANISMS
 
-PACKAGE = "headwater"
 ENTRY = "modeling_headwater"
 # What the Auto classes of transformers find in an exported checkpoint. One entry file for all: in a local folder each
 # entry file gets its own copy of the code, and the config's classes would not be the model's.
@@ -92,13 +92,11 @@ def add_to(config: Any, folder: str | os.PathLike[str]) -> None:
 
 def brought_along(config: Any) -> dict[str, str]:
     """The mechanisms of a config from outside the package: name -> "module:Class"."""
-    if __package__ != PACKAGE:
+    if IS_EXPORTED:
         return {}
     kinds = {name: MECHANISMS.resolve(name) for name in getattr(config, "mechanisms", None) or {}}
     return {
-        name: f"{kind.__module__}:{kind.__qualname__}"
-        for name, kind in kinds.items()
-        if kind.__module__.split(".")[0] != PACKAGE
+        name: f"{kind.__module__}:{kind.__qualname__}" for name, kind in kinds.items() if not _is_ours(kind.__module__)
     }
 
 
@@ -119,9 +117,9 @@ def code(outside: Mapping[str, str] | None = None) -> dict[str, str]:
 
     Raises `HeadwaterError` for an import that has no flat form, and for a mechanism whose code cannot be included.
     """
-    if __package__ != PACKAGE:  # this is an exported copy, which is copied unchanged
+    if IS_EXPORTED:  # copied unchanged
         here = Path(__file__).parent
-        copies = [here / f"{ENTRY}.py", *sorted(here.glob(f"{PACKAGE}_*.py"))]
+        copies = [here / f"{ENTRY}.py", *sorted(here.glob(f"{LIBRARY}_*.py"))]
         return {file.name: file.read_text(encoding="utf-8") for file in copies}
     return _files(outside) if outside else dict(_own_files())
 
@@ -151,7 +149,7 @@ def _files(outside: Mapping[str, str]) -> dict[str, str]:
     kinds = {name: f"{name}_{digest}" for source in sources.values() for name in _layer_types(ast.parse(source))}
     files = {f"{_flat(module)}.py": _rewritten(module, source, kinds) for module, source in sources.items()}
     if outside:
-        files[f"{_flat(f'{PACKAGE}.registry')}.py"] += "".join(
+        files[f"{_flat(MECHANISMS.__module__)}.py"] += "".join(
             f'\nREGISTRY["{name}"] = ".{_flat(target.partition(":")[0])}:{target.partition(":")[2]}"\n'
             for name, target in outside.items()
         )
@@ -188,14 +186,14 @@ def _edits(module: str, tree: ast.Module, kinds: dict[str, str]) -> Iterator[tup
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                if alias.name.split(".")[0] in (PACKAGE, module.split(".")[0]):
+                if alias.name.split(".")[0] in (LIBRARY, module.split(".")[0]):
                     raise HeadwaterError(
                         f"{module}: write import {alias.name} as from … import …, which has a flat form."
                     )
         elif isinstance(node, ast.ImportFrom):
             source = resolve_name("." * node.level + (node.module or ""), package)
-            if source.split(".")[0] in (PACKAGE, module.split(".")[0]):
-                if node.level == 0 and source == PACKAGE and not _is_ours(module):
+            if source.split(".")[0] in (LIBRARY, module.split(".")[0]):
+                if node.level == 0 and source == LIBRARY and not _is_ours(module):
                     yield node, *_from_package(node)
                     continue
                 modules = [alias for alias in node.names if _is_module(f"{source}.{alias.name}")]
@@ -204,7 +202,7 @@ def _edits(module: str, tree: ast.Module, kinds: dict[str, str]) -> Iterator[tup
                 new += [f"from . import {_flat(f'{source}.{a.name}')} as {a.asname or a.name}" for a in modules]
                 yield node, "; ".join(new), [f"{source}.{a.name}" for a in modules] + [source] * bool(others)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if match := re.fullmatch(rf"({PACKAGE}(?:\.\w+)+):(\w+)", node.value):
+            if match := re.fullmatch(rf"({LIBRARY}(?:\.\w+)+):(\w+)", node.value):
                 yield node, f'".{_flat(match[1])}:{match[2]}"', [match[1]]
             elif node.value in kinds:
                 yield node, f'"{kinds[node.value]}"', []
@@ -222,10 +220,10 @@ def _layer_types(tree: ast.Module) -> set[str]:
 
 def _from_package(node: ast.ImportFrom) -> tuple[str, list[str]]:
     """Rewrites `from headwater import …`: each name is imported from where it is defined."""
-    package, new, names = import_module(PACKAGE), [], []
+    package, new, names = import_module(LIBRARY), [], []
     for alias in node.names:
-        if _is_module(f"{PACKAGE}.{alias.name}"):
-            home, what = f"{PACKAGE}.{alias.name}", ""
+        if _is_module(f"{LIBRARY}.{alias.name}"):
+            home, what = f"{LIBRARY}.{alias.name}", ""
             new.append(f"from . import {_flat(home)} as {alias.asname or alias.name}")
         else:
             home, what = getattr(package, alias.name).__module__, ast.unparse(alias)
@@ -236,7 +234,7 @@ def _from_package(node: ast.ImportFrom) -> tuple[str, list[str]]:
 
 def _check_carried(module: str, tree: ast.Module) -> None:
     """Raise `HeadwaterError` if an outside module imports something that is neither included nor installable."""
-    own = {PACKAGE, module.split(".")[0]}
+    own = {LIBRARY, module.split(".")[0]}
     known = packages_distributions()
     for node in ast.walk(tree):
         given = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -252,7 +250,7 @@ def _check_carried(module: str, tree: ast.Module) -> None:
 
 
 def _is_ours(module: str) -> bool:
-    return module.split(".")[0] == PACKAGE
+    return top_package(module) == LIBRARY
 
 
 def _path(module: str) -> Path:
@@ -266,7 +264,7 @@ def _path(module: str) -> Path:
                 f"checkpoint; move its class to a module."
             )
         return Path(spec.origin)
-    path = Path(__file__).parent.joinpath(*module.split(".")[1:])
+    path = package_folder(__name__).joinpath(*module.split(".")[1:])
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
@@ -280,4 +278,4 @@ def _is_module(name: str) -> bool:
 
 
 def _flat(module: str) -> str:
-    return ("" if _is_ours(module) else f"{PACKAGE}_outside_") + module.replace(".", "_")
+    return ("" if _is_ours(module) else f"{LIBRARY}_outside_") + module.replace(".", "_")

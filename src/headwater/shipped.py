@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from headwater.layout import package_folder
+
 
 def recipes_folder() -> Path:
     """The folder of the shipped recipes: in the installed package, or at the root of a checkout."""
-    inside = Path(__file__).parent / "recipes"
-    return inside if inside.is_dir() else Path(__file__).parents[2] / "recipes"
+    package = package_folder(__name__)
+    inside = package / "recipes"
+    return inside if inside.is_dir() else package.parents[1] / "recipes"
 
 
 def shipped_recipes() -> dict[str, Path]:

@@ -10,9 +10,9 @@ from scipy import stats
 from statsmodels.stats.multitest import multipletests
 from statsmodels.stats.power import TTestPower
 
-from headwater.compare import steps_to, summarize, worth_of
 from headwater.compare.sequential import looks
-from headwater.compare.statistics import _effect, holm_tests, judged_beside, more_pairs, power
+from headwater.compare.statistics import _effect, holm_tests, judged_beside, more_pairs, power, steps_to, summarize
+from headwater.compare.worth import worth_of
 from headwater.records import Origin, SeedPlan, StageRecord
 from headwater.report.comparison import Comparison
 from headwater.report.words import cost_columns, times, worth_columns

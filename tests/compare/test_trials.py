@@ -7,7 +7,8 @@ import pytest
 from saved import DIVERGES, SHIFT, Here, changed_times, record, tiny
 
 import processes
-from headwater.compare import jobs_of, pool, result_of, run_trials, summarize, trial_of, trials_of
+from headwater.compare import jobs_of, pool, result_of, run_trials, trial_of, trials_of
+from headwater.compare.statistics import summarize
 from headwater.errors import HeadwaterError
 from headwater.records import read_record, write_record
 from headwater.training.stages import STAGES

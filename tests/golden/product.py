@@ -21,13 +21,12 @@ from headwater.cli import app
 from headwater.data.tokenizer import byte_tokenizer
 from headwater.export import export as export_model
 from headwater.kernels.choose import cpu as cpu_name
-from headwater.papers import prepare as prepare_table
-from headwater.papers import reproduction as judge_table
-from headwater.papers import tables
 from headwater.papers.kept import read as read_kept_runs
 from headwater.papers.places import RESTORED
-from headwater.papers.table import SCALES
+from headwater.papers.result import reproduction as judge_table
+from headwater.papers.table import SCALES, tables
 from headwater.papers.table import reads_models as looks_into_models
+from headwater.papers.work import prepare as prepare_table
 from headwater.presets import PRESETS
 from headwater.recipe import DATA
 from headwater.recipe import load_recipe as read_recipe_file

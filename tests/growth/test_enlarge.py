@@ -8,13 +8,14 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 
 from conftest import assert_near, build, config, decode, disturb, shared, tokens
-from headwater import HeadwaterError, HeadwaterForCausalLM, HeadwaterForImageClassification, HeadwaterVisionConfig, grow
+from headwater import HeadwaterError, HeadwaterForCausalLM, HeadwaterForImageClassification, HeadwaterVisionConfig
 from headwater.growth import enlarge, methods, pairs_of
 from headwater.growth.enlarge import carried, enlarged_config, planned
 from headwater.growth.methods import NewSizes
 from headwater.mechanisms.base import Mechanism
 from headwater.mechanisms.kv_shift import KVShift
 from headwater.registry import MECHANISMS
+from headwater_lab import grow
 
 ALL_PLACES = ["queries", "keys", "values", "attention_input", "attention_output", "feed_forward_input"]
 ALL_PLACES += ["feed_forward_hidden", "feed_forward_output"]

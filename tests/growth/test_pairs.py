@@ -5,10 +5,11 @@ import torch
 from torch import nn
 
 from conftest import assert_near, build, decode, disturb, shared, tokens
-from headwater import HeadwaterError, HeadwaterForCausalLM, HeadwaterModel, grow
+from headwater import HeadwaterError, HeadwaterForCausalLM, HeadwaterModel
 from headwater.growth import grown_config, importance, merge, pairs_of, shrink
 from headwater.growth.pairs import MAPS, NOT_NEUTRAL, maps_of
 from headwater.mechanisms.pattention import SCORES, default_tau
+from headwater_lab import grow
 
 PAIRS = {"attention_pairs": 7, "ffn_pairs": 13}
 NEUTRAL = [score for score in SCORES if score not in NOT_NEUTRAL]

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from headwater import HeadwaterError, HeadwaterForCausalLM, grow
+from headwater import HeadwaterError, HeadwaterForCausalLM
 from headwater.retrofit.add import add_mechanisms
 from headwater.testing.models import build, config, disturb, tokens
+from headwater_lab import grow
 
 
 def model(mechanisms, **settings):

@@ -11,7 +11,7 @@ from test_pattention import FORMS, layer, random
 from torch import Tensor
 
 from conftest import assert_near, build, config, disturb, tokens
-from headwater import HeadwaterError, HeadwaterForCausalLM, cost, grow
+from headwater import HeadwaterError, HeadwaterForCausalLM, cost
 from headwater.diagnostics import init_diagnostics
 from headwater.growth import importance, merge, shrink
 from headwater.inspect.sample import Sample
@@ -23,6 +23,7 @@ from headwater.recipe import load_recipe
 from headwater.testing import naive
 from headwater.training.loop import train
 from headwater.training.optim import parameter_groups
+from headwater_lab import grow
 
 MAPS = ["query", "key", "value", "output", "feed_forward"]
 PRODUCT = {"ffn_pairs": 36, "attention_pairs": 25, "top_k": 4, "product_keys": MAPS, "product_heads": 2}

@@ -8,12 +8,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from conftest import assert_near, build, config, tokens
-from headwater import HeadwaterError, HeadwaterForCausalLM, grow
+from headwater import HeadwaterError, HeadwaterForCausalLM
 from headwater.data.tokenizer import byte_tokenizer
 from headwater.mechanisms.base import Mechanism
 from headwater.models.token_tables import token_tables
 from headwater.registry import MECHANISMS
 from headwater.retrofit import add_mechanisms
+from headwater_lab import grow
 
 MODELS: list[dict] = [
     {"value_embedding": {}},

@@ -9,7 +9,7 @@ from made import ARMS, RECIPE, changed, one_table, record, runs, save, written
 from pydantic import ValidationError
 from scipy import stats
 
-import headwater
+import headwater_lab as lab
 from headwater.compare.sequential import looks
 from headwater.errors import HeadwaterError
 from headwater.papers.claims import (
@@ -620,7 +620,7 @@ def test_the_maximum_of_seeds_cannot_change(tmp_path):
     with pytest.raises(HeadwaterError, match=r"with --until-decided, whose verdicts .* --max-seeds 10"):
         check_not_begun_otherwise(work)
     with pytest.raises(HeadwaterError, match=r"with --until-decided, whose verdicts"):
-        headwater.reproduce("ledger/recommended", out=tmp_path)
+        lab.reproduce("ledger/recommended", out=tmp_path)
 
 
 def test_a_threshold_or_a_margin_cannot_change_after_seeds_were_added(tmp_path):

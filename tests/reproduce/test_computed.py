@@ -8,8 +8,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
-from headwater.papers import computed, terminal, theory, write
+from headwater.papers import theory
 from headwater.papers.computing import CONTEXTS, SERIES, maps_of, transformer_like
+from headwater.papers.result import computed, terminal, write
 from headwater.papers.table import tables
 from headwater.presets import preset
 

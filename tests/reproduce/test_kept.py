@@ -9,8 +9,10 @@ from made import RECIPE, changed, one_table, put, record, written
 from conftest import forking
 from headwater.compare import trial_of
 from headwater.errors import HeadwaterError
-from headwater.papers import keep, prepare, reproduction, restore, train
+from headwater.papers.kept import keep, restore
+from headwater.papers.result import reproduction
 from headwater.papers.table import tables
+from headwater.papers.work import prepare, train
 from headwater.records import read_record, write_record
 
 CLAIM = {"test": "better", "says": "It is better.", "arm": "shift", "against": "vanilla", "measure": "loss"}

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 from made import RECIPE, changed, one_table, put, record, runs, save, written
 
-import headwater
+import headwater_lab as lab
 from conftest import forking
 from headwater.errors import HeadwaterError
-from headwater.papers import prepare, reproduction, terminal, train, write
 from headwater.papers.claims import Judged, judge
 from headwater.papers.measures import Runs, tasks_of
 from headwater.papers.places import FinishedRun, SizedArm, finished, references, trials_folder
-from headwater.papers.result import command, evidence, ours, printed
+from headwater.papers.result import command, evidence, ours, printed, reproduction, terminal, write
 from headwater.papers.table import Column, PaperTable, TableCell, tables
+from headwater.papers.work import prepare, train
 from headwater.recipe import load_recipe
 from headwater.records import HeldOutPoint
 
@@ -525,12 +525,12 @@ def test_what_a_law_saves(tmp_path):
 
 def test_from_python_what_is_missing_is_said(out, tmp_path):
     with pytest.raises(HeadwaterError, match=r"1 run of this table for 8 devices cannot .*torchrun"):
-        headwater.reproduce("paper/devices", out=out, overrides=["training.steps=2"])
+        lab.reproduce("paper/devices", out=out, overrides=["training.steps=2"])
     # A folder that is not a run's is left alone, and its trial fails.
     for name in ("shift-1", "vanilla-1"):
         (trials_folder(tmp_path, "cpu", []) / "tiny" / name).mkdir(parents=True)
         (trials_folder(tmp_path, "cpu", []) / "tiny" / name / "thesis.txt").write_text("mine")
-    found = headwater.reproduce("paper/tiny", out=tmp_path)
+    found = lab.reproduce("paper/tiny", out=tmp_path)
     assert [one.label.split()[0] for one in found.failed] == ["vanilla", "shift"]
     assert found.table()
     overrides = ["compare.seeds=[7]"]
@@ -538,11 +538,11 @@ def test_from_python_what_is_missing_is_said(out, tmp_path):
         (trials_folder(tmp_path, "cpu", overrides) / "tiny" / name).mkdir(parents=True)
         (trials_folder(tmp_path, "cpu", overrides) / "tiny" / name / "thesis.txt").write_text("mine")
     with pytest.raises(HeadwaterError, match=r"No run of paper/tiny is finished: .*failed"):
-        headwater.reproduce("paper/tiny", out=tmp_path, overrides=overrides)
+        lab.reproduce("paper/tiny", out=tmp_path, overrides=overrides)
 
 
 def test_from_python_mistakes_get_one_sentence(out):
     with pytest.raises(HeadwaterError, match="scale must be cpu, gpu or paper, not 'tpu'"):
-        headwater.reproduce("paper/tiny", "tpu", out=out)
+        lab.reproduce("paper/tiny", "tpu", out=out)
     with pytest.raises(HeadwaterError, match="no scale"):
-        headwater.reproduce("paper/tiny", "gpu", out=out)
+        lab.reproduce("paper/tiny", "gpu", out=out)

@@ -10,8 +10,8 @@ from conftest import assert_near, build, config
 from headwater import HeadwaterError
 from headwater.cost import cache_bytes, cache_bytes_per_token
 from headwater.mechanisms import KVShift
-from headwater.serving.paged import FlatBatch
-from headwater.serving.pages import Page, check_servable
+from headwater.paging.paged import FlatBatch
+from headwater.paging.pages import Page, check_servable
 from headwater.testing.served import NaiveEngine, Server, prompts
 
 EVERYTHING = {"value_residual": {}, "skip_layer": {}, "kv_shift": {"window": 3}, "smear": {}, "ngram_memory": {}}

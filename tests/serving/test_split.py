@@ -9,9 +9,9 @@ import torch
 from conftest import assert_near, build, config
 from headwater import HeadwaterError
 from headwater.cost import cache_bytes_per_token
-from headwater.serving.paged import FlatBatch
-from headwater.serving.pages import Page
-from headwater.serving.split import Portion, split
+from headwater.paging.paged import FlatBatch
+from headwater.paging.pages import Page
+from headwater.paging.split import Portion, split
 from headwater.testing.served import NaiveEngine, Server, prompts
 
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from headwater import HeadwaterError, HeadwaterForCausalLM, grow
+from headwater import HeadwaterError, HeadwaterForCausalLM
 from headwater.errors import Interrupted
 from headwater.growth import TauAnnealing, pairs_of
 from headwater.growth.pairs import maps_of
@@ -18,6 +18,7 @@ from headwater.training.checkpoint import history_of, optimizer_state, write_mod
 from headwater.training.loop import TrainingRun, train
 from headwater.training.places import newest_checkpoint
 from headwater.training.start import begin, prepare
+from headwater_lab import grow
 
 PAIRS = {"mechanisms": {"pattention": {"attention_pairs": 5, "ffn_pairs": 9}}, "residual_dropout": 0.0}
 TO = {"attention_pairs": 12, "ffn_pairs": 20}

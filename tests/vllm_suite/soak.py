@@ -20,7 +20,7 @@ from suite import GPT2, GQA, NGRAMS, build, inside, start
 from vllm import SamplingParams
 
 from headwater.cost import cache_bytes_per_token
-from headwater.serving.pages import Page
+from headwater.paging.pages import Page
 
 MECHANISMS = [
     {},

@@ -45,8 +45,8 @@ from headwater import HeadwaterConfig, HeadwaterError, HeadwaterForCausalLM
 from headwater.bench.serving import bench_serving
 from headwater.cost import cache_bytes_per_token
 from headwater.export import export
-from headwater.serving.paged import Lookback
-from headwater.serving.pages import Page
+from headwater.paging.paged import Lookback
+from headwater.paging.pages import Page
 from headwater.serving.vllm import engine, register
 from headwater.serving.vllm.engine import CPUEngine
 from headwater.serving.vllm.flash import FlashEngine

@@ -73,7 +73,7 @@ RECOMMENDED = "headwater-base"
 # Seconds at the end of the budget for ending a phase, writing the results and ending the command.
 RESERVE = 5.0
 # The Python code of a phase.
-RUN = ["-P", "-m", "headwater.bench.gpu"]
+RUN = ["-P", "-m", f"{__package__}.gpu"]
 
 
 @dataclass(frozen=True)

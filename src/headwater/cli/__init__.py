@@ -76,7 +76,7 @@ class _Commands(Mapping[str, Any]):
 
     def _make(self, name: str, panel: str) -> Any:
         place, example = next(item for item in COMMANDS[panel].items() if item[0].endswith(f":{name}"))
-        command = getattr(import_module(f"headwater.cli.{place.partition(':')[0]}"), name)
+        command = getattr(import_module(f"{__name__}.{place.partition(':')[0]}"), name)
         alone = typer.Typer(pretty_exceptions_enable=False)
         if isinstance(command, typer.Typer):
             alone.add_typer(command, name=name, rich_help_panel=panel)

@@ -10,6 +10,7 @@ import typer
 
 from headwater.cli.common import check_writable, out
 from headwater.errors import HeadwaterError, shown
+from headwater.layout import PACKAGES, package_folder
 
 new = typer.Typer(help="Write a small package that extends headwater.", no_args_is_help=True)
 # Templates, and the files made from them.
@@ -53,7 +54,7 @@ def write_mechanism(name: str, folder: Path) -> Path:
         raise HeadwaterError(f"{shown(name)} is not a module name; use lower-case letters, digits and _.")
     if name in MECHANISMS.names:
         raise HeadwaterError(f"There is already a mechanism named {name!r}; choose another name.")
-    if name in ("headwater", "torch", "transformers", "test", "tests"):
+    if name in (*PACKAGES, "torch", "transformers", "test", "tests"):
         raise HeadwaterError(f"The module {name!r} would hide an existing one; choose another name.")
     check_free(folder)
     check_writable(folder, folder=True)
@@ -64,7 +65,7 @@ def write_mechanism(name: str, folder: Path) -> Path:
     }
     with staged(folder.absolute(), 2**16) as beside:
         for template, file in FILES.items():
-            text = (Path(__file__).parents[1] / "templates" / "mechanism" / template).read_text(encoding="utf-8")
+            text = (package_folder(__name__) / "templates" / "mechanism" / template).read_text(encoding="utf-8")
             for mark, word in words.items():
                 text, file = text.replace(mark, word), file.replace(mark, word)
             (beside / file).parent.mkdir(exist_ok=True)

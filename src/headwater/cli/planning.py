@@ -232,8 +232,8 @@ def _show_served(
     import json
 
     from headwater.cost import BYTES
+    from headwater.paging.pages import BLOCK_SIZE, Page, check_servable
     from headwater.price.shared import check
-    from headwater.serving.pages import BLOCK_SIZE, Page, check_servable
 
     check(precision or "bf16-true", mfu=1.0, sizes=[], budgets={})
     contexts = contexts or [next(iter(found.values())).max_position_embeddings]

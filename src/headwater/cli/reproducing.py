@@ -16,8 +16,9 @@ from headwater.errors import HeadwaterError
 from headwater.terminal import duration
 
 if TYPE_CHECKING:
-    from headwater.papers import Reproduction, Work
+    from headwater.papers.result import Reproduction
     from headwater.papers.table import PaperTable
+    from headwater.papers.work import Work
 
 ScaleOption = Literal["cpu", "gpu", "paper"]
 
@@ -73,8 +74,6 @@ def reproduce(
     resume: GoesOn = False,
 ) -> None:
     """Train the models behind a paper's table or figure, and judge its claims. Run it again to resume."""
-    import headwater.papers as reproducing
-
     names = [one for one in arguments or [] if "=" not in one]
     overrides = [one for one in arguments or [] if "=" in one]
     counting = {"--until-decided": until_decided, "--max-seeds": max_seeds is not None}
@@ -97,19 +96,25 @@ def reproduce(
         _judge(records, names, scale, max_seeds if until_decided else None)
         return
     training |= counting
+    from headwater.papers.table import SCALES
+    from headwater.papers.table import table as paper_table
+
     quiet()
     if len(names) != 1:
         raise HeadwaterError("Name one table, such as kv-shifting/figure-1a; `headwater reproduce --list` lists all.")
-    table = reproducing.table(names[0])
+    table = paper_table(names[0])
     check_writable(folder, folder=True)
     if table.computed:
         unread = training | {"--scale": scale != "cpu"}
         _refuse(f"for {names[0]}, which is computed without training", unread)
-        _show(reproducing.computed(names[0]), folder / reproducing.slug(names[0]))
+        from headwater.compare.prices import slug
+        from headwater.papers.result import computed
+
+        _show(computed(names[0]), folder / slug(names[0]))
         return
     if table.scales[scale].nothing:
         _refuse(f"for {names[0]}, which is not run at {scale} scale", training)
-        others = [other for other in reproducing.SCALES if not table.scales[other].nothing]
+        others = [other for other in SCALES if not table.scales[other].nothing]
         out.print(
             f"{names[0]} is meaningless at {scale} scale and was not run: {table.scales[scale].nothing} "
             f"Use --scale {' or '.join(others)}.",
@@ -119,18 +124,22 @@ def reproduce(
         )
         return
     extras.check("compare")
+    from headwater.papers.kept import keep as keep_runs
+    from headwater.papers.kept import restore
     from headwater.papers.measures import tasks_of
+    from headwater.papers.result import reproduction
+    from headwater.papers.work import check_not_begun_otherwise, prepare
 
     if not tasks_of(table):
         _refuse(f"for {names[0]}, which has no benchmarks", {"--task-files": task_files is not None})
-    work = reproducing.prepare(names[0], scale, folder, overrides)
+    work = prepare(names[0], scale, folder, overrides)
     work.check_tasks(task_files)
     if not until_decided:
-        reproducing.check_not_begun_otherwise(work)
+        check_not_begun_otherwise(work)
     device = device_of(device)
     if keep is not None:
         check_writable(keep)
-        reproducing.restore(keep, work, tell)
+        restore(keep, work, tell)
     err.print(_cost(work), soft_wrap=True, highlight=False)
     if work.cannot_show:
         err.print("Models of this size cannot show what the table claims, so there will be no verdict.", soft_wrap=True)
@@ -138,11 +147,11 @@ def reproduce(
         failed, trained = _train(work, workers, max_seeds if until_decided else None, task_files, device)
     finally:  # also of what was interrupted
         if keep is not None:
-            reproducing.keep(keep, work, tell)
+            keep_runs(keep, work, tell)
     left = work.commands()
     if len(work.missing()) < sum(len(place.seeds) for place in work.trained):
         until = (work, max_seeds) if until_decided else None
-        _show(reproducing.reproduction(trained, task_files, device, until), work.folder)
+        _show(reproduction(trained, task_files, device, until), work.folder)
     for line in left:
         out.print(line, soft_wrap=True, markup=False, highlight=False)
     if left:
@@ -161,7 +170,8 @@ def _train(
     work: Work, workers: int | None, max_seeds: int | None, task_files: Path | None, device: str
 ) -> tuple[list, Work]:
     """The failed trials, and the work with all seeds."""
-    import headwater.papers as reproducing
+    from headwater.papers.work import train as train_work
+    from headwater.papers.work import train_until_decided
 
     with ProgressReport() as progress:
 
@@ -173,20 +183,18 @@ def _train(
             return TrialBars(progress, name, steps)
 
         if max_seeds is None:
-            outcomes, trained = reproducing.train(work, workers, comparing, training), work
+            outcomes, trained = train_work(work, workers, comparing, training), work
         else:
-            outcomes, trained = reproducing.train_until_decided(
-                work, workers, comparing, training, max_seeds, task_files, device
-            )
+            outcomes, trained = train_until_decided(work, workers, comparing, training, max_seeds, task_files, device)
     return failures(outcomes), trained
 
 
 def _show(found: Reproduction, folder: Path) -> None:
-    import headwater.papers as reproducing
+    from headwater.papers.result import terminal, write
 
-    for part in reproducing.terminal(found):
+    for part in terminal(found):
         out.print(part, highlight=False)
-    out.print(f"report: {reproducing.write(found, folder)}", soft_wrap=True)
+    out.print(f"report: {write(found, folder)}", soft_wrap=True)
 
 
 def _cost(work: Work) -> str:
@@ -206,10 +214,10 @@ def _cost(work: Work) -> str:
 
 def _chosen(papers: list[str]) -> dict[str, PaperTable]:
     """All tables, or those of `papers`, each a paper or a table."""
-    import headwater.papers as reproducing
     from headwater.errors import nearest
+    from headwater.papers.table import tables as paper_tables
 
-    known = reproducing.tables()
+    known = paper_tables()
     of = sorted({name.partition("/")[0] for name in known})
     for paper in papers:
         if paper not in of and paper not in known:
@@ -223,15 +231,16 @@ def _judge(records: Path, names: list[str], scale: ScaleOption, max_seeds: int |
     """Print the tables whose runs are in a file, with their claims."""
     from tempfile import TemporaryDirectory
 
-    import headwater.papers as reproducing
+    from headwater.papers.kept import recorded
+    from headwater.papers.result import terminal
 
     extras.check("compare")
     judged = 0
     with TemporaryDirectory() as folder:
-        for reproduction in reproducing.recorded(_chosen(names), scale, records, Path(folder), max_seeds):
+        for reproduction in recorded(_chosen(names), scale, records, Path(folder), max_seeds):
             if judged:
                 out.print()
-            for part in reproducing.terminal(reproduction):
+            for part in terminal(reproduction):
                 out.print(part, highlight=False)
             judged += 1
     if not judged:
@@ -240,8 +249,9 @@ def _judge(records: Path, names: list[str], scale: ScaleOption, max_seeds: int |
 
 def _list(papers: list[str], folder: Path) -> None:
     """Print the tables of `papers`; default: all."""
-    import headwater.papers as reproducing
     from headwater.papers.price import price
+    from headwater.papers.table import SCALES
+    from headwater.papers.work import prepare
     from headwater.terminal import lined
 
     listing = lined(caption=(
@@ -249,7 +259,7 @@ def _list(papers: list[str], folder: Path) -> None:
         "FLOP/s each and 40 ms a step (cpu), else on one H100 at an MFU of 0.4. Tables share runs. k/n: how many of "
         "its runs exist."
     ))  # fmt: skip
-    for title in ("table", "title", *reproducing.SCALES):
+    for title in ("table", "title", *SCALES):
         listing.add_column(title, no_wrap=title == "table")
     for name, table in _chosen(papers).items():
         cells = ["computed", "", ""] if table.computed else []
@@ -257,7 +267,7 @@ def _list(papers: list[str], folder: Path) -> None:
             if at.nothing:
                 cells.append("nothing")
                 continue
-            work = reproducing.prepare(name, scale, folder)
+            work = prepare(name, scale, folder)
             runs = sum(len(place.seeds) for place in work.trained)
             time = duration(price(work.trained, scale).hours)
             note = "; cannot show it" if at.cannot_show else ""

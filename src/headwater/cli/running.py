@@ -236,8 +236,8 @@ def _serve_with_vllm(name: str, source: Path, options: list[str]) -> None:
     import torch
 
     from headwater.hardware import available_memory
+    from headwater.paging.pages import check_servable
     from headwater.reading import read_config
-    from headwater.serving.pages import check_servable
 
     config = read_config(source)
     check_servable(config)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from headwater.cli.common import check_writable, err, out, quiet
+from headwater.cli.common import err, out, quiet
 from headwater.cli.progress import ProgressReport
 from headwater.errors import HeadwaterError
 from headwater.terminal import lined
@@ -47,110 +47,54 @@ def verify(
             "--type", help="A small random model of this model type of transformers, such as llama; repeatable."
         ),
     ] = None,
-    all_types: Annotated[
-        bool, typer.Option("--all-types", help="A small random model of every model type of transformers; with --out.")
-    ] = False,
-    out_file: Annotated[
-        Path | None,
-        typer.Option("--out", help="With --all-types: the JSON file of results; types in it are not verified again."),
-    ] = None,
-    seconds: Annotated[float, typer.Option(min=1, help="With --all-types: most seconds for one type.")] = 120,
     trust_remote_code: Annotated[
         bool,
         typer.Option("--trust-remote-code", help="Run code that comes with a model. Use it only for models you trust."),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdicts as JSON, and nothing else.")] = False,
-    markdown: Annotated[bool, typer.Option("--markdown", help="With --all-types: print a Markdown table.")] = False,
-    size: Annotated[
-        int | None,
-        typer.Option(min=1, max=3, help="1: each mechanism alone (default); 2: also all pairs; 3: also all triples."),
-    ] = None,
-    requests: Annotated[
-        int, typer.Option(min=0, help="Number of random greedy requests to check, in random batches.")
-    ] = 0,
-    sampled: Annotated[
-        int, typer.Option(min=0, help="Number of random sampled requests to check, by their logits.")
-    ] = 0,
-    longest: Annotated[
-        int, typer.Option(min=1, max=2**16, help="Maximum number of tokens in a request's prompt.")
-    ] = 512,
     seed: Annotated[int, typer.Option(help="Seed for prompts and parameters.")] = 0,
 ) -> None:
     """Check every way of decoding against one pass without a cache. Exit code 1: some way silently differs."""
     from headwater import verify as verifying
     from headwater.models.kinds import MODEL_TYPES
-    from headwater.outputs import SWEEP, has_keys
     from headwater.reading import model_type
     from headwater.training.places import newest_checkpoint
     from headwater.training.trained import open_trained
 
     quiet()
-    foreign = [*(model or ()), *(type or ())]
-    if sum((checkpoint is not None, bool(foreign), all_types)) > 1:
-        raise HeadwaterError("Verify one of these at a time: a checkpoint, --model and --type, or --all-types.")
+    if checkpoint is not None and (model or type):
+        raise HeadwaterError("Verify one of these at a time: a checkpoint, or --model and --type.")
     if checkpoint is not None and (kind := model_type(newest_checkpoint(checkpoint))) and kind not in MODEL_TYPES:
         checkpoint, model = None, [str(checkpoint)]  # of another library
-        foreign = model
-    if size is not None and (checkpoint is not None or foreign or all_types):
-        raise HeadwaterError("--size applies to small random models of the mechanisms; leave it out with others.")
-    if (requests or sampled) and (foreign or all_types):
-        raise HeadwaterError("--requests and --sampled need headwater's own models; leave them out with others.")
-    if all_types != (out_file is not None):
-        raise HeadwaterError("--all-types and --out FILE belong together: the results of a sweep are kept in a file.")
-    if markdown and not all_types:
-        raise HeadwaterError("--markdown prints the table of --all-types; add --all-types --out FILE.")
-    if out_file is not None:
-        check_writable(out_file, is_ours=has_keys(SWEEP))
-        _sweep(out_file, seconds, seed, as_json, markdown)
-        return
     trained = None if checkpoint is None else open_trained(checkpoint).model
     if trained is not None and not trained.config.is_causal:
         raise HeadwaterError(f"{str(checkpoint)!r} is an image model, which has no cache to verify.")
-    own: list[Any] = []
     found: dict[str, list[Verified]] = {}
-    refused = 0
     with ProgressReport() as progress:
         task = progress.add_task("verifying", total=None)
-        for name, one, another in _models(trained, model or [], type or [], trust_remote_code, size or 1, seed):
+        for name, one, another in _models(trained, model or [], type or [], trust_remote_code, seed):
             progress.update(task, info=name)
-            if one is None:
-                refused += 1
-                continue
-            if not foreign:
-                own.append(one)
             found[name] = verifying.verify(one, seed, another=another)
     failed = any(one.ok is False for ways in found.values() for one in ways)
     if as_json:
         models = [{"name": name, "ways": verifying.as_data(ways)} for name, ways in found.items()]
         print(json.dumps({"versions": verifying.versions(), "seed": seed, "models": models}, ensure_ascii=False))
     else:
-        _print(found, many=len(found) > 1 and not foreign)
-        if refused:
-            out.print(f"{refused} combinations are not supported.")
-    for count, is_sampled, what in ((requests, False, "greedy"), (sampled, True, "sampled")):
-        if count:
-            with ProgressReport() as progress:
-                task = progress.add_task(f"{what} requests", total=count)
-                for served in verifying.serve_requests(own, count, sampled=is_sampled, longest=longest, seed=seed):
-                    progress.update(task, completed=served.requests)
-            failed |= served.wrong > 0
-            (err if as_json else out).print(
-                f"{served.requests:,} {what} requests in random batches: {served.wrong} differ from running alone "
-                f"without a cache; largest difference of logits {served.error:.0e}, of which generate's rounding to "
-                f"fp32 is 6e-08; memory "
-                f"{served.early_memory / 1e6:,.0f} MB after a fifth, {served.memory / 1e6:,.0f} MB at the end"
-            )
+        _print(found, many=len(found) > 1 and not (model or type))
     if failed:
         err.print("headwater: Decoding with a cache differs from decoding without one; see ✗ above.")
         raise typer.Exit(1)
 
 
 def _models(
-    trained: PreTrainedModel | None, sources: list[str], types: list[str], trust_remote_code: bool, size: int, seed: int
-) -> Iterator[tuple[str, PreTrainedModel | None, Callable[[int], PreTrainedModel] | None]]:
-    """Names and models, each made when its turn comes; None for a combination that no config can have. With a small
-    random model comes what makes another from a seed."""
+    trained: PreTrainedModel | None, sources: list[str], types: list[str], trust_remote_code: bool, seed: int
+) -> Iterator[tuple[str, PreTrainedModel, Callable[[int], PreTrainedModel] | None]]:
+    """Names and models, each made when its turn comes; with a small random model comes what makes another from a seed.
+
+    Mechanisms that are invalid on their own have none.
+    """
     from headwater import verify as verifying
+    from headwater.registry import MECHANISMS
 
     if trained is not None:
         yield _name(trained.config.mechanisms or {}), trained, None
@@ -160,8 +104,10 @@ def _models(
         for one in types:
             yield one, verifying.open_type(one, seed), partial(verifying.open_type, one)
     else:
-        for mechanisms in ({}, *(one for number in range(size) for one in verifying.combinations(number + 1))):
-            yield _name(mechanisms), verifying.tiny(mechanisms, seed=seed), None
+        choices: list[dict[str, Any]] = [{}, *({name: {}} for name in MECHANISMS.names)]
+        for mechanisms in choices:
+            if (model := verifying.tiny(mechanisms, seed=seed)) is not None:
+                yield _name(mechanisms), model, None
 
 
 def _name(mechanisms: dict[str, Any]) -> str:
@@ -218,25 +164,3 @@ def _where(one: Verified) -> str:
         return f"{error:.0e} off"
     layer = f", first in {one.parting.layer}" if one.parting.layer else ""
     return f"row {one.parting.row}, position {one.parting.position}{layer}; {error:.0e} off"
-
-
-def _sweep(file: Path, seconds: float, seed: int, as_json: bool, markdown: bool) -> None:
-    from headwater import verify as verifying
-
-    with ProgressReport() as progress:
-        task = progress.add_task("verifying", total=len(verifying.TYPES))
-
-        def tell(result: dict[str, Any]) -> None:
-            progress.update(task, advance=1, info=result["type"])
-
-        results = verifying.sweep(file, seed=seed, seconds=seconds, on_result=tell)
-    if as_json:
-        print(json.dumps(results, ensure_ascii=False))
-    elif markdown:
-        print(verifying.as_markdown(results))
-    else:
-        for name, lies, why in verifying.summary(results):
-            out.print(f"{name}: {why or ('✗ ' + ', '.join(lies) if lies else '✓')}", soft_wrap=True)
-        out.print(f"{len(results['types'])} types, in {str(file)!r}", soft_wrap=True)
-    if any(lies for _, lies, _ in verifying.summary(results)):
-        raise typer.Exit(1)

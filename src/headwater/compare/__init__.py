@@ -13,9 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from headwater import lazy
 from headwater.compare.budget import equalized
 from headwater.compare.pool import OnChange, Outcome, result_of, run_trials
 from headwater.compare.prices import Told, check_priced, folder_of, measure
@@ -23,52 +21,20 @@ from headwater.compare.trials import Job, Trial, at_rates, levels, plan_for, tri
 from headwater.output_folder import occupied
 from headwater.recipe import Recipe
 
-if TYPE_CHECKING:
-    from headwater.compare.statistics import (
-        Paired,
-        Summary,
-        among,
-        decisive,
-        holm_tests,
-        plan_of,
-        steps_to,
-        summarize,
-    )
-    from headwater.compare.worth import Worth, worth_of
-
 __all__ = [
     "Job",
     "OnChange",
     "Outcome",
-    "Paired",
-    "Summary",
     "Trial",
-    "Worth",
-    "among",
     "compare",
-    "decisive",
     "equalized",
-    "holm_tests",
     "jobs_of",
     "levels",
-    "plan_of",
     "result_of",
     "run_trials",
-    "steps_to",
-    "summarize",
     "trial_of",
     "trials_of",
-    "worth_of",
 ]
-__getattr__, __dir__ = lazy.names(  # statistics need scipy, which training does not
-    __name__,
-    {
-        "headwater.compare.statistics": [
-            "Paired", "Summary", "among", "decisive", "holm_tests", "plan_of", "steps_to", "summarize"
-        ],
-        "headwater.compare.worth": ["Worth", "worth_of"],
-    },
-)  # fmt: skip
 
 # An arm at a size.
 ArmKey = tuple[str, str | None]

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from headwater import __version__
 from headwater.data import shards
 from headwater.data.chat import Encoded, as_fields
 from headwater.data.known import resolve
@@ -363,8 +364,6 @@ class _Run:
         return paths
 
     def _write_manifest(self, folder: _Folder) -> None:
-        from headwater import __version__
-
         shutil.rmtree(place := folder.path / TOKENIZER, ignore_errors=True)
         self.encode.tokenizer.save_pretrained(place)
         files = shards.tokenizer_files(folder.path)

@@ -41,7 +41,8 @@ def grow(
     The result is on the model's device, in its dtype and in its mode; the model does not change. Raises
     `HeadwaterError` for sizes that shrink or that the method cannot give, and for a mechanism that it does not fit.
 
-        >>> from headwater import HeadwaterForCausalLM, grow, preset
+        >>> from headwater import HeadwaterForCausalLM, preset
+        >>> from headwater.growth import grow
         >>> sizes = dict(num_hidden_layers=2, hidden_size=64, num_attention_heads=2, vocab_size=256)
         >>> pattention = {"pattention": {"attention_pairs": 7, "ffn_pairs": 28}}
         >>> model = HeadwaterForCausalLM(preset("tokenformer-124m", **sizes, mechanisms=pattention))

@@ -23,6 +23,7 @@ from headwater.errors import HeadwaterError
 from headwater.growth.methods import check_whole
 from headwater.mechanisms.base import Map
 from headwater.mechanisms.pattention import Pattention, default_tau, unreadable
+from headwater.nn.block import Block
 from headwater.seeding import generator
 
 if TYPE_CHECKING:
@@ -42,8 +43,6 @@ NOT_NEUTRAL = ("exp_l1_norm", "softmax")
 
 def maps_of(model: HeadwaterPreTrainedModel) -> Iterator[tuple[int, Map, Pattention]]:
     """Every Pattention of a model: (layer, name of the linear layer it replaces, module)."""
-    from headwater.nn.block import Block
-
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     for layer, block in enumerate(blocks):
         attention = block.self_attn
@@ -125,7 +124,8 @@ class TauAnnealing:
     Keeping τ is exact, but √n trains better; annealing moves from one to the other. Our addition; see
     docs/growth.md.
 
-        >>> from headwater import HeadwaterForCausalLM, grow, preset
+        >>> from headwater import HeadwaterForCausalLM, preset
+        >>> from headwater.growth import grow
         >>> sizes = dict(num_hidden_layers=1, hidden_size=64, num_attention_heads=2, vocab_size=256)
         >>> pattention = {"pattention": {"attention_pairs": 16, "ffn_pairs": 64}}
         >>> model = HeadwaterForCausalLM(preset("tokenformer-124m", **sizes, mechanisms=pattention))

@@ -264,8 +264,9 @@ class Mechanism(nn.Module):
     # True if it looks up tokens by id. Then `Context.ids` is set, the module of `shared` is called with the ids, and
     # the model raises an error if it is called with `inputs_embeds`.
     reads_ids: ClassVar[bool] = False
-    # For models that are split over processes (`headwater.serving`, `headwater.titan`). True if within attention each
-    # head is computed from that head and the layer's input; `axes` says which entries of a parameter belong to which.
+    # For models that are split over processes (`headwater.serving`, `headwater.titan_model`). True if within attention
+    # each head is computed from that head and the layer's input; `axes` says which entries of a parameter belong to
+    # which.
     per_head: ClassVar[bool] = False
     # True if outside attention each token is computed from that token alone, and within it from no input of the layer.
     per_token: ClassVar[bool] = False

@@ -22,6 +22,7 @@ from headwater.kernels.attention import MATMUL
 from headwater.kernels.choose import measured
 from headwater.kernels.linear import packed
 from headwater.kernels.varlen import VARLEN
+from headwater.layout import IS_EXPORTED
 from headwater.mechanisms.base import Ancestors
 from headwater.models.cache import restart  # the module registers the cache layers, too
 from headwater.models.pretrained import HeadwaterPreTrainedModel, shared_modules
@@ -735,7 +736,7 @@ MODEL_MAPPING_NAMES[HeadwaterConfig.model_type] = HeadwaterModel.__name__
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[HeadwaterConfig.model_type] = HeadwaterForCausalLM.__name__
 
 # Not in a copy inside a checkpoint: transformers would use that copy for every other checkpoint too.
-if __package__ == "headwater.models":
+if not IS_EXPORTED:
     AutoConfig.register(HeadwaterConfig.model_type, HeadwaterConfig)
     AutoModel.register(HeadwaterConfig, HeadwaterModel)
     AutoModelForCausalLM.register(HeadwaterConfig, HeadwaterForCausalLM)

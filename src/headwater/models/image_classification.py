@@ -16,6 +16,7 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
 from headwater.errors import HeadwaterError
+from headwater.layout import IS_EXPORTED
 from headwater.models.pretrained import HeadwaterPreTrainedModel, shared_modules
 from headwater.models.stack import Stack
 from headwater.nn.loss import classification_loss
@@ -188,7 +189,7 @@ KIND = HeadwaterVisionConfig.model_type
 MODEL_MAPPING_NAMES[KIND] = HeadwaterImageModel.__name__
 MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES[KIND] = HeadwaterForImageClassification.__name__
 
-if __package__ == "headwater.models":
+if not IS_EXPORTED:
     AutoConfig.register(KIND, HeadwaterVisionConfig)
     AutoModel.register(HeadwaterVisionConfig, HeadwaterImageModel)
     AutoModelForImageClassification.register(HeadwaterVisionConfig, HeadwaterForImageClassification)

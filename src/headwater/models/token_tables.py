@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from headwater.config import HeadwaterConfig
@@ -14,11 +14,8 @@ from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import owner_of
 from headwater.seeding import generator
 
-if TYPE_CHECKING:
-    from headwater.models.pretrained import HeadwaterPreTrainedModel
 
-
-def check_resizable(model: HeadwaterPreTrainedModel, new: int) -> None:
+def check_resizable(model: PreTrainedModel, new: int) -> None:
     """Raise `HeadwaterError` if the model's mechanisms cannot have a vocabulary of `new` tokens."""
     changed = copy.deepcopy(model.config)
     changed.vocab_size = new
@@ -41,7 +38,7 @@ def check_resizable(model: HeadwaterPreTrainedModel, new: int) -> None:
 
 
 @torch.no_grad()
-def resize_token_tables(model: HeadwaterPreTrainedModel, new: int, from_mean: bool = True) -> None:
+def resize_token_tables(model: PreTrainedModel, new: int, from_mean: bool = True) -> None:
     """Give every table by token id (`Mechanism.token_tables`) `new` rows, and keep the first ones.
 
     from_mean: rows that are added are the mean of a table's old ones; otherwise they are drawn as in a new model. Both
@@ -71,7 +68,7 @@ def token_tables(model: nn.Module) -> dict[str, tuple[nn.Parameter, int]]:
     return tables
 
 
-def _mechanism_shapes(model: HeadwaterPreTrainedModel, config: HeadwaterConfig) -> dict[str, torch.Size]:
+def _mechanism_shapes(model: PreTrainedModel, config: HeadwaterConfig) -> dict[str, torch.Size]:
     """The shapes of the parameters that mechanisms have in a model of this kind with `config`."""
     with torch.device("meta"), no_init_weights():
         skeleton = type(model)(copy.deepcopy(config))
@@ -85,7 +82,7 @@ def _mean_rows(rows: Tensor, count: int) -> Tensor:
     return mean.expand(-1, max(0, count), *rows.shape[2:])
 
 
-def _initial_rows(model: HeadwaterPreTrainedModel, holder: nn.Module, parameter: str, count: int) -> Tensor:
+def _initial_rows(model: PreTrainedModel, holder: nn.Module, parameter: str, count: int) -> Tensor:
     """A parameter as in a new model of its present size, [tables, rows, …]."""
     qualified = f"{holder._qualified_name}.{parameter}"
     draw = generator(model.config.initializer_seed, qualified)

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from headwater.compare import steps_to
 from headwater.compare.prices import slug
 from headwater.compare.scaling import Axis, Equal, scaling_of
+from headwater.compare.statistics import steps_to
 from headwater.errors import HeadwaterError
 from headwater.evaluate.tasks import Asked, parse
 from headwater.files import read_bytes, replace_text

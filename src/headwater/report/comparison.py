@@ -8,9 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from headwater.compare import Summary, Worth, decisive, plan_of, summarize, worth_of
 from headwater.compare.earlier import mixed
-from headwater.compare.statistics import arm_of
+from headwater.compare.statistics import Summary, arm_of, decisive, plan_of, summarize
+from headwater.compare.worth import Worth, worth_of
 from headwater.errors import HeadwaterError, nearest
 from headwater.records import RunRecord, SeedPlan, changed_data, read_record, record_files
 

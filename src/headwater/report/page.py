@@ -15,10 +15,11 @@ import yaml
 from jinja2 import Environment, PackageLoader
 from plotly.offline import get_plotlyjs
 
-from headwater.compare import Summary
 from headwater.compare.scaling import Estimate, Law, scaling_of
+from headwater.compare.statistics import Summary
 from headwater.errors import HeadwaterError
 from headwater.files import file_name
+from headwater.layout import top_package
 from headwater.outputs import check_replaceable, is_page, is_picture, write_page
 from headwater.records import RunRecord
 from headwater.report.comparison import Comparison, arm_of, comparisons, experiments
@@ -167,7 +168,7 @@ def _id(text: str) -> str:
 
 def render(stories: Sequence[Story], head: Head | None = None) -> str:
     """The page as HTML."""
-    loader = PackageLoader("headwater")
+    loader = PackageLoader(top_package(__name__))
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["bound"] = lambda text: text.replace(" %", "\N{NO-BREAK SPACE}%")
     drawn = any(part.drawing for one in stories for part in one.parts)

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from headwater.compare import Paired, Summary, Worth, among
 from headwater.compare.sequential import skewed_error
+from headwater.compare.statistics import Paired, Summary, among
+from headwater.compare.worth import Worth
 from headwater.report.comparison import Comparison, differ_in_cost, unit
 from headwater.terminal import Table, counted, lined
 

@@ -25,9 +25,9 @@ from headwater.models.cache import cache_bytes
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.nn.cache_name import cache_of
 from headwater.outside import trust_names_in
+from headwater.paging.pages import check_servable
 from headwater.registry import MECHANISMS, REGISTRY, resolve
 from headwater.retrofit import add_mechanisms
-from headwater.serving.pages import check_servable
 from headwater.testing.measures import HeadsAlone, Operations, kept_per_token, outside_attention
 from headwater.testing.models import (
     assert_near,

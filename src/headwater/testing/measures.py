@@ -12,9 +12,9 @@ from headwater.config import HeadwaterConfig
 from headwater.enlarging import of_heads
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.nn.attention import Attention
+from headwater.paging.heads import SomeHeads
+from headwater.paging.split import SomeOutputs, channels
 from headwater.plan import Source
-from headwater.planning import SomeHeads
-from headwater.serving.split import SomeOutputs, channels
 
 
 def kept_by_autograd(

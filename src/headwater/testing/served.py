@@ -17,9 +17,9 @@ from torch import Tensor
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.nn.attention import Attention
 from headwater.nn.attention_kernel import eager_attention
-from headwater.serving.paged import FlatBatch, PagedEngine
-from headwater.serving.pages import Page
-from headwater.serving.split import Portion
+from headwater.paging.paged import FlatBatch, PagedEngine
+from headwater.paging.pages import Page
+from headwater.paging.split import Portion
 
 
 class NaiveEngine(PagedEngine):

@@ -25,9 +25,9 @@ from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.presets import PRESETS, preset
 from headwater.recipe import Recipe, find_recipe, load_recipe
 from headwater.registry import REGISTRY, resolve
-from headwater.titan import spec
 from headwater.titan.data import NoTokenizer, RecipeLoader
-from headwater.titan.model import theirs_of
+from headwater.titan_model import spec
+from headwater.titan_model.model import theirs_of
 from headwater.training.attention import set_attention
 from headwater.training.optim import parameter_groups
 

@@ -1,15 +1,10 @@
-"""headwater's own models: small ones of each mechanism, what else must hold of their cache, and random requests."""
+"""headwater's own models: small ones of each mechanism, and what else must hold of their cache."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
-import resource
-import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Collection
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -20,20 +15,12 @@ from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError
 from headwater.models.cache import cache_bytes
 from headwater.models.causal_lm import HeadwaterForCausalLM
-from headwater.registry import MECHANISMS
 from headwater.verify.verdicts import EXACT, Verified, verify_twice
 from headwater.verify.watch import Subject
-from headwater.verify.ways import LONGEST, PROMPT, WAYS, Probe, Way, packed, without_end
+from headwater.verify.ways import LONGEST, PROMPT, WAYS, Probe, Way, packed
 
-# `generate` returns logits in fp32, whatever the model's precision.
-ROUNDED = 1e-6
 # What fp64 differs by at most without a mistake: these models make no constants in fp32.
 OWN_EXACT = 1e-9
-
-
-def combinations(size: int) -> list[dict[str, dict]]:
-    """Every choice of `size` registered mechanisms with their defaults, in the registry's order."""
-    return [{name: {} for name in chosen} for chosen in itertools.combinations(MECHANISMS.names, size)]
 
 
 def tiny(mechanisms: dict[str, dict], layers: int = 4, seed: int = 0) -> HeadwaterForCausalLM | None:
@@ -124,72 +111,3 @@ def verify(
     wanted = [way for way in ways_of(model) if ways is None or way.name in ways]
     exact_to = OWN_EXACT if isinstance(model, HeadwaterForCausalLM) else EXACT
     return verify_twice(model, seed, wanted, exact_to, another)
-
-
-@dataclass(frozen=True)
-class Served:
-    """Statistics of `serve_requests`: requests done, those whose tokens (or sampled logits) were not the unbatched,
-    uncached model's, the largest relative difference of logits, and the memory the process held, in bytes, after a
-    fifth of them and at the end.
-    """
-
-    requests: int
-    wrong: int
-    error: float
-    early_memory: int
-    memory: int
-
-
-def serve_requests(
-    models: Sequence[HeadwaterForCausalLM], requests: int, *, sampled: bool = False, longest: int = 512, seed: int = 0
-) -> Iterator[Served]:
-    """Random requests in random left-padded batches, through `models` in turn; yields the state after each batch.
-
-    Prompts have 1 to `longest` tokens, batches 1 to 16 rows, and 1 to 8 tokens are generated: greedily, each compared
-    with the argmax of one uncached forward of its row alone; or sampled, the logits compared.
-    """
-    draw = torch.Generator().manual_seed(seed)
-
-    def number(low: int, high: int) -> int:
-        return int(torch.randint(low, high + 1, (), generator=draw))
-
-    done = wrong = 0
-    error = 0.0
-    early = resident_memory()
-    for model in itertools.cycle(models):
-        room = model.config.max_position_embeddings - 8 if model.config.position == "learned" else longest
-        lengths = [number(1, min(longest, room)) for _ in range(min(number(1, 16), requests - done))]
-        longest_row, new = max(lengths), number(1, 8)
-        ids = torch.randint(model.config.vocab_size, (len(lengths), longest_row), generator=draw)
-        mask = (torch.arange(longest_row) >= longest_row - torch.tensor(lengths)[:, None]).long()
-        torch.manual_seed(number(0, 2**31))
-        with without_end(model):
-            made = model.generate(
-                ids,
-                attention_mask=mask,
-                max_new_tokens=new,
-                do_sample=sampled,
-                return_dict_in_generate=True,
-                output_logits=True,
-            )
-        for row, length in enumerate(lengths):
-            tokens = made.sequences[row, longest_row - length :][None]
-            with torch.no_grad():
-                alone = model(tokens[:, :-1], use_cache=False, logits_to_keep=new).logits[0]
-            off = float((torch.stack([step[row] for step in made.logits]) - alone).abs().max() / alone.abs().max())
-            error = max(error, off)
-            wrong += off > ROUNDED if sampled else not torch.equal(alone.argmax(-1), tokens[0, -new:])
-        done += len(lengths)
-        if done <= requests // 5:
-            early = resident_memory()
-        yield Served(done, wrong, error, early, resident_memory())
-        if done == requests:
-            return
-
-
-def resident_memory() -> int:
-    """The memory of this process in bytes, or its peak if the system does not report the current value."""
-    pages = Path("/proc/self/statm")
-    if pages.is_file():
-        return int(pages.read_text().split()[1]) * resource.getpagesize()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

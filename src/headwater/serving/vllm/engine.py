@@ -21,9 +21,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError
 from headwater.nn.attention import Attention
-from headwater.serving.paged import FlatBatch, PagedEngine
-from headwater.serving.pages import Page
-from headwater.serving.split import Portion
+from headwater.paging.paged import FlatBatch, PagedEngine
+from headwater.paging.pages import Page
+from headwater.paging.split import Portion
 from headwater.serving.vllm.flash import FlashEngine
 
 

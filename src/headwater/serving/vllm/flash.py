@@ -6,15 +6,12 @@ run on a GPU, so the plugin asks for `HEADWATER_VLLM_GPU=1` before it uses it (`
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 from torch import Tensor
 
 from headwater.nn.attention import Attention
-from headwater.serving.paged import PagedEngine
-
-if TYPE_CHECKING:
-    from headwater.serving.vllm.engine import ScheduledBatch
+from headwater.paging.paged import PagedEngine
 
 
 def kernel(**given: Any) -> Tensor:
@@ -31,13 +28,14 @@ class FlashEngine(PagedEngine):
     """`PagedEngine` with vLLM's FlashAttention. A block's keys are [heads, tokens, d], as for CPUs, read by strides."""
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        batch = cast("ScheduledBatch", self.batch)
+        batch: Any = self.batch
         for part, x in (("k", k), ("v", v)):
             if x.shape[1]:
                 self.store(layer, part, x.dtype)[batch.block, :, batch.offset] = x
 
     def read(self, attention: Attention, q: Tensor, keys: Tensor, values: Tensor, first: int) -> Tensor:
-        given = cast("ScheduledBatch", self.batch).given
+        batch: Any = self.batch
+        given = batch.given
         window = attention.sliding_window
         slopes = self.slopes_of(attention, first, q.shape[1])
         return kernel(

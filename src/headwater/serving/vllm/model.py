@@ -25,7 +25,7 @@ from vllm.sequence import IntermediateTensors
 from headwater.errors import HeadwaterError
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.nn.linear import model_linears
-from headwater.serving.split import split
+from headwater.paging.split import split
 from headwater.serving.vllm.checks import check, shares_of
 from headwater.serving.vllm.engine import Blocks
 

@@ -6,7 +6,7 @@
                tokens of some heads instead, so that a mechanism that looks at earlier tokens finds them.
     FSDP2      as torchtitan's own models: one group a block, one for the head.
 
-Under the first two, attention is built once more from plans of the process's own heads (`planning.narrowed`).
+Under the first two, attention is built once more from plans of the process's own heads (`paging.heads.narrowed`).
 Parameters keep their shapes and names: they become DTensors, of which the code of a module sees its own part (`seen`).
 Within attention a replicated parameter or tensor has a different gradient in each process, and what counts is the sum.
 """
@@ -41,11 +41,11 @@ from headwater.models.compiling import expect_layers
 from headwater.nn.attention import Attention
 from headwater.nn.block import Block
 from headwater.nn.feed_forward import FeedForward
+from headwater.paging.heads import SomeHeads
 from headwater.plan import LayerPlan
-from headwater.planning import SomeHeads
 from headwater.precision import KeepsPrecision
-from headwater.titan.limits import check
-from headwater.titan.model import TitanModel
+from headwater.titan_model.limits import check
+from headwater.titan_model.model import TitanModel
 
 View = Callable[[Tensor], Tensor]
 

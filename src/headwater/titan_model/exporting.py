@@ -12,11 +12,11 @@ from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError, sentence
 from headwater.export import export
 from headwater.models.causal_lm import HeadwaterForCausalLM
-from headwater.titan.model import theirs_of
+from headwater.titan_model.model import theirs_of
 
 
 def exported(checkpoint: Path, config: HeadwaterConfig, folder: Path) -> Path:
-    """See `headwater.titan.export`."""
+    """See `headwater.titan_model.export`."""
     if not (checkpoint / ".metadata").is_file():
         raise HeadwaterError(f"{str(checkpoint)!r} is no checkpoint of torchtitan's trainer; give its folder step-N.")
     model = HeadwaterForCausalLM(config)

@@ -16,7 +16,7 @@ from torchtitan.distributed.pipeline_parallel import (
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError
 from headwater.planning import plan_layers
-from headwater.titan.model import TitanModel
+from headwater.titan_model.model import TitanModel
 
 
 def pipeline(model: TitanModel, *, parallelism: Any, parallel_dims: Any, model_config: Any, **rest: Any) -> Any:

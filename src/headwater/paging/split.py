@@ -8,7 +8,7 @@ Of a pipeline, a process has some consecutive blocks, and passes on the residual
 
 The residual stream, the embeddings, the output head, and what mechanisms do outside attention are whole in every
 process. So is a feed-forward that a mechanism acts inside of, and a Pattention with another score or of which a token
-reads a few pairs. Attention is built once more from the plans of the process's own heads (`planning.narrowed`).
+reads a few pairs. Attention is built once more from the plans of the process's own heads (`paging.heads.narrowed`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from headwater.mechanisms.base import Mechanism, Processes
 from headwater.nn.attention import Attention
 from headwater.nn.feed_forward import FeedForward
 from headwater.nn.position import alibi_slopes
+from headwater.paging.heads import SomeHeads, narrow_config
 from headwater.plan import Inner, LayerPlan
-from headwater.planning import SomeHeads, narrow_config
 from headwater.registry import resolve
 
 if TYPE_CHECKING:

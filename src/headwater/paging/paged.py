@@ -16,7 +16,7 @@ from torch import Tensor
 from headwater.errors import HeadwaterError
 from headwater.nn.attention import Attention, Engine, taken
 from headwater.nn.position import alibi_slopes
-from headwater.serving.pages import ALIGNED, Page, Room
+from headwater.paging.pages import ALIGNED, Page, Room
 
 if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig

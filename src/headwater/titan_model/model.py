@@ -29,7 +29,7 @@ from headwater.nn.position import for_heads
 from headwater.plan import Source
 from headwater.precision import KeepsPrecision
 from headwater.seeding import generator
-from headwater.titan.limits import check
+from headwater.titan_model.limits import check
 
 # torchtitan's names of a model's parts, and ours.
 NAMES = {
