@@ -273,7 +273,7 @@ def commands(page: str) -> Iterator[str]:
             yield " ".join(found.group(1).split())
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)  # a changelog names commands that are gone
 def test_commands_and_their_options_are_there(page):
     root = typer.main.get_command(app)
     for line in commands(page.read_text()):

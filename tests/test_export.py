@@ -13,7 +13,6 @@ from transformers.dynamic_module_utils import get_relative_import_files
 from apart import apart
 from conftest import build, config, tokens
 from headwater import HeadwaterConfig, HeadwaterError, HeadwaterForCausalLM, HeadwaterModel, remote_code
-from headwater.data.tokenizer import byte_tokenizer
 from headwater.export import export, write_code
 from headwater.registry import REGISTRY
 
@@ -278,14 +277,6 @@ def test_a_failed_export_leaves_nothing(
         export(model, tmp_path / "new")
     assert not list(tmp_path.iterdir())
     assert not model.config.auto_map
-
-
-def test_what_a_killed_export_left_goes_with_the_next(tmp_path: Path, model: HeadwaterForCausalLM) -> None:
-    (tmp_path / ".writing-new-0123abcd").mkdir()
-    (tmp_path / ".writing-new-0123abcd" / "model.safetensors").write_text("half")
-    export(model, tmp_path / "new", tokenizer=byte_tokenizer())
-    assert [path.name for path in tmp_path.iterdir()] == ["new"]
-    assert (tmp_path / "new" / "tokenizer.json").is_file()
 
 
 def test_somebodys_subclass_is_left_to_transformers(tmp_path: Path, registered: set[type]) -> None:

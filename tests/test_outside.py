@@ -611,14 +611,6 @@ def test_a_hook_is_called_before_each_step_and_goes_on_after_a_resume(convolved,
     assert seen == [((4, 2), number) for number in (2, 3) for _ in range(2)]
 
 
-def test_older_checkpoints_tell_of_tau(tmp_path):
-    from headwater.training.checkpoint import FACTS, read_progress
-
-    way = {"model.layers.0.mlp": [4.0, 8.0]}
-    (tmp_path / FACTS).write_text(json.dumps({"step": 3, "tau": way, "format_version": 2}))
-    assert read_progress(tmp_path).kept == way
-
-
 FAMILY = """
 from dataclasses import replace
 from transformers import MistralForCausalLM

@@ -108,9 +108,6 @@ def test_results_are_those_of_one_arm_of_one_comparison(tmp_path):
         save(tmp_path, "few", seed, result, status=status)
     assert results_of(tmp_path) == ("base", [9.0, 9.0, 9.0, 7.0])
     assert results_of(tmp_path / "e") == ("base", [1.0, 2.0, 3.0])
-    assert results_of(tmp_path, "few") == ("few", [5.0])
-    with pytest.raises(HeadwaterError, match=r"no finished runs of an arm 'bse' there; did you mean 'base'\?"):
-        results_of(tmp_path, "bse")
     with pytest.raises(HeadwaterError, match="no finished runs of a comparison"):
         results_of(tmp_path / "nowhere")
 
@@ -124,10 +121,7 @@ def test_the_command_prints_the_rates_and_refuses_in_one_sentence(run, tmp_path)
     for measured in calibrate(dealing(pool(20)), 1, 8, 50):
         for rate in (measured.false_alarms, measured.power):
             assert "{:.4f} ({:.4f} – {:.4f})".format(rate.value, *rate.interval) in out
-    for arguments, message in (
-        ((tmp_path, "--arms", 3, "--seeds", 8), "headwater: 3 arms and a baseline"),
-        (("--arm", "base"), "headwater: --arm names an arm of a comparison's folder"),
-    ):
+    for arguments, message in (((tmp_path, "--arms", 3, "--seeds", 8), "headwater: 3 arms and a baseline"),):
         code, _, err = run("bench", "verdicts", *arguments)
         assert code == 2
         assert err.count("\n") == 1

@@ -18,7 +18,7 @@ from scipy import optimize, stats
 from headwater.compare.earlier import mixed
 from headwater.compare.sequential import LEVEL, repeated_intervals
 from headwater.compare.statistics import POWER, holm_tests, power
-from headwater.errors import HeadwaterError, nearest
+from headwater.errors import HeadwaterError
 from headwater.records import RunRecord, read_record, record_files
 from headwater.seeding import number
 
@@ -64,10 +64,10 @@ class Calibration:
     seeds: float
 
 
-def results_of(folder: Path, arm: str | None = None) -> tuple[str, list[float]]:
-    """An arm's name and its finished results below `folder`, by seed; default: the arm with the most.
+def results_of(folder: Path) -> tuple[str, list[float]]:
+    """The name of the arm with the most finished results below `folder`, and these results by seed.
 
-    Arms of one name in different comparisons are different arms. Raises `HeadwaterError` if there is none of that name,
+    Arms of one name in different comparisons are different arms. Raises `HeadwaterError` if there is none,
     and if its runs have different settings.
     """
     results: dict[tuple[str, str], dict[int, float]] = {}
@@ -83,10 +83,7 @@ def results_of(folder: Path, arm: str | None = None) -> tuple[str, list[float]]:
             runs.setdefault((experiment.name, name), []).append((record, path.parent))
     if not results:
         raise HeadwaterError(f"There are no finished runs of a comparison under {str(folder)!r}.")
-    names = {name for _, name in results}
-    if arm is not None and arm not in names:
-        raise HeadwaterError(f"There are no finished runs of an arm {arm!r} there; {nearest(arm, names)}")
-    most = max((key for key in results if arm in (None, key[1])), key=lambda key: len(results[key]))
+    most = max(results, key=lambda key: len(results[key]))
     if wrong := mixed(runs[most]):
         raise HeadwaterError(f"{wrong}, so they are not results of one arm; name a folder that holds only one of them.")
     return most[1], [results[most][seed] for seed in sorted(results[most])]

@@ -387,7 +387,7 @@ class TrainingRun:
         named = ", ".join(rows[:8]) + (f" and {count - 8} more" if count > 8 else "")
         raise Diverged(
             f"The run diverged: at step {step} {what}, and {progress.skipped_last} steps in a row were not finite. Its "
-            f"rows are {named}; lower training.learning_rate={settings.learning_rate:g}, or lengthen the warm-up."
+            f"rows are {named}. Lower training.learning_rate={settings.learning_rate:g}, or lengthen the warm-up."
         )
 
     def evaluates(self, step: int) -> bool:
