@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import statistics
 from pathlib import Path
 
@@ -316,7 +315,7 @@ def test_arms_that_all_diverge_are_shown_as_such(out, run):
     assert code == 0
     assert "diverged 2 of 2" in said
     assert "no seed tells them apart" in said
-    assert re.search(r"vanilla · seed 0, and 3 more:? .*diverged", complaint)
+    assert "vanilla · seed 0, and 3 more, diverged" in complaint
     page = next(out.glob("cpu/paper-tiny-*/report.html")).read_text()
     assert "diverged 2 of 2" in page
 

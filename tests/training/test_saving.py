@@ -161,7 +161,8 @@ def test_without_memory_for_a_copy_training_waits(recipe, finished, tmp_path, mo
 
 
 def test_a_process_leaves_alone_what_another_is_still_writing(tmp_path):
-    for name in (".tmpQ3wK9d", "shard-00001-model-00001-of-00001.safetensors", "config.json"):
+    second = "shard-00002-model-00001-of-00001.safetensors"
+    for name in (".tmpQ3wK9d", "shard-00001-model-00001-of-00001.safetensors", second, "config.json"):
         (tmp_path / name).touch()
     assert set(saving.written_by(0, 2, tmp_path)) == {"shard-00001-model-00001-of-00001.safetensors", "config.json"}
-    assert saving.written_by(1, 2, tmp_path) == ["batch-1.safetensors"]
+    assert saving.written_by(1, 2, tmp_path) == [second]
