@@ -21,6 +21,7 @@ from headwater.cli import app
 from headwater.data.tokenizer import byte_tokenizer
 from headwater.export import export as export_model
 from headwater.kernels.choose import cpu as cpu_name
+from headwater.kernels.choose import unmeasured as without_timings
 from headwater.papers.kept import read as read_kept_runs
 from headwater.papers.places import RESTORED
 from headwater.papers.result import reproduction as judge_table
@@ -66,6 +67,7 @@ __all__ = [
     "stored_comparisons",
     "tables",
     "train_recipe",
+    "without_timings",
     "write_stored_runs",
 ]
 
