@@ -28,7 +28,7 @@ from headwater.training.loop import train
 ROOT = Path(__file__).parents[1] / "recipes"
 FOLDERS = ("skip-layer", "tokenformer", "value-residual", "kv-shifting")
 # Not runs of a paper.
-OURS = {"value-residual/plus-start"}
+OURS = {"value-residual/plus-init"}
 # Recipes with stages have tests of their own below.
 STAGED = {"tokenformer/grown", "tokenformer/maxtext-grown"}
 

@@ -130,11 +130,11 @@ def test_a_layer_without_keys_or_values_has_no_input_for_them():
     ("mechanisms", "base"),
     [
         (
-            {"mudd": {}, "short_conv": {"on": ["attention_input", "keys"]}, "output_gate": {}},
+            {"mudd": {}, "short_conv": {"sites": ["attention_input", "keys"]}, "output_gate": {}},
             {"parallel_residual": True},
         ),
-        ({"short_conv": {"on": ["attention_input"]}, "depth_attention": {"queries": 3}, "mudd": {}}, {}),
-        ({"value_residual": {"of": "hidden"}, "mudd": {}, "depth_attention": {"queries": 3}}, {}),
+        ({"short_conv": {"sites": ["attention_input"]}, "depth_attention": {"queries": 3}, "mudd": {}}, {}),
+        ({"value_residual": {"target": "hidden"}, "mudd": {}, "depth_attention": {"queries": 3}}, {}),
     ],
     ids=lambda given: "+".join(given),
 )

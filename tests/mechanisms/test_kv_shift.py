@@ -297,11 +297,11 @@ def test_tied_forms_start_uniform(form):
 @pytest.mark.parametrize(
     ("given", "identity"),
     [
-        ({}, {"start": "identity"}),
-        ({"window": 4, "start": "identity"}, {"window": 4, "start": "identity"}),
-        ({"form": "clamped"}, {"form": "clamped", "start": "identity"}),
+        ({}, {"init": "identity"}),
+        ({"window": 4, "init": "identity"}, {"window": 4, "init": "identity"}),
+        ({"form": "clamped"}, {"form": "clamped", "init": "identity"}),
         ({"form": "gate"}, None),
-        ({"start": "random"}, None),
+        ({"init": "random"}, None),
     ],
 )
 def test_options_for_an_identity_start(given, identity):
@@ -311,7 +311,7 @@ def test_options_for_an_identity_start(given, identity):
 @pytest.mark.parametrize("options", [{}, {"window": 4}, {"form": "clamped"}])
 def test_identity_start_changes_nothing(options):
     ids = tokens(2, T)
-    with_shift = HeadwaterForCausalLM(config({"kv_shift": {"start": "identity", "queries": True, **options}})).eval()
+    with_shift = HeadwaterForCausalLM(config({"kv_shift": {"init": "identity", "queries": True, **options}})).eval()
     assert torch.equal(with_shift(ids).logits, HeadwaterForCausalLM(config()).eval()(ids).logits)
 
 
@@ -346,10 +346,10 @@ def test_no_options_may_be_written_as_none():
     ("options", "message"),
     [
         ({"keys": False, "values": False}, "shifts nothing"),
-        ({"form": "half_heads", "start": "identity"}, "cannot start as the identity"),
+        ({"form": "half_heads", "init": "identity"}, "cannot start as the identity"),
         ({"window": 1}, "at least 2"),
         ({"window": 3, "form": "gate"}, "two taps"),
-        ({"form": "gate", "start": "identity"}, "cannot start as the identity"),
+        ({"form": "gate", "init": "identity"}, "cannot start as the identity"),
     ],
 )
 def test_contradictory_options(options, message):
@@ -436,7 +436,7 @@ def test_wrong_options_say_what_is_right():
 
 
 def test_plain_module_refuses_what_it_cannot_do():
-    for options in (dict(form="x"), dict(window=3, form="gate"), dict(start="x"), dict(window=1)):
+    for options in (dict(form="x"), dict(window=3, form="gate"), dict(init="x"), dict(window=1)):
         with pytest.raises(HeadwaterError):
             KVShift(4, **options)
 

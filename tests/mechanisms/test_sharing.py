@@ -220,7 +220,7 @@ def test_keys_and_values_of_heads_that_lie_at_different_places():
 # Who takes from whom, through several mechanisms
 
 DEPTH = dict(num_hidden_layers=4)
-LAST = {"keys": "last", "values": "last", "last": 2}
+LAST = {"keys": "last", "values": "last", "num_shared_layers": 2}
 SKIP = {"layers": 1, "heads": 2}  # of two key/value heads the second
 
 

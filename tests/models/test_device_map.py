@@ -19,7 +19,7 @@ MECHANISMS = {
     "value_residual": {"value_residual": {}},
     "dense": {"value_residual": {"mode": "dense"}},
     "learnable_plus": {"value_residual": {"mode": "learnable_plus"}},
-    "hidden": {"value_residual": {"of": "hidden", "mode": "learnable"}},
+    "hidden": {"value_residual": {"target": "hidden", "mode": "learnable"}},
     "dense_former": {"dense_former": {}},
     "neutreno": {"neutreno": {}},
     "pattention": {"pattention": {}},

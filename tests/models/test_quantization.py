@@ -156,7 +156,7 @@ BESIDE_LINEAR: list[dict] = [
     {"kv_shift": {}, "value_residual": {"mode": "learnable"}, "neutreno": {}},
     {"value_embedding": {"rank": 8}, "output_gate": {"channels": 12}, "smear": {"weight": 0.5}},
     {"ngram_memory": {"rank": 8, "gate": "match"}, "mudd": {}},
-    {"short_conv": {"on": ["keys", "values", "feed_forward_hidden"], "dynamic": ["keys"]}, "persistent_memory": {}},
+    {"short_conv": {"sites": ["keys", "values", "feed_forward_hidden"], "dynamic": ["keys"]}, "persistent_memory": {}},
     {"skip_layer": {}, "depth_attention": {}, "exclusive": {}},
     {"svformer": {}, "dense_former": {}, "embedding_residual": {}},
 ]

@@ -827,7 +827,7 @@ def test_rows_are_no_longer_than_the_model_has_positions(written, run):
             "two things about start.convert.anneal",
         ),
         (
-            ["--mechanism", "svformer", "--mechanism", "kv_source={every: 4}", "--heal", "1k"],
+            ["--mechanism", "svformer", "--mechanism", "kv_source={group_size: 4}", "--heal", "1k"],
             "no smaller than 'kv_source' alone",
         ),
     ],

@@ -22,8 +22,12 @@ SHIFT = {"kv_shift": {"window": 3, "queries": True}}
 MORE = {
     "kv_shift": [{"window": 3}, {"window": 4, "queries": True}],
     "value_residual": [
-        *({"mode": mode, "of": of} for mode in ("constant", "learnable") for of in ("queries", "keys", "hidden")),
-        {"mode": "learnable", "of": "probabilities"},
+        *(
+            {"mode": mode, "target": target}
+            for mode in ("constant", "learnable")
+            for target in ("queries", "keys", "hidden")
+        ),
+        {"mode": "learnable", "target": "probabilities"},
         {"mode": "sparse", "layers": [2]},
         {"mode": "dense", "recursive": True},
     ],

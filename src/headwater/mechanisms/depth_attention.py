@@ -11,7 +11,7 @@ Departures: in both models feed-forwards and the output head read over depth too
 residual stream stays, and what a block adds to it does not change. AttnRes counts attention and feed-forward as two
 layers, and norms with weights, which w^s can express; a block of headwater is one layer. Inkling 2 norms the inputs of
 queries, keys and values with weights of their own, which the projections can express. Summing hidden states themselves
-in place of what layers added (`of`) is our addition.
+in place of what layers added (`target`) is our addition.
 """
 
 from dataclasses import dataclass
@@ -46,8 +46,8 @@ class DepthAttention(Mechanism):
         width: of the hidden states.
         queries: how many w there are.
         form: "attnres", as above; "inkling_2": the scores are divided by √width, and norm(h_j) is summed.
-        of: "additions": h_0 is the first hidden state, h_j the difference of the next one from it, and so on; "states":
-            h_j are the hidden states.
+        target: what is summed. "additions": h_0 is the first hidden state, h_j the difference of the next one from it,
+            and so on; "states": h_j are the hidden states.
         eps: of the norm.
         The other arguments are set by `build`.
 
@@ -55,7 +55,7 @@ class DepthAttention(Mechanism):
 
         >>> import torch
         >>> from headwater.mechanisms import DepthAttention
-        >>> over_depth = DepthAttention(width=64, of="states")
+        >>> over_depth = DepthAttention(width=64, target="states")
         >>> earlier, x = list(torch.randn(3, 2, 16, 64)), torch.randn(2, 16, 64)
         >>> bool(torch.allclose(over_depth(x, *earlier), (sum(earlier) + x) / 4, atol=1e-6))
         True
@@ -69,7 +69,7 @@ class DepthAttention(Mechanism):
     class Options:
         queries: Literal[1, 3] = 1
         form: DepthForm = "attnres"
-        of: Summed = "additions"
+        target: Summed = "additions"
         block: int = 1
         layers: list[int] | None = None
 
@@ -78,7 +78,7 @@ class DepthAttention(Mechanism):
         width: int,
         queries: int = 1,
         form: DepthForm = "attnres",
-        of: Summed = "additions",
+        target: Summed = "additions",
         eps: float = 1e-6,
         *,
         labels: tuple[str, ...] = (),
@@ -86,7 +86,7 @@ class DepthAttention(Mechanism):
         is_first: bool = True,
     ) -> None:
         super().__init__()
-        self.form, self.of, self.eps = form, of, eps
+        self.form, self.target, self.eps = form, target, eps
         self.slots, self.is_first = slots, is_first
         self.query = nn.Parameter(torch.empty(queries, width))
         self.labels = labels if queries > 1 else ()
@@ -111,7 +111,7 @@ class DepthAttention(Mechanism):
         """The weights of each h_j, [queries, B, T, 1], and the h_j."""
         states = [*earlier, x]
         read = states
-        if self.of == "additions":
+        if self.target == "additions":
             read = [states[0], *(after - before for before, after in pairwise(states))]
         width, scores, norms = self.query.shape[1], [], []
         # A new tensor in any form: products with one vector have other bits where it is not aligned, as when loaded.
@@ -172,7 +172,7 @@ class DepthAttention(Mechanism):
         numbers = cls.queries(options, plan) * width
         # Autograd keeps what is summed, besides hidden states of earlier layers, and per h_j the norm, its inverse, the
         # scores and weights; in parallel blocks the stream too, which feed-forwards alone norm.
-        summed = count - 1 + config.parallel_residual if options["of"] == "additions" else 1
+        summed = count - 1 + config.parallel_residual if options["target"] == "additions" else 1
         each = 2 + (2 + (options["form"] == "inkling_2")) * cls.queries(options, plan)
         return Cost(parameters=numbers, flops=2 * numbers * count, saved=summed * width + count * each)
 
@@ -199,7 +199,7 @@ class DepthAttention(Mechanism):
             config.hidden_size,
             cls.queries(options, plan),
             options["form"],
-            options["of"],
+            options["target"],
             config.norm_eps,
             labels=plan.inputs,
             slots=tuple(plan.slot(source) for source in cls.read(options, plan.index)),

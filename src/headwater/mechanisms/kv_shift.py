@@ -56,7 +56,7 @@ class KVShift(KeepsPrecision, Mechanism):
         form: "free": the taps are the parameters. "gate": w_0 = sigmoid(a), w_1 = 1 - w_0. "clamped":
             w_0 = min(max(a, 0), 1), w_1 = 1 - w_0. "half_heads", "half_channels": the second half of the heads, or of
             the channels of each, is the previous token's, and nothing is learned. All but "free" require window=2.
-        start: how taps are initialized. "random": w_0 uniform in [0, 1) and w_1 = 1 - w_0; with longer windows all taps
+        init: how taps are initialized. "random": w_0 uniform in [0, 1) and w_1 = 1 - w_0; with longer windows all taps
             uniform, then divided by their sum. "identity": w_0 = 1, for adding the shift to a trained model; not for
             "gate", which cannot reach 1, nor for halves.
         current: how many heads of keys, values and queries come first and stay the token's own ("half_heads"); default
@@ -89,7 +89,7 @@ class KVShift(KeepsPrecision, Mechanism):
         queries: bool = False
         window: int = 2
         form: ShiftForm = "free"
-        start: Literal["random", "identity"] = "random"
+        init: Literal["random", "identity"] = "random"
 
     def __init__(
         self,
@@ -99,12 +99,12 @@ class KVShift(KeepsPrecision, Mechanism):
         *,
         window: int = 2,
         form: ShiftForm = "free",
-        start: Literal["random", "identity"] = "random",
+        init: Literal["random", "identity"] = "random",
         current: dict[Part, int] | None = None,
     ) -> None:
         super().__init__()
-        check(window, form, start)
-        self.window, self.form, self.start = window, form, start
+        check(window, form, init)
+        self.window, self.form, self.init_mode = window, form, init
         values = key_heads if value_heads is None else value_heads
         self.sizes: dict[Part, int] = {"k": key_heads, "v": values, "q": query_heads}
         self.current = {part: heads // 2 for part, heads in self.sizes.items()} if current is None else current
@@ -119,7 +119,7 @@ class KVShift(KeepsPrecision, Mechanism):
 
     def init(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
         shape = getattr(self, parameter).shape
-        if self.start == "identity":
+        if self.init_mode == "identity":
             return torch.eye(self.window, 1).repeat(1, shape[1]) if self.form == "free" else torch.ones(shape)
         if self.form == "free" and self.window > 2:
             taps = torch.rand(shape, generator=generator)
@@ -179,7 +179,7 @@ class KVShift(KeepsPrecision, Mechanism):
             raise HeadwaterError(
                 "Mechanism 'kv_shift' shifts nothing; set one of its options keys, values, queries to true."
             )
-        check(options["window"], options["form"], options["start"])
+        check(options["window"], options["form"], options["init"])
         if options["form"] == "half_heads":
             wanted = options["keys"] or options["values"], options["queries"]
             for layer, (name, asked) in product(
@@ -193,9 +193,9 @@ class KVShift(KeepsPrecision, Mechanism):
 
     @classmethod
     def identity(cls, options: dict[str, Any]) -> dict[str, Any] | None:
-        if options.get("form") in ("gate", *HALVES) or options.get("start") == "random":
+        if options.get("form") in ("gate", *HALVES) or options.get("init") == "random":
             return None
-        return options | {"start": "identity"}
+        return options | {"init": "identity"}
 
     @classmethod
     def splits(cls, options: dict[str, Any]) -> bool:
@@ -270,7 +270,7 @@ class KVShift(KeepsPrecision, Mechanism):
             heads.get("q", 0),
             window=options["window"],
             form=options["form"],
-            start=options["start"],
+            init=options["init"],
             current=cls.first_half(config, plan),
         )
 
@@ -305,20 +305,20 @@ class KVShift(KeepsPrecision, Mechanism):
         return q, KV(k, v)
 
 
-def check(window: int, form: str, start: str) -> None:
+def check(window: int, form: str, init: str) -> None:
     """Raise `HeadwaterError` for options that are unknown or contradict each other."""
-    for name, given, known in (("form", form, get_args(ShiftForm)), ("start", start, ("random", "identity"))):
+    for name, given, known in (("form", form, get_args(ShiftForm)), ("init", init, ("random", "identity"))):
         if given not in known:
             raise HeadwaterError(f"KV shift has no {name} {given!r}; {nearest(str(given), known)}")
     if window < 2:
         raise HeadwaterError(f"KV shift's window must be at least 2, not {window}.")
     if form != "free" and window != 2:
         raise HeadwaterError(f"KV shift's form {form!r} has two taps; set window to 2, or form to 'free'.")
-    if form in HALVES and start == "identity":
+    if form in HALVES and init == "identity":
         raise HeadwaterError(
             f"KV shift's form {form!r} cannot start as the identity: half is always the previous token's; use 'free'."
         )
-    if form == "gate" and start == "identity":
+    if form == "gate" and init == "identity":
         raise HeadwaterError(
             "KV shift's form 'gate' cannot start as the identity: a sigmoid never reaches 1; use 'clamped' or 'free'."
         )

@@ -246,8 +246,8 @@ def layer_map(options: dict[str, Any], given: Any, depth: int) -> list[int]:
     """The source of each layer in a map of layers."""
     if isinstance(given, list):
         return given
-    last = depth // 2 if options["last"] is None else options["last"]
-    kinds = options["kinds"] or ["alike"] * depth
+    last = depth // 2 if options["num_shared_layers"] is None else options["num_shared_layers"]
+    kinds = options["layer_types"] or ["alike"] * depth
 
     def of_its_kind(layer: int) -> int:
         """The layer itself, or going down from the last layer of its own, the first of its kind."""
@@ -258,7 +258,7 @@ def layer_map(options: dict[str, Any], given: Any, depth: int) -> list[int]:
 
     return [
         {
-            "cross_layer": i // options["every"] * options["every"],
+            "cross_layer": i // options["group_size"] * options["group_size"],
             "yoco": depth // 2 if i > depth // 2 else i,
             "last": of_its_kind(i) if given == "last" else i,
             "own": i,
@@ -428,7 +428,7 @@ class Reference:
         ]
         self.probabilities.append(weights)
         options = c.mechanisms.get("value_residual", {})
-        if options.get("of") == "probabilities" and layer in self.receivers(options):
+        if options.get("target") == "probabilities" and layer in self.receivers(options):
             first, own = self.two_weights(layer, options)
             source = self.probabilities[options["source"]]
             weights = [
@@ -528,7 +528,7 @@ class Reference:
         read = []
         for t in range(len(x)):
             h = [state[t] for state in states]
-            if options["of"] == "additions":
+            if options["target"] == "additions":
                 h = h[:1] + [after - before for before, after in pairwise(h)]
             keys = [rms_norm(a, 1.0, self.config.norm_eps) for a in h]
             if options["form"] == "inkling_2":
@@ -656,7 +656,7 @@ class Reference:
 
     def receivers(self, options: dict[str, Any]) -> list[int]:
         """The layers of a value residual that have something of their own to mix into."""
-        depth, part = self.config.num_hidden_layers, {"keys": 0, "values": 1}.get(options["of"])
+        depth, part = self.config.num_hidden_layers, {"keys": 0, "values": 1}.get(options["target"])
         layers = range(options["source"] + 1, depth) if options["layers"] is None else options["layers"]
         layers = [layer for layer in layers if part is None or self.stored(layer, part)]
         if options["mode"] == "sparse" and options["layers"] is None:
@@ -665,7 +665,7 @@ class Reference:
 
     def two_weights(self, layer: int, options: dict[str, Any]) -> tuple[Any, Any]:
         """λ1 and λ2 of a value residual from one source."""
-        mode, site = options["mode"], ".self_attn" if options["of"] != "hidden" else ""
+        mode, site = options["mode"], ".self_attn" if options["target"] != "hidden" else ""
         own = f"model.layers.{layer}{site}.mechanisms.value_residual.lambdas"
         if mode == "identity":
             return 0.5, 0.5
@@ -757,10 +757,10 @@ class Reference:
             added = [a.split(self.own.head_dim) for a in self.ngram_memory(parameters, layer, self.inputs[layer])]
             return q, k, {h: [a + b[i] for a, b in zip(v[h], added, strict=True)] for i, h in enumerate(v)}
         if name == "value_residual" and layer in self.receivers(options):
-            mixed = {"queries": q, "keys": k, "values": v}.get(options["of"])
+            mixed = {"queries": q, "keys": k, "values": v}.get(options["target"])
             if not mixed:
                 return q, k, v
-            part = options["of"][0]
+            part = options["target"][0]
             if options["mode"] == "dense":
                 earlier = self.final_v if options["recursive"] else [raw["v"] for raw in self.raw]
                 sources = [x for x in earlier[:layer] if x.keys() >= mixed.keys()]
@@ -813,11 +813,11 @@ class Reference:
                 made[head].append(v[head][t] + opened * parts[head])
         return made
 
-    def remembers(self, options: dict[str, Any], where: str) -> Sequence[int]:
+    def remembers(self, options: dict[str, Any], target: str) -> Sequence[int]:
         """The layers whose stream or values an n-gram memory is added to."""
-        if options["where"] != where:
+        if options["target"] != target:
             return ()
-        every = range(1 if where == "stream" else self.config.num_hidden_layers)
+        every = range(1 if target == "stream" else self.config.num_hidden_layers)
         return every if options["layers"] is None else sorted(set(options["layers"]))
 
     def ngram_memory(self, own: str, layer: int, x: list[Tensor]) -> list[Tensor]:
@@ -825,15 +825,15 @@ class Reference:
         c, options = self.config, self.config.mechanisms["ngram_memory"]
         table, orders, heads = self.weights[f"{own}.table.table.weight"], options["orders"], options["heads"]
         up, key, scalar = (self.weights.get(f"{own}.{name}") for name in ("up.weight", "key.weight", "scalar"))
-        place = self.remembers(options, options["where"]).index(layer)
+        place = self.remembers(options, options["target"]).index(layer)
         sizes: list[int] = []
-        number = options["vocabulary"] if options["rows"] is None else options["rows"]
+        number = options["vocab_size"] if options["rows"] is None else options["rows"]
         while len(sizes) < (place + 1) * len(orders) * heads:
             if number > 1 and all(number % i for i in range(2, number)):
                 sizes.append(number)
             number += 1
         sizes = sizes[-len(orders) * heads :]
-        factors = ngram_factors(max(orders), options["vocabulary"], options["seed"] + 10007 * place)
+        factors = ngram_factors(max(orders), options["vocab_size"], options["seed"] + 10007 * place)
         end, begins = options["end_of_text"], self.begins()
         added = []
         for t in range(len(self.ids)):
@@ -841,7 +841,7 @@ class Reference:
             for back in range(1, max(orders)):
                 borders = [t - step in begins or int(self.ids[t - step - 1]) == end for step in range(back)]
                 past.append(
-                    (options["vocabulary"] if end is None else end) if any(borders) else int(self.ids[t - back])
+                    (options["vocab_size"] if end is None else end) if any(borders) else int(self.ids[t - back])
                 )
             rows = []
             for i, order in enumerate(orders):
@@ -861,7 +861,7 @@ class Reference:
 
     def hidden_residual(self, layer: int, x: list[Tensor]) -> list[Tensor]:
         options = self.config.mechanisms.get("value_residual", {})
-        if options.get("of") != "hidden" or layer not in self.receivers(options):
+        if options.get("target") != "hidden" or layer not in self.receivers(options):
             return x
         first, own = self.two_weights(layer, options)
         return [first * a + own * b for a, b in zip(self.stream[options["source"]], x, strict=True)]
