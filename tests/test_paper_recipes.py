@@ -253,7 +253,7 @@ def tokens_a_step(recipe: Recipe) -> int:
 
 def config(recipe: Recipe) -> HeadwaterConfig:
     """The model at full size; its data are not read."""
-    size = recipe.model.get("vocab_size") or recipe.data.vocabulary
+    size = recipe.model.get("vocab_size") or recipe.data.vocab_size
     return recipe.config_for(SimpleNamespace(vocab_size=size, context=context(recipe), tokenizer=None))
 
 
@@ -303,10 +303,10 @@ def reduced(recipe: Recipe, corpus: Path) -> Recipe:
     for name in ("vocab_size", "max_position_embeddings"):
         values["model"].pop(name, None)
     if recipe.data.kind == "induction":
-        values["data"] |= dict(vocabulary=16, length=32, held_out=4)
+        values["data"] |= dict(vocab_size=16, length=32, held_out=4)
     else:
         text = dict(kind="text", source=str(corpus), tokenizer="bytes", context=32, held_out_bytes=400)
-        values["data"] = text | dict(rows=recipe.data.rows)
+        values["data"] = text | dict(row_layout=recipe.data.row_layout)
     values["training"] |= dict(
         steps=2,
         batch_size=2,
@@ -563,7 +563,7 @@ def test_reduction_keeps_what_makes_the_arm(name, arm, corpus):
         assert getattr(small.training, field) == getattr(recipe.training, field)
     assert small.training.optimizer == recipe.training.optimizer
     assert small.training.gradient_checkpointing == recipe.training.gradient_checkpointing
-    assert recipe.data.kind == "induction" or small.data.rows == recipe.data.rows
+    assert recipe.data.kind == "induction" or small.data.row_layout == recipe.data.row_layout
 
 
 @pytest.mark.sampled(19)

@@ -270,7 +270,7 @@ def compare(
     if metric is not None and loaded.compare.until is not None:
         raise HeadwaterError(
             "compare.until=decided adds seeds by the recipe's deciding measure; leave out metric, or name the measure "
-            "in data.measure."
+            "in data.metric."
         )
     folder = local(out, "out") if out is not None else Path("runs") / loaded.name
     with occupied(folder):

@@ -280,7 +280,7 @@ def test_measures_are_exact_and_the_same_in_any_number_of_processes(digits, monk
         key = float(batch["pixel_values"].sum())
         return draws.setdefault(key, torch.randn(len(batch["labels"]), 10))
 
-    alone = digits.evaluate(logits).measures
+    alone = digits.evaluate(logits).metrics
     opened = [digits.held_out.open(i, generator(0)) for i in range(len(digits.held_out))]
     every = digits.held_out_images(range(len(digits.held_out)))
     assert torch.equal(every["pixel_values"], digits.processor(images=opened, return_tensors="pt")["pixel_values"])
@@ -295,7 +295,7 @@ def test_measures_are_exact_and_the_same_in_any_number_of_processes(digits, monk
     for rank in range(2):
         digits.evaluate(logits, Share(rank, 2, lambda tensor: sums.append(tensor) or tensor))
     totals = iter([sums[0] + sums[2], sums[1] + sums[3]])
-    assert digits.evaluate(logits, Share(0, 2, lambda tensor: next(totals))).measures == alone
+    assert digits.evaluate(logits, Share(0, 2, lambda tensor: next(totals))).metrics == alone
 
 
 def test_glyphs_hold_whole_families_out():

@@ -178,12 +178,12 @@ def _keys(draw: random.Random) -> str:
             "context",
             "held_out",
             "held_out_domains",
-            "measure",
+            "metric",
             "length",
-            "vocabulary",
-            "form",
+            "vocab_size",
+            "variant",
         ]
-        return f"data.{draw.choice([*fields, 'rows'])}"
+        return f"data.{draw.choice([*fields, 'row_layout'])}"
     if section.startswith("stages"):
         return f"{section}.{draw.choice([*TrainingStage.model_fields, 'grow.' + draw.choice(sorted(Growth.model_fields))])}"
     return f"{section}.{draw.choice(sorted(sections[section].model_fields))}"

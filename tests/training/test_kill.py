@@ -30,7 +30,7 @@ def command(recipe, corpus, tmp_path):
     (tmp_path / "other").mkdir()
     for i in range(7):
         (tmp_path / "other" / f"{i}.txt").write_text(f"Something else, {i} times: {'ha' * i}! " * (i + 1))
-    data = {"held_out_domains": {"own": str(corpus), "other": str(tmp_path / "other")}, "measure": "loss"}
+    data = {"held_out_domains": {"own": str(corpus), "other": str(tmp_path / "other")}, "metric": "loss"}
 
     def make(out, **training):
         file = tmp_path / "recipe.yaml"

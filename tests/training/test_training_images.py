@@ -153,7 +153,7 @@ def test_the_average_is_evaluated_and_saved(make, tmp_path):
     model = load_model(averaged[-1])
     with torch.no_grad():
         evaluation = data.evaluate(lambda batch: model(pixel_values=batch["pixel_values"]).logits)
-    assert evaluation.measures == pytest.approx(record.held_out[-1].measures)
+    assert evaluation.metrics == pytest.approx(record.held_out[-1].measures)
 
 
 def test_a_step_that_is_skipped_leaves_the_average(make):

@@ -106,7 +106,7 @@ def memory_advice(
         settings: dict[str, Any] = {}
         if not of_images:
             attention = attention_of(config, training, device, context)
-            masked = getattr(recipe.data, "rows", "") == "packed" and not takes_documents(attention)
+            masked = getattr(recipe.data, "row_layout", "") == "packed" and not takes_documents(attention)
             masked = masked and attention != "flex_attention"
             settings = {"context": context, "loss_chunk": training.loss_chunk, "masked": masked}
         one = price(

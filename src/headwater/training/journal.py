@@ -88,7 +88,7 @@ class Journal:
         with explaining(self.unwritten):
             if not resumed:
                 first(fabric, begun, folder)
-            self.metrics = Metrics(folder, progress.step, setup.data.measure, writes=fabric.global_rank == 0)
+            self.metrics = Metrics(folder, progress.step, setup.data.metric, writes=fabric.global_rank == 0)
         if self.metrics.damage is not None:
             self.warn(f"{self.metrics.damage}.")
         for message in setup.warnings:
@@ -169,7 +169,7 @@ class Journal:
 
     def held_out(self, evaluation: Evaluation) -> None:
         """Record the held-out measures at this step."""
-        progress, measures = self.setup.progress, evaluation.measures
+        progress, measures = self.setup.progress, evaluation.metrics
         self.tell(HeldOutPoint(step=progress.step, tokens=progress.tokens, flops=self.flops, measures=measures))
         self.show({f"held_out/{name}": value for name, value in measures.items()}, progress.step)
         self.record.documents = [DocumentLoss(**document) for document in evaluation.documents]
@@ -219,7 +219,7 @@ def new_record(recipe: Recipe, setup: Setup, fabric: Fabric, experiment: Experim
         recipe=recipe.model_dump(mode="json"),
         config_hash=recipe.digest(),
         data=data.description,
-        measure=data.measure,
+        measure=data.metric,
         lower_is_better=data.lower_is_better,
         parameters=setup.model.num_parameters(),
         embeddings=embeddings(setup.config),

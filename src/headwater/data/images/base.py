@@ -96,7 +96,7 @@ class ImageData:
     labels: [B], numbers of classes; with mixup or CutMix [B, classes], the probability of each.
     """
 
-    measure = "accuracy"
+    metric = "accuracy"
     lower_is_better = False
     tokenizer = None
 
@@ -207,10 +207,10 @@ class ImageData:
                     ranks[own] = better.sum(1).double()
                     nats[own] = F.cross_entropy(scores, labels, reduction="none").double()
         ranks, nats = share.total(ranks), share.total(nats)
-        measures = {"accuracy": float((ranks < 1).double().mean())}
+        metrics = {"accuracy": float((ranks < 1).double().mean())}
         if len(self.classes) > 5:
-            measures["accuracy/top-5"] = float((ranks < 5).double().mean())
-        return Evaluation(measures | {"loss": float(nats.mean())})
+            metrics["accuracy/top-5"] = float((ranks < 5).double().mean())
+        return Evaluation(metrics | {"loss": float(nats.mean())})
 
 
 def image_processor(
