@@ -174,10 +174,10 @@ MECHANISMS: dict[str, dict[str, dict]] = {
     "value-residual/places": {
         "vanilla": {},
         "values": V_0,
-        "hidden": residual("constant", of="hidden", weight=1.0),
-        "query": residual("identity", of="queries"),
-        "key": residual("identity", of="keys"),
-        "attention": residual("identity", of="probabilities"),
+        "hidden": residual("constant", target="hidden", weight=1.0),
+        "query": residual("identity", target="queries"),
+        "key": residual("identity", target="keys"),
+        "attention": residual("identity", target="probabilities"),
     },
     "value-residual/sources": {
         "vanilla": {},

@@ -284,17 +284,6 @@ def test_arms_change_only_what_they_say():
     assert a.training == b.training
 
 
-def test_fields_that_came_later_leave_the_digest_of_older_runs():
-    """Runs resume, and tables find theirs, by it: these are the digests of 0.1's fields."""
-    grown = {"start": {"checkpoint": "x"}, "stages": [{"name": "more", "grow": {"ffn_pairs": 9}}]}
-    recipe = parse({"data": {"kind": "induction"}} | grown, "test")
-    assert recipe.digest().startswith("7db5d7a2a8e5ac05")
-    stages = [one.digest()[:16] for one, _ in recipe.chain(lambda name, _: Path(name))]
-    assert stages == ["195483080b762648", "a4c10bc8f76f602a"]
-    changed = parse({"data": {"kind": "digits"}, "start": {"checkpoint": "x", "new_classifier": True}}, "test")
-    assert changed.digest() != parse({"data": {"kind": "digits"}, "start": {"checkpoint": "x"}}, "test").digest()
-
-
 def test_digest_follows_what_decides_the_result_and_nothing_else():
     def digest(**changes):
         return parse({"data": {"kind": "induction"}} | changes, "test").digest()

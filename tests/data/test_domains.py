@@ -235,10 +235,10 @@ def test_arms_and_stages_are_measured_alike(texts):
     data = make(texts, held_out_domains={"a": str(texts / "wiki")}).model_dump(mode="json")
     for other in ({"metric": "loss"}, {"held_out_domains": {"b": str(texts / "code")}}, {"held_out_domains": None}):
         compare = COMPARED["compare"] | {"arms": {"base": {}, "other": {"data": other}}}
-        with pytest.raises(HeadwaterError, match="one measure over the same domains"):
+        with pytest.raises(HeadwaterError, match="one metric over the same domains"):
             parse(COMPARED | {"data": data, "compare": compare}, "test")
         staged = {"data": data, "stages": [{"name": "more", "data": other}]}
-        with pytest.raises(HeadwaterError, match="one measure over the same domains"):
+        with pytest.raises(HeadwaterError, match="one metric over the same domains"):
             parse(staged, "test")
 
 
