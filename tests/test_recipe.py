@@ -94,7 +94,7 @@ def test_overrides_are_dotted_and_typed(file):
         ("training..steps=1", "not of the form"),
         ("training.steps =1", "not of the form"),
         ("training.steps==1", "two = signs"),
-        ("training.clip=", "no value"),
+        ("training.max_grad_norm=", "no value"),
         ("title=a #b", "comment"),
         ("title=a\nb", "second line"),
         ("title=[b]x[/b]", "not valid YAML"),

@@ -142,7 +142,7 @@ AttentionKernel = Literal["sdpa", "eager", "flash_attention_2", "flex_attention"
 
 
 class Distillation(Settings):
-    """`distill:` learn from another model's predictions too (arXiv 1503.02531)."""
+    """`distillation:` learn from another model's predictions too (arXiv 1503.02531)."""
 
     teacher: str | None = None
     """The model to learn from, any that `headwater retrofit` reads; default: the one that the first run starts from, as
@@ -152,18 +152,18 @@ class Distillation(Settings):
     one."""
     temperature: float = Field(default=1.0, gt=0, le=1000)
     """T, which divides both models' logits."""
-    hidden: float = Field(default=0.0, ge=0, le=1e6)
+    hidden_weight: float = Field(default=0.0, ge=0, le=1e6)
     """Weight of the mean over layers of ‖h - h_teacher‖² / ‖h_teacher‖², for the residual stream after each layer."""
 
 
 class Training(Settings):
-    """`training:` optimization. The defaults are the papers' (AdamW 0.9/0.95, weight decay 0.1, clip 1)."""
+    """`training:` optimization. The defaults are the papers' (AdamW 0.9/0.95, weight decay 0.1, gradient norm 1)."""
 
     steps: Count = 1000
     """Optimizer steps."""
     batch_size: Count = 16
     """Rows in a forward pass, over all processes."""
-    accumulate: Count = 1
+    gradient_accumulation_steps: Count = 1
     """Forward passes per step; the loss is the mean over all their tokens."""
     optimizer: Annotated[str, _known_in(OPTIMIZERS)] = "adamw"
     """adamw; muon: Muon for the matrices, its step scaled to the size of AdamW's, and AdamW for the rest; or one
@@ -172,17 +172,17 @@ class Training(Settings):
     """Arguments of an outside optimizer, besides learning rate and weight decay."""
     learning_rate: float = Field(default=1e-3, gt=0)
     """Peak learning rate."""
-    scalar_rate: float = Field(default=1.0, gt=0, le=1e6)
+    scalar_learning_rate_multiplier: float = Field(default=1.0, gt=0, le=1e6)
     """Learning rate of the mechanisms' scalars, as a multiple of the others'. Raise it for mechanisms added to a
     trained model, which start as the identity and have far to move in few steps."""
-    unfrozen: list[Annotated[str, _known_in(MECHANISMS)]] | None = Field(default=None, min_length=1)
+    trainable_mechanisms: list[Annotated[str, _known_in(MECHANISMS)]] | None = Field(default=None, min_length=1)
     """Mechanisms whose parameters are trained; all others stay as they are. null: train everything."""
     schedule: Annotated[str, _known_in(SCHEDULES)] = "cosine"
-    """After the warm-up: cosine, a half cosine to `final_learning_rate`; constant; or one from outside
+    """After the warm-up: cosine, a half cosine to `min_learning_rate_ratio`; constant; or one from outside
     (docs/extending.md)."""
     warmup_steps: int = Field(default=50, ge=0, le=2**31 - 1)
     """Steps of linear warm-up from zero."""
-    final_learning_rate: float = Field(default=0.0, ge=0, le=1000)
+    min_learning_rate_ratio: float = Field(default=0.0, ge=0, le=1000)
     """Where the cosine ends, as a fraction of the peak."""
     betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.95)
     """AdamW's averaging."""
@@ -195,19 +195,19 @@ class Training(Settings):
     weight_decay_on: Literal["matrices", "embeddings", "all"] = "matrices"
     """matrices: without the embeddings. embeddings: with them, so all but norms, biases and the mechanisms' scalars, as
     nanoGPT, GPT-NeoX and Hugging Face's Trainer. all: every parameter, as MaxText."""
-    clip: float | None = Field(default=1.0, gt=0)
+    max_grad_norm: float | None = Field(default=1.0, gt=0)
     """Largest norm of the gradient; null for none."""
     z_loss: float = Field(default=0.0, ge=0, le=1000)
     """Weight of mean(logsumexp(logits)²), added to the loss (PaLM, arXiv 2204.02311, section 5: 1e-4); the
     reported loss does not include it."""
     label_smoothing: Fraction = 0.0
     """Of images: this share of each label's probability is spread over all classes."""
-    ema: Annotated[float, Field(gt=0, lt=1)] | None = None
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Decay of an exponential moving average of the weights, per step; null for none. The averaged weights are
     evaluated and saved. In step t the decay is at most (1 + t) / (10 + t), so that early weights are soon forgotten."""
-    distill: Distillation | None = None
+    distillation: Distillation | None = None
     """Learn from a trained model's predictions; null: from the data alone."""
-    skip_limit: Count = 10
+    max_skipped_steps: Count = 10
     """Stop after this many consecutive steps whose loss or gradient is not finite; fewer are skipped and counted."""
     precision: Precision = "32-true"
     """Precision, as named by Lightning Fabric. The mechanisms' scalars always stay in fp32."""
@@ -222,7 +222,7 @@ class Training(Settings):
     """Recompute each block's activations in the backward pass, to save memory. attention: all but what attention
     kernels return; half: all but that and the result of every second matmul. A number,
     with `compile`: the share to keep, chosen by the compiler (its activation_memory_budget)."""
-    loss_chunk: Count | None = None
+    loss_chunk_tokens: Count | None = None
     """Tokens whose logits are in memory at once; the output head then costs 4/3 of its FLOPs. Default: all."""
     threads: int | None = Field(default=None, ge=1, le=1024)
     """CPU threads; default: PyTorch's choice. Trials of `headwater compare` use 1."""
@@ -238,7 +238,7 @@ class Training(Settings):
     """Devices per node, one process each. torchrun's own number takes precedence."""
     nodes: Count = 1
     """Number of machines. torchrun's own number takes precedence."""
-    timeout: Count = 30
+    timeout_minutes: Count = 30
     """Minutes that a process waits for another before it gives up."""
 
     @model_validator(mode="after")
@@ -254,10 +254,14 @@ class Training(Settings):
             raise ValueError(
                 f"training.optimizer_options are for outside optimizers; {self.optimizer} has its own fields"
             )
-        if self.distill is not None and self.loss_chunk is not None:
-            raise ValueError("training.distill compares whole rows of logits; leave out training.loss_chunk")
-        if self.ema is not None and self.precision == "bf16-true":
-            raise ValueError("training.ema adds changes too small for bf16 weights; use training.precision=bf16-mixed")
+        if self.distillation is not None and self.loss_chunk_tokens is not None:
+            raise ValueError(
+                "training.distillation compares whole rows of logits; leave out training.loss_chunk_tokens"
+            )
+        if self.ema_decay is not None and self.precision == "bf16-true":
+            raise ValueError(
+                "training.ema_decay adds changes too small for bf16 weights; use training.precision=bf16-mixed"
+            )
         return self
 
 
@@ -598,12 +602,12 @@ class Recipe(Settings):
         for name in self.model:
             if name not in known:
                 raise ValueError(f"the model of {what} has no field {name!r}; {nearest(name, known)}")
-        for name in ("z_loss", "loss_chunk", "distill") if of_images else ("label_smoothing",):
+        for name in ("z_loss", "loss_chunk_tokens", "distillation") if of_images else ("label_smoothing",):
             if getattr(self.training, name) != Training.model_fields[name].default:
                 raise ValueError(f"training.{name} is not for data of {what}; leave it out")
-        distill = self.training.distill
-        if distill is not None and distill.teacher is None and self.start is None:
-            raise ValueError("training.distill needs a model to learn from; give start.checkpoint, or its teacher")
+        distillation = self.training.distillation
+        if distillation is not None and distillation.teacher is None and self.start is None:
+            raise ValueError("training.distillation needs a model to learn from; give start.checkpoint, or its teacher")
         return self
 
     @property
@@ -698,9 +702,9 @@ class Recipe(Settings):
                 "start": change | {"checkpoint": str(at), "after": before.digest()},
             }
             values["training"] |= stage.training
-            distill = values["training"].get("distill")
-            if distill and distill.get("teacher") is None and self.start is not None:
-                values["training"]["distill"] = distill | {"teacher": self.start.checkpoint}
+            distillation = values["training"].get("distillation")
+            if distillation and distillation.get("teacher") is None and self.start is not None:
+                values["training"]["distillation"] = distillation | {"teacher": self.start.checkpoint}
             same = stage.data.get("kind", values["data"]["kind"]) == values["data"]["kind"]
             values["data"] = values["data"] | stage.data if same else stage.data
             recipe = parse(values, f"stage {stage.name!r}")
@@ -796,16 +800,16 @@ class Recipe(Settings):
             if not content[name]:
                 del content[name]
         for name, default in (
-            ("scalar_rate", 1.0),
-            ("unfrozen", None),
+            ("scalar_learning_rate_multiplier", 1.0),
+            ("trainable_mechanisms", None),
             ("weight_decay_on", "matrices"),
             ("attn_implementation", None),
-            ("loss_chunk", None),
+            ("loss_chunk_tokens", None),
             ("replicas", 1),
             ("optimizer_options", {}),
             ("label_smoothing", 0.0),
-            ("ema", None),
-            ("distill", None),
+            ("ema_decay", None),
+            ("distillation", None),
         ):
             if content["training"][name] == default:
                 del content["training"][name]

@@ -18,7 +18,7 @@ ARMS = {
     "deeper": {"model": {"num_hidden_layers": 5}},
     "biased": {"model": {"mlp_bias": True, "feed_forward": "plain"}},
     "longer": {"data": {"length": 40}},
-    "batch": {"training": {"batch_size": 8, "accumulate": 3}},
+    "batch": {"training": {"batch_size": 8, "gradient_accumulation_steps": 3}},
 }
 MODEL = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 150}
 SIZES = {
@@ -86,7 +86,7 @@ def test_steps_are_the_nearest_to_equal_tokens_and_flops(equal, sizes):
     def step(recipe):
         data = recipe.data.build()
         batch = next(data.batches(0, recipe.training.batch_size, 0))
-        tokens = batch["input_ids"].numel() * recipe.training.accumulate
+        tokens = batch["input_ids"].numel() * recipe.training.gradient_accumulation_steps
         return tokens * (training_flops_per_token(recipe.config_for(data), data.context) if equal == "flops" else 1)
 
     for size in sizes or [None]:

@@ -310,7 +310,14 @@ def test_runs_on_several_devices_are_left_to_the_user(out, run):
 
 def test_arms_that_all_diverge_are_shown_as_such(out, run):
     code, said, complaint = run(
-        "reproduce", "paper/tiny", "--out", out, "training.learning_rate=1e30", "training.skip_limit=1", "--workers", 1
+        "reproduce",
+        "paper/tiny",
+        "--out",
+        out,
+        "training.learning_rate=1e30",
+        "training.max_skipped_steps=1",
+        "--workers",
+        1,
     )
     assert code == 0
     assert "diverged 2 of 2" in said

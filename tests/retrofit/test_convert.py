@@ -431,7 +431,7 @@ def llama_config():
 
 def test_a_run_goes_over_and_finishes(written, tmp_path):
     before = {file.name: file.read_bytes() for file in (written / "llama").iterdir()}
-    recipe = staged(written, {"num_key_value_heads": 1, "anneal": True}, distill={"hidden": 0.1})
+    recipe = staged(written, {"num_key_value_heads": 1, "anneal": True}, distillation={"hidden_weight": 0.1})
     record = train_stages(recipe, tmp_path / "run")
     stages = record.stages
     assert [stage.cache_bytes_per_token for stage in stages] == [512, 256]
@@ -495,7 +495,7 @@ def test_the_history_says_whether_anything_was_turned():
 
 @pytest.mark.slow
 def test_killed_and_resumed_it_ends_the_same(written, tmp_path):
-    recipe = staged(written, {"mechanisms": ["kv_source"], "choose": True, "anneal": True}, distill={}, steps=12)
+    recipe = staged(written, {"mechanisms": ["kv_source"], "choose": True, "anneal": True}, distillation={}, steps=12)
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
     train_stages(recipe, tmp_path / "whole")
@@ -582,7 +582,7 @@ def test_the_command_killed_anywhere_ends_the_same(written, tmp_path, make):
             "2000",
         ]
         given += ["--context", "16", "--batch-size", "2", "--text", written / "texts", "--out", out]
-        given += ["data.held_out_bytes=300", "training.distill.hidden=0.1", "reporting.save_every=5", *more]
+        given += ["data.held_out_bytes=300", "training.distillation.hidden_weight=0.1", "reporting.save_every=5", *more]
         return [sys.executable, "-m", "headwater", *map(str, given)]
 
     began = time.monotonic()
@@ -783,7 +783,7 @@ def test_rows_are_no_longer_than_the_model_has_positions(written, run):
     assert code == 0
     assert "Rows of 64 tokens" in said
     assert "3,968 tokens" in printed
-    code, printed, _ = run(*given, "--text", written / "texts", "training.accumulate=4")
+    code, printed, _ = run(*given, "--text", written / "texts", "training.gradient_accumulation_steps=4")
     assert "3,584 tokens" in printed, "7 steps of 4 · 2 rows"
     code, _, said = run(*given, "--context", "16")
     assert code == 2
@@ -803,7 +803,7 @@ def test_rows_are_no_longer_than_the_model_has_positions(written, run):
         ),
         (["--num-key-value-heads", "1", "--heal", "1k", "--no-anneal", "stages=[]"], "no stage after which"),
         (
-            ["--num-key-value-heads", "1", "--heal", "1k", "training.distill.teacher=/nope"],
+            ["--num-key-value-heads", "1", "--heal", "1k", "training.distillation.teacher=/nope"],
             "no local file or folder '/nope'",
         ),
         (["--num-key-value-heads", "1", "--heal", "20"], "takes at least 3"),
@@ -819,8 +819,8 @@ def test_rows_are_no_longer_than_the_model_has_positions(written, run):
         (["--num-key-value-heads", "1", "--heal", "1k", "start.checkpoint=x"], "leave out start.checkpoint"),
         (["--num-key-value-heads", "1", "--heal", "1k", "model.hidden_size=64"], "The model is SOURCE's"),
         (
-            ["--num-key-value-heads", "1", "--no-distill", "training.distill.temperature=2"],
-            "two things about training.distill",
+            ["--num-key-value-heads", "1", "--no-distill", "training.distillation.temperature=2"],
+            "two things about training.distillation",
         ),
         (
             ["--num-key-value-heads", "1", "--no-anneal", "start.convert.anneal=true"],
@@ -896,8 +896,11 @@ def test_recipes_are_checked():
         ({"start": {"checkpoint": "x", "convert": {}}}, "convert needs"),
         ({"start": {"checkpoint": "x", "convert": {"mechanisms": 3}}}, "convert.mechanisms"),
         ({"start": {"checkpoint": "x", "finish": True, "convert": {"num_key_value_heads": 1}}}, "one at a time"),
-        ({"training": {"distill": {}}}, "needs a model to learn from"),
-        ({"training": {"distill": {"teacher": "x"}, "loss_chunk": 4}}, "leave out training.loss_chunk"),
+        ({"training": {"distillation": {}}}, "needs a model to learn from"),
+        (
+            {"training": {"distillation": {"teacher": "x"}, "loss_chunk_tokens": 4}},
+            "leave out training.loss_chunk_tokens",
+        ),
         (
             {"stages": [{"name": "c", "convert": {"num_key_value_heads": 1}, "optimizer": "kept"}]},
             "set convert.align to false",

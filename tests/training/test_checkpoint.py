@@ -296,7 +296,7 @@ def test_a_data_file_that_goes_away_costs_no_step(recipe, finished, tmp_path, mo
                 raise FileNotFoundError(errno.ENOENT, "No such file or directory", "train-00000.tokens")
             yield batch
 
-    made = recipe(training={"accumulate": 2})
+    made = recipe(training={"gradient_accumulation_steps": 2})
     finished(made, tmp_path / "whole")
     monkeypatch.setattr(LanguageData, "batches", gone)
     with pytest.raises(HeadwaterError, match=r"data cannot be read: .*train-00000.tokens\); step 7 is saved"):

@@ -143,7 +143,9 @@ def test_tau_goes_to_the_default_of_its_pairs_step_by_step(base, pairs_recipe, w
 
     monkeypatch.setattr(TrainingRun, "losses", losses)
     train(
-        pairs_recipe(training={"warmup_steps": warmup, "accumulate": 2}, **start(base, grow=TO, **settings)),
+        pairs_recipe(
+            training={"warmup_steps": warmup, "gradient_accumulation_steps": 2}, **start(base, grow=TO, **settings)
+        ),
         tmp_path / "grown",
     )
     taus = seen[::2]  # two forward passes a step
@@ -183,7 +185,7 @@ def test_what_comes_between_growth_and_training_does_not_stop_it(base, pairs_rec
 
 @pytest.mark.slow
 def test_a_start_that_was_left_behind_is_made_again(base, pairs_recipe, tmp_path):
-    diverges = {"learning_rate": 1e30, "warmup_steps": 0, "skip_limit": 1}
+    diverges = {"learning_rate": 1e30, "warmup_steps": 0, "max_skipped_steps": 1}
     with pytest.raises(HeadwaterError, match="diverged"):
         train(pairs_recipe(training=diverges, **start(base, grow=TO)), tmp_path / "run")
     assert (tmp_path / "run" / "start").is_dir()

@@ -53,7 +53,7 @@ def make():
                 "batch_size": 8,
                 "warmup_steps": 2,
                 "threads": 1,
-                "ema": 0.9,
+                "ema_decay": 0.9,
                 "label_smoothing": 0.1,
             },
             "reporting": {"log_every": 3, "save_every": 4, "evaluate_every": 6, "tensorboard": False},
@@ -133,7 +133,7 @@ def test_the_average_is_evaluated_and_saved(make, tmp_path):
     """Against the average of the weights that a run without one goes through."""
     made = make(training={"steps": 5}, reporting={"save_every": 1, "keep": 9, "evaluate_every": 1})
     train(made, tmp_path / "averaged")
-    train(make(training={"steps": 5, "ema": None}, reporting={"save_every": 1, "keep": 9}), tmp_path / "plain")
+    train(make(training={"steps": 5, "ema_decay": None}, reporting={"save_every": 1, "keep": 9}), tmp_path / "plain")
     plain = [load_file(path / "model.safetensors") for path in checkpoints(tmp_path / "plain")]
     averaged = checkpoints(tmp_path / "averaged")
     mean = None

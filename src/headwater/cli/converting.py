@@ -123,10 +123,12 @@ def convert(
         data = {"kind": "text", "source": str(text), "tokenizer": str(place), "context": context}
     # Rows of synthetic data are as long as their settings make them, and the command line may change either.
     sizes = [
-        one for one in overrides or [] if one.startswith(("data.", "training.batch_size=", "training.accumulate="))
+        one
+        for one in overrides or []
+        if one.startswith(("data.", "training.batch_size=", "training.gradient_accumulation_steps="))
     ]
     said = {
-        "training.distill": no_distill and "--no-distill",
+        "training.distillation": no_distill and "--no-distill",
         "start.convert.anneal": no_anneal and "--no-anneal",
         "start.convert.align": no_align and "--no-align",
     }
@@ -143,7 +145,7 @@ def convert(
         tokens=count_of(heal, "heal"),
         context=int(getattr(sized.data, "context", CONTEXT)),
         batch_size=sized.training.batch_size,
-        accumulate=sized.training.accumulate,
+        gradient_accumulation_steps=sized.training.gradient_accumulation_steps,
         learning_rate=learning_rate,
         distill=not no_distill,
     )
@@ -154,7 +156,7 @@ def convert(
             "`headwater train RECIPE --stage NAME` (docs/convert.md)."
         )
     priced = price_of(recipe, trained.model.config, dtype.itemsize)
-    own = recipe.training.distill is None or recipe.training.distill.teacher is None
+    own = recipe.training.distillation is None or recipe.training.distillation.teacher is None
     _show_price(priced, "the original" if own else "the teacher")
     if plan:
         return

@@ -106,7 +106,7 @@ class _Fit:
 
 
 def _step_cost(recipe: Recipe, data: Data, flops: bool) -> float:
-    count = recipe.training.batch_size * recipe.training.accumulate * data.context
+    count = recipe.training.batch_size * recipe.training.gradient_accumulation_steps * data.context
     return count * (training_flops(recipe.config_for(data), data.context) if flops else 1.0)
 
 
