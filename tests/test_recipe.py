@@ -126,12 +126,13 @@ def test_a_wrong_field_is_named_with_the_nearest_known_one(file, override, messa
         ("name: x\n", "the field 'data' is missing"),
         ("data: {kind: text, source: x}\ncompare: {baseline: b, arms: {a: {}}}\n", "baseline 'b' is not an arm"),
         (
-            "data: {kind: text, source: x}\ncompare: {baseline: a, arms: {a: {}, b: {}}, budgets: [a]}\n",
-            "compare.budgets: 'a' is not an arm besides the baseline",
+            "data: {kind: text, source: x}\ncompare: {baseline: a, arms: {a: {}, b: {}}, budget_arms: [a]}\n",
+            "compare.budget_arms: 'a' is not an arm besides the baseline",
         ),
         (
-            "data: {kind: text, source: x}\ncompare: {baseline: a, arms: {a: {}, b: {}}, budgets: [b], equal: flops}\n",
-            "compare.equal=flops would make all compare.budgets the same",
+            "data: {kind: text, source: x}\n"
+            "compare: {baseline: a, arms: {a: {}, b: {}}, budget_arms: [b], match: flops}\n",
+            "compare.match=flops would make all compare.budget_arms the same",
         ),
         (
             "data: {kind: text, source: x}\ncompare: {baseline: a, arms: {a: {}, b: {modle: {}}}}\n",

@@ -59,7 +59,8 @@ RECIPE = """
 name: small
 data: {kind: induction, length: 16}
 model: {num_hidden_layers: 2, hidden_size: 32, num_attention_heads: 2, mechanisms: {kv_shift: {}, value_residual: {}}}
-training: {steps: 4, batch_size: 8, gradient_accumulation_steps: 2, learning_rate: 3.0e-3, warmup_steps: 2, threads: 1, max_grad_norm: 0.1}
+training: {steps: 4, batch_size: 8, gradient_accumulation_steps: 2, learning_rate: 3.0e-3, warmup_steps: 2, threads: 1,
+  max_grad_norm: 0.1}
 reporting: {tensorboard: false, log_every: 1}
 """
 

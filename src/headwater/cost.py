@@ -298,9 +298,9 @@ def activation_bytes(
     For an image model a row is an image, and `context` its tokens.
 
     "kept" is what autograd stores, with fused attention and norm kernels and no dropout; "loss" is added at
-    the peak: two gradients of the logits in fp32. `precision`, `gradient_checkpointing` and `loss_chunk_tokens` as in recipes;
-    with checkpointing it stores each block's input, what later layers read, what the choice keeps, and one block at a
-    time, with a share in proportion; with chunks it computes a chunk's logits again at the peak.
+    the peak: two gradients of the logits in fp32. `precision`, `gradient_checkpointing` and `loss_chunk_tokens` as in
+    recipes; with checkpointing it stores each block's input, what later layers read, what the choice keeps, and one
+    block at a time, with a share in proportion; with chunks it computes a chunk's logits again at the peak.
     masked: rows are packed, and attention takes a mask, [B, 1, T, T]. "masks": the mask, and each layer's copy of it in
     the dtype of queries, which the fused kernel stores; and those of layers with keys and values beside the tokens'.
     """

@@ -274,7 +274,7 @@ class Reporting(Settings):
     """Steps between evaluations on held-out data; there is always one at the end."""
     save_every: Count | None = 200
     """Steps between checkpoints; null saves only at the end."""
-    keep: Count = 2
+    keep_checkpoints: Count = 2
     """Number of newest checkpoints to keep, besides the one with the best held-out result."""
     tensorboard: bool = True
     """Write TensorBoard event files into the run's folder."""
@@ -296,14 +296,13 @@ class Compare(Settings):
     threshold: float | Literal["baseline"] | None = None
     """Report the first step at which the deciding measure reaches this value, and what it cost up to there; baseline:
     the value with which the baseline ends, seed by seed."""
-    budgets: list[str] = []
+    budget_arms: list[str] = []
     """Arms that are the baseline with other budgets. Report what every other arm's result is worth: the FLOPs for which
     the baseline would have had it (docs/compare.md#what-a-result-is-worth)."""
-    equal: Literal["tokens", "parameters", "flops", "time"] | None = None
-    """Make every arm cost the same as the baseline, through its steps (tokens, flops, time), or the width of its
-    feed-forward or the pairs that replace it (parameters, within 1 %); null leaves arms as written. Time is measured on
-    this machine before the first run (docs/compare.md#prices)."""
-    prices: bool = False
+    match: Literal["tokens", "parameters", "flops"] | None = None
+    """Make every arm cost the same as the baseline, through its steps (tokens, flops), or the width of its feed-forward
+    or the pairs that replace it (parameters, within 1 %); null leaves arms as written."""
+    costs: bool = False
     """Measure after the runs what each arm costs: times of training and of generation (docs/compare.md#prices)."""
     learning_rates: list[Annotated[float, Field(gt=0)]] = []
     """Try each arm at each of these first; the arm gets the best by mean over `tuning_seeds`. With several `sizes`, all
@@ -313,14 +312,14 @@ class Compare(Settings):
     sizes: dict[str, dict[str, Any]] = {}
     """Name of each size -> its changes to every arm (and under `arms:` to single arms); with three or more, a scaling
     law is fitted."""
-    until: Literal["decided"] | None = None
-    """decided: add seeds until each arm is better, worse or equivalent within the margin; null trains `seeds`."""
+    sequential: bool = False
+    """Add seeds until each arm is better, worse or equivalent within the margin; false trains `seeds`."""
     margin: Annotated[float, Field(gt=0)] | None = None
-    """The smallest difference of the deciding measure that matters; needed for `until`."""
+    """The smallest difference of the deciding measure that matters; needed for `sequential`."""
     min_seeds: Annotated[int, Field(ge=2, le=1000)] = 6
-    """Seeds before the first look, for `until`."""
+    """Seeds before the first look, for `sequential`."""
     max_seeds: Annotated[int, Field(ge=2, le=1000)] = 30
-    """Seeds at which an arm stays open, for `until`. Those after the listed ones count on from the largest."""
+    """Seeds at which an arm stays open, for `sequential`. Those after the listed ones count on from the largest."""
 
     @field_validator("sizes", mode="before")
     @classmethod
@@ -330,7 +329,7 @@ class Compare(Settings):
     @property
     def all_seeds(self) -> list[int]:
         """The seeds that may be trained, in the order in which they are."""
-        if self.until is None:
+        if not self.sequential:
             return self.seeds
         further = itertools.count(max(self.seeds) + 1)
         return [*self.seeds, *itertools.islice(further, self.max_seeds - len(self.seeds))]
@@ -349,10 +348,10 @@ class Compare(Settings):
                     raise ValueError(
                         f"compare.{what}.{name}.{min(unread)} has no effect: the comparison sets it; leave it out"
                     )
-        self._until_fits()
-        self._budgets_fit()
-        if self.budgets and self.equal is not None:
-            raise ValueError(f"compare.equal={self.equal} would make all compare.budgets the same; leave one out")
+        self._check_sequential()
+        self._check_budget_arms()
+        if self.budget_arms and self.match is not None:
+            raise ValueError(f"compare.match={self.match} would make all compare.budget_arms the same; leave one out")
         if both := set(self.all_seeds) & set(self.tuning_seeds) if self.learning_rates else set():
             raise ValueError(
                 f"compare.tuning_seeds and compare.seeds share {sorted(both)}; seeds that choose a rate flatter it, "
@@ -370,11 +369,13 @@ class Compare(Settings):
             raise ValueError(f"compare.tuning_seeds names a seed twice: {self.tuning_seeds}; list each once")
         return self
 
-    def _budgets_fit(self) -> None:
-        for arm in self.budgets:
+    def _check_budget_arms(self) -> None:
+        for arm in self.budget_arms:
             if arm not in self.arms or arm == self.baseline:
                 others = [name for name in self.arms if name != self.baseline]
-                raise ValueError(f"compare.budgets: {arm!r} is not an arm besides the baseline; {nearest(arm, others)}")
+                raise ValueError(
+                    f"compare.budget_arms: {arm!r} is not an arm besides the baseline; {nearest(arm, others)}"
+                )
             for arms in (self.arms, *(size.get("arms", {}) for size in self.sizes.values())):
                 own, base = (
                     {key: value for key, value in arms.get(name, {}).items() if key != "training"}
@@ -382,20 +383,20 @@ class Compare(Settings):
                 )
                 if other := [key for key in own.keys() | base.keys() if own.get(key) != base.get(key)]:
                     raise ValueError(
-                        f"compare.budgets: {arm!r} differs from {self.baseline!r} in {min(other)}, but a budget is the "
-                        "same model with other fields of training"
+                        f"compare.budget_arms: {arm!r} differs from {self.baseline!r} in {min(other)}, but a budget is "
+                        "the same model with other fields of training"
                     )
-        if len(set(self.budgets)) < len(self.budgets):
-            raise ValueError(f"compare.budgets names an arm twice: {self.budgets}; list each once")
+        if len(set(self.budget_arms)) < len(self.budget_arms):
+            raise ValueError(f"compare.budget_arms names an arm twice: {self.budget_arms}; list each once")
 
-    def _until_fits(self) -> None:
-        if self.until is None:
+    def _check_sequential(self) -> None:
+        if not self.sequential:
             given = self.model_fields_set & {"margin", "min_seeds", "max_seeds"}
             if any(getattr(self, name) != type(self).model_fields[name].default for name in given):
-                raise ValueError(f"compare.{min(given)} has no effect without compare.until=decided; add it")
+                raise ValueError(f"compare.{min(given)} has no effect without compare.sequential=true; add it")
             return
         if self.margin is None:
-            raise ValueError("compare.until=decided needs compare.margin, the smallest difference that matters")
+            raise ValueError("compare.sequential=true needs compare.margin, the smallest difference that matters")
         if self.min_seeds > self.max_seeds:
             raise ValueError(f"compare.min_seeds={self.min_seeds} is more than compare.max_seeds={self.max_seeds}")
         if len(self.seeds) > self.max_seeds:
@@ -403,8 +404,8 @@ class Compare(Settings):
                 f"compare.seeds lists {len(self.seeds)} seeds, more than compare.max_seeds={self.max_seeds}; list only "
                 "the first"
             )
-        if not self.arms.keys() - {self.baseline, *self.budgets}:
-            raise ValueError("compare.until=decided needs an arm besides the baseline and its budgets")
+        if not self.arms.keys() - {self.baseline, *self.budget_arms}:
+            raise ValueError("compare.sequential=true needs an arm besides the baseline and its budgets")
 
 
 class Growth(Settings):

@@ -110,7 +110,7 @@ class Environment(_Part):
 
 
 class SeedPlan(_Part):
-    """How a comparison adds seeds until it is decided (`compare.until`)."""
+    """How a comparison adds seeds until it is decided (`compare.sequential`)."""
 
     seeds: list[RecordCount]
     """All that may be trained, in order; the maximum is their number."""

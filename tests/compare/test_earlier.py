@@ -11,7 +11,7 @@ from headwater.records import HeldOutPoint, changed_data, read_record, write_rec
 from headwater.report import comparisons
 
 ARMS = {"base": {}, "wide": {"model": {"hidden_size": 16}}}
-PLAN = {"until": "decided", "margin": 0.1, "min_seeds": 2, "max_seeds": 4}
+PLAN = {"sequential": True, "margin": 0.1, "min_seeds": 2, "max_seeds": 4}
 
 
 @pytest.fixture(autouse=True)

@@ -40,7 +40,9 @@ def poisoned(monkeypatch):
 def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(recipe, tmp_path, poisoned):
     poisoned({9})  # the first half of step 5
     steps = {"steps": 6, "gradient_accumulation_steps": 2, "schedule": "constant", "warmup_steps": 0}
-    record = train(recipe(training=steps, reporting={"save_every": 1, "keep": 9, "log_every": 1}), tmp_path / "run")
+    record = train(
+        recipe(training=steps, reporting={"save_every": 1, "keep_checkpoints": 9, "log_every": 1}), tmp_path / "run"
+    )
     assert record.skipped == 1
     assert [n.step for n in record.notices] == [5]
     assert "Step 5 was skipped: the loss is nan" in record.notices[0].message
@@ -62,7 +64,7 @@ def test_a_gradient_that_is_not_finite_is_enough(recipe, tmp_path, monkeypatch):
         return out
 
     monkeypatch.setattr(HeadwaterForCausalLM, "forward", forward)
-    made = recipe(training={"steps": 4}, reporting={"log_every": 1, "save_every": 1, "keep": 9})
+    made = recipe(training={"steps": 4}, reporting={"log_every": 1, "save_every": 1, "keep_checkpoints": 9})
     record = train(made, tmp_path / "run")
     assert [n.step for n in record.notices] == [3]
     before, after = (load_weights(tmp_path / "run", step) for step in (2, 3))

@@ -20,7 +20,7 @@ STEPS = 60
 # Dropout, accumulation, checkpoints at places no epoch ends, and a shuffled order that is gone through several times.
 CHANGES = {
     "training": {"steps": STEPS, "gradient_accumulation_steps": 2, "batch_size": 4},
-    "reporting": {"log_every": 1, "save_every": 3, "evaluate_every": 7, "keep": 2},
+    "reporting": {"log_every": 1, "save_every": 3, "evaluate_every": 7, "keep_checkpoints": 2},
 }
 
 

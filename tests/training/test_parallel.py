@@ -49,7 +49,13 @@ def recipe(folder, strategy="auto", **changes):
             "z_loss": 1e-3,
             "loss_chunk_tokens": 24,
         },
-        "reporting": {"log_every": 1, "save_every": 4, "evaluate_every": 6, "tensorboard": False, "keep": 99},
+        "reporting": {
+            "log_every": 1,
+            "save_every": 4,
+            "evaluate_every": 6,
+            "tensorboard": False,
+            "keep_checkpoints": 99,
+        },
     }
     for section, fields in changes.items():
         values[section] = values[section] | fields

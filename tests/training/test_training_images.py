@@ -131,9 +131,12 @@ def run(*arguments):
 
 def test_the_average_is_evaluated_and_saved(make, tmp_path):
     """Against the average of the weights that a run without one goes through."""
-    made = make(training={"steps": 5}, reporting={"save_every": 1, "keep": 9, "evaluate_every": 1})
+    made = make(training={"steps": 5}, reporting={"save_every": 1, "keep_checkpoints": 9, "evaluate_every": 1})
     train(made, tmp_path / "averaged")
-    train(make(training={"steps": 5, "ema_decay": None}, reporting={"save_every": 1, "keep": 9}), tmp_path / "plain")
+    train(
+        make(training={"steps": 5, "ema_decay": None}, reporting={"save_every": 1, "keep_checkpoints": 9}),
+        tmp_path / "plain",
+    )
     plain = [load_file(path / "model.safetensors") for path in checkpoints(tmp_path / "plain")]
     averaged = checkpoints(tmp_path / "averaged")
     mean = None

@@ -518,8 +518,8 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
             them, [B, T, V], which it writes and adds.
         output_z_loss: with labels, return `z_loss` too: the mean of logsumexp(logits)² over the same tokens (PaLM,
             arXiv 2204.02311, section 5, without its weight).
-        loss_chunk_tokens: with labels and `skip_logits`, the number of tokens whose logits exist at once. They are computed
-            again in the backward pass: the output head costs 4/3 of its FLOPs and a part of its memory.
+        loss_chunk_tokens: with labels and `skip_logits`, the number of tokens whose logits exist at once. They are
+            computed again in the backward pass: the output head costs 4/3 of its FLOPs and a part of its memory.
         The other arguments are those of `HeadwaterModel`.
         """
         outputs: BaseModelOutputWithPast = self.model(

@@ -104,7 +104,9 @@ def of_recipe(name: str) -> Trainer.Config:
         activation_checkpoint=FullAC.Config() if training.gradient_checkpointing else None,
         metrics=MetricsProcessor.Config(log_freq=reporting.log_every, enable_tensorboard=reporting.tensorboard),
         checkpoint=CheckpointManager.Config(
-            enable=True, interval=reporting.save_every or training.steps, keep_latest_k=max(2, reporting.keep)
+            enable=True,
+            interval=reporting.save_every or training.steps,
+            keep_latest_k=max(2, reporting.keep_checkpoints),
         ),
         debug=DebugConfig(seed=recipe.seed),
     )

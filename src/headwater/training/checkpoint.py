@@ -2,8 +2,8 @@
 
     step-000400/
       config.json, model.safetensors, generation_config.json, tokenizer files    load them with from_pretrained
-      training.safetensors    optimizer state by parameter name, running sums; with training.ema_decay the trained weights,
-                              since model.safetensors has their average
+      training.safetensors    optimizer state by parameter name, running sums; with training.ema_decay the trained
+                              weights, since model.safetensors has their average
       training.json           the run's progress: step, rows, tokens, …, recipe
       history.json            what was done to the model: trained, grown, … (records.Event)
       SHA256SUMS              of all these files; `sha256sum -c SHA256SUMS` checks them too

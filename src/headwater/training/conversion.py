@@ -78,7 +78,12 @@ def conversion_recipe(
         "start": {"checkpoint": source, "convert": convert},
         "training": training,
         "stages": stages,
-        "reporting": {"evaluate_every": max(1, constant // 4), "log_every": 10, "keep": 1, "tensorboard": False},
+        "reporting": {
+            "evaluate_every": max(1, constant // 4),
+            "log_every": 10,
+            "keep_checkpoints": 1,
+            "tensorboard": False,
+        },
     }
 
 

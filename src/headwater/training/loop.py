@@ -472,4 +472,4 @@ class TrainingRun:
         """Put the newest checkpoint's model at the top of the folder, and remove the checkpoints that the recipe does
         not keep. Called by the first process."""
         publish_model(checkpoints(self.folder)[-1], self.folder)
-        prune(self.folder, self.recipe.reporting.keep, self.data.lower_is_better)
+        prune(self.folder, self.recipe.reporting.keep_checkpoints, self.data.lower_is_better)

@@ -104,8 +104,8 @@ def freeze(model: nn.Module, trainable_mechanisms: Collection[str]) -> None:
         own = {parameter for module in modules for parameter in module.parameters()}
         if not own:
             raise HeadwaterError(
-                f"training.trainable_mechanisms: the model has no parameters of {name!r}; leave it out, or choose a mechanism that "
-                "has some."
+                f"training.trainable_mechanisms: the model has no parameters of {name!r}; leave it out, or "
+                "choose a mechanism that has some."
             )
         chosen |= own
     for parameter in model.parameters():

@@ -96,7 +96,8 @@ def make_fabric(recipe: Recipe, run: Path) -> Fabric:
             fabric.launch()
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         raise HeadwaterError(
-            f"The {world} processes of this run did not connect within training.timeout_minutes={training.timeout_minutes:g} minutes: "
+            f"The {world} processes of this run did not connect within "
+            f"training.timeout_minutes={training.timeout_minutes:g} minutes: "
             f"{first_line(error).rstrip('.')}; start the same command on all {nodes} nodes, with the same MASTER_ADDR "
             "and MASTER_PORT."
         ) from error
