@@ -594,8 +594,8 @@ def test_two_steps_train(name, arm, corpus, tmp_path):
 @pytest.mark.parametrize(
     ("file", "series", "steps", "warmup", "growth"),
     [
-        ("grown", "tokenformer-", 60_000, (2000, 2000), ("zero", "kept")),
-        ("maxtext-grown", "tokenformer-maxtext-", 120_000, (6000, 1200), ("random", "recomputed")),
+        ("grown", "tokenformer-", 60_000, (2000, 2000), ("zero", "keep")),
+        ("maxtext-grown", "tokenformer-maxtext-", 120_000, (6000, 1200), ("random", "recompute")),
     ],
 )
 def test_the_growth_series_is_the_papers(file, series, steps, warmup, growth):
@@ -612,7 +612,7 @@ def test_the_growth_series_is_the_papers(file, series, steps, warmup, growth):
         assert {option: given[option] for option in pairs if option in given} == (
             pairs if run.start is None else {option: pairs[option] for option in ("attention_pairs", "ffn_pairs")}
         )
-        assert run.start is None or (run.start.grow.keys, run.start.grow.tau) == growth
+        assert run.start is None or (run.start.grow.key_init, run.start.grow.tau) == growth
     first = config(runs["124m"][0])
     for name, (run, _) in list(runs.items())[1:]:
         first = grown_config(first, run.start.grow.attention_pairs, run.start.grow.ffn_pairs)

@@ -304,7 +304,7 @@ def test_mistakes_get_one_sentence(run, arguments, word):
 
 
 def test_a_schedule_from_a_checkpoint_that_is_missing_is_not_priced_as_another_model(run, tmp_path):
-    stages = [{"name": "whole", "finish": True}]
+    stages = [{"name": "whole", "finish_conversion": True}]
     path = recipe(
         tmp_path / "r.yaml", start={"checkpoint": "missing", "convert": {"num_key_value_heads": 1}}, stages=stages
     )

@@ -320,9 +320,9 @@ def test_every_field_is_documented():
 
     from headwater.data.prepared import PreparedSettings
     from headwater.data.text import TextSettings
-    from headwater.recipe import Compare, Growth, Reporting, Start, Training, TrainingStage, Widening
+    from headwater.recipe import Compare, Growth, Reporting, Start, Training, TrainingStage
 
-    sections = (Training, Reporting, Compare, Start, TrainingStage, Growth, Widening)
+    sections = (Training, Reporting, Compare, Start, TrainingStage, Growth)
     for model in (Recipe, *sections, TextSettings, PreparedSettings, InductionSettings):
         walk(model)
     for name in MODEL_FIELDS:

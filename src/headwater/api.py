@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from headwater.compare import OnChange, Outcome
     from headwater.config import HeadwaterConfig
-    from headwater.growth.pairs import Keys, TauPolicy
+    from headwater.growth.pairs import KeyInit, TauPolicy
     from headwater.hardware import Hardware
     from headwater.models.kinds import AnyModel
     from headwater.papers.result import Reproduction
@@ -372,8 +372,8 @@ def grow(
     num_key_value_heads: int | None = None,
     method: str = "exact",
     layers: Sequence[int] | None = None,
-    keys: Keys = "zero",
-    tau: TauPolicy = "kept",
+    key_init: KeyInit = "zero",
+    tau: TauPolicy = "keep",
     freeze: bool = False,
     trust: Sequence[str] = (),
 ) -> AnyModel:
@@ -397,7 +397,7 @@ def grow(
         num_key_value_heads=num_key_value_heads,
         method=method,
         layers=layers,
-        keys=keys,
+        key_init=key_init,
         tau=tau,
         freeze=freeze,
     )

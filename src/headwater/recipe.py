@@ -40,10 +40,9 @@ from headwater.data.synthetic import ArithmeticSettings, HopSettings, InductionS
 from headwater.data.text import TextSettings
 from headwater.errors import HeadwaterError, NotTrusted, nearest, sentence, shown
 from headwater.files import file_name, is_file_name, local
-from headwater.growth.enlarge import enlarged_config
 from headwater.growth.grow import check_of_pairs, grown_config
 from headwater.growth.methods import NewSizes
-from headwater.growth.pairs import Keys, TauPolicy
+from headwater.growth.pairs import KeyInit, TauPolicy
 from headwater.outside import check_paths, trust_names_in
 from headwater.presets import PRESETS, preset
 from headwater.registry import MECHANISMS, Registry, as_mapping
@@ -430,10 +429,10 @@ class Growth(Settings):
     """Pairs of each feed-forward after growth."""
     layers: list[int] | None = None
     """New pairs only in these layers, from 0; default: all."""
-    keys: Keys = "zero"
+    key_init: KeyInit = "zero"
     """random changes the function."""
-    tau: TauPolicy = "kept"
-    """recomputed changes the function."""
+    tau: TauPolicy = "keep"
+    """recompute changes the function."""
     freeze: bool = False
     """Train only the new pairs."""
 
@@ -445,31 +444,10 @@ class Growth(Settings):
     def _possible(self) -> Self:
         try:
             pairs = self.attention_pairs or self.ffn_pairs
-            check_of_pairs(self.sizes, self.method, pairs, self.layers, self.keys, self.tau, self.freeze)
+            check_of_pairs(self.sizes, self.method, pairs, self.layers, self.key_init, self.tau, self.freeze)
         except HeadwaterError as error:
             raise ValueError(str(error)) from error
         return self
-
-
-class Widening(Settings):
-    """`widen:` short for `grow:` by these sizes alone."""
-
-    hidden_size: Count | None = None
-    """New width of the residual stream."""
-    intermediate_size: Count | None = None
-    """New width of the feed-forward."""
-    num_attention_heads: Count | None = None
-    """New number of query heads."""
-    num_key_value_heads: Count | None = None
-    """New number of key/value heads; default: in proportion."""
-    form: Literal["exact", "hypercloning", "lemon", "net2net"] = "exact"
-    """The method of `grow:`."""
-
-    @property
-    def sizes(self) -> NewSizes:
-        return NewSizes(
-            None, self.hidden_size, self.intermediate_size, self.num_attention_heads, self.num_key_value_heads
-        )
 
 
 def _by_name(mechanisms: Any) -> Any:
@@ -485,21 +463,22 @@ class CacheConversion(Settings):
     """Mechanisms by which layers share keys and values: names with their options, or a list of names."""
     num_key_value_heads: Count | None = None
     """Fewer key/value heads: each is the mean of a group of the model's."""
-    choose: bool = False
+    choose_layers: bool = False
     """Which layers share is chosen by how alike their keys and values are on the data; options that are given stay."""
     align: bool = True
     """First turn keys and values so that those to be shared or pooled are as alike as they can be, which keeps the
     function (docs/convert.md)."""
     anneal: bool = False
-    """The model's own keys and values go over to the shared ones in the steps of this run; a stage with `finish: true`
-    then leaves out what no head attends to. false: the model is the smaller one from the first step."""
+    """The model's own keys and values go over to the shared ones in the steps of this run; a stage with
+    `finish_conversion: true` then leaves out what no head attends to. false: the model is the smaller one from the
+    first step."""
 
     @model_validator(mode="after")
     def _somewhere(self) -> Self:
         if not self.mechanisms and self.num_key_value_heads is None:
             raise ValueError("convert needs mechanisms that share keys and values, or num_key_value_heads")
-        if self.choose and not self.mechanisms:
-            raise ValueError("convert.choose is for mechanisms by which layers share; name one, or leave choose out")
+        if self.choose_layers and not self.mechanisms:
+            raise ValueError("convert.choose_layers is for mechanisms by which layers share; name one, or leave it out")
         return self
 
 
@@ -508,29 +487,25 @@ class Change(Settings):
 
     grow: Growth | None = None
     """Make it larger."""
-    widen: Widening | None = None
-    """Make it wider."""
     convert: CacheConversion | None = None
     """Make its cache smaller."""
-    finish: bool = False
+    finish_conversion: bool = False
     """Finish a conversion that was annealed: the same function with the smaller cache."""
     new_classifier: bool = False
     """Draw a new classifier for the data's classes; of an image model."""
-    optimizer: Literal["fresh", "kept"] = "fresh"
-    """kept: carry the optimizer's state along, by the rules of docs/growth.md."""
-    tau: Literal["kept", "annealed"] | None = None
-    """annealed: each τ moves to the default for its number of pairs; null: annealed for a model that was grown with τ
-    kept and nothing frozen, otherwise kept."""
+    optimizer_state: Literal["fresh", "keep"] = "fresh"
+    """keep: carry the optimizer's state along, by the rules of docs/growth.md."""
+    tau: Literal["keep", "anneal"] | None = None
+    """anneal: each τ moves to the default for its number of pairs; null: anneal for a model that was grown with τ
+    kept and nothing frozen, otherwise keep."""
     tau_steps: Count | None = None
     """Steps of annealing; default: the warm-up, or half of all steps if there is none."""
 
     @model_validator(mode="after")
     def _one_change(self) -> Self:
-        if self.grow is not None and self.widen is not None:
-            raise ValueError("a model is grown or widened, not both at once; make two stages of it")
-        if (self.convert or self.finish) and (self.grow or self.widen or (self.convert and self.finish)):
-            raise ValueError("a model is grown, widened, converted or finished, one at a time; make stages of it")
-        if self.grow is not None and self.grow.freeze and self.optimizer == "kept":
+        if sum(map(bool, (self.grow, self.convert, self.finish_conversion))) > 1:
+            raise ValueError("a model is grown, converted or finished, one at a time; make stages of it")
+        if self.grow is not None and self.grow.freeze and self.optimizer_state == "keep":
             raise ValueError("grow.freeze trains only what is new, for which no state can be kept; leave out one")
         return self
 
@@ -540,7 +515,7 @@ class Start(Change):
 
     checkpoint: str
     """A checkpoint's folder, or a run's (its newest)."""
-    after: str | None = None
+    previous: str | None = None
     """In a stage: the digest of the previous stage, which identifies the checkpoint."""
 
 
@@ -575,7 +550,7 @@ class Recipe(Settings):
     start: Start | None = None
     """Start from this model; then `model:` is the checkpoint's."""
     stages: list[TrainingStage] = []
-    """Stages after the training that the other sections describe: grow or widen the model and train on."""
+    """Stages after the training that the other sections describe: change the model and train on."""
     compare: Compare | None = None
 
     @model_validator(mode="before")
@@ -700,7 +675,7 @@ class Recipe(Settings):
             values = plain.model_dump(mode="json")
             values |= {
                 "name": file_name(f"{self.name}-{stage.name}"),
-                "start": change | {"checkpoint": str(at), "after": before.digest()},
+                "start": change | {"checkpoint": str(at), "previous": before.digest()},
             }
             values["training"] |= stage.training
             distillation = values["training"].get("distillation")
@@ -736,22 +711,22 @@ class Recipe(Settings):
         runs = [recipe for recipe, _ in self.chain(lambda name, _: Path(name))]
         frozen = self.start is not None and self.start.grow is not None and self.start.grow.freeze
         for stage, before, now in zip(self.stages, runs, runs[1:], strict=False):
-            if stage.grow is not None or stage.widen is not None:
-                if frozen and stage.optimizer == "kept":
+            if stage.grow is not None:
+                if frozen and stage.optimizer_state == "keep":
                     raise HeadwaterError(
                         f"Stage {stage.name!r} trains again what the stage before had frozen, for which it has no "
-                        "optimizer's state; leave out optimizer: kept."
+                        "optimizer's state; leave out optimizer_state: keep."
                     )
                 frozen = stage.grow is not None and stage.grow.freeze
-            if stage.optimizer == "kept" and before.training.optimizer != now.training.optimizer:
+            if stage.optimizer_state == "keep" and before.training.optimizer != now.training.optimizer:
                 raise HeadwaterError(
                     f"Stage {stage.name!r} keeps the state of {before.training.optimizer} but trains with "
-                    f"{now.training.optimizer}; use the same optimizer for both, or leave out optimizer: kept."
+                    f"{now.training.optimizer}; use the same optimizer for both, or leave out optimizer_state: keep."
                 )
-            if stage.optimizer == "kept" and stage.convert is not None and stage.convert.align:
+            if stage.optimizer_state == "keep" and stage.convert is not None and stage.convert.align:
                 raise HeadwaterError(
                     f"Stage {stage.name!r} aligns keys and values, which turns their weights, so that the optimizer's "
-                    "state does not belong to them; set convert.align to false, or leave out optimizer: kept."
+                    "state does not belong to them; set convert.align to false, or leave out optimizer_state: keep."
                 )
         _check_one_measure(runs, "Stages are put on record")
         if self.start is None and self.stages:  # else the model is a checkpoint's
@@ -794,7 +769,7 @@ class Recipe(Settings):
             for name in ("method", *vars(NewSizes())) if change["grow"] else ():
                 if change["grow"][name] == Growth.model_fields[name].default:
                     del change["grow"][name]
-            for name in ("convert", "finish", "new_classifier"):
+            for name in ("convert", "finish_conversion", "new_classifier"):
                 if change[name] == Change.model_fields[name].default:
                     del change[name]
         for name in ("start", "stages"):
@@ -816,23 +791,21 @@ class Recipe(Settings):
                 del content["training"][name]
         if isinstance(self.data, ImageSettings):
             del content["data"]["workers"]  # how many threads
-        if self.start is not None and self.start.after is not None:
+        if self.start is not None and self.start.previous is not None:
             del content["start"]["checkpoint"]  # where it is
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def changed_config(config: HeadwaterConfig, change: Change) -> HeadwaterConfig:
-    """The config of a grown or widened model. Raises `HeadwaterError` as growing and widening do."""
+    """The config of a changed model. Raises `HeadwaterError` as the change does."""
     if change.grow is not None:
         return grown_config(config, **change.grow.model_dump())
-    if change.widen is not None:
-        return enlarged_config(config, change.widen.sizes, change.widen.form)
-    if change.finish:
+    if change.finish_conversion:
         return finished_config(config)
     if (goal := change.convert) is not None:
         made = blended_config(config, goal.mechanisms, goal.num_key_value_heads)
         check_conversion(made)
-        if goal.choose:
+        if goal.choose_layers:
             check_choice(config, goal.mechanisms)
         return made if goal.anneal else finished_config(made)
     return config

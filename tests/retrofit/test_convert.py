@@ -419,7 +419,7 @@ def staged(written, convert, **training):
         "data": {"kind": "text", "source": str(written / "texts"), "context": 16, "held_out_bytes": 300},
         "start": {"checkpoint": str(written / "llama"), "convert": convert},
         "training": {"steps": 4, "batch_size": 2, "warmup_steps": 0, "schedule": "constant", "threads": 1} | training,
-        "stages": [{"name": "finish", "finish": True, "optimizer": "kept", "training": {"steps": 3}}],
+        "stages": [{"name": "finish", "finish_conversion": True, "optimizer_state": "keep", "training": {"steps": 3}}],
         "reporting": {"log_every": 1, "evaluate_every": 2, "save_every": 1, "tensorboard": False},
     }
     return parse(values, "test")
@@ -476,10 +476,10 @@ def test_turned_weights_do_not_keep_the_optimizers_state():
     model, rows = build(), tokens(2, 12)
     state = {f"optimizer.{name}.exp_avg": torch.ones_like(p) for name, p in model.named_parameters()}
     convert = {"num_key_value_heads": 1, "anneal": True}
-    for align, optimizer, kept in ((True, "fresh", False), (False, "kept", True)):
-        change = Change(convert=CacheConversion(**convert, align=align), optimizer=optimizer)
+    for align, choice, kept in ((True, "fresh", False), (False, "keep", True)):
+        change = Change(convert=CacheConversion(**convert, align=align), optimizer_state=choice)
         assert bool(converted(Trained("", copy.deepcopy(model), None, [], dict(state)), change, rows).state) == kept
-    change = Change(convert=CacheConversion(**convert), optimizer="kept")
+    change = Change(convert=CacheConversion(**convert), optimizer_state="keep")
     with pytest.raises(HeadwaterError, match=r"set convert\.align=false"):
         converted(Trained("", model, None, [], dict(state)), change, rows)
 
@@ -490,12 +490,14 @@ def test_the_history_says_whether_anything_was_turned():
     made = converted(Trained("", model, None, [], {}), change, rows)
     assert made.history[-1].details["aligned"] is False
     with pytest.raises(HeadwaterError, match="sliding_layers"):
-        changed_config(model.config, Change(convert=CacheConversion(mechanisms={"kv_source": {}}, choose=True)))
+        changed_config(model.config, Change(convert=CacheConversion(mechanisms={"kv_source": {}}, choose_layers=True)))
 
 
 @pytest.mark.slow
 def test_killed_and_resumed_it_ends_the_same(written, tmp_path):
-    recipe = staged(written, {"mechanisms": ["kv_source"], "choose": True, "anneal": True}, distillation={}, steps=12)
+    recipe = staged(
+        written, {"mechanisms": ["kv_source"], "choose_layers": True, "anneal": True}, distillation={}, steps=12
+    )
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
     train_stages(recipe, tmp_path / "whole")
@@ -522,7 +524,7 @@ def test_the_command(written, tmp_path, run, dtype):
     LlamaForCausalLM.from_pretrained(written / "llama", dtype=dtype).save_pretrained(source)
     load_tokenizer("bytes").save_pretrained(source)
     arguments = [
-        "convert", source, "--mechanism", "kv_source", "--choose", "--heal", "400", "--context", "16",
+        "convert", source, "--mechanism", "kv_source", "--choose-layers", "--heal", "400", "--context", "16",
         "--batch-size", "2", "--text", written / "texts", "--out", out, "data.held_out_bytes=300",
     ]  # fmt: skip
     code, printed, _ = run(*arguments, "--plan")
@@ -577,7 +579,7 @@ def test_the_command_killed_anywhere_ends_the_same(written, tmp_path, make):
             2 if make is gpt2 else 1,
             "--mechanism",
             "kv_source",
-            "--choose",
+            "--choose-layers",
             "--heal",
             "2000",
         ]
@@ -808,8 +810,8 @@ def test_rows_are_no_longer_than_the_model_has_positions(written, run):
         ),
         (["--num-key-value-heads", "1", "--heal", "20"], "takes at least 3"),
         (["--num-key-value-heads", "1", "--heal", "many"], "takes a number"),
-        (["--num-key-value-heads", "1", "--choose"], "leave choose out"),
-        (["--mechanism", "svformer", "--choose", "--heal", "1k"], "leave out choose"),
+        (["--num-key-value-heads", "1", "--choose-layers"], "leave it out"),
+        (["--mechanism", "svformer", "--choose-layers", "--heal", "1k"], "leave out choose_layers"),
         (["--num-key-value-heads", "1", "--context", "65"], "has 64 positions"),
         (
             ["training.devices=2", "--num-key-value-heads", "1", "--heal", "1k", "training.device=cpu"],
@@ -895,14 +897,17 @@ def test_recipes_are_checked():
     for change, said in (
         ({"start": {"checkpoint": "x", "convert": {}}}, "convert needs"),
         ({"start": {"checkpoint": "x", "convert": {"mechanisms": 3}}}, "convert.mechanisms"),
-        ({"start": {"checkpoint": "x", "finish": True, "convert": {"num_key_value_heads": 1}}}, "one at a time"),
+        (
+            {"start": {"checkpoint": "x", "finish_conversion": True, "convert": {"num_key_value_heads": 1}}},
+            "one at a time",
+        ),
         ({"training": {"distillation": {}}}, "needs a model to learn from"),
         (
             {"training": {"distillation": {"teacher": "x"}, "loss_chunk_tokens": 4}},
             "leave out training.loss_chunk_tokens",
         ),
         (
-            {"stages": [{"name": "c", "convert": {"num_key_value_heads": 1}, "optimizer": "kept"}]},
+            {"stages": [{"name": "c", "convert": {"num_key_value_heads": 1}, "optimizer_state": "keep"}]},
             "set convert.align to false",
         ),
     ):

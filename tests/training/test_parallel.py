@@ -143,7 +143,7 @@ def further(trained):
     # A model that was trained here, and is grown and trained on by one process and by two.
     small = recipe(folder, model={"mechanisms": {"pattention": PAIRS}})
     train(parse(small, "test"), folder / "small")
-    start = {"checkpoint": str(folder / "small"), "grow": {"attention_pairs": 12}, "optimizer": "kept"}
+    start = {"checkpoint": str(folder / "small"), "grow": {"attention_pairs": 12}, "optimizer_state": "keep"}
     train(parse(small | {"start": start}, "test"), folder / "grown-one")
     for kind in KINDS:
         grown = recipe(folder, kind, model={"mechanisms": {"pattention": PAIRS}}) | {"start": start}

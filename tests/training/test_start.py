@@ -105,7 +105,7 @@ def test_optimiser_state_goes_on_for_old_rows_and_is_fresh_for_new_ones(
     old = optimizer_state(newest_checkpoint(base))
     seen = {}
     monkeypatch.setattr(TrainingRun, "train", lambda self, stop, until: seen.update(state_of(self)))
-    recipe = pairs_recipe(**start(base, grow=TO, optimizer="kept" if kept else "fresh"))
+    recipe = pairs_recipe(**start(base, grow=TO, optimizer_state="keep" if kept else "fresh"))
     train(recipe, tmp_path / "grown")
     if not kept:
         assert seen == {}
@@ -162,10 +162,10 @@ def test_tau_goes_to_the_default_of_its_pairs_step_by_step(base, pairs_recipe, w
 @pytest.mark.parametrize(
     ("grow_settings", "more", "ends"),
     [
-        ({}, {"tau": "kept"}, 5),
+        ({}, {"tau": "keep"}, 5),
         ({"freeze": True}, {}, 5),
-        ({"tau": "recomputed"}, {}, 12),
-        ({"freeze": True}, {"tau": "annealed"}, 12),
+        ({"tau": "recompute"}, {}, 12),
+        ({"freeze": True}, {"tau": "anneal"}, 12),
     ],
 )
 def test_tau_stays_where_it_is_to_stay(base, pairs_recipe, grow_settings, more, ends, tmp_path):
@@ -200,7 +200,7 @@ def test_thawing_leaves_the_optimisers_state_behind(base, pairs_recipe, run, tmp
     train(pairs_recipe(**start(base, grow=TO | {"freeze": True})), tmp_path / "frozen")
     assert run("grow", tmp_path / "frozen", "--ffn-pairs", 40, "--out", tmp_path / "free")[0] == 0
     with pytest.raises(HeadwaterError, match="no optimizer state"):
-        train(pairs_recipe(**start(tmp_path / "free", optimizer="kept")), tmp_path / "x")
+        train(pairs_recipe(**start(tmp_path / "free", optimizer_state="keep")), tmp_path / "x")
 
 
 @pytest.mark.slow
@@ -294,11 +294,11 @@ class TestRefusals:
     def test_optimiser_state_where_there_is_none(self, base, pairs_recipe, tmp_path):
         write_model(tmp_path / "bare", HeadwaterForCausalLM.from_pretrained(newest_checkpoint(base)))
         with pytest.raises(HeadwaterError, match="no optimizer state"):
-            train(pairs_recipe(**start(tmp_path / "bare", optimizer="kept")), tmp_path / "x")
+            train(pairs_recipe(**start(tmp_path / "bare", optimizer_state="keep")), tmp_path / "x")
 
     def test_the_state_of_another_optimiser(self, base, pairs_recipe, tmp_path):
         with pytest.raises(HeadwaterError, match="another optimizer"):
-            train(pairs_recipe(training={"optimizer": "muon"}, **start(base, optimizer="kept")), tmp_path / "x")
+            train(pairs_recipe(training={"optimizer": "muon"}, **start(base, optimizer_state="keep")), tmp_path / "x")
 
     def test_a_checkpoint_of_transformers_without_weights(self, pairs_recipe, tmp_path):
         (tmp_path / "llama").mkdir()
@@ -315,11 +315,11 @@ class TestRefusals:
     def test_a_scale_where_no_parameter_tokens_are(self, recipe, finished, tmp_path):
         finished(recipe(), tmp_path / "linear")
         with pytest.raises(HeadwaterError, match="which this model lacks"):
-            train(recipe(**start(tmp_path / "linear", tau="annealed")), tmp_path / "x")
+            train(recipe(**start(tmp_path / "linear", tau="anneal")), tmp_path / "x")
 
-    def test_growing_and_widening_at_once(self, base, recipe):
-        with pytest.raises(HeadwaterError, match="not both"):
-            recipe(**start(base, grow=TO, widen={"hidden_size": 32}))
+    def test_growing_and_converting_at_once(self, base, recipe):
+        with pytest.raises(HeadwaterError, match="one at a time"):
+            recipe(**start(base, grow=TO, convert={"num_key_value_heads": 1}))
 
 
 def test_annealing_ends_where_it_goes_and_goes_nowhere_for_a_model_at_home(base):

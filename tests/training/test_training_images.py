@@ -343,7 +343,7 @@ def test_what_is_not_fitted_is_said(make, finished, finished_text, letters, reci
     details = {"from": events[0], "to": events[1], "new_classifier": False, "interpolated": False}
     assert refitting(Event(what="refitted", details=details)).endswith("12 x 12 pixels now, of 8 x 8 before.")
     values = make().model_dump(mode="json") | {"data": letters}
-    values["start"] = {"checkpoint": str(finished), "new_classifier": True, "optimizer": "kept"}
+    values["start"] = {"checkpoint": str(finished), "new_classifier": True, "optimizer_state": "keep"}
     with pytest.raises(HeadwaterError, match="no state for a new classifier"):
         train(parse(values, "test"), tmp_path / "kept")
     values = recipe().model_dump(mode="json")

@@ -45,8 +45,8 @@ def convert(
     num_key_value_heads: Annotated[
         int | None, typer.Option(help="Number of key/value heads after pooling (GQA).", show_default=False)
     ] = None,
-    choose: Annotated[
-        bool, typer.Option("--choose", help="Choose which layers share by how alike their keys and values are.")
+    choose_layers: Annotated[
+        bool, typer.Option("--choose-layers", help="Choose which layers share by how alike their keys and values are.")
     ] = False,
     heal: Annotated[str, typer.Option(help="Tokens of healing, e.g. 20M or 1e9.")] = "10M",
     text: Annotated[
@@ -136,7 +136,11 @@ def convert(
     # The data are what the model's history says, which may be anyone's.
     batches = {"name": target.name, "data": data, "training": {"batch_size": batch_size}}
     sized = changed_recipe(batches, sizes, "the recipe")
-    given = {"mechanisms": mechanisms or None, "num_key_value_heads": num_key_value_heads, "choose": choose}
+    given = {
+        "mechanisms": mechanisms or None,
+        "num_key_value_heads": num_key_value_heads,
+        "choose_layers": choose_layers,
+    }
     values = conversion_recipe(
         target.name,
         str(place),

@@ -278,7 +278,7 @@ class Pattention(Mechanism):
         return max(1, min(wanted, step.steps - 1))
 
     def before_training(self, step: Step) -> tuple[float, float] | None:
-        return self.way() if step.start.get("tau") == "annealed" else None
+        return self.way() if step.start.get("tau") == "anneal" else None
 
     def before_step(self, kept: Any, step: Step) -> None:
         self.anneal(kept, step.number / self.length(step))

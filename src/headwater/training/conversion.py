@@ -69,9 +69,9 @@ def conversion_recipe(
     stages: list[dict[str, Any]] = []
     if first < constant:
         rest = {"steps": constant - first, "warmup_steps": 0}
-        stages.append({"name": "finish", "finish": True, "optimizer": "kept", "training": rest})
+        stages.append({"name": "finish", "finish_conversion": True, "optimizer_state": "keep", "training": rest})
     decay = {"steps": decaying, "schedule": "cosine", "warmup_steps": 0}
-    stages.append({"name": "heal", "optimizer": "kept", "training": decay})
+    stages.append({"name": "heal", "optimizer_state": "keep", "training": decay})
     return {
         "name": name,
         "data": data,

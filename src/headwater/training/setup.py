@@ -122,7 +122,7 @@ def set_up(recipe: Recipe, folder: Path, checkpoint: Path | None, fabric: Fabric
             average = average_of(model, recipe)
             restore(checkpoint, model, optimizers, running, sharded(recipe.training), average)
         elif beginning is not None:
-            kept = beginning.start.optimizer == "kept"
+            kept = beginning.start.optimizer_state == "keep"
             begin_with(beginning.path, model, optimizers if kept else (), sharded(recipe.training))
         if checkpoint is None:
             average = average_of(model, recipe)  # of the weights it begins with
