@@ -110,7 +110,7 @@ def test_several_devices_are_told_to_go_stage_by_stage(staged, tmp_path):
         ([{"name": "a", "training": {"stepps": 3}}], "stepps"),
         ([{"name": "a", "grow": {"attention_pairs": 0}}], "attention_pairs"),
         ([{"name": "a", "shrink": {}}], "shrink"),
-        ([{"name": "a", "grow": {"heads": 3}}], r"stages\.0\.grow has no field 'heads'; .*keys"),
+        ([{"name": "a", "grow": {"heads": 3}}], r"stages\.0\.grow has no field 'heads'; .*num_attention_heads"),
         ([{"name": "../../x"}], "name"),
         ([{"name": "a"}, {"name": "b", "grow": {"attention_pairs": 3}}], "Stage 'b': .*at least 5"),
         ([{"name": "a", "grow": {"ffn_pairs": 30, "layers": [7]}}], "0 to 1"),

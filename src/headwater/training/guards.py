@@ -83,7 +83,7 @@ def losses(
         skip_logits=teacher is None,
         output_z_loss=training.z_loss > 0,
         loss_chunk_tokens=training.loss_chunk_tokens,
-        **({"output_hidden_states": True} if teacher is not None and teacher.settings.hidden else {}),
+        **({"output_hidden_states": True} if teacher is not None and teacher.settings.hidden_weight else {}),
     )
     aimed = out.loss + training.z_loss * out.z_loss if training.z_loss else out.loss
     return out.loss, aimed if teacher is None else teacher.aim(aimed, out, batch, counted)
