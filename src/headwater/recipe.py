@@ -362,10 +362,9 @@ class Compare(Settings):
             )
         if len({f"{rate:g}" for rate in self.learning_rates}) < len(self.learning_rates):
             raise ValueError("compare.learning_rates names a rate twice, up to its sixth digit; list each once")
-        if len(set(self.seeds)) < len(self.seeds):
-            raise ValueError(f"compare.seeds names a seed twice: {self.seeds}; list each once")
-        if len(set(self.tuning_seeds)) < len(self.tuning_seeds):
-            raise ValueError(f"compare.tuning_seeds names a seed twice: {self.tuning_seeds}; list each once")
+        for what in ("seeds", "tuning_seeds", "budget_arms"):
+            if len(set(names := getattr(self, what))) < len(names):
+                raise ValueError(f"compare.{what} has an entry twice: {names}; list each once")
         return self
 
     def _check_budget_arms(self) -> None:
@@ -385,8 +384,6 @@ class Compare(Settings):
                         f"compare.budget_arms: {arm!r} differs from {self.baseline!r} in {min(other)}, but a budget is "
                         "the same model with other fields of training"
                     )
-        if len(set(self.budget_arms)) < len(self.budget_arms):
-            raise ValueError(f"compare.budget_arms names an arm twice: {self.budget_arms}; list each once")
 
     def _check_sequential(self) -> None:
         if not self.sequential:
@@ -496,10 +493,8 @@ class Change(Settings):
     optimizer_state: Literal["fresh", "keep"] = "fresh"
     """keep: carry the optimizer's state along, by the rules of docs/growth.md."""
     tau: Literal["keep", "anneal"] | None = None
-    """anneal: each τ moves to the default for its number of pairs; null: anneal for a model that was grown with τ
-    kept and nothing frozen, otherwise keep."""
-    tau_steps: Count | None = None
-    """Steps of annealing; default: the warm-up, or half of all steps if there is none."""
+    """anneal: each τ moves to the default for its number of pairs, during the warm-up, or half of all steps if there is
+    none; null: anneal for a model that was grown with τ kept and nothing frozen, otherwise keep."""
 
     @model_validator(mode="after")
     def _one_change(self) -> Self:

@@ -59,8 +59,8 @@ def test_what_cannot_be_trained_side_by_side_is_refused(tmp_path, compare, train
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"seeds": [1, 2, 1]}, "names a seed twice"),
-        ({"learning_rates": [0.1, 0.2], "tuning_seeds": [8, 8]}, "tuning_seeds names a seed twice"),
+        ({"seeds": [1, 2, 1]}, "seeds has an entry twice"),
+        ({"learning_rates": [0.1, 0.2], "tuning_seeds": [8, 8]}, "tuning_seeds has an entry twice"),
         ({"learning_rates": [1e-3], "tuning_seeds": [1]}, r"share \[1\]"),
         ({"learning_rates": [0]}, "learning_rates"),
         ({"learning_rates": [1e-3, 1.0000000001e-3]}, "names a rate twice"),
@@ -71,7 +71,10 @@ def test_what_cannot_be_trained_side_by_side_is_refused(tmp_path, compare, train
             {"arms": {"base": {}, "wide": {"model": {"hidden_size": 16}}}, "budget_arms": ["wide"]},
             "differs from 'base' in model",
         ),
-        ({"arms": {"base": {}, "long": {"training": {"steps": 20}}}, "budget_arms": ["long", "long"]}, "an arm twice"),
+        (
+            {"arms": {"base": {}, "long": {"training": {"steps": 20}}}, "budget_arms": ["long", "long"]},
+            "budget_arms has an entry twice",
+        ),
         ({"sizes": {"S": {"arms": {"bas": {}}}}}, "did you mean 'base'"),
         ({"sizes": {"S": {"model": {"hiden_size": 3}}}}, "of size 'S': model has no field 'hiden_size'"),
     ],

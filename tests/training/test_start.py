@@ -129,11 +129,10 @@ def state_of(run: TrainingRun) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.sampled(5)
-@pytest.mark.parametrize("what", ["steps", "warmup", "half", "long"])
+@pytest.mark.parametrize("what", ["warmup", "half", "long"])
 def test_tau_goes_to_the_default_of_its_pairs_step_by_step(base, pairs_recipe, what, tmp_path, monkeypatch):
-    settings = {"steps": {"tau_steps": 4}, "warmup": {}, "half": {}, "long": {"tau_steps": 99}}[what]
-    warmup = 0 if what == "half" else 2
-    length = {"steps": 4, "warmup": 2, "half": 6, "long": 11}[what]
+    warmup = {"warmup": 2, "half": 0, "long": 99}[what]
+    length = {"warmup": 2, "half": 6, "long": 11}[what]
     seen: list[list[float]] = []
     original = TrainingRun.losses
 
@@ -143,9 +142,7 @@ def test_tau_goes_to_the_default_of_its_pairs_step_by_step(base, pairs_recipe, w
 
     monkeypatch.setattr(TrainingRun, "losses", losses)
     train(
-        pairs_recipe(
-            training={"warmup_steps": warmup, "gradient_accumulation_steps": 2}, **start(base, grow=TO, **settings)
-        ),
+        pairs_recipe(training={"warmup_steps": warmup, "gradient_accumulation_steps": 2}, **start(base, grow=TO)),
         tmp_path / "grown",
     )
     taus = seen[::2]  # two forward passes a step

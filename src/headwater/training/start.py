@@ -105,9 +105,8 @@ def begin(recipe: Recipe, path: Path, data: Data, resumed: bool = False) -> Begi
         raise HeadwaterError(f"model: {sentence(error)}") from error
     assert recipe.start is not None
     _check_data(config, path, data, recipe.start)
-    for name in ("tau", "tau_steps"):
-        if getattr(recipe.start, name) is not None and not has_pairs(config):
-            raise HeadwaterError(f"start.{name} is about parameter tokens, which this model lacks; leave it out.")
+    if recipe.start.tau is not None and not has_pairs(config):
+        raise HeadwaterError("start.tau is about parameter tokens, which this model lacks; leave it out.")
     history = history_of(path)[: -1 if resumed else None]
     origin = Origin(
         checkpoint=recipe.start.checkpoint,
