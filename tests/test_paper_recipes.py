@@ -608,11 +608,13 @@ def test_the_growth_series_is_the_papers(file, series, steps, warmup, growth):
         assert run.training.learning_rate == 6e-4
         assert run.training.warmup_steps == warmup[name != "124m"]
         pairs = PRESETS[f"{series}{name}"].fields["mechanisms"]["pattention"]
-        given = config(run).mechanisms["pattention"] if run.start is None else run.start.grow.model_dump()
-        assert {option: given[option] for option in pairs if option in given} == (
-            pairs if run.start is None else {option: pairs[option] for option in ("attention_pairs", "ffn_pairs")}
-        )
-        assert run.start is None or (run.start.grow.key_init, run.start.grow.tau) == growth
+        if run.start is None:
+            given = config(run).mechanisms["pattention"]
+            assert {option: given[option] for option in pairs} == pairs
+        else:
+            grow = run.start.grow
+            assert (grow.attention_pairs, grow.ffn_pairs) == (pairs["attention_pairs"], pairs["ffn_pairs"])
+            assert (grow.key_init, grow.tau) == growth
     first = config(runs["124m"][0])
     for name, (run, _) in list(runs.items())[1:]:
         first = grown_config(first, run.start.grow.attention_pairs, run.start.grow.ffn_pairs)
