@@ -93,8 +93,8 @@ class TestGrow:
             (["--num-hidden-layers", 4, "--method", "foo"], "headwater: There is no method 'foo'"),
             (["--num-hidden-layers", 4, "--layers", 0], "headwater: layers is about new pairs"),
             (["--ffn-pairs", 20, "--layers", 3], "0 to 2"),
-            (["--ffn-pairs", 20, "--keys", "one"], "'zero' or 'random'"),
-            (["--ffn-pairs", 20, "--tau", "x"], "'kept' or 'recomputed'"),
+            (["--ffn-pairs", 20, "--key-init", "one"], "'zero' or 'random'"),
+            (["--ffn-pairs", 20, "--tau", "x"], "'keep' or 'recompute'"),
         ],
     )
     def test_what_it_cannot_do_is_one_sentence(self, run, small, arguments, said, tmp_path):

@@ -165,7 +165,7 @@ def test_a_history_names_no_data_elsewhere(here, private, which):
 IN_RECIPES = {
     "data": lambda private: {"data": {"source": private}},
     "the start": lambda private: {"start": {"checkpoint": private}},
-    "a teacher": lambda private: {"training": {"distill": {"teacher": private}}},
+    "a teacher": lambda private: {"training": {"distillation": {"teacher": private}}},
     "a stage": lambda private: {"stages": [{"name": "a", "data": {"source": private}}]},
 }
 

@@ -34,9 +34,9 @@ def tiny(tmp_path):
             pytest.param(text, marks=LATER)
             for text in (
                 "training.momentum=0.5",
-                "training.final_learning_rate=0.5 training.schedule=constant",
-                "training.timeout=1",
-                "training.scalar_rate=5",
+                "training.min_learning_rate_ratio=0.5 training.schedule=constant",
+                "training.timeout_minutes=1",
+                "training.scalar_learning_rate_multiplier=5",
                 "training.optimizer=torch.optim:SGD training.betas=[0.5,0.5]",
                 "training.optimizer=torch.optim:SGD training.epsilon=0.5",
                 "reporting.evaluate_every=100",

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from headwater.compare import OnChange, Outcome
     from headwater.config import HeadwaterConfig
-    from headwater.growth.pairs import Keys, TauPolicy
+    from headwater.growth.pairs import KeyInit, TauPolicy
     from headwater.hardware import Hardware
     from headwater.models.kinds import AnyModel
     from headwater.papers.result import Reproduction
@@ -120,7 +120,7 @@ class Compared(Tabular):
         ]
 
     def evidence(self) -> list[dict[str, Any]]:
-        """With `until: decided`, a row per arm, size and look: arm, seeds, difference, low, high; else no rows."""
+        """With `sequential: true`, a row per arm, size and look: arm, seeds, difference, low, high; else no rows."""
         return [
             ({"size": one.size} if one.size is not None else {})
             | {"arm": summary.arm, "seeds": look.pairs, "difference": look.mean}
@@ -267,9 +267,9 @@ def compare(
     loaded = read_recipe(recipe, overrides)
     if loaded.compare is None:
         raise HeadwaterError(f"The recipe {loaded.name!r} has no compare section; add one.")
-    if metric is not None and loaded.compare.until is not None:
+    if metric is not None and loaded.compare.sequential:
         raise HeadwaterError(
-            "compare.until=decided adds seeds by the recipe's deciding measure; leave out metric, or name the measure "
+            "compare.sequential adds seeds by the recipe's deciding measure; leave out metric, or name the measure "
             "in data.measure."
         )
     folder = local(out, "out") if out is not None else Path("runs") / loaded.name
@@ -372,8 +372,8 @@ def grow(
     num_key_value_heads: int | None = None,
     method: str = "exact",
     layers: Sequence[int] | None = None,
-    keys: Keys = "zero",
-    tau: TauPolicy = "kept",
+    key_init: KeyInit = "zero",
+    tau: TauPolicy = "keep",
     freeze: bool = False,
     trust: Sequence[str] = (),
 ) -> AnyModel:
@@ -397,7 +397,7 @@ def grow(
         num_key_value_heads=num_key_value_heads,
         method=method,
         layers=layers,
-        keys=keys,
+        key_init=key_init,
         tau=tau,
         freeze=freeze,
     )
@@ -468,14 +468,14 @@ def reproduce(
     workers: int | None = None,
     task_files: PathLike | None = None,
     device: str = "cpu",
-    until_decided: bool = False,
+    sequential: bool = False,
     max_seeds: int = 30,
     trust: Sequence[str] = (),
 ) -> Reproduced:
     """Train the models behind a paper's table or figure and judge its claims, like `headwater reproduce`.
 
     Call it again to resume. task_files: task files to use first; device: where to measure what the records lack.
-    until_decided: add seeds, up to `max_seeds`, until claims about mean differences are decided. trust: as in `train`.
+    sequential: add seeds, up to `max_seeds`, until claims about mean differences are decided. trust: as in `train`.
     Raises `HeadwaterError`, after training the rest, if runs need several devices: it names their commands.
     """
     outside.trust(trust)
@@ -483,7 +483,7 @@ def reproduce(
     from headwater.papers.result import computed, reproduction
     from headwater.papers.table import SCALES
     from headwater.papers.table import table as table_of
-    from headwater.papers.work import check_not_begun_otherwise, prepare, train_until_decided
+    from headwater.papers.work import check_not_begun_otherwise, prepare, train_sequentially
     from headwater.papers.work import train as train_work
 
     folder, files = local(out, "out"), None if task_files is None else local(task_files, "task_files")
@@ -499,9 +499,9 @@ def reproduce(
     work = prepare(table, scale, folder, overrides)
     work.check_tasks(files)
     trained, until = work, None
-    if until_decided:
+    if sequential:
         until = (work, max_seeds)
-        outcomes, trained = train_until_decided(
+        outcomes, trained = train_sequentially(
             work, workers, lambda *_: _unheard, lambda *_: _unheard, max_seeds, files, device
         )
     else:

@@ -48,7 +48,11 @@ class Planned(NamedTuple):
     def budget(self, context: int) -> float | None:
         """The recipe's training budget: tokens in rows of `context`; with context 1, images."""
         training = self.training if self.recipe else None
-        return None if training is None else training.steps * training.batch_size * training.accumulate * context
+        return (
+            None
+            if training is None
+            else training.steps * training.batch_size * training.gradient_accumulation_steps * context
+        )
 
     def shared(self) -> dict[str, Any]:
         """Settings that all columns of a table share: of the first model."""
@@ -66,12 +70,12 @@ class Planned(NamedTuple):
             return {}
         found = {
             "gradient_checkpointing": training.gradient_checkpointing,
-            "averages": training.ema is not None,
+            "averages": training.ema_decay is not None,
         }
         if isinstance(self.config, HeadwaterVisionConfig):
             return found
         return found | {
-            "loss_chunk": training.loss_chunk,
+            "loss_chunk_tokens": training.loss_chunk_tokens,
             "masked": self.packed and self.masked(context, precision),
         }
 
@@ -194,7 +198,7 @@ def schedules(models: Iterable[Any], overrides: Sequence[str] = (), vocabulary: 
         for one in planned([model], overrides, vocabulary, schedule=True).values():
             assert one.training is not None
             length = None if isinstance(one.config, HeadwaterVisionConfig) else one.length
-            rows = one.training.batch_size * one.training.accumulate
+            rows = one.training.batch_size * one.training.gradient_accumulation_steps
             how = one.training
             devices = how.devices * how.nodes
             found.append(
@@ -406,7 +410,7 @@ def _started(name: str, recipe: Recipe, config: HeadwaterConfig) -> tuple[Headwa
 
 def _teacher(name: str, run: Recipe, last: HeadwaterConfig | None) -> HeadwaterConfig | None:
     """The config of the model that a run is distilled from; None if there is none. last: of the stage before."""
-    if (settings := run.training.distill) is None:
+    if (settings := run.training.distillation) is None:
         return None
     if settings.teacher is None and last is not None:
         return last

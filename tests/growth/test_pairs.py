@@ -128,7 +128,9 @@ def trained_base() -> HeadwaterModel:
 
 def test_new_rows_start_as_in_a_fresh_model_of_the_new_size():
     """By fan-in a larger map's values start smaller: 1/√n of the new n."""
-    grown = grow(build({"pattention": PAIRS | {"value_init": "fan_in", "key_init": "fan_in"}}), 400, 900, keys="random")
+    grown = grow(
+        build({"pattention": PAIRS | {"value_init": "fan_in", "key_init": "fan_in"}}), 400, 900, key_init="random"
+    )
     for layer in grown.model.layers:
         for module, old, n in ((layer.self_attn.q_proj, 7, 400), (layer.mlp, 13, 900)):
             assert module.value[old:].std().item() == pytest.approx(n**-0.5, rel=0.05)
@@ -144,11 +146,11 @@ def test_a_model_without_a_head_grows_too():
 @pytest.mark.parametrize("score", SCORES)
 def test_recomputed_tau_and_random_keys_change_the_function(score):
     model, ids = trained(score=score), tokens(2, 20)
-    grown = grow(model, 20, 30, tau="recomputed", keys="random")
+    grown = grow(model, 20, 30, tau="recompute", key_init="random")
     for *_, module in maps_of(grown):
         assert module.scale.tau.item() == pytest.approx(default_tau(score, module.n))
     assert difference(model, grown, ids) > 1e-3
-    kept = grow(model, 20, 30, keys="random")
+    kept = grow(model, 20, 30, key_init="random")
     assert {m.scale.tau.item() for *_, m in maps_of(kept)} == {m.scale.tau.item() for *_, m in maps_of(model)}
 
 
@@ -308,8 +310,8 @@ def disturb_new(model: HeadwaterForCausalLM, seed: int = 1) -> HeadwaterForCausa
         (dict(attention_pairs=7), "Nothing would grow"),
         (dict(attention_pairs=9, layers=[3]), "0 to 2"),
         (dict(attention_pairs=9, layers=[-1]), "0 to 2"),
-        (dict(attention_pairs=9, keys="ones"), "'zero' or 'random'"),
-        (dict(attention_pairs=9, tau="sqrt"), "'kept' or 'recomputed'"),
+        (dict(attention_pairs=9, key_init="ones"), "'zero' or 'random'"),
+        (dict(attention_pairs=9, tau="sqrt"), "'keep' or 'recompute'"),
         (dict(attention_pairs=9.0), "attention_pairs must be a whole number, not 9.0"),
         (dict(attention_pairs=9, layers="01"), "layers must list numbers"),
         (dict(num_hidden_layers="12"), "num_hidden_layers must be a whole number, not '12'"),

@@ -419,7 +419,7 @@ def staged(written, convert, **training):
         "data": {"kind": "text", "source": str(written / "texts"), "context": 16, "held_out_bytes": 300},
         "start": {"checkpoint": str(written / "llama"), "convert": convert},
         "training": {"steps": 4, "batch_size": 2, "warmup_steps": 0, "schedule": "constant", "threads": 1} | training,
-        "stages": [{"name": "finish", "finish": True, "optimizer": "kept", "training": {"steps": 3}}],
+        "stages": [{"name": "finish", "finish_conversion": True, "optimizer_state": "keep", "training": {"steps": 3}}],
         "reporting": {"log_every": 1, "evaluate_every": 2, "save_every": 1, "tensorboard": False},
     }
     return parse(values, "test")
@@ -431,7 +431,7 @@ def llama_config():
 
 def test_a_run_goes_over_and_finishes(written, tmp_path):
     before = {file.name: file.read_bytes() for file in (written / "llama").iterdir()}
-    recipe = staged(written, {"num_key_value_heads": 1, "anneal": True}, distill={"hidden": 0.1})
+    recipe = staged(written, {"num_key_value_heads": 1, "anneal": True}, distillation={"hidden_weight": 0.1})
     record = train_stages(recipe, tmp_path / "run")
     stages = record.stages
     assert [stage.cache_bytes_per_token for stage in stages] == [512, 256]
@@ -476,10 +476,10 @@ def test_turned_weights_do_not_keep_the_optimizers_state():
     model, rows = build(), tokens(2, 12)
     state = {f"optimizer.{name}.exp_avg": torch.ones_like(p) for name, p in model.named_parameters()}
     convert = {"num_key_value_heads": 1, "anneal": True}
-    for align, optimizer, kept in ((True, "fresh", False), (False, "kept", True)):
-        change = Change(convert=CacheConversion(**convert, align=align), optimizer=optimizer)
+    for align, choice, kept in ((True, "fresh", False), (False, "keep", True)):
+        change = Change(convert=CacheConversion(**convert, align=align), optimizer_state=choice)
         assert bool(converted(Trained("", copy.deepcopy(model), None, [], dict(state)), change, rows).state) == kept
-    change = Change(convert=CacheConversion(**convert), optimizer="kept")
+    change = Change(convert=CacheConversion(**convert), optimizer_state="keep")
     with pytest.raises(HeadwaterError, match=r"set convert\.align=false"):
         converted(Trained("", model, None, [], dict(state)), change, rows)
 
@@ -490,12 +490,14 @@ def test_the_history_says_whether_anything_was_turned():
     made = converted(Trained("", model, None, [], {}), change, rows)
     assert made.history[-1].details["aligned"] is False
     with pytest.raises(HeadwaterError, match="sliding_layers"):
-        changed_config(model.config, Change(convert=CacheConversion(mechanisms={"kv_source": {}}, choose=True)))
+        changed_config(model.config, Change(convert=CacheConversion(mechanisms={"kv_source": {}}, choose_layers=True)))
 
 
 @pytest.mark.slow
 def test_killed_and_resumed_it_ends_the_same(written, tmp_path):
-    recipe = staged(written, {"mechanisms": ["kv_source"], "choose": True, "anneal": True}, distill={}, steps=12)
+    recipe = staged(
+        written, {"mechanisms": ["kv_source"], "choose_layers": True, "anneal": True}, distillation={}, steps=12
+    )
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
     train_stages(recipe, tmp_path / "whole")
@@ -522,7 +524,7 @@ def test_the_command(written, tmp_path, run, dtype):
     LlamaForCausalLM.from_pretrained(written / "llama", dtype=dtype).save_pretrained(source)
     load_tokenizer("bytes").save_pretrained(source)
     arguments = [
-        "convert", source, "--mechanism", "kv_source", "--choose", "--heal", "400", "--context", "16",
+        "convert", source, "--mechanism", "kv_source", "--choose-layers", "--heal", "400", "--context", "16",
         "--batch-size", "2", "--text", written / "texts", "--out", out, "data.held_out_bytes=300",
     ]  # fmt: skip
     code, printed, _ = run(*arguments, "--plan")
@@ -577,12 +579,12 @@ def test_the_command_killed_anywhere_ends_the_same(written, tmp_path, make):
             2 if make is gpt2 else 1,
             "--mechanism",
             "kv_source",
-            "--choose",
+            "--choose-layers",
             "--heal",
             "2000",
         ]
         given += ["--context", "16", "--batch-size", "2", "--text", written / "texts", "--out", out]
-        given += ["data.held_out_bytes=300", "training.distill.hidden=0.1", "reporting.save_every=5", *more]
+        given += ["data.held_out_bytes=300", "training.distillation.hidden_weight=0.1", "reporting.save_every=5", *more]
         return [sys.executable, "-m", "headwater", *map(str, given)]
 
     began = time.monotonic()
@@ -783,7 +785,7 @@ def test_rows_are_no_longer_than_the_model_has_positions(written, run):
     assert code == 0
     assert "Rows of 64 tokens" in said
     assert "3,968 tokens" in printed
-    code, printed, _ = run(*given, "--text", written / "texts", "training.accumulate=4")
+    code, printed, _ = run(*given, "--text", written / "texts", "training.gradient_accumulation_steps=4")
     assert "3,584 tokens" in printed, "7 steps of 4 · 2 rows"
     code, _, said = run(*given, "--context", "16")
     assert code == 2
@@ -803,13 +805,13 @@ def test_rows_are_no_longer_than_the_model_has_positions(written, run):
         ),
         (["--num-key-value-heads", "1", "--heal", "1k", "--no-anneal", "stages=[]"], "no stage after which"),
         (
-            ["--num-key-value-heads", "1", "--heal", "1k", "training.distill.teacher=/nope"],
+            ["--num-key-value-heads", "1", "--heal", "1k", "training.distillation.teacher=/nope"],
             "no local file or folder '/nope'",
         ),
         (["--num-key-value-heads", "1", "--heal", "20"], "takes at least 3"),
         (["--num-key-value-heads", "1", "--heal", "many"], "takes a number"),
-        (["--num-key-value-heads", "1", "--choose"], "leave choose out"),
-        (["--mechanism", "svformer", "--choose", "--heal", "1k"], "leave out choose"),
+        (["--num-key-value-heads", "1", "--choose-layers"], "leave it out"),
+        (["--mechanism", "svformer", "--choose-layers", "--heal", "1k"], "leave out choose_layers"),
         (["--num-key-value-heads", "1", "--context", "65"], "has 64 positions"),
         (
             ["training.devices=2", "--num-key-value-heads", "1", "--heal", "1k", "training.device=cpu"],
@@ -819,8 +821,8 @@ def test_rows_are_no_longer_than_the_model_has_positions(written, run):
         (["--num-key-value-heads", "1", "--heal", "1k", "start.checkpoint=x"], "leave out start.checkpoint"),
         (["--num-key-value-heads", "1", "--heal", "1k", "model.hidden_size=64"], "The model is SOURCE's"),
         (
-            ["--num-key-value-heads", "1", "--no-distill", "training.distill.temperature=2"],
-            "two things about training.distill",
+            ["--num-key-value-heads", "1", "--no-distill", "training.distillation.temperature=2"],
+            "two things about training.distillation",
         ),
         (
             ["--num-key-value-heads", "1", "--no-anneal", "start.convert.anneal=true"],
@@ -895,11 +897,17 @@ def test_recipes_are_checked():
     for change, said in (
         ({"start": {"checkpoint": "x", "convert": {}}}, "convert needs"),
         ({"start": {"checkpoint": "x", "convert": {"mechanisms": 3}}}, "convert.mechanisms"),
-        ({"start": {"checkpoint": "x", "finish": True, "convert": {"num_key_value_heads": 1}}}, "one at a time"),
-        ({"training": {"distill": {}}}, "needs a model to learn from"),
-        ({"training": {"distill": {"teacher": "x"}, "loss_chunk": 4}}, "leave out training.loss_chunk"),
         (
-            {"stages": [{"name": "c", "convert": {"num_key_value_heads": 1}, "optimizer": "kept"}]},
+            {"start": {"checkpoint": "x", "finish_conversion": True, "convert": {"num_key_value_heads": 1}}},
+            "one at a time",
+        ),
+        ({"training": {"distillation": {}}}, "needs a model to learn from"),
+        (
+            {"training": {"distillation": {"teacher": "x"}, "loss_chunk_tokens": 4}},
+            "leave out training.loss_chunk_tokens",
+        ),
+        (
+            {"stages": [{"name": "c", "convert": {"num_key_value_heads": 1}, "optimizer_state": "keep"}]},
             "set convert.align to false",
         ),
     ):

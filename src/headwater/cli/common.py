@@ -48,11 +48,11 @@ TRAIN, USE, MAKE, LOOK = "Train and compare", "Use a model", "Change a trained m
 
 def tell_runs(recipe: Recipe, parts: int | None = None) -> None:
     """How many runs a comparison takes that runs until it is decided. parts: arms at a size; default: all."""
-    from headwater.compare.trials import runs_until_decided
+    from headwater.compare.trials import count_runs
 
     section = recipe.compare
-    if section is not None and section.until is not None:
-        fewest, most = runs_until_decided(section, parts)
+    if section is not None and section.sequential:
+        fewest, most = count_runs(section, parts)
         tell(
             f"{recipe.name}: {fewest} to {most} runs, with {section.min_seeds} to {section.max_seeds} seeds per arm, "
             "until decided"

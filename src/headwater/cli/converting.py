@@ -45,8 +45,8 @@ def convert(
     num_key_value_heads: Annotated[
         int | None, typer.Option(help="Number of key/value heads after pooling (GQA).", show_default=False)
     ] = None,
-    choose: Annotated[
-        bool, typer.Option("--choose", help="Choose which layers share by how alike their keys and values are.")
+    choose_layers: Annotated[
+        bool, typer.Option("--choose-layers", help="Choose which layers share by how alike their keys and values are.")
     ] = False,
     heal: Annotated[str, typer.Option(help="Tokens of healing, e.g. 20M or 1e9.")] = "10M",
     text: Annotated[
@@ -123,10 +123,12 @@ def convert(
         data = {"kind": "text", "source": str(text), "tokenizer": str(place), "context": context}
     # Rows of synthetic data are as long as their settings make them, and the command line may change either.
     sizes = [
-        one for one in overrides or [] if one.startswith(("data.", "training.batch_size=", "training.accumulate="))
+        one
+        for one in overrides or []
+        if one.startswith(("data.", "training.batch_size=", "training.gradient_accumulation_steps="))
     ]
     said = {
-        "training.distill": no_distill and "--no-distill",
+        "training.distillation": no_distill and "--no-distill",
         "start.convert.anneal": no_anneal and "--no-anneal",
         "start.convert.align": no_align and "--no-align",
     }
@@ -134,7 +136,11 @@ def convert(
     # The data are what the model's history says, which may be anyone's.
     batches = {"name": target.name, "data": data, "training": {"batch_size": batch_size}}
     sized = changed_recipe(batches, sizes, "the recipe")
-    given = {"mechanisms": mechanisms or None, "num_key_value_heads": num_key_value_heads, "choose": choose}
+    given = {
+        "mechanisms": mechanisms or None,
+        "num_key_value_heads": num_key_value_heads,
+        "choose_layers": choose_layers,
+    }
     values = conversion_recipe(
         target.name,
         str(place),
@@ -143,7 +149,7 @@ def convert(
         tokens=count_of(heal, "heal"),
         context=int(getattr(sized.data, "context", CONTEXT)),
         batch_size=sized.training.batch_size,
-        accumulate=sized.training.accumulate,
+        gradient_accumulation_steps=sized.training.gradient_accumulation_steps,
         learning_rate=learning_rate,
         distill=not no_distill,
     )
@@ -154,7 +160,7 @@ def convert(
             "`headwater train RECIPE --stage NAME` (docs/convert.md)."
         )
     priced = price_of(recipe, trained.model.config, dtype.itemsize)
-    own = recipe.training.distill is None or recipe.training.distill.teacher is None
+    own = recipe.training.distillation is None or recipe.training.distillation.teacher is None
     _show_price(priced, "the original" if own else "the teacher")
     if plan:
         return

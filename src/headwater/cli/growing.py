@@ -73,8 +73,8 @@ def grow(
     attention_pairs: Pairs = None,
     ffn_pairs: FfnPairs = None,
     layers: Layers = None,
-    keys: Annotated[str, typer.Option(help="New keys: zero, or random, which changes the function.")] = "zero",
-    tau: Annotated[str, typer.Option(help="τ: kept, or recomputed (√n), which changes the function.")] = "kept",
+    key_init: Annotated[str, typer.Option(help="New keys: zero, or random, which changes the function.")] = "zero",
+    tau: Annotated[str, typer.Option(help="τ: keep, or recompute (√n), which changes the function.")] = "keep",
     freeze: Annotated[bool, typer.Option("--freeze", help="Train only the new pairs.")] = False,
     out_folder: Out = None,
 ) -> None:
@@ -89,7 +89,7 @@ def grow(
         attention_pairs=attention_pairs,
         ffn_pairs=ffn_pairs,
         layers=_numbers(layers),
-        keys=keys,
+        key_init=key_init,
         tau=tau,
         freeze=freeze,
     )

@@ -64,14 +64,14 @@ class AtContext:
 class Price(AnyPrice):
     """The price of one config of language models.
 
-    tokens: the training budget. loss_chunk: as in recipes. masked: packed rows have a mask in memory.
+    tokens: the training budget. loss_chunk_tokens: as in recipes. masked: packed rows have a mask in memory.
     last_token_layers: layers that run for a prompt's last token alone.
     """
 
     tokens: float | None
     cache_bytes_per_token: int
     last_token_layers: int
-    loss_chunk: int | None
+    loss_chunk_tokens: int | None
     masked: bool
     at: list[AtContext]
 
@@ -88,7 +88,7 @@ def price(
     precision: str = "bf16-mixed",
     mfu: float = 0.4,
     gradient_checkpointing: bool | str | float = False,
-    loss_chunk: int | None = None,
+    loss_chunk_tokens: int | None = None,
     masked: bool = False,
     averages: bool = False,
 ) -> Price:
@@ -96,9 +96,9 @@ def price(
 
     context: tokens per row, one or several; default: the config's max_position_embeddings. batch: rows, or sequences
     being generated. tokens: the training budget. precision: as in recipes; the cache is in the matmuls' dtype. mfu: the
-    assumed share of the peak that training reaches. gradient_checkpointing, loss_chunk: as in recipes.
+    assumed share of the peak that training reaches. gradient_checkpointing, loss_chunk_tokens: as in recipes.
     masked: rows are packed, and attention takes a mask (`headwater.cost.activation_bytes`). averages: with
-    `training.ema`. Raises `HeadwaterError` for
+    `training.ema_decay`. Raises `HeadwaterError` for
     invalid values.
     """
     contexts: Sequence[Any] = (
@@ -116,7 +116,9 @@ def price(
     state = cost.state_bytes(config, precision, averages)
 
     def activations(length: int, rows: int, checkpointed: bool | str | float) -> int:
-        return sum(cost.activation_bytes(config, length, rows, precision, checkpointed, loss_chunk, masked).values())
+        return sum(
+            cost.activation_bytes(config, length, rows, precision, checkpointed, loss_chunk_tokens, masked).values()
+        )
 
     def limits(length: int, device: Hardware) -> Limits:
         flops = cost.training_flops_per_token(config, length)
@@ -153,7 +155,7 @@ def price(
         tokens=tokens,
         cache_bytes_per_token=cost.cache_bytes_per_token(config, element),
         last_token_layers=config.num_hidden_layers - output_only_from(config),
-        loss_chunk=loss_chunk,
+        loss_chunk_tokens=loss_chunk_tokens,
         masked=masked,
         at=[at(length) for length in contexts],
     )
@@ -187,7 +189,7 @@ def table(prices: Sequence[Price]) -> Table:
         if shortened:
             row(f"FLOPs of a prompt, batch {first.batch}", [one.prefill for one in here], ratio=True)
         row(f"cache bytes, batch {first.batch}", [one.cache_bytes for one in here], ratio=True)
-        trained = any(one.gradient_checkpointing or one.loss_chunk or one.masked for one in prices)
+        trained = any(one.gradient_checkpointing or one.loss_chunk_tokens or one.masked for one in prices)
         result.activations(first.batch, here, trained)
         limits = [one.limits for one in here if one.limits is not None]
         if limits:
@@ -210,7 +212,7 @@ def note(prices: Sequence[Price]) -> str:
     for one in prices:
         how = [
             "" if not one.gradient_checkpointing else f"gradient checkpointing ({one.gradient_checkpointing})".lower(),
-            "" if one.loss_chunk is None else f"logits of {one.loss_chunk:,} tokens at once",
+            "" if one.loss_chunk_tokens is None else f"logits of {one.loss_chunk_tokens:,} tokens at once",
             "a mask for packed rows" if one.masked else "",
         ]
         if any(how):

@@ -49,7 +49,7 @@ def blended_config(
 ) -> HeadwaterConfig:
     """The config of `blended`. Raises `HeadwaterError` if the goal contradicts it, or shares nothing."""
     if way_of(config) is not None:
-        raise HeadwaterError("The model is being converted already; finish that first (finish: true).")
+        raise HeadwaterError("The model is being converted already; finish that first (finish_conversion: true).")
     if not isinstance(config, HeadwaterConfig) or not config.is_causal:
         raise HeadwaterError("Only text models have a cache to make smaller; convert one of these.")
     given = {"mechanisms": as_mapping(mechanisms) or None, "num_key_value_heads": num_key_value_heads}
@@ -75,7 +75,9 @@ def check_conversion(config: HeadwaterConfig) -> None:
 def finished_config(config: HeadwaterConfig) -> HeadwaterConfig:
     """The config of `finished`. Raises `HeadwaterError` if the model is not being converted."""
     if (options := way_of(config)) is None:
-        raise HeadwaterError("The model is not being converted, so there is nothing to finish; leave out finish.")
+        raise HeadwaterError(
+            "The model is not being converted, so there is nothing to finish; leave out finish_conversion."
+        )
     return Blend.goal(options, config)
 
 
@@ -416,6 +418,7 @@ def chosen(config: HeadwaterConfig, mechanisms: Any, alike: Similarity) -> dict[
         made[name], found = options if better is None else better, found or better is not None
     if not found:
         raise HeadwaterError(
-            f"{', '.join(given) or 'Fewer heads'} with these options cannot be chosen by similarity; leave out choose."
+            f"{', '.join(given) or 'Fewer heads'} with these options cannot be chosen by similarity; leave out "
+            "choose_layers."
         )
     return made

@@ -39,7 +39,7 @@ def conversion_recipe(
     context: int,
     batch_size: int,
     learning_rate: float,
-    accumulate: int = 1,
+    gradient_accumulation_steps: int = 1,
     distill: bool = True,
 ) -> dict[str, Any]:
     """A recipe, as plain values, that converts `source` and heals it on this many tokens.
@@ -48,7 +48,7 @@ def conversion_recipe(
     model goes over in the first tenth of all; without, it is the smaller model from the first step. Raises
     `HeadwaterError` for too few tokens.
     """
-    rows = batch_size * accumulate
+    rows = batch_size * gradient_accumulation_steps
     steps = int(tokens // (rows * context))
     if steps < LEAST_STEPS:
         raise HeadwaterError(
@@ -65,20 +65,25 @@ def conversion_recipe(
         "warmup_steps": min(50, constant // 4, first),
     }
     if distill:
-        training["distill"] = {}
+        training["distillation"] = {}
     stages: list[dict[str, Any]] = []
     if first < constant:
         rest = {"steps": constant - first, "warmup_steps": 0}
-        stages.append({"name": "finish", "finish": True, "optimizer": "kept", "training": rest})
+        stages.append({"name": "finish", "finish_conversion": True, "optimizer_state": "keep", "training": rest})
     decay = {"steps": decaying, "schedule": "cosine", "warmup_steps": 0}
-    stages.append({"name": "heal", "optimizer": "kept", "training": decay})
+    stages.append({"name": "heal", "optimizer_state": "keep", "training": decay})
     return {
         "name": name,
         "data": data,
         "start": {"checkpoint": source, "convert": convert},
         "training": training,
         "stages": stages,
-        "reporting": {"evaluate_every": max(1, constant // 4), "log_every": 10, "keep": 1, "tensorboard": False},
+        "reporting": {
+            "evaluate_every": max(1, constant // 4),
+            "log_every": 10,
+            "keep_checkpoints": 1,
+            "tensorboard": False,
+        },
     }
 
 
@@ -179,7 +184,7 @@ def price_of(recipe: Recipe, config: HeadwaterConfig, element: int) -> Conversio
     for name, change, (run, _) in zip(recipe.stage_names, changes, recipe.chain(lambda *_: Path()), strict=True):
         now = now if change is None else changed_config(now, change)
         training = run.training
-        count = training.steps * training.batch_size * training.accumulate * context
+        count = training.steps * training.batch_size * training.gradient_accumulation_steps * context
         flops[name] = count * (cost.training_flops_per_token(now, context) + teacher)
         tokens += count
         held = price(now, context=context, batch=training.batch_size, precision=training.precision)
@@ -204,7 +209,7 @@ def _teacher(recipe: Recipe, config: HeadwaterConfig) -> HeadwaterConfig | None:
     """
     from headwater.training.trained import open_source
 
-    settings = recipe.training.distill
+    settings = recipe.training.distillation
     if settings is None or settings.teacher is None:
         return None if settings is None else config
     path = Path(settings.teacher)

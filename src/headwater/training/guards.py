@@ -82,8 +82,8 @@ def losses(
         num_items_in_batch=counted,
         skip_logits=teacher is None,
         output_z_loss=training.z_loss > 0,
-        loss_chunk=training.loss_chunk,
-        **({"output_hidden_states": True} if teacher is not None and teacher.settings.hidden else {}),
+        loss_chunk_tokens=training.loss_chunk_tokens,
+        **({"output_hidden_states": True} if teacher is not None and teacher.settings.hidden_weight else {}),
     )
     aimed = out.loss + training.z_loss * out.z_loss if training.z_loss else out.loss
     return out.loss, aimed if teacher is None else teacher.aim(aimed, out, batch, counted)
@@ -108,13 +108,13 @@ def memory_advice(
             attention = attention_of(config, training, device, context)
             masked = getattr(recipe.data, "rows", "") == "packed" and not takes_documents(attention)
             masked = masked and attention != "flex_attention"
-            settings = {"context": context, "loss_chunk": training.loss_chunk, "masked": masked}
+            settings = {"context": context, "loss_chunk_tokens": training.loss_chunk_tokens, "masked": masked}
         one = price(
             config,
             batch=rows,
             precision=training.precision,
             gradient_checkpointing=training.gradient_checkpointing,
-            averages=training.ema is not None,
+            averages=training.ema_decay is not None,
             **settings,
         )
         at = one.at[0]
@@ -125,12 +125,12 @@ def memory_advice(
         advice = []
         if training.gradient_checkpointing is not True:
             advice.append(f"training.gradient_checkpointing=true ({si(at.activation_bytes_checkpointed)}B instead)")
-        if training.loss_chunk is None and not of_images:
-            advice.append("training.loss_chunk=1024 (the logits of this many tokens at once)")
+        if training.loss_chunk_tokens is None and not of_images:
+            advice.append("training.loss_chunk_tokens=1024 (the logits of this many tokens at once)")
         if 0 < fits < rows:
-            advice.append(f"training.batch_size={fits * world} with a larger training.accumulate")
+            advice.append(f"training.batch_size={fits * world} with a larger training.gradient_accumulation_steps")
         elif rows > 1:
-            advice.append("a smaller training.batch_size with a larger training.accumulate")
+            advice.append("a smaller training.batch_size with a larger training.gradient_accumulation_steps")
         if training.strategy != "fsdp":
             advice.append("training.strategy=fsdp on several devices")
         raise HeadwaterError(

@@ -112,7 +112,7 @@ def set_up(recipe: Recipe, folder: Path, checkpoint: Path | None, fabric: Fabric
         optimizers = make_optimizers(model, recipe.training, fabric.device)
         steppers = fabric.setup_optimizers(*optimizers)
     teacher = None
-    if recipe.training.distill is not None:
+    if recipe.training.distillation is not None:
         with together(fabric):
             teacher = Teacher(recipe, config, data.context, fabric.device)
     spikes = guards.Spikes()
@@ -122,7 +122,7 @@ def set_up(recipe: Recipe, folder: Path, checkpoint: Path | None, fabric: Fabric
             average = average_of(model, recipe)
             restore(checkpoint, model, optimizers, running, sharded(recipe.training), average)
         elif beginning is not None:
-            kept = beginning.start.optimizer == "kept"
+            kept = beginning.start.optimizer_state == "keep"
             begin_with(beginning.path, model, optimizers if kept else (), sharded(recipe.training))
         if checkpoint is None:
             average = average_of(model, recipe)  # of the weights it begins with
@@ -161,7 +161,7 @@ def set_up(recipe: Recipe, folder: Path, checkpoint: Path | None, fabric: Fabric
 
 
 def average_of(model: AnyModel, recipe: Recipe) -> Average | None:
-    return None if recipe.training.ema is None else Average(model, recipe.training.ema)
+    return None if recipe.training.ema_decay is None else Average(model, recipe.training.ema_decay)
 
 
 def build(recipe: Recipe, config: HeadwaterConfig, fabric: Fabric, context: int) -> tuple[AnyModel, _FabricModule]:
@@ -169,9 +169,9 @@ def build(recipe: Recipe, config: HeadwaterConfig, fabric: Fabric, context: int)
     training = recipe.training
     with torch.device("meta") if sharded(training) else nullcontext():
         model = model_class(config)(config)
-    if training.unfrozen is not None:
+    if training.trainable_mechanisms is not None:
         with together(fabric):
-            freeze(model, training.unfrozen)
+            freeze(model, training.trainable_mechanisms)
     with together(fabric):
         attention = attention_of(config, training, fabric.device, context)
         if attention is not None:
