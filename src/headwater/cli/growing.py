@@ -205,7 +205,7 @@ def retrofit(
     layout: Annotated[
         str | None,
         typer.Option(
-            help="An original checkpoint's layout: tokenformer, tokenformer-maxtext, resformer, kv-shifting, nanochat.",
+            help="An original checkpoint's layout: tokenformer, resformer, kv-shifting, nanochat.",
             show_default=False,
         ),
     ] = None,
