@@ -114,7 +114,6 @@ def test_days_of_a_schedule_are_those_of_its_devices_and_precisions(run, tmp_pat
         (["--devices", "0"], "at least 1"),
         (["--precision", "nonsense"], "must be one of"),
         (["--context", "64", "--tokens", "1B"], "leave out --context and --tokens"),
-        (["--engine", "vllm"], "leave out --engine"),
     ):
         code, _, err = run("plan", path, "--grow", "--hardware", "H100", *wrong)
         assert code == 2
