@@ -205,10 +205,10 @@ def test_a_recipe_is_priced_as_it_trains(prices, run, tmp_path):
     changed = prices(path, *device, "--batch", 5, "--devices", 2, "--precision", "bf16-true", "--tokens", "1k")[0]
     assert [changed[name] for name in ("batch", "devices", "precision", "tokens")] == [5, 2, "bf16-true", 1000]
     assert not changed["masked"], "a GPU computes them document by document in half precision"
-    other = ("training.loss_chunk=null", "training.gradient_checkpointing=half", "training.batch_size=6")
+    other = ("training.loss_chunk=null", "training.gradient_checkpointing=false", "training.batch_size=6")
     (other,) = prices(path, *device, *other)
-    assert (other["batch"], other["loss_chunk"], other["gradient_checkpointing"]) == (2, None, "half")
-    assert other["at"][0]["step_bytes"] == state + other["at"][0]["activation_bytes_keeping"]["half"]
+    assert (other["batch"], other["loss_chunk"], other["gradient_checkpointing"]) == (2, None, False)
+    assert other["at"][0]["step_bytes"] == state + other["at"][0]["activation_bytes"]
     code, out, _ = run("plan", path)
     assert code == 0
     for text in ("as trained", "logits of 20 tokens at once", "a mask for packed rows", "gradient checkpointing"):

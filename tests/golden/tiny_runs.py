@@ -56,7 +56,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "64-true": {"training": {"precision": "64-true"}},
     "accumulate": {"training": {"accumulate": 2, "z_loss": 1e-3, "schedule": "constant", "ema": 0.9}},
     "checkpointing": {"training": {"gradient_checkpointing": True}},
-    "half": {"training": {"gradient_checkpointing": "half", "loss_chunk": 16}},
+    "loss_chunk": {"training": {"loss_chunk": 16}},
     "varlen": {"data": ROWS | {"context": 128}, "training": {"attn_implementation": "varlen"}},
     "matmul": {"training": {"attn_implementation": "matmul", "weight_decay_on": "all", "clip": None}},
     "growth": {"model": PAIRS, "stages": [{"name": "more", "grow": {"ffn_pairs": 48}, "training": {"steps": 2}}]},

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning_fabric import Fabric
@@ -33,7 +33,6 @@ from headwater.training.distill import Teacher
 from headwater.training.hooks import Hooks
 from headwater.training.optim import freeze, learning_rate, make_optimizers
 from headwater.training.parallel import first, in_precision, scalars, sharded, together
-from headwater.training.recompute import budget_of, recompute_activations
 from headwater.training.resume import progress_of
 from headwater.training.start import Beginning, begin, prepare
 
@@ -176,15 +175,11 @@ def build(recipe: Recipe, config: HeadwaterConfig, fabric: Fabric, context: int)
         attention = attention_of(config, training, fabric.device, context)
         if attention is not None:
             set_attention(model, attention)
-        recompute_activations(model, training.gradient_checkpointing)
-        budget = budget_of(training.gradient_checkpointing)
+        if training.gradient_checkpointing:
+            older: Any = model.gradient_checkpointing_enable  # the only name in transformers 5.17
+            getattr(model, "activation_checkpointing_enable", older)({"use_reentrant": False})
         if compiles(training, fabric.device):
-            compile_model(model, budget=budget)
-        elif budget is not None:
-            raise HeadwaterError(
-                f"training.gradient_checkpointing={budget:g} is a share that the compiler keeps, and this run is not "
-                "compiled; set training.compile=true, or use true, attention or half."
-            )
+            compile_model(model)
     in_precision(model, training.precision)
     wrapped = fabric.setup_module(model)
     wrapped.train()
