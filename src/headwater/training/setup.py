@@ -61,7 +61,6 @@ class Setup:
     optimizers: Sequence[torch.optim.Optimizer]
     steppers: Sequence[_FabricOptimizer]
     hooks: Hooks
-    spikes: guards.Spikes
     running: dict[str, Tensor]
     average: Average | None = None
     scalars: list[nn.Parameter] = field(default_factory=list)
@@ -114,8 +113,7 @@ def set_up(recipe: Recipe, folder: Path, checkpoint: Path | None, fabric: Fabric
     if recipe.training.distill is not None:
         with together(fabric):
             teacher = Teacher(recipe, config, data.context, fabric.device)
-    spikes = guards.Spikes()
-    running = {name: torch.zeros(1, dtype=torch.float64) for name in ("loss", "steps")} | spikes.state
+    running = {name: torch.zeros(1, dtype=torch.float64) for name in ("loss", "steps")}
     with together(fabric):
         if checkpoint is not None:
             average = average_of(model, recipe)
@@ -150,7 +148,6 @@ def set_up(recipe: Recipe, folder: Path, checkpoint: Path | None, fabric: Fabric
         optimizers=optimizers,
         steppers=steppers if isinstance(steppers, tuple) else (steppers,),
         hooks=hooks,
-        spikes=spikes,
         running=running,
         average=average,
         scalars=scalars(model) if sharded(recipe.training) else [],
