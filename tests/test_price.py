@@ -9,8 +9,7 @@ import pytest
 from headwater import HeadwaterConfig, cost
 from headwater.errors import HeadwaterError
 from headwater.hardware import KNOWN, Hardware, custom, hardware, measure
-from headwater.presets import preset
-from headwater.price import figure, figure_of_images, price, si, table
+from headwater.price import figure, price, si, table
 
 DEVICE = Hardware("toy", flops=1e12, flops_fp32=2e11, memory=1e9, bandwidth=1e11, source="made up")
 CONFIG = HeadwaterConfig(
@@ -108,15 +107,6 @@ def test_growing_pairs_leaves_the_slope_and_growing_width_does_not():
     assert rise[0] == pytest.approx(rise[1])
     assert rise[2] == pytest.approx(2 * rise[0])
     assert [line.get_linestyle() for line in lines] == ["-", "-", "--"]
-
-
-def test_the_figure_of_images_has_the_price_at_the_models_own_size():
-    config = preset("vit-b-16", image_size=64)
-    (line,) = figure_of_images({"vit": config}).axes[0].lines
-    flops = dict(zip(*line.get_data(), strict=True))
-    assert list(flops) == [16 * patches for patches in range(1, 9)]
-    assert flops[64] == pytest.approx(sum(cost.forward_flops_per_image(config).values()) / 1e9)
-    assert config.image_size == 64
 
 
 def test_hardware_is_known_by_name_in_any_case():

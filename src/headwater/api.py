@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from headwater.compare import OnChange, Outcome
     from headwater.config import HeadwaterConfig
-    from headwater.growth.pairs import Keys, TauPolicy
     from headwater.hardware import Hardware
     from headwater.models.kinds import AnyModel
     from headwater.papers.result import Reproduction
@@ -179,10 +178,7 @@ class Plan(Tabular):
     def picture(self, contexts: Sequence[int] = (1024, 4096, 16384, 32768)) -> Figure:
         """Forward FLOPs per token against context. Raises `HeadwaterError` for image models."""
         from headwater.price import figure
-        from headwater.vision_config import HeadwaterVisionConfig
 
-        if any(isinstance(config, HeadwaterVisionConfig) for config in self.configs.values()):
-            raise HeadwaterError("Only text models have a plot of FLOPs against context; table() has the rest.")
         return figure(self.configs, contexts)
 
 
@@ -365,42 +361,20 @@ def grow(
     attention_pairs: int | None = None,
     ffn_pairs: int | None = None,
     *,
-    num_hidden_layers: int | None = None,
-    hidden_size: int | None = None,
-    intermediate_size: int | None = None,
-    num_attention_heads: int | None = None,
-    num_key_value_heads: int | None = None,
-    method: str = "exact",
-    layers: Sequence[int] | None = None,
-    keys: Keys = "zero",
-    tau: TauPolicy = "kept",
-    freeze: bool = False,
     trust: Sequence[str] = (),
+    **arguments: Any,
 ) -> AnyModel:
     """A larger model from a trained one, like `headwater grow`: by default without changing its function.
 
     model: a headwater model or one of a family that `retrofit` converts, which is not changed; the folder of a
-    checkpoint or run; or a name on the hub. trust: as in `train`. The rest is as in `headwater.growth.grow.grow`.
+    checkpoint or run; or a name on the hub. trust: as in `train`. The rest are the arguments of
+    `headwater.growth.grow.grow`.
     Raises `HeadwaterError`.
     """
     outside.trust(trust)
     from headwater import growth
 
-    return growth.grow(
-        _opened("grow", model)[0],
-        attention_pairs,
-        ffn_pairs,
-        num_hidden_layers=num_hidden_layers,
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_attention_heads=num_attention_heads,
-        num_key_value_heads=num_key_value_heads,
-        method=method,
-        layers=layers,
-        keys=keys,
-        tau=tau,
-        freeze=freeze,
-    )
+    return growth.grow(_opened("grow", model)[0], attention_pairs, ffn_pairs, **arguments)
 
 
 @quiet()

@@ -41,7 +41,7 @@ from headwater.recipe import CacheConversion, Change, changed_config, load_recip
 from headwater.records import Event, read_record
 from headwater.retrofit import add_mechanisms, from_transformers
 from headwater.retrofit.convert import (
-    aligned,
+    align,
     blended,
     chosen,
     finished,
@@ -197,6 +197,12 @@ SOURCES = {
     "GPT-2": dict(gpt2=True, num_key_value_heads=4),
     "normed": dict(qk_norm=True),
 }
+
+
+def aligned(model, rows, **goal):
+    made = copy.deepcopy(model)
+    align(made, rows, **goal)
+    return made
 
 
 @pytest.mark.parametrize(
@@ -466,8 +472,8 @@ def test_turned_weights_do_not_keep_the_optimizers_state():
     model, rows = build(), tokens(2, 12)
     state = {f"optimizer.{name}.exp_avg": torch.ones_like(p) for name, p in model.named_parameters()}
     convert = {"num_key_value_heads": 1, "anneal": True}
-    for align, optimizer, kept in ((True, "fresh", False), (False, "kept", True)):
-        change = Change(convert=CacheConversion(**convert, align=align), optimizer=optimizer)
+    for aligns, optimizer, kept in ((True, "fresh", False), (False, "kept", True)):
+        change = Change(convert=CacheConversion(**convert, align=aligns), optimizer=optimizer)
         assert bool(converted(Trained("", copy.deepcopy(model), None, [], dict(state)), change, rows).state) == kept
     change = Change(convert=CacheConversion(**convert), optimizer="kept")
     with pytest.raises(HeadwaterError, match=r"set convert\.align=false"):

@@ -48,6 +48,7 @@ TextOption = Annotated[
 
 
 def grow(
+    command: typer.Context,
     checkpoint: AnyCheckpoint,
     num_hidden_layers: Annotated[int | None, typer.Option(help="New number of layers.", show_default=False)] = None,
     hidden_size: Annotated[
@@ -79,21 +80,44 @@ def grow(
     out_folder: Out = None,
 ) -> None:
     """Make a trained model deeper or wider, or add parameter tokens, by default without changing its function."""
-    arguments = dict(
-        num_hidden_layers=num_hidden_layers,
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_attention_heads=num_attention_heads,
-        num_key_value_heads=num_key_value_heads,
-        method=method,
-        attention_pairs=attention_pairs,
-        ffn_pairs=ffn_pairs,
-        layers=_numbers(layers),
-        keys=keys,
-        tau=tau,
-        freeze=freeze,
+    from pydantic import ValidationError
+
+    from headwater.cost import check_memory
+    from headwater.recipe import Change, changed_config
+    from headwater.training.trained import changed, open_source
+
+    quiet()
+    arguments = {name: value for name, value in command.params.items() if name not in ("checkpoint", "out_folder")}
+    try:
+        change = Change.model_validate({"grow": arguments | {"layers": _numbers(layers)}})
+    except ValidationError as error:
+        first = error.errors()[0]
+        if first["type"] == "value_error":
+            raise HeadwaterError(str(first["ctx"]["error"])) from error
+        if not first["loc"]:  # such as a number of too many digits
+            raise HeadwaterError(f"{first['msg'].rstrip('.')}; give other sizes.") from error
+        field = str(first["loc"][-1])
+        raise HeadwaterError(
+            f"--{field.replace('_', '-')}: {first['msg'][0].lower()}{first['msg'][1:]}, not {first['input']!r}."
+        ) from error
+    target = _free(out_folder, Path(checkpoint.rstrip("/")), "grown")
+    try:
+        trained = open_source(checkpoint, with_state=True)
+    except HeadwaterError as error:
+        trained = open_source(checkpoint)  # which raises what is not about the state
+        tell(str(error))
+    check_memory(changed_config(trained.model.config, change))
+    ids, where = _some_rows(trained)
+    _say_converted(trained, ids, where)
+    made = changed(trained, change)
+    before, after = trained.model.num_parameters(), made.model.num_parameters()
+    out.print(
+        f"{before:,} → {after:,} parameters; {_said(_moved(trained.model, made.model, ids), where)}", soft_wrap=True
     )
-    _grow(checkpoint, arguments, out_folder)
+    if any(not parameter.requires_grad for parameter in made.model.parameters()):
+        learning = sum(parameter.numel() for parameter in made.model.parameters() if parameter.requires_grad)
+        out.print(f"{learning:,} of them learn, the new pairs")
+    _write(target, made, made.model, None)
 
 
 def shrink(
@@ -315,46 +339,6 @@ def _free(folder: Path | None, source: Path, what: str) -> Path:
     check_free(folder)
     check_writable(folder, folder=True)
     return folder
-
-
-def _grow(checkpoint: str, arguments: dict[str, Any], folder: Path | None) -> None:
-    from pydantic import ValidationError
-
-    from headwater.cost import check_memory
-    from headwater.recipe import Change, changed_config
-    from headwater.training.trained import changed, open_source
-
-    quiet()
-    try:
-        change = Change.model_validate({"grow": arguments})
-    except ValidationError as error:
-        first = error.errors()[0]
-        if first["type"] == "value_error":
-            raise HeadwaterError(str(first["ctx"]["error"])) from error
-        if not first["loc"]:  # such as a number of too many digits
-            raise HeadwaterError(f"{first['msg'].rstrip('.')}; give other sizes.") from error
-        field = str(first["loc"][-1])
-        raise HeadwaterError(
-            f"--{field.replace('_', '-')}: {first['msg'][0].lower()}{first['msg'][1:]}, not {first['input']!r}."
-        ) from error
-    target = _free(folder, Path(checkpoint.rstrip("/")), "grown")
-    try:
-        trained = open_source(checkpoint, with_state=True)
-    except HeadwaterError as error:
-        trained = open_source(checkpoint)  # which raises what is not about the state
-        tell(str(error))
-    check_memory(changed_config(trained.model.config, change))
-    ids, where = _some_rows(trained)
-    _say_converted(trained, ids, where)
-    made = changed(trained, change)
-    before, after = trained.model.num_parameters(), made.model.num_parameters()
-    out.print(
-        f"{before:,} → {after:,} parameters; {_said(_moved(trained.model, made.model, ids), where)}", soft_wrap=True
-    )
-    if any(not parameter.requires_grad for parameter in made.model.parameters()):
-        learning = sum(parameter.numel() for parameter in made.model.parameters() if parameter.requires_grad)
-        out.print(f"{learning:,} of them learn, the new pairs")
-    _write(target, made, made.model, None)
 
 
 def _some_rows(trained: Trained, text: Path | None = None, rows: int = ROWS) -> tuple[Tensor, str]:

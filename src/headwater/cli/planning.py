@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,7 +12,7 @@ from headwater.errors import HeadwaterError
 from headwater.terminal import lined
 
 if TYPE_CHECKING:
-    from headwater.vision_config import HeadwaterVisionConfig
+    pass
 
 
 # The parameters that `plan --grow` reads.
@@ -81,9 +81,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     file: Annotated[
         Path | None,
-        typer.Option(
-            "--out", help="Draw FLOPs against context, or against image size, to this picture.", show_default=False
-        ),
+        typer.Option("--out", help="Draw FLOPs of text models against context to this picture.", show_default=False),
     ] = None,
 ) -> None:
     """Estimate a model's cost before training: parameters, FLOPs, cache, memory, and time on given hardware."""
@@ -133,12 +131,8 @@ def plan(
             if argument.endswith((".yaml", ".yml")):
                 tell_runs(recipe_of(argument, []))
     if file is not None:
-        if isinstance(prices[0], pricing.ImagePrice):
-            picture = pricing.figure_of_images(cast("dict[str, HeadwaterVisionConfig]", found))
-        else:
-            longest = max(32768, *(at.context for at in prices[0].at))
-            picture = pricing.figure(found, [longest * i // 32 or 1 for i in range(33)])
-        save_figure(picture, file, dpi=160)
+        longest = max(32768, *(getattr(at, "context", 0) for at in prices[0].at))
+        save_figure(pricing.figure(found, [longest * i // 32 or 1 for i in range(33)]), file, dpi=160)
         err.print(f"figure: {file}", soft_wrap=True)
 
 
