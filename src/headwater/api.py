@@ -316,9 +316,6 @@ def plan(
     tokens: str | float | None = None,
     images: str | float | None = None,
     hardware: str | Hardware | None = None,
-    peak: float | None = None,
-    memory: float | None = None,
-    bandwidth: float | None = None,
     batch: int | None = None,
     devices: int | None = None,
     precision: str | None = None,
@@ -330,9 +327,9 @@ def plan(
     models: configs, recipes, presets by name, config.json files, checkpoints or runs. overrides: "field=value" for all
     models, or "training.field=value" for how they are trained. vocabulary: vocabulary size, instead of the models'.
     context: default: the first model's. tokens, or of image models images: a number, or as in "300B". hardware: a
-    device by name, or "this"; peak, memory and bandwidth in TFLOP/s, GB and GB/s replace its figures. batch, devices,
-    precision, mfu: as in `headwater.price.price`. If the first model is a recipe, tokens or images, batch (rows per
-    device), devices and precision default to its own. trust: as in `train`. Raises `HeadwaterError`.
+    device, also by name, or "this". batch, devices, precision, mfu: as in `headwater.price.price`. If the first model
+    is a recipe, tokens or images, batch (rows per device), devices and precision default to its own. trust: as in
+    `train`. Raises `HeadwaterError`.
     """
     outside.trust(trust)
     from headwater import priced
@@ -344,9 +341,6 @@ def plan(
         tokens=tokens,
         images=images,
         hardware=hardware,
-        peak=peak,
-        memory=memory,
-        bandwidth=bandwidth,
         batch=batch,
         devices=devices,
         precision=precision,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # The parameters that `plan --grow` reads.
 GROW_READS = {
-    "grow", "configs", "vocabulary", "as_json", "hardware", "peak", "memory", "bandwidth", "devices", "mfu", "precision"
+    "grow", "configs", "vocabulary", "as_json", "hardware", "devices", "mfu", "precision"
 }  # fmt: skip
 
 
@@ -54,11 +54,6 @@ def plan(
         str | None,
         typer.Option(help="A device, e.g. H100, or this to measure the current machine.", show_default=False),
     ] = None,
-    peak: Annotated[float | None, typer.Option(help="Peak of the device in TFLOP/s.", show_default=False)] = None,
-    memory: Annotated[float | None, typer.Option(help="Memory of the device in GB.", show_default=False)] = None,
-    bandwidth: Annotated[
-        float | None, typer.Option(help="Memory bandwidth of the device in GB/s.", show_default=False)
-    ] = None,
     devices: Annotated[
         int | None,
         typer.Option(help="Number of training devices. Default: the first recipe's, or 1.", show_default=False),
@@ -87,6 +82,7 @@ def plan(
     """Estimate a model's cost before training: parameters, FLOPs, cache, memory, and time on given hardware."""
     import json
 
+    from headwater import hardware as sheets
     from headwater import price as pricing
     from headwater import priced
     from headwater.outputs import is_picture, save_figure
@@ -100,7 +96,7 @@ def plan(
         refuse_unread_options(command)
         recipes = [argument for argument in configs if "=" not in argument]
         stages = priced.schedules(recipes, changes, vocabulary)
-        device = priced.device_of(hardware, peak, memory, bandwidth)
+        device = None if hardware is None else sheets.hardware(hardware)
         schedule = pricing.price_schedule(stages, device, precision, mfu, devices)
         if as_json:
             print(json.dumps([one.to_json() for one in schedule], indent=2))
@@ -115,9 +111,6 @@ def plan(
         tokens=tokens,
         images=images,
         hardware=hardware,
-        peak=peak,
-        memory=memory,
-        bandwidth=bandwidth,
         batch=batch,
         devices=devices,
         precision=precision,
