@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headwater.cli.common import check_outside, check_writable, mechanisms_of, out, quiet, tell, tell_model
+from headwater.cli.common import mechanisms_of, new_folder, out, quiet, tell, tell_model
 from headwater.cli.progress import measure_with_progress
 from headwater.cli.training import trained_with_bar
 from headwater.errors import HeadwaterError
@@ -96,7 +95,7 @@ def convert(
         )
     if text is not None:
         local_files(text)  # is an error if there are none, also with --plan
-    target, path = _target(source, out_folder, plan), Path(source)
+    target, path = new_folder(out_folder, source, "converted", may_exist=plan), Path(source)
     if path.is_dir():
         place = newest_checkpoint(path).resolve()
     else:  # from the hub, or a file of tensors: the runs start from a copy
@@ -176,22 +175,6 @@ def _check_overrides(overrides: list[str]) -> None:
             raise HeadwaterError(f"The model is SOURCE's, whose {field} does not change; leave it out.")
         if field == "start.convert.anneal":
             raise HeadwaterError("Its stages depend on start.convert.anneal; leave it out, or use --no-anneal.")
-
-
-def _target(source: str, folder: Path | None, plan: bool) -> Path:
-    """The output folder. Raises `HeadwaterError` before any work if it exists."""
-    from headwater.files import check_free
-
-    if folder is None:
-        given = Path(source.rstrip("/"))
-        whole = given if given.name and ".." not in given.parts else Path(os.path.realpath(given))
-        whole = whole.parent.parent if whole.parent.name == "checkpoints" else whole
-        folder = Path(whole.parent if whole.exists() else ".") / f"{whole.name}-converted"
-    check_outside(folder, source)
-    if not plan:
-        check_free(folder)
-    check_writable(folder, folder=True)
-    return folder
 
 
 def _context(given: int | None, most: int) -> int:

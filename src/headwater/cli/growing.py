@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headwater.cli.common import check_outside, check_writable, err, mechanisms_of, out, quiet, tell, tell_model
+from headwater.cli.common import check_outside, err, mechanisms_of, new_folder, out, quiet, tell, tell_model
 from headwater.cli.progress import measure_with_progress
 from headwater.errors import HeadwaterError
 from headwater.terminal import lined
@@ -100,7 +99,7 @@ def grow(
         raise HeadwaterError(
             f"--{field.replace('_', '-')}: {first['msg'][0].lower()}{first['msg'][1:]}, not {first['input']!r}."
         ) from error
-    target = _free(out_folder, Path(checkpoint.rstrip("/")), "grown")
+    target = new_folder(out_folder, checkpoint, "grown")
     try:
         trained = open_source(checkpoint, with_state=True)
     except HeadwaterError as error:
@@ -136,7 +135,7 @@ def shrink(
     from headwater.training.trained import changed_text, data_of, open_trained, sample_rows
 
     quiet()
-    target = _free(out_folder, checkpoint, "shrunk")
+    target = new_folder(out_folder, checkpoint, "shrunk")
     trained = open_trained(checkpoint)
     ids = sample_rows(trained, text, rows)
     seen = len(ids) if text is None else len(ids) - len(ids) // 4
@@ -171,7 +170,7 @@ def merge(
     from headwater.training.trained import changed_text, data_of, open_trained
 
     quiet()
-    target = _free(out_folder, base, "merged")
+    target = new_folder(out_folder, base, "merged")
     for path in grown:
         check_outside(target, path)
     root, copies = open_trained(base), [open_trained(path) for path in grown]
@@ -279,7 +278,7 @@ def retrofit(
         raise HeadwaterError(
             "--parameter-tokens needs a text to fit; pass one similar to the training data with --text FILE."
         )
-    target = _free(out_folder, Path(source.rstrip("/")), "headwater")
+    target = new_folder(out_folder, source, "headwater")
     trained = open_source(source, layout, values_of(field or []), family)
     model, details = trained.model, {}
     if parameter_tokens and model.main_input_name == "pixel_values":
@@ -324,21 +323,6 @@ def _numbers(text: str | None) -> list[int] | None:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise HeadwaterError(f"--layers lists numbers, e.g. 0,1,5, not {text!r}.") from None
-
-
-def _free(folder: Path | None, source: Path, what: str) -> Path:
-    """The output folder: as given, or next to the source. Raises `HeadwaterError` before any work if it exists."""
-
-    from headwater.files import check_free
-
-    if folder is None:
-        whole = source if source.name and ".." not in source.parts else Path(os.path.realpath(source))
-        whole = whole.parent.parent if whole.parent.name == "checkpoints" else whole
-        folder = Path(whole.parent if whole.exists() else ".") / f"{whole.name}-{what}"
-    check_outside(folder, source)
-    check_free(folder)
-    check_writable(folder, folder=True)
-    return folder
 
 
 def _some_rows(trained: Trained, text: Path | None = None, rows: int = ROWS) -> tuple[Tensor, str]:

@@ -159,24 +159,17 @@ def init(
     import json
     from dataclasses import asdict
 
-    import torch
-
     from headwater import priced
-    from headwater.cost import parameters
+    from headwater.cost import check_memory
     from headwater.diagnostics import drowning, init_diagnostics
-    from headwater.hardware import memory_of
     from headwater.models.kinds import model_class
 
     quiet()
     changes = [argument for argument in configs if "=" in argument]
     names = [argument for argument in configs if "=" not in argument]
     found = {name: model.config for name, model in priced.planned(names, changes, vocabulary).items()}
-    for name, config in found.items():
-        size, free = 4 * sum(parameters(config).values()), memory_of(torch.device("cpu"))
-        if size > 0.8 * free:
-            raise HeadwaterError(
-                f"{name!r} takes {size / 1e9:,.0f} GB, but only {free / 1e9:,.0f} GB are free; use a smaller model."
-            )
+    for config in found.values():
+        check_memory(config)
     measured = {name: init_diagnostics(model_class(config)(config)) for name, config in found.items()}
     if as_json:
         print(
