@@ -60,8 +60,8 @@ class Layout:
 def read_foreign(path: str | Path, layout: str | None = None, **config: Any) -> HeadwaterForCausalLM:
     """A model with the weights of a checkpoint of a paper's own code, in the precision of its embedding; eval mode.
 
-    path: a file of tensors (.safetensors, .pt, .bin, .pth), or a folder with one, with its shards and their index, or
-        with DeepSpeed's layer_NN-model_00-model_states.pt. Nothing in it is executed.
+    path: a file of tensors (.safetensors, .pt, .bin, .pth), or a folder with one, or with its shards and their index.
+        Nothing in it is executed.
     layout: a name in `LAYOUTS`, such as "tokenformer" or "kv-shifting"; recognized from the tensors' names if None. A
         ResFormer's tensors have Llama's names, so its layout must be given.
     config: fields of `HeadwaterConfig` that override the checkpoint's. Of `mechanisms`, those named here are used,
@@ -174,16 +174,6 @@ MAPS = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "proj"}
 TOKENFORMER_HEADS = {768: 12, 1024: 16, 1280: 16, 1536: 16}
 
 
-def _neox_tidy(tensors: Tensors) -> Tensors:
-    """Names as of `sequential.N.…`, of the pipeline module's `N.…` too; what is no weight left out."""
-    tidy = {}
-    for name, tensor in tensors.items():
-        plain = re.sub(r"^tied_modules\.embed\.", "0.", name.removeprefix("sequential."))
-        if not plain.endswith("rotary_emb.inv_freq"):
-            tidy[f"sequential.{plain}"] = tensor
-    return tidy
-
-
 def _neox_fields(tensors: Tensors, found: dict[str, Any]) -> dict[str, Any]:
     found = {name.replace("-", "_"): value for name, value in found.items()}
     vocabulary, width = _matrix(tensors, NEOX_EMBEDDING)
@@ -255,7 +245,8 @@ def _neox_source(name: str, config: HeadwaterConfig) -> TensorSource | None:
 RESFORMER_HEADS = {512: 8}
 
 
-def _llama_tidy(tensors: Tensors) -> Tensors:
+def _weights_alone(tensors: Tensors) -> Tensors:
+    """The tensors without old buffers of RoPE."""
     return {name: tensor for name, tensor in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
 
 
@@ -324,7 +315,7 @@ def _shift_tidy(tensors: Tensors) -> Tensors:
     the head's rows are brought to length 1 when it is used.
     """
     tidy, fused = {}, any(name.endswith("self_attn.conv_k") for name in tensors)
-    for name, tensor in _llama_tidy(tensors).items():
+    for name, tensor in _weights_alone(tensors).items():
         if re.search(r"self_attn\.conv_[kv]$", name) and tensor.ndim == 5:
             tidy[re.sub(r"conv_([kv])$", lambda part: part[1].upper(), name)] = tensor[0, 0, :, 0]
         elif name.endswith("self_attn.W_pack.weight") and tensor.ndim == 2:
@@ -510,8 +501,8 @@ NANOCHAT_PARTS = {
 
 
 LAYOUTS = {
-    "tokenformer": Layout(NEOX_EMBEDDING, _neox_tidy, _neox_fields, _neox_source),
-    "resformer": Layout(EMBEDDING, _llama_tidy, _resformer_fields, _llama_source),
+    "tokenformer": Layout(NEOX_EMBEDDING, _weights_alone, _neox_fields, _neox_source),
+    "resformer": Layout(EMBEDDING, _weights_alone, _resformer_fields, _llama_source),
     "kv-shifting": Layout(EMBEDDING, _shift_tidy, _shift_fields, _shift_source),
     "nanochat": Layout(NANOCHAT_EMBEDDING, _nanochat_tidy, _nanochat_fields, _nanochat_source),
 }
@@ -540,9 +531,8 @@ def _meta(file: Path) -> Path:
 def _tensors(path: Path) -> Tensors:
     """All tensors of a file or folder, by their names without what wrappers put into them."""
     tensors: Tensors = {}
-    for file, prefix in _files(path):
+    for file in _files(path):
         for name, tensor in unwrapped(read_tensors(file), repr(str(file))).items():
-            name = prefix + name
             if not is_plain(tensor.dtype):
                 raise HeadwaterError(
                     f"{name!r} in {str(file)!r} is stored as {str(tensor.dtype).removeprefix('torch.')}, which is no "
@@ -557,21 +547,13 @@ def _tensors(path: Path) -> Tensors:
     return tensors
 
 
-def _files(path: Path) -> list[tuple[Path, str]]:
-    """The files that hold the tensors of a checkpoint, and what to put before the names in each."""
+def _files(path: Path) -> list[Path]:
+    """The files that hold the tensors of a checkpoint."""
     if path.is_file():
-        return [(path, "")]
+        return [path]
     for index in (f"{WEIGHTS}.index.json", f"{PICKLED}.index.json"):
         if (path / index).is_file():
-            return [(file, "") for file in indexed(path / index)]
-    layers = sorted(path.glob("layer_*-model_*-model_states.pt"))
-    if layers:
-        numbers = [re.fullmatch(r"layer_(\d+)-model_(\d+)-model_states\.pt", file.name) for file in layers]
-        if any(number is None or int(number[2]) for number in numbers):
-            raise HeadwaterError(
-                f"The layers in {str(path)!r} are split over several devices; merge them into model_00 first."
-            )
-        return [(file, f"{int(number[1])}.") for file, number in zip(layers, numbers, strict=True) if number]
+            return indexed(path / index)
     for endings in ((".safetensors",), (".bin", ".pt", ".pth")):
         found = sorted(file for file in path.glob("*") if file.suffix in endings and file.is_file())
         if len(found) > 1:
@@ -579,7 +561,7 @@ def _files(path: Path) -> list[tuple[Path, str]]:
                 f"{str(path)!r} has several files of tensors and no index; name one, such as {found[0].name!r}."
             )
         if found:
-            return [(found[0], "")]
+            return found
     raise HeadwaterError(f"There is no file of tensors at {str(path)!r}; name one, or a folder that contains one.")
 
 
