@@ -416,8 +416,6 @@ class Growth(Settings):
     """Pairs of each attention projection after growth, of a model with parameter tokens."""
     ffn_pairs: Count | None = None
     """Pairs of each feed-forward after growth."""
-    layers: list[int] | None = None
-    """New pairs only in these layers, from 0; default: all."""
     keys: Keys = "zero"
     """random changes the function."""
     tau: TauPolicy = "kept"
@@ -433,7 +431,7 @@ class Growth(Settings):
     def _possible(self) -> Self:
         try:
             pairs = self.attention_pairs or self.ffn_pairs
-            check_of_pairs(self.sizes, self.method, pairs, self.layers, self.keys, self.tau, self.freeze)
+            check_of_pairs(self.sizes, self.method, pairs, self.keys, self.tau, self.freeze)
         except HeadwaterError as error:
             raise ValueError(str(error)) from error
         return self

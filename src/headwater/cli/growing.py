@@ -37,9 +37,6 @@ Pairs = Annotated[
     int | None, typer.Option(help="Pairs of each attention projection after the change.", show_default=False)
 ]
 FfnPairs = Annotated[int | None, typer.Option(help="Pairs of each feed-forward after the change.", show_default=False)]
-Layers = Annotated[
-    str | None, typer.Option(help="Pairs of these layers only, counted from 0, e.g. 0,1,5.", show_default=False)
-]
 TextOption = Annotated[
     Path | None,
     typer.Option(help="Measure on this text; default: the model's training data.", show_default=False),
@@ -72,7 +69,6 @@ def grow(
     ] = "exact",
     attention_pairs: Pairs = None,
     ffn_pairs: FfnPairs = None,
-    layers: Layers = None,
     keys: Annotated[str, typer.Option(help="New keys: zero, or random, which changes the function.")] = "zero",
     tau: Annotated[str, typer.Option(help="τ: kept, or recomputed (√n), which changes the function.")] = "kept",
     freeze: Annotated[bool, typer.Option("--freeze", help="Train only the new pairs.")] = False,
@@ -88,7 +84,7 @@ def grow(
     quiet()
     arguments = {name: value for name, value in command.params.items() if name not in ("checkpoint", "out_folder")}
     try:
-        change = Change.model_validate({"grow": arguments | {"layers": _numbers(layers)}})
+        change = Change.model_validate({"grow": arguments})
     except ValidationError as error:
         first = error.errors()[0]
         if first["type"] == "value_error":
@@ -123,7 +119,6 @@ def shrink(
     checkpoint: Checkpoint,
     attention_pairs: Pairs = None,
     ffn_pairs: FfnPairs = None,
-    layers: Layers = None,
     text: TextOption = None,
     rows: Annotated[int, typer.Option(min=4, max=2**16, help="Rows in the sample.")] = ROWS,
     out_folder: Out = None,
@@ -140,7 +135,7 @@ def shrink(
     ids = sample_rows(trained, text, rows)
     seen = len(ids) if text is None else len(ids) - len(ids) // 4
     weights = importance(trained.model, ({trained.model.main_input_name: row[None]} for row in ids[:seen]))
-    model = without(trained.model, weights, attention_pairs, ffn_pairs, layers=_numbers(layers))
+    model = without(trained.model, weights, attention_pairs, ffn_pairs)
     before, after = trained.model.num_parameters(), model.num_parameters()
     if text is None and (data := data_of(trained.history)) is not None:
         if warning := changed_text(trained, data):
@@ -155,7 +150,7 @@ def shrink(
         measured = _moved(trained.model, model, ids[seen:])
         said = f"{_said(measured)} (last quarter)"
     out.print(f"{before:,} → {after:,} parameters; {said}", soft_wrap=True)
-    details = {"attention_pairs": attention_pairs, "ffn_pairs": ffn_pairs, "layers": _numbers(layers)} | measured
+    details = {"attention_pairs": attention_pairs, "ffn_pairs": ffn_pairs} | measured
     _write(target, trained, model, Event(what="shrunk", details=details))
 
 
@@ -314,15 +309,6 @@ def _has_history(source: str) -> bool:
 
     path = Path(source)
     return path.is_dir() and any(event.what == "trained" for event in history_of(newest_checkpoint(path)))
-
-
-def _numbers(text: str | None) -> list[int] | None:
-    if text is None:
-        return None
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise HeadwaterError(f"--layers lists numbers, e.g. 0,1,5, not {text!r}.") from None
 
 
 def _some_rows(trained: Trained, text: Path | None = None, rows: int = ROWS) -> tuple[Tensor, str]:
