@@ -311,15 +311,6 @@ def test_masks_of_packed_rows_are_those_autograd_keeps(precision):
     assert activation_bytes(made, 128, 2, precision)["masks"] == 0
 
 
-def test_a_share_of_activations_is_between_none_and_all():
-    made = config(**WIDE)
-    by = [
-        activation_bytes(made, 128, 2, gradient_checkpointing=what)["kept"] for what in (True, 0.01, 0.5, 0.99, False)
-    ]
-    assert by == sorted(by)
-    assert by[2] == pytest.approx((by[0] + by[-1]) / 2)
-
-
 @pytest.mark.parametrize("chunk", [16, 100, 10**6])
 def test_chunks_of_the_loss_keep_no_logits(chunk):
     made = config(**WIDE)

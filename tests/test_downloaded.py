@@ -224,8 +224,7 @@ def test_a_command_started_in_the_folder_imports_nothing_from_it(download):
 def _name_mechanism(name: str, nested: bool = False) -> Callable[[Download], None]:
     def plant(download: Download) -> None:
         mechanisms = {"blend": {"mechanisms": {name: {}}}} if nested else {name: {}}
-        origins = {name: f"{name} of the package planted 1.0"}
-        download.change("config.json", mechanisms=mechanisms, mechanism_origins=origins)
+        download.change("config.json", mechanisms=mechanisms)
 
     return plant
 

@@ -311,7 +311,6 @@ def test_a_recipe_gives_the_trainers_config(folder):
         ("training: {precision: 64-true}", "training.precision=64-true"),
         ("training: {trainable_mechanisms: [kv_shift]}", "training.trainable_mechanisms=.*null"),
         ("training: {ema_decay: 0.9}", "training.ema_decay=0.9"),
-        ("training: {gradient_checkpointing: half}", "training.gradient_checkpointing=half"),
         (f"model: {{mechanisms: {{'{__name__}:Hooked': {{}}}}}}", "does not call before_step"),
         ("compare: {arms: {a: {}}, baseline: a}", "has compare"),
     ],

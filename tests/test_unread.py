@@ -64,22 +64,6 @@ def test_a_warm_up_as_long_as_the_run_is_not_named(run, tiny, tmp_path):
 @pytest.mark.parametrize(
     ("given", "unread"),
     [
-        (["--engine", "vllm", "--mfu", "0.4"], "--mfu"),  # the default, but it was written
-        (["--engine", "vllm", "--out", "x.png"], "--out"),
-        (["--engine", "vllm", "--batch", "4"], "--batch"),
-        (["--engine", "vllm", "--precision", "nope"], "precision must be one of"),
-        (["--cache-memory", "3"], "--engine"),
-    ],
-)
-def test_plan_refuses_what_a_mode_does_not_read(run, tiny, given, unread):
-    code, _, err = run("plan", tiny, *given)
-    assert code == 2
-    assert unread in err
-
-
-@pytest.mark.parametrize(
-    ("given", "unread"),
-    [
         (["--tasks", "arc_easy", "--stride", "4"], "--stride has no effect without --text"),
         (["--text", "x.txt", "--shots", "2"], "--shots has no effect without --tasks"),
     ],

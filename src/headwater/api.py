@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from headwater.compare import OnChange, Outcome
     from headwater.config import HeadwaterConfig
-    from headwater.growth.pairs import KeyInit, TauPolicy
     from headwater.hardware import Hardware
     from headwater.models.kinds import AnyModel
     from headwater.papers.result import Reproduction
@@ -179,10 +178,7 @@ class Plan(Tabular):
     def picture(self, contexts: Sequence[int] = (1024, 4096, 16384, 32768)) -> Figure:
         """Forward FLOPs per token against context. Raises `HeadwaterError` for image models."""
         from headwater.price import figure
-        from headwater.vision_config import HeadwaterVisionConfig
 
-        if any(isinstance(config, HeadwaterVisionConfig) for config in self.configs.values()):
-            raise HeadwaterError("Only text models have a plot of FLOPs against context; table() has the rest.")
         return figure(self.configs, contexts)
 
 
@@ -320,9 +316,6 @@ def plan(
     tokens: str | float | None = None,
     images: str | float | None = None,
     hardware: str | Hardware | None = None,
-    peak: float | None = None,
-    memory: float | None = None,
-    bandwidth: float | None = None,
     batch: int | None = None,
     devices: int | None = None,
     precision: str | None = None,
@@ -334,9 +327,9 @@ def plan(
     models: configs, recipes, presets by name, config.json files, checkpoints or runs. overrides: "field=value" for all
     models, or "training.field=value" for how they are trained. vocabulary: vocabulary size, instead of the models'.
     context: default: the first model's. tokens, or of image models images: a number, or as in "300B". hardware: a
-    device by name, or "this"; peak, memory and bandwidth in TFLOP/s, GB and GB/s replace its figures. batch, devices,
-    precision, mfu: as in `headwater.price.price`. If the first model is a recipe, tokens or images, batch (rows per
-    device), devices and precision default to its own. trust: as in `train`. Raises `HeadwaterError`.
+    device, also by name, or "this". batch, devices, precision, mfu: as in `headwater.price.price`. If the first model
+    is a recipe, tokens or images, batch (rows per device), devices and precision default to its own. trust: as in
+    `train`. Raises `HeadwaterError`.
     """
     outside.trust(trust)
     from headwater import priced
@@ -348,9 +341,6 @@ def plan(
         tokens=tokens,
         images=images,
         hardware=hardware,
-        peak=peak,
-        memory=memory,
-        bandwidth=bandwidth,
         batch=batch,
         devices=devices,
         precision=precision,
@@ -365,42 +355,20 @@ def grow(
     attention_pairs: int | None = None,
     ffn_pairs: int | None = None,
     *,
-    num_hidden_layers: int | None = None,
-    hidden_size: int | None = None,
-    intermediate_size: int | None = None,
-    num_attention_heads: int | None = None,
-    num_key_value_heads: int | None = None,
-    method: str = "exact",
-    layers: Sequence[int] | None = None,
-    key_init: KeyInit = "zero",
-    tau: TauPolicy = "keep",
-    freeze: bool = False,
     trust: Sequence[str] = (),
+    **arguments: Any,
 ) -> AnyModel:
     """A larger model from a trained one, like `headwater grow`: by default without changing its function.
 
     model: a headwater model or one of a family that `retrofit` converts, which is not changed; the folder of a
-    checkpoint or run; or a name on the hub. trust: as in `train`. The rest is as in `headwater.growth.grow.grow`.
+    checkpoint or run; or a name on the hub. trust: as in `train`. The rest are the arguments of
+    `headwater.growth.grow.grow`.
     Raises `HeadwaterError`.
     """
     outside.trust(trust)
     from headwater import growth
 
-    return growth.grow(
-        _opened("grow", model)[0],
-        attention_pairs,
-        ffn_pairs,
-        num_hidden_layers=num_hidden_layers,
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_attention_heads=num_attention_heads,
-        num_key_value_heads=num_key_value_heads,
-        method=method,
-        layers=layers,
-        key_init=key_init,
-        tau=tau,
-        freeze=freeze,
-    )
+    return growth.grow(_opened("grow", model)[0], attention_pairs, ffn_pairs, **arguments)
 
 
 @quiet()

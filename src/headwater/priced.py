@@ -120,28 +120,23 @@ def prices(
     tokens: str | float | None = None,
     images: str | float | None = None,
     hardware: str | Hardware | None = None,
-    peak: float | None = None,
-    memory: float | None = None,
-    bandwidth: float | None = None,
     **settings: Any,
 ) -> list[Price] | list[ImagePrice]:
     """Prices of models by name, all of text or all of images.
 
     context: of text; default: the first model's own, as far as learned positions of the others reach. tokens, images:
-    a number, or as in "300B". hardware: a device, by name or "this"; peak, memory and bandwidth in TFLOP/s, GB and GB/s
-    replace its figures. settings: batch, devices, precision and mfu, as in `headwater.price.price`; what is None or
-    missing, and the budget, default to how the first model is trained. Raises `HeadwaterError`.
+    a number, or as in "300B". hardware: a device, also by name or "this". settings: batch, devices, precision and mfu,
+    as in `headwater.price.price`; what is None or missing, and the budget, default to how the first model is trained.
+    Raises `HeadwaterError`.
     """
     from headwater import hardware as devices
     from headwater.price import price
 
-    figures = {"peak": peak, "memory": memory, "bandwidth": bandwidth, "mfu": settings.get("mfu")}
-    for label, value in figures.items():
-        if value is not None and not isinstance(value, int | float):
-            raise HeadwaterError(f"{label} must be a number, not {shown(value)}.")
+    if not isinstance(mfu := settings.get("mfu", 0.4), int | float):
+        raise HeadwaterError(f"mfu must be a number, not {shown(mfu)}.")
     if not isinstance(hardware, str | devices.Hardware | None):
         raise HeadwaterError(f"hardware is a device's name, such as 'H100', not {shown(hardware)}.")
-    device = device_of(hardware, peak, memory, bandwidth)
+    device = devices.hardware(hardware) if isinstance(hardware, str) else hardware
     models = list(found.values())
     first, *others = (one.config for one in models)
     of_images = isinstance(first, HeadwaterVisionConfig)
@@ -170,18 +165,6 @@ def prices(
         )
         for name, one in found.items()
     ]
-
-
-def device_of(
-    hardware: str | Hardware | None, peak: float | None, memory: float | None, bandwidth: float | None
-) -> Hardware | None:
-    """A device by its name, with these figures in place of its own."""
-    from headwater import hardware as devices
-
-    device = devices.hardware(hardware) if isinstance(hardware, str) else hardware
-    if any(given is not None for given in (peak, memory, bandwidth)):
-        device = devices.custom(device, peak, memory, bandwidth)
-    return device
 
 
 def schedules(models: Iterable[Any], overrides: Sequence[str] = (), vocabulary: int | None = None) -> list[ToTrain]:

@@ -217,10 +217,8 @@ class Training(Settings):
     compile: bool | None = None
     """Compile each block, and the output head with the loss, with torch.compile. On a GPU it needs a C compiler, on a
     CPU one for C++. Default: on a GPU that has one."""
-    gradient_checkpointing: bool | Literal["attention", "half"] | Annotated[float, Field(gt=0, lt=1)] = False
-    """Recompute each block's activations in the backward pass, to save memory. attention: all but what attention
-    kernels return; half: all but that and the result of every second matmul. A number,
-    with `compile`: the share to keep, chosen by the compiler (its activation_memory_budget)."""
+    gradient_checkpointing: bool = False
+    """Recompute each block's activations in the backward pass, to save memory."""
     loss_chunk_tokens: Count | None = None
     """Tokens whose logits are in memory at once; the output head then costs 4/3 of its FLOPs. Default: all."""
     threads: int | None = Field(default=None, ge=1, le=1024)
@@ -244,11 +242,6 @@ class Training(Settings):
     def _options_fit(self) -> Self:
         if self.replicas > 1 and self.strategy != "fsdp":
             raise ValueError("training.replicas is for training.strategy=fsdp")
-        if isinstance(self.gradient_checkpointing, float) and self.compile is False:
-            raise ValueError(
-                f"training.gradient_checkpointing={self.gradient_checkpointing:g} is a share that the compiler keeps; "
-                "set training.compile=true, or use true, attention or half"
-            )
         if self.optimizer_options and self.optimizer in OPTIMIZERS.own:
             raise ValueError(
                 f"training.optimizer_options are for outside optimizers; {self.optimizer} has its own fields"
@@ -424,8 +417,6 @@ class Growth(Settings):
     """Pairs of each attention projection after growth, of a model with parameter tokens."""
     ffn_pairs: Count | None = None
     """Pairs of each feed-forward after growth."""
-    layers: list[int] | None = None
-    """New pairs only in these layers, from 0; default: all."""
     key_init: KeyInit = "zero"
     """random changes the function."""
     tau: TauPolicy = "keep"
@@ -441,7 +432,7 @@ class Growth(Settings):
     def _possible(self) -> Self:
         try:
             pairs = self.attention_pairs or self.ffn_pairs
-            check_of_pairs(self.sizes, self.method, pairs, self.layers, self.key_init, self.tau, self.freeze)
+            check_of_pairs(self.sizes, self.method, pairs, self.key_init, self.tau, self.freeze)
         except HeadwaterError as error:
             raise ValueError(str(error)) from error
         return self

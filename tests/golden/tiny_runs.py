@@ -58,7 +58,7 @@ WAYS: dict[str, dict[str, Any]] = {
         "training": {"gradient_accumulation_steps": 2, "z_loss": 1e-3, "schedule": "constant", "ema_decay": 0.9}
     },
     "checkpointing": {"training": {"gradient_checkpointing": True}},
-    "half": {"training": {"gradient_checkpointing": "half", "loss_chunk_tokens": 16}},
+    "loss_chunk_tokens": {"training": {"loss_chunk_tokens": 16}},
     "varlen": {"data": ROWS | {"context": 128}, "training": {"attn_implementation": "varlen"}},
     "matmul": {"training": {"attn_implementation": "matmul", "weight_decay_on": "all", "max_grad_norm": None}},
     "growth": {"model": PAIRS, "stages": [{"name": "more", "grow": {"ffn_pairs": 48}, "training": {"steps": 2}}]},

@@ -541,7 +541,6 @@ def test_an_outside_mechanism_has_to_say_how_it_grows(monkeypatch):
             "no model deeper; use, for example, identity[+]net2net",
         ),
         ({}, dict(num_hidden_layers=4, method="stack"), "can be 6 or 9, not 4"),
-        ({}, dict(num_hidden_layers=4, layers=[0]), "layers is about new pairs"),
         ({}, dict(num_hidden_layers=4, key_init="random"), "key_init is about new pairs"),
         ({}, dict(num_hidden_layers=4, tau="recompute"), "tau is about new pairs"),
         ({}, dict(num_hidden_layers=6, method="stack+lemon"), "'lemon' would do nothing; use the method stack"),

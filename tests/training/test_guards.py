@@ -13,8 +13,7 @@ import yaml
 import processes
 from headwater.errors import HeadwaterError
 from headwater.models.causal_lm import HeadwaterForCausalLM
-from headwater.records import Notice, read_record
-from headwater.training.guards import MEMORY, Spikes
+from headwater.records import read_record
 from headwater.training.loop import train
 from headwater.training.places import checkpoints
 
@@ -96,39 +95,6 @@ def test_broken_weights_are_never_saved(recipe, tmp_path):
         train(recipe(training={"learning_rate": 1e39, "warmup_steps": 0, "max_grad_norm": None}), tmp_path / "run")
     for checkpoint in checkpoints(tmp_path / "run"):
         assert all(bool(t.isfinite().all()) for t in load_weights(tmp_path / "run", int(checkpoint.name[5:])).values())
-
-
-def test_a_loss_that_stands_out_is_a_spike_and_noise_is_none():
-    draw = torch.Generator().manual_seed(0)
-    spikes = Spikes()
-    found = [
-        spikes.is_spike(3 * math.exp(-step / 500) + 0.05 * float(torch.randn((), generator=draw)))
-        for step in range(2000)
-    ]
-    assert not any(found)
-    assert all(spikes.is_spike(3.0) for _ in range(8)), "the first has not made the others ordinary"
-    assert not spikes.is_spike(0.1)
-    assert not Spikes().is_spike(1e9), "nothing stands out at the start"
-
-
-def test_a_spike_is_told_and_recorded(recipe, tmp_path, monkeypatch):
-    monkeypatch.setattr("headwater.training.guards.MEMORY", 5)
-    original, count = HeadwaterForCausalLM.forward, iter(range(1, 10**6))
-
-    def forward(self, *args, **kwargs):
-        out = original(self, *args, **kwargs)
-        if self.training and next(count) == 21:
-            out.loss = out.loss * 10
-        return out
-
-    monkeypatch.setattr(HeadwaterForCausalLM, "forward", forward)
-    told = []
-    made = recipe(training={"gradient_accumulation_steps": 2})
-    record = train(made, tmp_path / "run", on_event=lambda step, point: told.append(point))
-    assert [n.step for n in record.notices] == [11]
-    assert record.notices[0].message.startswith("The loss is ")
-    assert [p for p in told if isinstance(p, Notice)] == record.notices
-    assert MEMORY == 100
 
 
 def little_memory():

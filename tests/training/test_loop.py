@@ -359,22 +359,6 @@ def test_a_compiled_model_sees_evaluation_in_one_shape(recipe, tmp_path, monkeyp
     assert found[True][0] == pytest.approx(found[False][0], rel=1e-6)
 
 
-def test_a_share_of_activations_is_for_compiled_runs(recipe, tmp_path, monkeypatch):
-    with pytest.raises(HeadwaterError, match=r"training\.compile=true"):
-        recipe(training={"gradient_checkpointing": 0.5, "compile": False})
-    with pytest.raises(HeadwaterError, match=r"training\.compile=true"):  # a CPU's default
-        train(recipe(training={"gradient_checkpointing": 0.5}), tmp_path / "run")
-    made = []
-    monkeypatch.setattr(setup, "compiles", lambda *given: True)
-    monkeypatch.setattr(setup, "compile_model", lambda model, budget: made.append(budget))
-    for share in (0.5, "half"):
-        train(recipe(training={"gradient_checkpointing": share, "steps": 1}), tmp_path / f"{share}")
-    assert made == [0.5, None]
-    for wrong in (0.0, 1.0, 1.5, -0.1, 1):
-        with pytest.raises(HeadwaterError, match="gradient_checkpointing"):
-            recipe(training={"gradient_checkpointing": wrong})
-
-
 @pytest.mark.parametrize("triton", [True, False])
 def test_only_a_gpu_compiles_by_default(monkeypatch, triton):
     monkeypatch.setattr(setup, "has_triton", lambda: triton)

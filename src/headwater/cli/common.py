@@ -143,6 +143,26 @@ def check_outside(folder: Path, source: str | Path, around: bool = False) -> Non
         raise HeadwaterError(f"--out {str(folder)!r} is, holds, or is in the source; choose another folder.")
 
 
+def new_folder(folder: Path | None, source: str | Path, suffix: str, may_exist: bool = False) -> Path:
+    """The folder of a new model: `folder`, or one next to the source with this suffix.
+
+    Raises `HeadwaterError` before any work if it exists, or cannot be written.
+    """
+    from headwater.files import check_free
+    from headwater.training.places import FOLDER
+
+    source = Path(source)
+    if folder is None:
+        whole = source if source.name and ".." not in source.parts else Path(os.path.realpath(source))
+        whole = whole.parent.parent if whole.parent.name == FOLDER else whole
+        folder = Path(whole.parent if whole.exists() else ".") / f"{whole.name}-{suffix}"
+    check_outside(folder, source)
+    if not may_exist:
+        check_free(folder)
+    check_writable(folder, folder=True)
+    return folder
+
+
 def check_writable(target: Path, folder: bool = False, is_ours: IsOurs | None = None) -> None:
     """Raise `HeadwaterError` if a file or folder cannot be written, before there is work to lose.
 

@@ -73,7 +73,6 @@ def add_pairs(
     attention_pairs: int | None = None,
     ffn_pairs: int | None = None,
     *,
-    layers: Sequence[int] | None = None,
     key_init: KeyInit = "zero",
     tau: TauPolicy = "keep",
     freeze: bool = False,
@@ -81,7 +80,6 @@ def add_pairs(
     """Grow a model without changing its function: new pairs with zero keys and random values, τ unchanged.
 
     attention_pairs, ffn_pairs: pairs of each attention projection and feed-forward after growth; None keeps them.
-    layers: grow only these, counted from 0; default: all.
     key_init: "random" initializes the new keys as in a fresh model, which changes the function.
     tau: "recompute" sets τ to the default of the new number of pairs, √n, which changes the function.
     freeze: train only the new pairs. Growing a frozen model again without it unfreezes everything.
@@ -96,7 +94,7 @@ def add_pairs(
     for name, value, known in (("key_init", key_init, get_args(KeyInit)), ("tau", tau, get_args(TauPolicy))):
         if value not in known:
             raise HeadwaterError(f"{name} must be {' or '.join(map(repr, known))}, not {value!r}.")
-    config = added_config(model.config, attention_pairs, ffn_pairs, layers, key_init, freeze)
+    config = added_config(model.config, attention_pairs, ffn_pairs, key_init, freeze)
     options, new = options_of(model.config), pairs_of(config)
     grown = copied(model)
     names = {module: name for name, module in grown.named_modules()}
@@ -159,8 +157,6 @@ def shrink(
     weights: Sequence[dict[Map, Tensor]],
     attention_pairs: int | None = None,
     ffn_pairs: int | None = None,
-    *,
-    layers: Sequence[int] | None = None,
 ) -> Model:
     """Keep only the pairs that matter most, in their order.
 
@@ -173,7 +169,7 @@ def shrink(
     counts = pairs_of(model)
     if [{which: len(each) for which, each in layer.items()} for layer in weights] != counts:
         raise HeadwaterError("These weights are not of this model's pairs; compute them with importance(model, …).")
-    new = _counts(counts, attention_pairs, ffn_pairs, chosen_layers(model.config, layers))
+    new = _counts(counts, attention_pairs, ffn_pairs)
     for layer, (was, now) in enumerate(zip(counts, new, strict=True)):
         for which in MAPS:
             if not 1 <= now[which] <= was[which]:
@@ -314,13 +310,12 @@ def added_config(
     config: HeadwaterConfig,
     attention_pairs: int | None = None,
     ffn_pairs: int | None = None,
-    layers: Sequence[int] | None = None,
     key_init: KeyInit = "zero",
     freeze: bool = False,
 ) -> HeadwaterConfig:
     """The config that `add_pairs` gives a model with this config, without a model. Raises the same errors."""
     counts, options = pairs_of(config), options_of(config)
-    new = _counts(counts, attention_pairs, ffn_pairs, chosen_layers(config, layers))
+    new = _counts(counts, attention_pairs, ffn_pairs)
     _check_grows(counts, new, thaws=options["frozen"] is not None and not freeze)
     if key_init == "zero" and options["score"] in NOT_NEUTRAL:
         raise HeadwaterError(
@@ -346,27 +341,14 @@ def copied(model: Model) -> Model:
             parameter.grad = gradient
 
 
-def chosen_layers(config: HeadwaterConfig, layers: Sequence[int] | None) -> list[int]:
-    depth = config.num_hidden_layers
-    if layers is None:
-        return list(range(depth))
-    if not isinstance(layers, list | tuple | range):
-        raise HeadwaterError(f"layers must list numbers, such as [0, 1], not {layers!r}.")
-    for layer in layers:
-        check_whole("A layer", layer)
-        if not 0 <= layer < depth:
-            raise HeadwaterError(f"There is no layer {layer}; this model has layers 0 to {depth - 1}.")
-    return sorted(set(layers))
-
-
-def _counts(counts: Counts, attention: int | None, feed_forward: int | None, layers: Sequence[int]) -> Counts:
-    """The counts with these in their place in `layers`."""
+def _counts(counts: Counts, attention: int | None, feed_forward: int | None) -> Counts:
+    """The counts with these in their place."""
     asked = {which: feed_forward if which == "feed_forward" else attention for which in MAPS}
     for name, pairs in (("attention_pairs", attention), ("ffn_pairs", feed_forward)):
         if pairs is not None:
             check_whole(name, pairs)
     changed: dict[Map, int] = {which: count for which, count in asked.items() if count is not None}
-    return [was | changed if layer in layers else dict(was) for layer, was in enumerate(counts)]
+    return [was | changed for was in counts]
 
 
 def _check_grows(counts: Counts, new: Counts, thaws: bool) -> None:

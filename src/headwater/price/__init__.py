@@ -9,7 +9,7 @@ from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError
 from headwater.price import images, text
 from headwater.price.images import ImagePrice
-from headwater.price.pictures import COLORS, figure, figure_of_images
+from headwater.price.pictures import COLORS, figure
 from headwater.price.schedule import price_schedule, schedule_table
 from headwater.price.shared import si
 from headwater.price.text import Price
@@ -21,7 +21,6 @@ __all__ = [
     "ImagePrice",
     "Price",
     "figure",
-    "figure_of_images",
     "price",
     "price_schedule",
     "schedule_table",

@@ -42,7 +42,6 @@ class AtContext:
 
     causal, full: forward FLOPs by part; full counts the whole square of scores, causal only the part that is used.
     prefill: FLOPs of a prompt of this length and its last token's logits, for the whole batch.
-    activation_bytes_keeping: with gradient checkpointing that keeps the results it is named after.
     step_bytes: training state and activations with the gradient checkpointing that was asked for.
     """
 
@@ -55,7 +54,6 @@ class AtContext:
     cache_bytes: int
     activation_bytes: int
     activation_bytes_checkpointed: int
-    activation_bytes_keeping: dict[str, int]
     step_bytes: int
     limits: Limits | None
 
@@ -87,7 +85,7 @@ def price(
     devices: int = 1,
     precision: str = "bf16-mixed",
     mfu: float = 0.4,
-    gradient_checkpointing: bool | str | float = False,
+    gradient_checkpointing: bool = False,
     loss_chunk_tokens: int | None = None,
     masked: bool = False,
     averages: bool = False,
@@ -115,7 +113,7 @@ def price(
     element, _ = cost.BYTES[precision]
     state = cost.state_bytes(config, precision, averages)
 
-    def activations(length: int, rows: int, checkpointed: bool | str | float) -> int:
+    def activations(length: int, rows: int, checkpointed: bool) -> int:
         return sum(
             cost.activation_bytes(config, length, rows, precision, checkpointed, loss_chunk_tokens, masked).values()
         )
@@ -142,7 +140,6 @@ def price(
             cache_bytes=cost.cache_bytes(config, length, batch, element),
             activation_bytes=activations(length, batch, False),
             activation_bytes_checkpointed=activations(length, batch, True),
-            activation_bytes_keeping={what: activations(length, batch, what) for what in ("attention", "half")},
             step_bytes=sum(state.values()) + activations(length, batch, gradient_checkpointing),
             limits=None if hardware is None else limits(length, hardware),
         )
@@ -211,7 +208,7 @@ def note(prices: Sequence[Price]) -> str:
     ]
     for one in prices:
         how = [
-            "" if not one.gradient_checkpointing else f"gradient checkpointing ({one.gradient_checkpointing})".lower(),
+            "gradient checkpointing" if one.gradient_checkpointing else "",
             "" if one.loss_chunk_tokens is None else f"logits of {one.loss_chunk_tokens:,} tokens at once",
             "a mask for packed rows" if one.masked else "",
         ]

@@ -241,7 +241,7 @@ def similarity(model: HeadwaterForCausalLM, rows: Tensor) -> Similarity:
     """For each two layers, how much of one's keys or values is left if the other's take their place.
 
     Element [l, s] is 1 - Σ‖x_l - x_s‖² / Σ(‖x_l‖² + ‖x_s‖²), over tokens and heads, after both were turned to be as
-    alike as they can be (see `aligned`).
+    alike as they can be (see `align`).
     """
     _check_comparable(model.config)
     made = samples(model, rows)
@@ -319,21 +319,11 @@ def turned(x: Tensor, matrices: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def aligned(
-    model: HeadwaterForCausalLM, rows: Tensor, mechanisms: Any = None, num_key_value_heads: int | None = None
-) -> HeadwaterForCausalLM:
-    """A copy of `model` with the same function, whose keys and values are as near to those that `blended` is to mix
-    them with as turning them brings them, on `rows` of tokens [B, T]. Those that cannot be turned stay."""
-    made = copy.deepcopy(model)
-    align(made, rows, mechanisms, num_key_value_heads)
-    return made
-
-
-@torch.no_grad()
 def align(
     model: HeadwaterForCausalLM, rows: Tensor, mechanisms: Any = None, num_key_value_heads: int | None = None
 ) -> bool:
-    """Make `model` itself `aligned`; whether anything could be turned."""
+    """Turn the model's keys and values as near to those that `blended` is to mix them with as turning brings them, on
+    `rows` of tokens [B, T]; the function stays. Returns whether anything could be turned."""
     config = blended_config(model.config, mechanisms, num_key_value_heads)
     parts = [part for part, can in can_turn(model).items() if can]
     if not parts:

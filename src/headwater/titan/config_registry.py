@@ -130,7 +130,6 @@ def check_recipe(recipe: Recipe) -> None:
         "ema_decay": (None,),
         "distillation": (None,),
         "precision": ("32-true", "bf16-mixed", "bf16-true"),
-        "gradient_checkpointing": (False, True),
     }.items():
         if getattr(training, field) not in known:
             raise HeadwaterError(

@@ -1,8 +1,7 @@
-"""Guards for long runs: the losses of a step, loss spikes, running out of memory."""
+"""Guards for long runs: the losses of a step, running out of memory."""
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,30 +22,6 @@ from headwater.price import price, si
 from headwater.recipe import Recipe, Training
 from headwater.training.attention import attention_of
 from headwater.training.distill import Teacher
-
-# A loss this many standard deviations above its running mean is a spike; averages look back about this many steps.
-DEVIATIONS, MEMORY = 6.0, 100
-
-
-class Spikes:
-    """Running mean and variance of the loss, as tensors, so that they are saved with the run."""
-
-    def __init__(self) -> None:
-        self.state = {f"spikes.{name}": torch.zeros(1, dtype=torch.float64) for name in ("seen", "mean", "variance")}
-
-    def is_spike(self, loss: float) -> bool:
-        """Whether this step's loss is a spike; never in the first `MEMORY` steps."""
-        seen, mean, variance = self.state.values()
-        spread = math.sqrt(float(variance))
-        found = float(seen) >= MEMORY and loss > float(mean) + DEVIATIONS * spread
-        # A spike moves the averages no more than the largest normal loss would, so that the next spike is found too.
-        taken = min(loss, float(mean) + DEVIATIONS * spread) if float(seen) >= MEMORY else loss
-        seen += 1
-        weight = 1 / min(float(seen), MEMORY)
-        difference = taken - float(mean)
-        mean += weight * difference
-        variance.copy_((1 - weight) * (variance + weight * difference**2))
-        return found
 
 
 @contextmanager

@@ -306,7 +306,7 @@ class TrainingRun:
         (step, readings, counts, phase), self.outcome = self.outcome, None
         loss, self.norm = readings.values()
         _, fingerprint, stops, ready = counts.values()
-        progress, spikes = self.progress, self.setup.spikes
+        progress = self.progress
         progress.order = hashlib.sha256(f"{progress.order}{fingerprint}".encode()).hexdigest()
         self.others_stop = stops > 0
         if ready == self.fabric.world_size and phase == self.saver.phase:
@@ -317,9 +317,6 @@ class TrainingRun:
         progress.skipped_last = 0
         self.running["loss"] += loss
         self.running["steps"] += 1
-        if spikes.is_spike(loss):
-            mean = float(spikes.state["spikes.mean"])
-            self.journal.warn(f"The loss is {loss:.4g}, after {mean:.4g} on average.", step)
 
     def take(self, count: int) -> list[Counted]:
         """The next batches. Raises `HeadwaterError`, with all finished steps saved, if they cannot be read."""

@@ -50,7 +50,7 @@ from headwater.written import MOST_TEXT, read_text
 
 PROCESSOR = "preprocessor_config.json"
 # The arguments of growth by parameter tokens.
-OF_PAIRS = ("attention_pairs", "ffn_pairs", "layers", "key_init", "tau", "freeze")
+OF_PAIRS = ("attention_pairs", "ffn_pairs", "key_init", "tau", "freeze")
 
 
 @dataclass
