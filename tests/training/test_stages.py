@@ -113,7 +113,6 @@ def test_several_devices_are_told_to_go_stage_by_stage(staged, tmp_path):
         ([{"name": "a", "grow": {"heads": 3}}], r"stages\.0\.grow has no field 'heads'; .*num_attention_heads"),
         ([{"name": "../../x"}], "name"),
         ([{"name": "a"}, {"name": "b", "grow": {"attention_pairs": 3}}], "Stage 'b': .*at least 5"),
-        ([{"name": "a", "grow": {"ffn_pairs": 30, "layers": [7]}}], "0 to 1"),
         ([{"name": "a", "grow": {"hidden_size": 8}}], "would shrink"),
         ([{"name": "a", "grow": {"hidden_size": 33, "method": "hypercloning"}}], "hypercloning multiplies"),
         ([{"name": "a", "grow": {"hidden_size": 33, "method": "clone"}}], "no method .clone."),

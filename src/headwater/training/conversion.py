@@ -56,7 +56,7 @@ def conversion_recipe(
         "learning_rate": learning_rate,
         "schedule": "constant",
         "warmup_steps": min(50, constant // 4, first),
-        "distill": {},
+        "distillation": {},
     }
     stages: list[dict[str, Any]] = []
     if first < constant:
