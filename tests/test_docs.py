@@ -29,7 +29,6 @@ from headwater.recipe import (
     Start,
     Training,
     TrainingStage,
-    Widening,
 )
 
 ROOT = Path(__file__).parents[1]
@@ -223,7 +222,7 @@ SECTIONS: dict[str, tuple[type[BaseModel], ...]] = {
     "augmentation": (Augmentation,),
     "training": (Training,),
     "reporting": (Reporting,),
-    "start": (Start, Growth, Widening),
+    "start": (Start, Growth),
     "stages": (TrainingStage,),
     "compare": (Compare,),
     **DATA,

@@ -224,8 +224,7 @@ def test_a_command_started_in_the_folder_imports_nothing_from_it(download):
 def _name_mechanism(name: str, nested: bool = False) -> Callable[[Download], None]:
     def plant(download: Download) -> None:
         mechanisms = {"blend": {"mechanisms": {name: {}}}} if nested else {name: {}}
-        origins = {name: f"{name} of the package planted 1.0"}
-        download.change("config.json", mechanisms=mechanisms, mechanism_origins=origins)
+        download.change("config.json", mechanisms=mechanisms)
 
     return plant
 
@@ -354,7 +353,7 @@ IN_RECORDS = {
     "a function as optimizer": _set("training", "optimizer", to="os:system"),
     "schedule": _set("training", "schedule", to="planted:make"),
     "exec as schedule": _set("training", "schedule", to="builtins:exec"),
-    "unfrozen": _set("training", "unfrozen", to=["planted:Evil"]),
+    "trainable_mechanisms": _set("training", "trainable_mechanisms", to=["planted:Evil"]),
     "data": _set("data", "kind", to="planted:Data"),
     "a program as data": _set("data", "kind", to="subprocess:Popen"),
     "conversion": _set("start", to={"checkpoint": "model", "convert": {"mechanisms": {"planted:Evil": {}}}}),

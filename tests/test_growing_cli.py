@@ -72,16 +72,16 @@ def logits(folder: Path, vocabulary: int = VOCAB) -> torch.Tensor:
 class TestGrow:
     def test_it_writes_a_larger_model_of_the_same_function_beside_the_source(self, run, small):
         before = digest(small)
-        code, out, _ = run("grow", small, "--attention-pairs", 1000, "--ffn-pairs", 14, "--layers", "0,2")
+        code, out, _ = run("grow", small, "--attention-pairs", 1000, "--ffn-pairs", 14)
         target = small.with_name("small-grown")
         assert code == 0
         assert str(target) in out
         assert digest(small) == before
         a, b = logits(small), logits(target)
         assert (a - b).abs().max() < 1e-12 * a.abs().max()
-        assert [layer["key"] for layer in pairs_of(HeadwaterForCausalLM.from_pretrained(target))] == [1000, 7, 1000]
+        assert [layer["key"] for layer in pairs_of(HeadwaterForCausalLM.from_pretrained(target))] == [1000] * 3
         (event,) = history_of(target)
-        assert (event.what, event.details["attention_pairs"], event.details["layers"]) == ("grown", 1000, [0, 2])
+        assert (event.what, event.details["attention_pairs"]) == ("grown", 1000)
 
     @pytest.mark.parametrize(
         ("arguments", "said"),
@@ -89,12 +89,10 @@ class TestGrow:
             (["--attention-pairs", 3], "at least 7"),
             (["--attention-pairs", 0], "greater than or equal to 1"),
             ([], "Nothing would grow"),
-            (["--ffn-pairs", 20, "--layers", "a"], "--layers lists numbers"),
             (["--num-hidden-layers", 4, "--method", "foo"], "headwater: There is no method 'foo'"),
-            (["--num-hidden-layers", 4, "--layers", 0], "headwater: layers is about new pairs"),
-            (["--ffn-pairs", 20, "--layers", 3], "0 to 2"),
-            (["--ffn-pairs", 20, "--keys", "one"], "'zero' or 'random'"),
-            (["--ffn-pairs", 20, "--tau", "x"], "'kept' or 'recomputed'"),
+            (["--num-hidden-layers", 4, "--key-init", "random"], "headwater: key_init is about new pairs"),
+            (["--ffn-pairs", 20, "--key-init", "one"], "'zero' or 'random'"),
+            (["--ffn-pairs", 20, "--tau", "x"], "'keep' or 'recompute'"),
         ],
     )
     def test_what_it_cannot_do_is_one_sentence(self, run, small, arguments, said, tmp_path):

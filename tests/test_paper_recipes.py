@@ -248,7 +248,7 @@ def context(recipe: Recipe) -> int:
 
 
 def tokens_a_step(recipe: Recipe) -> int:
-    return recipe.training.batch_size * recipe.training.accumulate * context(recipe)
+    return recipe.training.batch_size * recipe.training.gradient_accumulation_steps * context(recipe)
 
 
 def config(recipe: Recipe) -> HeadwaterConfig:
@@ -310,7 +310,7 @@ def reduced(recipe: Recipe, corpus: Path) -> Recipe:
     values["training"] |= dict(
         steps=2,
         batch_size=2,
-        accumulate=min(recipe.training.accumulate, 2),
+        gradient_accumulation_steps=min(recipe.training.gradient_accumulation_steps, 2),
         warmup_steps=min(recipe.training.warmup_steps, 1),
         precision="32-true",
         compile=False,
@@ -384,9 +384,9 @@ def test_settings_are_the_papers(name):
         rate, *rest = SETTINGS[name]
         expected = float(arm.rpartition(" at ")[2]) if rate is None else rate
         assert math.isclose(training.learning_rate, expected), arm
-        schedule = [training.schedule, training.warmup_steps, training.final_learning_rate]
+        schedule = [training.schedule, training.warmup_steps, training.min_learning_rate_ratio]
         assert [*schedule, context(recipe)] == rest, arm
-        assert (training.betas, training.weight_decay, training.clip) == ((0.9, 0.95), 0.1, 1.0), arm
+        assert (training.betas, training.weight_decay, training.max_grad_norm) == ((0.9, 0.95), 0.1, 1.0), arm
         assert training.optimizer == "adamw", arm
 
 
@@ -559,7 +559,15 @@ def test_reduction_keeps_what_makes_the_arm(name, arm, corpus):
     for mechanism, options in before.mechanisms.items():
         for option, value in options.items():
             assert option.endswith("_pairs") or after.mechanisms[mechanism][option] == value
-    for field in ("learning_rate", "schedule", "final_learning_rate", "betas", "epsilon", "weight_decay", "clip"):
+    for field in (
+        "learning_rate",
+        "schedule",
+        "min_learning_rate_ratio",
+        "betas",
+        "epsilon",
+        "weight_decay",
+        "max_grad_norm",
+    ):
         assert getattr(small.training, field) == getattr(recipe.training, field)
     assert small.training.optimizer == recipe.training.optimizer
     assert small.training.gradient_checkpointing == recipe.training.gradient_checkpointing
@@ -586,8 +594,8 @@ def test_two_steps_train(name, arm, corpus, tmp_path):
 @pytest.mark.parametrize(
     ("file", "series", "steps", "warmup", "growth"),
     [
-        ("grown", "tokenformer-", 60_000, (2000, 2000), ("zero", "kept")),
-        ("maxtext-grown", "tokenformer-maxtext-", 120_000, (6000, 1200), ("random", "recomputed")),
+        ("grown", "tokenformer-", 60_000, (2000, 2000), ("zero", "keep")),
+        ("maxtext-grown", "tokenformer-maxtext-", 120_000, (6000, 1200), ("random", "recompute")),
     ],
 )
 def test_the_growth_series_is_the_papers(file, series, steps, warmup, growth):
@@ -600,11 +608,13 @@ def test_the_growth_series_is_the_papers(file, series, steps, warmup, growth):
         assert run.training.learning_rate == 6e-4
         assert run.training.warmup_steps == warmup[name != "124m"]
         pairs = PRESETS[f"{series}{name}"].fields["mechanisms"]["pattention"]
-        given = config(run).mechanisms["pattention"] if run.start is None else run.start.grow.model_dump()
-        assert {option: given[option] for option in pairs if option in given} == (
-            pairs if run.start is None else {option: pairs[option] for option in ("attention_pairs", "ffn_pairs")}
-        )
-        assert run.start is None or (run.start.grow.keys, run.start.grow.tau) == growth
+        if run.start is None:
+            given = config(run).mechanisms["pattention"]
+            assert {option: given[option] for option in pairs} == pairs
+        else:
+            grow = run.start.grow
+            assert (grow.attention_pairs, grow.ffn_pairs) == (pairs["attention_pairs"], pairs["ffn_pairs"])
+            assert (grow.key_init, grow.tau) == growth
     first = config(runs["124m"][0])
     for name, (run, _) in list(runs.items())[1:]:
         first = grown_config(first, run.start.grow.attention_pairs, run.start.grow.ffn_pairs)
@@ -647,12 +657,12 @@ def test_recipes_of_images_are_the_papers(name):
     for arm, wanted in millions.items():
         own = recipe.arm(arm, 0)
         training = own.training
-        batch = training.batch_size * training.accumulate
+        batch = training.batch_size * training.gradient_accumulation_steps
         assert (batch, training.steps) == (4096, steps)
         assert math.ceil(epochs * 1_281_167 / batch) in (steps, steps + 1)
         assert round(20 * 1_281_167 / batch) == training.warmup_steps
         assert training.learning_rate == pytest.approx(1e-4 * batch / 256)
-        assert (training.weight_decay, training.betas, training.ema) == (0.3, (0.9, 0.95), 0.9999)
+        assert (training.weight_decay, training.betas, training.ema_decay) == (0.3, (0.9, 0.95), 0.9999)
         assert training.label_smoothing == 0.1
         augmentation = own.data.augmentation
         assert (augmentation.rand_augment, augmentation.mixup, augmentation.cutmix) == ((9, 0.5), 0.8, 1.0)

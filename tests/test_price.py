@@ -8,9 +8,8 @@ import pytest
 
 from headwater import HeadwaterConfig, cost
 from headwater.errors import HeadwaterError
-from headwater.hardware import KNOWN, Hardware, custom, hardware, measure
-from headwater.presets import preset
-from headwater.price import figure, figure_of_images, price, si, table
+from headwater.hardware import KNOWN, Hardware, hardware, measure
+from headwater.price import figure, price, si, table
 
 DEVICE = Hardware("toy", flops=1e12, flops_fp32=2e11, memory=1e9, bandwidth=1e11, source="made up")
 CONFIG = HeadwaterConfig(
@@ -110,15 +109,6 @@ def test_growing_pairs_leaves_the_slope_and_growing_width_does_not():
     assert [line.get_linestyle() for line in lines] == ["-", "-", "--"]
 
 
-def test_the_figure_of_images_has_the_price_at_the_models_own_size():
-    config = preset("vit-b-16", image_size=64)
-    (line,) = figure_of_images({"vit": config}).axes[0].lines
-    flops = dict(zip(*line.get_data(), strict=True))
-    assert list(flops) == [16 * patches for patches in range(1, 9)]
-    assert flops[64] == pytest.approx(sum(cost.forward_flops_per_image(config).values()) / 1e9)
-    assert config.image_size == 64
-
-
 def test_hardware_is_known_by_name_in_any_case():
     assert hardware("h100") is KNOWN["H100"]
     assert all(d.flops > d.flops_fp32 and d.memory > 1e10 and d.bandwidth > 1e11 for d in KNOWN.values())
@@ -126,18 +116,11 @@ def test_hardware_is_known_by_name_in_any_case():
         hardware("a100-81")
 
 
-def test_custom_hardware_takes_the_rest_from_its_base():
-    changed = custom(KNOWN["H100"], gigabytes=94)
-    assert (changed.flops, changed.memory) == (KNOWN["H100"].flops, 94e9)
-    assert custom(None, 100, 10, 500).peak("32-true") == custom(None, 100, 10, 500).peak("64-true") == 1e14
+def test_a_peak_may_be_unknown():
     assert KNOWN["H100"].peak("64-true") < KNOWN["H100"].peak("bf16-true")
-    with pytest.raises(HeadwaterError, match=r"64-true.*--peak"):
+    with pytest.raises(HeadwaterError, match=r"64-true is unknown"):
         price(CONFIG, hardware=KNOWN["L40S"], precision="64-true")
     assert price(CONFIG, precision="64-true").state_bytes["weights"] == 8 * sum(cost.parameters(CONFIG).values())
-    with pytest.raises(HeadwaterError, match="--bandwidth"):
-        custom(None, 100, 10)
-    with pytest.raises(HeadwaterError, match="positive"):
-        custom(KNOWN["H100"], tflops=0)
 
 
 @pytest.mark.slow

@@ -68,7 +68,7 @@ def test_a_training_run_in_a_log(run, tmp_path):
         "name": "tiny",
         "data": {"kind": "induction", "held_out": 4, "length": 8, "vocab_size": 8},
         "model": {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2},
-        "training": {"steps": 3, "batch_size": 2, "accumulate": 2, "threads": 1, "warmup_steps": 1},
+        "training": {"steps": 3, "batch_size": 2, "gradient_accumulation_steps": 2, "threads": 1, "warmup_steps": 1},
         "reporting": {"tensorboard": False, "log_every": 1},
     }
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe))

@@ -94,7 +94,7 @@ def test_overrides_are_dotted_and_typed(file):
         ("training..steps=1", "not of the form"),
         ("training.steps =1", "not of the form"),
         ("training.steps==1", "two = signs"),
-        ("training.clip=", "no value"),
+        ("training.max_grad_norm=", "no value"),
         ("title=a #b", "comment"),
         ("title=a\nb", "second line"),
         ("title=[b]x[/b]", "not valid YAML"),
@@ -126,12 +126,13 @@ def test_a_wrong_field_is_named_with_the_nearest_known_one(file, override, messa
         ("name: x\n", "the field 'data' is missing"),
         ("data: {kind: text, source: x}\ncompare: {baseline: b, arms: {a: {}}}\n", "baseline 'b' is not an arm"),
         (
-            "data: {kind: text, source: x}\ncompare: {baseline: a, arms: {a: {}, b: {}}, budgets: [a]}\n",
-            "compare.budgets: 'a' is not an arm besides the baseline",
+            "data: {kind: text, source: x}\ncompare: {baseline: a, arms: {a: {}, b: {}}, budget_arms: [a]}\n",
+            "compare.budget_arms: 'a' is not an arm besides the baseline",
         ),
         (
-            "data: {kind: text, source: x}\ncompare: {baseline: a, arms: {a: {}, b: {}}, budgets: [b], equal: flops}\n",
-            "compare.equal=flops would make all compare.budgets the same",
+            "data: {kind: text, source: x}\n"
+            "compare: {baseline: a, arms: {a: {}, b: {}}, budget_arms: [b], match: flops}\n",
+            "compare.match=flops would make all compare.budget_arms the same",
         ),
         (
             "data: {kind: text, source: x}\ncompare: {baseline: a, arms: {a: {}, b: {modle: {}}}}\n",
@@ -308,9 +309,9 @@ def test_every_field_is_documented():
 
     from headwater.data.prepared import PreparedSettings
     from headwater.data.text import TextSettings
-    from headwater.recipe import Compare, Growth, Reporting, Start, Training, TrainingStage, Widening
+    from headwater.recipe import Compare, Growth, Reporting, Start, Training, TrainingStage
 
-    sections = (Training, Reporting, Compare, Start, TrainingStage, Growth, Widening)
+    sections = (Training, Reporting, Compare, Start, TrainingStage, Growth)
     for model in (Recipe, *sections, TextSettings, PreparedSettings, InductionSettings):
         walk(model)
     for name in MODEL_FIELDS:

@@ -253,7 +253,7 @@ class TestRecipe:
                     "both": {"model": {"mechanisms": {"kv_shift": {"window": 3}, "value_residual": {}}}},
                     "longer": {
                         "model": {"mechanisms": {"value_residual": {}}},
-                        "training": {"steps": 20, "clip": None},
+                        "training": {"steps": 20, "max_grad_norm": None},
                     },
                 },
                 "sizes": {
@@ -294,7 +294,7 @@ class TestRecipe:
         part = next(p for p in story(found).parts if p.title == "Changes")
         small, _, sizes = part.tables
         assert ["longer", "training.steps", "12", "20"] in small.rows
-        assert ["longer", "training.clip", "1.0", "null"] in small.rows
+        assert ["longer", "training.max_grad_norm", "1.0", "null"] in small.rows
         assert {row[1].split(".")[0] for row in small.rows} == {"model", "training"}
         assert ["model.hidden_size", "16", "32"] in sizes.rows
 

@@ -70,7 +70,7 @@ def smaller(recipe: Recipe) -> Iterator[str]:
         yield f"{where}.steps={STEPS}"
         yield f"{where}.warmup_steps=0"
     yield "training.batch_size=2"
-    yield "training.accumulate=1"
+    yield "training.gradient_accumulation_steps=1"
     if isinstance(recipe.data, HeldOutSettings):
         yield "data.held_out_bytes=1000"
         if recipe.data.source == "python-stdlib":

@@ -59,7 +59,8 @@ RECIPE = """
 name: small
 data: {kind: induction, length: 16}
 model: {num_hidden_layers: 2, hidden_size: 32, num_attention_heads: 2, mechanisms: {kv_shift: {}, value_residual: {}}}
-training: {steps: 4, batch_size: 8, accumulate: 2, learning_rate: 3.0e-3, warmup_steps: 2, threads: 1, clip: 0.1}
+training: {steps: 4, batch_size: 8, gradient_accumulation_steps: 2, learning_rate: 3.0e-3, warmup_steps: 2, threads: 1,
+  max_grad_norm: 0.1}
 reporting: {tensorboard: false, log_every: 1}
 """
 
@@ -308,9 +309,8 @@ def test_a_recipe_gives_the_trainers_config(folder):
         ("training: {optimizer: muon}", "training.optimizer=muon"),
         ("training: {z_loss: 0.1}", "training.z_loss=0.1"),
         ("training: {precision: 64-true}", "training.precision=64-true"),
-        ("training: {unfrozen: [kv_shift]}", "training.unfrozen=.*null"),
-        ("training: {ema: 0.9}", "training.ema=0.9"),
-        ("training: {gradient_checkpointing: half}", "training.gradient_checkpointing=half"),
+        ("training: {trainable_mechanisms: [kv_shift]}", "training.trainable_mechanisms=.*null"),
+        ("training: {ema_decay: 0.9}", "training.ema_decay=0.9"),
         (f"model: {{mechanisms: {{'{__name__}:Hooked': {{}}}}}}", "does not call before_step"),
         ("compare: {arms: {a: {}}, baseline: a}", "has compare"),
     ],

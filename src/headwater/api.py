@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from headwater.compare import OnChange, Outcome
     from headwater.config import HeadwaterConfig
-    from headwater.growth.pairs import Keys, TauPolicy
     from headwater.hardware import Hardware
     from headwater.models.kinds import AnyModel
     from headwater.papers.result import Reproduction
@@ -120,7 +119,7 @@ class Compared(Tabular):
         ]
 
     def evidence(self) -> list[dict[str, Any]]:
-        """With `until: decided`, a row per arm, size and look: arm, seeds, difference, low, high; else no rows."""
+        """With `sequential: true`, a row per arm, size and look: arm, seeds, difference, low, high; else no rows."""
         return [
             ({"size": one.size} if one.size is not None else {})
             | {"arm": summary.arm, "seeds": look.pairs, "difference": look.mean}
@@ -179,10 +178,7 @@ class Plan(Tabular):
     def picture(self, contexts: Sequence[int] = (1024, 4096, 16384, 32768)) -> Figure:
         """Forward FLOPs per token against context. Raises `HeadwaterError` for image models."""
         from headwater.price import figure
-        from headwater.vision_config import HeadwaterVisionConfig
 
-        if any(isinstance(config, HeadwaterVisionConfig) for config in self.configs.values()):
-            raise HeadwaterError("Only text models have a plot of FLOPs against context; table() has the rest.")
         return figure(self.configs, contexts)
 
 
@@ -267,9 +263,9 @@ def compare(
     loaded = read_recipe(recipe, overrides)
     if loaded.compare is None:
         raise HeadwaterError(f"The recipe {loaded.name!r} has no compare section; add one.")
-    if metric is not None and loaded.compare.until is not None:
+    if metric is not None and loaded.compare.sequential:
         raise HeadwaterError(
-            "compare.until=decided adds seeds by the recipe's deciding measure; leave out metric, or name the measure "
+            "compare.sequential adds seeds by the recipe's deciding metric; leave out metric, or name one "
             "in data.metric."
         )
     folder = local(out, "out") if out is not None else Path("runs") / loaded.name
@@ -320,9 +316,6 @@ def plan(
     tokens: str | float | None = None,
     images: str | float | None = None,
     hardware: str | Hardware | None = None,
-    peak: float | None = None,
-    memory: float | None = None,
-    bandwidth: float | None = None,
     batch: int | None = None,
     devices: int | None = None,
     precision: str | None = None,
@@ -334,9 +327,9 @@ def plan(
     models: configs, recipes, presets by name, config.json files, checkpoints or runs. overrides: "field=value" for all
     models, or "training.field=value" for how they are trained. vocabulary: vocabulary size, instead of the models'.
     context: default: the first model's. tokens, or of image models images: a number, or as in "300B". hardware: a
-    device by name, or "this"; peak, memory and bandwidth in TFLOP/s, GB and GB/s replace its figures. batch, devices,
-    precision, mfu: as in `headwater.price.price`. If the first model is a recipe, tokens or images, batch (rows per
-    device), devices and precision default to its own. trust: as in `train`. Raises `HeadwaterError`.
+    device, also by name, or "this". batch, devices, precision, mfu: as in `headwater.price.price`. If the first model
+    is a recipe, tokens or images, batch (rows per device), devices and precision default to its own. trust: as in
+    `train`. Raises `HeadwaterError`.
     """
     outside.trust(trust)
     from headwater import priced
@@ -348,9 +341,6 @@ def plan(
         tokens=tokens,
         images=images,
         hardware=hardware,
-        peak=peak,
-        memory=memory,
-        bandwidth=bandwidth,
         batch=batch,
         devices=devices,
         precision=precision,
@@ -365,42 +355,20 @@ def grow(
     attention_pairs: int | None = None,
     ffn_pairs: int | None = None,
     *,
-    num_hidden_layers: int | None = None,
-    hidden_size: int | None = None,
-    intermediate_size: int | None = None,
-    num_attention_heads: int | None = None,
-    num_key_value_heads: int | None = None,
-    method: str = "exact",
-    layers: Sequence[int] | None = None,
-    keys: Keys = "zero",
-    tau: TauPolicy = "kept",
-    freeze: bool = False,
     trust: Sequence[str] = (),
+    **arguments: Any,
 ) -> AnyModel:
     """A larger model from a trained one, like `headwater grow`: by default without changing its function.
 
     model: a headwater model or one of a family that `retrofit` converts, which is not changed; the folder of a
-    checkpoint or run; or a name on the hub. trust: as in `train`. The rest is as in `headwater.growth.grow.grow`.
+    checkpoint or run; or a name on the hub. trust: as in `train`. The rest are the arguments of
+    `headwater.growth.grow.grow`.
     Raises `HeadwaterError`.
     """
     outside.trust(trust)
     from headwater import growth
 
-    return growth.grow(
-        _opened("grow", model)[0],
-        attention_pairs,
-        ffn_pairs,
-        num_hidden_layers=num_hidden_layers,
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_attention_heads=num_attention_heads,
-        num_key_value_heads=num_key_value_heads,
-        method=method,
-        layers=layers,
-        keys=keys,
-        tau=tau,
-        freeze=freeze,
-    )
+    return growth.grow(_opened("grow", model)[0], attention_pairs, ffn_pairs, **arguments)
 
 
 @quiet()
@@ -468,14 +436,14 @@ def reproduce(
     workers: int | None = None,
     task_files: PathLike | None = None,
     device: str = "cpu",
-    until_decided: bool = False,
+    sequential: bool = False,
     max_seeds: int = 30,
     trust: Sequence[str] = (),
 ) -> Reproduced:
     """Train the models behind a paper's table or figure and judge its claims, like `headwater reproduce`.
 
     Call it again to resume. task_files: task files to use first; device: where to measure what the records lack.
-    until_decided: add seeds, up to `max_seeds`, until claims about mean differences are decided. trust: as in `train`.
+    sequential: add seeds, up to `max_seeds`, until claims about mean differences are decided. trust: as in `train`.
     Raises `HeadwaterError`, after training the rest, if runs need several devices: it names their commands.
     """
     outside.trust(trust)
@@ -483,7 +451,7 @@ def reproduce(
     from headwater.papers.result import computed, reproduction
     from headwater.papers.table import SCALES
     from headwater.papers.table import table as table_of
-    from headwater.papers.work import check_not_begun_otherwise, prepare, train_until_decided
+    from headwater.papers.work import check_not_begun_otherwise, prepare, train_sequentially
     from headwater.papers.work import train as train_work
 
     folder, files = local(out, "out"), None if task_files is None else local(task_files, "task_files")
@@ -499,9 +467,9 @@ def reproduce(
     work = prepare(table, scale, folder, overrides)
     work.check_tasks(files)
     trained, until = work, None
-    if until_decided:
+    if sequential:
         until = (work, max_seeds)
-        outcomes, trained = train_until_decided(
+        outcomes, trained = train_sequentially(
             work, workers, lambda *_: _unheard, lambda *_: _unheard, max_seeds, files, device
         )
     else:

@@ -224,7 +224,7 @@ class HeadwaterConfig(PreTrainedConfig):
                 )
         self._trust_program()
         if not by_hand:
-            self._check_origins(kwargs.pop("mechanism_origins", None))
+            self._check_outside()
         kwargs.setdefault("auto_map", {})  # TRL reads it from every config whose class is not transformers' own
         super().__post_init__(**kwargs)
         self.settle()
@@ -288,15 +288,13 @@ class HeadwaterConfig(PreTrainedConfig):
         if names and outside.is_made_by_program():
             outside.trust(names)
 
-    def _check_origins(self, origins: Any) -> None:
+    def _check_outside(self) -> None:
         """Raise `HeadwaterError` if a file names an outside mechanism that is missing, or that it may not import
-        (`headwater.outside`). origins: where its mechanisms are from, according to the file.
+        (`headwater.outside`).
         """
-        origins = origins if isinstance(origins, dict) else {}
         for name in as_mapping(self.mechanisms) or {}:
             if isinstance(name, str) and not MECHANISMS.has(name):
-                origin = origins.get(name)
-                MECHANISMS.resolve(name, origin=origin if isinstance(origin, str) else None)
+                resolve(name)
 
     def settle(self) -> None:
         """Fill in defaults, derive what follows from the fields, and check everything; models call it before they are
@@ -588,9 +586,6 @@ class HeadwaterConfig(PreTrainedConfig):
             content.pop("auto_map", None)
         if content.get("mechanisms"):
             content["mechanisms"] = {name: content["mechanisms"][name] for name in self.mechanisms or {}}
-            origins = {name: MECHANISMS.origin_of(name) for name in content["mechanisms"]}
-            if any(origins.values()):
-                content["mechanism_origins"] = {name: origin for name, origin in origins.items() if origin is not None}
         return json.dumps(content, indent=2) + "\n"
 
     @property

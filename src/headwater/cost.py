@@ -290,17 +290,17 @@ def activation_bytes(
     context: int,
     batch_size: int = 1,
     precision: str = "32-true",
-    gradient_checkpointing: bool | str | float = False,
-    loss_chunk: int | None = None,
+    gradient_checkpointing: bool = False,
+    loss_chunk_tokens: int | None = None,
     masked: bool = False,
 ) -> dict[str, int]:
     """Estimate the memory of a training step over `batch_size` rows of `context` tokens, without the training state.
     For an image model a row is an image, and `context` its tokens.
 
     "kept" is what autograd stores, with fused attention and norm kernels and no dropout; "loss" is added at
-    the peak: two gradients of the logits in fp32. `precision`, `gradient_checkpointing` and `loss_chunk` as in recipes;
-    with checkpointing it stores each block's input, what later layers read, what the choice keeps, and one block at a
-    time, with a share in proportion; with chunks it computes a chunk's logits again at the peak.
+    the peak: two gradients of the logits in fp32. `precision`, `gradient_checkpointing` and `loss_chunk_tokens` as in
+    recipes; with checkpointing it stores each block's input, what later layers read, and one block at a time; with
+    chunks it computes a chunk's logits again at the peak.
     masked: rows are packed, and attention takes a mask, [B, 1, T, T]. "masks": the mask, and each layer's copy of it in
     the dtype of queries, which the fused kernel stores; and those of layers with keys and values beside the tokens'.
     """
@@ -328,13 +328,9 @@ def activation_bytes(
         return (inputs * stream + outputs * element) * width + (numbers + shown) * element
 
     blocks = [block(plan) for plan in plans]
-    if gradient_checkpointing is not False:
+    if gradient_checkpointing:
         carried = sum(size(source.part, plan) for plan in plans for source in plan.exports)
         kept = len(plans) * width * stream + carried + max(blocks)
-        if isinstance(gradient_checkpointing, float):
-            kept += int(gradient_checkpointing * max(0, sum(blocks) - kept))
-        elif isinstance(gradient_checkpointing, str):
-            kept += sum(_kept_results(config, plan, gradient_checkpointing) for plan in plans) * element
     else:
         kept = sum(blocks)
     kept += width * (stream + element)  # the last norm
@@ -348,41 +344,16 @@ def activation_bytes(
     softmax += element * (config.logit_softcap is not None)  # which keeps its tanh
     copies = 1 if gradient_checkpointing else len(plans)
     whole = batch_size * logits
-    at_once = min(loss_chunk, tokens) * config.vocab_size if loss_chunk else whole
+    at_once = min(loss_chunk_tokens, tokens) * config.vocab_size if loss_chunk_tokens else whole
     masks = tokens * context * (1 + copies * element) if masked else 0
     # With pairs beside the tokens' a layer widens the mask.
     own = min(copies, sum(bool(plan.at("beside")) for plan in plans)) * config.is_causal
     masks += own * masked * tokens * context
     return {
-        "kept": tokens * kept + batch_size * before + (0 if loss_chunk else softmax * whole),
-        "loss": at_once * (gradients + (softmax if loss_chunk else 0)),
+        "kept": tokens * kept + batch_size * before + (0 if loss_chunk_tokens else softmax * whole),
+        "loss": at_once * (gradients + (softmax if loss_chunk_tokens else 0)),
         "masks": masks,
     }
-
-
-def _kept_results(config: HeadwaterConfig, plan: LayerPlan, what: str) -> int:
-    """Numbers per token of the results that a policy of `gradient_checkpointing` keeps in a layer."""
-    config = config.at(plan.index)
-    width, attended, size = config.hidden_size, config.num_attention_heads * config.head_dim, config.head_dim
-    if what == "attention":
-        return attended
-    sides: tuple[tuple[Map, int, int], ...] = (
-        ("query", width, attended),
-        ("key", width, len(plan.k_heads) * size),
-        ("value", width, len(plan.v_heads) * size),
-        ("output", attended, width),
-        ("feed_forward", width, width),
-    )
-    results: list[int] = []  # of the matmuls, in their order
-    for name, d_in, d_out in sides:
-        own = _own_map_cost(config, plan.index, name, d_in, d_out) if d_out else None
-        if own is not None:
-            results.append(own.saved)
-        elif name == "feed_forward":
-            results += [config.intermediate_size] * (2 if config.feed_forward == "gated" else 1)
-        if d_out:
-            results.append(d_out)
-    return attended + sum(results[1::2])
 
 
 def _readers(plan: LayerPlan) -> int:
@@ -401,7 +372,7 @@ def state_bytes(config: HeadwaterConfig, precision: str = "bf16-mixed", averages
     """Bytes of weights, gradients, AdamW's two averages and autocast's copies. `precision` as in recipes.
 
     In bf16-true everything is bf16. In bf16-mixed the matrices have copies in bf16 from the forward pass to the end of
-    the backward pass. averages: with `training.ema`, which keeps a second copy of the weights.
+    the backward pass. averages: with `training.ema_decay`, which keeps a second copy of the weights.
     """
     element, stream = BYTES[precision]
     parts = parameters(config)

@@ -39,7 +39,7 @@ class Hardware:
         """FLOP/s of matmuls in a precision, named as in recipes. Raises `HeadwaterError` if it is unknown."""
         found = {"32-true": self.flops_fp32, "64-true": self.flops_fp64}.get(precision, self.flops)
         if found is None:
-            raise HeadwaterError(f"The peak of {self.name} in {precision} is unknown; pass it with --peak (peak=).")
+            raise HeadwaterError(f"The peak of {self.name} in {precision} is unknown; choose another precision.")
         return found
 
 
@@ -87,36 +87,6 @@ def hardware(name: str) -> Hardware:
         if known.lower() == name.lower():
             return device
     raise HeadwaterError(f"There is no hardware named {name!r}; {nearest(name.upper(), [*KNOWN, THIS])}")
-
-
-def custom(
-    base: Hardware | None,
-    tflops: float | None = None,
-    gigabytes: float | None = None,
-    gigabytes_per_s: float | None = None,
-) -> Hardware:
-    """`base` with the given figures replaced (`tflops` in every precision); without a base all are needed.
-
-    Raises `HeadwaterError` for a figure that is missing or not positive.
-    """
-    given = {"peak": tflops, "memory": gigabytes, "bandwidth": gigabytes_per_s}
-    for name, value in given.items():
-        if value is not None and not 0 < value < float("inf"):
-            raise HeadwaterError(f"The {name} of a device must be positive and finite, not {value:g}.")
-    if base is None:
-        if tflops is None or gigabytes is None or gigabytes_per_s is None:
-            missing = ", ".join(f"--{name}" for name, value in given.items() if value is None)
-            raise HeadwaterError(f"Hardware without a name needs its peak, memory and bandwidth; also pass {missing}.")
-        return _sheet("custom", tflops, tflops, gigabytes, gigabytes_per_s, "as given", tflops_fp64=tflops)
-    flops = (base.flops, base.flops_fp32) if tflops is None else (tflops * 1e12, tflops * 1e12)
-    return Hardware(
-        f"{base.name}, changed",
-        *flops,
-        base.memory if gigabytes is None else gigabytes * 1e9,
-        base.bandwidth if gigabytes_per_s is None else gigabytes_per_s * 1e9,
-        f"{base.source}; changed as given",
-        flops_fp64=base.flops_fp64 if tflops is None else tflops * 1e12,
-    )
 
 
 def measure() -> Hardware:

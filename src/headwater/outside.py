@@ -99,11 +99,11 @@ def is_trusted(name: str) -> bool:
     return name in _trusted() or _module_is_trusted(name.partition(":")[0])
 
 
-def imported(name: str, what: str, base: str | None = None, advice: str = "") -> Any:
+def imported(name: str, what: str, base: str | None = None) -> Any:
     """The attribute that "package.module:attribute" names.
 
     what: the kind of object, for messages. base: the name of the class of headwater's that it derives from, or is an
-    instance of. advice: what to suggest if the module is missing.
+    instance of.
     Raises `NotTrusted` if the user does not trust it, and `HeadwaterError` if there is none or its import fails.
     """
     if not _NAME.fullmatch(name):
@@ -114,7 +114,7 @@ def imported(name: str, what: str, base: str | None = None, advice: str = "") ->
         raise _refusal(name, what)
     module, _, attribute = name.partition(":")
     with _importable(module):
-        _check_exists(module, name, what, advice)
+        _check_exists(module, name, what)
         try:
             parent = importlib.import_module(module)
         except Exception as error:  # the module can raise anything
@@ -274,10 +274,10 @@ def _importable(module: str) -> Iterator[None]:
                 break
 
 
-def _check_exists(module: str, name: str, what: str, advice: str) -> None:
+def _check_exists(module: str, name: str, what: str) -> None:
     top = module.split(".")[0]
     if top not in sys.modules and importlib.util.find_spec(top) is None:
         raise HeadwaterError(
-            f"The {what} {name!r} needs the module {top!r}, which is not installed; "
-            f"{advice or 'install its package'}, or set PYTHONPATH to its folder."
+            f"The {what} {name!r} needs the module {top!r}, which is not installed; install its package, or set "
+            "PYTHONPATH to its folder."
         )

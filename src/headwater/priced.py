@@ -48,7 +48,11 @@ class Planned(NamedTuple):
     def budget(self, context: int) -> float | None:
         """The recipe's training budget: tokens in rows of `context`; with context 1, images."""
         training = self.training if self.recipe else None
-        return None if training is None else training.steps * training.batch_size * training.accumulate * context
+        return (
+            None
+            if training is None
+            else training.steps * training.batch_size * training.gradient_accumulation_steps * context
+        )
 
     def shared(self) -> dict[str, Any]:
         """Settings that all columns of a table share: of the first model."""
@@ -66,12 +70,12 @@ class Planned(NamedTuple):
             return {}
         found = {
             "gradient_checkpointing": training.gradient_checkpointing,
-            "averages": training.ema is not None,
+            "averages": training.ema_decay is not None,
         }
         if isinstance(self.config, HeadwaterVisionConfig):
             return found
         return found | {
-            "loss_chunk": training.loss_chunk,
+            "loss_chunk_tokens": training.loss_chunk_tokens,
             "masked": self.packed and self.masked(context, precision),
         }
 
@@ -116,28 +120,23 @@ def prices(
     tokens: str | float | None = None,
     images: str | float | None = None,
     hardware: str | Hardware | None = None,
-    peak: float | None = None,
-    memory: float | None = None,
-    bandwidth: float | None = None,
     **settings: Any,
 ) -> list[Price] | list[ImagePrice]:
     """Prices of models by name, all of text or all of images.
 
     context: of text; default: the first model's own, as far as learned positions of the others reach. tokens, images:
-    a number, or as in "300B". hardware: a device, by name or "this"; peak, memory and bandwidth in TFLOP/s, GB and GB/s
-    replace its figures. settings: batch, devices, precision and mfu, as in `headwater.price.price`; what is None or
-    missing, and the budget, default to how the first model is trained. Raises `HeadwaterError`.
+    a number, or as in "300B". hardware: a device, also by name or "this". settings: batch, devices, precision and mfu,
+    as in `headwater.price.price`; what is None or missing, and the budget, default to how the first model is trained.
+    Raises `HeadwaterError`.
     """
     from headwater import hardware as devices
     from headwater.price import price
 
-    figures = {"peak": peak, "memory": memory, "bandwidth": bandwidth, "mfu": settings.get("mfu")}
-    for label, value in figures.items():
-        if value is not None and not isinstance(value, int | float):
-            raise HeadwaterError(f"{label} must be a number, not {shown(value)}.")
+    if not isinstance(mfu := settings.get("mfu", 0.4), int | float):
+        raise HeadwaterError(f"mfu must be a number, not {shown(mfu)}.")
     if not isinstance(hardware, str | devices.Hardware | None):
         raise HeadwaterError(f"hardware is a device's name, such as 'H100', not {shown(hardware)}.")
-    device = device_of(hardware, peak, memory, bandwidth)
+    device = devices.hardware(hardware) if isinstance(hardware, str) else hardware
     models = list(found.values())
     first, *others = (one.config for one in models)
     of_images = isinstance(first, HeadwaterVisionConfig)
@@ -168,18 +167,6 @@ def prices(
     ]
 
 
-def device_of(
-    hardware: str | Hardware | None, peak: float | None, memory: float | None, bandwidth: float | None
-) -> Hardware | None:
-    """A device by its name, with these figures in place of its own."""
-    from headwater import hardware as devices
-
-    device = devices.hardware(hardware) if isinstance(hardware, str) else hardware
-    if any(given is not None for given in (peak, memory, bandwidth)):
-        device = devices.custom(device, peak, memory, bandwidth)
-    return device
-
-
 def schedules(models: Iterable[Any], overrides: Sequence[str] = (), vocabulary: int | None = None) -> list[ToTrain]:
     """The stages of recipes, arm by arm and size by size, as `price.schedule` prices them.
 
@@ -194,7 +181,7 @@ def schedules(models: Iterable[Any], overrides: Sequence[str] = (), vocabulary: 
         for one in planned([model], overrides, vocabulary, schedule=True).values():
             assert one.training is not None
             length = None if isinstance(one.config, HeadwaterVisionConfig) else one.length
-            rows = one.training.batch_size * one.training.accumulate
+            rows = one.training.batch_size * one.training.gradient_accumulation_steps
             how = one.training
             devices = how.devices * how.nodes
             found.append(
@@ -406,7 +393,7 @@ def _started(name: str, recipe: Recipe, config: HeadwaterConfig) -> tuple[Headwa
 
 def _teacher(name: str, run: Recipe, last: HeadwaterConfig | None) -> HeadwaterConfig | None:
     """The config of the model that a run is distilled from; None if there is none. last: of the stage before."""
-    if (settings := run.training.distill) is None:
+    if (settings := run.training.distillation) is None:
         return None
     if settings.teacher is None and last is not None:
         return last

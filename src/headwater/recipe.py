@@ -40,10 +40,9 @@ from headwater.data.synthetic import ArithmeticSettings, HopSettings, InductionS
 from headwater.data.text import TextSettings
 from headwater.errors import HeadwaterError, NotTrusted, nearest, sentence, shown
 from headwater.files import file_name, is_file_name, local
-from headwater.growth.enlarge import enlarged_config
 from headwater.growth.grow import check_of_pairs, grown_config
 from headwater.growth.methods import NewSizes
-from headwater.growth.pairs import Keys, TauPolicy
+from headwater.growth.pairs import KeyInit, TauPolicy
 from headwater.outside import check_paths, trust_names_in
 from headwater.presets import PRESETS, preset
 from headwater.registry import MECHANISMS, Registry, as_mapping
@@ -142,7 +141,7 @@ AttentionKernel = Literal["sdpa", "eager", "flash_attention_2", "flex_attention"
 
 
 class Distillation(Settings):
-    """`distill:` learn from another model's predictions too (arXiv 1503.02531)."""
+    """`distillation:` learn from another model's predictions too (arXiv 1503.02531)."""
 
     teacher: str | None = None
     """The model to learn from, any that `headwater retrofit` reads; default: the one that the first run starts from, as
@@ -152,18 +151,18 @@ class Distillation(Settings):
     one."""
     temperature: float = Field(default=1.0, gt=0, le=1000)
     """T, which divides both models' logits."""
-    hidden: float = Field(default=0.0, ge=0, le=1e6)
+    hidden_weight: float = Field(default=0.0, ge=0, le=1e6)
     """Weight of the mean over layers of ‖h - h_teacher‖² / ‖h_teacher‖², for the residual stream after each layer."""
 
 
 class Training(Settings):
-    """`training:` optimization. The defaults are the papers' (AdamW 0.9/0.95, weight decay 0.1, clip 1)."""
+    """`training:` optimization. The defaults are the papers' (AdamW 0.9/0.95, weight decay 0.1, gradient norm 1)."""
 
     steps: Count = 1000
     """Optimizer steps."""
     batch_size: Count = 16
     """Rows in a forward pass, over all processes."""
-    accumulate: Count = 1
+    gradient_accumulation_steps: Count = 1
     """Forward passes per step; the loss is the mean over all their tokens."""
     optimizer: Annotated[str, _known_in(OPTIMIZERS)] = "adamw"
     """adamw; muon: Muon for the matrices, its step scaled to the size of AdamW's, and AdamW for the rest; or one
@@ -172,17 +171,17 @@ class Training(Settings):
     """Arguments of an outside optimizer, besides learning rate and weight decay."""
     learning_rate: float = Field(default=1e-3, gt=0)
     """Peak learning rate."""
-    scalar_rate: float = Field(default=1.0, gt=0, le=1e6)
+    scalar_learning_rate_multiplier: float = Field(default=1.0, gt=0, le=1e6)
     """Learning rate of the mechanisms' scalars, as a multiple of the others'. Raise it for mechanisms added to a
     trained model, which start as the identity and have far to move in few steps."""
-    unfrozen: list[Annotated[str, _known_in(MECHANISMS)]] | None = Field(default=None, min_length=1)
+    trainable_mechanisms: list[Annotated[str, _known_in(MECHANISMS)]] | None = Field(default=None, min_length=1)
     """Mechanisms whose parameters are trained; all others stay as they are. null: train everything."""
     schedule: Annotated[str, _known_in(SCHEDULES)] = "cosine"
-    """After the warm-up: cosine, a half cosine to `final_learning_rate`; constant; or one from outside
+    """After the warm-up: cosine, a half cosine to `min_learning_rate_ratio`; constant; or one from outside
     (docs/extending.md)."""
     warmup_steps: int = Field(default=50, ge=0, le=2**31 - 1)
     """Steps of linear warm-up from zero."""
-    final_learning_rate: float = Field(default=0.0, ge=0, le=1000)
+    min_learning_rate_ratio: float = Field(default=0.0, ge=0, le=1000)
     """Where the cosine ends, as a fraction of the peak."""
     betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.95)
     """AdamW's averaging."""
@@ -195,19 +194,19 @@ class Training(Settings):
     weight_decay_on: Literal["matrices", "embeddings", "all"] = "matrices"
     """matrices: without the embeddings. embeddings: with them, so all but norms, biases and the mechanisms' scalars, as
     nanoGPT, GPT-NeoX and Hugging Face's Trainer. all: every parameter, as MaxText."""
-    clip: float | None = Field(default=1.0, gt=0)
+    max_grad_norm: float | None = Field(default=1.0, gt=0)
     """Largest norm of the gradient; null for none."""
     z_loss: float = Field(default=0.0, ge=0, le=1000)
     """Weight of mean(logsumexp(logits)²), added to the loss (PaLM, arXiv 2204.02311, section 5: 1e-4); the
     reported loss does not include it."""
     label_smoothing: Fraction = 0.0
     """Of images: this share of each label's probability is spread over all classes."""
-    ema: Annotated[float, Field(gt=0, lt=1)] | None = None
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Decay of an exponential moving average of the weights, per step; null for none. The averaged weights are
     evaluated and saved. In step t the decay is at most (1 + t) / (10 + t), so that early weights are soon forgotten."""
-    distill: Distillation | None = None
+    distillation: Distillation | None = None
     """Learn from a trained model's predictions; null: from the data alone."""
-    skip_limit: Count = 10
+    max_skipped_steps: Count = 10
     """Stop after this many consecutive steps whose loss or gradient is not finite; fewer are skipped and counted."""
     precision: Precision = "32-true"
     """Precision, as named by Lightning Fabric. The mechanisms' scalars always stay in fp32."""
@@ -218,11 +217,9 @@ class Training(Settings):
     compile: bool | None = None
     """Compile each block, and the output head with the loss, with torch.compile. On a GPU it needs a C compiler, on a
     CPU one for C++. Default: on a GPU that has one."""
-    gradient_checkpointing: bool | Literal["attention", "half"] | Annotated[float, Field(gt=0, lt=1)] = False
-    """Recompute each block's activations in the backward pass, to save memory. attention: all but what attention
-    kernels return; half: all but that and the result of every second matmul. A number,
-    with `compile`: the share to keep, chosen by the compiler (its activation_memory_budget)."""
-    loss_chunk: Count | None = None
+    gradient_checkpointing: bool = False
+    """Recompute each block's activations in the backward pass, to save memory."""
+    loss_chunk_tokens: Count | None = None
     """Tokens whose logits are in memory at once; the output head then costs 4/3 of its FLOPs. Default: all."""
     threads: int | None = Field(default=None, ge=1, le=1024)
     """CPU threads; default: PyTorch's choice. Trials of `headwater compare` use 1."""
@@ -238,26 +235,25 @@ class Training(Settings):
     """Devices per node, one process each. torchrun's own number takes precedence."""
     nodes: Count = 1
     """Number of machines. torchrun's own number takes precedence."""
-    timeout: Count = 30
+    timeout_minutes: Count = 30
     """Minutes that a process waits for another before it gives up."""
 
     @model_validator(mode="after")
     def _options_fit(self) -> Self:
         if self.replicas > 1 and self.strategy != "fsdp":
             raise ValueError("training.replicas is for training.strategy=fsdp")
-        if isinstance(self.gradient_checkpointing, float) and self.compile is False:
-            raise ValueError(
-                f"training.gradient_checkpointing={self.gradient_checkpointing:g} is a share that the compiler keeps; "
-                "set training.compile=true, or use true, attention or half"
-            )
         if self.optimizer_options and self.optimizer in OPTIMIZERS.own:
             raise ValueError(
                 f"training.optimizer_options are for outside optimizers; {self.optimizer} has its own fields"
             )
-        if self.distill is not None and self.loss_chunk is not None:
-            raise ValueError("training.distill compares whole rows of logits; leave out training.loss_chunk")
-        if self.ema is not None and self.precision == "bf16-true":
-            raise ValueError("training.ema adds changes too small for bf16 weights; use training.precision=bf16-mixed")
+        if self.distillation is not None and self.loss_chunk_tokens is not None:
+            raise ValueError(
+                "training.distillation compares whole rows of logits; leave out training.loss_chunk_tokens"
+            )
+        if self.ema_decay is not None and self.precision == "bf16-true":
+            raise ValueError(
+                "training.ema_decay adds changes too small for bf16 weights; use training.precision=bf16-mixed"
+            )
         return self
 
 
@@ -270,7 +266,7 @@ class Reporting(Settings):
     """Steps between evaluations on held-out data; there is always one at the end."""
     save_every: Count | None = 200
     """Steps between checkpoints; null saves only at the end."""
-    keep: Count = 2
+    keep_checkpoints: Count = 2
     """Number of newest checkpoints to keep, besides the one with the best held-out result."""
     tensorboard: bool = True
     """Write TensorBoard event files into the run's folder."""
@@ -292,14 +288,13 @@ class Compare(Settings):
     threshold: float | Literal["baseline"] | None = None
     """Report the first step at which the deciding measure reaches this value, and what it cost up to there; baseline:
     the value with which the baseline ends, seed by seed."""
-    budgets: list[str] = []
+    budget_arms: list[str] = []
     """Arms that are the baseline with other budgets. Report what every other arm's result is worth: the FLOPs for which
     the baseline would have had it (docs/compare.md#what-a-result-is-worth)."""
-    equal: Literal["tokens", "parameters", "flops", "time"] | None = None
-    """Make every arm cost the same as the baseline, through its steps (tokens, flops, time), or the width of its
-    feed-forward or the pairs that replace it (parameters, within 1 %); null leaves arms as written. Time is measured on
-    this machine before the first run (docs/compare.md#prices)."""
-    prices: bool = False
+    match: Literal["tokens", "parameters", "flops"] | None = None
+    """Make every arm cost the same as the baseline, through its steps (tokens, flops), or the width of its feed-forward
+    or the pairs that replace it (parameters, within 1 %); null leaves arms as written."""
+    costs: bool = False
     """Measure after the runs what each arm costs: times of training and of generation (docs/compare.md#prices)."""
     learning_rates: list[Annotated[float, Field(gt=0)]] = []
     """Try each arm at each of these first; the arm gets the best by mean over `tuning_seeds`. With several `sizes`, all
@@ -309,14 +304,14 @@ class Compare(Settings):
     sizes: dict[str, dict[str, Any]] = {}
     """Name of each size -> its changes to every arm (and under `arms:` to single arms); with three or more, a scaling
     law is fitted."""
-    until: Literal["decided"] | None = None
-    """decided: add seeds until each arm is better, worse or equivalent within the margin; null trains `seeds`."""
+    sequential: bool = False
+    """Add seeds until each arm is better, worse or equivalent within the margin; false trains `seeds`."""
     margin: Annotated[float, Field(gt=0)] | None = None
-    """The smallest difference of the deciding measure that matters; needed for `until`."""
+    """The smallest difference of the deciding measure that matters; needed for `sequential`."""
     min_seeds: Annotated[int, Field(ge=2, le=1000)] = 6
-    """Seeds before the first look, for `until`."""
+    """Seeds before the first look, for `sequential`."""
     max_seeds: Annotated[int, Field(ge=2, le=1000)] = 30
-    """Seeds at which an arm stays open, for `until`. Those after the listed ones count on from the largest."""
+    """Seeds at which an arm stays open, for `sequential`. Those after the listed ones count on from the largest."""
 
     @field_validator("sizes", mode="before")
     @classmethod
@@ -326,7 +321,7 @@ class Compare(Settings):
     @property
     def all_seeds(self) -> list[int]:
         """The seeds that may be trained, in the order in which they are."""
-        if self.until is None:
+        if not self.sequential:
             return self.seeds
         further = itertools.count(max(self.seeds) + 1)
         return [*self.seeds, *itertools.islice(further, self.max_seeds - len(self.seeds))]
@@ -345,10 +340,10 @@ class Compare(Settings):
                     raise ValueError(
                         f"compare.{what}.{name}.{min(unread)} has no effect: the comparison sets it; leave it out"
                     )
-        self._until_fits()
-        self._budgets_fit()
-        if self.budgets and self.equal is not None:
-            raise ValueError(f"compare.equal={self.equal} would make all compare.budgets the same; leave one out")
+        self._check_sequential()
+        self._check_budget_arms()
+        if self.budget_arms and self.match is not None:
+            raise ValueError(f"compare.match={self.match} would make all compare.budget_arms the same; leave one out")
         if both := set(self.all_seeds) & set(self.tuning_seeds) if self.learning_rates else set():
             raise ValueError(
                 f"compare.tuning_seeds and compare.seeds share {sorted(both)}; seeds that choose a rate flatter it, "
@@ -360,17 +355,18 @@ class Compare(Settings):
             )
         if len({f"{rate:g}" for rate in self.learning_rates}) < len(self.learning_rates):
             raise ValueError("compare.learning_rates names a rate twice, up to its sixth digit; list each once")
-        if len(set(self.seeds)) < len(self.seeds):
-            raise ValueError(f"compare.seeds names a seed twice: {self.seeds}; list each once")
-        if len(set(self.tuning_seeds)) < len(self.tuning_seeds):
-            raise ValueError(f"compare.tuning_seeds names a seed twice: {self.tuning_seeds}; list each once")
+        for what in ("seeds", "tuning_seeds", "budget_arms"):
+            if len(set(names := getattr(self, what))) < len(names):
+                raise ValueError(f"compare.{what} has an entry twice: {names}; list each once")
         return self
 
-    def _budgets_fit(self) -> None:
-        for arm in self.budgets:
+    def _check_budget_arms(self) -> None:
+        for arm in self.budget_arms:
             if arm not in self.arms or arm == self.baseline:
                 others = [name for name in self.arms if name != self.baseline]
-                raise ValueError(f"compare.budgets: {arm!r} is not an arm besides the baseline; {nearest(arm, others)}")
+                raise ValueError(
+                    f"compare.budget_arms: {arm!r} is not an arm besides the baseline; {nearest(arm, others)}"
+                )
             for arms in (self.arms, *(size.get("arms", {}) for size in self.sizes.values())):
                 own, base = (
                     {key: value for key, value in arms.get(name, {}).items() if key != "training"}
@@ -378,20 +374,18 @@ class Compare(Settings):
                 )
                 if other := [key for key in own.keys() | base.keys() if own.get(key) != base.get(key)]:
                     raise ValueError(
-                        f"compare.budgets: {arm!r} differs from {self.baseline!r} in {min(other)}, but a budget is the "
-                        "same model with other fields of training"
+                        f"compare.budget_arms: {arm!r} differs from {self.baseline!r} in {min(other)}, but a budget is "
+                        "the same model with other fields of training"
                     )
-        if len(set(self.budgets)) < len(self.budgets):
-            raise ValueError(f"compare.budgets names an arm twice: {self.budgets}; list each once")
 
-    def _until_fits(self) -> None:
-        if self.until is None:
+    def _check_sequential(self) -> None:
+        if not self.sequential:
             given = self.model_fields_set & {"margin", "min_seeds", "max_seeds"}
             if any(getattr(self, name) != type(self).model_fields[name].default for name in given):
-                raise ValueError(f"compare.{min(given)} has no effect without compare.until=decided; add it")
+                raise ValueError(f"compare.{min(given)} has no effect without compare.sequential=true; add it")
             return
         if self.margin is None:
-            raise ValueError("compare.until=decided needs compare.margin, the smallest difference that matters")
+            raise ValueError("compare.sequential=true needs compare.margin, the smallest difference that matters")
         if self.min_seeds > self.max_seeds:
             raise ValueError(f"compare.min_seeds={self.min_seeds} is more than compare.max_seeds={self.max_seeds}")
         if len(self.seeds) > self.max_seeds:
@@ -399,8 +393,8 @@ class Compare(Settings):
                 f"compare.seeds lists {len(self.seeds)} seeds, more than compare.max_seeds={self.max_seeds}; list only "
                 "the first"
             )
-        if not self.arms.keys() - {self.baseline, *self.budgets}:
-            raise ValueError("compare.until=decided needs an arm besides the baseline and its budgets")
+        if not self.arms.keys() - {self.baseline, *self.budget_arms}:
+            raise ValueError("compare.sequential=true needs an arm besides the baseline and its budgets")
 
 
 class Growth(Settings):
@@ -423,12 +417,10 @@ class Growth(Settings):
     """Pairs of each attention projection after growth, of a model with parameter tokens."""
     ffn_pairs: Count | None = None
     """Pairs of each feed-forward after growth."""
-    layers: list[int] | None = None
-    """New pairs only in these layers, from 0; default: all."""
-    keys: Keys = "zero"
+    key_init: KeyInit = "zero"
     """random changes the function."""
-    tau: TauPolicy = "kept"
-    """recomputed changes the function."""
+    tau: TauPolicy = "keep"
+    """recompute changes the function."""
     freeze: bool = False
     """Train only the new pairs."""
 
@@ -440,31 +432,10 @@ class Growth(Settings):
     def _possible(self) -> Self:
         try:
             pairs = self.attention_pairs or self.ffn_pairs
-            check_of_pairs(self.sizes, self.method, pairs, self.layers, self.keys, self.tau, self.freeze)
+            check_of_pairs(self.sizes, self.method, pairs, self.key_init, self.tau, self.freeze)
         except HeadwaterError as error:
             raise ValueError(str(error)) from error
         return self
-
-
-class Widening(Settings):
-    """`widen:` short for `grow:` by these sizes alone."""
-
-    hidden_size: Count | None = None
-    """New width of the residual stream."""
-    intermediate_size: Count | None = None
-    """New width of the feed-forward."""
-    num_attention_heads: Count | None = None
-    """New number of query heads."""
-    num_key_value_heads: Count | None = None
-    """New number of key/value heads; default: in proportion."""
-    form: Literal["exact", "hypercloning", "lemon", "net2net"] = "exact"
-    """The method of `grow:`."""
-
-    @property
-    def sizes(self) -> NewSizes:
-        return NewSizes(
-            None, self.hidden_size, self.intermediate_size, self.num_attention_heads, self.num_key_value_heads
-        )
 
 
 def _by_name(mechanisms: Any) -> Any:
@@ -480,21 +451,22 @@ class CacheConversion(Settings):
     """Mechanisms by which layers share keys and values: names with their options, or a list of names."""
     num_key_value_heads: Count | None = None
     """Fewer key/value heads: each is the mean of a group of the model's."""
-    choose: bool = False
+    choose_layers: bool = False
     """Which layers share is chosen by how alike their keys and values are on the data; options that are given stay."""
     align: bool = True
     """First turn keys and values so that those to be shared or pooled are as alike as they can be, which keeps the
     function (docs/convert.md)."""
     anneal: bool = False
-    """The model's own keys and values go over to the shared ones in the steps of this run; a stage with `finish: true`
-    then leaves out what no head attends to. false: the model is the smaller one from the first step."""
+    """The model's own keys and values go over to the shared ones in the steps of this run; a stage with
+    `finish_conversion: true` then leaves out what no head attends to. false: the model is the smaller one from the
+    first step."""
 
     @model_validator(mode="after")
     def _somewhere(self) -> Self:
         if not self.mechanisms and self.num_key_value_heads is None:
             raise ValueError("convert needs mechanisms that share keys and values, or num_key_value_heads")
-        if self.choose and not self.mechanisms:
-            raise ValueError("convert.choose is for mechanisms by which layers share; name one, or leave choose out")
+        if self.choose_layers and not self.mechanisms:
+            raise ValueError("convert.choose_layers is for mechanisms by which layers share; name one, or leave it out")
         return self
 
 
@@ -503,29 +475,23 @@ class Change(Settings):
 
     grow: Growth | None = None
     """Make it larger."""
-    widen: Widening | None = None
-    """Make it wider."""
     convert: CacheConversion | None = None
     """Make its cache smaller."""
-    finish: bool = False
+    finish_conversion: bool = False
     """Finish a conversion that was annealed: the same function with the smaller cache."""
     new_classifier: bool = False
     """Draw a new classifier for the data's classes; of an image model."""
-    optimizer: Literal["fresh", "kept"] = "fresh"
-    """kept: carry the optimizer's state along, by the rules of docs/growth.md."""
-    tau: Literal["kept", "annealed"] | None = None
-    """annealed: each τ moves to the default for its number of pairs; null: annealed for a model that was grown with τ
-    kept and nothing frozen, otherwise kept."""
-    tau_steps: Count | None = None
-    """Steps of annealing; default: the warm-up, or half of all steps if there is none."""
+    optimizer_state: Literal["fresh", "keep"] = "fresh"
+    """keep: carry the optimizer's state along, by the rules of docs/growth.md."""
+    tau: Literal["keep", "anneal"] | None = None
+    """anneal: each τ moves to the default for its number of pairs, during the warm-up, or half of all steps if there is
+    none; null: anneal for a model that was grown with τ kept and nothing frozen, otherwise keep."""
 
     @model_validator(mode="after")
     def _one_change(self) -> Self:
-        if self.grow is not None and self.widen is not None:
-            raise ValueError("a model is grown or widened, not both at once; make two stages of it")
-        if (self.convert or self.finish) and (self.grow or self.widen or (self.convert and self.finish)):
-            raise ValueError("a model is grown, widened, converted or finished, one at a time; make stages of it")
-        if self.grow is not None and self.grow.freeze and self.optimizer == "kept":
+        if sum(map(bool, (self.grow, self.convert, self.finish_conversion))) > 1:
+            raise ValueError("a model is grown, converted or finished, one at a time; make stages of it")
+        if self.grow is not None and self.grow.freeze and self.optimizer_state == "keep":
             raise ValueError("grow.freeze trains only what is new, for which no state can be kept; leave out one")
         return self
 
@@ -535,7 +501,7 @@ class Start(Change):
 
     checkpoint: str
     """A checkpoint's folder, or a run's (its newest)."""
-    after: str | None = None
+    previous: str | None = None
     """In a stage: the digest of the previous stage, which identifies the checkpoint."""
 
 
@@ -570,7 +536,7 @@ class Recipe(Settings):
     start: Start | None = None
     """Start from this model; then `model:` is the checkpoint's."""
     stages: list[TrainingStage] = []
-    """Stages after the training that the other sections describe: grow or widen the model and train on."""
+    """Stages after the training that the other sections describe: change the model and train on."""
     compare: Compare | None = None
 
     @model_validator(mode="before")
@@ -598,12 +564,12 @@ class Recipe(Settings):
         for name in self.model:
             if name not in known:
                 raise ValueError(f"the model of {what} has no field {name!r}; {nearest(name, known)}")
-        for name in ("z_loss", "loss_chunk", "distill") if of_images else ("label_smoothing",):
+        for name in ("z_loss", "loss_chunk_tokens", "distillation") if of_images else ("label_smoothing",):
             if getattr(self.training, name) != Training.model_fields[name].default:
                 raise ValueError(f"training.{name} is not for data of {what}; leave it out")
-        distill = self.training.distill
-        if distill is not None and distill.teacher is None and self.start is None:
-            raise ValueError("training.distill needs a model to learn from; give start.checkpoint, or its teacher")
+        distillation = self.training.distillation
+        if distillation is not None and distillation.teacher is None and self.start is None:
+            raise ValueError("training.distillation needs a model to learn from; give start.checkpoint, or its teacher")
         return self
 
     @property
@@ -695,12 +661,12 @@ class Recipe(Settings):
             values = plain.model_dump(mode="json")
             values |= {
                 "name": file_name(f"{self.name}-{stage.name}"),
-                "start": change | {"checkpoint": str(at), "after": before.digest()},
+                "start": change | {"checkpoint": str(at), "previous": before.digest()},
             }
             values["training"] |= stage.training
-            distill = values["training"].get("distill")
-            if distill and distill.get("teacher") is None and self.start is not None:
-                values["training"]["distill"] = distill | {"teacher": self.start.checkpoint}
+            distillation = values["training"].get("distillation")
+            if distillation and distillation.get("teacher") is None and self.start is not None:
+                values["training"]["distillation"] = distillation | {"teacher": self.start.checkpoint}
             same = stage.data.get("kind", values["data"]["kind"]) == values["data"]["kind"]
             values["data"] = values["data"] | stage.data if same else stage.data
             recipe = parse(values, f"stage {stage.name!r}")
@@ -731,22 +697,22 @@ class Recipe(Settings):
         runs = [recipe for recipe, _ in self.chain(lambda name, _: Path(name))]
         frozen = self.start is not None and self.start.grow is not None and self.start.grow.freeze
         for stage, before, now in zip(self.stages, runs, runs[1:], strict=False):
-            if stage.grow is not None or stage.widen is not None:
-                if frozen and stage.optimizer == "kept":
+            if stage.grow is not None:
+                if frozen and stage.optimizer_state == "keep":
                     raise HeadwaterError(
                         f"Stage {stage.name!r} trains again what the stage before had frozen, for which it has no "
-                        "optimizer's state; leave out optimizer: kept."
+                        "optimizer's state; leave out optimizer_state: keep."
                     )
                 frozen = stage.grow is not None and stage.grow.freeze
-            if stage.optimizer == "kept" and before.training.optimizer != now.training.optimizer:
+            if stage.optimizer_state == "keep" and before.training.optimizer != now.training.optimizer:
                 raise HeadwaterError(
                     f"Stage {stage.name!r} keeps the state of {before.training.optimizer} but trains with "
-                    f"{now.training.optimizer}; use the same optimizer for both, or leave out optimizer: kept."
+                    f"{now.training.optimizer}; use the same optimizer for both, or leave out optimizer_state: keep."
                 )
-            if stage.optimizer == "kept" and stage.convert is not None and stage.convert.align:
+            if stage.optimizer_state == "keep" and stage.convert is not None and stage.convert.align:
                 raise HeadwaterError(
                     f"Stage {stage.name!r} aligns keys and values, which turns their weights, so that the optimizer's "
-                    "state does not belong to them; set convert.align to false, or leave out optimizer: kept."
+                    "state does not belong to them; set convert.align to false, or leave out optimizer_state: keep."
                 )
         _check_one_metric(runs, "Stages are put on record")
         if self.start is None and self.stages:  # else the model is a checkpoint's
@@ -789,45 +755,43 @@ class Recipe(Settings):
             for name in ("method", *vars(NewSizes())) if change["grow"] else ():
                 if change["grow"][name] == Growth.model_fields[name].default:
                     del change["grow"][name]
-            for name in ("convert", "finish", "new_classifier"):
+            for name in ("convert", "finish_conversion", "new_classifier"):
                 if change[name] == Change.model_fields[name].default:
                     del change[name]
         for name in ("start", "stages"):
             if not content[name]:
                 del content[name]
         for name, default in (
-            ("scalar_rate", 1.0),
-            ("unfrozen", None),
+            ("scalar_learning_rate_multiplier", 1.0),
+            ("trainable_mechanisms", None),
             ("weight_decay_on", "matrices"),
             ("attn_implementation", None),
-            ("loss_chunk", None),
+            ("loss_chunk_tokens", None),
             ("replicas", 1),
             ("optimizer_options", {}),
             ("label_smoothing", 0.0),
-            ("ema", None),
-            ("distill", None),
+            ("ema_decay", None),
+            ("distillation", None),
         ):
             if content["training"][name] == default:
                 del content["training"][name]
         if isinstance(self.data, ImageSettings):
             del content["data"]["workers"]  # how many threads
-        if self.start is not None and self.start.after is not None:
+        if self.start is not None and self.start.previous is not None:
             del content["start"]["checkpoint"]  # where it is
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def changed_config(config: HeadwaterConfig, change: Change) -> HeadwaterConfig:
-    """The config of a grown or widened model. Raises `HeadwaterError` as growing and widening do."""
+    """The config of a changed model. Raises `HeadwaterError` as the change does."""
     if change.grow is not None:
         return grown_config(config, **change.grow.model_dump())
-    if change.widen is not None:
-        return enlarged_config(config, change.widen.sizes, change.widen.form)
-    if change.finish:
+    if change.finish_conversion:
         return finished_config(config)
     if (goal := change.convert) is not None:
         made = blended_config(config, goal.mechanisms, goal.num_key_value_heads)
         check_conversion(made)
-        if goal.choose:
+        if goal.choose_layers:
             check_choice(config, goal.mechanisms)
         return made if goal.anneal else finished_config(made)
     return config

@@ -110,7 +110,7 @@ class Environment(_Part):
 
 
 class SeedPlan(_Part):
-    """How a comparison adds seeds until it is decided (`compare.until`)."""
+    """How a comparison adds seeds until it is decided (`compare.sequential`)."""
 
     seeds: list[RecordCount]
     """All that may be trained, in order; the maximum is their number."""
@@ -155,7 +155,7 @@ class Experiment(_Part):
 class Event(_Part):
     """One thing that was done to a model; a checkpoint's history.json lists them all, in order."""
 
-    what: Literal["trained", "grown", "widened", "merged", "shrunk", "retrofitted", "converted", "refitted"]
+    what: Literal["trained", "grown", "merged", "shrunk", "retrofitted", "converted", "refitted"]
     tokens: RecordCount = 0
     """Training tokens of this event."""
     flops: float = 0.0

@@ -61,10 +61,9 @@ class Registry:
         """Whether a name is headwater's own."""
         return name in self.own or name in self.passing
 
-    def resolve(self, name: str, origin: str | None = None) -> Any:
+    def resolve(self, name: str) -> Any:
         """The object that a name refers to.
 
-        origin: where it is from, according to a file; for the error message if it is missing.
         Raises `HeadwaterError` for an unknown name, one that the user does not trust, one that cannot be imported, and
         one of another kind.
         """
@@ -81,9 +80,7 @@ class Registry:
             point = next((one for one in self.brought.values() if one.value.replace(" ", "") == name), None)
             if point is not None:  # installed, and so trusted by this name too
                 return self._checked(name, _loaded(point, self.what, name))
-            return self._checked(name, outside.imported(name, self.what, self.base, _advice(origin)))
-        if origin is not None:
-            raise HeadwaterError(f"The {self.what} {name!r} is {origin}, which is not installed here; install it.")
+            return self._checked(name, outside.imported(name, self.what, self.base))
         raise HeadwaterError(
             f"There is no {self.what} named {name!r}; {nearest(name, self.names)} Name an outside one as "
             "package.module:Class, or by its package's entry point."
@@ -107,18 +104,6 @@ class Registry:
             ):
                 return name
         return target
-
-    def origin_of(self, name: str) -> str | None:
-        """Where an outside object is from, in words that a file stores; None if its name says it."""
-        if self.has(name):
-            return None
-        point = self.brought.get(name)
-        if point is not None:
-            package = "" if point.dist is None else f" of the package {point.dist.name} {point.dist.version}"
-            return f"{point.value}{package}"
-        thing = self.resolve(name)
-        target = f"{thing.__module__}:{thing.__qualname__}"
-        return None if target == name else target
 
     def add(self, name: str, thing: Any) -> Any:
         """Name an object for this process, for example in a notebook; returns it.
@@ -155,10 +140,6 @@ def _loaded(point: EntryPoint, what: str, name: str) -> Any:
         raise HeadwaterError(
             f"The {what} {name!r} of the package {package} cannot be imported: {type(error).__name__}: {said}."
         ) from error
-
-
-def _advice(origin: str | None) -> str:
-    return "" if origin is None or " " not in origin else f"install {origin.partition(' of ')[2] or origin}"
 
 
 MECHANISMS = Registry(

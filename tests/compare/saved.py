@@ -39,7 +39,14 @@ def tiny(compare, **changes):
         "title": "A tiny comparison",
         "data": {"kind": "induction", "vocab_size": 8, "length": 12, "held_out": 64},
         "model": {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1},
-        "training": {"steps": 12, "batch_size": 4, "threads": 1, "warmup_steps": 2, "skip_limit": 2, "clip": None},
+        "training": {
+            "steps": 12,
+            "batch_size": 4,
+            "threads": 1,
+            "warmup_steps": 2,
+            "max_skipped_steps": 2,
+            "max_grad_norm": None,
+        },
         "reporting": {"log_every": 2, "save_every": None, "tensorboard": False},
         "compare": {"baseline": "base", "seeds": [0, 1], "arms": {"base": {}}} | compare,
     }

@@ -4,7 +4,7 @@ import pytest
 from saved import tiny
 
 from headwater import HeadwaterForCausalLM
-from headwater.compare import equalized, trials_of
+from headwater.compare import match_arms, trials_of
 from headwater.compare.budget import TOLERANCE
 from headwater.cost import training_flops_per_token
 from headwater.errors import HeadwaterError
@@ -18,7 +18,7 @@ ARMS = {
     "deeper": {"model": {"num_hidden_layers": 5}},
     "biased": {"model": {"mlp_bias": True, "feed_forward": "plain"}},
     "longer": {"data": {"length": 40}},
-    "batch": {"training": {"batch_size": 8, "accumulate": 3}},
+    "batch": {"training": {"batch_size": 8, "gradient_accumulation_steps": 3}},
 }
 MODEL = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 150}
 SIZES = {
@@ -30,10 +30,10 @@ SIZES = {
 }
 
 
-def comparison(equal, arms=ARMS, sizes=None, **changes):
+def comparison(match, arms=ARMS, sizes=None, **changes):
     changes["training"] = {"steps": 300} | changes.get("training", {})
     changes["model"] = MODEL | changes.get("model", {})
-    return tiny({"arms": arms, "equal": equal, "sizes": sizes or {}, "seeds": [0]}, **changes)
+    return tiny({"arms": arms, "match": match, "sizes": sizes or {}, "seeds": [0]}, **changes)
 
 
 def built(recipe):
@@ -67,7 +67,7 @@ def test_models_really_have_equal_parameters(tmp_path, sizes, position):
 
 
 def test_the_width_is_the_nearest_there_is():
-    made = equalized(comparison("parameters", {"base": {}, "shift": ARMS["shift"]}))
+    made = match_arms(comparison("parameters", {"base": {}, "shift": ARMS["shift"]}))
     arm = made.arm("shift", 0)
     wanted, width = built(made.arm("base", 0)), arm.model["intermediate_size"]
 
@@ -77,17 +77,17 @@ def test_the_width_is_the_nearest_there_is():
     assert missed(width) == min(map(missed, range(width - 3, width + 4)))
 
 
-@pytest.mark.parametrize("equal", ["tokens", "flops"])
+@pytest.mark.parametrize("match", ["tokens", "flops"])
 @pytest.mark.parametrize("sizes", [{}, SIZES], ids=["one size", "sizes"])
-def test_steps_are_the_nearest_to_equal_tokens_and_flops(equal, sizes):
-    plain = comparison(equal, sizes=sizes)
-    made = equalized(plain)
+def test_steps_are_the_nearest_to_equal_tokens_and_flops(match, sizes):
+    plain = comparison(match, sizes=sizes)
+    made = match_arms(plain)
 
     def step(recipe):
         data = recipe.data.build()
         batch = next(data.batches(0, recipe.training.batch_size, 0))
-        tokens = batch["input_ids"].numel() * recipe.training.accumulate
-        return tokens * (training_flops_per_token(recipe.config_for(data), data.context) if equal == "flops" else 1)
+        tokens = batch["input_ids"].numel() * recipe.training.gradient_accumulation_steps
+        return tokens * (training_flops_per_token(recipe.config_for(data), data.context) if match == "flops" else 1)
 
     for size in sizes or [None]:
         base = made.arm("base", 0, size)
@@ -98,21 +98,21 @@ def test_steps_are_the_nearest_to_equal_tokens_and_flops(equal, sizes):
             assert abs(spent - 300 * step(base)) <= step(recipe) / 2 * (1 + 1e-9), arm
             assert recipe.model == plain.arm(arm, 0, size).model
     assert made.arm("batch", 0, next(iter(sizes), None)).training.steps == 50
-    assert (made.arm("deeper", 0, next(iter(sizes), None)).training.steps < 300) == (equal == "flops")
+    assert (made.arm("deeper", 0, next(iter(sizes), None)).training.steps < 300) == (match == "flops")
 
 
 def test_made_equal_twice_is_once():
-    once = equalized(comparison("flops"))
-    assert once.compare.equal is None
-    assert equalized(once) is once
-    assert equalized(tiny({})) == tiny({})
+    once = match_arms(comparison("flops"))
+    assert once.compare.match is None
+    assert match_arms(once) is once
+    assert match_arms(tiny({})) == tiny({})
 
 
 STAGES = {"stages": [{"name": "more"}]}
 
 
 @pytest.mark.parametrize(
-    ("equal", "arms", "changes", "message"),
+    ("match", "arms", "changes", "message"),
     [
         ("tokens", {"base": {}, "staged": STAGES}, {}, "'tiny' has stages"),
         ("parameters", {"base": {}, "begun": {"start": {"checkpoint": "x"}}}, {}, "a model to start with"),
@@ -126,16 +126,16 @@ STAGES = {"stages": [{"name": "more"}]}
         ("flops", {"base": {}, "slow": {"training": {"warmup_steps": 300}}}, {}, "equal FLOPs.* 300 warm-up"),
     ],
 )
-def test_what_cannot_be_made_equal_is_one_sentence(equal, arms, changes, message):
-    made = comparison(equal, arms, **changes)
+def test_what_cannot_be_made_equal_is_one_sentence(match, arms, changes, message):
+    made = comparison(match, arms, **changes)
     with pytest.raises(HeadwaterError, match=message) as error:
-        equalized(made)
+        match_arms(made)
     assert "\n" not in str(error.value)
 
 
 def test_tokens_are_equal_for_models_that_are_there_already():
     begun = {"start": {"checkpoint": "x"}, "training": {"batch_size": 8}}
-    assert equalized(comparison("tokens", {"base": {}, "begun": begun})).arm("begun", 0).training.steps == 150
+    assert match_arms(comparison("tokens", {"base": {}, "begun": begun})).arm("begun", 0).training.steps == 150
 
 
 def test_data_are_read_once(monkeypatch):
@@ -143,5 +143,5 @@ def test_data_are_read_once(monkeypatch):
     kind = type(made.data)
     build = kind.build
     monkeypatch.setattr(kind, "build", lambda self: times.append(self.length) or build(self))
-    equalized(made)
+    match_arms(made)
     assert sorted(times) == [12, 40]

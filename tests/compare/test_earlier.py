@@ -11,7 +11,7 @@ from headwater.records import HeldOutPoint, changed_data, read_record, write_rec
 from headwater.report import comparisons
 
 ARMS = {"base": {}, "wide": {"model": {"hidden_size": 16}}}
-PLAN = {"until": "decided", "margin": 0.1, "min_seeds": 2, "max_seeds": 4}
+PLAN = {"sequential": True, "margin": 0.1, "min_seeds": 2, "max_seeds": 4}
 
 
 @pytest.fixture(autouse=True)
@@ -142,7 +142,7 @@ def test_fields_that_were_added_later_are_no_different_settings(tmp_path):
     made = ended(tiny({"arms": ARMS}), tmp_path)
     path = trials_of(made, tmp_path)[0].folder
     old = read_record(path)
-    without = {key: value for key, value in old.recipe["training"].items() if key not in ("ema", "distill")}
+    without = {key: value for key, value in old.recipe["training"].items() if key not in ("ema_decay", "distillation")}
     write_record(old.model_copy(update={"recipe": old.recipe | {"training": without}}), path)
     assert comparisons(tmp_path)[0].seeds == [0, 1]
     compare(made, tmp_path)

@@ -1,4 +1,4 @@
-"""What arms cost: measured once, kept with what it depends on, and turned into equal time and a front."""
+"""What arms cost: measured once, kept with what it depends on, and shown beside what they gain."""
 
 import json
 import sys
@@ -8,8 +8,8 @@ from saved import SHIFT, tiny
 
 from headwater.bench.paired import PairedTimes
 from headwater.cli import main
-from headwater.compare import compare, equalized, prices, trials_of
-from headwater.compare.prices import PINNED, PRICES, measure, read_prices, timed_recipe
+from headwater.compare import compare, prices
+from headwater.compare.prices import PRICES, measure, read_prices, timed_recipe
 from headwater.config import HeadwaterConfig
 from headwater.cost import cache_bytes_per_token, training_flops_per_token
 from headwater.errors import HeadwaterError
@@ -74,7 +74,7 @@ def test_sizes_that_differ_in_their_steps_alone_are_measured_once(tmp_path, cloc
         "long": {"training": {"steps": 9}},
         "deep": {"model": {"num_hidden_layers": 2}},
     }
-    recipe = tiny({"arms": {"base": {}, "shift": SHIFT}, "sizes": sizes, "prices": True})
+    recipe = tiny({"arms": {"base": {}, "shift": SHIFT}, "sizes": sizes, "costs": True})
     compare(recipe, tmp_path, workers=1)
     assert len(clock) == 4
     short, long, deep = (json.loads((tmp_path / recipe.name / size / PRICES).read_text()) for size in sizes)
@@ -96,54 +96,18 @@ def test_other_machines_and_versions_are_measured_again(tmp_path, clock, monkeyp
         measure(arms, "base", tmp_path)
 
 
-def test_equal_time_is_measured_once_and_kept(tmp_path, clock):
-    recipe = tiny({"arms": ARMS, "equal": "time", "seeds": [0, 1]}, training={"steps": 60})
-    trials = {trial.experiment.arm: trial.recipe for trial in trials_of(recipe, tmp_path)}
-    works = {name: training_flops_per_token(one.config_for(one.data.build()), 12) for name, one in trials.items()}
-    steps = {name: one.training.steps for name, one in trials.items()}
-    assert steps == {name: round(60 * works["base"] / work) for name, work in works.items()}
-    assert steps["deep"] < 60 == steps["base"]
-    # On another machine, and after prices were measured there, a comparison that has begun keeps its steps.
-    folder = tmp_path / "tiny"
-    stored = json.loads((folder / PRICES).read_text())
-    stored["arms"]["deep"]["training"]["ratio"] = 1.0
-    (folder / PRICES).write_text(json.dumps(stored | {"device_name": "another"}))
-    clock.clear()
-    assert {t.experiment.arm: t.recipe.training.steps for t in trials_of(recipe, tmp_path)} == steps
-    assert not clock
-    (deep,) = (one for one in json.loads((folder / PINNED).read_text())["ratios"].values() if one["arm"] == "deep")
-    assert deep["ratio"] > 1.5
-    # Other settings are measured anew, and leave those of the comparison as they were.
-    larger = recipe.model_copy(update={"training": recipe.training.model_copy(update={"batch_size": 8})})
-    trials_of(larger, tmp_path)
-    assert clock
-    clock.clear()
-    assert {t.experiment.arm: t.recipe.training.steps for t in trials_of(recipe, tmp_path)} == steps
-    assert not clock
-    # On another device the steps are those of the first, and that is told.
-    text = (folder / PINNED).read_text()
-    (folder / PINNED).write_text(text.replace(json.dumps(deep["on"]), '"a TPU"'))
-    said = []
-    equalized(recipe, tmp_path, said.append)
-    assert said == [
-        f"equal time as it was measured on a TPU, not on this device: shift, deep (see {str(folder / PINNED)!r})"
-    ]
-    with pytest.raises(HeadwaterError, match="use `headwater compare`"):
-        equalized(recipe)
-
-
 def test_arms_that_cannot_be_timed_are_refused_before_anything_is_trained(tmp_path, monkeypatch):
     monkeypatch.setattr("headwater.compare.run_trials", lambda *_: pytest.fail("trained"))
     stages = {"stages": [{"name": "more"}]}
     with pytest.raises(HeadwaterError, match=r"the arm 'staged' has stages"):
-        compare(tiny({"arms": {"base": {}, "staged": stages}, "prices": True}), tmp_path)
+        compare(tiny({"arms": {"base": {}, "staged": stages}, "costs": True}), tmp_path)
 
 
 def test_the_report_shows_which_arms_no_cheaper_one_beats(tmp_path, clock, monkeypatch):
     from saved import Here
 
     monkeypatch.setattr("headwater.compare.run_trials", Here())
-    recipe = tiny({"arms": ARMS, "prices": True}, training={"steps": 4})
+    recipe = tiny({"arms": ARMS, "costs": True}, training={"steps": 4})
     compare(recipe, tmp_path)
     for arm, result in (("base", 0.5), ("shift", 0.4), ("deep", 0.6)):
         for seed in (0, 1):

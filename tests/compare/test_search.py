@@ -59,13 +59,13 @@ def test_the_search_is_a_comparison_of_the_candidates():
     chosen = search_recipe(made, arms)
     section = chosen.compare
     assert (chosen.name, section.baseline, section.seeds) == ("tiny-search", VANILLA, [0, 1])
-    assert (section.learning_rates, section.equal, section.arms) == ([], "parameters", arms)
+    assert (section.learning_rates, section.match, section.arms) == ([], "parameters", arms)
     for arm, change in arms.items():
         assert chosen.arm(arm, 0).model["mechanisms"] == change["model"]["mechanisms"]
     # What the recipe's own comparison says of rates and cost holds for the search.
-    settings = {"arms": {"a": {}}, "baseline": "a", "equal": "flops", "learning_rates": [1e-3, 1e-2]}
+    settings = {"arms": {"a": {}}, "baseline": "a", "match": "flops", "learning_rates": [1e-3, 1e-2]}
     section = search_recipe(recipe(compare=settings), arms).compare
-    assert (section.learning_rates, section.equal, section.arms) == ([1e-3, 1e-2], "flops", arms)
+    assert (section.learning_rates, section.match, section.arms) == ([1e-3, 1e-2], "flops", arms)
 
 
 @pytest.mark.parametrize(("mechanism", "left"), [("kv_shift", "kv_shift"), ("pattention", "pattention")])
@@ -219,7 +219,7 @@ def test_the_command_refuses_before_anything_is_trained(run, here, file, tmp_pat
     for arguments, words in (
         ([*SEARCH, "model.num_hidden_layers=1"], "besides vanilla only kv_shift is left"),
         (["--search", "--mechanism", "kv_shft"], "did you mean 'kv_shift'?"),
-        ([*SEARCH, "--arm", "a"], "--search takes one recipe, without --arm and --size"),
+        ([*SEARCH, "--arm", "a"], "--search takes one recipe, without --arm, --size and"),
         (SEARCH[1:], "--mechanism names what --search combines"),
     ):
         code, _, err = run("compare", file(), *arguments, "--out", tmp_path / "out")

@@ -171,7 +171,7 @@ def test_results_are_the_same_if_they_change_from_seed_to_seed_together():
     assert (after.decided, after.seeds) == (True, list(range(7)))
 
 
-UNTIL = {"until": "decided", "margin": 0.1, "min_seeds": 3, "max_seeds": 12}
+SEQUENTIAL = {"sequential": True, "margin": 0.1, "min_seeds": 3, "max_seeds": 12}
 # Of accuracies between 0 and 1.
 GAIN = {"better": 0.3, "worse": -0.3, "zero": 0.0, "tiny": 0.05}
 
@@ -179,7 +179,7 @@ GAIN = {"better": 0.3, "worse": -0.3, "zero": 0.0, "tiny": 0.05}
 def known(folder, arms=GAIN, seeds=range(12), diverges=(), **changes):
     """A comparison whose runs are there already, with differences that are known: an arm's gain and a little noise."""
     given = {"arms": {"base": {}} | {arm: {"training": {"weight_decay": 0.1 + i}} for i, arm in enumerate(arms)}}
-    made = tiny(given | UNTIL | changes)
+    made = tiny(given | SEQUENTIAL | changes)
     for trial in trials_of(made, folder):
         arm, seed = trial.experiment.arm, trial.recipe.seed
         if seed in seeds:
@@ -235,7 +235,7 @@ def test_a_planted_difference_of_trained_models_is_found_and_a_planted_zero_call
             "model": {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2},
             "training": {"steps": 40, "batch_size": 8, "learning_rate": 3e-3, "warmup_steps": 10, "threads": 1},
             "reporting": {"save_every": None, "tensorboard": False},
-            "compare": {"baseline": "base", "until": "decided", "margin": 0.01}
+            "compare": {"baseline": "base", "sequential": True, "margin": 0.01}
             | {"arms": {name: {"data": {"source": str(tmp_path / f"{name}.txt")}} for name in arms}},
         },
         "test",
@@ -252,7 +252,7 @@ def test_a_planted_difference_of_trained_models_is_found_and_a_planted_zero_call
 
 
 def test_the_baseline_with_other_budgets_is_not_tested_and_has_its_seeds(tmp_path):
-    made = known(tmp_path, ["better", "zero"], budgets=["zero"])
+    made = known(tmp_path, ["better", "zero"], budget_arms=["zero"])
     assert trials_of(made, tmp_path)[0].experiment.plan.arms == 1
     compare(made, tmp_path, workers=1)
     (found,) = comparisons(tmp_path)
@@ -270,7 +270,7 @@ def test_another_threshold_or_baseline_holds_for_runs_that_are_there(tmp_path):
     other = made.compare.model_copy(update={"threshold": 0.6})
     compare(made.model_copy(update={"compare": other}), tmp_path, workers=1)
     assert comparisons(tmp_path)[0].threshold == 0.6
-    fixed = {"until": None, "margin": None, "baseline": "zero", "seeds": [0, 1, 2]}
+    fixed = {"sequential": False, "margin": None, "baseline": "zero", "seeds": [0, 1, 2]}
     for path in tmp_path.glob("tiny/*/record.json"):
         one = read_record(path)
         plain = one.experiment.model_copy(update={"plan": None})
@@ -361,13 +361,16 @@ def test_a_plan_cannot_change_after_its_results_and_fixed_seeds_become_part_of_o
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"until": "decided"}, "needs compare.margin"),
-        (UNTIL | {"min_seeds": 13}, "min_seeds=13 is more than compare.max_seeds=12"),
-        (UNTIL | {"seeds": list(range(13))}, "lists 13 seeds"),
-        ({"margin": 0.1}, "no effect without compare.until=decided"),
-        (UNTIL, "needs an arm besides the baseline"),
-        (UNTIL | {"arms": {"base": {}, "long": {}}, "budgets": ["long"]}, "needs an arm besides the baseline and its"),
-        (UNTIL | {"learning_rates": [1e-3], "tuning_seeds": [7], "arms": {"base": {}, "b": {}}}, r"share \[7\]"),
+        ({"sequential": True}, "needs compare.margin"),
+        (SEQUENTIAL | {"min_seeds": 13}, "min_seeds=13 is more than compare.max_seeds=12"),
+        (SEQUENTIAL | {"seeds": list(range(13))}, "lists 13 seeds"),
+        ({"margin": 0.1}, "no effect without compare.sequential=true"),
+        (SEQUENTIAL, "needs an arm besides the baseline"),
+        (
+            SEQUENTIAL | {"arms": {"base": {}, "long": {}}, "budget_arms": ["long"]},
+            "needs an arm besides the baseline and its",
+        ),
+        (SEQUENTIAL | {"learning_rates": [1e-3], "tuning_seeds": [7], "arms": {"base": {}, "b": {}}}, r"share \[7\]"),
     ],
 )
 def test_wrong_fields_are_one_sentence(section, message):
@@ -377,7 +380,7 @@ def test_wrong_fields_are_one_sentence(section, message):
 
 
 def test_seeds_count_on_from_the_listed_ones():
-    made = tiny({"arms": {"base": {}, "b": {}}, "seeds": [10, 12], **UNTIL, "max_seeds": 5})
+    made = tiny({"arms": {"base": {}, "b": {}}, "seeds": [10, 12], **SEQUENTIAL, "max_seeds": 5})
     assert made.compare.all_seeds == [10, 12, 13, 14, 15]
     plan = trials_of(made, Path("x"))[0].experiment.plan
     assert (plan.seeds, plan.arms, plan.margin, plan.min_seeds) == ([10, 12, 13, 14, 15], 1, 0.1, 3)
@@ -393,7 +396,7 @@ model: {hidden_size: 8, num_hidden_layers: 1, num_attention_heads: 1}
 training: {steps: 12, batch_size: 4, threads: 1, warmup_steps: 2}
 reporting: {log_every: 6, save_every: 4, tensorboard: false}
 compare:
-  until: decided
+  sequential: true
   margin: 0.1
   min_seeds: 3
   max_seeds: 7

@@ -38,7 +38,7 @@ def test_names_in_any_script_have_folders_of_their_own(tmp_path):
 
 def test_a_trial_alone_is_the_one_of_the_comparison(tmp_path):
     """`headwater train --arm` with equal budgets."""
-    made = tiny({"arms": {"base": {}, "shift": SHIFT | {"training": {"batch_size": 8}}}, "equal": "tokens"})
+    made = tiny({"arms": {"base": {}, "shift": SHIFT | {"training": {"batch_size": 8}}}, "match": "tokens"})
     digests = {trial.label: trial.recipe.digest() for trial in trials_of(made, tmp_path)}
     assert trial_of(made, "shift", 1, tmp_path).recipe.digest() == digests["shift · seed 1"]
     assert trial_of(made, "shift", 1, tmp_path).recipe.training.steps == 6
@@ -59,8 +59,8 @@ def test_what_cannot_be_trained_side_by_side_is_refused(tmp_path, compare, train
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"seeds": [1, 2, 1]}, "names a seed twice"),
-        ({"learning_rates": [0.1, 0.2], "tuning_seeds": [8, 8]}, "tuning_seeds names a seed twice"),
+        ({"seeds": [1, 2, 1]}, "seeds has an entry twice"),
+        ({"learning_rates": [0.1, 0.2], "tuning_seeds": [8, 8]}, "tuning_seeds has an entry twice"),
         ({"learning_rates": [1e-3], "tuning_seeds": [1]}, r"share \[1\]"),
         ({"learning_rates": [0]}, "learning_rates"),
         ({"learning_rates": [1e-3, 1.0000000001e-3]}, "names a rate twice"),
@@ -68,10 +68,13 @@ def test_what_cannot_be_trained_side_by_side_is_refused(tmp_path, compare, train
         ({"arms": {"base": {}, "other": {"seed": 3}}}, r"arms.other.seed has no effect"),
         ({"sizes": {"S": {"name": "small"}}}, r"sizes.S.name has no effect"),
         (
-            {"arms": {"base": {}, "wide": {"model": {"hidden_size": 16}}}, "budgets": ["wide"]},
+            {"arms": {"base": {}, "wide": {"model": {"hidden_size": 16}}}, "budget_arms": ["wide"]},
             "differs from 'base' in model",
         ),
-        ({"arms": {"base": {}, "long": {"training": {"steps": 20}}}, "budgets": ["long", "long"]}, "an arm twice"),
+        (
+            {"arms": {"base": {}, "long": {"training": {"steps": 20}}}, "budget_arms": ["long", "long"]},
+            "budget_arms has an entry twice",
+        ),
         ({"sizes": {"S": {"arms": {"bas": {}}}}}, "did you mean 'base'"),
         ({"sizes": {"S": {"model": {"hiden_size": 3}}}}, "of size 'S': model has no field 'hiden_size'"),
     ],
@@ -210,7 +213,7 @@ def test_workers_by_default(monkeypatch, tmp_path):
 PART = {
     "arms": {"base": {}, "longer": {"training": {"steps": 14}}, "shift": SHIFT, "wide": {"model": {"hidden_size": 16}}},
     "sizes": {"S": {}, "L": {"model": {"num_hidden_layers": 2}}},
-    "budgets": ["longer"],
+    "budget_arms": ["longer"],
     "learning_rates": [0.1, 0.2],
     "tuning_seeds": [9],
     "seeds": [0],
@@ -259,7 +262,7 @@ def test_the_rest_of_a_comparison_trains_what_a_part_has_not(run, tmp_path, monk
         (PART, ["--size", "XL"], "'tiny' has no size 'XL'; "),
         ({"arms": {"base": {}, "shift": SHIFT}}, ["--size", "L"], "compares at one size; leave out --size."),
         (
-            {"arms": {"base": {}, "shift": SHIFT}, "until": "decided", "margin": 0.1},
+            {"arms": {"base": {}, "shift": SHIFT}, "sequential": True, "margin": 0.1},
             ["--arm", "base"],
             "name an arm to decide with --arm",
         ),

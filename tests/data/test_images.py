@@ -587,7 +587,7 @@ def test_what_does_not_fit_is_one_sentence(make, words, folder, tmp_path):
         ({"data": {"kind": "digits"}, "model": {"base": "gpt2-124m"}}, "a text model"),
         ({"data": {"kind": "digits"}, "training": {"z_loss": 0.1}}, "z_loss"),
         ({"data": {"kind": "induction"}, "training": {"label_smoothing": 0.1}}, "label_smoothing"),
-        ({"data": {"kind": "digits"}, "training": {"ema": 0.9, "precision": "bf16-true"}}, "bf16-mixed"),
+        ({"data": {"kind": "digits"}, "training": {"ema_decay": 0.9, "precision": "bf16-true"}}, "bf16-mixed"),
         ({"data": {"kind": "digits", "channels": 2}}, "1 .gray. or 3"),
         ({"data": {"kind": "digits", "augmentation": {"crop": [0.9, 0.1]}}}, "crop"),
         ({"data": {"kind": "digits", "augmentation": {"flip": 2.0}}}, "flip"),

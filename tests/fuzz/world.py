@@ -83,7 +83,7 @@ def make_world(root: Path) -> World:
     recipes = {name: values | {"model": dict(MODEL)} | QUICK for name, values in recipes.items()}
     arms = {"vanilla": {}, "kv [keys]": {"model": {"mechanisms": {"kv_shift": {}}}}}
     recipes["compare"] = recipes["task"] | {"compare": {"arms": arms, "baseline": "vanilla", "seeds": [0]}}
-    stage = {"name": "wider", "widen": {"intermediate_size": 96}, "training": {"steps": 1}}
+    stage = {"name": "wider", "grow": {"intermediate_size": 96}, "training": {"steps": 1}}
     recipes["stages"] = recipes["task"] | {"stages": [stage]}
     for name, values in recipes.items():
         paths[name + ".yaml"] = root / f"{name}.yaml"

@@ -60,11 +60,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "bf16-mixed": {"training": {"precision": "bf16-mixed"}},
     "bf16-true": {"training": {"precision": "bf16-true"}},
     "64-true": {"training": {"precision": "64-true"}},
-    "accumulate": {"training": {"accumulate": 2, "z_loss": 1e-3, "schedule": "constant", "ema": 0.9}},
+    "accumulate": {
+        "training": {"gradient_accumulation_steps": 2, "z_loss": 1e-3, "schedule": "constant", "ema_decay": 0.9}
+    },
     "checkpointing": {"training": {"gradient_checkpointing": True}},
-    "half": {"training": {"gradient_checkpointing": "half", "loss_chunk": 16}},
+    "loss_chunk_tokens": {"training": {"loss_chunk_tokens": 16}},
     "varlen": {"data": ROWS | {"context": 128}, "training": {"attn_implementation": "varlen"}},
-    "matmul": {"training": {"attn_implementation": "matmul", "weight_decay_on": "all", "clip": None}},
+    "matmul": {"training": {"attn_implementation": "matmul", "weight_decay_on": "all", "max_grad_norm": None}},
     "growth": {"model": PAIRS, "stages": [{"name": "more", "grow": {"ffn_pairs": 48}, "training": {"steps": 2}}]},
     "pattention": {"model": PAIRS},
 }

@@ -225,9 +225,9 @@ def test_growing_and_shrinking_by_dense_keys_alone():
     sizes = {"attention_pairs": 7, "ffn_pairs": 13}
     model, product = build({"pattention": sizes | {"top_k": 5}}), build({"pattention": PRODUCT})
     ids = tokens(2, 9)
-    with pytest.raises(HeadwaterError, match=r"the 5 best pairs of 'query' in layer 0.*--keys random"):
+    with pytest.raises(HeadwaterError, match=r"the 5 best pairs of 'query' in layer 0.*--key-init random"):
         grow(model, 9)
-    grown = grow(model, 9, keys="random", tau="recomputed")
+    grown = grow(model, 9, key_init="random", tau="recompute")
     assert grown.model.layers[0].self_attn.q_proj.scale.tau.item() == pytest.approx(default_tau("l2_norm_gelu", 5))
     assert grown.model.layers[0].mlp.way() is None
     weights = importance(grown, [{"input_ids": ids}])
@@ -241,7 +241,7 @@ def test_growing_and_shrinking_by_dense_keys_alone():
     weights = importance(product, [{"input_ids": ids}])
     for attempt in (
         lambda: grow(product, 36),
-        lambda: grow(product, 36, keys="random"),
+        lambda: grow(product, 36, key_init="random"),
         lambda: shrink(product, weights, 16),
         lambda: merge(product, *[build({"pattention": PRODUCT | {"attention_pairs": 36}})] * 2),
     ):

@@ -46,7 +46,7 @@ def test_loss_and_z_loss_written_out(chunk, given, tied):
     arguments = {} if given == "labels" else {"shift_labels": labels}
     if given == "number":
         arguments["num_items_in_batch"] = torch.tensor(11)
-    out = made(ids, labels=labels, skip_logits=True, output_z_loss=True, loss_chunk=chunk, **arguments)
+    out = made(ids, labels=labels, skip_logits=True, output_z_loss=True, loss_chunk_tokens=chunk, **arguments)
     assert out.logits is None
     assert_near(out.loss, losses, 1e-6)  # transformers' loss is in fp32
     assert_near(out.z_loss, squares, 1e-12 if chunk is None else 1e-6)
@@ -57,7 +57,7 @@ def test_chunks_change_no_gradient():
     made, (ids, labels) = model(), rows()
     made.loss_function = in_fp64
     wanted = dict(labels=labels, shift_labels=labels, skip_logits=True, output_z_loss=True)
-    whole, parts = (made(ids, loss_chunk=chunk, **wanted) for chunk in (None, 5))
+    whole, parts = (made(ids, loss_chunk_tokens=chunk, **wanted) for chunk in (None, 5))
     assert_near(gradients(made, parts.loss + parts.z_loss), gradients(made, whole.loss + whole.z_loss), 1e-12)
 
 
@@ -71,7 +71,7 @@ def in_fp64(logits, labels, vocab_size, num_items_in_batch=None, shift_labels=No
 def test_chunks_keep_no_logits():
     made, (ids, labels) = model(vocab_size=4096).float(), rows()
     kept = {
-        chunk: saved_bytes(lambda chunk=chunk: made(ids, labels=labels, skip_logits=True, loss_chunk=chunk).loss)
+        chunk: saved_bytes(lambda chunk=chunk: made(ids, labels=labels, skip_logits=True, loss_chunk_tokens=chunk).loss)
         for chunk in (None, 4)
     }
     assert kept[None] - kept[4] > 0.9 * ids.numel() * 4096 * 4
@@ -89,7 +89,7 @@ def test_a_compiled_chunk_is_a_graph_of_its_own():
         return graph.forward
 
     made, (ids, labels) = model(), rows()
-    wanted = {"labels": labels, "skip_logits": True, "loss_chunk": 8}
+    wanted = {"labels": labels, "skip_logits": True, "loss_chunk_tokens": 8}
     eager = gradients(made, made(ids, **wanted).loss)
     compile_model(made, look)
     assert_near(gradients(made, made(ids, **wanted).loss), eager, 1e-12)
@@ -112,7 +112,7 @@ def test_no_logits_leave_a_compiled_graph(chunk):
     def training(ids: Tensor, labels: Tensor, **wanted) -> Tensor:
         return made(ids, labels=labels, use_cache=False, **wanted)
 
-    out = torch.compile(training, backend=look, fullgraph=True)(ids, labels, skip_logits=True, loss_chunk=chunk)
+    out = torch.compile(training, backend=look, fullgraph=True)(ids, labels, skip_logits=True, loss_chunk_tokens=chunk)
     assert out.logits is None
     assert shapes == [[]], "the loss alone"
     shapes.clear()

@@ -4,12 +4,10 @@ import pytest
 import torch
 from torch import _dynamo, distributed
 from torch._dynamo.testing import CompileCounter
-from torch._functorch import config as functorch
 from torch.nn.parallel import DistributedDataParallel
 
 from conftest import build, tokens
 from headwater import kernels
-from headwater.bench.training import saved_bytes
 from headwater.models import compiling
 from headwater.models.compiling import compile_blocks, compile_model
 
@@ -102,42 +100,6 @@ def test_evaluating_first_makes_no_shape_symbolic():
     model.train()(ids, labels=ids, skip_logits=True).loss.backward()
     assert shapes
     assert all(isinstance(size, int) for size in shapes)
-
-
-@pytest.mark.slow
-def test_a_budget_is_kept_by_every_block():
-    """With the same gradients."""
-    model, ids = build({"kv_shift": {}}, num_hidden_layers=2).float().train(), tokens(2, 32)
-
-    def loss():
-        return model(ids, labels=ids, skip_logits=True).loss
-
-    def gradients():
-        model.zero_grad()
-        loss().backward()
-        return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
-
-    plain, kept = gradients(), []
-    for budget in (None, 0.6, 0.2):
-        compile_model(model, "aot_eager_decomp_partition", budget)
-        torch.testing.assert_close(gradients(), plain)
-        kept.append(saved_bytes(loss, model.parameters()))
-    assert kept[1] < 0.8 * kept[0]
-    assert kept[2] < 0.8 * kept[1]
-
-
-def test_a_budget_holds_while_blocks_are_compiled():
-    """They still share a graph; nothing of it is left for other models."""
-    model, ids, seen = build({}, num_hidden_layers=3).float().train(), tokens(2, 12), []
-
-    def backend(graph, inputs):
-        seen.append(functorch.activation_memory_budget)
-        return graph.forward
-
-    compile_model(model, backend, 0.25)
-    model(ids, labels=ids, skip_logits=True).loss.backward()
-    assert seen == [0.25, 1.0]  # the blocks', and the loss
-    assert functorch.activation_memory_budget == 1.0
 
 
 def test_ddp_does_not_split_a_block():

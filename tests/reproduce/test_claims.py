@@ -25,7 +25,7 @@ from headwater.papers.measures import Runs
 from headwater.papers.places import FinishedRun, SizedArm
 from headwater.papers.result import evidence as said
 from headwater.papers.table import PaperTable
-from headwater.papers.work import PLAN, check_not_begun_otherwise, prepare, train_until_decided
+from headwater.papers.work import PLAN, check_not_begun_otherwise, prepare, train_sequentially
 from headwater.recipe import load_recipe
 
 LEVEL = 0.05
@@ -616,10 +616,10 @@ def test_the_maximum_of_seeds_cannot_change(tmp_path):
     # Other overrides that leave the runs as they are do not get around it.
     for other in ([], ["compare.workers=2"], ["compare.seeds=[0,1,2,3,4,5]"]):
         with pytest.raises(HeadwaterError, match=r"at most 10 seeds, the seeds 0 first, .* pass --max-seeds 10"):
-            train_until_decided(prepare("ledger/recommended", "cpu", tmp_path, other), 1, None, None, 30)
-    with pytest.raises(HeadwaterError, match=r"with --until-decided, whose verdicts .* --max-seeds 10"):
+            train_sequentially(prepare("ledger/recommended", "cpu", tmp_path, other), 1, None, None, 30)
+    with pytest.raises(HeadwaterError, match=r"with --sequential, whose verdicts .* --max-seeds 10"):
         check_not_begun_otherwise(work)
-    with pytest.raises(HeadwaterError, match=r"with --until-decided, whose verdicts"):
+    with pytest.raises(HeadwaterError, match=r"with --sequential, whose verdicts"):
         lab.reproduce("ledger/recommended", out=tmp_path)
 
 
@@ -636,17 +636,17 @@ def test_a_threshold_or_a_margin_cannot_change_after_seeds_were_added(tmp_path):
     file = work.trials / f"ledger-hop-{PLAN}"
     file.write_text(json.dumps(plan))
     with pytest.raises(HeadwaterError, match="with their margins and thresholds"):
-        train_until_decided(work, 1, None, None, 30)
+        train_sequentially(work, 1, None, None, 30)
     plan["thresholds"] = {"ledger-hop": of.threshold}
     plan["claims"][0]["against"] = "another"
     file.write_text(json.dumps(plan))
     with pytest.raises(HeadwaterError, match="with their margins and thresholds"):
-        train_until_decided(work, 1, None, None, 30)
+        train_sequentially(work, 1, None, None, 30)
 
 
 def test_what_leaves_out_seeds_of_some_arms_is_refused(tmp_path):
-    with pytest.raises(HeadwaterError, match=r"--until-decided; leave out compare\.until"):
-        prepare("ledger/tables", "cpu", tmp_path, ["compare.until=decided", "compare.margin=0.1"])
+    with pytest.raises(HeadwaterError, match=r"--sequential; leave out compare\.sequential"):
+        prepare("ledger/tables", "cpu", tmp_path, ["compare.sequential=true", "compare.margin=0.1"])
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"max_seeds": "10", "claims": [], "seeds": {}}'])
@@ -659,7 +659,7 @@ def test_a_damaged_plan_is_told_not_replaced(tmp_path, content):
     with pytest.raises(HeadwaterError, match=said):
         check_not_begun_otherwise(work)
     with pytest.raises(HeadwaterError, match=said):
-        train_until_decided(work, 1, None, None, 10)
+        train_sequentially(work, 1, None, None, 10)
     assert file.read_text() == content
 
 
@@ -667,7 +667,7 @@ def test_the_maximum_is_not_below_the_seeds_of_the_recipe(tmp_path):
     work = prepare("ledger/recommended", "cpu", tmp_path)
     check_not_begun_otherwise(work)
     with pytest.raises(HeadwaterError, match="begins with 4 seeds, more than --max-seeds 2"):
-        train_until_decided(work, 1, None, None, 2)
+        train_sequentially(work, 1, None, None, 2)
     assert not list(tmp_path.iterdir())
 
 

@@ -310,7 +310,14 @@ def test_runs_on_several_devices_are_left_to_the_user(out, run):
 
 def test_arms_that_all_diverge_are_shown_as_such(out, run):
     code, said, complaint = run(
-        "reproduce", "paper/tiny", "--out", out, "training.learning_rate=1e30", "training.skip_limit=1", "--workers", 1
+        "reproduce",
+        "paper/tiny",
+        "--out",
+        out,
+        "training.learning_rate=1e30",
+        "training.max_skipped_steps=1",
+        "--workers",
+        1,
     )
     assert code == 0
     assert "diverged 2 of 2" in said
@@ -337,7 +344,7 @@ def test_arms_that_all_diverge_are_shown_as_such(out, run):
         (["--list", "--keep", "runs.jsonl"], "'--keep' has no effect with --list; leave it out"),
         (["--list", "training.steps=7"], "'training.steps=7' has no effect with --list"),
         (["--list", "--scale", "gpu"], "'--scale' has no effect with --list"),
-        (["paper/tiny", "--max-seeds", "5"], "'--max-seeds' has no effect without --until-decided"),
+        (["paper/tiny", "--max-seeds", "5"], "'--max-seeds' has no effect without --sequential"),
         (["paper/tiny", "--task-files", "."], "'--task-files' has no effect for paper/tiny, which has no benchmarks"),
         (["paper/tiny", "--keep", "nowhere/runs.jsonl"], "There is no folder 'nowhere'"),
     ],

@@ -198,7 +198,7 @@ def test_too_little_room_is_seen_before_anything_is_written(recipe, tmp_path, mo
 
 
 def test_the_newest_and_the_best_are_kept(recipe, tmp_path, monkeypatch):
-    every = {"save_every": 2, "evaluate_every": 2, "keep": 2}
+    every = {"save_every": 2, "evaluate_every": 2, "keep_checkpoints": 2}
     train(recipe(reporting=every), tmp_path / "falling")
     assert [c.name for c in checkpoints(tmp_path / "falling")] == ["step-000010", "step-000012"]
     results = iter([5.0, 3.0, 4.0, 4.5, 4.0, 6.0])
@@ -235,7 +235,7 @@ def test_a_removal_that_is_cut_short_leaves_no_half_checkpoint(recipe, tmp_path,
             raise PowerCut
         return original(path, *args, **kwargs)
 
-    every = {"save_every": 2, "keep": 1}
+    every = {"save_every": 2, "keep_checkpoints": 1}
     monkeypatch.setattr(module.shutil, "rmtree", cut)
     with pytest.raises(PowerCut):
         train(recipe(reporting=every), tmp_path / "cut")
@@ -296,7 +296,7 @@ def test_a_data_file_that_goes_away_costs_no_step(recipe, finished, tmp_path, mo
                 raise FileNotFoundError(errno.ENOENT, "No such file or directory", "train-00000.tokens")
             yield batch
 
-    made = recipe(training={"accumulate": 2})
+    made = recipe(training={"gradient_accumulation_steps": 2})
     finished(made, tmp_path / "whole")
     monkeypatch.setattr(LanguageData, "batches", gone)
     with pytest.raises(HeadwaterError, match=r"data cannot be read: .*train-00000.tokens\); step 7 is saved"):

@@ -57,8 +57,8 @@ on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_a_gpu)])
-@pytest.mark.parametrize(("accumulate", "packed"), [(1, False), (2, False), (1, True)])
-def test_a_step_of_a_run_does_not_wait(accumulate, packed, device, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("gradient_accumulation_steps", "packed"), [(1, False), (2, False), (1, True)])
+def test_a_step_of_a_run_does_not_wait(gradient_accumulation_steps, packed, device, tmp_path, monkeypatch):
     """Not in a step that is logged either: it is recorded after the next.
 
     Data, forward and backward passes, clipping, the optimizer; the outcome of the step before is on the host.
@@ -82,7 +82,13 @@ def test_a_step_of_a_run_does_not_wait(accumulate, packed, device, tmp_path, mon
             "num_attention_heads": 2,
             "mechanisms": {"kv_shift": {}, "value_residual": {}},
         },
-        "training": {"steps": 6, "batch_size": 4, "accumulate": accumulate, "warmup_steps": 2, "threads": 1},
+        "training": {
+            "steps": 6,
+            "batch_size": 4,
+            "gradient_accumulation_steps": gradient_accumulation_steps,
+            "warmup_steps": 2,
+            "threads": 1,
+        },
         "reporting": {"log_every": 2, "tensorboard": False},
     }
     values["training"]["device"] = device

@@ -19,8 +19,8 @@ from headwater.training.places import checkpoints
 STEPS = 60
 # Dropout, accumulation, checkpoints at places no epoch ends, and a shuffled order that is gone through several times.
 CHANGES = {
-    "training": {"steps": STEPS, "accumulate": 2, "batch_size": 4},
-    "reporting": {"log_every": 1, "save_every": 3, "evaluate_every": 7, "keep": 2},
+    "training": {"steps": STEPS, "gradient_accumulation_steps": 2, "batch_size": 4},
+    "reporting": {"log_every": 1, "save_every": 3, "evaluate_every": 7, "keep_checkpoints": 2},
 }
 
 
@@ -141,7 +141,7 @@ def of_images(tmp_path):
             "num_attention_heads": 2,
             "drop_path": 0.2,
         },
-        "training": CHANGES["training"] | {"ema": 0.95, "label_smoothing": 0.1, "threads": 1},
+        "training": CHANGES["training"] | {"ema_decay": 0.95, "label_smoothing": 0.1, "threads": 1},
         "reporting": CHANGES["reporting"] | {"tensorboard": False},
     }
 

@@ -36,7 +36,7 @@ def test_a_run_is_loaded_by_its_name_also_where_it_was_moved(recipe, finished, t
 
 
 def test_it_follows_the_newest_checkpoint_and_takes_no_space(recipe, tmp_path):
-    made = recipe(reporting={"save_every": 2, "keep": 1})
+    made = recipe(reporting={"save_every": 2, "keep_checkpoints": 1})
     train(made, tmp_path / "run", until=2)
     first = (tmp_path / "run" / "model.safetensors").read_bytes()
     train(made, tmp_path / "run", resume=True, until=4)

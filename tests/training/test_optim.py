@@ -164,7 +164,7 @@ def test_the_norm_and_clipping_are_pytorchs(model, limit):
 
 
 def test_cosine_schedule():
-    training = Training(steps=110, warmup_steps=10, learning_rate=2.0, final_learning_rate=0.1)
+    training = Training(steps=110, warmup_steps=10, learning_rate=2.0, min_learning_rate_ratio=0.1)
     assert [learning_rate(step, training) for step in (0, 4, 9)] == pytest.approx([0.2, 1.0, 2.0])
     assert learning_rate(10, training) == pytest.approx(2.0)
     assert learning_rate(60, training) == pytest.approx(0.2 + 1.8 * 0.5)

@@ -152,7 +152,7 @@ class TestOwnFolders:
 
     @pytest.mark.slow
     def test_a_finished_run_that_was_killed_before_it_tidied_up_does_so_later(self, recipe, tmp_path, monkeypatch):
-        every = {"save_every": 2, "keep": 1}
+        every = {"save_every": 2, "keep_checkpoints": 1}
         with monkeypatch.context() as patched:
             patched.setattr("headwater.training.loop.prune", lambda *arguments: None)
             train(recipe(reporting=every), tmp_path / "run")

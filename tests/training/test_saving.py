@@ -53,7 +53,7 @@ class Clock:
 
 
 def test_a_checkpoint_written_during_later_steps_is_of_its_own(recipe, tmp_path, held):
-    made = recipe(training={"steps": 7}, reporting={"save_every": 3, "log_every": 1, "keep": 9})
+    made = recipe(training={"steps": 7}, reporting={"save_every": 3, "log_every": 1, "keep_checkpoints": 9})
     train(made, tmp_path / "alone")
     clock, seen = Clock(), []
 

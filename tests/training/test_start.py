@@ -105,7 +105,7 @@ def test_optimiser_state_goes_on_for_old_rows_and_is_fresh_for_new_ones(
     old = optimizer_state(newest_checkpoint(base))
     seen = {}
     monkeypatch.setattr(TrainingRun, "train", lambda self, stop, until: seen.update(state_of(self)))
-    recipe = pairs_recipe(**start(base, grow=TO, optimizer="kept" if kept else "fresh"))
+    recipe = pairs_recipe(**start(base, grow=TO, optimizer_state="keep" if kept else "fresh"))
     train(recipe, tmp_path / "grown")
     if not kept:
         assert seen == {}
@@ -129,11 +129,10 @@ def state_of(run: TrainingRun) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.sampled(5)
-@pytest.mark.parametrize("what", ["steps", "warmup", "half", "long"])
+@pytest.mark.parametrize("what", ["warmup", "half", "long"])
 def test_tau_goes_to_the_default_of_its_pairs_step_by_step(base, pairs_recipe, what, tmp_path, monkeypatch):
-    settings = {"steps": {"tau_steps": 4}, "warmup": {}, "half": {}, "long": {"tau_steps": 99}}[what]
-    warmup = 0 if what == "half" else 2
-    length = {"steps": 4, "warmup": 2, "half": 6, "long": 11}[what]
+    warmup = {"warmup": 2, "half": 0, "long": 99}[what]
+    length = {"warmup": 2, "half": 6, "long": 11}[what]
     seen: list[list[float]] = []
     original = TrainingRun.losses
 
@@ -143,7 +142,7 @@ def test_tau_goes_to_the_default_of_its_pairs_step_by_step(base, pairs_recipe, w
 
     monkeypatch.setattr(TrainingRun, "losses", losses)
     train(
-        pairs_recipe(training={"warmup_steps": warmup, "accumulate": 2}, **start(base, grow=TO, **settings)),
+        pairs_recipe(training={"warmup_steps": warmup, "gradient_accumulation_steps": 2}, **start(base, grow=TO)),
         tmp_path / "grown",
     )
     taus = seen[::2]  # two forward passes a step
@@ -160,10 +159,10 @@ def test_tau_goes_to_the_default_of_its_pairs_step_by_step(base, pairs_recipe, w
 @pytest.mark.parametrize(
     ("grow_settings", "more", "ends"),
     [
-        ({}, {"tau": "kept"}, 5),
+        ({}, {"tau": "keep"}, 5),
         ({"freeze": True}, {}, 5),
-        ({"tau": "recomputed"}, {}, 12),
-        ({"freeze": True}, {"tau": "annealed"}, 12),
+        ({"tau": "recompute"}, {}, 12),
+        ({"freeze": True}, {"tau": "anneal"}, 12),
     ],
 )
 def test_tau_stays_where_it_is_to_stay(base, pairs_recipe, grow_settings, more, ends, tmp_path):
@@ -183,7 +182,7 @@ def test_what_comes_between_growth_and_training_does_not_stop_it(base, pairs_rec
 
 @pytest.mark.slow
 def test_a_start_that_was_left_behind_is_made_again(base, pairs_recipe, tmp_path):
-    diverges = {"learning_rate": 1e30, "warmup_steps": 0, "skip_limit": 1}
+    diverges = {"learning_rate": 1e30, "warmup_steps": 0, "max_skipped_steps": 1}
     with pytest.raises(HeadwaterError, match="diverged"):
         train(pairs_recipe(training=diverges, **start(base, grow=TO)), tmp_path / "run")
     assert (tmp_path / "run" / "start").is_dir()
@@ -198,7 +197,7 @@ def test_thawing_leaves_the_optimisers_state_behind(base, pairs_recipe, run, tmp
     train(pairs_recipe(**start(base, grow=TO | {"freeze": True})), tmp_path / "frozen")
     assert run("grow", tmp_path / "frozen", "--ffn-pairs", 40, "--out", tmp_path / "free")[0] == 0
     with pytest.raises(HeadwaterError, match="no optimizer state"):
-        train(pairs_recipe(**start(tmp_path / "free", optimizer="kept")), tmp_path / "x")
+        train(pairs_recipe(**start(tmp_path / "free", optimizer_state="keep")), tmp_path / "x")
 
 
 @pytest.mark.slow
@@ -292,11 +291,11 @@ class TestRefusals:
     def test_optimiser_state_where_there_is_none(self, base, pairs_recipe, tmp_path):
         write_model(tmp_path / "bare", HeadwaterForCausalLM.from_pretrained(newest_checkpoint(base)))
         with pytest.raises(HeadwaterError, match="no optimizer state"):
-            train(pairs_recipe(**start(tmp_path / "bare", optimizer="kept")), tmp_path / "x")
+            train(pairs_recipe(**start(tmp_path / "bare", optimizer_state="keep")), tmp_path / "x")
 
     def test_the_state_of_another_optimiser(self, base, pairs_recipe, tmp_path):
         with pytest.raises(HeadwaterError, match="another optimizer"):
-            train(pairs_recipe(training={"optimizer": "muon"}, **start(base, optimizer="kept")), tmp_path / "x")
+            train(pairs_recipe(training={"optimizer": "muon"}, **start(base, optimizer_state="keep")), tmp_path / "x")
 
     def test_a_checkpoint_of_transformers_without_weights(self, pairs_recipe, tmp_path):
         (tmp_path / "llama").mkdir()
@@ -313,11 +312,11 @@ class TestRefusals:
     def test_a_scale_where_no_parameter_tokens_are(self, recipe, finished, tmp_path):
         finished(recipe(), tmp_path / "linear")
         with pytest.raises(HeadwaterError, match="which this model lacks"):
-            train(recipe(**start(tmp_path / "linear", tau="annealed")), tmp_path / "x")
+            train(recipe(**start(tmp_path / "linear", tau="anneal")), tmp_path / "x")
 
-    def test_growing_and_widening_at_once(self, base, recipe):
-        with pytest.raises(HeadwaterError, match="not both"):
-            recipe(**start(base, grow=TO, widen={"hidden_size": 32}))
+    def test_growing_and_converting_at_once(self, base, recipe):
+        with pytest.raises(HeadwaterError, match="one at a time"):
+            recipe(**start(base, grow=TO, convert={"num_key_value_heads": 1}))
 
 
 def test_annealing_ends_where_it_goes_and_goes_nowhere_for_a_model_at_home(base):

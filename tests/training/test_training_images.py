@@ -53,7 +53,7 @@ def make():
                 "batch_size": 8,
                 "warmup_steps": 2,
                 "threads": 1,
-                "ema": 0.9,
+                "ema_decay": 0.9,
                 "label_smoothing": 0.1,
             },
             "reporting": {"log_every": 3, "save_every": 4, "evaluate_every": 6, "tensorboard": False},
@@ -131,9 +131,12 @@ def run(*arguments):
 
 def test_the_average_is_evaluated_and_saved(make, tmp_path):
     """Against the average of the weights that a run without one goes through."""
-    made = make(training={"steps": 5}, reporting={"save_every": 1, "keep": 9, "evaluate_every": 1})
+    made = make(training={"steps": 5}, reporting={"save_every": 1, "keep_checkpoints": 9, "evaluate_every": 1})
     train(made, tmp_path / "averaged")
-    train(make(training={"steps": 5, "ema": None}, reporting={"save_every": 1, "keep": 9}), tmp_path / "plain")
+    train(
+        make(training={"steps": 5, "ema_decay": None}, reporting={"save_every": 1, "keep_checkpoints": 9}),
+        tmp_path / "plain",
+    )
     plain = [load_file(path / "model.safetensors") for path in checkpoints(tmp_path / "plain")]
     averaged = checkpoints(tmp_path / "averaged")
     mean = None
@@ -340,7 +343,7 @@ def test_what_is_not_fitted_is_said(make, finished, finished_text, letters, reci
     details = {"from": events[0], "to": events[1], "new_classifier": False, "interpolated": False}
     assert refitting(Event(what="refitted", details=details)).endswith("12 x 12 pixels now, of 8 x 8 before.")
     values = make().model_dump(mode="json") | {"data": letters}
-    values["start"] = {"checkpoint": str(finished), "new_classifier": True, "optimizer": "kept"}
+    values["start"] = {"checkpoint": str(finished), "new_classifier": True, "optimizer_state": "keep"}
     with pytest.raises(HeadwaterError, match="no state for a new classifier"):
         train(parse(values, "test"), tmp_path / "kept")
     values = recipe().model_dump(mode="json")

@@ -87,7 +87,7 @@ def test_plan_prints_images(run):
     (one,) = json.loads(out)
     assert one["at"][0]["image_size"] == [384, 384]
     assert one["at"][0]["tokens"] == 1 + 24 * 24
-    code, out, _ = run("plan", "vision/glyphs", "--json")  # with training.ema
+    code, out, _ = run("plan", "vision/glyphs", "--json")  # with training.ema_decay
     (one,) = json.loads(out)
     assert one["state_bytes"]["average"] == one["state_bytes"]["weights"]
 

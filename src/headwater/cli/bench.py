@@ -351,7 +351,7 @@ def bench_prices(
 
     With a recipe, nothing needs to be trained first.
     """
-    from headwater.compare import equalized
+    from headwater.compare import match_arms
     from headwater.compare.prices import folder_of, measure, read_prices
     from headwater.recipe import parse_recorded
     from headwater.report import comparisons, prices_of, terminal_prices
@@ -361,7 +361,7 @@ def bench_prices(
         recipe = recipe_of(source, overrides or [])
         folder = folder or Path("runs") / recipe.name
         check_writable(folder, folder=True)
-        recipe = equalized(recipe, folder, tell)
+        recipe = match_arms(recipe)
         if (section := recipe.compare) is None:
             raise HeadwaterError(f"{source!r} has no compare section; name a recipe whose arms can be measured.")
         folders = {size: folder_of(recipe, size, folder) for size in section.sizes or [None]}

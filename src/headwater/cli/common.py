@@ -48,11 +48,11 @@ TRAIN, USE, MAKE, LOOK = "Train and compare", "Use a model", "Change a trained m
 
 def tell_runs(recipe: Recipe, parts: int | None = None) -> None:
     """How many runs a comparison takes that runs until it is decided. parts: arms at a size; default: all."""
-    from headwater.compare.trials import runs_until_decided
+    from headwater.compare.trials import count_runs
 
     section = recipe.compare
-    if section is not None and section.until is not None:
-        fewest, most = runs_until_decided(section, parts)
+    if section is not None and section.sequential:
+        fewest, most = count_runs(section, parts)
         tell(
             f"{recipe.name}: {fewest} to {most} runs, with {section.min_seeds} to {section.max_seeds} seeds per arm, "
             "until decided"
@@ -141,6 +141,26 @@ def check_outside(folder: Path, source: str | Path, around: bool = False) -> Non
     whole = given.parent.parent if given.parent.name == FOLDER else given
     if target == given or (target in given.parents and not around) or whole in (target, *target.parents):
         raise HeadwaterError(f"--out {str(folder)!r} is, holds, or is in the source; choose another folder.")
+
+
+def new_folder(folder: Path | None, source: str | Path, suffix: str, may_exist: bool = False) -> Path:
+    """The folder of a new model: `folder`, or one next to the source with this suffix.
+
+    Raises `HeadwaterError` before any work if it exists, or cannot be written.
+    """
+    from headwater.files import check_free
+    from headwater.training.places import FOLDER
+
+    source = Path(source)
+    if folder is None:
+        whole = source if source.name and ".." not in source.parts else Path(os.path.realpath(source))
+        whole = whole.parent.parent if whole.parent.name == FOLDER else whole
+        folder = Path(whole.parent if whole.exists() else ".") / f"{whole.name}-{suffix}"
+    check_outside(folder, source)
+    if not may_exist:
+        check_free(folder)
+    check_writable(folder, folder=True)
+    return folder
 
 
 def check_writable(target: Path, folder: bool = False, is_ours: IsOurs | None = None) -> None:

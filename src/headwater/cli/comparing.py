@@ -55,6 +55,9 @@ def compare(
         bool, typer.Option("--search", help="Compare all combinations of mechanisms, and test the best on fresh seeds.")
     ] = False,
     mechanism: MechanismOptions = None,
+    sequential: Annotated[
+        bool, typer.Option("--sequential", help="Add seeds until each arm is decided, within compare.margin.")
+    ] = False,
     resume: GoesOn = False,
 ) -> None:
     """Train the arms of recipes side by side and write a report. Run it again to resume."""
@@ -63,6 +66,7 @@ def compare(
 
     quiet()
     overrides = [argument for argument in recipes if "=" in argument] + _on(device)
+    overrides += ["compare.sequential=true"] if sequential else []
     loaded = [recipe_of(argument, overrides) for argument in recipes if "=" not in argument]
     if not loaded:
         raise HeadwaterError("Name at least one recipe.")
@@ -74,8 +78,8 @@ def compare(
         )
     if mechanism and not search:
         raise HeadwaterError("--mechanism names what --search combines; add --search, or leave it out.")
-    if search and (len(loaded) > 1 or arm or size):
-        raise HeadwaterError("--search takes one recipe, without --arm and --size.")
+    if search and (len(loaded) > 1 or arm or size or sequential):
+        raise HeadwaterError("--search takes one recipe, without --arm, --size and --sequential.")
     only = [_part(recipe, arm or [], size or []) for recipe in loaded] if arm or size else None
     folder = folder or Path("runs") / loaded[0].name
     check_writable(folder, folder=True)
@@ -99,8 +103,8 @@ def _part(recipe: Recipe, arms: list[str], sizes: list[str]) -> set[ArmKey] | No
                 raise HeadwaterError(f"{recipe.name!r} compares at one size; leave out --size.")
             if name not in known:
                 raise HeadwaterError(f"{recipe.name!r} has no {what} {name!r}; {nearest(name, known)}")
-    untested = {section.baseline, *section.budgets}
-    if section.until is not None and arms and untested.issuperset(arms):
+    untested = {section.baseline, *section.budget_arms}
+    if section.sequential and arms and untested.issuperset(arms):
         raise HeadwaterError(f"{arms[0]!r} is what other arms are compared with; name an arm to decide with --arm.")
     chosen = {*untested, *arms} if arms else set(section.arms)
     return {(arm, size) for arm in chosen for size in sizes or section.sizes or [None]}
@@ -127,7 +131,7 @@ def train_all(
     failed = []
     for recipe, part in zip(recipes, only or [None] * len(recipes), strict=True):
         tell_runs(recipe, None if part is None else len(part))
-        recipe = comparing.equalized(recipe, folder, tell)
+        recipe = comparing.match_arms(recipe)
         steps = sum(job.steps for job in comparing.jobs_of(recipe, folder, part))
         with ProgressReport() as progress:
             bars = TrialBars(progress, recipe.name, steps)

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headwater.cli.common import check_outside, check_writable, mechanisms_of, out, quiet, tell, tell_model
+from headwater.cli.common import mechanisms_of, new_folder, out, quiet, tell, tell_model
 from headwater.cli.progress import measure_with_progress
 from headwater.cli.training import trained_with_bar
 from headwater.errors import HeadwaterError
-from headwater.extras import MissingExtra
 from headwater.outside import check_paths
 from headwater.terminal import lined
 
 if TYPE_CHECKING:
     import torch
 
-    from headwater.recipe import Recipe
     from headwater.records import RunRecord
     from headwater.training.conversion import ConversionPrice
     from headwater.training.trained import Trained
 
-TURNS, NEW_TOKENS = 5, 32
 # Tokens in a row, if the model has positions for as many.
 CONTEXT = 512
 
@@ -45,8 +41,8 @@ def convert(
     num_key_value_heads: Annotated[
         int | None, typer.Option(help="Number of key/value heads after pooling (GQA).", show_default=False)
     ] = None,
-    choose: Annotated[
-        bool, typer.Option("--choose", help="Choose which layers share by how alike their keys and values are.")
+    choose_layers: Annotated[
+        bool, typer.Option("--choose-layers", help="Choose which layers share by how alike their keys and values are.")
     ] = False,
     heal: Annotated[str, typer.Option(help="Tokens of healing, e.g. 20M or 1e9.")] = "10M",
     text: Annotated[
@@ -65,12 +61,7 @@ def convert(
     no_anneal: Annotated[
         bool, typer.Option("--no-anneal", help="The smaller model from the first step, not gradually.")
     ] = False,
-    no_distill: Annotated[bool, typer.Option("--no-distill", help="Heal on the text alone.")] = False,
-    no_align: Annotated[
-        bool, typer.Option("--no-align", help="Leave keys and values in the coordinates they have.")
-    ] = False,
     plan: Annotated[bool, typer.Option("--plan", help="Say what it costs and saves, and stop.")] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted conversion.")] = False,
     out_folder: Annotated[
         Path | None,
         typer.Option("--out", file_okay=False, help="The new folder.", show_default="next to the source"),
@@ -83,11 +74,11 @@ def convert(
     from headwater.priced import count_of
     from headwater.recipe import changed_recipe
     from headwater.training.checkpoint import write_model
-    from headwater.training.conversion import check_same, conversion_recipe, digest_of, price_of, write_recipe
+    from headwater.training.conversion import conversion_recipe, price_of, write_recipe
     from headwater.training.model_folder import publish_model
     from headwater.training.parallel import connected
     from headwater.training.places import newest_checkpoint
-    from headwater.training.run_folder import check_ours, mark
+    from headwater.training.run_folder import mark
     from headwater.training.stages import chain, on_several
     from headwater.training.trained import changed_text, open_source
 
@@ -103,7 +94,7 @@ def convert(
         )
     if text is not None:
         local_files(text)  # is an error if there are none, also with --plan
-    target, path = _target(source, out_folder, resume, plan), Path(source)
+    target, path = new_folder(out_folder, source, "converted", may_exist=plan), Path(source)
     if path.is_dir():
         place = newest_checkpoint(path).resolve()
     else:  # from the hub, or a file of tensors: the runs start from a copy
@@ -123,29 +114,29 @@ def convert(
         data = {"kind": "text", "source": str(text), "tokenizer": str(place), "context": context}
     # Rows of synthetic data are as long as their settings make them, and the command line may change either.
     sizes = [
-        one for one in overrides or [] if one.startswith(("data.", "training.batch_size=", "training.accumulate="))
+        one
+        for one in overrides or []
+        if one.startswith(("data.", "training.batch_size=", "training.gradient_accumulation_steps="))
     ]
-    said = {
-        "training.distill": no_distill and "--no-distill",
-        "start.convert.anneal": no_anneal and "--no-anneal",
-        "start.convert.align": no_align and "--no-align",
-    }
-    _check_overrides(overrides or [], {name: flag for name, flag in said.items() if flag})
+    _check_overrides(overrides or [])
     # The data are what the model's history says, which may be anyone's.
     batches = {"name": target.name, "data": data, "training": {"batch_size": batch_size}}
     sized = changed_recipe(batches, sizes, "the recipe")
-    given = {"mechanisms": mechanisms or None, "num_key_value_heads": num_key_value_heads, "choose": choose}
+    given = {
+        "mechanisms": mechanisms or None,
+        "num_key_value_heads": num_key_value_heads,
+        "choose_layers": choose_layers,
+    }
     values = conversion_recipe(
         target.name,
         str(place),
         data,
-        given | {"align": not no_align, "anneal": not no_anneal},
+        given | {"anneal": not no_anneal},
         tokens=count_of(heal, "heal"),
         context=int(getattr(sized.data, "context", CONTEXT)),
         batch_size=sized.training.batch_size,
-        accumulate=sized.training.accumulate,
+        gradient_accumulation_steps=sized.training.gradient_accumulation_steps,
         learning_rate=learning_rate,
-        distill=not no_distill,
     )
     recipe = changed_recipe(values, overrides or [], "the recipe")
     if any(on_several(run) for run, _ in chain(recipe, target)):
@@ -154,20 +145,16 @@ def convert(
             "`headwater train RECIPE --stage NAME` (docs/convert.md)."
         )
     priced = price_of(recipe, trained.model.config, dtype.itemsize)
-    own = recipe.training.distill is None or recipe.training.distill.teacher is None
+    own = recipe.training.distillation is None or recipe.training.distillation.teacher is None
     _show_price(priced, "the original" if own else "the teacher")
     if plan:
         return
     with connected(recipe, target) as fabric:  # which says if the device cannot be used
         device = fabric.device
-    with occupied(target, empty=not resume):
-        digest = digest_of(trained.model)
-        if resume:
-            check_ours(target)
-            check_same(recipe, target, digest)
+    with occupied(target, empty=True):
         mark(target)
-        write_recipe(recipe, target, digest)
-        if not place.is_dir():
+        write_recipe(recipe, target)
+        if not path.is_dir():
             write_model(place, trained.model, trained.tokenizer, trained.history)
         built = recipe.data.build()
         if text is None and (warning := changed_text(trained, built)):
@@ -175,16 +162,15 @@ def convert(
         before = measure_with_progress("measuring the original", trained.model.to(device), built)
         del trained
         tell("making the smaller model")
-        record = trained_with_bar(recipe, target, resume=resume)
+        record = trained_with_bar(recipe, target)
         place = _written(target, record, dtype)
         publish_model(place, target)
         after = measure_with_progress("measuring the result", open_source(str(place)).model.to(device), built)
-        tell("timing both")
-        _tell(recipe, target, record, priced, (before, after), source, device)
+        _tell(target, record, priced, (before, after), source)
 
 
-def _check_overrides(overrides: list[str], flags: dict[str, str]) -> None:
-    """Raise `HeadwaterError` for one of what is SOURCE's, and of what a flag says already; flags: by their field."""
+def _check_overrides(overrides: list[str]) -> None:
+    """Raise `HeadwaterError` for an override of what SOURCE or an option decides."""
     from headwater.training.start import MAY_DIFFER
 
     for field in (one.partition("=")[0] for one in overrides):
@@ -192,28 +178,8 @@ def _check_overrides(overrides: list[str], flags: dict[str, str]) -> None:
             raise HeadwaterError("The model to convert is SOURCE; leave out start.checkpoint.")
         if field.partition(".")[0] == "model" and field.removeprefix("model.") not in MAY_DIFFER:
             raise HeadwaterError(f"The model is SOURCE's, whose {field} does not change; leave it out.")
-        for name, flag in flags.items():
-            if f"{field}.".startswith(f"{name}."):
-                raise HeadwaterError(f"{flag} and {field}= say two things about {name}; leave one out.")
-
-
-def _target(source: str, folder: Path | None, resume: bool, plan: bool) -> Path:
-    """The output folder. Raises `HeadwaterError` before any work if it exists, unless a conversion is resumed."""
-    from headwater.files import check_free
-    from headwater.training.run_folder import check_ours
-
-    if folder is None:
-        given = Path(source.rstrip("/"))
-        whole = given if given.name and ".." not in given.parts else Path(os.path.realpath(given))
-        whole = whole.parent.parent if whole.parent.name == "checkpoints" else whole
-        folder = Path(whole.parent if whole.exists() else ".") / f"{whole.name}-converted"
-    check_outside(folder, source)
-    if resume:
-        check_ours(folder)
-    elif not plan:
-        check_free(folder)
-    check_writable(folder, folder=True)
-    return folder
+        if field == "start.convert.anneal":
+            raise HeadwaterError("Its stages depend on start.convert.anneal; leave it out, or use --no-anneal.")
 
 
 def _context(given: int | None, most: int) -> int:
@@ -249,8 +215,7 @@ def _written(target: Path, record: RunRecord, dtype: torch.dtype) -> Path:
     if trained.model.dtype == dtype:
         return newest_checkpoint(target)
     place = target / FOLDER / f"step-{sum(stage.steps for stage in record.stages):06d}"
-    if not place.exists():
-        write_model(place, trained.model.to(dtype), trained.tokenizer, trained.history)
+    write_model(place, trained.model.to(dtype), trained.tokenizer, trained.history)
     return place
 
 
@@ -273,48 +238,24 @@ def _show_price(priced: ConversionPrice, teacher: str) -> None:
 
 
 def _tell(
-    recipe: Recipe,
     target: Path,
     record: RunRecord,
     priced: ConversionPrice,
     measures: tuple[dict[str, float], dict[str, float]],
     source: str,
-    device: torch.device,
 ) -> None:
-    """Time the result against the original, print everything, and write it beside the run. measures: of the original
-    and the result."""
-    import torch
+    """Print what the conversion did, and write it beside the run. measures: of the original and the result."""
+    from headwater.training.conversion import curve_of, write_result
 
-    from headwater.bench.decoding import decode_in_turns
-    from headwater.bench.paired import PairedTimes
-    from headwater.training.conversion import PICTURE, curve_of, write_result
-    from headwater.training.trained import open_source, open_trained
-
-    assert recipe.start is not None
-    models: dict[str, Any] = {
-        "after": open_trained(target).model.eval().to(device),
-        "before": open_source(recipe.start.checkpoint).model.eval().to(device),
-    }
-    dtype = str(models["after"].dtype).removeprefix("torch.")
-    most = models["before"].config.max_position_embeddings
-    prompt = max(1, min(int(getattr(recipe.data, "context", 128)), most) - NEW_TOKENS)
-    new = min(NEW_TOKENS, max(2, most - prompt))
-    draw = torch.Generator().manual_seed(0)
-    ids = torch.randint(models["before"].config.vocab_size, (1, prompt), generator=draw).to(device)
-    seconds, _, held = decode_in_turns(models, ids, new, TURNS)
-    times = PairedTimes(seconds["after"], seconds["before"])
     before, after = measures
     curve = curve_of(record)
     write_result(
         target,
         {
             "source": source,
-            "dtype": dtype,
             "price": asdict(priced),
             "before": before,
             "after": after,
-            "cache_bytes": held,
-            "decoding_seconds": seconds,
             "curve": curve,
         },
     )
@@ -323,32 +264,9 @@ def _tell(
         title = f"held-out {name.replace('_', ' ')}"
         share = f"{after[name] / before[name]:.4f}" if before[name] else ""
         table.add_row(title, f"{before[name]:.4f}", f"{after[name]:.4f}", share)
-    table.add_row(
-        f"cache of {prompt + new - 1:,} tokens, bytes ({dtype})",
-        f"{held['before']:,}",
-        f"{held['after']:,}",
-        f"{held['after'] / held['before']:.4f}",
-    )
-    ratio, quartiles = times.ratio, times.quartiles
-    medians = {name: sorted(each)[len(each) // 2] for name, each in seconds.items()}
-    table.add_row(
-        "decoding a token, ms",
-        *(f"{1000 * medians[name]:.2f}" for name in ("before", "after")),
-        f"{ratio:.2f} ({quartiles[0]:.2f} to {quartiles[1]:.2f})",
-    )
     out.print(table)
     shown = lined("tokens of healing", "cache, bytes a token (fp32)", record.measure.replace("_", " "))
     for point in curve:
         shown.add_row(f"{point['tokens']:,}", f"{point['cache_bytes_per_token']:,}", f"{point[record.measure]:.4f}")
     out.print(shown)
-    _draw(target / PICTURE, curve, record.measure, before[record.measure])
     tell_model(target)
-
-
-def _draw(place: Path, curve: list[dict[str, float]], measure: str, before: float) -> None:
-    try:
-        from headwater.report.pictures import conversion_picture, save
-    except MissingExtra as missing:
-        tell(f"No {place.name} is drawn. {missing}")
-    else:
-        save(conversion_picture(curve, measure, before), place)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headwater.cli.common import check_outside, check_writable, err, mechanisms_of, out, quiet, tell, tell_model
+from headwater.cli.common import check_outside, err, mechanisms_of, new_folder, out, quiet, tell, tell_model
 from headwater.cli.progress import measure_with_progress
 from headwater.errors import HeadwaterError
 from headwater.terminal import lined
@@ -38,9 +37,6 @@ Pairs = Annotated[
     int | None, typer.Option(help="Pairs of each attention projection after the change.", show_default=False)
 ]
 FfnPairs = Annotated[int | None, typer.Option(help="Pairs of each feed-forward after the change.", show_default=False)]
-Layers = Annotated[
-    str | None, typer.Option(help="Pairs of these layers only, counted from 0, e.g. 0,1,5.", show_default=False)
-]
 TextOption = Annotated[
     Path | None,
     typer.Option(help="Measure on this text; default: the model's training data.", show_default=False),
@@ -48,6 +44,7 @@ TextOption = Annotated[
 
 
 def grow(
+    command: typer.Context,
     checkpoint: AnyCheckpoint,
     num_hidden_layers: Annotated[int | None, typer.Option(help="New number of layers.", show_default=False)] = None,
     hidden_size: Annotated[
@@ -72,35 +69,56 @@ def grow(
     ] = "exact",
     attention_pairs: Pairs = None,
     ffn_pairs: FfnPairs = None,
-    layers: Layers = None,
-    keys: Annotated[str, typer.Option(help="New keys: zero, or random, which changes the function.")] = "zero",
-    tau: Annotated[str, typer.Option(help="τ: kept, or recomputed (√n), which changes the function.")] = "kept",
+    key_init: Annotated[str, typer.Option(help="New keys: zero, or random, which changes the function.")] = "zero",
+    tau: Annotated[str, typer.Option(help="τ: keep, or recompute (√n), which changes the function.")] = "keep",
     freeze: Annotated[bool, typer.Option("--freeze", help="Train only the new pairs.")] = False,
     out_folder: Out = None,
 ) -> None:
     """Make a trained model deeper or wider, or add parameter tokens, by default without changing its function."""
-    arguments = dict(
-        num_hidden_layers=num_hidden_layers,
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_attention_heads=num_attention_heads,
-        num_key_value_heads=num_key_value_heads,
-        method=method,
-        attention_pairs=attention_pairs,
-        ffn_pairs=ffn_pairs,
-        layers=_numbers(layers),
-        keys=keys,
-        tau=tau,
-        freeze=freeze,
+    from pydantic import ValidationError
+
+    from headwater.cost import check_memory
+    from headwater.recipe import Change, changed_config
+    from headwater.training.trained import changed, open_source
+
+    quiet()
+    arguments = {name: value for name, value in command.params.items() if name not in ("checkpoint", "out_folder")}
+    try:
+        change = Change.model_validate({"grow": arguments})
+    except ValidationError as error:
+        first = error.errors()[0]
+        if first["type"] == "value_error":
+            raise HeadwaterError(str(first["ctx"]["error"])) from error
+        if not first["loc"]:  # such as a number of too many digits
+            raise HeadwaterError(f"{first['msg'].rstrip('.')}; give other sizes.") from error
+        field = str(first["loc"][-1])
+        raise HeadwaterError(
+            f"--{field.replace('_', '-')}: {first['msg'][0].lower()}{first['msg'][1:]}, not {first['input']!r}."
+        ) from error
+    target = new_folder(out_folder, checkpoint, "grown")
+    try:
+        trained = open_source(checkpoint, with_state=True)
+    except HeadwaterError as error:
+        trained = open_source(checkpoint)  # which raises what is not about the state
+        tell(str(error))
+    check_memory(changed_config(trained.model.config, change))
+    ids, where = _some_rows(trained)
+    _say_converted(trained, ids, where)
+    made = changed(trained, change)
+    before, after = trained.model.num_parameters(), made.model.num_parameters()
+    out.print(
+        f"{before:,} → {after:,} parameters; {_said(_moved(trained.model, made.model, ids), where)}", soft_wrap=True
     )
-    _grow(checkpoint, arguments, out_folder)
+    if any(not parameter.requires_grad for parameter in made.model.parameters()):
+        learning = sum(parameter.numel() for parameter in made.model.parameters() if parameter.requires_grad)
+        out.print(f"{learning:,} of them learn, the new pairs")
+    _write(target, made, made.model, None)
 
 
 def shrink(
     checkpoint: Checkpoint,
     attention_pairs: Pairs = None,
     ffn_pairs: FfnPairs = None,
-    layers: Layers = None,
     text: TextOption = None,
     rows: Annotated[int, typer.Option(min=4, max=2**16, help="Rows in the sample.")] = ROWS,
     out_folder: Out = None,
@@ -112,12 +130,12 @@ def shrink(
     from headwater.training.trained import changed_text, data_of, open_trained, sample_rows
 
     quiet()
-    target = _free(out_folder, checkpoint, "shrunk")
+    target = new_folder(out_folder, checkpoint, "shrunk")
     trained = open_trained(checkpoint)
     ids = sample_rows(trained, text, rows)
     seen = len(ids) if text is None else len(ids) - len(ids) // 4
     weights = importance(trained.model, ({trained.model.main_input_name: row[None]} for row in ids[:seen]))
-    model = without(trained.model, weights, attention_pairs, ffn_pairs, layers=_numbers(layers))
+    model = without(trained.model, weights, attention_pairs, ffn_pairs)
     before, after = trained.model.num_parameters(), model.num_parameters()
     if text is None and (data := data_of(trained.history)) is not None:
         if warning := changed_text(trained, data):
@@ -132,7 +150,7 @@ def shrink(
         measured = _moved(trained.model, model, ids[seen:])
         said = f"{_said(measured)} (last quarter)"
     out.print(f"{before:,} → {after:,} parameters; {said}", soft_wrap=True)
-    details = {"attention_pairs": attention_pairs, "ffn_pairs": ffn_pairs, "layers": _numbers(layers)} | measured
+    details = {"attention_pairs": attention_pairs, "ffn_pairs": ffn_pairs} | measured
     _write(target, trained, model, Event(what="shrunk", details=details))
 
 
@@ -147,7 +165,7 @@ def merge(
     from headwater.training.trained import changed_text, data_of, open_trained
 
     quiet()
-    target = _free(out_folder, base, "merged")
+    target = new_folder(out_folder, base, "merged")
     for path in grown:
         check_outside(target, path)
     root, copies = open_trained(base), [open_trained(path) for path in grown]
@@ -205,7 +223,7 @@ def retrofit(
     layout: Annotated[
         str | None,
         typer.Option(
-            help="An original checkpoint's layout: tokenformer, tokenformer-maxtext, resformer, kv-shifting, nanochat.",
+            help="An original checkpoint's layout: tokenformer, resformer, kv-shifting, nanochat.",
             show_default=False,
         ),
     ] = None,
@@ -255,7 +273,7 @@ def retrofit(
         raise HeadwaterError(
             "--parameter-tokens needs a text to fit; pass one similar to the training data with --text FILE."
         )
-    target = _free(out_folder, Path(source.rstrip("/")), "headwater")
+    target = new_folder(out_folder, source, "headwater")
     trained = open_source(source, layout, values_of(field or []), family)
     model, details = trained.model, {}
     if parameter_tokens and model.main_input_name == "pixel_values":
@@ -291,70 +309,6 @@ def _has_history(source: str) -> bool:
 
     path = Path(source)
     return path.is_dir() and any(event.what == "trained" for event in history_of(newest_checkpoint(path)))
-
-
-def _numbers(text: str | None) -> list[int] | None:
-    if text is None:
-        return None
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise HeadwaterError(f"--layers lists numbers, e.g. 0,1,5, not {text!r}.") from None
-
-
-def _free(folder: Path | None, source: Path, what: str) -> Path:
-    """The output folder: as given, or next to the source. Raises `HeadwaterError` before any work if it exists."""
-
-    from headwater.files import check_free
-
-    if folder is None:
-        whole = source if source.name and ".." not in source.parts else Path(os.path.realpath(source))
-        whole = whole.parent.parent if whole.parent.name == "checkpoints" else whole
-        folder = Path(whole.parent if whole.exists() else ".") / f"{whole.name}-{what}"
-    check_outside(folder, source)
-    check_free(folder)
-    check_writable(folder, folder=True)
-    return folder
-
-
-def _grow(checkpoint: str, arguments: dict[str, Any], folder: Path | None) -> None:
-    from pydantic import ValidationError
-
-    from headwater.cost import check_memory
-    from headwater.recipe import Change, changed_config
-    from headwater.training.trained import changed, open_source
-
-    quiet()
-    try:
-        change = Change.model_validate({"grow": arguments})
-    except ValidationError as error:
-        first = error.errors()[0]
-        if first["type"] == "value_error":
-            raise HeadwaterError(str(first["ctx"]["error"])) from error
-        if not first["loc"]:  # such as a number of too many digits
-            raise HeadwaterError(f"{first['msg'].rstrip('.')}; give other sizes.") from error
-        field = str(first["loc"][-1])
-        raise HeadwaterError(
-            f"--{field.replace('_', '-')}: {first['msg'][0].lower()}{first['msg'][1:]}, not {first['input']!r}."
-        ) from error
-    target = _free(folder, Path(checkpoint.rstrip("/")), "grown")
-    try:
-        trained = open_source(checkpoint, with_state=True)
-    except HeadwaterError as error:
-        trained = open_source(checkpoint)  # which raises what is not about the state
-        tell(str(error))
-    check_memory(changed_config(trained.model.config, change))
-    ids, where = _some_rows(trained)
-    _say_converted(trained, ids, where)
-    made = changed(trained, change)
-    before, after = trained.model.num_parameters(), made.model.num_parameters()
-    out.print(
-        f"{before:,} → {after:,} parameters; {_said(_moved(trained.model, made.model, ids), where)}", soft_wrap=True
-    )
-    if any(not parameter.requires_grad for parameter in made.model.parameters()):
-        learning = sum(parameter.numel() for parameter in made.model.parameters() if parameter.requires_grad)
-        out.print(f"{learning:,} of them learn, the new pairs")
-    _write(target, made, made.model, None)
 
 
 def _some_rows(trained: Trained, text: Path | None = None, rows: int = ROWS) -> tuple[Tensor, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,15 +12,13 @@ from headwater.errors import HeadwaterError
 from headwater.terminal import lined
 
 if TYPE_CHECKING:
-    from headwater.config import HeadwaterConfig
-    from headwater.vision_config import HeadwaterVisionConfig
+    pass
 
 
-# What each of these options makes `plan` read, beside the models; by parameter.
-READS = {
-    "grow": {"as_json", "hardware", "peak", "memory", "bandwidth", "devices", "mfu", "precision"},
-    "engine": {"as_json", "cache_memory", "context", "precision"},
-}
+# The parameters that `plan --grow` reads.
+GROW_READS = {
+    "grow", "configs", "vocabulary", "as_json", "hardware", "devices", "mfu", "precision"
+}  # fmt: skip
 
 
 def plan(
@@ -56,11 +54,6 @@ def plan(
         str | None,
         typer.Option(help="A device, e.g. H100, or this to measure the current machine.", show_default=False),
     ] = None,
-    peak: Annotated[float | None, typer.Option(help="Peak of the device in TFLOP/s.", show_default=False)] = None,
-    memory: Annotated[float | None, typer.Option(help="Memory of the device in GB.", show_default=False)] = None,
-    bandwidth: Annotated[
-        float | None, typer.Option(help="Memory bandwidth of the device in GB/s.", show_default=False)
-    ] = None,
     devices: Annotated[
         int | None,
         typer.Option(help="Number of training devices. Default: the first recipe's, or 1.", show_default=False),
@@ -80,25 +73,16 @@ def plan(
         bool,
         typer.Option("--grow", help="Price the stages of recipes one by one, each with all before it, arm by arm."),
     ] = False,
-    engine: Annotated[
-        Literal["vllm"] | None,
-        typer.Option(help="Show what a server's cache holds instead, and how many sequences fit.", show_default=False),
-    ] = None,
-    cache_memory: Annotated[
-        float | None,
-        typer.Option(help="With --engine: memory of the server's cache in GiB. Default: 4.", show_default=False),
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     file: Annotated[
         Path | None,
-        typer.Option(
-            "--out", help="Draw FLOPs against context, or against image size, to this picture.", show_default=False
-        ),
+        typer.Option("--out", help="Draw FLOPs of text models against context to this picture.", show_default=False),
     ] = None,
 ) -> None:
     """Estimate a model's cost before training: parameters, FLOPs, cache, memory, and time on given hardware."""
     import json
 
+    from headwater import hardware as sheets
     from headwater import price as pricing
     from headwater import priced
     from headwater.outputs import is_picture, save_figure
@@ -107,12 +91,12 @@ def plan(
     if file is not None:
         file = file if file.suffix else file.with_suffix(".png")
         check_writable(file, is_ours=is_picture)
-    refuse_unread_options(command)
     changes = [argument for argument in configs if "=" in argument]
     if grow:
+        refuse_unread_options(command)
         recipes = [argument for argument in configs if "=" not in argument]
         stages = priced.schedules(recipes, changes, vocabulary)
-        device = priced.device_of(hardware, peak, memory, bandwidth)
+        device = None if hardware is None else sheets.hardware(hardware)
         schedule = pricing.price_schedule(stages, device, precision, mfu, devices)
         if as_json:
             print(json.dumps([one.to_json() for one in schedule], indent=2))
@@ -121,19 +105,12 @@ def plan(
         return
     models = priced.planned([argument for argument in configs if "=" not in argument], changes, vocabulary)
     found = {name: one.config for name, one in models.items()}
-    if cache_memory is not None and engine is None:
-        raise HeadwaterError("--cache-memory needs --engine vllm.")
-    if engine is not None:
-        return _show_served(found, context, 4.0 if cache_memory is None else cache_memory, precision, as_json)
     prices = priced.prices(
         models,
         context=context,
         tokens=tokens,
         images=images,
         hardware=hardware,
-        peak=peak,
-        memory=memory,
-        bandwidth=bandwidth,
         batch=batch,
         devices=devices,
         precision=precision,
@@ -147,25 +124,23 @@ def plan(
             if argument.endswith((".yaml", ".yml")):
                 tell_runs(recipe_of(argument, []))
     if file is not None:
-        if isinstance(prices[0], pricing.ImagePrice):
-            picture = pricing.figure_of_images(cast("dict[str, HeadwaterVisionConfig]", found))
-        else:
-            longest = max(32768, *(at.context for at in prices[0].at))
-            picture = pricing.figure(found, [longest * i // 32 or 1 for i in range(33)])
-        save_figure(picture, file, dpi=160)
+        longest = max(32768, *(getattr(at, "context", 0) for at in prices[0].at))
+        save_figure(pricing.figure(found, [longest * i // 32 or 1 for i in range(33)]), file, dpi=160)
         err.print(f"figure: {file}", soft_wrap=True)
 
 
 def refuse_unread_options(command: typer.Context) -> None:
-    """Raise `HeadwaterError` for an option on the command line that --engine or --grow leaves unread."""
-    options = {option.name: max(option.opts, key=len) for option in command.command.params}
+    """Raise `HeadwaterError` for an option on the command line that --grow leaves unread."""
     entered = [
-        name for name in options if (source := command.get_parameter_source(name)) and source.name == "COMMANDLINE"
+        max(option.opts, key=len)
+        for option in command.command.params
+        if (source := command.get_parameter_source(option.name or ""))
+        and source.name == "COMMANDLINE"
+        and option.name not in GROW_READS
     ]
-    for mode in (mode for mode in READS if mode in entered):
-        read = READS[mode] | {mode, "configs", "vocabulary"}
-        if unread := " and ".join(options[name] for name in entered if name not in read):
-            raise HeadwaterError(f"{options[mode]} does not read {unread}; leave out {unread}.")
+    if entered:
+        unread = " and ".join(entered)
+        raise HeadwaterError(f"--grow does not read {unread}; leave out {unread}.")
 
 
 def init(
@@ -184,24 +159,17 @@ def init(
     import json
     from dataclasses import asdict
 
-    import torch
-
     from headwater import priced
-    from headwater.cost import parameters
+    from headwater.cost import check_memory
     from headwater.diagnostics import drowning, init_diagnostics
-    from headwater.hardware import memory_of
     from headwater.models.kinds import model_class
 
     quiet()
     changes = [argument for argument in configs if "=" in argument]
     names = [argument for argument in configs if "=" not in argument]
     found = {name: model.config for name, model in priced.planned(names, changes, vocabulary).items()}
-    for name, config in found.items():
-        size, free = 4 * sum(parameters(config).values()), memory_of(torch.device("cpu"))
-        if size > 0.8 * free:
-            raise HeadwaterError(
-                f"{name!r} takes {size / 1e9:,.0f} GB, but only {free / 1e9:,.0f} GB are free; use a smaller model."
-            )
+    for config in found.values():
+        check_memory(config)
     measured = {name: init_diagnostics(model_class(config)(config)) for name, config in found.items()}
     if as_json:
         print(
@@ -223,46 +191,3 @@ def init(
         highlight=False,
         soft_wrap=True,
     )
-
-
-def _show_served(
-    found: dict[str, HeadwaterConfig], contexts: list[int] | None, gib: float, precision: str | None, as_json: bool
-) -> None:
-    """`plan --engine`. Raises `HeadwaterError` for a model that a server cannot run."""
-    import json
-
-    from headwater.cost import BYTES
-    from headwater.paging.pages import BLOCK_SIZE, Page, check_servable
-    from headwater.price.shared import check
-
-    check(precision or "bf16-true", mfu=1.0, sizes=[], budgets={})
-    contexts = contexts or [next(iter(found.values())).max_position_embeddings]
-    if gib <= 0 or min(contexts) < 1:
-        raise HeadwaterError("--cache-memory must be above zero, and --context at least 1.")
-    rows: list[dict[str, Any]] = []
-    for name, config in found.items():
-        check_servable(config)
-        page = Page(config, BLOCK_SIZE, BYTES[precision or "bf16-true"][0])
-        blocks = int(gib * 2**30 // page.size)
-        rows.append(
-            {
-                "model": name,
-                "bytes_per_token": page.per_token,
-                "of_them_raw_tokens": page.per_token - page.history / page.block_size,
-                "blocks": blocks,
-                "tokens": blocks * BLOCK_SIZE,
-                "sequences": {context: page.sequences(context, gib * 2**30) for context in contexts},
-            }
-        )
-    if as_json:
-        print(json.dumps(rows, indent=2))
-        return
-    titles = ("model", "bytes a token", "of them raw", "blocks", "tokens")
-    lengths = [f"sequences of {context:,}" for context in contexts]
-    heading = f"vLLM, {gib:g} GiB of cache in blocks of {BLOCK_SIZE} tokens, {precision or 'bf16-true'}"
-    table = lined(*titles, *lengths, left=("model",), title=heading)
-    for row in rows:
-        counts = [row["blocks"], row["tokens"], *row["sequences"].values()]
-        sizes = (f"{row[part]:,.1f}" for part in ("bytes_per_token", "of_them_raw_tokens"))
-        table.add_row(row["model"], *sizes, *(f"{count:,}" for count in counts))
-    out.print(table, highlight=False)

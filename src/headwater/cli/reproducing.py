@@ -48,12 +48,12 @@ def reproduce(
         typer.Option(help="Task files to use first, as in evaluate.", show_default=False),
     ] = None,
     device: Device = "auto",
-    until_decided: Annotated[
-        bool, typer.Option("--until-decided", help="Add seeds until claims about mean differences are decided.")
+    sequential: Annotated[
+        bool, typer.Option("--sequential", help="Add seeds until claims about mean differences are decided.")
     ] = False,
     max_seeds: Annotated[
         int | None,
-        typer.Option(min=2, help="With --until-decided: the maximum of seeds; default: 30.", show_default=False),
+        typer.Option(min=2, help="With --sequential: the maximum of seeds; default: 30.", show_default=False),
     ] = None,
     records: Annotated[
         Path | None,
@@ -76,7 +76,7 @@ def reproduce(
     """Train the models behind a paper's table or figure, and judge its claims. Run it again to resume."""
     names = [one for one in arguments or [] if "=" not in one]
     overrides = [one for one in arguments or [] if "=" in one]
-    counting = {"--until-decided": until_decided, "--max-seeds": max_seeds is not None}
+    counting = {"--sequential": sequential, "--max-seeds": max_seeds is not None}
     training = {
         **dict.fromkeys(overrides, True),
         "--keep": keep is not None,
@@ -88,12 +88,12 @@ def reproduce(
         _refuse("with --list", training | counting | {"--records": records is not None, "--scale": scale != "cpu"})
         _list(names, folder)
         return
-    if max_seeds is not None and not until_decided:
-        _refuse("without --until-decided", {"--max-seeds": True})
+    if max_seeds is not None and not sequential:
+        _refuse("without --sequential", {"--max-seeds": True})
     max_seeds = max_seeds or 30
     if records is not None:
         _refuse("with --records", training)
-        _judge(records, names, scale, max_seeds if until_decided else None)
+        _judge(records, names, scale, max_seeds if sequential else None)
         return
     training |= counting
     from headwater.papers.table import SCALES
@@ -134,7 +134,7 @@ def reproduce(
         _refuse(f"for {names[0]}, which has no benchmarks", {"--task-files": task_files is not None})
     work = prepare(names[0], scale, folder, overrides)
     work.check_tasks(task_files)
-    if not until_decided:
+    if not sequential:
         check_not_begun_otherwise(work)
     device = device_of(device)
     if keep is not None:
@@ -144,13 +144,13 @@ def reproduce(
     if work.cannot_show:
         err.print("Models of this size cannot show what the table claims, so there will be no verdict.", soft_wrap=True)
     try:
-        failed, trained = _train(work, workers, max_seeds if until_decided else None, task_files, device)
+        failed, trained = _train(work, workers, max_seeds if sequential else None, task_files, device)
     finally:  # also of what was interrupted
         if keep is not None:
             keep_runs(keep, work, tell)
     left = work.commands()
     if len(work.missing()) < sum(len(place.seeds) for place in work.trained):
-        until = (work, max_seeds) if until_decided else None
+        until = (work, max_seeds) if sequential else None
         _show(reproduction(trained, task_files, device, until), work.folder)
     for line in left:
         out.print(line, soft_wrap=True, markup=False, highlight=False)
@@ -171,7 +171,7 @@ def _train(
 ) -> tuple[list, Work]:
     """The failed trials, and the work with all seeds."""
     from headwater.papers.work import train as train_work
-    from headwater.papers.work import train_until_decided
+    from headwater.papers.work import train_sequentially
 
     with ProgressReport() as progress:
 
@@ -185,7 +185,7 @@ def _train(
         if max_seeds is None:
             outcomes, trained = train_work(work, workers, comparing, training), work
         else:
-            outcomes, trained = train_until_decided(work, workers, comparing, training, max_seeds, task_files, device)
+            outcomes, trained = train_sequentially(work, workers, comparing, training, max_seeds, task_files, device)
     return failures(outcomes), trained
 
 

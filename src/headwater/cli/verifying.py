@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -41,12 +40,6 @@ def verify(
             show_default=False,
         ),
     ] = None,
-    type: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--type", help="A small random model of this model type of transformers, such as llama; repeatable."
-        ),
-    ] = None,
     trust_remote_code: Annotated[
         bool,
         typer.Option("--trust-remote-code", help="Run code that comes with a model. Use it only for models you trust."),
@@ -62,8 +55,8 @@ def verify(
     from headwater.training.trained import open_trained
 
     quiet()
-    if checkpoint is not None and (model or type):
-        raise HeadwaterError("Verify one of these at a time: a checkpoint, or --model and --type.")
+    if checkpoint is not None and model:
+        raise HeadwaterError("Verify one of these at a time: a checkpoint, or --model.")
     if checkpoint is not None and (kind := model_type(newest_checkpoint(checkpoint))) and kind not in MODEL_TYPES:
         checkpoint, model = None, [str(checkpoint)]  # of another library
     trained = None if checkpoint is None else open_trained(checkpoint).model
@@ -72,42 +65,37 @@ def verify(
     found: dict[str, list[Verified]] = {}
     with ProgressReport() as progress:
         task = progress.add_task("verifying", total=None)
-        for name, one, another in _models(trained, model or [], type or [], trust_remote_code, seed):
+        for name, one in _models(trained, model or [], trust_remote_code, seed):
             progress.update(task, info=name)
-            found[name] = verifying.verify(one, seed, another=another)
+            found[name] = verifying.verify(one, seed)
     failed = any(one.ok is False for ways in found.values() for one in ways)
     if as_json:
         models = [{"name": name, "ways": verifying.as_data(ways)} for name, ways in found.items()]
         print(json.dumps({"versions": verifying.versions(), "seed": seed, "models": models}, ensure_ascii=False))
     else:
-        _print(found, many=len(found) > 1 and not (model or type))
+        _print(found, many=len(found) > 1 and not model)
     if failed:
         err.print("headwater: Decoding with a cache differs from decoding without one; see ✗ above.")
         raise typer.Exit(1)
 
 
 def _models(
-    trained: PreTrainedModel | None, sources: list[str], types: list[str], trust_remote_code: bool, seed: int
-) -> Iterator[tuple[str, PreTrainedModel, Callable[[int], PreTrainedModel] | None]]:
-    """Names and models, each made when its turn comes; with a small random model comes what makes another from a seed.
-
-    Mechanisms that are invalid on their own have none.
-    """
+    trained: PreTrainedModel | None, sources: list[str], trust_remote_code: bool, seed: int
+) -> Iterator[tuple[str, PreTrainedModel]]:
+    """Names and models, each made when its turn comes. Mechanisms that are invalid on their own have none."""
     from headwater import verify as verifying
     from headwater.registry import MECHANISMS
 
     if trained is not None:
-        yield _name(trained.config.mechanisms or {}), trained, None
-    elif sources or types:
+        yield _name(trained.config.mechanisms or {}), trained
+    elif sources:
         for source in sources:
-            yield source, verifying.open_model(source, trust_remote_code), None
-        for one in types:
-            yield one, verifying.open_type(one, seed), partial(verifying.open_type, one)
+            yield source, verifying.open_model(source, trust_remote_code)
     else:
         choices: list[dict[str, Any]] = [{}, *({name: {}} for name in MECHANISMS.names)]
         for mechanisms in choices:
             if (model := verifying.tiny(mechanisms, seed=seed)) is not None:
-                yield _name(mechanisms), model, None
+                yield _name(mechanisms), model
 
 
 def _name(mechanisms: dict[str, Any]) -> str:

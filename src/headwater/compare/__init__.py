@@ -1,6 +1,6 @@
 """Compare arms of a recipe: trials side by side in worker processes, and statistics over their records.
 
-trials.py      what to train              budget.py    arms at equal tokens, FLOPs, parameters or time
+trials.py      what to train              budget.py    arms at equal tokens, FLOPs or parameters
 pool.py        training it side by side   tuning.py    learning rates
 statistics.py  what the results say       scaling.py   loss against size, and what equals what
 search.py      which mechanisms together  calibration.py  how often these statistics are wrong
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from headwater.compare.budget import equalized
+from headwater.compare.budget import match_arms
 from headwater.compare.pool import OnChange, Outcome, result_of, run_trials
 from headwater.compare.prices import Told, check_priced, folder_of, measure
 from headwater.compare.trials import Job, Trial, at_rates, levels, plan_for, trial_of, trials_of
@@ -27,9 +27,9 @@ __all__ = [
     "Outcome",
     "Trial",
     "compare",
-    "equalized",
     "jobs_of",
     "levels",
+    "match_arms",
     "result_of",
     "run_trials",
     "trial_of",
@@ -50,7 +50,7 @@ def compare(
     shared: bool = False,
 ) -> list[Outcome]:
     """Everything a recipe's comparison trains: learning rates first if they are to be tuned, then its trials; then its
-    prices, with `compare.prices`.
+    prices, with `compare.costs`.
 
     Call it again to resume. workers: trials at a time; default `compare.workers`, else as `run_trials`. only: leave
     out the trials of other arms and sizes. tell: called with a line for each arm whose price is measured. shared: `out`
@@ -71,14 +71,14 @@ def _compare(
     tell: Told,
     shared: bool,
 ) -> list[Outcome]:
-    recipe = equalized(recipe, out, tell)
+    recipe = match_arms(recipe)
     trials = _among(trials_of(recipe, out), only)
     section = recipe.compare
     assert section is not None
     workers = workers or section.workers
     priced = [
         (size, {one.experiment.arm: one.recipe for one in trials if one.experiment.size == size})
-        for size in (section.sizes or [None] if section.prices else [])
+        for size in (section.sizes or [None] if section.costs else [])
     ]
     for _, arms in priced:
         check_priced(arms)
@@ -98,9 +98,9 @@ def _compare(
     check_settings(recipe, rates, there, out)
     adopt(recipe, there, out)
     if plan is not None:
-        from headwater.compare.rounds import run_until_decided
+        from headwater.compare.rounds import run_sequentially
 
-        outcomes = run_until_decided(trials, plan, section.baseline, workers, on_change)
+        outcomes = run_sequentially(trials, plan, section.baseline, workers, on_change)
     else:
         outcomes = run_trials(trials, workers, on_change)
     places = [folder_of(recipe, size, out) for size, _ in priced]
@@ -110,11 +110,9 @@ def _compare(
     return outcomes
 
 
-def jobs_of(
-    recipe: Recipe, out: Path, only: Collection[ArmKey] | None = None, tell: Told = lambda line: None
-) -> list[Job]:
+def jobs_of(recipe: Recipe, out: Path, only: Collection[ArmKey] | None = None) -> list[Job]:
     """All jobs that `compare` may train, each once; until decided, it will be fewer."""
-    recipe = equalized(recipe, out, tell)
+    recipe = match_arms(recipe)
     trials = _among(trials_of(recipe, out), only)
     if recipe.compare is not None and recipe.compare.learning_rates:
         from headwater.compare.tuning import tuning_trials

@@ -1,12 +1,8 @@
-"""Arms at equal cost: equal tokens, FLOPs or time by steps, equal parameters by the width of the feed-forward."""
+"""Arms that match the baseline: equal tokens or FLOPs by steps, equal parameters by the width of the feed-forward."""
 
 from __future__ import annotations
 
-from functools import cache
-from pathlib import Path
-
 from headwater import cost
-from headwater.compare.prices import Told, folder_of, pinned
 from headwater.config import HeadwaterConfig
 from headwater.data.base import Data
 from headwater.errors import HeadwaterError
@@ -18,18 +14,17 @@ from headwater.training.costs import training_flops
 TOLERANCE = 0.01
 
 
-def equalized(recipe: Recipe, out: Path | None = None, tell: Told = lambda line: None) -> Recipe:
-    """The recipe with arms changed so that they cost the same as the baseline, as `compare.equal` says (null then).
+def match_arms(recipe: Recipe) -> Recipe:
+    """The recipe with arms changed so that they cost the same as the baseline, as `compare.match` says (null then).
 
     tokens: the number of steps. flops: the number of steps, of training FLOPs as `headwater plan` counts them.
-    time: the number of steps, of training time as measured on this machine when the comparison in `out` began.
     parameters: the width of the feed-forward, or the pairs of what replaces it; to within 1 %.
-    Warm-ups do not change. Raises `HeadwaterError` if an arm cannot be made to fit, or times have no `out` to be in.
+    Warm-ups do not change. Raises `HeadwaterError` if an arm cannot be made to fit.
     """
     section = recipe.compare
-    if section is None or section.equal is None:
+    if section is None or section.match is None:
         return recipe
-    fit = _Fit(recipe, out, tell)
+    fit = _Fit(recipe)
     sizes: dict[str, dict] = {}
     arms: dict[str, dict] = {}
     for name, change in section.arms.items():
@@ -43,7 +38,7 @@ def equalized(recipe: Recipe, out: Path | None = None, tell: Told = lambda line:
             sizes.setdefault(size, dict(own)).setdefault("arms", {})
             sizes[size]["arms"] = sizes[size]["arms"] | {name: _merge(own.get("arms", {}).get(name, {}), fitted)}
     return recipe.model_copy(
-        update={"compare": section.model_copy(update={"arms": arms, "sizes": sizes, "equal": None})}
+        update={"compare": section.model_copy(update={"arms": arms, "sizes": sizes, "match": None})}
     )
 
 
@@ -54,22 +49,9 @@ def _merge(change: dict, more: dict) -> dict:
 class _Fit:
     """What an arm must change to cost the same as the baseline. Data are read once."""
 
-    def __init__(self, recipe: Recipe, out: Path | None, tell: Told) -> None:
-        self.recipe, self.out, self.tell = recipe, out, tell
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
         self.built: dict[str, Data] = {}
-        self.ratios = cache(self._ratios)
-
-    def _ratios(self, size: str | None) -> dict[str, float]:
-        """Of each arm, time per token over the baseline's, at a size."""
-        if self.out is None:
-            raise HeadwaterError(
-                f"compare.equal=time needs an output folder, and {self.recipe.name!r} has none; use "
-                "`headwater compare`."
-            )
-        section = self.recipe.compare
-        assert section is not None
-        arms = {name: self.recipe.arm(name, section.seeds[0], size) for name in section.arms}
-        return pinned(arms, section.baseline, folder_of(self.recipe, size, self.out), self.tell)
 
     def data(self, recipe: Recipe) -> Data:
         key = recipe.data.model_dump_json()
@@ -81,32 +63,31 @@ class _Fit:
         """Of an arm, at a size."""
         section = self.recipe.compare
         assert section is not None
-        equal = section.equal
+        match = section.match
         base, arm = (self.recipe.arm(one, section.seeds[0], size) for one in (section.baseline, name))
         for one in (base, arm):
-            if one.stages or (one.start is not None and equal != "tokens"):
+            if one.stages or (one.start is not None and match != "tokens"):
                 what = "stages" if one.stages else "a model to start with"
                 raise HeadwaterError(
-                    f"compare.equal={equal} works only for whole runs from scratch, but {self.recipe.name!r} has "
-                    f"{what}; set sizes and steps yourself, and compare.equal=null."
+                    f"compare.match={match} works only for whole runs from scratch, but {self.recipe.name!r} has "
+                    f"{what}; set sizes and steps yourself, and compare.match=null."
                 )
         data, own = self.data(base), self.data(arm)
-        if equal == "parameters":
+        if match == "parameters":
             wanted = sum(cost.parameters(base.config_for(data)).values())
             return {"model": _resized(arm, own, wanted, name)}
-        budget = base.training.steps * _step_cost(base, data, equal == "flops")
-        longer = self.ratios(size)[name] if equal == "time" else 1.0
-        steps = round(budget / (longer * _step_cost(arm, own, equal == "flops")))
+        budget = base.training.steps * _step_cost(base, data, match == "flops")
+        steps = round(budget / _step_cost(arm, own, match == "flops"))
         if steps <= arm.training.warmup_steps:
             raise HeadwaterError(
-                f"With equal {'FLOPs' if equal == 'flops' else equal}, arm {name!r} gets {steps} steps, no more than "
+                f"With equal {'FLOPs' if match == 'flops' else match}, arm {name!r} gets {steps} steps, no more than "
                 f"its {arm.training.warmup_steps} warm-up steps; give the baseline more steps."
             )
         return {"training": {"steps": steps}}
 
 
 def _step_cost(recipe: Recipe, data: Data, flops: bool) -> float:
-    count = recipe.training.batch_size * recipe.training.accumulate * data.context
+    count = recipe.training.batch_size * recipe.training.gradient_accumulation_steps * data.context
     return count * (training_flops(recipe.config_for(data), data.context) if flops else 1.0)
 
 
@@ -132,7 +113,7 @@ def _resized(recipe: Recipe, data: Data, wanted: int, name: str) -> dict:
     if width < 1 or abs(parameters(width) - wanted) > TOLERANCE * wanted:
         raise HeadwaterError(
             f"No width of the feed-forward gives the arm {name!r} the baseline's {wanted:,} parameters; change its "
-            "other sizes, or set compare.equal=tokens."
+            "other sizes, or set compare.match=tokens."
         )
     return change(width)
 

@@ -1,8 +1,7 @@
 """What each arm of a comparison costs: counted, and timed against the baseline on this machine, turn by turn.
 
 The figures are in prices.json beside the runs (`Prices`). A figure is measured again if its arm, the baseline, the
-device or a version has changed. The ratios that `compare.equal: time` turned into steps are in time.json, and stay
-(`pinned`).
+device or a version has changed.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from headwater.files import file_name, replace_text
 from headwater.hardware import set_threads
 from headwater.recipe import Recipe
 
-PRICES, PINNED = "prices.json", "time.json"
+PRICES = "prices.json"
 # TimeRatio pairs of training steps, and of generations.
 STEPS, GENERATIONS = 24, 9
 # Most tokens of a timed generation: a quarter of the context, so that the cache is nearly full.
@@ -177,55 +176,13 @@ def measure(
     return found
 
 
-def pinned(arms: Mapping[str, Recipe], baseline: str, folder: Path, tell: Told = lambda line: None) -> dict[str, float]:
-    """For each arm, how much longer than the baseline's a token's training took, when this was first asked here.
-
-    It is measured once for each arm's and baseline's settings, and read from time.json ever after, so that runs
-    continue with the steps they began with. tell: also called if that was on another device.
-    """
-    file = folder / PINNED
-    try:
-        known = _Pinned.model_validate_json(file.read_bytes()) if file.is_file() else _Pinned()
-    except ValidationError as error:
-        raise HeadwaterError(f"{str(file)!r} is damaged; restore it, or remove it and the runs beside it.") from error
-    against = timed_recipe(arms[baseline]).digest()
-    keys = {name: f"{timed_recipe(recipe).digest()} {against}" for name, recipe in arms.items() if name != baseline}
-    if new := [name for name, key in keys.items() if key not in known.ratios]:
-        folder.mkdir(parents=True, exist_ok=True)
-        prices = measure({name: arms[name] for name in (baseline, *new)}, baseline, folder, tell)
-        for name in new:
-            ratio = prices.arms[name].training.ratio
-            known.ratios[keys[name]] = _Ratio(arm=name, ratio=ratio, on=prices.device_name)
-        replace_text(file, known.model_dump_json(indent=1) + "\n")
-    for place in sorted({known.ratios[key].on for key in keys.values()} - {_device_name(arms[baseline])}):
-        those = [name for name, key in keys.items() if known.ratios[key].on == place]
-        tell(f"equal time as it was measured on {place}, not on this device: {', '.join(those)} (see {str(file)!r})")
-    return {name: known.ratios[key].ratio for name, key in keys.items()}
-
-
-class _Ratio(_Part):
-    arm: str
-    ratio: float
-    on: str
-    """The device."""
-
-
-class _Pinned(_Part):
-    ratios: dict[str, _Ratio] = {}
-    """By the digests of the arm's and the baseline's settings; those of other settings stay, for the runs that have
-    them."""
-
-
-def _device_name(recipe: Recipe) -> str:
+def _here(recipe: Recipe, threads: int) -> Prices:
     from headwater.records import device_name
 
-    return device_name(_device(recipe))
-
-
-def _here(recipe: Recipe, threads: int) -> Prices:
+    device = _device(recipe)
     return Prices(
-        device=_device(recipe).type,
-        device_name=_device_name(recipe),
+        device=device.type,
+        device_name=device_name(device),
         threads=threads,
         torch=torch.__version__,
         headwater=__version__,

@@ -9,7 +9,7 @@ from headwater.errors import HeadwaterError
 from headwater.records import RunRecord, SeedPlan, changed_data
 
 
-def run_until_decided(
+def run_sequentially(
     trials: list[Trial],
     plan: SeedPlan,
     baseline: str,

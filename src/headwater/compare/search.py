@@ -56,7 +56,7 @@ def candidates(
 def search_recipe(recipe: Recipe, arms: dict[str, dict[str, Any]]) -> Recipe:
     """The comparison that chooses among the arms.
 
-    Of the recipe's own comparison it has the learning rates and `equal`, by default equal parameters. Raises
+    Of the recipe's own comparison it has the learning rates and `match`, by default equal parameters. Raises
     `HeadwaterError` if there is nothing to choose.
     """
     names = [arm for arm in arms if arm != VANILLA]
@@ -67,9 +67,9 @@ def search_recipe(recipe: Recipe, arms: dict[str, dict[str, Any]]) -> Recipe:
             "them without --search."
         )
     settings = recipe.compare
-    section: dict[str, Any] = dict(arms=arms, baseline=VANILLA, seeds=SEEDS, equal="parameters")
+    section: dict[str, Any] = dict(arms=arms, baseline=VANILLA, seeds=SEEDS, match="parameters")
     if settings is not None:
-        section |= {"equal": settings.equal or "parameters", "workers": settings.workers}
+        section |= {"match": settings.match or "parameters", "workers": settings.workers}
         if settings.learning_rates:
             section |= {"learning_rates": settings.learning_rates, "tuning_seeds": settings.tuning_seeds}
     values = recipe.model_dump(mode="json")

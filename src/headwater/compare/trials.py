@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 
-from headwater.compare.budget import equalized
+from headwater.compare.budget import match_arms
 from headwater.compare.prices import folder_of, slug
 from headwater.errors import HeadwaterError, nearest
 from headwater.recipe import Compare, Recipe
@@ -68,7 +68,7 @@ def trials_of(recipe: Recipe, out: Path) -> list[Trial]:
             "`headwater report`, or set training.devices=1 and training.nodes=1."
         )
     section = recipe.compare
-    recipe = equalized(recipe, out)
+    recipe = match_arms(recipe)
     trials = [
         trial_of(recipe, arm, seed, out, size)
         for seed in section.all_seeds
@@ -87,7 +87,7 @@ def trials_of(recipe: Recipe, out: Path) -> list[Trial]:
 
 def trial_of(recipe: Recipe, arm: str, seed: int, out: Path, size: str | None = None) -> Trial:
     """One arm of a recipe's comparison with one seed, in its folder below `out`. Raises `HeadwaterError`."""
-    recipe = equalized(recipe, out)
+    recipe = match_arms(recipe)
     assert recipe.compare is not None
     if size is not None and not recipe.compare.sizes:
         raise HeadwaterError(f"{recipe.name!r} compares at one size; leave out size {size!r}.")
@@ -103,7 +103,7 @@ def trial_of(recipe: Recipe, arm: str, seed: int, out: Path, size: str | None = 
         arm=arm,
         baseline=recipe.compare.baseline,
         threshold=recipe.compare.threshold,
-        budgets=recipe.compare.budgets,
+        budgets=recipe.compare.budget_arms,
         size=size,
         plan=plan_for(recipe.compare),
     )
@@ -112,9 +112,9 @@ def trial_of(recipe: Recipe, arm: str, seed: int, out: Path, size: str | None = 
 
 def plan_for(section: Compare) -> SeedPlan | None:
     """How seeds are added until the comparison is decided; None for fixed seeds."""
-    if section.until is None or section.margin is None:
+    if not section.sequential or section.margin is None:
         return None
-    names = [arm for arm in section.arms if arm not in (section.baseline, *section.budgets)]
+    names = [arm for arm in section.arms if arm not in (section.baseline, *section.budget_arms)]
     return SeedPlan(
         seeds=section.all_seeds,
         min_seeds=section.min_seeds,
@@ -125,7 +125,7 @@ def plan_for(section: Compare) -> SeedPlan | None:
     )
 
 
-def runs_until_decided(section: Compare, parts: int | None = None) -> tuple[int, int]:
+def count_runs(section: Compare, parts: int | None = None) -> tuple[int, int]:
     """The fewest and the most runs of a comparison that runs until it is decided, besides those that tune.
 
     parts: arms at a size; default: all.

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError
 from headwater.growth.enlarge import enlarged, enlarged_config
 from headwater.growth.methods import NewSizes, ways
-from headwater.growth.pairs import Keys, Model, TauPolicy, add_pairs, added_config, has_pairs
+from headwater.growth.pairs import KeyInit, Model, TauPolicy, add_pairs, added_config, has_pairs
 from headwater.models.quantization import check_full_precision
 
 
@@ -23,9 +21,8 @@ def grow(
     num_attention_heads: int | None = None,
     num_key_value_heads: int | None = None,
     method: str = "exact",
-    layers: Sequence[int] | None = None,
-    keys: Keys = "zero",
-    tau: TauPolicy = "kept",
+    key_init: KeyInit = "zero",
+    tau: TauPolicy = "keep",
     freeze: bool = False,
 ) -> Model:
     """A deeper or wider model, or one with more parameter tokens, made from a trained one.
@@ -36,7 +33,7 @@ def grow(
         "identity", "stack", "interleave", "hypercloning", "net2net", or two joined by "+", as in "stack+hypercloning".
         "stack", "interleave" and "net2net" change the function.
     attention_pairs, ffn_pairs: pairs of each attention projection and feed-forward of a model with parameter tokens.
-    layers, keys, tau, freeze: of new pairs, as in `headwater.growth.pairs.add_pairs`; layers are counted before growth.
+    key_init, tau, freeze: of new pairs, as in `headwater.growth.pairs.add_pairs`.
 
     The result is on the model's device, in its dtype and in its mode; the model does not change. Raises
     `HeadwaterError` for sizes that shrink or that the method cannot give, and for a mechanism that it does not fit.
@@ -52,9 +49,9 @@ def grow(
     """
     sizes = NewSizes(num_hidden_layers, hidden_size, intermediate_size, num_attention_heads, num_key_value_heads)
     check_full_precision(model)
-    check_of_pairs(sizes, method, attention_pairs or ffn_pairs, layers, keys, tau, freeze)
+    check_of_pairs(sizes, method, attention_pairs or ffn_pairs, key_init, tau, freeze)
     if adds_pairs(model.config, sizes, attention_pairs, ffn_pairs):
-        model = add_pairs(model, attention_pairs, ffn_pairs, layers=layers, keys=keys, tau=tau, freeze=freeze)
+        model = add_pairs(model, attention_pairs, ffn_pairs, key_init=key_init, tau=tau, freeze=freeze)
         if not sizes.given():
             return model
     return enlarged(model, sizes, method)
@@ -70,15 +67,14 @@ def check_of_pairs(
     sizes: NewSizes,
     method: str,
     pairs: int | None,
-    layers: Sequence[int] | None,
-    keys: str,
+    key_init: str,
     tau: str,
     freeze: bool,
 ) -> None:
     """Raise `HeadwaterError` for settings of new pairs where there are none, for frozen ones in other sizes, and for a
     method where only pairs are added."""
     ways(method)
-    given = {"layers": layers is not None, "keys": keys != "zero", "tau": tau != "kept", "freeze": freeze}
+    given = {"key_init": key_init != "zero", "tau": tau != "keep", "freeze": freeze}
     if (unread := [name for name, one in given.items() if one]) and pairs is None:
         raise HeadwaterError(f"{unread[0]} is about new pairs; leave it out, or give attention_pairs or ffn_pairs.")
     if method != "exact" and pairs is not None and not sizes.given():
@@ -91,19 +87,18 @@ def grown_config(
     config: HeadwaterConfig,
     attention_pairs: int | None = None,
     ffn_pairs: int | None = None,
-    layers: Sequence[int] | None = None,
     method: str = "exact",
-    keys: Keys = "zero",
-    tau: TauPolicy = "kept",
+    key_init: KeyInit = "zero",
+    tau: TauPolicy = "keep",
     freeze: bool = False,
     **sizes: int | None,
 ) -> HeadwaterConfig:
     """The config that `grow` gives a model with this config, without a model. Raises the same errors, but for those
     that only the model's tensors show."""
     asked = NewSizes(**sizes)
-    check_of_pairs(asked, method, attention_pairs or ffn_pairs, layers, keys, tau, freeze)
+    check_of_pairs(asked, method, attention_pairs or ffn_pairs, key_init, tau, freeze)
     if adds_pairs(config, asked, attention_pairs, ffn_pairs):
-        config = added_config(config, attention_pairs, ffn_pairs, layers, keys, freeze)
+        config = added_config(config, attention_pairs, ffn_pairs, key_init, freeze)
         if not asked.given():
             return config
     return enlarged_config(config, asked, method)

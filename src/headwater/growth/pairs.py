@@ -4,7 +4,7 @@
 
 A pair whose key is zero scores zero, GELU(0) = 0, and zero scores do not change ‖A‖: the function is unchanged, and
 GELU's slope of ½ at zero lets the new keys learn from the first step. Departure: appendix B's proof leaves out that the
-scale τ = √n of the paper's text changes with n; recomputing it changes the function (`tau="recomputed"`).
+scale τ = √n of the paper's text changes with n; recomputing it changes the function (`tau="recompute"`).
 
 Every function here returns a new model and does not change its arguments.
 """
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from headwater.models.pretrained import HeadwaterPreTrainedModel
 
 Model = TypeVar("Model", bound="HeadwaterPreTrainedModel")
-TauPolicy = Literal["kept", "recomputed"]
-Keys = Literal["zero", "random"]
+TauPolicy = Literal["keep", "recompute"]
+KeyInit = Literal["zero", "random"]
 # Number of pairs by name of linear layer; a model has one of these for each layer.
 Counts = list[dict[Map, int]]
 
@@ -73,17 +73,15 @@ def add_pairs(
     attention_pairs: int | None = None,
     ffn_pairs: int | None = None,
     *,
-    layers: Sequence[int] | None = None,
-    keys: Keys = "zero",
-    tau: TauPolicy = "kept",
+    key_init: KeyInit = "zero",
+    tau: TauPolicy = "keep",
     freeze: bool = False,
 ) -> Model:
     """Grow a model without changing its function: new pairs with zero keys and random values, τ unchanged.
 
     attention_pairs, ffn_pairs: pairs of each attention projection and feed-forward after growth; None keeps them.
-    layers: grow only these, counted from 0; default: all.
-    keys: "random" initializes the new keys as in a fresh model, which changes the function.
-    tau: "recomputed" sets τ to the default of the new number of pairs, √n, which changes the function.
+    key_init: "random" initializes the new keys as in a fresh model, which changes the function.
+    tau: "recompute" sets τ to the default of the new number of pairs, √n, which changes the function.
     freeze: train only the new pairs. Growing a frozen model again without it unfreezes everything.
 
     The new rows are drawn from (config.initializer_seed, the parameter's name, the new number of pairs). The result is
@@ -93,10 +91,10 @@ def add_pairs(
     Raises `HeadwaterError` for a model without Pattention, for fewer pairs than there are, where nothing would grow,
     where zero keys are not neutral under the model's score or among the `top_k`, and for product keys.
     """
-    for name, value, known in (("keys", keys, get_args(Keys)), ("tau", tau, get_args(TauPolicy))):
+    for name, value, known in (("key_init", key_init, get_args(KeyInit)), ("tau", tau, get_args(TauPolicy))):
         if value not in known:
             raise HeadwaterError(f"{name} must be {' or '.join(map(repr, known))}, not {value!r}.")
-    config = added_config(model.config, attention_pairs, ffn_pairs, layers, keys, freeze)
+    config = added_config(model.config, attention_pairs, ffn_pairs, key_init, freeze)
     options, new = options_of(model.config), pairs_of(config)
     grown = copied(model)
     names = {module: name for name, module in grown.named_modules()}
@@ -107,12 +105,12 @@ def add_pairs(
         width, pairs = module.key.shape[1], new[layer][which]
         module.key_std, module.value_std = Pattention.stds(options, model.config, which, width, pairs)
         added = {name: module.init(name, draw, extra) for name in ("key", "value")}
-        if keys == "zero":
+        if key_init == "zero":
             added["key"].zero_()
         old = module.keys, module.values
         new_key, new_value = (torch.cat((a, b.to(a))) for a, b in zip(old, added.values(), strict=True))
         module.put(new_key, new_value, frozen=module.n if freeze and extra else 0)
-        if tau == "recomputed" and extra:
+        if tau == "recompute" and extra:
             module.scale.put(default_tau(module.score, module.read))
     _settle(grown, new, options_of(config)["frozen"])
     return grown
@@ -159,8 +157,6 @@ def shrink(
     weights: Sequence[dict[Map, Tensor]],
     attention_pairs: int | None = None,
     ffn_pairs: int | None = None,
-    *,
-    layers: Sequence[int] | None = None,
 ) -> Model:
     """Keep only the pairs that matter most, in their order.
 
@@ -173,7 +169,7 @@ def shrink(
     counts = pairs_of(model)
     if [{which: len(each) for which, each in layer.items()} for layer in weights] != counts:
         raise HeadwaterError("These weights are not of this model's pairs; compute them with importance(model, …).")
-    new = _counts(counts, attention_pairs, ffn_pairs, chosen_layers(model.config, layers))
+    new = _counts(counts, attention_pairs, ffn_pairs)
     for layer, (was, now) in enumerate(zip(counts, new, strict=True)):
         for which in MAPS:
             if not 1 <= now[which] <= was[which]:
@@ -229,8 +225,9 @@ def importance(model: HeadwaterForCausalLM, batches: Iterable[dict[str, Tensor]]
     return sums
 
 
-def _check_read(options: dict[str, Any], counts: Counts, new: Counts, keys: Keys | None = None) -> None:
-    """Raise `HeadwaterError` where pairs of which a token reads a few cannot be added or removed. keys: of new ones."""
+def _check_read(options: dict[str, Any], counts: Counts, new: Counts, key_init: KeyInit | None = None) -> None:
+    """Raise `HeadwaterError` where pairs of which a token reads a few cannot be added or removed. key_init: of new
+    ones."""
     for layer, (was, now) in enumerate(zip(counts, new, strict=True)):
         for which in MAPS:
             top_k = Pattention.top_k_of(options, which)
@@ -243,11 +240,11 @@ def _check_read(options: dict[str, Any], counts: Counts, new: Counts, keys: Keys
                 )
             if wrong := unreadable(now[which], top_k, False, False):
                 raise HeadwaterError(f"Too few pairs of {which!r} would remain in layer {layer}: {wrong}.")
-            if keys == "zero":
+            if key_init == "zero":
                 raise HeadwaterError(
                     f"A token reads the {top_k} best pairs of {which!r} in layer {layer}, and a zero key beats "
-                    "negative scores, so new pairs can change the function; use random keys (--keys random), which do "
-                    "not claim to keep it."
+                    "negative scores, so new pairs can change the function; use random keys (--key-init random), which "
+                    "do not claim to keep it."
                 )
 
 
@@ -313,20 +310,19 @@ def added_config(
     config: HeadwaterConfig,
     attention_pairs: int | None = None,
     ffn_pairs: int | None = None,
-    layers: Sequence[int] | None = None,
-    keys: Keys = "zero",
+    key_init: KeyInit = "zero",
     freeze: bool = False,
 ) -> HeadwaterConfig:
     """The config that `add_pairs` gives a model with this config, without a model. Raises the same errors."""
     counts, options = pairs_of(config), options_of(config)
-    new = _counts(counts, attention_pairs, ffn_pairs, chosen_layers(config, layers))
+    new = _counts(counts, attention_pairs, ffn_pairs)
     _check_grows(counts, new, thaws=options["frozen"] is not None and not freeze)
-    if keys == "zero" and options["score"] in NOT_NEUTRAL:
+    if key_init == "zero" and options["score"] in NOT_NEUTRAL:
         raise HeadwaterError(
             f"With the score {options['score']!r} a zero key has weight e^0 = 1, so any new pairs change the "
-            f"function; use random keys (--keys random), which do not claim to keep it."
+            f"function; use random keys (--key-init random), which do not claim to keep it."
         )
-    _check_read(options, counts, new, keys)
+    _check_read(options, counts, new, key_init)
     old = [{which: n for which, n in was.items() if now[which] > n} for was, now in zip(counts, new, strict=True)]
     grown = copy.deepcopy(config)
     _write_counts(grown, new, old if freeze else None)
@@ -345,27 +341,14 @@ def copied(model: Model) -> Model:
             parameter.grad = gradient
 
 
-def chosen_layers(config: HeadwaterConfig, layers: Sequence[int] | None) -> list[int]:
-    depth = config.num_hidden_layers
-    if layers is None:
-        return list(range(depth))
-    if not isinstance(layers, list | tuple | range):
-        raise HeadwaterError(f"layers must list numbers, such as [0, 1], not {layers!r}.")
-    for layer in layers:
-        check_whole("A layer", layer)
-        if not 0 <= layer < depth:
-            raise HeadwaterError(f"There is no layer {layer}; this model has layers 0 to {depth - 1}.")
-    return sorted(set(layers))
-
-
-def _counts(counts: Counts, attention: int | None, feed_forward: int | None, layers: Sequence[int]) -> Counts:
-    """The counts with these in their place in `layers`."""
+def _counts(counts: Counts, attention: int | None, feed_forward: int | None) -> Counts:
+    """The counts with these in their place."""
     asked = {which: feed_forward if which == "feed_forward" else attention for which in MAPS}
     for name, pairs in (("attention_pairs", attention), ("ffn_pairs", feed_forward)):
         if pairs is not None:
             check_whole(name, pairs)
     changed: dict[Map, int] = {which: count for which, count in asked.items() if count is not None}
-    return [was | changed if layer in layers else dict(was) for layer, was in enumerate(counts)]
+    return [was | changed for was in counts]
 
 
 def _check_grows(counts: Counts, new: Counts, thaws: bool) -> None:

@@ -202,12 +202,11 @@ def _contiguous(*tensors: Tensor) -> list[Tensor]:
 
 # Named after the module: a checkpoint exported with its code has a copy of it.
 _LIBRARY = re.sub(r"\W", "_", __name__)
-FORWARD, BACKWARD = f"{_LIBRARY}::forward", f"{_LIBRARY}::backward"
 _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-@torch.library.custom_op(FORWARD, mutates_args=())
+@torch.library.custom_op(f"{_LIBRARY}::forward", mutates_args=())
 def _forward(q: Tensor, k: Tensor, v: Tensor, borders: Tensor, scale: float, window: int) -> tuple[Tensor, Tensor]:
     """q, k, v [B, H, T, d], borders [n + 1] -> (what each head reads [B, T, H, d], logsumexp of scores [B, H, T])."""
     dtype, pieces = _plan(q, borders, window)
@@ -229,7 +228,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, borders: Tensor, scale: float, window: in
     return _like_heads(q).transpose(1, 2), sums
 
 
-@torch.library.custom_op(BACKWARD, mutates_args=())
+@torch.library.custom_op(f"{_LIBRARY}::backward", mutates_args=())
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, borders: Tensor, scale: float, window: int
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -273,12 +273,11 @@ class Pattention(Mechanism):
 
     @staticmethod
     def length(step: Step) -> int:
-        """The steps of annealing: as given, else the warm-up, else half of all; it ends before the last step."""
-        wanted = step.start.get("tau_steps") or step.warmup or step.steps // 2
-        return max(1, min(wanted, step.steps - 1))
+        """The steps of annealing: the warm-up, or half of all if there is none; it ends before the last step."""
+        return max(1, min(step.warmup or step.steps // 2, step.steps - 1))
 
     def before_training(self, step: Step) -> tuple[float, float] | None:
-        return self.way() if step.start.get("tau") == "annealed" else None
+        return self.way() if step.start.get("tau") == "anneal" else None
 
     def before_step(self, kept: Any, step: Step) -> None:
         self.anneal(kept, step.number / self.length(step))

@@ -505,7 +505,7 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         skip_logits: bool = False,
         output_z_loss: bool = False,
-        loss_chunk: int | None = None,
+        loss_chunk_tokens: int | None = None,
         cache: Cache | None = None,
         **kwargs: Unpack[TransformersKwargs],  # type: ignore[misc]
     ) -> HeadwaterOutput:
@@ -518,8 +518,8 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
             them, [B, T, V], which it writes and adds.
         output_z_loss: with labels, return `z_loss` too: the mean of logsumexp(logits)² over the same tokens (PaLM,
             arXiv 2204.02311, section 5, without its weight).
-        loss_chunk: with labels and `skip_logits`, the number of tokens whose logits exist at once. They are computed
-            again in the backward pass: the output head costs 4/3 of its FLOPs and a part of its memory.
+        loss_chunk_tokens: with labels and `skip_logits`, the number of tokens whose logits exist at once. They are
+            computed again in the backward pass: the output head costs 4/3 of its FLOPs and a part of its memory.
         The other arguments are those of `HeadwaterModel`.
         """
         outputs: BaseModelOutputWithPast = self.model(
@@ -538,7 +538,7 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
             logits = self.logits(hidden)
         if labels is not None:
             targets = kwargs.pop("shift_labels", None)
-            loss, z_loss = self.losses(hidden, logits, labels, targets, loss_chunk, output_z_loss, **kwargs)
+            loss, z_loss = self.losses(hidden, logits, labels, targets, loss_chunk_tokens, output_z_loss, **kwargs)
         return HeadwaterOutput(
             loss=loss,
             logits=logits,

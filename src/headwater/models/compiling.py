@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch._functorch import config as functorch
 
 if TYPE_CHECKING:
     from headwater.models.causal_lm import HeadwaterForCausalLM
@@ -38,43 +36,25 @@ def silence_tf32_advice() -> None:
     warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
 
 
-def compile_blocks(blocks: nn.ModuleList, backend: str = "inductor", budget: float | None = None) -> None:
-    """Compile each block as one graph. Raises, when a block first runs, for an operation that would break it.
-
-    budget: the share of a block's activations to keep for the backward pass, which computes the others again; the
-    compiler chooses which (its `activation_memory_budget`).
-    """
+def compile_blocks(blocks: nn.ModuleList, backend: str = "inductor") -> None:
+    """Compile each block as one graph. Raises, when a block first runs, for an operation that would break it."""
     expect_layers(len(blocks))
-    # One function for all blocks: those with different ones share no graph.
-    chosen = backend if budget is None else within(budget, backend)
     for block in blocks:
-        block.compile(fullgraph=True, dynamic=False, backend=chosen)
-
-
-def within(budget: float, backend: str) -> Callable[..., Any]:
-    """A backend that divides each graph into forward and backward pass within a budget of memory."""
-    compiler = torch._dynamo.lookup_backend(backend)
-
-    def compiled(graph: Any, inputs: Any) -> Any:
-        with functorch.patch(activation_memory_budget=budget):
-            return compiler(graph, inputs)
-
-    return compiled
+        block.compile(fullgraph=True, dynamic=False, backend=backend)
 
 
 def is_compiled(model: HeadwaterForCausalLM) -> bool:
     return any(block._compiled_call_impl is not None for block in model.model.layers)
 
 
-def compile_model(model: HeadwaterForCausalLM, backend: str = "inductor", budget: float | None = None) -> None:
+def compile_model(model: HeadwaterForCausalLM, backend: str = "inductor") -> None:
     """Compile a model for training: its blocks, and the output head with the loss, so that no logits leave a graph.
 
     What is around the blocks (embeddings, masks, the final norm) is not compiled. Sharding and recomputation may be
-    applied before or after. budget: see `compile_blocks`. Forgets what was compiled before in this process, which would
-    count among the graphs.
+    applied before or after. Forgets what was compiled before in this process, which would count among the graphs.
     """
     torch._dynamo.reset()
-    compile_blocks(model.model.layers, backend, budget)
+    compile_blocks(model.model.layers, backend)
     # A chunk of the tokens is a graph: in one of all chunks the compiler would keep the logits of several.
     for name in ("whole_losses", "sums"):
         if hasattr(model, name):

@@ -24,8 +24,6 @@ from headwater.registry import resolve
 if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
 
-# Tokens of a block, unless a server is told otherwise: vLLM's default on CPUs.
-BLOCK_SIZE = 128
 # What `Attention` does not do where a server attends.
 INSIDE_KERNEL: tuple[Stage, ...] = ("gathered", "beside", "probabilities")
 # Keys, values and raw tokens of any type begin at multiples of this many bytes, as FlashAttention reads them.
@@ -113,15 +111,6 @@ class Page:
         """Bytes of a block."""
         size = max(self.least, self.history + sum(room.size for room in self.rooms.values()))
         return -(-size // ALIGNED) * ALIGNED
-
-    @property
-    def per_token(self) -> float:
-        """Bytes of a token, its share of raw tokens included."""
-        return self.size / self.block_size
-
-    def sequences(self, tokens: int, memory: float) -> int:
-        """How many sequences of `tokens` tokens fit into `memory` bytes; one block serves as padding."""
-        return int(max(0, memory // self.size - 1) // -(-tokens // self.block_size))
 
 
 def check_servable(config: HeadwaterConfig) -> None:

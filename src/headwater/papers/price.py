@@ -65,7 +65,7 @@ def stages(recipe: Recipe) -> Iterator[tuple[str, float, int]]:
     configs = [config, *(later for _, later in recipe.stage_configs(config))]
     for (run, _), own in zip(recipe.chain(lambda name, _: Path(name)), configs, strict=True):
         section = run.training
-        tokens = section.steps * section.batch_size * section.accumulate * run.row_length
+        tokens = section.steps * section.batch_size * section.gradient_accumulation_steps * run.row_length
         yield run.digest(), tokens * _flops_per_token(own, run.row_length), section.steps
 
 

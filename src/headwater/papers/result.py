@@ -310,7 +310,7 @@ def head(found: Reproduction) -> Head:
             "Below: the complete comparisons that these runs belong to, as `headwater compare` reports them. They "
             "include all arms and seeds trained so far, use the recipe's deciding measure, and test each arm against "
             "one baseline, with their own corrections, which are for seeds that were fixed before: where "
-            "--until-decided has added some, the claims above are what holds."
+            "--sequential has added some, the claims above are what holds."
         )
     layout = PageTable(caption(found), ["", *(name for _, name, _ in columns_of(found))], texts(found))
     rows: list[list[PageCell]] = [
@@ -369,7 +369,7 @@ def command(found: Reproduction) -> str:
     if found.work is not None:
         parts += [*found.work.own, *(["--scale", found.work.scale] if found.work.scale != "cpu" else [])]
     if found.max_seeds is not None:
-        parts += ["--until-decided", "--max-seeds", str(found.max_seeds)]
+        parts += ["--sequential", "--max-seeds", str(found.max_seeds)]
     return shlex.join(parts)
 
 

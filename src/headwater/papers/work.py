@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from headwater import extras
-from headwater.compare import OnChange, Outcome, compare, equalized, jobs_of
+from headwater.compare import OnChange, Outcome, compare, jobs_of, match_arms
 from headwater.compare.prices import slug
 from headwater.errors import HeadwaterError
 from headwater.files import replace_text
@@ -40,7 +40,7 @@ from headwater.training.stages import finished as is_finished
 Comparing = Callable[[str, int], OnChange]
 TrainingCallback = Callable[[str, int], OnEvent]
 # How a table's seeds are added, written before they are.
-PLAN = "until-decided.json"
+PLAN = "sequential.json"
 
 
 @dataclass(frozen=True)
@@ -148,9 +148,9 @@ def prepare(name: str, scale: ScaleName, out: Path, overrides: Sequence[str] = (
     files = [recipes_folder() / path for path in at.recipes]
     recipes = [(file, _read(file, file.stat().st_mtime_ns, changes)) for file in files]
     for _, recipe in recipes:
-        if recipe.compare is not None and recipe.compare.until:
+        if recipe.compare is not None and recipe.compare.sequential:
             raise HeadwaterError(
-                f"{name} is judged by all seeds of its arms, or with --until-decided; leave out compare.until."
+                f"{name} is judged by all seeds of its arms, or with --sequential; leave out compare.sequential."
             )
     made = Work(name, of, scale, out, changes, recipes, places(of, scale, recipes))
     if counts_steps(of) and any(one.threshold is None for one in made.places.values() if one is not None):
@@ -161,7 +161,7 @@ def prepare(name: str, scale: ScaleName, out: Path, overrides: Sequence[str] = (
 @functools.lru_cache(maxsize=256)
 def _read(file: Path, changed: int, overrides: tuple[str, ...]) -> Recipe:
     """Many tables share a recipe; `changed` identifies a rewritten file."""
-    return equalized(load_recipe(file, overrides))
+    return match_arms(load_recipe(file, overrides))
 
 
 def train(work: Work, workers: int | None, comparing: Comparing, training: TrainingCallback) -> list[Outcome]:
@@ -234,15 +234,15 @@ def begun(work: Work) -> ClaimsPlan | None:
 
 
 def check_not_begun_otherwise(work: Work) -> None:
-    """Raise `HeadwaterError` if the table's seeds are added until its claims are decided, see `train_until_decided`."""
+    """Raise `HeadwaterError` if the table's seeds are added until its claims are decided, see `train_sequentially`."""
     if (plan := begun(work)) is not None:
         raise HeadwaterError(
-            f"{work.name} was begun with --until-decided, whose verdicts these would replace; pass --until-decided "
+            f"{work.name} was begun with --sequential, whose verdicts these would replace; pass --sequential "
             f"--max-seeds {plan.max_seeds} to go on, or another --out."
         )
 
 
-def train_until_decided(
+def train_sequentially(
     work: Work,
     workers: int | None,
     comparing: Comparing,

@@ -9,7 +9,7 @@ from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError
 from headwater.price import images, text
 from headwater.price.images import ImagePrice
-from headwater.price.pictures import COLORS, figure, figure_of_images
+from headwater.price.pictures import COLORS, figure
 from headwater.price.schedule import price_schedule, schedule_table
 from headwater.price.shared import si
 from headwater.price.text import Price
@@ -21,7 +21,6 @@ __all__ = [
     "ImagePrice",
     "Price",
     "figure",
-    "figure_of_images",
     "price",
     "price_schedule",
     "schedule_table",
@@ -37,7 +36,7 @@ def price(config: HeadwaterConfig, **settings: Any) -> Any:
     max_position_embeddings. batch: rows, or sequences being generated, or images; default 1. tokens, images: the
     training budget of either kind. hardware: a `Hardware`. devices: default 1. precision: as in recipes, default
     bf16-mixed; the cache is in the matmuls' dtype. mfu: the assumed share of the peak that training reaches, default
-    0.4. gradient_checkpointing, and of text loss_chunk: as in recipes. averages: with `training.ema`.
+    0.4. gradient_checkpointing, and of text loss_chunk_tokens: as in recipes. averages: with `training.ema_decay`.
     masked: packed rows of text have a mask in memory (`headwater.cost.activation_bytes`). Raises `HeadwaterError` for
     invalid values.
     """

@@ -32,8 +32,8 @@ class ImageLimits(TrainingLimits):
 class AtImageSize:
     """What depends on the size of the images. FLOPs are per image, bytes for the whole batch.
 
-    tokens: of an image. forward: by part. activation_bytes_keeping: with gradient checkpointing that keeps the results
-    it is named after. step_bytes: training state and activations with the gradient checkpointing that was asked for.
+    tokens: of an image. forward: by part. step_bytes: training state and activations with the gradient checkpointing
+    that was asked for.
     """
 
     image_size: tuple[int, int]
@@ -42,7 +42,6 @@ class AtImageSize:
     training: float
     activation_bytes: int
     activation_bytes_checkpointed: int
-    activation_bytes_keeping: dict[str, int]
     step_bytes: int
     limits: ImageLimits | None
 
@@ -64,7 +63,7 @@ def price(
     devices: int = 1,
     precision: str = "bf16-mixed",
     mfu: float = 0.4,
-    gradient_checkpointing: bool | str | float = False,
+    gradient_checkpointing: bool = False,
     averages: bool = False,
 ) -> ImagePrice:
     """Price a config at its image_size. images: the training budget; the rest is as in `headwater.price.price`."""
@@ -72,7 +71,7 @@ def price(
     state, forward = cost.state_bytes(config, precision, averages=averages), cost.forward_flops_per_image(config)
     training = cost.training_flops_per_image(config)
 
-    def activations(count: int, checkpointed: bool | str | float) -> int:
+    def activations(count: int, checkpointed: bool) -> int:
         return sum(cost.activation_bytes(config, config.tokens, count, precision, checkpointed).values())
 
     def limits(device: Hardware) -> ImageLimits:
@@ -89,7 +88,6 @@ def price(
         training=training,
         activation_bytes=activations(batch, False),
         activation_bytes_checkpointed=activations(batch, True),
-        activation_bytes_keeping={what: activations(batch, what) for what in ("attention", "half")},
         step_bytes=sum(state.values()) + activations(batch, gradient_checkpointing),
         limits=None if hardware is None else limits(hardware),
     )

@@ -35,7 +35,7 @@ class AnyPrice:
     parameters: dict[str, int]
     state_bytes: dict[str, int]
     devices_needed: int | None
-    gradient_checkpointing: bool | str | float
+    gradient_checkpointing: bool
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"total_parameters": sum(self.parameters.values())}
@@ -148,8 +148,6 @@ class SideBySide:
         """Rows of activation bytes. trained: with those of training as it is asked for."""
         self.row(f"activation bytes, batch {batch}", [one.activation_bytes for one in costs], ratio=True)
         self.row("  gradient checkpointing", [one.activation_bytes_checkpointed for one in costs])
-        for results in costs[0].activation_bytes_keeping:
-            self.row(f"    keeping {results}", [one.activation_bytes_keeping[results] for one in costs])
         if trained:
             self.row("training state and activations, as trained", [one.step_bytes for one in costs], ratio=True)
 

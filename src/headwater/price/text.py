@@ -42,7 +42,6 @@ class AtContext:
 
     causal, full: forward FLOPs by part; full counts the whole square of scores, causal only the part that is used.
     prefill: FLOPs of a prompt of this length and its last token's logits, for the whole batch.
-    activation_bytes_keeping: with gradient checkpointing that keeps the results it is named after.
     step_bytes: training state and activations with the gradient checkpointing that was asked for.
     """
 
@@ -55,7 +54,6 @@ class AtContext:
     cache_bytes: int
     activation_bytes: int
     activation_bytes_checkpointed: int
-    activation_bytes_keeping: dict[str, int]
     step_bytes: int
     limits: Limits | None
 
@@ -64,14 +62,14 @@ class AtContext:
 class Price(AnyPrice):
     """The price of one config of language models.
 
-    tokens: the training budget. loss_chunk: as in recipes. masked: packed rows have a mask in memory.
+    tokens: the training budget. loss_chunk_tokens: as in recipes. masked: packed rows have a mask in memory.
     last_token_layers: layers that run for a prompt's last token alone.
     """
 
     tokens: float | None
     cache_bytes_per_token: int
     last_token_layers: int
-    loss_chunk: int | None
+    loss_chunk_tokens: int | None
     masked: bool
     at: list[AtContext]
 
@@ -87,8 +85,8 @@ def price(
     devices: int = 1,
     precision: str = "bf16-mixed",
     mfu: float = 0.4,
-    gradient_checkpointing: bool | str | float = False,
-    loss_chunk: int | None = None,
+    gradient_checkpointing: bool = False,
+    loss_chunk_tokens: int | None = None,
     masked: bool = False,
     averages: bool = False,
 ) -> Price:
@@ -96,9 +94,9 @@ def price(
 
     context: tokens per row, one or several; default: the config's max_position_embeddings. batch: rows, or sequences
     being generated. tokens: the training budget. precision: as in recipes; the cache is in the matmuls' dtype. mfu: the
-    assumed share of the peak that training reaches. gradient_checkpointing, loss_chunk: as in recipes.
+    assumed share of the peak that training reaches. gradient_checkpointing, loss_chunk_tokens: as in recipes.
     masked: rows are packed, and attention takes a mask (`headwater.cost.activation_bytes`). averages: with
-    `training.ema`. Raises `HeadwaterError` for
+    `training.ema_decay`. Raises `HeadwaterError` for
     invalid values.
     """
     contexts: Sequence[Any] = (
@@ -115,8 +113,10 @@ def price(
     element, _ = cost.BYTES[precision]
     state = cost.state_bytes(config, precision, averages)
 
-    def activations(length: int, rows: int, checkpointed: bool | str | float) -> int:
-        return sum(cost.activation_bytes(config, length, rows, precision, checkpointed, loss_chunk, masked).values())
+    def activations(length: int, rows: int, checkpointed: bool) -> int:
+        return sum(
+            cost.activation_bytes(config, length, rows, precision, checkpointed, loss_chunk_tokens, masked).values()
+        )
 
     def limits(length: int, device: Hardware) -> Limits:
         flops = cost.training_flops_per_token(config, length)
@@ -140,7 +140,6 @@ def price(
             cache_bytes=cost.cache_bytes(config, length, batch, element),
             activation_bytes=activations(length, batch, False),
             activation_bytes_checkpointed=activations(length, batch, True),
-            activation_bytes_keeping={what: activations(length, batch, what) for what in ("attention", "half")},
             step_bytes=sum(state.values()) + activations(length, batch, gradient_checkpointing),
             limits=None if hardware is None else limits(length, hardware),
         )
@@ -153,7 +152,7 @@ def price(
         tokens=tokens,
         cache_bytes_per_token=cost.cache_bytes_per_token(config, element),
         last_token_layers=config.num_hidden_layers - output_only_from(config),
-        loss_chunk=loss_chunk,
+        loss_chunk_tokens=loss_chunk_tokens,
         masked=masked,
         at=[at(length) for length in contexts],
     )
@@ -187,7 +186,7 @@ def table(prices: Sequence[Price]) -> Table:
         if shortened:
             row(f"FLOPs of a prompt, batch {first.batch}", [one.prefill for one in here], ratio=True)
         row(f"cache bytes, batch {first.batch}", [one.cache_bytes for one in here], ratio=True)
-        trained = any(one.gradient_checkpointing or one.loss_chunk or one.masked for one in prices)
+        trained = any(one.gradient_checkpointing or one.loss_chunk_tokens or one.masked for one in prices)
         result.activations(first.batch, here, trained)
         limits = [one.limits for one in here if one.limits is not None]
         if limits:
@@ -209,8 +208,8 @@ def note(prices: Sequence[Price]) -> str:
     ]
     for one in prices:
         how = [
-            "" if not one.gradient_checkpointing else f"gradient checkpointing ({one.gradient_checkpointing})".lower(),
-            "" if one.loss_chunk is None else f"logits of {one.loss_chunk:,} tokens at once",
+            "gradient checkpointing" if one.gradient_checkpointing else "",
+            "" if one.loss_chunk_tokens is None else f"logits of {one.loss_chunk_tokens:,} tokens at once",
             "a mask for packed rows" if one.masked else "",
         ]
         if any(how):

@@ -426,7 +426,7 @@ def machines_table(sizes: Sequence[Comparison]) -> PageTable:
 
 
 def notices(sizes: Sequence[Comparison]) -> list[str]:
-    """Warnings: skipped steps, spikes, failures, unfinished runs."""
+    """Warnings: skipped steps, failures, unfinished runs."""
     told = [one.changed_data for one in sizes if one.changed_data]
     for one in sizes:
         said: dict[tuple[int, str], list[str]] = {}

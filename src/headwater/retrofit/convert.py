@@ -49,7 +49,7 @@ def blended_config(
 ) -> HeadwaterConfig:
     """The config of `blended`. Raises `HeadwaterError` if the goal contradicts it, or shares nothing."""
     if way_of(config) is not None:
-        raise HeadwaterError("The model is being converted already; finish that first (finish: true).")
+        raise HeadwaterError("The model is being converted already; finish that first (finish_conversion: true).")
     if not isinstance(config, HeadwaterConfig) or not config.is_causal:
         raise HeadwaterError("Only text models have a cache to make smaller; convert one of these.")
     given = {"mechanisms": as_mapping(mechanisms) or None, "num_key_value_heads": num_key_value_heads}
@@ -75,7 +75,9 @@ def check_conversion(config: HeadwaterConfig) -> None:
 def finished_config(config: HeadwaterConfig) -> HeadwaterConfig:
     """The config of `finished`. Raises `HeadwaterError` if the model is not being converted."""
     if (options := way_of(config)) is None:
-        raise HeadwaterError("The model is not being converted, so there is nothing to finish; leave out finish.")
+        raise HeadwaterError(
+            "The model is not being converted, so there is nothing to finish; leave out finish_conversion."
+        )
     return Blend.goal(options, config)
 
 
@@ -239,7 +241,7 @@ def similarity(model: HeadwaterForCausalLM, rows: Tensor) -> Similarity:
     """For each two layers, how much of one's keys or values is left if the other's take their place.
 
     Element [l, s] is 1 - Σ‖x_l - x_s‖² / Σ(‖x_l‖² + ‖x_s‖²), over tokens and heads, after both were turned to be as
-    alike as they can be (see `aligned`).
+    alike as they can be (see `align`).
     """
     _check_comparable(model.config)
     made = samples(model, rows)
@@ -317,21 +319,11 @@ def turned(x: Tensor, matrices: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def aligned(
-    model: HeadwaterForCausalLM, rows: Tensor, mechanisms: Any = None, num_key_value_heads: int | None = None
-) -> HeadwaterForCausalLM:
-    """A copy of `model` with the same function, whose keys and values are as near to those that `blended` is to mix
-    them with as turning them brings them, on `rows` of tokens [B, T]. Those that cannot be turned stay."""
-    made = copy.deepcopy(model)
-    align(made, rows, mechanisms, num_key_value_heads)
-    return made
-
-
-@torch.no_grad()
 def align(
     model: HeadwaterForCausalLM, rows: Tensor, mechanisms: Any = None, num_key_value_heads: int | None = None
 ) -> bool:
-    """Make `model` itself `aligned`; whether anything could be turned."""
+    """Turn the model's keys and values as near to those that `blended` is to mix them with as turning brings them, on
+    `rows` of tokens [B, T]; the function stays. Returns whether anything could be turned."""
     config = blended_config(model.config, mechanisms, num_key_value_heads)
     parts = [part for part, can in can_turn(model).items() if can]
     if not parts:
@@ -416,6 +408,7 @@ def chosen(config: HeadwaterConfig, mechanisms: Any, alike: Similarity) -> dict[
         made[name], found = options if better is None else better, found or better is not None
     if not found:
         raise HeadwaterError(
-            f"{', '.join(given) or 'Fewer heads'} with these options cannot be chosen by similarity; leave out choose."
+            f"{', '.join(given) or 'Fewer heads'} with these options cannot be chosen by similarity; leave out "
+            "choose_layers."
         )
     return made

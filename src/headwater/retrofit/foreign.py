@@ -1,12 +1,10 @@
 """Checkpoints of the papers' own code, read into headwater models.
 
-    tokenformer           github.com/Haiyang-W/TokenFormer: GPT-NeoX's layout with parameter tokens
-    tokenformer-maxtext   the same repository's tokenformer-tpu: the parameters of a MaxText checkpoint in one flat dict
-    resformer             github.com/Zcchill/Value-Residual-Learning: Llama as transformers names it, and mixing fixed
-                          in code
-    kv-shifting           arXiv 2411.19574, appendix F, a listing: `K` and `V` of the attention in a Llama-like model;
-                          and Baichuan-M1, a model of the same company with the same convolution
-    nanochat              github.com/karpathy/nanochat: value embeddings, the embedding in every layer, windows
+    tokenformer   github.com/Haiyang-W/TokenFormer: GPT-NeoX's layout with parameter tokens
+    resformer     github.com/Zcchill/Value-Residual-Learning: Llama as transformers names it, and mixing fixed in code
+    kv-shifting   arXiv 2411.19574, appendix F, a listing: `K` and `V` of the attention in a Llama-like model; and
+                  Baichuan-M1, a model of the same company with the same convolution
+    nanochat      github.com/karpathy/nanochat: value embeddings, the embedding in every layer, windows
 
 Sizes are those of the tensors; what tensors cannot tell comes from keywords, else from a config beside them, else from
 the paper. docs/foreign-checkpoints.md has every name with its source, and says which are certain.
@@ -62,8 +60,8 @@ class Layout:
 def read_foreign(path: str | Path, layout: str | None = None, **config: Any) -> HeadwaterForCausalLM:
     """A model with the weights of a checkpoint of a paper's own code, in the precision of its embedding; eval mode.
 
-    path: a file of tensors (.safetensors, .pt, .bin, .pth), or a folder with one, with its shards and their index, or
-        with DeepSpeed's layer_NN-model_00-model_states.pt. Nothing in it is executed.
+    path: a file of tensors (.safetensors, .pt, .bin, .pth), or a folder with one, or with its shards and their index.
+        Nothing in it is executed.
     layout: a name in `LAYOUTS`, such as "tokenformer" or "kv-shifting"; recognized from the tensors' names if None. A
         ResFormer's tensors have Llama's names, so its layout must be given.
     config: fields of `HeadwaterConfig` that override the checkpoint's. Of `mechanisms`, those named here are used,
@@ -176,23 +174,15 @@ MAPS = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "proj"}
 TOKENFORMER_HEADS = {768: 12, 1024: 16, 1280: 16, 1536: 16}
 
 
-def _neox_tidy(tensors: Tensors) -> Tensors:
-    """Names as of `sequential.N.…`, of the pipeline module's `N.…` too; what is no weight left out."""
-    tidy = {}
-    for name, tensor in tensors.items():
-        plain = re.sub(r"^tied_modules\.embed\.", "0.", name.removeprefix("sequential."))
-        if not plain.endswith("rotary_emb.inv_freq"):
-            tidy[f"sequential.{plain}"] = tensor
-    return tidy
-
-
 def _neox_fields(tensors: Tensors, found: dict[str, Any]) -> dict[str, Any]:
     found = {name.replace("-", "_"): value for name, value in found.items()}
     vocabulary, width = _matrix(tensors, NEOX_EMBEDDING)
     # The embedding is module 0, module 1 turns it round, the blocks follow.
     depth = _layers(tensors, r"sequential\.(\d+)\.attention\.") - 2
     _refuse(found, pos_emb="rotary", use_mup=False)
-    score = _score(found, "norm_activation_type")
+    score = found.get("norm_activation_type", "l2_norm_gelu")
+    if score not in SCORES:
+        raise HeadwaterError(f"There is no norm_activation_type {score!r}; {nearest(str(score), SCORES)}")
     pairs: dict[str, Any] = {}
     for option, part in (
         ("query_pairs", "attention.query"),
@@ -225,16 +215,8 @@ def _neox_fields(tensors: Tensors, found: dict[str, Any]) -> dict[str, Any]:
         sliding_window=None if window is None else window + 1,
         tie_word_embeddings=f"sequential.{depth + 4}.final_linear.weight" not in tensors,
         embedding_range=0.02,
-        mechanisms={"pattention": {"score": score, **pairs}},
+        mechanisms={"pattention": {"score": SCORES[score], **pairs}},
     )
-
-
-def _score(found: dict[str, Any], name: str) -> str:
-    """Our name of the score that a config gives under `name`."""
-    score = found.get(name, "l2_norm_gelu")
-    if score not in SCORES:
-        raise HeadwaterError(f"There is no {name} {score!r}; {nearest(str(score), SCORES)}")
-    return SCORES[score]
 
 
 def _refuse(found: dict[str, Any], **only: Any) -> None:
@@ -258,113 +240,13 @@ def _neox_source(name: str, config: HeadwaterConfig) -> TensorSource | None:
     return re.sub(r"\.(key|value)$", r".\1_param_tokens", name), _same
 
 
-# TokenFormer in MaxText: matrices are [inputs, outputs], and layers may lie along axis 1 of one array
-
-MAXTEXT_EMBEDDING = "token_embedder.embedding"
-MAXTEXT_HEAD = "decoder.logits_dense.kernel"
-
-
-def _maxtext_tidy(tensors: Tensors) -> Tensors:
-    """Names without `params`, with dots, and with `layers_0`, `layers_1`, … where the layers lie in one array."""
-    tidy = {}
-    for name, tensor in tensors.items():
-        plain = re.sub(r"^(params\.)+", "", name.replace("/", "."))
-        if plain.startswith("decoder.layers.") and tensor.ndim > 1:
-            for layer, own in enumerate(tensor.unbind(1)):
-                tidy[plain.replace("layers.", f"layers_{layer}.", 1)] = own
-        else:
-            tidy[plain] = tensor
-    return tidy
-
-
-def _maxtext_fields(tensors: Tensors, found: dict[str, Any]) -> dict[str, Any]:
-    vocabulary, width = _matrix(tensors, MAXTEXT_EMBEDDING)
-    _refuse(found, use_untrainable_positional_embedding=False, zoom_dim=0, normalize_embedding_logits=True)
-    _refuse(found, qkv_scale_factor=1, proj_scale_factor=1, ffn_scale_factor=1)
-    if "num_attention_heads" not in found and "base_num_query_heads" in found:
-        found = found | {"num_attention_heads": found["base_num_query_heads"]}
-    score, first = _score(found, "normalize_type"), "decoder.layers_0"
-    keys = _take(tensors, f"{first}.self_attention.qkv_key_slot.kernel")
-    if keys.shape[:-1] != (width, 3):
-        raise HeadwaterError(
-            f"qkv_key_slot of a layer has the shape {list(keys.shape)}, not [{width}, 3, pairs]; save the layers "
-            f"separately, or in one array along axis 1, as MaxText does."
-        )
-    options: dict[str, Any] = {
-        "score": score,
-        "key_init": "fan_in",  # of new pairs, should the model grow
-        "value_init": "fan_in",
-        "attention_pairs": keys.shape[-1],
-        "output_pairs": _matrix(tensors, f"{first}.self_attention.proj_key_slot.kernel")[1],
-        "ffn_pairs": _matrix(tensors, f"{first}.mlp.wi.kernel")[1],
-    }
-    tied = MAXTEXT_HEAD not in tensors
-    return dict(
-        vocab_size=vocabulary,
-        hidden_size=width,
-        num_hidden_layers=_layers(tensors, r"decoder\.layers_(\d+)\."),
-        num_attention_heads=_said(_heads(found, width, TOKENFORMER_HEADS), width),
-        max_position_embeddings=found.get("max_target_length", 1024),
-        norm="layer_norm",
-        norm_eps=float(found.get("normalization_layer_epsilon", 1e-5)),
-        norm_weight=False,
-        norm_bias=False,
-        final_norm_weight=True,
-        final_norm_bias=True,
-        position="none",
-        tie_word_embeddings=tied,
-        embedding_range=1.0,
-        logit_scale="fan_in" if tied else 1.0,
-        mechanisms={"pattention": options | ({"gelu": "tanh"} if "gelu" in score else {})},
-    )
-
-
-def _maxtext_source(name: str, config: HeadwaterConfig) -> TensorSource | None:
-    if name.endswith("scale.tau"):
-        return None
-    if name == "lm_head.weight":
-        return None if config.tie_word_embeddings else (MAXTEXT_HEAD, _transposed)
-    if name in MAXTEXT_WHOLE:
-        return MAXTEXT_WHOLE[name]
-    layer, _, part = name.removeprefix("model.layers.").partition(".")
-    there, make = MAXTEXT_PARTS.get(part, (part, _same))
-    return f"decoder.layers_{layer}.{there}.kernel", make
-
-
-def _transposed(tensor: Tensor) -> Tensor:
-    return tensor.mT
-
-
-def _nth(index: int) -> Callable[[Tensor], Tensor]:
-    """Keys of one of the three maps that lie in one array, [inputs, 3, pairs]."""
-    return lambda tensor: tensor[:, index].T
-
-
-MAXTEXT_WHOLE: dict[str, TensorSource] = {
-    EMBEDDING: (MAXTEXT_EMBEDDING, _same),
-    "model.norm.weight": ("decoder.decoder_norm.scale", lambda scale: scale + 1),  # stored as its distance from one
-    "model.norm.bias": ("decoder.decoder_norm.bias", _same),
-}
-MAXTEXT_PARTS: dict[str, TensorSource] = {
-    "self_attn.q_proj.key": ("self_attention.qkv_key_slot", _nth(0)),
-    "self_attn.k_proj.key": ("self_attention.qkv_key_slot", _nth(1)),
-    "self_attn.v_proj.key": ("self_attention.qkv_key_slot", _nth(2)),
-    "self_attn.q_proj.value": ("self_attention.q_value_slot", _same),
-    "self_attn.k_proj.value": ("self_attention.k_value_slot", _same),
-    "self_attn.v_proj.value": ("self_attention.v_value_slot", _same),
-    "self_attn.o_proj.key": ("self_attention.proj_key_slot", _transposed),
-    "self_attn.o_proj.value": ("self_attention.proj_value_slot", _same),
-    "mlp.key": ("mlp.wi", _transposed),
-    "mlp.value": ("mlp.wo", _same),
-}
-
-
 # Llama's layout: ResFormer and KV shifting
 
 RESFORMER_HEADS = {512: 8}
 
 
-def _llama_tidy(tensors: Tensors) -> Tensors:
+def _weights_alone(tensors: Tensors) -> Tensors:
+    """The tensors without old buffers of RoPE."""
     return {name: tensor for name, tensor in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
 
 
@@ -433,7 +315,7 @@ def _shift_tidy(tensors: Tensors) -> Tensors:
     the head's rows are brought to length 1 when it is used.
     """
     tidy, fused = {}, any(name.endswith("self_attn.conv_k") for name in tensors)
-    for name, tensor in _llama_tidy(tensors).items():
+    for name, tensor in _weights_alone(tensors).items():
         if re.search(r"self_attn\.conv_[kv]$", name) and tensor.ndim == 5:
             tidy[re.sub(r"conv_([kv])$", lambda part: part[1].upper(), name)] = tensor[0, 0, :, 0]
         elif name.endswith("self_attn.W_pack.weight") and tensor.ndim == 2:
@@ -619,16 +501,14 @@ NANOCHAT_PARTS = {
 
 
 LAYOUTS = {
-    "tokenformer": Layout(NEOX_EMBEDDING, _neox_tidy, _neox_fields, _neox_source),
-    "tokenformer-maxtext": Layout(MAXTEXT_EMBEDDING, _maxtext_tidy, _maxtext_fields, _maxtext_source),
-    "resformer": Layout(EMBEDDING, _llama_tidy, _resformer_fields, _llama_source),
+    "tokenformer": Layout(NEOX_EMBEDDING, _weights_alone, _neox_fields, _neox_source),
+    "resformer": Layout(EMBEDDING, _weights_alone, _resformer_fields, _llama_source),
     "kv-shifting": Layout(EMBEDDING, _shift_tidy, _shift_fields, _shift_source),
     "nanochat": Layout(NANOCHAT_EMBEDDING, _nanochat_tidy, _nanochat_fields, _nanochat_source),
 }
 # What only this layout's names have.
 SEEN = {
     "tokenformer": r"\.key_param_tokens$",
-    "tokenformer-maxtext": r"[./]qkv_key_slot[./]kernel$",
     "kv-shifting": r"\.self_attn\.([KV]|conv_[kv])$",
     "nanochat": r"^transformer\.h\.\d+\.attn\.c_q\.weight$",
 }
@@ -651,9 +531,8 @@ def _meta(file: Path) -> Path:
 def _tensors(path: Path) -> Tensors:
     """All tensors of a file or folder, by their names without what wrappers put into them."""
     tensors: Tensors = {}
-    for file, prefix in _files(path):
+    for file in _files(path):
         for name, tensor in unwrapped(read_tensors(file), repr(str(file))).items():
-            name = prefix + name
             if not is_plain(tensor.dtype):
                 raise HeadwaterError(
                     f"{name!r} in {str(file)!r} is stored as {str(tensor.dtype).removeprefix('torch.')}, which is no "
@@ -668,21 +547,13 @@ def _tensors(path: Path) -> Tensors:
     return tensors
 
 
-def _files(path: Path) -> list[tuple[Path, str]]:
-    """The files that hold the tensors of a checkpoint, and what to put before the names in each."""
+def _files(path: Path) -> list[Path]:
+    """The files that hold the tensors of a checkpoint."""
     if path.is_file():
-        return [(path, "")]
+        return [path]
     for index in (f"{WEIGHTS}.index.json", f"{PICKLED}.index.json"):
         if (path / index).is_file():
-            return [(file, "") for file in indexed(path / index)]
-    layers = sorted(path.glob("layer_*-model_*-model_states.pt"))
-    if layers:
-        numbers = [re.fullmatch(r"layer_(\d+)-model_(\d+)-model_states\.pt", file.name) for file in layers]
-        if any(number is None or int(number[2]) for number in numbers):
-            raise HeadwaterError(
-                f"The layers in {str(path)!r} are split over several devices; merge them into model_00 first."
-            )
-        return [(file, f"{int(number[1])}.") for file, number in zip(layers, numbers, strict=True) if number]
+            return indexed(path / index)
     for endings in ((".safetensors",), (".bin", ".pt", ".pth")):
         found = sorted(file for file in path.glob("*") if file.suffix in endings and file.is_file())
         if len(found) > 1:
@@ -690,7 +561,7 @@ def _files(path: Path) -> list[tuple[Path, str]]:
                 f"{str(path)!r} has several files of tensors and no index; name one, such as {found[0].name!r}."
             )
         if found:
-            return [(found[0], "")]
+            return found
     raise HeadwaterError(f"There is no file of tensors at {str(path)!r}; name one, or a folder that contains one.")
 
 

@@ -83,9 +83,9 @@ def of_recipe(name: str) -> Trainer.Config:
         dataloader=RecipeLoader.Config(recipe=name),
         training=TrainingConfig(
             local_batch_size=local,
-            global_batch_size=whole * training.accumulate,
+            global_batch_size=whole * training.gradient_accumulation_steps,
             seq_len=data.context,
-            max_norm=float("inf") if training.clip is None else training.clip,
+            max_norm=float("inf") if training.max_grad_norm is None else training.max_grad_norm,
             steps=training.steps,
             disable_cuda_graphs=True,
             dtype="bfloat16" if training.precision == "bf16-true" else "float32",
@@ -97,14 +97,16 @@ def of_recipe(name: str) -> Trainer.Config:
             warmup_steps=training.warmup_steps,
             decay_ratio=0.0 if training.schedule == "constant" else None,
             decay_type="cosine",
-            min_lr_factor=training.final_learning_rate,
+            min_lr_factor=training.min_learning_rate_ratio,
         ),
         loss=CrossEntropyLoss.Config(),
         compile=CompileConfig(enable=torch.cuda.is_available() if training.compile is None else training.compile),
         activation_checkpoint=FullAC.Config() if training.gradient_checkpointing else None,
         metrics=MetricsProcessor.Config(log_freq=reporting.log_every, enable_tensorboard=reporting.tensorboard),
         checkpoint=CheckpointManager.Config(
-            enable=True, interval=reporting.save_every or training.steps, keep_latest_k=max(2, reporting.keep)
+            enable=True,
+            interval=reporting.save_every or training.steps,
+            keep_latest_k=max(2, reporting.keep_checkpoints),
         ),
         debug=DebugConfig(seed=recipe.seed),
     )
@@ -123,12 +125,11 @@ def check_recipe(recipe: Recipe) -> None:
         "optimizer": ("adamw",),
         "schedule": ("cosine", "constant"),
         "z_loss": (0.0,),
-        "loss_chunk": (None,),
-        "unfrozen": (None,),
-        "ema": (None,),
-        "distill": (None,),
+        "loss_chunk_tokens": (None,),
+        "trainable_mechanisms": (None,),
+        "ema_decay": (None,),
+        "distillation": (None,),
         "precision": ("32-true", "bf16-mixed", "bf16-true"),
-        "gradient_checkpointing": (False, True),
     }.items():
         if getattr(training, field) not in known:
             raise HeadwaterError(
@@ -171,7 +172,9 @@ def optimizer(recipe: Recipe, config: HeadwaterConfig) -> OptimizersContainer.Co
     name_of = {parameter: name for name, parameter in model.named_parameters()}
     found: dict[tuple[float, float], list[str]] = {}
     for group in parameter_groups(model, training.weight_decay, training.weight_decay_on):
-        rate = training.learning_rate * (training.scalar_rate if group["name"] == "scalars" else 1.0)
+        rate = training.learning_rate * (
+            training.scalar_learning_rate_multiplier if group["name"] == "scalars" else 1.0
+        )
         rate *= group.get("rate", 1.0)
         found.setdefault((rate, group["weight_decay"]), []).extend(name_of[one] for one in group["params"])
     return OptimizersContainer.Config(

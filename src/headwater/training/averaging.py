@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights: `training.ema`. The average is what is evaluated and saved."""
+"""An exponential moving average of the weights: `training.ema_decay`. The average is what is evaluated and saved."""
 
 from __future__ import annotations
 

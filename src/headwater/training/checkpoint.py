@@ -2,8 +2,8 @@
 
     step-000400/
       config.json, model.safetensors, generation_config.json, tokenizer files    load them with from_pretrained
-      training.safetensors    optimizer state by parameter name, running sums; with training.ema the trained weights,
-                              since model.safetensors has their average
+      training.safetensors    optimizer state by parameter name, running sums; with training.ema_decay the trained
+                              weights, since model.safetensors has their average
       training.json           the run's progress: step, rows, tokens, …, recipe
       history.json            what was done to the model: trained, grown, … (records.Event)
       SHA256SUMS              of all these files; `sha256sum -c SHA256SUMS` checks them too
@@ -418,7 +418,7 @@ def begin_with(path: Path, model: AnyModel, optimizers: Sequence[torch.optim.Opt
     """
     stored = _stored(path)
     if optimizers and not any(name.startswith("optimizer.") for name in stored):
-        raise HeadwaterError(f"{str(path)!r} holds no optimizer state to keep; leave out start.optimizer=kept.")
+        raise HeadwaterError(f"{str(path)!r} holds no optimizer state to keep; leave out start.optimizer_state=keep.")
     state = optimizer_tensors(model, optimizers, fill=True)
     if state.keys() - stored.keys():
         # What growth made anew has been stepped 0 times: its averages are the zeros they were filled with.
@@ -430,7 +430,7 @@ def begin_with(path: Path, model: AnyModel, optimizers: Sequence[torch.optim.Opt
     if state.keys() - stored.keys():
         raise HeadwaterError(
             f"{str(path)!r} holds the state of another optimizer, or of part of the model; train with the same "
-            "training.optimizer, or leave out start.optimizer=kept."
+            "training.optimizer, or leave out start.optimizer_state=keep."
         )
     _read_model(path, model, state, distributed)
     _check_state(path, model_tensors(model) | state)

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import nn
 
 from headwater import cost
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError
 from headwater.files import replace_text
 from headwater.price import price
-from headwater.recipe import Change, Recipe, changed_config, parse
+from headwater.recipe import Change, Recipe, changed_config
 from headwater.records import RunRecord
 from headwater.retrofit import config_of
 from headwater.retrofit.convert import way_of
 from headwater.training.places import newest_checkpoint
-from headwater.training.resume import MAY_CHANGE
-from headwater.written import plain, read_text
 
-RESULT, PICTURE, RECIPE, SOURCE = "conversion.json", "conversion.png", "recipe.yaml", "source.sha256"
+RESULT, RECIPE = "conversion.json", "recipe.yaml"
 # One in which a model goes over, one at a constant rate, and one that decays.
 LEAST_STEPS = 3
 
@@ -39,8 +33,7 @@ def conversion_recipe(
     context: int,
     batch_size: int,
     learning_rate: float,
-    accumulate: int = 1,
-    distill: bool = True,
+    gradient_accumulation_steps: int = 1,
 ) -> dict[str, Any]:
     """A recipe, as plain values, that converts `source` and heals it on this many tokens.
 
@@ -48,7 +41,7 @@ def conversion_recipe(
     model goes over in the first tenth of all; without, it is the smaller model from the first step. Raises
     `HeadwaterError` for too few tokens.
     """
-    rows = batch_size * accumulate
+    rows = batch_size * gradient_accumulation_steps
     steps = int(tokens // (rows * context))
     if steps < LEAST_STEPS:
         raise HeadwaterError(
@@ -63,79 +56,34 @@ def conversion_recipe(
         "learning_rate": learning_rate,
         "schedule": "constant",
         "warmup_steps": min(50, constant // 4, first),
+        "distillation": {},
     }
-    if distill:
-        training["distill"] = {}
     stages: list[dict[str, Any]] = []
     if first < constant:
         rest = {"steps": constant - first, "warmup_steps": 0}
-        stages.append({"name": "finish", "finish": True, "optimizer": "kept", "training": rest})
+        stages.append({"name": "finish", "finish_conversion": True, "optimizer_state": "keep", "training": rest})
     decay = {"steps": decaying, "schedule": "cosine", "warmup_steps": 0}
-    stages.append({"name": "heal", "optimizer": "kept", "training": decay})
+    stages.append({"name": "heal", "optimizer_state": "keep", "training": decay})
     return {
         "name": name,
         "data": data,
         "start": {"checkpoint": source, "convert": convert},
         "training": training,
         "stages": stages,
-        "reporting": {"evaluate_every": max(1, constant // 4), "log_every": 10, "keep": 1, "tensorboard": False},
+        "reporting": {
+            "evaluate_every": max(1, constant // 4),
+            "log_every": 10,
+            "keep_checkpoints": 1,
+            "tensorboard": False,
+        },
     }
 
 
-def digest_of(model: nn.Module) -> str:
-    """SHA-256 of a model's weights, in hex."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
-
-
-def write_recipe(recipe: Recipe, folder: Path, digest: str) -> None:
-    """The recipe of a conversion in its folder, which `headwater train` reads too, and the digest of the source."""
+def write_recipe(recipe: Recipe, folder: Path) -> None:
+    """Write the recipe of a conversion to its folder, for `headwater train`."""
     values = recipe.model_dump(mode="json", exclude_defaults=True)
     values["data"]["kind"] = recipe.data.kind  # a default of its class, and what says which class it is
     replace_text(folder / RECIPE, json.dumps(values, indent=1) + "\n")
-    replace_text(folder / SOURCE, digest + "\n")
-
-
-def check_same(recipe: Recipe, folder: Path, digest: str) -> None:
-    """Raise `HeadwaterError` unless a conversion in `folder` was begun with this recipe, but for the hardware, and
-    with a source of this digest; or if a run of another sort is there."""
-    begun = folder / RECIPE
-    if not begun.is_file():
-        if folder.is_dir() and any(not path.name.startswith(".") for path in folder.iterdir()):
-            raise HeadwaterError(f"{str(folder)!r} holds no conversion to continue; choose another --out.")
-        return
-    if (folder / SOURCE).is_file() and (folder / SOURCE).read_text().strip() != digest:
-        raise HeadwaterError(
-            f"The conversion in {str(folder)!r} was begun with a source of other weights; pass that one, or choose "
-            "another --out."
-        )
-    begun_with = parse(plain(read_text(begun, "recipe"), repr(str(begun))), str(begun))
-    before, now = (one.start.checkpoint if one.start is not None else "" for one in (begun_with, recipe))
-    if before != now:  # the stages name it, too
-        raise HeadwaterError(
-            f"The conversion in {str(folder)!r} was begun with the source at {before!r}, and it is at {now!r} now; "
-            "move it back to continue."
-        )
-    old, new = _kept(begun_with), _kept(recipe)
-    for field in {**old, **new}:
-        if old.get(field) != new.get(field):
-            raise HeadwaterError(
-                f"The conversion in {str(folder)!r} was begun with {field}={old.get(field)!r} and cannot be resumed "
-                f"with {new.get(field)!r}; pass the same options, or choose another --out."
-            )
-
-
-def _kept(recipe: Recipe) -> dict[str, Any]:
-    """What of a recipe must be the same to continue, by "section.key"."""
-    found: dict[str, Any] = {}
-    for section, values in recipe.model_dump(mode="json", exclude={"name", "title", "reporting"}).items():
-        for key, value in values.items() if isinstance(values, dict) else [(None, values)]:
-            if (section, key) not in MAY_CHANGE - {("training", "steps")}:
-                found[section if key is None else f"{section}.{key}"] = value
-    return found
 
 
 @dataclass(frozen=True)
@@ -179,7 +127,7 @@ def price_of(recipe: Recipe, config: HeadwaterConfig, element: int) -> Conversio
     for name, change, (run, _) in zip(recipe.stage_names, changes, recipe.chain(lambda *_: Path()), strict=True):
         now = now if change is None else changed_config(now, change)
         training = run.training
-        count = training.steps * training.batch_size * training.accumulate * context
+        count = training.steps * training.batch_size * training.gradient_accumulation_steps * context
         flops[name] = count * (cost.training_flops_per_token(now, context) + teacher)
         tokens += count
         held = price(now, context=context, batch=training.batch_size, precision=training.precision)
@@ -204,7 +152,7 @@ def _teacher(recipe: Recipe, config: HeadwaterConfig) -> HeadwaterConfig | None:
     """
     from headwater.training.trained import open_source
 
-    settings = recipe.training.distill
+    settings = recipe.training.distillation
     if settings is None or settings.teacher is None:
         return None if settings is None else config
     path = Path(settings.teacher)

@@ -28,7 +28,7 @@ class Teacher:
     """The model that a run learns from. Raises `HeadwaterError` if it cannot be read, or predicts other tokens."""
 
     def __init__(self, recipe: Recipe, config: HeadwaterConfig, context: int, device: torch.device) -> None:
-        settings = recipe.training.distill
+        settings = recipe.training.distillation
         assert settings is not None
         self.settings: Distillation = settings
         source = settings.teacher or (recipe.start.checkpoint if recipe.start is not None else None)
@@ -38,15 +38,15 @@ class Teacher:
         if is_of_images(theirs) or theirs.vocab_size != config.vocab_size:
             what = "is an image model" if is_of_images(theirs) else f"has a vocabulary of {theirs.vocab_size} tokens"
             raise HeadwaterError(
-                f"training.distill: the teacher {source!r} {what}, and the model one of {config.vocab_size}; use "
+                f"training.distillation: the teacher {source!r} {what}, and the model one of {config.vocab_size}; use "
                 "a teacher with the same vocabulary."
             )
         alike = (theirs.num_hidden_layers, theirs.hidden_size) == (config.num_hidden_layers, config.hidden_size)
-        if settings.hidden and not alike:
+        if settings.hidden_weight and not alike:
             raise HeadwaterError(
-                f"training.distill.hidden compares layer by layer, and the teacher {source!r} has "
+                f"training.distillation.hidden_weight compares layer by layer, and the teacher {source!r} has "
                 f"{theirs.num_hidden_layers} layers of width {theirs.hidden_size}, the model "
-                f"{config.num_hidden_layers} of {config.hidden_size}; leave hidden out."
+                f"{config.num_hidden_layers} of {config.hidden_size}; leave hidden_weight out."
             )
         if theirs.position == "learned" and theirs.max_position_embeddings < context:
             raise HeadwaterError(
@@ -61,7 +61,7 @@ class Teacher:
     def __call__(self, batch: Batch) -> Any:
         """Its logits and, if they are compared, its hidden states."""
         inputs = {name: tensor for name, tensor in batch.items() if name not in LABELS}
-        return self.model(**inputs, use_cache=False, output_hidden_states=self.settings.hidden > 0)
+        return self.model(**inputs, use_cache=False, output_hidden_states=self.settings.hidden_weight > 0)
 
     def aim(self, loss: Tensor, out: Any, batch: Batch, counted: Tensor) -> Tensor:
         """The loss to minimize. loss: what it would be without a teacher; out: the model's output for the batch."""
@@ -70,8 +70,8 @@ class Teacher:
         aim = (1 - settings.weight) * loss
         if settings.weight:
             aim = aim + settings.weight * divergence(out.logits, theirs.logits, which, settings.temperature) / counted
-        if settings.hidden:
-            aim = aim + settings.hidden * distance(out.hidden_states, theirs.hidden_states, which) / counted
+        if settings.hidden_weight:
+            aim = aim + settings.hidden_weight * distance(out.hidden_states, theirs.hidden_states, which) / counted
         return aim
 
 

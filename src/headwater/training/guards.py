@@ -1,8 +1,7 @@
-"""Guards for long runs: the losses of a step, loss spikes, running out of memory."""
+"""Guards for long runs: the losses of a step, running out of memory."""
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,30 +22,6 @@ from headwater.price import price, si
 from headwater.recipe import Recipe, Training
 from headwater.training.attention import attention_of
 from headwater.training.distill import Teacher
-
-# A loss this many standard deviations above its running mean is a spike; averages look back about this many steps.
-DEVIATIONS, MEMORY = 6.0, 100
-
-
-class Spikes:
-    """Running mean and variance of the loss, as tensors, so that they are saved with the run."""
-
-    def __init__(self) -> None:
-        self.state = {f"spikes.{name}": torch.zeros(1, dtype=torch.float64) for name in ("seen", "mean", "variance")}
-
-    def is_spike(self, loss: float) -> bool:
-        """Whether this step's loss is a spike; never in the first `MEMORY` steps."""
-        seen, mean, variance = self.state.values()
-        spread = math.sqrt(float(variance))
-        found = float(seen) >= MEMORY and loss > float(mean) + DEVIATIONS * spread
-        # A spike moves the averages no more than the largest normal loss would, so that the next spike is found too.
-        taken = min(loss, float(mean) + DEVIATIONS * spread) if float(seen) >= MEMORY else loss
-        seen += 1
-        weight = 1 / min(float(seen), MEMORY)
-        difference = taken - float(mean)
-        mean += weight * difference
-        variance.copy_((1 - weight) * (variance + weight * difference**2))
-        return found
 
 
 @contextmanager
@@ -82,8 +57,8 @@ def losses(
         num_items_in_batch=counted,
         skip_logits=teacher is None,
         output_z_loss=training.z_loss > 0,
-        loss_chunk=training.loss_chunk,
-        **({"output_hidden_states": True} if teacher is not None and teacher.settings.hidden else {}),
+        loss_chunk_tokens=training.loss_chunk_tokens,
+        **({"output_hidden_states": True} if teacher is not None and teacher.settings.hidden_weight else {}),
     )
     aimed = out.loss + training.z_loss * out.z_loss if training.z_loss else out.loss
     return out.loss, aimed if teacher is None else teacher.aim(aimed, out, batch, counted)
@@ -108,13 +83,13 @@ def memory_advice(
             attention = attention_of(config, training, device, context)
             masked = getattr(recipe.data, "row_layout", "") == "packed" and not takes_documents(attention)
             masked = masked and attention != "flex_attention"
-            settings = {"context": context, "loss_chunk": training.loss_chunk, "masked": masked}
+            settings = {"context": context, "loss_chunk_tokens": training.loss_chunk_tokens, "masked": masked}
         one = price(
             config,
             batch=rows,
             precision=training.precision,
             gradient_checkpointing=training.gradient_checkpointing,
-            averages=training.ema is not None,
+            averages=training.ema_decay is not None,
             **settings,
         )
         at = one.at[0]
@@ -125,12 +100,12 @@ def memory_advice(
         advice = []
         if training.gradient_checkpointing is not True:
             advice.append(f"training.gradient_checkpointing=true ({si(at.activation_bytes_checkpointed)}B instead)")
-        if training.loss_chunk is None and not of_images:
-            advice.append("training.loss_chunk=1024 (the logits of this many tokens at once)")
+        if training.loss_chunk_tokens is None and not of_images:
+            advice.append("training.loss_chunk_tokens=1024 (the logits of this many tokens at once)")
         if 0 < fits < rows:
-            advice.append(f"training.batch_size={fits * world} with a larger training.accumulate")
+            advice.append(f"training.batch_size={fits * world} with a larger training.gradient_accumulation_steps")
         elif rows > 1:
-            advice.append("a smaller training.batch_size with a larger training.accumulate")
+            advice.append("a smaller training.batch_size with a larger training.gradient_accumulation_steps")
         if training.strategy != "fsdp":
             advice.append("training.strategy=fsdp on several devices")
         raise HeadwaterError(

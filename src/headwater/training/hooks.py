@@ -24,7 +24,7 @@ class Hooks:
         """kept: of a resumed run; None for one that begins."""
         start: dict[str, Any] = {}
         if recipe.start is not None and beginning is not None:
-            start = recipe.start.model_dump(mode="json") | {"tau": "annealed" if beginning.anneals else "kept"}
+            start = recipe.start.model_dump(mode="json") | {"tau": "anneal" if beginning.anneals else "keep"}
         self.first = Step(0, recipe.training.steps, recipe.training.warmup_steps, start)
         mechanisms = {name: module for name, module in model.named_modules() if isinstance(module, Mechanism)}
         if kept is None:

@@ -255,10 +255,12 @@ class TrainingRun:
         for optimizer in setup.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = (
-                    rate * (settings.scalar_rate if group["name"] == "scalars" else 1.0) * group.get("rate", 1.0)
+                    rate
+                    * (settings.scalar_learning_rate_multiplier if group["name"] == "scalars" else 1.0)
+                    * group.get("rate", 1.0)
                 )
         setup.hooks.before_step(progress.step)
-        taken = self.take(settings.accumulate)
+        taken = self.take(settings.gradient_accumulation_steps)
         progress.waited += time.perf_counter() - started
         own = torch.tensor([[each.labels, each.fingerprint, 0, 0] for each in taken]).sum(0)
         own += torch.tensor([0, 0, int(stop), int(self.saver.ready)])
@@ -270,8 +272,8 @@ class TrainingRun:
         norm = gradient_norm(self.parameters)
         finite = loss.isfinite() & norm.isfinite()
         if self.skips_on_device or bool(finite):
-            if settings.clip is not None:
-                clip(self.parameters, norm, settings.clip)
+            if settings.max_grad_norm is not None:
+                clip(self.parameters, norm, settings.max_grad_norm)
             for optimizer, stepper in zip(setup.optimizers, setup.steppers, strict=True):
                 optimizer.found_inf = (~finite).float() if self.skips_on_device else None  # type: ignore[attr-defined]
                 stepper.step()
@@ -280,11 +282,11 @@ class TrainingRun:
         progress.step += 1
         if self.average is not None:
             self.average.update(progress.step, finite)
-        progress.rows += settings.batch_size * settings.accumulate
+        progress.rows += settings.batch_size * settings.gradient_accumulation_steps
         progress.tokens += self.fabric.world_size * sum(map(units, micro))
         self.settle()
         self.outcome = StepOutcome(progress.step, Reading(torch.stack((loss, norm))), Reading(counts), phase)
-        if progress.skipped_last + 1 >= settings.skip_limit:  # the next skipped step ends the run
+        if progress.skipped_last + 1 >= settings.max_skipped_steps:  # the next skipped step ends the run
             self.settle()
         progress.seconds += time.perf_counter() - started
 
@@ -304,7 +306,7 @@ class TrainingRun:
         (step, readings, counts, phase), self.outcome = self.outcome, None
         loss, self.norm = readings.values()
         _, fingerprint, stops, ready = counts.values()
-        progress, spikes = self.progress, self.setup.spikes
+        progress = self.progress
         progress.order = hashlib.sha256(f"{progress.order}{fingerprint}".encode()).hexdigest()
         self.others_stop = stops > 0
         if ready == self.fabric.world_size and phase == self.saver.phase:
@@ -315,9 +317,6 @@ class TrainingRun:
         progress.skipped_last = 0
         self.running["loss"] += loss
         self.running["steps"] += 1
-        if spikes.is_spike(loss):
-            mean = float(spikes.state["spikes.mean"])
-            self.journal.warn(f"The loss is {loss:.4g}, after {mean:.4g} on average.", step)
 
     def take(self, count: int) -> list[Counted]:
         """The next batches. Raises `HeadwaterError`, with all finished steps saved, if they cannot be read."""
@@ -378,10 +377,10 @@ class TrainingRun:
         progress.skipped_last += 1
         what = f"the loss is {loss:g} and the gradient's norm {norm:g}"
         self.journal.warn(f"Step {step} was skipped: {what}.", step)
-        if progress.skipped_last < settings.skip_limit:
+        if progress.skipped_last < settings.max_skipped_steps:
             return
         assert progress.step == step, "the run has taken further steps, of other rows"
-        count = settings.batch_size * settings.accumulate
+        count = settings.batch_size * settings.gradient_accumulation_steps
         progress.step, progress.rows = step - 1, progress.rows - count
         rows = self.data.rows(self.recipe.seed, progress.rows, count)
         named = ", ".join(rows[:8]) + (f" and {count - 8} more" if count > 8 else "")
@@ -470,4 +469,4 @@ class TrainingRun:
         """Put the newest checkpoint's model at the top of the folder, and remove the checkpoints that the recipe does
         not keep. Called by the first process."""
         publish_model(checkpoints(self.folder)[-1], self.folder)
-        prune(self.folder, self.recipe.reporting.keep, self.data.lower_is_better)
+        prune(self.folder, self.recipe.reporting.keep_checkpoints, self.data.lower_is_better)

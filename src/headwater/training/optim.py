@@ -90,13 +90,13 @@ def parameter_groups(
     return groups
 
 
-def freeze(model: nn.Module, unfrozen: Collection[str]) -> None:
+def freeze(model: nn.Module, trainable_mechanisms: Collection[str]) -> None:
     """Leave the parameters of these mechanisms trainable, and no others.
 
     Raises `HeadwaterError` if the model does not have one of them, or one has no parameters.
     """
     chosen: set[nn.Parameter] = set()
-    for name in unfrozen:
+    for name in trainable_mechanisms:
         kind = resolve(name)
         named = (one for module in model.modules() if isinstance(module, Named) for one in module.named())
         modules = [module for key, module in named if resolve(key) is kind]
@@ -104,8 +104,8 @@ def freeze(model: nn.Module, unfrozen: Collection[str]) -> None:
         own = {parameter for module in modules for parameter in module.parameters()}
         if not own:
             raise HeadwaterError(
-                f"training.unfrozen: the model has no parameters of {name!r}; leave it out, or choose a mechanism that "
-                "has some."
+                f"training.trainable_mechanisms: the model has no parameters of {name!r}; leave it out, or "
+                "choose a mechanism that has some."
             )
         chosen |= own
     for parameter in model.parameters():
@@ -213,8 +213,8 @@ def learning_rate(step: int, training: Training) -> float:
 
 
 def cosine(done: float, training: Training) -> float:
-    """A half cosine from the peak to `final_learning_rate`."""
-    final = training.final_learning_rate
+    """A half cosine from the peak to `min_learning_rate_ratio`."""
+    final = training.min_learning_rate_ratio
     return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * done))
 
 

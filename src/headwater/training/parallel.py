@@ -96,7 +96,8 @@ def make_fabric(recipe: Recipe, run: Path) -> Fabric:
             fabric.launch()
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         raise HeadwaterError(
-            f"The {world} processes of this run did not connect within training.timeout={training.timeout:g} minutes: "
+            f"The {world} processes of this run did not connect within "
+            f"training.timeout_minutes={training.timeout_minutes:g} minutes: "
             f"{first_line(error).rstrip('.')}; start the same command on all {nodes} nodes, with the same MASTER_ADDR "
             "and MASTER_PORT."
         ) from error
@@ -148,7 +149,7 @@ def sharded(training: Training) -> bool:
 
 
 def strategy(training: Training, world: int) -> Strategy | str:
-    timeout = timedelta(minutes=training.timeout)
+    timeout = timedelta(minutes=training.timeout_minutes)
     if sharded(training):
         return ModelParallelStrategy(
             lambda model, mesh: shard(model, mesh_of(training, mesh), training.precision),

@@ -81,8 +81,8 @@ def refitted(trained: Trained, data: Data, change: Change) -> Trained:
     interpolated = POSITIONS in weights and config.grid != old
     if trained.state and (change.new_classifier or interpolated):
         raise HeadwaterError(
-            "start.optimizer=kept has no state for a new classifier or for interpolated positions; use "
-            "start.optimizer=fresh, or data of the checkpoint's classes and size."
+            "start.optimizer_state=keep has no state for a new classifier or for interpolated positions; use "
+            "start.optimizer_state=fresh, or data of the checkpoint's classes and size."
         )
     details: dict[str, Any] = {
         name: {"image_size": list(each.image_shape), "classes": each.num_labels}
@@ -97,7 +97,7 @@ def with_more_tokens(trained: Trained, data: Data) -> Trained:
     """A text model with the data's tokenizer. Raises `HeadwaterError` if the optimizer's state is to be kept."""
     if trained.state:
         raise HeadwaterError(
-            "start.optimizer=kept has no state for new tokens; use start.optimizer=fresh, or data with the "
+            "start.optimizer_state=keep has no state for new tokens; use start.optimizer_state=fresh, or data with the "
             "checkpoint's tokenizer."
         )
     model, old = trained.model, trained.model.config.vocab_size

@@ -23,9 +23,9 @@ MAY_CHANGE = {
         "attn_implementation",
         "compile",
         "gradient_checkpointing",
-        "loss_chunk",
-        "skip_limit",
-        "timeout",
+        "loss_chunk_tokens",
+        "max_skipped_steps",
+        "timeout_minutes",
     )
 } | {("start", "checkpoint"), ("data", "workers")}  # it may have been moved
 

@@ -5,7 +5,7 @@ runs/NAME/
   metrics.jsonl    curve, held-out measures, speed and warnings, written as they occur
   checkpoints/     see training/checkpoint.py
   config.json, model.safetensors, …    the newest checkpoint's model; see training/model_folder.py
-  start/           the model the run began with, if it was grown or widened for it; see training/start.py
+  start/           the model the run began with, if it was changed for it; see training/start.py
   tensorboard/     event files
   .headwater       marks the folder as a run's
 """

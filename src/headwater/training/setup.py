@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning_fabric import Fabric
@@ -33,7 +33,6 @@ from headwater.training.distill import Teacher
 from headwater.training.hooks import Hooks
 from headwater.training.optim import freeze, learning_rate, make_optimizers
 from headwater.training.parallel import first, in_precision, scalars, sharded, together
-from headwater.training.recompute import budget_of, recompute_activations
 from headwater.training.resume import progress_of
 from headwater.training.start import Beginning, begin, prepare
 
@@ -62,7 +61,6 @@ class Setup:
     optimizers: Sequence[torch.optim.Optimizer]
     steppers: Sequence[_FabricOptimizer]
     hooks: Hooks
-    spikes: guards.Spikes
     running: dict[str, Tensor]
     average: Average | None = None
     scalars: list[nn.Parameter] = field(default_factory=list)
@@ -112,17 +110,16 @@ def set_up(recipe: Recipe, folder: Path, checkpoint: Path | None, fabric: Fabric
         optimizers = make_optimizers(model, recipe.training, fabric.device)
         steppers = fabric.setup_optimizers(*optimizers)
     teacher = None
-    if recipe.training.distill is not None:
+    if recipe.training.distillation is not None:
         with together(fabric):
             teacher = Teacher(recipe, config, data.context, fabric.device)
-    spikes = guards.Spikes()
-    running = {name: torch.zeros(1, dtype=torch.float64) for name in ("loss", "steps")} | spikes.state
+    running = {name: torch.zeros(1, dtype=torch.float64) for name in ("loss", "steps")}
     with together(fabric):
         if checkpoint is not None:
             average = average_of(model, recipe)
             restore(checkpoint, model, optimizers, running, sharded(recipe.training), average)
         elif beginning is not None:
-            kept = beginning.start.optimizer == "kept"
+            kept = beginning.start.optimizer_state == "keep"
             begin_with(beginning.path, model, optimizers if kept else (), sharded(recipe.training))
         if checkpoint is None:
             average = average_of(model, recipe)  # of the weights it begins with
@@ -151,7 +148,6 @@ def set_up(recipe: Recipe, folder: Path, checkpoint: Path | None, fabric: Fabric
         optimizers=optimizers,
         steppers=steppers if isinstance(steppers, tuple) else (steppers,),
         hooks=hooks,
-        spikes=spikes,
         running=running,
         average=average,
         scalars=scalars(model) if sharded(recipe.training) else [],
@@ -161,7 +157,7 @@ def set_up(recipe: Recipe, folder: Path, checkpoint: Path | None, fabric: Fabric
 
 
 def average_of(model: AnyModel, recipe: Recipe) -> Average | None:
-    return None if recipe.training.ema is None else Average(model, recipe.training.ema)
+    return None if recipe.training.ema_decay is None else Average(model, recipe.training.ema_decay)
 
 
 def build(recipe: Recipe, config: HeadwaterConfig, fabric: Fabric, context: int) -> tuple[AnyModel, _FabricModule]:
@@ -169,22 +165,18 @@ def build(recipe: Recipe, config: HeadwaterConfig, fabric: Fabric, context: int)
     training = recipe.training
     with torch.device("meta") if sharded(training) else nullcontext():
         model = model_class(config)(config)
-    if training.unfrozen is not None:
+    if training.trainable_mechanisms is not None:
         with together(fabric):
-            freeze(model, training.unfrozen)
+            freeze(model, training.trainable_mechanisms)
     with together(fabric):
         attention = attention_of(config, training, fabric.device, context)
         if attention is not None:
             set_attention(model, attention)
-        recompute_activations(model, training.gradient_checkpointing)
-        budget = budget_of(training.gradient_checkpointing)
+        if training.gradient_checkpointing:
+            older: Any = model.gradient_checkpointing_enable  # the only name in transformers 5.17
+            getattr(model, "activation_checkpointing_enable", older)({"use_reentrant": False})
         if compiles(training, fabric.device):
-            compile_model(model, budget=budget)
-        elif budget is not None:
-            raise HeadwaterError(
-                f"training.gradient_checkpointing={budget:g} is a share that the compiler keeps, and this run is not "
-                "compiled; set training.compile=true, or use true, attention or half."
-            )
+            compile_model(model)
     in_precision(model, training.precision)
     wrapped = fabric.setup_module(model)
     wrapped.train()

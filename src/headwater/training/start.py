@@ -1,4 +1,4 @@
-"""Where a run begins: with a fresh model, or with a trained one that is grown or widened first."""
+"""Where a run begins: with a fresh model, or with a trained one that is grown or converted first."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from headwater.training.refit import changes_for, check_classes, refitted, refit
 from headwater.training.trained import changed, open_source, open_trained
 from headwater.vision_config import HeadwaterVisionConfig
 
-# The folder of a grown or widened model, before and after the run begins.
+# The folder of a changed model, before and after the run begins.
 MADE, KEPT = ".start", "start"
 # Rows on which a conversion measures how alike keys and values are.
 SAMPLE = 16
@@ -53,9 +53,9 @@ class Beginning:
     def anneals(self) -> bool:
         """Whether the run moves τ to the default for its pairs: as the recipe says, else after growth that kept τ."""
         if self.start.tau is not None:
-            return self.start.tau == "annealed"
+            return self.start.tau == "anneal"
         grown = [event.details for event in since_training(self.origin.history) if event.what == "grown"]
-        return any(each.get("tau") == "kept" for each in grown) and not any(each.get("freeze") for each in grown)
+        return any(each.get("tau") == "keep" for each in grown) and not any(each.get("freeze") for each in grown)
 
 
 def prepare(start: Start, folder: Path, data: Data, device: torch.device) -> Path:
@@ -67,7 +67,7 @@ def prepare(start: Start, folder: Path, data: Data, device: torch.device) -> Pat
     """
     path = newest_checkpoint(Path(start.checkpoint))
     foreign = (path / CONFIG).is_file() and model_type(path) not in (None, *MODEL_TYPES)
-    if not (start.grow or start.widen or start.convert or start.finish or foreign):
+    if not (start.grow or start.convert or start.finish_conversion or foreign):
         check(path)
         if not changes_for(read_config(path), data, start, read_tokenizer(path)):
             return path
@@ -76,7 +76,7 @@ def prepare(start: Start, folder: Path, data: Data, device: torch.device) -> Pat
     if foreign:
         trained = open_source(start.checkpoint)
     else:
-        trained = open_trained(Path(start.checkpoint), with_state=start.optimizer == "kept")
+        trained = open_trained(Path(start.checkpoint), with_state=start.optimizer_state == "keep")
     if start.convert is not None and device.type == "cuda":
         trained.model.to(device)
     made = refitted(changed(trained, start, rows_of(data) if start.convert is not None else None), data, start)
@@ -105,9 +105,8 @@ def begin(recipe: Recipe, path: Path, data: Data, resumed: bool = False) -> Begi
         raise HeadwaterError(f"model: {sentence(error)}") from error
     assert recipe.start is not None
     _check_data(config, path, data, recipe.start)
-    for name in ("tau", "tau_steps"):
-        if getattr(recipe.start, name) is not None and not has_pairs(config):
-            raise HeadwaterError(f"start.{name} is about parameter tokens, which this model lacks; leave it out.")
+    if recipe.start.tau is not None and not has_pairs(config):
+        raise HeadwaterError("start.tau is about parameter tokens, which this model lacks; leave it out.")
     history = history_of(path)[: -1 if resumed else None]
     origin = Origin(
         checkpoint=recipe.start.checkpoint,
@@ -156,7 +155,7 @@ def _notices(recipe: Recipe, config: HeadwaterConfig, rows: int, history: list[E
     said = {name: value for name, value in recipe.model.items() if name not in (*MAY_DIFFER, "base")}
     other = [name for name, value in said.items() if name != "mechanisms" and getattr(config, name, None) != value]
     notices = [refitting(event) for event in since_training(history) if event.what == "refitted"]
-    if other and recipe.start is not None and recipe.start.after is None:
+    if other and recipe.start is not None and recipe.start.previous is None:
         notices.append(
             f"The model is the checkpoint's, so the recipe's model section is ignored: {other[0]} is "
             f"{getattr(config, other[0], None)!r} there, and {said[other[0]]!r} in the recipe."

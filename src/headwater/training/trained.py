@@ -50,7 +50,7 @@ from headwater.written import MOST_TEXT, read_text
 
 PROCESSOR = "preprocessor_config.json"
 # The arguments of growth by parameter tokens.
-OF_PAIRS = ("attention_pairs", "ffn_pairs", "layers", "keys", "tau", "freeze")
+OF_PAIRS = ("attention_pairs", "ffn_pairs", "key_init", "tau", "freeze")
 
 
 @dataclass
@@ -155,22 +155,17 @@ def tokenizer_of(source: Path | str, vocabulary: int | None = None) -> PreTraine
 
 
 def changed(trained: Trained, change: Change, rows: Tensor | None = None) -> Trained:
-    """Apply a recipe's `grow:`, `widen:`, `convert:` or `finish:` to a trained model; return it unchanged if there is
+    """Apply a recipe's `grow:`, `convert:` or `finish_conversion:` to a trained model; return it unchanged if there is
     none. rows: of tokens [B, T], on which a conversion measures how alike keys and values are."""
     model, state = trained.model, trained.state
-    if change.convert is not None or change.finish:
+    if change.convert is not None or change.finish_conversion:
         return converted(trained, change, rows)
-    if change.grow is not None:
-        arguments, what, method = change.grow.model_dump(), "grown", change.grow.method
-        sizes = change.grow.sizes
-    elif change.widen is not None:
-        arguments, what, method = change.widen.model_dump(), "widened", change.widen.form
-        sizes = change.widen.sizes
-    else:
+    if change.grow is None:
         return trained
+    arguments, sizes, method = change.grow.model_dump(), change.grow.sizes, change.grow.method
     thaws = any(not parameter.requires_grad for parameter in model.parameters())
-    of_pairs = {name: arguments.pop(name) for name in OF_PAIRS if name in arguments}
-    if any(of_pairs.get(name) is not None for name in OF_PAIRS[:2]) or not sizes.given():
+    of_pairs = {name: arguments.pop(name) for name in OF_PAIRS}
+    if any(of_pairs[name] is not None for name in OF_PAIRS[:2]) or not sizes.given():
         model = grow(model, **of_pairs)
         state = enlarged(state, model)
     else:
@@ -182,13 +177,14 @@ def changed(trained: Trained, change: Change, rows: Tensor | None = None) -> Tra
         arguments = {}
     details = {name: value for name, value in (of_pairs | arguments).items() if value is not None}
     counts = {"from": trained.model.num_parameters(), "to": model.num_parameters()}
-    event = Event(what=what, details=details | {"parameters": counts})  # type: ignore[arg-type]
+    event = Event(what="grown", details=details | {"parameters": counts})
     state = {} if thaws else state
     return replace(trained, model=model, history=[*trained.history, event], state=state, original=None)
 
 
 def converted(trained: Trained, change: Change, rows: Tensor | None) -> Trained:
-    """Apply a recipe's `convert:` or `finish:`. The optimizer's state is kept where parameters keep their meaning."""
+    """Apply a recipe's `convert:` or `finish_conversion:`. The optimizer's state is kept where parameters keep their
+    meaning."""
     before, goal = trained.model, change.convert
     if goal is not None and not isinstance(before, HeadwaterForCausalLM):
         raise HeadwaterError("An image model has no cache to make smaller; leave start.convert out.")
@@ -203,19 +199,19 @@ def converted(trained: Trained, change: Change, rows: Tensor | None) -> Trained:
         blended_config(before.config, mechanisms, heads)  # which says what is wrong before the model runs
         # Turned or mixed in bf16, the weights would be rounded, and the function another one.
         before.to(torch.promote_types(before.dtype, torch.float32))
-        if goal.choose or goal.align:
+        if goal.choose_layers or goal.align:
             if rows is None:
                 raise HeadwaterError(
                     "A conversion measures keys and values on rows of the recipe's text; use data of text, or set "
-                    "convert.align to false and leave convert.choose out."
+                    "convert.align to false and leave convert.choose_layers out."
                 )
-            if goal.choose:
+            if goal.choose_layers:
                 mechanisms = chosen(before.config, mechanisms, similarity(before, rows))
         turned = goal.align and align(before, cast(Tensor, rows), mechanisms, heads)
-        if turned and trained.state and change.optimizer == "kept":
+        if turned and trained.state and change.optimizer_state == "keep":
             raise HeadwaterError(
                 "Aligning keys and values turns their weights, to which the optimizer's state does not belong; set "
-                "convert.align=false, or leave out optimizer: kept."
+                "convert.align=false, or leave out optimizer_state: keep."
             )
         trained.model = model = blended(before, mechanisms, heads, 0.0 if goal.anneal else 1.0)
         del before

@@ -1,11 +1,10 @@
 """Whether decoding with a cache says what the model without one says: every way of decoding, of any causal model.
 
 `watch` calls a model and watches its layers, `ways` are the ways of decoding, `verdicts` runs them in each precision;
-`own` is for headwater's models, `small` makes one of any model type of transformers.
+`own` is for headwater's models.
 """
 
 from headwater.verify.own import tiny, verify
-from headwater.verify.small import open_type, small_config, small_model
 from headwater.verify.sources import open_model
 from headwater.verify.verdicts import Verified, as_data, versions
 from headwater.verify.ways import WAYS, Parting, Way
@@ -17,9 +16,6 @@ __all__ = [
     "Way",
     "as_data",
     "open_model",
-    "open_type",
-    "small_config",
-    "small_model",
     "tiny",
     "verify",
     "versions",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -93,7 +93,6 @@ def verify(
     model: PreTrainedModel,
     seed: int = 0,
     ways: Collection[str] | None = None,
-    another: Callable[[int], PreTrainedModel] | None = None,
 ) -> list[Verified]:
     """Compare every way of decoding with one uncached forward pass of the same tokens.
 
@@ -101,7 +100,7 @@ def verify(
 
     model: any causal language model with transformers' interface, on the CPU; it is not changed. It runs in fp64, where
     only a mistake exceeds 1e-6, if it can; in fp32; and in bf16. ways: the names of those to run; default: all that
-    apply. another: makes a model of the same type from a seed, to try again with.
+    apply.
     Raises `HeadwaterError` for a model with too few learned positions, and for one that cannot read ids alone.
     """
     config = model.config
@@ -110,4 +109,4 @@ def verify(
         raise HeadwaterError(f"Verifying needs {LONGEST} positions, but this model has only {positions} learned ones.")
     wanted = [way for way in ways_of(model) if ways is None or way.name in ways]
     exact_to = OWN_EXACT if isinstance(model, HeadwaterForCausalLM) else EXACT
-    return verify_twice(model, seed, wanted, exact_to, another)
+    return verify_twice(model, seed, wanted, exact_to)

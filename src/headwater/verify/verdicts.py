@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import math
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,16 +110,9 @@ def verify_model(
 
 
 def verify_twice(
-    model: PreTrainedModel,
-    seed: int = 0,
-    ways: Sequence[Way] | None = None,
-    exact_to: float = EXACT,
-    another: Callable[[int], PreTrainedModel] | None = None,
+    model: PreTrainedModel, seed: int = 0, ways: Sequence[Way] | None = None, exact_to: float = EXACT
 ) -> list[Verified]:
-    """`verify_model`, where a way differs only if it does so again with other texts.
-
-    another: makes a model of the same type from a seed, for the second time; default: `model` again.
-    """
+    """`verify_model`, where a way differs only if it does so again with other texts."""
     ways = WAYS if ways is None else ways
     first = verify_model(model, seed, ways, exact_to)
     differing = {verdict.check for verdict in first if verdict.ok is False}
@@ -127,7 +120,7 @@ def verify_twice(
         return first
     if CAUSAL not in differing:  # with it, the other ways have not run
         ways = [way for way in ways if way.name in differing]
-    second = verify_model(model if another is None else another(seed + 1), seed + 1, ways, exact_to)
+    second = verify_model(model, seed + 1, ways, exact_to)
     return confirmed(first, second)
 
 
