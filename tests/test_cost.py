@@ -61,7 +61,6 @@ VARIANTS = {
         {},
         *({"mode": mode} for mode in ("identity", "constant", "sparse", "learnable_plus", "dense")),
         *({"target": target} for target in ("queries", "keys", "probabilities", "hidden")),
-        {"mode": "dense", "recursive": True},
         {"source": 1, "layers": [3]},
         {"target": "keys", "mode": "learnable"},
     ],
@@ -71,7 +70,7 @@ VARIANTS = {
         {"keys": "yoco", "values": "last", "num_shared_layers": 3},
         {"keys": [0, 1, 1, 0], "values": "own"},
     ],
-    "skip_layer": [{}, {"source": "alias"}, {"layers": 1, "heads": 2}, {"layers": [1, 2], "heads": 4}, {"layers": 0}],
+    "skip_layer": [{}, {"source": "alias"}, {"layers": 1, "heads": 2}, {"layers": 0}],
     "pattention": [
         {},
         {"attention_pairs": 24, "ffn_pairs": 56},

@@ -228,7 +228,7 @@ LAST = {
         {("raw", "v"): [0], ("shared", "value_residual"): [-1]},
         dict(mode="learnable_plus"),
     ),
-    "resformer-82m-dense": (["local"], {("raw", "v"): list(range(7))}, dict(mode="dense", recursive=False)),
+    "resformer-82m-dense": (["local"], {("raw", "v"): list(range(7))}, dict(mode="dense")),
     "resformer-82m-neutreno": (["heads"], {("raw", "v"): [0]}, dict(weight=0.4)),
     "resformer-82m-identity-neutreno": (["local", "heads"], {("raw", "v"): [0]}, dict(mode="identity", weight=0.1)),
     "resformer-82m-denseformer": (["leave"], {("stream", "x"): list(range(-1, 7))}, dict(dilation=1, period=1)),

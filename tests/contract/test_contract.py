@@ -37,7 +37,6 @@ MORE_VARIANTS: dict[str, list[dict]] = {
         {"mode": "sparse", "target": "keys", "layers": [1]},
         {"mode": "learnable", "target": "probabilities"},
         {"mode": "learnable", "target": "hidden", "source": 1},
-        {"mode": "dense", "recursive": True},
         *({"mode": "learnable_plus", "plus_init": start} for start in ("uniform", "depth")),
     ],
     "value_embedding": [
@@ -60,7 +59,6 @@ MORE_VARIANTS: dict[str, list[dict]] = {
         {"layers": 1},
         {"layers": 1, "heads": 4},
         {"layers": 1, "source": "alias"},
-        {"layers": [1, 2], "heads": 4},
     ],
     "pattention": [
         {"attention_pairs": 24, "ffn_pairs": [40, 50, 60], "value_pairs": 9},

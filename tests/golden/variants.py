@@ -64,7 +64,6 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"mode": "sparse", "target": "keys", "layers": [1]},
         {"mode": "learnable", "target": "probabilities"},
         {"mode": "learnable", "target": "hidden", "source": 1},
-        {"mode": "dense", "recursive": True},
         {"mode": "learnable_plus", "plus_init": "uniform"},
         {"mode": "learnable_plus", "plus_init": "depth"},
     ],
@@ -103,7 +102,6 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"layers": 1},
         {"layers": 1, "heads": 4},
         {"layers": 1, "source": "alias"},
-        {"layers": [1, 2], "heads": 4},
     ],
     "persistent_memory": [
         {"pairs": 1, "layers": [0, 2]},

@@ -221,7 +221,6 @@ def test_default_mode_is_written_into_the_config():
         ({"layers": [3]}, "between 1 and 2"),
         ({"weight": 2.0}, "no fixed weight"),
         ({"mode": "dense", "target": "keys"}, "only to values"),
-        ({"recursive": True}, "belongs to mode 'dense'"),
         ({"mode": "dense", "source": 1}, "leave source out"),
     ],
 )
@@ -309,12 +308,11 @@ def test_a_source_without_values_of_its_own_is_refused(mechanisms):
         {"skip_layer": {"layers": 1, "heads": 2}, "svformer": {"layers": [5]}, "value_residual": {"mode": "dense"}},
         {
             "value_residual": {"mode": "dense"},
-            "skip_layer": {"layers": [1, 2], "heads": 4},
+            "skip_layer": {"layers": 2, "heads": 4},
             "svformer": {"layers": [2]},
         },
         {"skip_layer": {"heads": 4}, "value_residual": {"mode": "learnable_plus"}},
         {"skip_layer": {"heads": 4}, "value_residual": {"mode": "sparse"}},
-        {"value_residual": {"mode": "dense", "recursive": True}, "skip_layer": {"layers": 2, "heads": 4}},
     ],
 )
 def test_values_that_are_only_partly_there(mechanisms):

@@ -18,7 +18,6 @@ IDENTITIES = {
     "value_residual": [
         {},
         {"mode": "dense"},
-        {"mode": "dense", "recursive": True},
         {"source": 1},
         *({"target": target} for target in ("queries", "keys", "probabilities", "hidden")),
     ],

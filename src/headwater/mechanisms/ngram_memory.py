@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from headwater.enlarging import SAME, WRITES, Dim, Larger
 from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import KV, Ancestors, Context, Cost, Mechanism, Shown, Tail
-from headwater.mechanisms.receivers import check_layers
+from headwater.mechanisms.receivers import check_layers, layers_with_values
 from headwater.mechanisms.shift import earlier
 from headwater.plan import Kept, LayerPlan, Source
 from headwater.precision import KeepsPrecision
@@ -352,17 +352,10 @@ class NGramMemory(KeepsPrecision, Mechanism):
         chosen = cls.chosen(options, config)
         tail: tuple[Kept, int] = "id", max(options["orders"]) - 1
         values = options["target"] == "values"
-        lacking = [layer for layer in chosen if values and not plans[layer].v_heads]
-        if lacking and (options["layers"] is not None or lacking == chosen):
-            raise HeadwaterError(
-                f"Mechanism 'ngram_memory' adds to a layer's own values, but layer {lacking[0]} has none, because "
-                "it shares another layer's; leave that layer out of layers, or remove what shares them."
-            )
         new = list(plans)
-        for layer in chosen:
-            if layer not in lacking:
-                cls.numbers(options, cls.width(options, config.at(layer), plans[layer]))
-                new[layer] = plans[layer].acting("local" if values else "arrive", cls.name(), [tail])
+        for layer in layers_with_values(cls.name(), options, chosen, plans) if values else chosen:
+            cls.numbers(options, cls.width(options, config.at(layer), plans[layer]))
+            new[layer] = plans[layer].acting("local" if values else "arrive", cls.name(), [tail])
         return new
 
     @classmethod

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from headwater.enlarging import READS, Dim, Larger
 from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import Context, Cost, Mechanism
-from headwater.mechanisms.receivers import check_layers, is_chosen, moved_layers
+from headwater.mechanisms.receivers import check_channels, check_layers, is_chosen, moved_layers
 from headwater.plan import LayerPlan
 
 if TYPE_CHECKING:
@@ -97,11 +97,8 @@ class OutputGate(Mechanism):
     @classmethod
     def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
         check_layers(cls.name(), options, config)
-        channels = options["channels"]
-        if channels is not None and not 1 <= channels <= config.hidden_size:
-            raise HeadwaterError(
-                f"Mechanism 'output_gate': channels must be from 1 to hidden_size {config.hidden_size}, not {channels}."
-            )
+        if options["channels"] is not None:
+            check_channels(cls.name(), options["channels"], config)
         if options["scale"] <= 0:
             raise HeadwaterError(f"Mechanism 'output_gate': scale must be above zero, not {options['scale']}.")
 

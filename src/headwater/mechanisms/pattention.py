@@ -332,13 +332,15 @@ class Pattention(Mechanism):
                     raise HeadwaterError(
                         f"Mechanism 'pattention': frozen must give fewer pairs than map {name!r} of layer {layer} has."
                     )
+        for name in ("key_init", "value_init", "top_k", "product_keys"):
+            maps = options[name] if isinstance(options[name], dict | list) else ()
+            if wrong := [which for which in maps if which not in get_args(Map)]:
+                raise HeadwaterError(
+                    f"Mechanism 'pattention': {name} has no map {wrong[0]!r}; {nearest(str(wrong[0]), get_args(Map))}"
+                )
         for name in ("key_init", "value_init"):
             given = options[name]
-            for place, value in given.items() if isinstance(given, dict) else [(None, given)]:
-                if place is not None and place not in get_args(Map):
-                    raise HeadwaterError(
-                        f"Mechanism 'pattention': {name} has no map {place!r}; {nearest(str(place), get_args(Map))}"
-                    )
+            for value in given.values() if isinstance(given, dict) else [given]:
                 is_number = isinstance(value, float | int) and not isinstance(value, bool)
                 if not (value in (None, "fan_in") or (is_number and 0 <= value < float("inf"))):
                     raise HeadwaterError(
@@ -355,13 +357,7 @@ class Pattention(Mechanism):
 
     @classmethod
     def _validate_reading(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
-        top_k, product_keys = options["top_k"], options["product_keys"] or []
-        for name, given in (("top_k", top_k if isinstance(top_k, dict) else []), ("product_keys", product_keys)):
-            for place in given:
-                if place not in get_args(Map):
-                    raise HeadwaterError(
-                        f"Mechanism 'pattention': {name} has no map {place!r}; {nearest(str(place), get_args(Map))}"
-                    )
+        product_keys = options["product_keys"] or []
         if options["product_heads"] < 1 or (options["product_heads"] > 1 and not product_keys):
             raise HeadwaterError(
                 f"Mechanism 'pattention': product_heads must be at least 1, and 1 without product_keys, not "

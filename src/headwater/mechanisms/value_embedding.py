@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from headwater.enlarging import SAME, Dim, Larger
 from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import KV, Context, Cost, Mechanism, Shown
-from headwater.mechanisms.receivers import check_layers, is_chosen
+from headwater.mechanisms.receivers import check_channels, check_layers, is_chosen, layers_with_values
 from headwater.plan import Heads, LayerPlan, Source, choose
 from headwater.precision import KeepsPrecision
 
@@ -158,11 +158,8 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
             )
         if not options["scale"] > 0:
             raise HeadwaterError(f"Mechanism 'value_embedding': scale must be above 0, not {options['scale']}.")
-        if options["gate"] == "sigmoid" and not 1 <= options["channels"] <= config.hidden_size:
-            raise HeadwaterError(
-                f"Mechanism 'value_embedding': channels must be from 1 to hidden_size {config.hidden_size}, not "
-                f"{options['channels']}."
-            )
+        if options["gate"] == "sigmoid":
+            check_channels(cls.name(), options["channels"], config)
 
     @classmethod
     def splits(cls, options: dict[str, Any]) -> bool:
@@ -176,13 +173,7 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
     @classmethod
     def plan(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
         chosen = [plan.index for plan in plans if is_chosen(plan.index, options)]
-        lacking = [layer for layer in chosen if not plans[layer].v_heads]
-        if lacking and (options["layers"] is not None or lacking == chosen):
-            raise HeadwaterError(
-                f"Mechanism 'value_embedding' adds to a layer's own values, but layer {lacking[0]} has none, because "
-                "it shares another layer's; leave that layer out of layers, or remove what shares them."
-            )
-        receiving = [layer for layer in chosen if plans[layer].v_heads]
+        receiving = layers_with_values(cls.name(), options, chosen, plans)
         cls._check_tables(options, config, receiving)
         shared = () if options["tables"] is None else (SHARED,)
         new = list(plans)

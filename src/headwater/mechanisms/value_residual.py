@@ -17,7 +17,7 @@ Departures: the init 0.5 of the learnable form, λ2 = 1 of the constant form, an
 authors' code; the paper does not give them. Neither gives the init of λ'. It is an option, and its default is what
 trained best here (recipes/value-residual/plus-init.yaml: bits per byte 2.967 uniform, 3.004 ramp, 3.061 depth, mean of
 six seeds at 8 layers of width 64 and 400 steps). The printed formula of the dense form can be read as recursive, over
-V'_i instead of V_i: that is an option too.
+V'_i; ours is over V_i.
 """
 
 from collections.abc import Sequence
@@ -88,7 +88,6 @@ class ValueResidual(KeepsPrecision, Mechanism):
         weight: float | int | None = None
         init: LearnableInit | None = None  # half
         plus_init: PlusInit | None = None  # uniform
-        recursive: bool = False
 
     receiver: Tensor
 
@@ -206,8 +205,6 @@ class ValueResidual(KeepsPrecision, Mechanism):
             )
         if mode in ("learnable_plus", "dense") and target != "values":
             raise HeadwaterError(f"Mechanism 'value_residual': mode {mode!r} applies only to values, not to {target}.")
-        if options["recursive"] and mode != "dense":
-            raise HeadwaterError("Mechanism 'value_residual': recursive belongs to mode 'dense'; leave it out.")
         if mode == "dense" and options["source"]:
             raise HeadwaterError(
                 "Mechanism 'value_residual': mode 'dense' reads every earlier layer; leave source out."
@@ -236,7 +233,7 @@ class ValueResidual(KeepsPrecision, Mechanism):
         if target == "probabilities":
             return (Source("probabilities", "a", source),)
         if options["mode"] == "dense":
-            return tuple(Source("local" if options["recursive"] else "raw", "v", i) for i in range(layer))
+            return tuple(Source("raw", "v", i) for i in range(layer))
         return (Source("raw", PARTS[target], source),)
 
     @classmethod

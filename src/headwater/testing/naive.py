@@ -234,12 +234,9 @@ def source_of(config: Any, name: str, layer: int, head: int, part: int) -> int:
 def skipped(config: Any, options: dict[str, Any], layer: int, head: int) -> int:
     """How many layers back a head of `layer` skips; 0 for one that does not."""
     depth, groups = config.num_hidden_layers, config.num_attention_heads // config.num_key_value_heads
-    distances = options["layers"] if options["layers"] is not None else 3 * depth // 4
-    distances = distances if isinstance(distances, list) else [distances]
+    distance = options["layers"] if options["layers"] is not None else 3 * depth // 4
     skipping = (3 * config.num_attention_heads // 4 if options["heads"] is None else options["heads"]) // groups
-    place = head - (config.num_key_value_heads - skipping)
-    distance = distances[place * len(distances) // skipping] if skipping and place >= 0 else 0
-    return distance if distance <= layer else 0
+    return distance if head >= config.num_key_value_heads - skipping and distance <= layer else 0
 
 
 def layer_map(options: dict[str, Any], given: Any, depth: int) -> list[int]:
@@ -762,8 +759,7 @@ class Reference:
                 return q, k, v
             part = options["target"][0]
             if options["mode"] == "dense":
-                earlier = self.final_v if options["recursive"] else [raw["v"] for raw in self.raw]
-                sources = [x for x in earlier[:layer] if x.keys() >= mixed.keys()]
+                sources = [raw["v"] for raw in self.raw[:layer] if raw["v"].keys() >= mixed.keys()]
                 weights: Any = self.weights[f"{parameters}.lambdas"]
             else:
                 sources = [self.raw[options["source"]][part]]
