@@ -61,7 +61,7 @@ MORE_VARIANTS: dict[str, list[dict]] = {
         {"layers": 1, "source": "alias"},
     ],
     "pattention": [
-        {"attention_pairs": 24, "ffn_pairs": [40, 50, 60], "value_pairs": 9},
+        {"attention_pairs": 24, "ffn_pairs": 40, "value_pairs": 9},
         {"top_k": 7},
         {
             "attention_pairs": 25,

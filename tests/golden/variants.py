@@ -14,7 +14,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"gelu": "tanh"},
         {"tau": "sqrt_pairs"},
         {"tau": "pairs"},
-        {"attention_pairs": 24, "ffn_pairs": [40, 50, 60], "value_pairs": 9},
+        {"attention_pairs": 24, "ffn_pairs": 40, "value_pairs": 9},
         {"top_k": 7},
         {
             "attention_pairs": 25,

@@ -60,7 +60,7 @@ MODELS = {
     "n-grams with a rank": {"ngram_memory": {"rows": 20, "rank": 16, "layers": [0, 2]}},
     "n-grams of values": {"ngram_memory": {"rows": 20, "rank": 16, "target": "values"}},
     "n-grams that match": {"ngram_memory": {"rows": 20, "gate": "match"}},
-    "pattention": {"pattention": {"attention_pairs": 7, "ffn_pairs": [9, 10, 11]}},
+    "pattention": {"pattention": {"attention_pairs": 7, "ffn_pairs": 9}},
     "few of many": {
         "pattention": {"top_k": 4, "attention_pairs": 9, "ffn_pairs": 16, "product_keys": ["feed_forward"]}
     },
@@ -446,7 +446,7 @@ def test_parameter_tokens_grow_in_all_directions_at_once():
     model = shared({"pattention": {"attention_pairs": 7, "ffn_pairs": 13}})
     large = grow(model, 9, 20, num_hidden_layers=4, hidden_size=64, method="identity+hypercloning")
     assert difference(model, large) < 1e-12
-    assert [layer["query"] for layer in pairs_of(large)] == [9] * 4
+    assert pairs_of(large)["query"] == 9
     assert large.model.layers[0].mlp.scale.tau == model.model.layers[0].mlp.scale.tau
     with pytest.raises(HeadwaterError, match="freeze"):
         grow(model, 9, num_hidden_layers=4, freeze=True)

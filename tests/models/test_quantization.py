@@ -27,7 +27,7 @@ MODELS: list[dict] = [
     {},
     {"pattention": {}},
     {"pattention": {"score": "softmax"}, "kv_shift": {}, "svformer": {}},
-    {"pattention": {"frozen": [{"query": 4, "feed_forward": 7}] * 3}},
+    {"pattention": {"frozen": {"query": 4, "feed_forward": 7}}},
     {"pattention": {"ffn_pairs": 64, "top_k": 8, "product_keys": ["feed_forward"]}},
 ]
 every_model = pytest.mark.parametrize("mechanisms", MODELS, ids=lambda m: "+".join(m) + str(len(str(m))))
