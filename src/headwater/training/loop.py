@@ -338,7 +338,7 @@ class TrainingRun:
             if isinstance(error, UnreadableImage):
                 raise HeadwaterError(
                     f"{sentence(error).rstrip('.')}; {saved}. Put an intact one in its place and continue with "
-                    "--resume, or leave out such images in a new run with data.skip_broken=true."
+                    "--resume, or remove it and begin a new run."
                 ) from error
             where = f" ({error.filename})" if error.filename else ""
             raise HeadwaterError(
