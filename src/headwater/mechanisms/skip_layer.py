@@ -151,9 +151,7 @@ class SkipLayer(Mechanism):
     def share(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
         distance = cls.distance(options, config)
         skipping_heads = range(config.num_key_value_heads - cls.skipping(options, config), config.num_key_value_heads)
-        return [
-            plan.attending(skipping_heads, plan.index - distance, plan.index - distance)
-            if 0 < distance <= plan.index
-            else plan
-            for plan in plans
-        ]
+        new = list(plans)
+        for layer in range(distance, len(plans)) if distance else ():
+            new[layer] = plans[layer].attending(skipping_heads, layer - distance, layer - distance)
+        return new
