@@ -56,7 +56,7 @@ BASES = {
 }
 # At least one entry for each mechanism, its defaults first.
 VARIANTS = {
-    "kv_shift": [{}, {"queries": True}, {"values": False, "window": 3}, {"form": "gate"}],
+    "kv_shift": [{}, {"queries": True}, {"values": False, "window": 3}, {"variant": "gate"}],
     "value_residual": [
         {},
         *({"mode": mode} for mode in ("identity", "constant", "sparse", "learnable_plus", "dense")),
@@ -94,7 +94,7 @@ VARIANTS = {
     "smear": [{}, {"norm": "before", "channels": 5}],
     "embedding_residual": [{}, {"layers": [2]}],
     "backout": [{}, {"layer": 0}],
-    "depth_attention": [{}, {"queries": 3, "form": "inkling_2", "block": 2}, {"target": "states", "layers": [2]}],
+    "depth_attention": [{}, {"queries": 3, "variant": "inkling_2", "block": 2}, {"target": "states", "layers": [2]}],
     "mudd": [{}],
     "dense_former": [{}, {"dilation": 2}, {"period": 2}],
 }

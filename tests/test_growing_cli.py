@@ -409,7 +409,7 @@ class TestRetrofit:
         ("arguments", "said"),
         [
             (["--mechanism", "svformer"], "--allow-change"),
-            (["--mechanism", "kv_shift={form: gate}"], "--allow-change"),
+            (["--mechanism", "kv_shift={variant: gate}"], "--allow-change"),
             (["--mechanism", "kv_shif"], "did you mean"),
             (["--mechanism", "kv_shift={a"], "not valid YAML"),
             (["--mechanism", "kv_shift=3"], "a mapping"),

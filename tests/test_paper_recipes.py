@@ -205,8 +205,8 @@ MECHANISMS: dict[str, dict[str, dict]] = {
     "kv-shifting/variants": {
         "vanilla": {},
         "KV shift": {"kv_shift": {}},
-        "gate": {"kv_shift": {"form": "gate"}},
-        "clamped": {"kv_shift": {"form": "clamped"}},
+        "gate": {"kv_shift": {"variant": "gate"}},
+        "clamped": {"kv_shift": {"variant": "clamped"}},
         "keys only": {"kv_shift": {"values": False}},
         "values only": {"kv_shift": {"keys": False}},
         "shift 2": {"kv_shift": {"window": 3}},

@@ -396,9 +396,8 @@ def test_changes_replace_fields():
     assert (config.max_position_embeddings, config.residual_dropout) == (16384, 0.1)
     assert list(config.mechanisms) == ["skip_layer"]
     assert preset("gpt2-124m-sla", mechanisms={}).mechanisms == {}
-    assert (
-        preset("kv-shifting-1.5b", mechanisms={"kv_shift": {"form": "gate"}}).mechanisms["kv_shift"]["form"] == "gate"
-    )
+    gated = preset("kv-shifting-1.5b", mechanisms={"kv_shift": {"variant": "gate"}})
+    assert gated.mechanisms["kv_shift"]["variant"] == "gate"
 
 
 def test_a_config_does_not_share_a_presets_dicts():

@@ -80,7 +80,7 @@ MORE_VARIANTS: dict[str, list[dict]] = {
     "backout": [{"weight": 0.5, "layer": 0}],
     "depth_attention": [
         {"block": 2, "layers": [2]},
-        {"queries": 3, "form": "inkling_2"},
+        {"queries": 3, "variant": "inkling_2"},
         {"target": "states", "block": 2},
     ],
     "dense_former": [{"dilation": 2}, {"period": 2}],
@@ -207,7 +207,7 @@ class TestEveryMechanism(Contract):
         for options in json.loads(case.mechanisms).values():
             if options.get("score") == "softmax":  # its weights are all but equal: tokens, and so keys, hardly differ
                 least = 0
-            if options.get("form") == "clamped":  # beyond its limits a scalar rightly has no gradient
+            if options.get("variant") == "clamped":  # beyond its limits a scalar rightly has no gradient
                 for name, parameter in model.named_parameters():
                     if ".mechanisms." in name:
                         parameter.data.clamp_(0.1, 0.9)
@@ -240,7 +240,7 @@ OF_SOME_LAYERS: list[dict] = [
     for name in ("value_residual", "svformer", "value_embedding", "short_conv", "exclusive", "output_gate")
 ] + [
     {"svformer": {"layers": [2], "share": "both"}, "value_residual": {"target": "queries", "layers": [2]}},
-    {"kv_source": {"keys": [0, 1, 0], "values": [0, 1, 0]}, "kv_shift": {"form": "half_heads"}},
+    {"kv_source": {"keys": [0, 1, 0], "values": [0, 1, 0]}, "kv_shift": {"variant": "half_heads"}},
     {"kv_source": {"keys": [0, 1, 1], "values": [0, 1, 2]}, "exclusive": {}, "persistent_memory": {}},
     {"kv_source": {"keys": "own", "values": [0, 0, 2]}, "neutreno": {}},
     {"value_embedding": {"tables": 1, "layers": [0, 2]}},

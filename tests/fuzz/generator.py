@@ -220,7 +220,7 @@ def fields(draw: random.Random) -> Case:
     name = draw.choice([*sorted(MODEL_FIELDS), "bos_token_id", "layer_types", "rope_theta", "nope", "a.b", ""])
     if draw.random() < 0.25:
         option = draw.choice(
-            ["window", "mode", "layers", "heads", "form", "target", "weight", "ffn_pairs", "score", "keys"]
+            ["window", "mode", "layers", "heads", "variant", "target", "weight", "ffn_pairs", "score", "keys"]
         )
         mechanism = draw.choice(["kv_shift", "value_residual", "skip_layer", "pattention", "svformer", "neutreno"])
         name, value = "mechanisms", f"{{{mechanism}: {{{option}: {value}}}}}"

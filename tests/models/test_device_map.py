@@ -26,7 +26,7 @@ MECHANISMS = {
     "several": {"skip_layer": {"layers": 1}, "value_residual": {"mode": "learnable_plus"}, "dense_former": {}},
     "kv_shift": {"kv_shift": {}},
     "wide kv_shift": {"kv_shift": {"window": 3, "queries": True}},
-    "kv_shift and svformer": {"kv_shift": {"form": "gate"}, "svformer": {}},
+    "kv_shift and svformer": {"kv_shift": {"variant": "gate"}, "svformer": {}},
 }
 
 

@@ -14,7 +14,7 @@ from headwater.retrofit import add_mechanisms, function_change
 
 # Every way to add a mechanism that leaves the function as it is, by what the user says.
 IDENTITIES = {
-    "kv_shift": [{}, {"window": 4}, {"form": "clamped"}, {"queries": True, "keys": False}],
+    "kv_shift": [{}, {"window": 4}, {"variant": "clamped"}, {"queries": True, "keys": False}],
     "value_residual": [
         {},
         {"mode": "dense"},
@@ -40,7 +40,7 @@ IDENTITIES = {
 }
 # What changes the function.
 CHANGES = {
-    "kv_shift": [{"form": "gate"}, {"init": "random"}, {"form": "half_heads"}],
+    "kv_shift": [{"variant": "gate"}, {"init": "random"}, {"variant": "half_heads"}],
     "value_residual": [
         *({"mode": mode} for mode in ("identity", "constant", "sparse", "learnable_plus")),
         {"target": "hidden", "weight": 0.5, "mode": "constant"},

@@ -31,7 +31,7 @@ from headwater.plan import LayerPlan, Source
 if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
 
-DepthForm = Literal["attnres", "inkling_2"]
+DepthVariant = Literal["attnres", "inkling_2"]
 Summed = Literal["additions", "states"]
 
 
@@ -45,7 +45,7 @@ class DepthAttention(Mechanism):
     Args
         width: of the hidden states.
         queries: how many w there are.
-        form: "attnres", as above; "inkling_2": the scores are divided by √width, and norm(h_j) is summed.
+        variant: "attnres", as above; "inkling_2": the scores are divided by √width, and norm(h_j) is summed.
         target: what is summed. "additions": h_0 is the first hidden state, h_j the difference of the next one from it,
             and so on; "states": h_j are the hidden states.
         eps: of the norm.
@@ -68,7 +68,7 @@ class DepthAttention(Mechanism):
     @dataclass
     class Options:
         queries: Literal[1, 3] = 1
-        form: DepthForm = "attnres"
+        variant: DepthVariant = "attnres"
         target: Summed = "additions"
         block: int = 1
         layers: list[int] | None = None
@@ -77,7 +77,7 @@ class DepthAttention(Mechanism):
         self,
         width: int,
         queries: int = 1,
-        form: DepthForm = "attnres",
+        variant: DepthVariant = "attnres",
         target: Summed = "additions",
         eps: float = 1e-6,
         *,
@@ -86,7 +86,7 @@ class DepthAttention(Mechanism):
         is_first: bool = True,
     ) -> None:
         super().__init__()
-        self.form, self.target, self.eps = form, target, eps
+        self.variant, self.target, self.eps = variant, target, eps
         self.slots, self.is_first = slots, is_first
         self.query = nn.Parameter(torch.empty(queries, width))
         self.labels = labels if queries > 1 else ()
@@ -115,7 +115,7 @@ class DepthAttention(Mechanism):
             read = [states[0], *(after - before for before, after in pairwise(states))]
         width, scores, norms = self.query.shape[1], [], []
         # A new tensor in any form: products with one vector have other bits where it is not aligned, as when loaded.
-        query = (self.query * (width**-0.5 if self.form == "inkling_2" else 1.0)).to(x.dtype)
+        query = (self.query * (width**-0.5 if self.variant == "inkling_2" else 1.0)).to(x.dtype)
         for h in read:
             wide = torch.promote_types(h.dtype, torch.float32)
             # vector_norm keeps no copy of h in fp32.
@@ -127,7 +127,7 @@ class DepthAttention(Mechanism):
             scores.append(score * norm)
             norms.append(norm)
         weights: list[Tensor] = list(torch.stack(scores, dim=3).softmax(3).unbind(3))
-        if self.form == "inkling_2":
+        if self.variant == "inkling_2":
             weights = [weight * norm for weight, norm in zip(weights, norms, strict=True)]
         return [weight.unsqueeze(3).to(x.dtype) for weight in weights], read
 
@@ -173,7 +173,7 @@ class DepthAttention(Mechanism):
         # Autograd keeps what is summed, besides hidden states of earlier layers, and per h_j the norm, its inverse, the
         # scores and weights; in parallel blocks the stream too, which feed-forwards alone norm.
         summed = count - 1 + config.parallel_residual if options["target"] == "additions" else 1
-        each = 2 + (2 + (options["form"] == "inkling_2")) * cls.queries(options, plan)
+        each = 2 + (2 + (options["variant"] == "inkling_2")) * cls.queries(options, plan)
         return Cost(parameters=numbers, flops=2 * numbers * count, saved=summed * width + count * each)
 
     @classmethod
@@ -183,9 +183,9 @@ class DepthAttention(Mechanism):
                 "Mechanism 'depth_attention' chooses among what all layers add by a softmax, in which every new layer "
                 "has a part; use a method that does not keep the function, such as stack."
             )
-        if growth.keeps and growth.widens and options["form"] == "inkling_2":
+        if growth.keeps and growth.widens and options["variant"] == "inkling_2":
             raise HeadwaterError(
-                "Mechanism 'depth_attention' divides its scores by √hidden_size in form inkling_2; grow other sizes."
+                "Mechanism 'depth_attention' divides its scores by √hidden_size in variant inkling_2; grow other sizes."
             )
         layers = [layer for layer in growth.copies(receivers(options | {"source": 0}, config)) if layer]
         return options | {"layers": None if options["layers"] is None else layers}
@@ -198,7 +198,7 @@ class DepthAttention(Mechanism):
         return cls(
             config.hidden_size,
             cls.queries(options, plan),
-            options["form"],
+            options["variant"],
             options["target"],
             config.norm_eps,
             labels=plan.inputs,

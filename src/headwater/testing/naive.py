@@ -528,7 +528,7 @@ class Reference:
             if options["target"] == "additions":
                 h = h[:1] + [after - before for before, after in pairwise(h)]
             keys = [rms_norm(a, 1.0, self.config.norm_eps) for a in h]
-            if options["form"] == "inkling_2":
+            if options["variant"] == "inkling_2":
                 h, scale = keys, 1 / math.sqrt(len(query))
             scores = [(scale * (query @ key)).exp() for key in keys]
             read.append(sum((score / sum(scores) * a for score, a in zip(scores, h, strict=True)), 0 * x[t]))
@@ -728,7 +728,7 @@ class Reference:
     def local(self, name: str, layer: int, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
         """Queries, keys and values, each by head, after the mechanism `name`."""
         options, parameters = self.config.mechanisms[name], f"model.layers.{layer}.self_attn.mechanisms.{name}"
-        if name == "kv_shift" and options["form"].startswith("half"):
+        if name == "kv_shift" and options["variant"].startswith("half"):
             total = self.own.num_key_value_heads
             return (
                 self.halved(q, self.own.num_attention_heads) if options["queries"] else q,
@@ -742,8 +742,8 @@ class Reference:
                 taps = self.weights.get(f"{parameters}.{part}")
                 if taps is None:
                     return x
-                if options["form"] != "free":
-                    first = 1 / (1 + (-taps).exp()) if options["form"] == "gate" else taps.clamp(0, 1)
+                if options["variant"] != "free":
+                    first = 1 / (1 + (-taps).exp()) if options["variant"] == "gate" else taps.clamp(0, 1)
                     taps = torch.stack((first, 1 - first))
                 return dict(zip(x, shift_heads(list(x.values()), taps, starts), strict=True))
 
@@ -772,7 +772,7 @@ class Reference:
     def halved(self, x: dict[int, list[Tensor]], total: int) -> dict[int, list[Tensor]]:
         """The second half of all `total` heads, or of the channels of each, from the token before."""
         made: dict[int, list[Tensor]] = {}
-        by_head, begins = self.config.mechanisms["kv_shift"]["form"] == "half_heads", self.begins()
+        by_head, begins = self.config.mechanisms["kv_shift"]["variant"] == "half_heads", self.begins()
         for head, row in x.items():
             made[head] = []
             for t, current in enumerate(row):
