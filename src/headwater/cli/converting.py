@@ -12,7 +12,6 @@ from headwater.cli.common import mechanisms_of, new_folder, out, quiet, tell, te
 from headwater.cli.progress import measure_with_progress
 from headwater.cli.training import trained_with_bar
 from headwater.errors import HeadwaterError
-from headwater.extras import MissingExtra
 from headwater.outside import check_paths
 from headwater.terminal import lined
 
@@ -240,7 +239,7 @@ def _tell(
     source: str,
 ) -> None:
     """Print what the conversion did, and write it beside the run. measures: of the original and the result."""
-    from headwater.training.conversion import PICTURE, curve_of, write_result
+    from headwater.training.conversion import curve_of, write_result
 
     before, after = measures
     curve = curve_of(record)
@@ -264,14 +263,4 @@ def _tell(
     for point in curve:
         shown.add_row(f"{point['tokens']:,}", f"{point['cache_bytes_per_token']:,}", f"{point[record.measure]:.4f}")
     out.print(shown)
-    _draw(target / PICTURE, curve, record.measure, before[record.measure])
     tell_model(target)
-
-
-def _draw(place: Path, curve: list[dict[str, float]], measure: str, before: float) -> None:
-    try:
-        from headwater.report.pictures import conversion_picture, save
-    except MissingExtra as missing:
-        tell(f"No {place.name} is drawn. {missing}")
-    else:
-        save(conversion_picture(curve, measure, before), place)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import groupby
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -12,7 +10,7 @@ from headwater.drawing import default_style
 from headwater.outputs import save_figure
 from headwater.report.comparison import Comparison, differ_in_cost
 from headwater.report.curves import Curve, arm_curves, y_limits
-from headwater.report.styles import COLORS, GREY, styles
+from headwater.report.styles import GREY, styles
 from headwater.terminal import literal
 
 DPI = 160
@@ -87,36 +85,5 @@ def bars_picture(comparison: Comparison) -> Figure:
     right.set_xlabel(f"{comparison.unit}, difference to\n{literal(comparison.baseline)}, 95 % interval")
     for axes in (left, right):
         axes.grid(axis="x", alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-    return figure
-
-
-@default_style()
-def conversion_picture(points: Sequence[Mapping[str, float]], measure: str, before: float) -> Figure:
-    """What a conversion did over its tokens of healing: the held-out measure above, the cache below.
-
-    points: as `headwater.training.conversion.curve_of` gives them. before: the measure of the original (dashed). The
-    line is broken where the model changed.
-    """
-    figure = Figure(figsize=(8.2, 5.2), layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    sizes = [point["cache_bytes_per_token"] for point in points]
-    for size, part in groupby(points, key=lambda point: point["cache_bytes_per_token"]):
-        color = GREY if size == sizes[0] and sizes[0] != sizes[-1] else COLORS[0]
-        shown = list(part)
-        tokens = [point["tokens"] for point in shown]
-        above.plot(
-            tokens, [point[measure] for point in shown], "o-", color=color, ms=4, label=f"{size:,} bytes a token"
-        )
-        below.plot(tokens, [size] * len(tokens), color=color, lw=3, solid_capstyle="butt")
-    above.axhline(before, color="black", lw=1, ls="--", label="the original")
-    above.set_ylabel(f"held-out {measure.replace('_', ' ')}")
-    above.legend(frameon=False)
-    below.set_ylabel("cache, bytes\na token (fp32)")
-    below.set_ylim(0, max(sizes) * 1.2)
-    below.set_xlabel("tokens of healing")
-    below.xaxis.set_major_formatter(lambda x, _: f"{x / 1e6:g} M" if x >= 1e6 else f"{x / 1e3:g} k")
-    for axes in (above, below):
-        axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     return figure

@@ -18,7 +18,7 @@ from headwater.retrofit import config_of
 from headwater.retrofit.convert import way_of
 from headwater.training.places import newest_checkpoint
 
-RESULT, PICTURE, RECIPE = "conversion.json", "conversion.png", "recipe.yaml"
+RESULT, RECIPE = "conversion.json", "recipe.yaml"
 # One in which a model goes over, one at a constant rate, and one that decays.
 LEAST_STEPS = 3
 
