@@ -69,7 +69,7 @@ def price(
     """Price a config at its image_size. images: the training budget; the rest is as in `headwater.price.price`."""
     check(precision, mfu, (("batch", batch), ("devices", devices)), {"images": images})
     state, forward = cost.state_bytes(config, precision, averages=averages), cost.forward_flops_per_image(config)
-    training = cost.training_flops_per_image(config)
+    training = cost.training_flops(config, config.tokens)
 
     def activations(count: int, checkpointed: bool) -> int:
         return sum(cost.activation_bytes(config, config.tokens, count, precision, checkpointed).values())
