@@ -198,8 +198,8 @@ def _device(recipe: Recipe) -> torch.device:
 
 def _price(arm: Recipe, baseline: Recipe) -> ArmPrice:
     from headwater.bench.paired import interleave
+    from headwater.cost import cache_bytes_per_token, training_flops
     from headwater.models.kinds import is_of_images
-    from headwater.training.costs import cache_bytes, training_flops
     from headwater.training.loop import stepping
 
     arm, baseline = timed_recipe(arm), timed_recipe(baseline)
@@ -219,7 +219,7 @@ def _price(arm: Recipe, baseline: Recipe) -> ArmPrice:
         against=baseline.digest(),
         parameters=parameters,
         flops=training_flops(config, context),
-        cache=cache_bytes(config),
+        cache=cache_bytes_per_token(config),
         training=training,
         decoding=None if is_of_images(config) else _decoding(configs, context, arm),
     )

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from headwater.config import HeadwaterConfig
+from headwater.cost import training_flops
 from headwater.data.tokenizer import byte_tokenizer
 from headwater.hardware import hardware
 from headwater.papers.places import SizedArm
 from headwater.papers.table import ScaleName
 from headwater.recipe import Recipe
-from headwater.training.costs import training_flops
 
 # FLOP/s of a core in fp32, and additional seconds per step: least squares of relative errors over 300 arms of widths 64
 # to 160, the fastest run of each, two at a time on an AMD EPYC (family 25, model 1). Most take 0.8 to 1.4 times that.

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from lightning_fabric import Fabric
 
+from headwater.cost import cache_bytes_per_token, embedding_parameters, training_flops
 from headwater.data.base import Evaluation
 from headwater.errors import HeadwaterError
 from headwater.files import disk_problem, explaining
@@ -30,7 +31,6 @@ from headwater.records import (
     stop_record,
     write_record,
 )
-from headwater.training.costs import cache_bytes, embeddings, training_flops
 from headwater.training.parallel import first
 from headwater.training.run_folder import Metrics, Point, begun
 from headwater.training.setup import Setup
@@ -222,8 +222,8 @@ def new_record(recipe: Recipe, setup: Setup, fabric: Fabric, experiment: Experim
         measure=data.measure,
         lower_is_better=data.lower_is_better,
         parameters=setup.model.num_parameters(),
-        embeddings=embeddings(setup.config),
-        cache_bytes_per_token=cache_bytes(setup.config),
+        embeddings=embedding_parameters(setup.config),
+        cache_bytes_per_token=cache_bytes_per_token(setup.config),
         unit=unit_of(setup.config),
         tokens=0,
         flops=0.0,
