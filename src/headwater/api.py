@@ -78,7 +78,7 @@ class Run(Tabular):
 
     def table(self) -> list[dict[str, Any]]:
         """A row per evaluation: the step, and every measure."""
-        return [{"step": point.step, **point.measures} for point in self.record.held_out]
+        return [{"step": point.step, **point.metrics} for point in self.record.held_out]
 
     @quiet()
     def model(self) -> AnyModel:
@@ -294,7 +294,7 @@ def _decided_by(metric: Callable[[AnyModel], float], lower_is_better: bool, comp
     name = getattr(metric, "__name__", type(metric).__name__)
     records = []
     for record in comparison.records:
-        own: dict[str, Any] = {"measure": name, "lower_is_better": lower_is_better, "held_out": []}
+        own: dict[str, Any] = {"metric": name, "lower_is_better": lower_is_better, "held_out": []}
         if record.status == "finished":
             arm = record.experiment.arm if record.experiment else record.name
             given = metric(Run(comparison.folders[arm, record.seed], record).model())
@@ -307,7 +307,7 @@ def _decided_by(metric: Callable[[AnyModel], float], lower_is_better: bool, comp
                     f"The metric {name!r} returned {shown(given)} for {arm!r}, seed {record.seed}, not a finite number."
                 )
             last = record.held_out[-1]
-            own["held_out"] = [last.model_copy(update={"measures": last.measures | {name: value}})]
+            own["held_out"] = [last.model_copy(update={"metrics": last.metrics | {name: value}})]
         records.append(record.model_copy(update=own))
     return replace(comparison, records=records, threshold=None)
 

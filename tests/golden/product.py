@@ -192,9 +192,9 @@ def identities(path: Path) -> dict[str, str]:
             runs[arm if size is None else f"{arm} @ {size}"] = recipe.arm(arm, 0, size)
     by_label = {}
     for label, run in runs.items():
-        by_label[label] = run.digest()
+        by_label[label] = run.identity
         if run.stages:
-            stages = run.chain(lambda name, stage: path.parent / f"{name}-{stage.seed}-{stage.digest()[:8]}")
+            stages = run.chain(lambda name, stage: path.parent / f"{name}-{stage.seed}-{stage.identity[-8:]}")
             for name, (stage, _) in zip(run.stage_names, stages, strict=True):
-                by_label[f"{label} > {name}"] = stage.digest()
+                by_label[f"{label} > {name}"] = stage.identity
     return by_label

@@ -230,7 +230,7 @@ def _settings(trained: Trained) -> dict[str, Any] | None:
 
     Raises `HeadwaterError` for data that the user does not trust.
     """
-    last = next((event for event in reversed(trained.history) if event.what == "trained"), None)
+    last = next((event for event in reversed(trained.history) if event.kind == "trained"), None)
     data = last.details.get("data") if last is not None else None
     settings = data.get("settings") if isinstance(data, dict) else None
     if not isinstance(settings, dict):
@@ -337,11 +337,11 @@ def _tell(
         f"{ratio:.2f} ({quartiles[0]:.2f} to {quartiles[1]:.2f})",
     )
     out.print(table)
-    shown = lined("tokens of healing", "cache, bytes a token (fp32)", record.measure.replace("_", " "))
+    shown = lined("tokens of healing", "cache, bytes a token (fp32)", record.metric.replace("_", " "))
     for point in curve:
-        shown.add_row(f"{point['tokens']:,}", f"{point['cache_bytes_per_token']:,}", f"{point[record.measure]:.4f}")
+        shown.add_row(f"{point['tokens']:,}", f"{point['cache_bytes_per_token']:,}", f"{point[record.metric]:.4f}")
     out.print(shown)
-    _draw(target / PICTURE, curve, record.measure, before[record.measure])
+    _draw(target / PICTURE, curve, record.metric, before[record.metric])
     tell_model(target)
 
 

@@ -111,7 +111,7 @@ def read_prices(folder: Path, arms: Mapping[str, Recipe], baseline: str) -> Pric
     found = stored(folder)
     if found is None or baseline not in arms:
         return None
-    against = timed_recipe(arms[baseline]).digest()
+    against = timed_recipe(arms[baseline]).identity
     kept = {name: price for name, price in found.arms.items() if name in arms and _fits(price, arms[name], against)}
     return found.model_copy(update={"arms": kept})
 
@@ -128,7 +128,7 @@ def stored(folder: Path) -> Prices | None:
 
 
 def _fits(price: ArmPrice, arm: Recipe, against: str) -> bool:
-    return price.against == against and price.settings == timed_recipe(arm).digest()
+    return price.against == against and price.settings == timed_recipe(arm).identity
 
 
 def check_priced(arms: Mapping[str, Recipe]) -> None:
@@ -161,7 +161,7 @@ def measure(
         found = stored(folder)
         if found is None or found.place != here.place:
             found = here
-        against = timed_recipe(arms[baseline]).digest()
+        against = timed_recipe(arms[baseline]).identity
         found.arms = {name: price for name, price in found.arms.items() if price.against == against}
         others = [one for one in map(stored, beside) if one is not None and one.place == here.place]
         for name, recipe in arms.items():
@@ -188,8 +188,8 @@ def pinned(arms: Mapping[str, Recipe], baseline: str, folder: Path, tell: Told =
         known = _Pinned.model_validate_json(file.read_bytes()) if file.is_file() else _Pinned()
     except ValidationError as error:
         raise HeadwaterError(f"{str(file)!r} is damaged; restore it, or remove it and the runs beside it.") from error
-    against = timed_recipe(arms[baseline]).digest()
-    keys = {name: f"{timed_recipe(recipe).digest()} {against}" for name, recipe in arms.items() if name != baseline}
+    against = timed_recipe(arms[baseline]).identity
+    keys = {name: f"{timed_recipe(recipe).identity} {against}" for name, recipe in arms.items() if name != baseline}
     if new := [name for name, key in keys.items() if key not in known.ratios]:
         folder.mkdir(parents=True, exist_ok=True)
         prices = measure({name: arms[name] for name in (baseline, *new)}, baseline, folder, tell)
@@ -258,8 +258,8 @@ def _price(arm: Recipe, baseline: Recipe) -> ArmPrice:
         parameters = sum(parameter.numel() for parameter in a.model.parameters())
         configs = config, b.model.config
     return ArmPrice(
-        settings=arm.digest(),
-        against=baseline.digest(),
+        settings=arm.identity,
+        against=baseline.identity,
         parameters=parameters,
         flops=training_flops(config, context),
         cache=cache_bytes(config),

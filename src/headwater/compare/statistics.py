@@ -298,7 +298,7 @@ def judged_beside(samples: Mapping[str, Sequence[float]], plan: SeedPlan | None)
 
 def plan_of(records: Sequence[RunRecord]) -> SeedPlan | None:
     """How the comparison adds seeds until it is decided; None if its seeds are fixed."""
-    return next((one.experiment.plan for one in records if one.experiment and one.experiment.plan), None)
+    return next((one.experiment.seed_plan for one in records if one.experiment and one.experiment.seed_plan), None)
 
 
 def decisive(records: Sequence[RunRecord], baseline: str) -> list[RunRecord]:
@@ -456,7 +456,7 @@ def steps_to(record: RunRecord, threshold: float) -> int | None:
 
 def _look(record: RunRecord, threshold: float) -> HeldOutPoint | None:
     for point in record.held_out:
-        value = point.measures[record.measure]
+        value = point.metrics[record.metric]
         if (value <= threshold) if record.lower_is_better else (value >= threshold):
             return point
     return None

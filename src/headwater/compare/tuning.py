@@ -40,7 +40,7 @@ def found_rate(recipe: Recipe, arm: str, out: Path) -> float | None:
             record = read_record(trial.folder)
         except HeadwaterError:
             return None
-        if record.status not in ENDED or record.config_hash != trial.recipe.digest():
+        if record.status not in ENDED or record.identity != trial.recipe.identity:
             return None
         outcomes.append(Outcome(trial.label, record))
     return best_rates(trials, outcomes)[arm]

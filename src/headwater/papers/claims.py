@@ -580,7 +580,7 @@ def _differences(runs: Runs, measure: str, one: str, other: str, sign: int = 1) 
 
 def _unit(measure: str, runs: Runs, name: str) -> str:
     if measure == "result":
-        measure = next((run.record.measure for run in runs.of(name).values()), measure)
+        measure = next((run.record.metric for run in runs.of(name).values()), measure)
     if measure in HALVES:
         return f"accuracy over the {measure} half"
     text = measure.removeprefix("census:").removeprefix("scalar:").removeprefix("task:").replace("_", " ")

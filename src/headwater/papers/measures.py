@@ -188,7 +188,7 @@ class Runs:
         from headwater.evaluate import evaluate
 
         place = run.folder / f"evaluation-{slug(name)}.json"
-        of = {"config_hash": run.record.config_hash, "lm_eval": version("lm_eval")}
+        of = {"identity": run.record.identity, "lm_eval": version("lm_eval")}
         if self.task_files is not None:  # otherwise any files they were evaluated with
             of["task_files"] = self._task_files
         if place.exists():
@@ -229,7 +229,7 @@ def diverged(record: RunRecord) -> bool:
 
 
 def _held_out(record: RunRecord, measure: Measure) -> float:
-    measures = record.held_out[-1].measures
+    measures = record.held_out[-1].metrics
     if measure == "perplexity":
         return math.exp(measures["loss"])
     if measure in (*HALVES, "hardest"):
@@ -240,7 +240,7 @@ def _held_out(record: RunRecord, measure: Measure) -> float:
             )
         middle = -(-len(parts) // 2)
         return float(np.mean({"easier": parts[:middle], "harder": parts[middle:]}.get(measure, parts[-1:])))
-    name = record.measure if measure == "result" else measure
+    name = record.metric if measure == "result" else measure
     if name not in measures:
         raise HeadwaterError(f"{record.name!r} has no measure {name!r}; it has {', '.join(measures)}.")
     return measures[name]

@@ -66,7 +66,7 @@ def stages(recipe: Recipe) -> Iterator[tuple[str, float, int]]:
     for (run, _), own in zip(recipe.chain(lambda name, _: Path(name)), configs, strict=True):
         section = run.training
         tokens = section.steps * section.batch_size * section.accumulate * run.row_length
-        yield run.digest(), tokens * _flops_per_token(own, run.row_length), section.steps
+        yield run.identity, tokens * _flops_per_token(own, run.row_length), section.steps
 
 
 _known: dict[tuple[str, int], float] = {}

@@ -71,7 +71,7 @@ class Comparison:
 
     @property
     def measure(self) -> str:
-        return self.records[0].measure
+        return self.records[0].metric
 
     @property
     def unit(self) -> str:
@@ -124,7 +124,7 @@ def comparisons(folder: Path, only: Collection[str] | None = None) -> list[Compa
         one = record.experiment
         if one is None or (only is not None and one.name not in only):
             continue
-        if one.part == "tuning":
+        if one.phase == "tuning":
             tuning.setdefault(one.name, []).append(record)
         else:
             groups.setdefault((one.name, one.size), []).append((record, path.parent))
@@ -175,7 +175,7 @@ def _comparison(runs: Sequence[tuple[RunRecord, Path]], tuning: list[RunRecord])
         title=first.title or first.name,
         baseline=first.baseline,
         threshold=first.threshold,
-        budgets=first.budgets,
+        budgets=first.budget_arms,
         size=first.size,
         records=sorted(counted, key=place),
         tuning=tuning,

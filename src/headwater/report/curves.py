@@ -72,7 +72,7 @@ def arm_curves(comparison: Comparison) -> Curves:
 def run_curve(record: RunRecord, what: What) -> Curve:
     points: Sequence[Any] = record.held_out if what == "held_out" else record.curve
     before = record.origin
-    values = [float(p.measures[record.measure] if what == "held_out" else p.loss) for p in points]
+    values = [float(p.metrics[record.metric] if what == "held_out" else p.loss) for p in points]
     values = [value if math.isfinite(value) else math.nan for value in values]
     return Curve(
         record.seed,

@@ -171,7 +171,7 @@ def domains_columns(comparison: Comparison) -> tuple[list[str], list[list[str]]]
     shown = _beside(comparison)
 
     def values(arm: str, measure: str) -> dict[int, float]:
-        looks = {run.seed: run.held_out[-1].measures for run in comparison.finished(arm)}
+        looks = {run.seed: run.held_out[-1].metrics for run in comparison.finished(arm)}
         return {seed: look[measure] for seed, look in looks.items() if measure in look}
 
     def cell(arm: str, measure: str) -> str:
@@ -187,7 +187,7 @@ def domains_columns(comparison: Comparison) -> tuple[list[str], list[list[str]]]
 def _beside(comparison: Comparison) -> dict[str, str]:
     """Column -> the measure in it."""
     if comparison.trained_on == "images":
-        looks = [run.held_out[-1].measures for arm in comparison.arms for run in comparison.finished(arm)]
+        looks = [run.held_out[-1].metrics for arm in comparison.arms for run in comparison.finished(arm)]
         names = {"accuracy": "top-1 accuracy", "loss": f"loss ({unit('loss', 'images')})"}
         return {names.get(name, unit(name, "images")): name for look in looks for name in look}
     kind = comparison.measure.partition("/")[0]

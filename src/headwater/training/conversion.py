@@ -223,7 +223,7 @@ def curve_of(record: RunRecord) -> list[dict[str, float]]:
         if found and point.tokens == end == found[-1]["tokens"] and stage + 1 < len(ends):
             stage += 1
             end += ends[stage][0]
-        now = {"tokens": point.tokens, "cache_bytes_per_token": ends[stage][1], **point.measures}
+        now = {"tokens": point.tokens, "cache_bytes_per_token": ends[stage][1], **point.metrics}
         if now not in found[-1:]:  # the change may be only one of the learning rate
             found.append(now)
     return found
