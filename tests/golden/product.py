@@ -88,15 +88,15 @@ def figures_of(record: Any) -> dict[str, Any]:
     """What a record says that is the same wherever and whenever the run is trained."""
     return {
         "status": record.status,
-        "measure": record.measure,
+        "measure": record.metric,
         "parameters": record.parameters,
         "cache_bytes_per_token": record.cache_bytes_per_token,
         "tokens": record.tokens,
         "flops": float(record.flops),
-        "order": record.order,
+        "order": record.data_order,
         "data": {name: record.data.get(name) for name in ("sha256", "held_out_sha256")},
         "losses": [[point.step, point.loss] for point in record.curve],
-        "evaluations": [[point.step, dict(point.measures)] for point in record.held_out],
+        "evaluations": [[point.step, dict(point.metrics)] for point in record.held_out],
     }
 
 

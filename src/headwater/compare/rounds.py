@@ -16,7 +16,7 @@ def run_until_decided(
     workers: int | None = None,
     on_change: OnChange | None = None,
 ) -> list[Outcome]:
-    """Train the first seeds of all arms, then one seed after the other of those that are open, at every size.
+    """Train the first seeds of all arms, then one seed after the other of those that are undecided, at every size.
 
     trials: of all seeds of the plan. With many workers, several seeds are trained at a time; those beyond an arm's
     decision do not count, so the decisions depend only on the results in the plan's order. Arms that are not tested,
@@ -40,13 +40,13 @@ def run_until_decided(
         records += [one.record for one in found if one.record is not None]
         if wrong := changed_data(records):
             raise HeadwaterError(wrong)
-        still = _open(records, still, baseline, plan)
+        still = _undecided(records, still, baseline, plan)
         done += count
         count = _ahead(todo, len(still) + len({size for _, size in still}), workers)
     return outcomes
 
 
-def _open(
+def _undecided(
     records: list[RunRecord], arms: list[tuple[str, str | None]], baseline: str, plan: SeedPlan
 ) -> list[tuple[str, str | None]]:
     """The arms that need another seed."""

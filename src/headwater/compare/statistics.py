@@ -18,7 +18,7 @@ from headwater.records import HeldOutPoint, RunRecord, SeedPlan
 POWER = 0.8
 MOST = 10_000  # seeds; more are not reported
 
-Verdict = Literal["", "better", "worse", "equivalent", "open", "same", "diverged"]
+Verdict = Literal["", "better", "worse", "equivalent", "inconclusive", "identical", "diverged"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Paired:
     interval: of confidence 1 - level: it excludes 0 exactly where the procedure finds a difference. None if it is
         unbounded.
     more: pairs still needed to find such a difference with a probability of 80 %; None where
-        it is found, or cannot be told, or more than 10 000 are.
+        it is found, where their number is unknown, and where it is above 10 000.
     detectable: the difference that this many pairs with this spread would find with a probability of 80 %; None where
         there is no spread.
     looks, margin: of a comparison that adds seeds until it is decided; `interval` is then that of the last look, `p`
@@ -220,10 +220,10 @@ class Summary:
     def verdict(self, lower_is_better: bool) -> Verdict:
         """The verdict on the arm compared with the baseline.
 
-        "better" or "worse" if the interval excludes 0; "same" if no seed differs by more than rounding;
+        "better" or "worse" if the interval excludes 0; "identical" if no seed differs by more than rounding;
         "equivalent" if the interval lies inside the margin, even if it excludes 0; "diverged" if any of its runs has,
-        since the mean of the others is then optimistic; else "open"; "" for the baseline and for an arm that was given
-        up.
+        since the mean of the others is then optimistic; else "inconclusive"; "" for the baseline and for an arm that was
+        given up.
         """
         if self.diverged:
             return "diverged"
@@ -231,11 +231,11 @@ class Summary:
             return ""
         enough = len(self.paired.differences) > 1 if self.paired.margin is None else self.paired.looks
         if enough and _zero(self.paired.differences):
-            return "same"
+            return "identical"
         if self.paired.equivalent:
             return "equivalent"
         if not self.paired.found:
-            return "open"
+            return "inconclusive"
         return "better" if (self.paired.mean < 0) == lower_is_better else "worse"
 
 
