@@ -317,7 +317,8 @@ class Compare(Settings):
     min_seeds: Annotated[int, Field(ge=2, le=1000)] = 6
     """Seeds before the first look, for `until`."""
     max_seeds: Annotated[int, Field(ge=2, le=1000)] = 30
-    """Seeds at which an undecided arm is inconclusive, for `until`. Those after the listed ones count on from the largest."""
+    """Seeds at which an undecided arm is inconclusive, for `until`. Those after the listed ones count on from the
+    largest."""
 
     @field_validator("sizes", mode="before")
     @classmethod

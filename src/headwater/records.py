@@ -408,11 +408,14 @@ def read_record(path: Path) -> RunRecord:
         raise HeadwaterError(f"The run record {str(path)!r} cannot be read: {error.strerror}.") from error
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
+        if first["loc"] == ("schema_version",):
+            raise HeadwaterError(
+                f"{str(path)!r} has schema version {first['input']}, and this version of headwater reads only "
+                f"{SCHEMA_VERSION}; train the run again."
+            ) from error
         where = ".".join(map(str, first["loc"]))
         said = f"{where}: {first['msg']}" if where else first["msg"].removeprefix("Value error, ")
-        raise HeadwaterError(
-            f"{str(path)!r} is not a run record of schema {SCHEMA_VERSION}, or it is damaged: {said}."
-        ) from error
+        raise HeadwaterError(f"{str(path)!r} is not a run record, or it is damaged: {said}.") from error
 
 
 def record_files(folder: Path, tell: Callable[[str], None] | None = None) -> list[Path]:

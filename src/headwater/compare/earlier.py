@@ -142,7 +142,7 @@ def mixed(runs: Found) -> str:
 
 
 def _same_settings(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two runs differ at most in their seeds, names and reporting, and by fields that were added later."""
+    """Whether two runs differ at most in their seeds, names and reporting."""
     aside = ("name", "title", "seed", "reporting", "compare")
     plain = [{key: value for key, value in recipe.items() if key not in aside} for recipe in (one, other)]
     if json.dumps(plain[0]) == json.dumps(plain[1]):  # the order of mechanisms counts

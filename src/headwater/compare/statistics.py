@@ -222,8 +222,8 @@ class Summary:
 
         "better" or "worse" if the interval excludes 0; "identical" if no seed differs by more than rounding;
         "equivalent" if the interval lies inside the margin, even if it excludes 0; "diverged" if any of its runs has,
-        since the mean of the others is then optimistic; else "inconclusive"; "" for the baseline and for an arm that was
-        given up.
+        since the mean of the others is then optimistic; else "inconclusive"; "" for the baseline and for an arm that
+        was given up.
         """
         if self.diverged:
             return "diverged"

@@ -340,7 +340,7 @@ def _missing(claim: Claim, runs: Runs) -> str:
 
 
 def still_undecided(claims: Sequence[Claim], runs: Runs, until: UntilDecided) -> list[Claim]:
-    """The claims that another seed may decide: undecided ones about mean differences, none of whose seeds is missing."""
+    """The undecided claims about mean differences, which another seed may decide, if none of their seeds is missing."""
     left = []
     for claim in claims:
         found = _repeated(claim, runs, until, LEVEL / len(claims))

@@ -349,8 +349,8 @@ def claims_caption(found: Reproduction) -> str:
     if found.max_seeds is not None:
         return (
             f"Claims, and the interval each is judged by: a claim replicates if the whole interval agrees with it, "
-            f"fails if none of it does, and is inconclusive otherwise. Seeds were added, up to {found.max_seeds}, until "
-            f"claims about mean differences were decided; their repeated confidence intervals hold at all looks "
+            f"fails if none of it does, and is inconclusive otherwise. Seeds were added, up to {found.max_seeds}, "
+            f"until claims about mean differences were decided; their repeated confidence intervals hold at all looks "
             f"together. Shares of seeds and fitted laws were judged once, with the recipes' own seeds. The probability "
             f"that any verdict of the table is wrong is at most 5 % (Bonferroni) if differences are about normal; "
             f"where they are strongly skewed, or one run in many fails, more are wrong (docs/compare.md)."

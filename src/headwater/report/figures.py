@@ -326,7 +326,7 @@ def scaling_drawing(laws: Sequence[Scaling], name: str, title: str, arms: Sequen
         ],
         {arm: style for arm, style in look.items() if arm in first.points},
         {"view": "both", "xtype": "log", "ytype": "log"},
-        {"y": {"": unit(first.measure, first.unit)}},
+        {"y": {"": unit(first.metric, first.unit)}},
         {},
     )
 

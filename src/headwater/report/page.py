@@ -434,7 +434,8 @@ def notices(sizes: Sequence[Comparison]) -> list[str]:
             who = ", ".join(filter(None, (arm_of(record), one.size, f"seed {record.seed}")))
             if record.skipped_steps:
                 told.append(
-                    f"{who}: {counted(record.skipped_steps, 'step')} skipped, because the loss or gradient was not finite."
+                    f"{who}: {counted(record.skipped_steps, 'step')} skipped, because the loss or gradient was not "
+                    "finite."
                 )
             if record.status == "diverged":
                 told.append(f"{who}: diverged. {record.error or ''}".strip())

@@ -190,7 +190,7 @@ def _beside(comparison: Comparison) -> dict[str, str]:
         looks = [run.held_out[-1].metrics for arm in comparison.arms for run in comparison.finished(arm)]
         names = {"accuracy": "top-1 accuracy", "loss": f"loss ({unit('loss', 'images')})"}
         return {names.get(name, unit(name, "images")): name for look in looks for name in look}
-    kind = comparison.measure.partition("/")[0]
+    kind = comparison.metric.partition("/")[0]
     return {domain: f"{kind}/{domain}" for domain in comparison.domains}
 
 
@@ -202,7 +202,7 @@ def domains_note(comparison: Comparison) -> str:
             f"{comparison.baseline}, seed by seed, which is not tested."
         )
     return (
-        f"Held-out {unit(comparison.measure.partition('/')[0])} of each domain at the end, mean over seeds; in "
+        f"Held-out {unit(comparison.metric.partition('/')[0])} of each domain at the end, mean over seeds; in "
         f"brackets the mean difference from {comparison.baseline}, seed by seed, which is not tested."
     )
 
@@ -360,11 +360,11 @@ def _line(s: Summary, comparison: Comparison) -> str:
     said = s.verdict(comparison.lower_is_better)
     if said == "identical":
         return f"{s.arm}: identical to {base} in every digit of every seed."
-    start = f"{s.arm}: {s.paired.mean:+.3f} {unit} against {base}; {said}, "
+    start = f"{s.arm}: {s.paired.mean:+.3f} {unit} against {base}; {said}"
     if s.interval is not None and said != "inconclusive":
         after = "" if comparison.plan is None else f", after {counted(len(s.paired.differences))}"
-        return start + f"{_confidence(s.paired)} interval {s.interval[0]:+.3f} to {s.interval[1]:+.3f}{after}."
-    return f"{start}{_why_inconclusive(s)}."
+        return f"{start}, {_confidence(s.paired)} interval {s.interval[0]:+.3f} to {s.interval[1]:+.3f}{after}."
+    return f"{start}: {_why_inconclusive(s)}."
 
 
 def _why_inconclusive(s: Summary) -> str:
@@ -403,7 +403,7 @@ def question(comparison: Comparison, sizes: Sequence[Comparison] = ()) -> str:
     first = records[0]
     kind = first.recipe.get("data", {}).get("kind")
     data = first.data.get("source") or (f"the task {kind}" if kind else "the recipe's data")
-    if comparison.domains and "/" not in comparison.measure:
+    if comparison.domains and "/" not in comparison.metric:
         data = f"{listed(comparison.domains)}, the plain mean over {counted(len(comparison.domains), 'domain')}"
     over = counted(len(comparison.seeds)) + (" per arm" if comparison.plan is None else " at most")
     parts = [

@@ -162,7 +162,8 @@ class Journal:
             mfu=None if self.peak is None else rate * self.flops_per_unit / self.peak / self.fabric.world_size,
         )
         self.tell(speed)
-        speeds = {f"{self.record.unit}_per_second": rate, "data_wait_fraction": speed.data_wait_fraction, "mfu": speed.mfu}
+        speeds = {f"{self.record.unit}_per_second": rate, "mfu": speed.mfu}
+        speeds["data_wait_fraction"] = speed.data_wait_fraction
         if self.fabric.device.type == "cuda":
             speeds["peak_memory_gb"] = torch.cuda.max_memory_allocated(self.fabric.device) / 1e9
         self.show({name: value for name, value in speeds.items() if value is not None}, mark.step)
