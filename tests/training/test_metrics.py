@@ -19,7 +19,7 @@ POINTS = [
             step=step, tokens=100 * step, loss=1 / step, learning_rate=1e-3, gradient_norm=1.0, flops=1e6 * step
         ),
         HeldOutPoint(step=step, tokens=100 * step, metrics={"bits_per_byte": 2 / step, "loss": float("nan")}),
-        SpeedPoint(step=step, tokens_per_second=1e4, waiting=0.01),
+        SpeedPoint(step=step, tokens_per_second=1e4, data_wait_fraction=0.01),
         Notice(step=step, message="Schritt „ü“\n\u2028 [keys] \udcff"),
     )
 ]
