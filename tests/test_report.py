@@ -93,7 +93,9 @@ class TestWhatIsSaid:
         found = comparisons(saved(tmp_path, three("base", BASE) + three("good", GOOD) + three("unclear", UNCLEAR)))[0]
         lines = {line.split(":")[0]: line for line in reading(found)}
         assert "against base; better, 97.5 % interval" in lines["good"]
-        assert re.search(r"inconclusive: the interval includes zero; (a difference of|about \d+ more seeds)", lines["unclear"])
+        assert re.search(
+            r"inconclusive: the interval includes zero; (a difference of|about \d+ more seeds)", lines["unclear"]
+        )
         assert "base" not in lines
         assert answer(found).startswith("good is better than base by 0.497 bits per byte (97.5 % interval 0.4")
         assert "at Holm's levels for 2 arms" in note(found)
@@ -215,7 +217,7 @@ class TestCurves:
 
     @pytest.mark.parametrize("order", [[2, 0, 1], None], ids=["in the plan's order", "sorted"])
     def test_each_ring_has_the_seed_of_its_difference(self, tmp_path, order):
-        plan = order and SeedPlan(seeds=order, min_seeds=3, margin=0.1, arms=1)
+        plan = order and SeedPlan(seeds=order, min_seeds=3, margin=0.1, arms=["other"], baseline="base")
         runs = three("base", BASE) + three("other", UNCLEAR) + [record("other", 3, 1.0)]
         for one in runs:
             one.experiment.seed_plan = plan

@@ -118,11 +118,9 @@ class SeedPlan(_Part):
     """Seeds before the first look."""
     margin: float = Field(gt=0, allow_inf_nan=False)
     """The smallest difference of the deciding metric that matters."""
-    arms: int = Field(ge=1, lt=2**63)
+    arms: list[str] = Field(min_length=1)
     """Arms that are tested against the baseline, among which the error rate is divided."""
-    names: list[str] = []
-    """Of these arms."""
-    baseline: str = ""
+    baseline: str
 
     @model_validator(mode="after")
     def _enough(self) -> Self:

@@ -24,7 +24,11 @@ def runs(losses, seeds=(0,), sizes=SIZES, axis="parameters", more=(), tokens=Map
     for arm, loss in losses.items():
         for size, n in sizes.items():
             for seed in seeds:
-                at = {"parameters": int(n) + 500, "embedding_parameters": 500} if axis == "parameters" else {"tokens": int(n)}
+                at = (
+                    {"parameters": int(n) + 500, "embedding_parameters": 500}
+                    if axis == "parameters"
+                    else {"tokens": int(n)}
+                )
                 one = record(arm, seed, 1.0, size=size, **at, **changes)
                 nats = float(loss(n, seed))
                 one.held_out[-1].metrics |= {"loss": nats, "bits_per_byte": nats / tokens.get(arm, 3.0)} | dict(more)

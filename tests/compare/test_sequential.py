@@ -116,12 +116,12 @@ def test_two_arms_at_the_margin_are_rarely_called_equivalent_and_those_at_0_are(
     assert ((low > -0.8) & (high < 0.8)).any(1).mean() > 0.9
 
 
-PLAN = SeedPlan(seeds=list(range(12)), min_seeds=3, margin=0.1, arms=2)
+PLAN = SeedPlan(seeds=list(range(12)), min_seeds=3, margin=0.1, arms=["a", "b"], baseline="base")
 
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"arms": 0}, {"min_seeds": 1}, {"margin": 0.0}, {"margin": -1.0}, {"margin": math.inf}, {"seeds": []}],
+    [{"arms": []}, {"min_seeds": 1}, {"margin": 0.0}, {"margin": -1.0}, {"margin": math.inf}, {"seeds": []}],
     ids=str,
 )
 def test_a_plan_that_no_comparison_makes_is_refused_in_a_record_too(wrong):
@@ -253,7 +253,7 @@ def test_a_planted_difference_of_trained_models_is_found_and_a_planted_zero_call
 
 def test_the_baseline_with_other_budgets_is_not_tested_and_has_its_seeds(tmp_path):
     made = known(tmp_path, ["better", "zero"], budgets=["zero"])
-    assert trials_of(made, tmp_path)[0].experiment.seed_plan.arms == 1
+    assert trials_of(made, tmp_path)[0].experiment.seed_plan.arms == ["better"]
     compare(made, tmp_path, workers=1)
     (found,) = comparisons(tmp_path)
     used = {s.arm: s.runs for s in found.summaries}
@@ -380,7 +380,7 @@ def test_seeds_count_on_from_the_listed_ones():
     made = tiny({"arms": {"base": {}, "b": {}}, "seeds": [10, 12], **UNTIL, "max_seeds": 5})
     assert made.compare.all_seeds == [10, 12, 13, 14, 15]
     plan = trials_of(made, Path("x"))[0].experiment.seed_plan
-    assert (plan.seeds, plan.arms, plan.margin, plan.min_seeds) == ([10, 12, 13, 14, 15], 1, 0.1, 3)
+    assert (plan.seeds, len(plan.arms), plan.margin, plan.min_seeds) == ([10, 12, 13, 14, 15], 1, 0.1, 3)
     assert skewed_error(plan) == 0.09
     assert skewed_error(plan.model_copy(update={"seeds": list(range(30))})) is None
 

@@ -306,7 +306,7 @@ def test_what_a_result_is_worth_in_flops_of_the_baseline():
 
 
 def test_beside_a_plan_intervals_hold_wherever_one_stops():
-    plan = SeedPlan(seeds=list(range(10)), min_seeds=3, margin=0.1, arms=2)
+    plan = SeedPlan(seeds=list(range(10)), min_seeds=3, margin=0.1, arms=["arm", "few"], baseline="base")
     sample = [0.31, 0.28, 0.35, 0.3]
     found = judged_beside({"arm": sample, "few": sample[:2], "none": []}, plan)
     assert found["arm"].interval == looks(sample, 0.025, 3, 10)[-1].interval

@@ -165,5 +165,5 @@ def _shown(plan: SeedPlan | None) -> str:
         return "fixed seeds"
     return (
         f"{plan.min_seeds} to {len(plan.seeds)} seeds from {plan.seeds[0]} on, a margin of {plan.margin:g} and "
-        f"the arms {', '.join(plan.names)} against {plan.baseline}"
+        f"the arms {', '.join(plan.arms)} against {plan.baseline}"
     )

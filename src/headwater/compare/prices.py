@@ -51,7 +51,7 @@ class ArmPrice(_Part):
     """What one arm costs. For the baseline, the times are against a second copy of it, and show the noise."""
 
     settings: str
-    """Digest of everything about the arm that a time depends on."""
+    """Identity of everything about the arm that a time depends on."""
     against: str
     """That of the baseline."""
     parameters: int
@@ -95,7 +95,7 @@ def folder_of(recipe: Recipe, size: str | None, out: Path) -> Path:
 def timed_recipe(recipe: Recipe) -> Recipe:
     """What is timed in place of a trial: the same work per step, whatever the seed, the rates and the steps.
 
-    Its digest is that of the price.
+    Its identity is that of the price.
     """
     training = recipe.training.model_copy(
         update={"steps": 1000, "learning_rate": 1e-5, "schedule": "constant", "warmup_steps": 0, "threads": None}
@@ -212,7 +212,7 @@ class _Ratio(_Part):
 
 class _Pinned(_Part):
     ratios: dict[str, _Ratio] = {}
-    """By the digests of the arm's and the baseline's settings; those of other settings stay, for the runs that have
+    """By the identities of the arm's and the baseline's settings; those of other settings stay, for the runs that have
     them."""
 
 

@@ -25,13 +25,13 @@ def run_until_decided(
     """
     by_key = {(one.experiment.arm, one.experiment.size, one.recipe.seed): one for one in trials}
     keys = list(dict.fromkeys((one.experiment.arm, one.experiment.size) for one in trials))
-    still = [key for key in keys if key[0] in plan.names]
+    still = [key for key in keys if key[0] in plan.arms]
     outcomes: list[Outcome] = []
     records: list[RunRecord] = []
     done, count = 0, plan.min_seeds
     while still and done < len(plan.seeds):
         sizes = {size for _, size in still}
-        now = [key for key in keys if key in still or (key[0] not in plan.names and key[1] in sizes)]
+        now = [key for key in keys if key in still or (key[0] not in plan.arms and key[1] in sizes)]
         todo = [by_key[*key, seed] for seed in plan.seeds[done : done + count] for key in now]
         found = run_trials(todo, workers, on_change)
         outcomes += found

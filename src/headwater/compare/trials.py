@@ -119,13 +119,11 @@ def plan_for(section: Compare) -> SeedPlan | None:
     """How seeds are added until the comparison is decided; None for fixed seeds."""
     if section.until is None or section.margin is None:
         return None
-    names = [arm for arm in section.arms if arm not in (section.baseline, *section.budgets)]
     return SeedPlan(
         seeds=section.all_seeds,
         min_seeds=section.min_seeds,
         margin=section.margin,
-        arms=len(names),
-        names=names,
+        arms=[arm for arm in section.arms if arm not in (section.baseline, *section.budgets)],
         baseline=section.baseline,
     )
 

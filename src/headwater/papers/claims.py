@@ -39,8 +39,15 @@ import numpy as np
 from scipy import special, stats
 
 from headwater.compare.sequential import LEVEL, ROUNDING, SeedLook, looks
-from headwater.compare.statistics import holm_levels, more_pairs
-from headwater.papers.measures import COUNTED, HALVES, Runs, diverged, incomparable, without
+from headwater.compare.statistics import (
+    has_diverged,
+    holm_levels,
+    is_constant,
+    more_pairs,
+    standard_error,
+    t_interval,
+)
+from headwater.papers.measures import COUNTED, HALVES, Runs, incomparable, without
 from headwater.papers.places import named
 from headwater.papers.table import (
     Alike,
@@ -112,22 +119,22 @@ class Mean(Evidence):
     def p(self) -> float | None:
         if self.counted or self.size < 2:
             return None
-        if self._constant:
+        if is_constant(self.values):
             return float(stats.binomtest(self.size, self.size).pvalue)
-        return _p_of_t(float(np.mean(self.values)), self._error, self.size - 1, self.region)
+        return _p_of_t(float(np.mean(self.values)), standard_error(self.values), self.size - 1, self.region)
 
     def interval(self, level: float) -> Interval | None:
         if self.counted:
             return min(self.values), max(self.values)
         if self.p is None:
             return None
-        if self._constant:
+        if is_constant(self.values):
             return (min(self.values), max(self.values)) if self.p <= level else None
-        return _t_interval(float(np.mean(self.values)), self._error, self.size - 1, level)
+        return t_interval(float(np.mean(self.values)), standard_error(self.values), self.size - 1, level)
 
     def more(self, level: float) -> int | None:
         """Seeds still needed to settle it: inside the region by all its borders, or beyond one of them."""
-        if self.p is None or self._constant:
+        if self.p is None or is_constant(self.values):
             return None
         mean, spread = float(np.mean(self.values)), float(np.std(self.values, ddof=1))
         effects = sorted(abs(mean - border) / spread for border in self.region if math.isfinite(border))
@@ -139,14 +146,6 @@ class Mean(Evidence):
         if self.size == 1 and not self.counted:
             return "one seed cannot separate an effect from chance"
         return "" if np.abs(self.values).max() > ROUNDING else "no seed differs"
-
-    @property
-    def _constant(self) -> bool:
-        return float(np.ptp(self.values)) <= ROUNDING * max(1.0, float(np.abs(self.values).max()))
-
-    @property
-    def _error(self) -> float:
-        return float(np.std(self.values, ddof=1)) / math.sqrt(self.size)
 
 
 @dataclass(frozen=True)
@@ -239,7 +238,7 @@ class Ratio(Evidence):
         return None if self.error is None else _p_of_t(self.log, self.error, self.freedom, self.region)
 
     def interval(self, level: float) -> Interval | None:
-        return None if self.error is None else _t_interval(self.log, self.error, self.freedom, level)
+        return None if self.error is None else t_interval(self.log, self.error, self.freedom, level)
 
     @property
     def why(self) -> str:
@@ -258,11 +257,6 @@ def _p_of_t(mean: float, error: float, freedom: int, region: Interval) -> float:
     inside = max(tail(region[0] - mean), tail(mean - region[1]))
     outside = min(tail(mean - region[0]), tail(region[1] - mean))
     return min(1.0, 2 * min(inside, outside))
-
-
-def _t_interval(mean: float, error: float, freedom: int, level: float) -> Interval:
-    half = float(special.stdtrit(freedom, 1 - level / 2)) * error
-    return mean - half, mean + half
 
 
 @dataclass(frozen=True)
@@ -569,7 +563,7 @@ def _common(runs: Runs, one: str, other: str) -> set[int]:
 
 
 def _diverged(runs: Runs, name: str) -> set[int]:
-    return {seed for seed, run in runs.of(name).items() if diverged(run.record)}
+    return {seed for seed, run in runs.of(name).items() if has_diverged(run.record)}
 
 
 def _differences(runs: Runs, measure: str, one: str, other: str, sign: int = 1) -> dict[int, float]:

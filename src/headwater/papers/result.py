@@ -17,11 +17,12 @@ import numpy as np
 from matplotlib.figure import Figure
 from rich.text import Text
 
+from headwater.compare.statistics import has_diverged
 from headwater.drawing import default_style
 from headwater.outputs import REPRODUCTION, write_json
 from headwater.papers.claims import ClaimVerdict, Interval, Judged, UntilDecided, judge
 from headwater.papers.computing import COMPUTED, Fact
-from headwater.papers.measures import Runs, diverged, incomparable
+from headwater.papers.measures import Runs, incomparable
 from headwater.papers.places import finished
 from headwater.papers.table import Column, Measure, PaperTable, TableCell, table
 from headwater.papers.work import Work
@@ -152,7 +153,7 @@ def _ours(cell: TableCell, arm: str, measure: Measure, column: Column, runs: Run
         if other is not None:
             base = runs.values(measure, other)
             values = {seed: change(values[seed], base[seed]) for seed in sorted(values.keys() & base.keys())}
-    lost = sum(diverged(run.record) for run in found.values())
+    lost = sum(has_diverged(run.record) for run in found.values())
     note = f"diverged {lost} of {len(found)}" if lost else ""
     if not values:
         return Ours(note)
@@ -394,7 +395,7 @@ def compared(work: Work) -> list[str]:
     there = {
         place.recipe.name
         for place in work.trained
-        if place.recipe.compare and any(not diverged(run.record) for run in finished(place, work.trials).values())
+        if place.recipe.compare and any(not has_diverged(run.record) for run in finished(place, work.trials).values())
     }
     return sorted(there)
 

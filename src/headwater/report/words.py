@@ -221,7 +221,7 @@ def domains_table(comparison: Comparison) -> Table | None:
 def tested(comparison: Comparison) -> int:
     """The number of arms tested together."""
     if comparison.plan is not None:
-        return comparison.plan.arms
+        return len(comparison.plan.arms)
     return sum(s.paired is not None and s.paired.p is not None for s in comparison.summaries)
 
 
@@ -335,9 +335,7 @@ def _confidence(paired: Paired) -> str:
 def reading(comparison: Comparison) -> list[str]:
     """A line for each arm that claims no more than the numbers support."""
     untested = {comparison.baseline, *comparison.budgets}
-    lines = [_line(s, comparison) for s in comparison.summaries if s.arm not in untested or s.diverged]
-    lines += [f"{record.name} failed and is not in the table: {record.error}" for record in comparison.failed]
-    return [line for line in lines if line]
+    return [_line(s, comparison) for s in comparison.summaries if s.arm not in untested or s.diverged]
 
 
 def left_out(comparison: Comparison) -> list[str]:
