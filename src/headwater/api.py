@@ -131,7 +131,7 @@ class Compared(Tabular):
         ]
 
     def means(self) -> dict[str, float | None]:
-        """The mean of the deciding measure of each arm, at the last size."""
+        """The mean of the deciding metric of each arm, at the last size."""
         return {summary.arm: summary.mean for summary in self.comparisons[-1].summaries}
 
     def report(self) -> Path:

@@ -204,18 +204,11 @@ class _TrainingSettings(BaseModel):
 
 
 class _Sections(BaseModel):
-    """What they need in `recipe`."""
+    """What readers of records need in `recipe`."""
 
     training: _TrainingSettings
     model: dict[str, Any] = {}
     data: dict[str, Any] = {}
-
-
-class _Asked(BaseModel):
-    """What they need in a record beyond its schema."""
-
-    model_config = ConfigDict(from_attributes=True)
-    recipe: _Sections
 
 
 class RunRecord(_Part):
@@ -391,7 +384,7 @@ def stop_record(folder: Path) -> None:
 
 def usable_record(record: RunRecord) -> RunRecord:
     """The record, if its recipe has what is read from it. Raises pydantic's `ValidationError`."""
-    _Asked.model_validate(record)
+    _Sections.model_validate(record.recipe)
     return record
 
 

@@ -86,7 +86,7 @@ def record(
     parameters: int = 100,
     **more,
 ) -> RunRecord:
-    """results: of the deciding measure, at equal distances up to the last step."""
+    """results: of the deciding metric, at equal distances up to the last step."""
     results = [results] if isinstance(results, (int, float)) else results
     measure = "loss" if lower else "accuracy"
     points = [

@@ -252,7 +252,7 @@ def summarize(
 ) -> list[Summary]:
     """One summary per arm, in the order of first appearance, all tested together against the baseline.
 
-    threshold: of the deciding measure; "baseline": what the baseline ends with, seed by seed.
+    threshold: of the deciding metric; "baseline": what the baseline ends with, seed by seed.
     budgets: arms that are the baseline with other budgets, and are not tested.
     Uses finished and diverged records; of comparisons that add seeds until they are decided, only
     those up to the decision.
@@ -454,7 +454,7 @@ def _summary(
 
 
 def steps_to(record: RunRecord, threshold: float) -> int | None:
-    """The first evaluation at which the deciding measure reached the threshold; None if it never did."""
+    """The first evaluation at which the deciding metric reached the threshold; None if it never did."""
     point = _look(record, threshold)
     return None if point is None else point.step
 

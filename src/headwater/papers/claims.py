@@ -462,20 +462,16 @@ def _better(claim: Better | NotBetter, runs: Runs) -> tuple[str, Evidence] | str
 
 
 def _alike(claim: Alike, runs: Runs) -> tuple[str, Evidence] | str:
-    pairs = _common(runs, claim.arm, claim.against)
-    if not pairs:
-        return "no seed was run for both"
-    if pairs & (_diverged(runs, claim.arm) | _diverged(runs, claim.against)):
-        return LUCKY
+    if why := _no_mean(runs, claim.arm, claim.against):
+        return why
     what = f"{claim.arm} minus {claim.against}, {_unit(claim.measure, runs, claim.arm)} (margin {claim.margin:g})"
     values = list(_differences(runs, claim.measure, claim.arm, claim.against).values())
     return what, Mean(values, (-claim.margin, claim.margin), claim.measure in COUNTED)
 
 
 def _no_better(claim: NotBetter, runs: Runs) -> tuple[str, Evidence] | str:
-    pairs = _common(runs, claim.arm, claim.against)
-    if pairs & (_diverged(runs, claim.arm) | _diverged(runs, claim.against)):
-        return LUCKY
+    if why := _no_mean(runs, claim.arm, claim.against):
+        return why
     found = (_sooner if claim.measure == "steps" else _better)(claim, runs)
     if isinstance(found, str):
         return found
@@ -560,6 +556,14 @@ KINDS: Mapping[str, Callable[..., tuple[str, Evidence] | str]] = {
 
 def _common(runs: Runs, one: str, other: str) -> set[int]:
     return runs.of(one).keys() & runs.of(other).keys()
+
+
+def _no_mean(runs: Runs, arm: str, against: str) -> str:
+    """Why the difference of two arms has no mean; "" if it has."""
+    seeds = _common(runs, arm, against)
+    if not seeds:
+        return "no seed was run for both"
+    return LUCKY if seeds & (_diverged(runs, arm) | _diverged(runs, against)) else ""
 
 
 def _diverged(runs: Runs, name: str) -> set[int]:

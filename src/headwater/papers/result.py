@@ -20,7 +20,7 @@ from rich.text import Text
 from headwater.compare.statistics import has_diverged
 from headwater.drawing import default_style
 from headwater.outputs import REPRODUCTION, write_json
-from headwater.papers.claims import ClaimVerdict, Interval, Judged, UntilDecided, judge
+from headwater.papers.claims import ClaimVerdict, Judged, UntilDecided, judge
 from headwater.papers.computing import COMPUTED, Fact
 from headwater.papers.measures import Runs, incomparable
 from headwater.papers.places import finished
@@ -308,7 +308,7 @@ def head(found: Reproduction) -> Head:
     if work is not None and compared(work):
         paragraphs.append(
             "Below: the complete comparisons that these runs belong to, as `headwater compare` reports them. They "
-            "include all arms and seeds trained so far, use the recipe's deciding measure, and test each arm against "
+            "include all arms and seeds trained so far, use the recipe's deciding metric, and test each arm against "
             "one baseline, with their own corrections, which are for seeds that were fixed before: where "
             "--until-decided has added some, the claims above are what counts."
         )
@@ -431,15 +431,3 @@ def to_json(found: Reproduction) -> dict[str, Any]:
             "runs": {name: sorted(place.seeds) for name, place in work.places.items() if place is not None},
         }
     return result
-
-
-__all__ = [
-    "ClaimVerdict",
-    "Interval",
-    "Ours",
-    "Reproduction",
-    "computed",
-    "reproduction",
-    "terminal",
-    "write",
-]

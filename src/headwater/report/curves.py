@@ -1,4 +1,4 @@
-"""Curves of runs and their means: held-out measure and training loss, by steps, tokens and FLOPs."""
+"""Curves of runs and their means: held-out metric and training loss, by steps, tokens and FLOPs."""
 
 from __future__ import annotations
 

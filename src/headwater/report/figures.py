@@ -78,7 +78,7 @@ LINEAR_OR_LOG = {"linear": "linear", "log": "log"}
 
 
 def curves_drawing(comparison: Comparison, name: str) -> Drawing:
-    """Held-out measure and training loss over training."""
+    """Held-out metric and training loss over training."""
     curves = arm_curves(comparison)
     look = styles(comparison.arms, comparison.baseline)
     whats = [

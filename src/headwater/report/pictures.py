@@ -93,7 +93,7 @@ def bars_picture(comparison: Comparison) -> Figure:
 
 @default_style()
 def conversion_picture(points: Sequence[Mapping[str, float]], measure: str, before: float) -> Figure:
-    """What a conversion did over its tokens of healing: the held-out measure above, the cache below.
+    """What a conversion did over its tokens of healing: the held-out metric above, the cache below.
 
     points: as `headwater.training.conversion.curve_of` gives them. before: the measure of the original (dashed). The
     line is broken where the model changed.

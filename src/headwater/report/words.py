@@ -167,7 +167,7 @@ def table(comparison: Comparison) -> Table:
 
 
 def domains_columns(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
-    """The deciding kind of measure in every domain, or all measures of images: column names and rows, if any."""
+    """The deciding kind of metric in every domain, or all metrics of images: column names and rows, if any."""
     shown = _beside(comparison)
 
     def values(arm: str, measure: str) -> dict[int, float]:
@@ -185,7 +185,7 @@ def domains_columns(comparison: Comparison) -> tuple[list[str], list[list[str]]]
 
 
 def _beside(comparison: Comparison) -> dict[str, str]:
-    """Column -> the measure in it."""
+    """Column -> the metric in it."""
     if comparison.trained_on == "images":
         looks = [run.held_out[-1].metrics for arm in comparison.arms for run in comparison.finished(arm)]
         names = {"accuracy": "top-1 accuracy", "loss": f"loss ({unit('loss', 'images')})"}
@@ -198,7 +198,7 @@ def domains_note(comparison: Comparison) -> str:
     """The cells of the domains' table."""
     if comparison.trained_on == "images":
         return (
-            f"Held-out measures at the end, mean over seeds; in brackets the mean difference from "
+            f"Held-out metrics at the end, mean over seeds; in brackets the mean difference from "
             f"{comparison.baseline}, seed by seed, which is not tested."
         )
     return (

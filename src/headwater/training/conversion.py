@@ -212,7 +212,7 @@ def _teacher(recipe: Recipe, config: HeadwaterConfig) -> HeadwaterConfig | None:
 
 
 def curve_of(record: RunRecord) -> list[dict[str, float]]:
-    """Held-out measures over the tokens of healing, with the bytes a token adds to the cache of the model then."""
+    """Held-out metrics over the tokens of healing, with the bytes a token adds to the cache of the model then."""
     ends = [(stage.tokens, stage.cache_bytes_per_token) for stage in record.stages] or [
         (record.tokens, record.cache_bytes_per_token)
     ]
