@@ -68,7 +68,7 @@ def test_a_metric_of_ones_own_decides_a_comparison(tmp_path, forked_workers):
     assert re.search(r"\bsize\b", text_of(found.report()))
     # The records keep the recipe's measure.
     plain = lab.compare(COMPARED, tmp_path)
-    assert plain.comparisons[0].measure == "accuracy"
+    assert plain.comparisons[0].metric == "accuracy"
 
     assert not re.search(r"\bsize\b", text_of(plain.report()))
 

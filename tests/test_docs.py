@@ -257,7 +257,7 @@ def test_every_field_of_a_record_is_documented_and_nothing_else():
             assert f"`{field}`" in page, f"{part.__name__}.{field} is not in docs/records.md"
     for names, _ in rows(page):
         assert set(names) <= records.RunRecord.model_fields.keys()
-    for model, field in ((records.RunRecord, "status"), (records.Experiment, "part")):
+    for model, field in ((records.RunRecord, "status"), (records.Experiment, "phase")):
         for value in get_args(model.model_fields[field].annotation):
             assert f"`{value}`" in page, value
 

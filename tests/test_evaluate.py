@@ -65,7 +65,7 @@ def folder(tmp_path_factory):
         optimizer.zero_grad()
     llama.eval().save_pretrained(folder / "llama")
     byte_tokenizer().save_pretrained(folder / "llama")
-    history = [Event(what="retrofitted", details={"family": "llama"})]
+    history = [Event(kind="retrofitted", details={"family": "llama"})]
     write_model(folder / "twin", from_transformers(llama), byte_tokenizer(), history, None)
     (folder / "texts").mkdir()
     for index, length in enumerate((1, 40, 97, 200)):

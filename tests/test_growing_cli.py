@@ -81,7 +81,7 @@ class TestGrow:
         assert (a - b).abs().max() < 1e-12 * a.abs().max()
         assert [layer["key"] for layer in pairs_of(HeadwaterForCausalLM.from_pretrained(target))] == [1000] * 3
         (event,) = history_of(target)
-        assert (event.what, event.details["attention_pairs"]) == ("grown", 1000)
+        assert (event.kind, event.details["attention_pairs"]) == ("grown", 1000)
 
     @pytest.mark.parametrize(
         ("arguments", "said"),
@@ -206,7 +206,7 @@ def test_a_hugging_face_model_grows_in_one_step_and_goes_back(run, tmp_path, fam
     assert f"{family} → headwater" in out
     assert digest(source) == before
     grown = source.with_name(f"{family}-grown")
-    assert [event.what for event in history_of(grown)] == ["retrofitted", "grown"]
+    assert [event.kind for event in history_of(grown)] == ["retrofitted", "grown"]
     found = AutoModelForCausalLM.from_pretrained(grown)
     assert (found.config.num_hidden_layers, found.config.hidden_size) == sizes
     assert (grown / "tokenizer_config.json").is_file()
@@ -278,13 +278,13 @@ def test_merge_joins_copies_and_measures_all_on_each_ones_data(run, grown_twice)
     assert code == 0, err
     (merged,) = base.parent.glob("base-merged")
     event = history_of(merged)[-1]
-    assert event.what == "merged"
-    for column in event.details["measures"]:
+    assert event.kind == "merged"
+    for column in event.details["metrics"]:
         assert set(column) == {"base", str(one), str(two), "merged"}
         for value in column.values():
             assert f"{value:.4f}" in out
     record = json.loads((one / "record.json").read_text())
-    assert event.details["measures"][0][str(one)] == pytest.approx(record["held_out"][-1]["measures"]["bits_per_byte"])
+    assert event.details["metrics"][0][str(one)] == pytest.approx(record["held_out"][-1]["metrics"]["bits_per_byte"])
     model = HeadwaterForCausalLM.from_pretrained(merged)
     assert pairs_of(model)[0] == {"query": 11, "key": 11, "value": 11, "output": 11, "feed_forward": 9}
     assert (merged / "tokenizer.json").is_file()
@@ -311,10 +311,10 @@ def test_shrink_takes_pairs_away_and_says_what_it_costs(run, grown_twice, tmp_pa
     assert code == 0, err
     small = one.with_name("one-shrunk")
     event = history_of(small)[-1]
-    assert event.what == "shrunk"
+    assert event.kind == "shrunk"
     assert f"{event.details['before']:.4f} → {event.details['after']:.4f}" in out
     record = json.loads((one / "record.json").read_text())
-    assert event.details["before"] == pytest.approx(record["held_out"][-1]["measures"]["bits_per_byte"])
+    assert event.details["before"] == pytest.approx(record["held_out"][-1]["metrics"]["bits_per_byte"])
     assert pairs_of(HeadwaterForCausalLM.from_pretrained(small))[0]["query"] == 3
     text = tmp_path / "text.txt"
     text.write_text("A text of its own. " * 40)
@@ -351,7 +351,7 @@ class TestRetrofit:
     def test_it_trains_on_with_any_recipe(self, run, llama, recipe, tmp_path):
         run("retrofit", llama, "--mechanism", "kv_shift", "--out", tmp_path / "start")
         record = train(recipe(start={"checkpoint": str(tmp_path / "start")}), tmp_path / "run")
-        assert record.held_out[-1].measures["loss"] < record.held_out[0].measures["loss"]
+        assert record.held_out[-1].metrics["loss"] < record.held_out[0].metrics["loss"]
         a, b = logits(llama, 257), logits(newest_checkpoint(tmp_path / "run"), 257)
         assert (a - b).abs().max() > 1e-3
         scalars = load_file(newest_checkpoint(tmp_path / "run") / "model.safetensors")
@@ -488,7 +488,7 @@ def test_history_goes_on_from_folder_to_folder(run, llama, tmp_path):
     run("retrofit", llama, "--out", tmp_path / "a")
     run("retrofit", tmp_path / "a", "--mechanism", "kv_shift", "--out", tmp_path / "b")
     run("grow", tmp_path / "b", "--intermediate-size", 96, "--out", tmp_path / "c")
-    assert [event.what for event in history_of(tmp_path / "c")] == ["retrofitted", "retrofitted", "grown"]
+    assert [event.kind for event in history_of(tmp_path / "c")] == ["retrofitted", "retrofitted", "grown"]
     assert all(isinstance(event, Event) for event in history_of(tmp_path / "c"))
 
 

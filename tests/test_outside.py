@@ -129,7 +129,7 @@ def trained_on(settings):
     from headwater.records import Event
     from headwater.training.trained import data_of
 
-    return data_of([Event(what="trained", details={"data": {"settings": {"kind": "text", "context": 8} | settings}})])
+    return data_of([Event(kind="trained", details={"data": {"settings": {"kind": "text", "context": 8} | settings}})])
 
 
 @pytest.fixture

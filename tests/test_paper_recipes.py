@@ -584,7 +584,7 @@ def test_two_steps_train(name, arm, corpus, tmp_path):
     assert [point.step for point in record.curve] == [1, 2]
     assert all(math.isfinite(point.loss) and point.gradient_norm > 0 for point in record.curve)
     assert record.curve[-1].learning_rate > 0
-    assert all(math.isfinite(value) for value in record.held_out[-1].measures.values())
+    assert all(math.isfinite(value) for value in record.held_out[-1].metrics.values())
     saved = json.loads(next((tmp_path / "run").rglob("config.json")).read_text())
     assert list(saved["mechanisms"] or {}) == list(mechanisms(LOADED[name][arm]))
     built = recipe.config_for(SimpleNamespace(vocab_size=saved["vocab_size"], context=32, tokenizer=None))
@@ -689,5 +689,5 @@ def test_two_steps_of_each_arm_on_images(name, arm, imagenet, tmp_path):
     values["reporting"] |= {"tensorboard": False}
     record = train(parse(values, arm), tmp_path / "run")
     assert record.status == "finished"
-    assert record.skipped == 0
+    assert record.skipped_steps == 0
     assert record.data["classes"] == 2

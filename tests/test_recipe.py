@@ -285,29 +285,24 @@ def test_arms_change_only_what_they_say():
     assert a.training == b.training
 
 
-def test_fields_that_came_later_leave_the_digest_of_older_runs():
-    """Runs resume, and tables find theirs, by it: these are the digests of 0.1's fields."""
-    grown = {"start": {"checkpoint": "x"}, "stages": [{"name": "more", "grow": {"ffn_pairs": 9}}]}
-    recipe = parse({"data": {"kind": "induction"}} | grown, "test")
-    assert recipe.digest().startswith("7db5d7a2a8e5ac05")
-    stages = [one.digest()[:16] for one, _ in recipe.chain(lambda name, _: Path(name))]
-    assert stages == ["195483080b762648", "a4c10bc8f76f602a"]
-    changed = parse({"data": {"kind": "digits"}, "start": {"checkpoint": "x", "new_classifier": True}}, "test")
-    assert changed.digest() != parse({"data": {"kind": "digits"}, "start": {"checkpoint": "x"}}, "test").digest()
+def test_identity_follows_what_decides_the_result_and_nothing_else():
+    def identity(**changes):
+        return parse({"data": {"kind": "induction"}} | changes, "test").identity
 
-
-def test_digest_follows_what_decides_the_result_and_nothing_else():
-    def digest(**changes):
-        return parse({"data": {"kind": "induction"}} | changes, "test").digest()
-
-    assert digest() == digest(name="other", title="t", reporting={"log_every": 3})
-    assert digest() != digest(seed=1)
-    assert digest() != digest(training={"steps": 2})
+    assert identity().startswith("2:")
+    assert identity() == identity(name="other", title="t", reporting={"log_every": 3}, training={"timeout": 9})
+    assert identity() == identity(data={"kind": "induction", "length": 32}, model={}, training={"steps": 1000})
+    assert identity() != identity(seed=1)
+    assert identity() != identity(training={"steps": 2})
+    assert identity(data={"kind": "hop"}) != identity(data={"kind": "recall"}) != identity()
     first = {"mechanisms": {"kv_shift": {}, "value_residual": {}}}
     second = {"mechanisms": {"value_residual": {}, "kv_shift": {}}}
-    assert digest(model=first) != digest(model=second)
+    assert identity(model=first) != identity(model=second)
     mixtures = [{"kind": "prepared", "source": source} for source in ({"a": 1.0, "b": 2.0}, {"b": 2.0, "a": 1.0})]
-    assert digest(data=mixtures[0]) != digest(data=mixtures[1])
+    assert identity(data=mixtures[0]) != identity(data=mixtures[1])
+    assert identity(data={"kind": "digits"}) == identity(data={"kind": "digits", "workers": 9})
+    assert identity(start={"checkpoint": "x"}) != identity(start={"checkpoint": "y"})
+    assert identity(start={"checkpoint": "x", "grow": {}}) != identity(start={"checkpoint": "x"})
 
 
 def test_every_field_is_documented():

@@ -77,7 +77,7 @@ class Run(Tabular):
 
     def table(self) -> list[dict[str, Any]]:
         """A row per evaluation: the step, and every measure."""
-        return [{"step": point.step, **point.measures} for point in self.record.held_out]
+        return [{"step": point.step, **point.metrics} for point in self.record.held_out]
 
     @quiet()
     def model(self) -> AnyModel:
@@ -130,7 +130,7 @@ class Compared(Tabular):
         ]
 
     def means(self) -> dict[str, float | None]:
-        """The mean of the deciding measure of each arm, at the last size."""
+        """The mean of the deciding metric of each arm, at the last size."""
         return {summary.arm: summary.mean for summary in self.comparisons[-1].summaries}
 
     def report(self) -> Path:
@@ -290,7 +290,7 @@ def _decided_by(metric: Callable[[AnyModel], float], lower_is_better: bool, comp
     name = getattr(metric, "__name__", type(metric).__name__)
     records = []
     for record in comparison.records:
-        own: dict[str, Any] = {"measure": name, "lower_is_better": lower_is_better, "held_out": []}
+        own: dict[str, Any] = {"metric": name, "lower_is_better": lower_is_better, "held_out": []}
         if record.status == "finished":
             arm = record.experiment.arm if record.experiment else record.name
             given = metric(Run(comparison.folders[arm, record.seed], record).model())
@@ -303,7 +303,7 @@ def _decided_by(metric: Callable[[AnyModel], float], lower_is_better: bool, comp
                     f"The metric {name!r} returned {shown(given)} for {arm!r}, seed {record.seed}, not a finite number."
                 )
             last = record.held_out[-1]
-            own["held_out"] = [last.model_copy(update={"measures": last.measures | {name: value}})]
+            own["held_out"] = [last.model_copy(update={"metrics": last.metrics | {name: value}})]
         records.append(record.model_copy(update=own))
     return replace(comparison, records=records, threshold=None)
 

@@ -299,4 +299,4 @@ def test_a_run_trains_on_answers_and_goes_on_where_there_is_none(folder, tmp_pat
     assert record.status == "finished"
     assert 0.0 in losses, "some rows have no answer"
     assert max(losses) > 1
-    assert record.skipped == 0
+    assert record.skipped_steps == 0

@@ -56,13 +56,13 @@ def test_a_grown_model_begins_where_the_small_one_ended_and_trains_on(base, pair
     record = train(pairs_recipe(**start(base, grow=TO)), tmp_path / "grown")
     first = record.held_out[0]
     assert (first.step, first.tokens, first.flops) == (0, 0, 0)
-    assert first.measures == pytest.approx(before.held_out[-1].measures, rel=1e-5)
+    assert first.metrics == pytest.approx(before.held_out[-1].metrics, rel=1e-5)
     assert record.result < before.result
     assert record.parameters > before.parameters
     assert (record.origin.tokens, record.origin.flops) == (before.tokens, before.flops)
     assert record.total_flops == before.flops + record.flops
     assert record.flops == record.held_out[-1].flops == record.curve[-1].flops
-    assert [event.what for event in history_of(newest_checkpoint(tmp_path / "grown"))] == [
+    assert [event.kind for event in history_of(newest_checkpoint(tmp_path / "grown"))] == [
         "trained",
         "grown",
         "trained",
@@ -244,7 +244,7 @@ def test_frozen_pairs_stay_to_the_last_bit_under_decay(base, pairs_recipe, tmp_p
         new = name.replace(".key", ".frozen_key").replace(".value", ".frozen_value")
         assert torch.equal(after[new], tensor), name
     assert record.curve[-1].gradient_norm > 0
-    assert record.held_out[-1].measures["loss"] != record.held_out[0].measures["loss"]
+    assert record.held_out[-1].metrics["loss"] != record.held_out[0].metrics["loss"]
     plain = grow(HeadwaterForCausalLM.from_pretrained(newest_checkpoint(tmp_path / "f")))
     assert pairs_of(plain)[0]["query"] == 12
 
@@ -255,9 +255,7 @@ def test_a_model_in_half_precision_is_begun_with(base, pairs_recipe, tmp_path):
     write_model(tmp_path / "half", model)
     record = train(pairs_recipe(**start(tmp_path / "half")), tmp_path / "more")
     assert weights(tmp_path / "more")["model.layers.0.mlp.key"].dtype == torch.float32
-    assert record.held_out[0].measures["loss"] == pytest.approx(
-        read_record(base).held_out[-1].measures["loss"], rel=0.02
-    )
+    assert record.held_out[0].metrics["loss"] == pytest.approx(read_record(base).held_out[-1].metrics["loss"], rel=0.02)
     assert record.origin.tokens == 0, "it has no history"
 
 

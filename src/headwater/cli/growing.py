@@ -151,7 +151,7 @@ def shrink(
         said = f"{_said(measured)} (last quarter)"
     out.print(f"{before:,} → {after:,} parameters; {said}", soft_wrap=True)
     details = {"attention_pairs": attention_pairs, "ffn_pairs": ffn_pairs} | measured
-    _write(target, trained, model, Event(what="shrunk", details=details))
+    _write(target, trained, model, Event(kind="shrunk", details=details))
 
 
 def merge(
@@ -194,11 +194,11 @@ def merge(
         )
     for name in models:
         table.add_row(name, *(f"{column[name]:.4f}" for column in columns))
-    details = {"merged": [str(path) for path in grown], "measures": columns}
+    details = {"merged": [str(path) for path in grown], "metrics": columns}
     before = [event for copy in copies for event in copy.history[len(root.history) :]]
     root.history += before
     out.print(table)
-    _write(target, root, model, Event(what="merged", details=details))
+    _write(target, root, model, Event(kind="merged", details=details))
 
 
 def retrofit(
@@ -296,7 +296,7 @@ def retrofit(
         out.print(f"{', '.join(mechanisms)} added, {new:+,} parameters: {_said(moved, where)}", soft_wrap=True)
         details |= {"mechanisms": {name: (added.config.mechanisms or {})[name] for name in mechanisms}, "moved": moved}
         model = added
-    event = Event(what="retrofitted", details=details) if details else None
+    event = Event(kind="retrofitted", details=details) if details else None
     if event is None and not trained.foreign:
         raise HeadwaterError(f"{source!r} is already a headwater model; add a mechanism with --mechanism NAME.")
     _write(target, trained, model, event)
@@ -308,7 +308,7 @@ def _has_history(source: str) -> bool:
     from headwater.training.places import newest_checkpoint
 
     path = Path(source)
-    return path.is_dir() and any(event.what == "trained" for event in history_of(newest_checkpoint(path)))
+    return path.is_dir() and any(event.kind == "trained" for event in history_of(newest_checkpoint(path)))
 
 
 def _some_rows(trained: Trained, text: Path | None = None, rows: int = ROWS) -> tuple[Tensor, str]:

@@ -86,7 +86,7 @@ def train(
     )
     if not is_first():
         return
-    last = record.held_out[-1].measures
+    last = record.held_out[-1].metrics
     names = [name for name in last if "/" not in name] if record.domains else list(last)
     result = ", ".join(f"{name.replace('_', ' ')} {last[name]:.4f}" for name in names)
     out.print(f"{loaded.name}: held-out {result}")
@@ -96,13 +96,13 @@ def train(
     for one in record.stages:
         out.print(
             f"  {one.name}: {one.parameters:,} parameters, {one.steps:,} steps, {one.tokens:,} {record.unit}, "
-            f"{one.flops:.3g} FLOPs (total {one.total_flops:.3g}), {record.measure.replace('_', ' ')} {one.result:.4f}"
+            f"{one.flops:.3g} FLOPs (total {one.total_flops:.3g}), {record.metric.replace('_', ' ')} {one.result:.4f}"
         )
-    left_out = f", {record.skipped} steps skipped" if record.skipped else ""
+    left_out = f", {record.skipped_steps} steps skipped" if record.skipped_steps else ""
     out.print(
         f"{record.parameters:,} parameters, {record.tokens:,} {record.unit} at {record.tokens_per_second:,.0f} "
         f"{record.unit}/s, {record.flops:.3g} FLOPs, "
-        f"{record.waited / max(record.seconds, 1e-9):.1%} of the time waiting for data{left_out}"
+        f"{record.data_wait_seconds / max(record.seconds, 1e-9):.1%} of the time waiting for data{left_out}"
     )
     stages = dict(zip(loaded.stage_names, (place for _, place in chain(loaded, folder)), strict=True))
     tell_model(folder, None if stage is None else stages[stage])
@@ -151,7 +151,7 @@ class _TrainingBar:
             mfu = "" if point.mfu is None else f", MFU {point.mfu:.0%}"
             self.speed = f"{point.tokens_per_second:,.0f} {self.unit}/s{mfu}"
         elif isinstance(point, HeldOutPoint):
-            name, value = next(iter(point.measures.items()))
+            name, value = next(iter(point.metrics.items()))
             self.held_out = f"held-out {name.replace('_', ' ')} {value:.4f}"
         info = "  ".join(filter(None, (self.loss, self.held_out, self.activity or self.speed)))
         self.progress.update(self.task, completed=step, info=info)
@@ -179,7 +179,7 @@ def runs(
         table.add_column(title, justify="left" if title in ("run", "status") else "right", no_wrap=title != "run")
     for one in found:
         record, best = one.record, one.record.best
-        measure = record.measure.replace("_", " ")
+        metric = record.metric.replace("_", " ")
         table.add_row(
             str(one.folder.relative_to(folder)) if one.folder != folder else folder.name,
             one.status,
@@ -187,7 +187,7 @@ def runs(
             f"{record.tokens:,}",
             f"{record.tokens_per_second:,.0f}",
             "" if record.result is None else f"{record.result:.4f}",
-            "" if best is None else f"{best.measures[record.measure]:.4f} {measure}",
+            "" if best is None else f"{best.metrics[record.metric]:.4f} {metric}",
             "" if best is None else f"{best.step:,}",
             f"{datetime.fromtimestamp(one.updated):%Y-%m-%d %H:%M}",
         )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
-from pydantic import SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import model_validator
 from torch import Tensor
 
 from headwater.data.base import ALONE, Batch, Evaluation, Share
@@ -59,13 +59,6 @@ class HeldOutSettings(Settings):
         if self.measure not in known:
             raise ValueError(f"data.measure: there is no measure {shown(self.measure)}; {nearest(self.measure, known)}")
         return self
-
-    @model_serializer(mode="wrap")
-    def _without_defaults(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Defaults are left out, so that older stored settings stay equal to new ones."""
-        values = written(self)
-        own = {name: values.pop(name) for name in HeldOutSettings.model_fields if name in values}
-        return values | {n: value for n, value in own.items() if value != HeldOutSettings.model_fields[n].default}
 
 
 class LanguageData:

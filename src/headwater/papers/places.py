@@ -169,7 +169,7 @@ def finished(place: SizedArm, out: Path) -> dict[int, FinishedRun]:
         if tuned and rate is None:
             continue
         recipe = recipe if rate is None else at_rate(recipe, rate)
-        if record.status in ENDED and record.config_hash == recipe.digest():
+        if record.status in ENDED and record.identity == recipe.identity:
             found[seed] = FinishedRun(record, folder)
     return found
 

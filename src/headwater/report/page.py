@@ -394,7 +394,7 @@ def changes_part(sizes: Sequence[Comparison], name: str) -> Section:
 
 def data_table(comparison: Comparison) -> PageTable:
     record = comparison.records[0]
-    facts = record.data | {"order of rows, seed " + str(record.seed): record.order}
+    facts = record.data | {"order of rows, seed " + str(record.seed): record.data_order}
     return PageTable(
         "Data",
         ["", "value"],
@@ -432,9 +432,10 @@ def notices(sizes: Sequence[Comparison]) -> list[str]:
         said: dict[tuple[int, str], list[str]] = {}
         for record in one.records:
             who = ", ".join(filter(None, (arm_of(record), one.size, f"seed {record.seed}")))
-            if record.skipped:
+            if record.skipped_steps:
                 told.append(
-                    f"{who}: {counted(record.skipped, 'step')} skipped, because the loss or gradient was not finite."
+                    f"{who}: {counted(record.skipped_steps, 'step')} skipped, because the loss or gradient was not "
+                    "finite."
                 )
             if record.status == "diverged":
                 told.append(f"{who}: diverged. {record.error or ''}".strip())

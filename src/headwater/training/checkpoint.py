@@ -89,7 +89,7 @@ class Progress:
 
     rows: how many rows of the data's fixed order were used. order: a hash of all these rows in their order.
     seconds: spent in training steps; waited: of these, for data. skipped: steps whose loss or gradient was not finite;
-    skipped_last: how many of them were the most recent ones. result: the deciding measure, if evaluated at this step.
+    skipped_last: how many of them were the most recent ones. result: the deciding metric, if evaluated at this step.
     kept: the state of mechanisms that act before each step, by the module's name. data: facts that reveal whether the
     data have changed. run_id: the run's name in Weights & Biases.
     """

@@ -2,7 +2,7 @@
 
 runs/NAME/
   record.json      the result, and the only thing reports read
-  metrics.jsonl    curve, held-out measures, speed and warnings, written as they occur
+  metrics.jsonl    curve, held-out metrics, speed and warnings, written as they occur
   checkpoints/     see training/checkpoint.py
   config.json, model.safetensors, …    the newest checkpoint's model; see training/model_folder.py
   start/           the model the run began with, if it was changed for it; see training/start.py
@@ -155,10 +155,10 @@ class Metrics:
     damage: a description of damaged lines, whose points are missing; None if there are none.
     """
 
-    def __init__(self, run: Path, step: int, measure: str, writes: bool = True) -> None:
+    def __init__(self, run: Path, step: int, metric: str, writes: bool = True) -> None:
         """Read the points up to `step`, and drop what a killed run wrote after its last checkpoint.
 
-        measure: the deciding one, which every evaluation must have.
+        metric: the deciding one, which every evaluation must have.
         writes: whether this process writes the file.
         Raises `HeadwaterError` if the file cannot be read at all.
         """
@@ -174,7 +174,7 @@ class Metrics:
         # A killed process may leave an incomplete last line; its step is repeated.
         for number, line in enumerate(lines if _point(last) is None else [*lines, last], 1):
             point = _point(line)
-            if point is None or (isinstance(point, HeldOutPoint) and measure not in point.measures):
+            if point is None or (isinstance(point, HeldOutPoint) and metric not in point.metrics):
                 damaged.append(number)
             elif point.step <= step:
                 self.points.append(point)
@@ -247,11 +247,11 @@ class RunSummary:
             "unit": self.record.unit,
             "tokens": self.record.tokens,
             "tokens_per_second": _number(self.record.tokens_per_second),
-            "measure": self.record.measure,
+            "metric": self.record.metric,
             "last": _number(self.record.result),
-            "best": None if best is None else _number(best.measures[self.record.measure]),
+            "best": None if best is None else _number(best.metrics[self.record.metric]),
             "best_step": None if best is None else best.step,
-            "skipped": self.record.skipped,
+            "skipped_steps": self.record.skipped_steps,
             "device": self.record.environment.device_name or self.record.environment.device,
             "compiled": self.record.environment.compiled,
             "attention": self.record.environment.attention,
@@ -279,7 +279,7 @@ def runs_in(folder: Path, tell: Callable[[str], None]) -> list[RunSummary]:
             tell(str(error))
             continue
         try:
-            points = Metrics(run, step=2**62, measure=record.measure, writes=False)
+            points = Metrics(run, step=2**62, metric=record.metric, writes=False)
         except HeadwaterError as error:
             tell(str(error))
             points = None

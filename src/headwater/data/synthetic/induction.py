@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from headwater.data.base import Batch
@@ -39,14 +39,6 @@ class InductionSettings(SyntheticSettings):
                 f"more, not {self.vocabulary}."
             )
         return self
-
-    @model_serializer(mode="wrap")
-    def _as_before(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        # Without the default `form`, so that older records keep their digest.
-        values: dict[str, Any] = handler(self)
-        if self.form == "chain":
-            values.pop("form", None)
-        return values
 
     def build(self) -> InductionData:
         return InductionData(self)
