@@ -129,19 +129,15 @@ def write_report(
     head: Head | None = None,
     only: Collection[str] | None = None,
     target: Path | None = None,
-    judged: Sequence[Comparison] = (),
 ) -> Path:
     """The page of the comparisons under `folder`, and pictures NAME-curves.png and NAME-bars.png next to it.
 
     head: the top of the page; default: the title of the one experiment. only: names of the experiments to include;
     default: all; an empty list makes a page of just the head. target: default: `folder`/report.html.
-    judged: comparisons that replace those of the same name and size, such as by another measure.
     Returns the page's path. Raises `HeadwaterError` if an experiment has no finished run.
     """
     target = target or folder / REPORT
     found = [] if only is not None and not only else comparisons(folder, only)
-    instead = {(one.name, one.size): one for one in judged}
-    found = [instead.get((one.name, one.size), one) for one in found]
     pictures: dict[Path, Figure] = {}
     for comparison in found:
         beginning = target.parent / _slug(comparison)
