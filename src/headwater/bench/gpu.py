@@ -43,7 +43,7 @@ from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.compiling import compile_blocks, compile_model
 from headwater.models.decoding import Decoder
 from headwater.nn.masking import cu_seq_lens
-from headwater.outputs import GPU, check_replaceable, has_keys, write_json
+from headwater.outputs import check_replaceable, write_json
 from headwater.outside import trust_names_in
 from headwater.planning import plan_layers
 from headwater.precision import KeepsPrecision
@@ -199,7 +199,7 @@ def bench_gpu(
     for name in others:
         MECHANISMS.resolve(name)
     out.mkdir(parents=True, exist_ok=True)
-    check_replaceable(out / JSON, has_keys(GPU))
+    check_replaceable(out / JSON)
     for name in (
         () if (out / JSON).exists() else (MARKDOWN, *(f"{phase}.{end}" for phase in SHARES for end in (ROWS, LOG)))
     ):
@@ -213,7 +213,7 @@ def bench_gpu(
         "others": others,
         "phases": {},
     }
-    write_json(out / JSON, found, GPU)
+    write_json(out / JSON, found)
     for name in list(left):
         remaining = budget - (time.monotonic() - begun) - RESERVE
         allowed = remaining * left[name] / sum(left.values())
@@ -224,7 +224,7 @@ def bench_gpu(
             tell(f"{name}: at most {allowed:.0f} s")
             found["phases"][name] = _apart(name, out, device, allowed, others)
             tell(f"{name}: {found['phases'][name]['status']}, {found['phases'][name]['seconds']:.0f} s")
-        write_json(out / JSON, found, GPU)
+        write_json(out / JSON, found)
         replace_text(out / MARKDOWN, as_markdown(found))
     return found
 

@@ -16,7 +16,6 @@ from headwater.files import absence, check_local
 from headwater.terminal import Terminal
 
 if TYPE_CHECKING:
-    from headwater.outputs import IsOurs
     from headwater.recipe import Recipe
 
 # Tables need this much; a narrower terminal wraps lines rather than losing figures.
@@ -143,7 +142,7 @@ def check_outside(folder: Path, source: str | Path, around: bool = False) -> Non
         raise HeadwaterError(f"--out {str(folder)!r} is, holds, or is in the source; choose another folder.")
 
 
-def check_writable(target: Path, folder: bool = False, is_ours: IsOurs | None = None) -> None:
+def check_writable(target: Path, folder: bool = False) -> None:
     """Raise `HeadwaterError` if a file or folder cannot be written, before there is work to lose.
 
     A file is replaced if it is one of headwater's (see `outputs.check_replaceable`), and an existing folder gets
@@ -165,7 +164,7 @@ def check_writable(target: Path, folder: bool = False, is_ours: IsOurs | None = 
         above = target.absolute().parent
         if not above.is_dir():
             raise HeadwaterError(f"{absence(target.parent, 'folder')} for {target.name!r}; create it first.")
-        check_replaceable(target, is_ours)
+        check_replaceable(target)
     try:
         # Permissions do not show read-only disks, and mean nothing for the superuser.
         with tempfile.TemporaryFile(dir=above):

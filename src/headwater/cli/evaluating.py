@@ -79,7 +79,7 @@ def evaluate(
     if per_item and file is None:
         raise HeadwaterError("--per-item needs a JSON file; name one with --out FILE.")
     if file is not None:
-        check_writable(file, is_ours=outputs.has_keys(outputs.EVALUATION))
+        check_writable(file)
     device = device_of(device)
     with ProgressReport() as progress:
         bars: dict[str, TaskID] = {}
@@ -128,5 +128,5 @@ def evaluate(
                     soft_wrap=True,
                 )
     if file is not None:
-        outputs.write_json(file, evaluating.to_json(result), outputs.EVALUATION, indent=2)
+        outputs.write_json(file, evaluating.to_json(result))
         out.print(f"written to {file}", soft_wrap=True)

@@ -59,13 +59,13 @@ def inspect(
     """
     from headwater.inspect import check_alike, draw, inspect_model, tables, write_json
     from headwater.output_folder import occupied
-    from headwater.outputs import INSPECTION, check_replaceable, has_keys
+    from headwater.outputs import check_replaceable
     from headwater.training.trained import open_trained
 
     quiet()
     if out_folder is not None:
         check_writable(out_folder, folder=True)
-        check_replaceable(out_folder / "inspect.json", has_keys(INSPECTION))
+        check_replaceable(out_folder / "inspect.json")
     found: list[Inspection] = []
     for path in checkpoints:
         trained = open_trained(path)

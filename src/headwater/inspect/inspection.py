@@ -209,4 +209,4 @@ def _json(one: Inspection) -> dict[str, Any]:
 
 def write_json(found: Sequence[Inspection], file: Path) -> None:
     """Raises `HeadwaterError` for a file that headwater did not write."""
-    outputs.write_json(file, to_json(found), outputs.INSPECTION, allow_nan=False)
+    outputs.write_json(file, to_json(found))

@@ -20,7 +20,7 @@ from headwater.compare.statistics import Summary
 from headwater.errors import HeadwaterError
 from headwater.files import file_name
 from headwater.layout import top_package
-from headwater.outputs import check_replaceable, is_page, is_picture, write_page
+from headwater.outputs import check_replaceable, write_text
 from headwater.records import RunRecord
 from headwater.report.comparison import Comparison, arm_of, comparisons, experiments
 from headwater.report.figures import (
@@ -143,13 +143,12 @@ def write_report(
         beginning = target.parent / _slug(comparison)
         pictures[Path(f"{beginning}-curves.png")] = curves_picture(comparison)
         pictures[Path(f"{beginning}-bars.png")] = bars_picture(comparison)
-    check_replaceable(target, is_page)
-    for path in pictures:
-        check_replaceable(path, is_picture)
+    for path in (target, *pictures):
+        check_replaceable(path)
     for path, figure in pictures.items():
         save(figure, path)
     html = render([story(sizes) for sizes in experiments(found)], head)
-    write_page(target, html)
+    write_text(target, html)
     return target
 
 
