@@ -398,7 +398,7 @@ def test_data_that_are_out_of_reach_are_said_to_be(folder, monkeypatch, tmp_path
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     write(tmp_path / "a" / "a.yaml", "task: far\ndataset_path: nobody/nothing\ntest_split: test\n")
-    with pytest.raises(HeadwaterError, match=r"needs its data of the Hugging Face hub.*--task-files"):
+    with pytest.raises(HeadwaterError, match=r"needs data of the Hugging Face hub.*--task-files"):
         evaluate([str(folder / "twin")], task_files=tmp_path / "a")
 
 

@@ -21,7 +21,6 @@ from headwater.errors import HeadwaterError, first_line, nearest
 from headwater.evaluate.candidates import Candidate
 from headwater.evaluate.paired import Items
 from headwater.extras import MissingExtra
-from headwater.hub import check_reachable
 
 # name[@shots][:metric,…] of each column. Metrics as in the tables of Pythia and Mamba, which TokenFormer continues: acc
 # for LAMBADA, PIQA, ARC-easy and WinoGrande; for HellaSwag and ARC-challenge acc_norm, by the answers' length.
@@ -46,8 +45,6 @@ GROUPS = {
     ),
     "mmlu-forms": ("mmlu_continuation@0:acc", "mmlu@0:acc", "mmlu@5:acc"),  # the same, Table 3
 }
-# Datasets that are files.
-FILE_KINDS = ("json", "csv", "parquet", "text", "arrow")
 # Draws of lm-eval's bootstrap, for figures without a closed-form standard error.
 DRAWS = 1000
 # lm-eval's aggregations that are ratios of sums, and headwater's name for each.
@@ -109,9 +106,6 @@ class Tasks:
         self.manager = TaskManager(include_path=folder, include_defaults=not wanted <= own)
         for name in sorted(wanted - set(self.manager.all_tasks)):
             raise HeadwaterError(f"There is no task {name!r}; {_near(name, [*self.manager.all_tasks, *GROUPS])}")
-        for name in sorted(wanted):
-            for dataset in sorted(_datasets(self.manager.task_index, name)):
-                _check_data(name, dataset)
         self.loaded = [(one, self._load(one)) for one in self.asked]
 
     def _load(self, one: Asked) -> Any:
@@ -122,7 +116,10 @@ class Tasks:
             raise HeadwaterError(f"The task {one.name!r} needs more packages: {first_line(error)}") from error
         except Exception as error:  # lm-eval and datasets can raise anything for a task's file and dataset
             if _is_network(error):
-                raise HeadwaterError(_unreachable(one.name, "its data")) from error
+                raise HeadwaterError(
+                    f"The task {one.name!r} needs data of the Hugging Face hub, which is not available here; pass "
+                    "local task files with --task-files, or set HF_HUB_OFFLINE=1 to use an earlier download."
+                ) from error
             raise HeadwaterError(
                 f"The task {one.name!r} cannot be loaded: {type(error).__name__}: {first_line(error)}"
             ) from error
@@ -258,39 +255,6 @@ def local_tasks(files: Path) -> set[str]:
     if not names:
         raise HeadwaterError(f"There is no task in {str(files)!r}: no .yaml file there has a line `task: NAME`.")
     return names
-
-
-def _datasets(index: Any, name: Any, seen: frozenset[str] = frozenset()) -> set[str]:
-    """The datasets of the hub that a task or group reads, by their entries' files."""
-    entry = index.get(name) if isinstance(name, str) else None
-    config = (name if isinstance(name, dict) else entry.cfg if entry is not None else None) or {}
-    if entry is not None and entry.name in seen:
-        return set()
-    members = [*(entry.tags if entry is not None and not config else ())]
-    if isinstance(config.get("task"), list):
-        members += config["task"]
-    elif isinstance(name, dict) and config.get("task", config.get("group")) in index:
-        members.append(config.get("task", config.get("group")))
-    below = seen | ({entry.name} if entry is not None else set())
-    found = set().union(*(_datasets(index, member, below) for member in members)) if members else set()
-    path = config.get("dataset_path")
-    if isinstance(path, str) and path not in FILE_KINDS and not Path(path).exists():
-        found.add(path)
-    return found
-
-
-def _check_data(task: str, dataset: str) -> None:
-    try:
-        check_reachable("dataset", dataset)
-    except HeadwaterError as error:
-        raise HeadwaterError(_unreachable(task, f"the dataset {dataset!r}")) from error
-
-
-def _unreachable(task: str, data: str) -> str:
-    return (
-        f"The task {task!r} needs {data} of the Hugging Face hub, which is not available here; pass local task files "
-        "with --task-files, or set HF_HUB_OFFLINE=1 to use an earlier download."
-    )
 
 
 def _is_network(error: BaseException) -> bool:

@@ -33,7 +33,6 @@ from headwater.report.figures import (
 from headwater.report.pictures import bars_picture, curves_picture, save
 from headwater.report.prices import prices_of, prices_table, unpriced, where_measured
 from headwater.report.recipes import differences, flat
-from headwater.report.scalars import FEW, Learned, learned
 from headwater.report.words import (
     COST_NOTE,
     answer,
@@ -59,12 +58,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 REPORT = "report.html"
-SHADES = 10
-SCALARS = (
-    "Values used by the forward pass, from the finished runs' newest checkpoints. One number per head; for more than "
-    f"{FEW}, the mean and the range. Heads with the same number in different seeds need not do the same. A stronger "
-    "tint means a higher value in its column."
-)
 # A cell: its text, or (text, class): better, worse or soft.
 PageCell = str | tuple[str, str]
 
@@ -218,9 +211,6 @@ def story(sizes: Sequence[Comparison]) -> Story:
         parts.append(Section(f"{name}-rates", "Learning rates", paragraphs=edges, tables=[rates]))
     if (scaling := scaling_part(sizes, f"{name}-scaling")) is not None:
         parts.append(scaling)
-    for one in sizes:
-        if tables := [scalars_table(found) for found in learned(one)]:
-            parts.append(Section(at("scalars", one), titled("Learned scalars", one), [SCALARS], tables=tables))
     parts.append(commands_part(sizes, f"{name}-commands"))
     parts.append(changes_part(sizes, f"{name}-changes"))
     parts.append(
@@ -341,17 +331,6 @@ def _offset(law: Law) -> str:
 
 def _estimate(one: Estimate) -> str:
     return f"{one.value:.4g}" + ("" if one.interval is None else f" [{one.interval[0]:.4g}, {one.interval[1]:.4g}]")
-
-
-def scalars_table(found: Learned) -> PageTable:
-    rows: list[list[PageCell]] = []
-    for layer, shades in found.rows:
-        row: list[PageCell] = [f"layer {layer}"]
-        for shade in shades:
-            heat = "" if shade.heat is None else f"heat-{round((SHADES - 1) * shade.heat)}"
-            row.append((shade.text, heat))
-        rows.append(row)
-    return PageTable(f"{found.arm}: mean over {counted(found.seeds)}", ["", *found.columns], rows)
 
 
 def commands_part(sizes: Sequence[Comparison], name: str) -> Section:
