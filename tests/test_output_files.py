@@ -189,7 +189,7 @@ class TestAddresses:
         monkeypatch.chdir(tmp_path)
         for command in (
             ("train", "demo/induction", "--out", address),
-            ("train", "demo/induction", "--from", address),
+            ("train", "demo/induction", f"start.checkpoint={address}"),
             ("train", address),
             ("train", "demo/induction", f"data.source={address}"),
             ("compare", "demo/induction", "--out", address),

@@ -80,6 +80,7 @@ def evaluate(
         raise HeadwaterError("--per-item needs a JSON file; name one with --out FILE.")
     if file is not None:
         check_writable(file)
+        outputs.check_replaceable(file)
     device = device_of(device)
     with ProgressReport() as progress:
         bars: dict[str, TaskID] = {}

@@ -10,7 +10,7 @@ import typer
 
 from headwater.cli.common import check_outside, check_writable, err, mechanisms_of, out, quiet, tell, tell_model
 from headwater.cli.progress import measure_with_progress
-from headwater.errors import HeadwaterError
+from headwater.errors import HeadwaterError, shown
 from headwater.terminal import lined
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from headwater.models.causal_lm import HeadwaterForCausalLM
+    from headwater.recipe import Change
     from headwater.records import Event
     from headwater.training.trained import Trained
 
@@ -49,51 +50,57 @@ TextOption = Annotated[
 
 def grow(
     checkpoint: AnyCheckpoint,
-    num_hidden_layers: Annotated[int | None, typer.Option(help="New number of layers.", show_default=False)] = None,
-    hidden_size: Annotated[
-        int | None, typer.Option(help="New width of the residual stream.", show_default=False)
-    ] = None,
-    intermediate_size: Annotated[
-        int | None, typer.Option(help="New width of the feed-forward.", show_default=False)
-    ] = None,
-    num_attention_heads: Annotated[
-        int | None, typer.Option(help="New number of query heads.", show_default=False)
-    ] = None,
-    num_key_value_heads: Annotated[
-        int | None,
-        typer.Option(help="New number of key/value heads; default: in proportion.", show_default=False),
-    ] = None,
-    method: Annotated[
-        str,
-        typer.Option(
-            help="How layers and widths are made: exact, lemon, identity, hypercloning; or stack, interleave, net2net, "
-            "which change the function; or one for each direction, as in stack+hypercloning."
+    fields: Annotated[
+        list[str] | None,
+        typer.Argument(
+            show_default=False,
+            help="What to grow, as `grow:` in a recipe has it: num_hidden_layers=16, hidden_size=512, ffn_pairs=1024, "
+            "method=lemon, …",
         ),
-    ] = "exact",
-    attention_pairs: Pairs = None,
-    ffn_pairs: FfnPairs = None,
-    layers: Layers = None,
-    keys: Annotated[str, typer.Option(help="New keys: zero, or random, which changes the function.")] = "zero",
-    tau: Annotated[str, typer.Option(help="τ: kept, or recomputed (√n), which changes the function.")] = "kept",
-    freeze: Annotated[bool, typer.Option("--freeze", help="Train only the new pairs.")] = False,
+    ] = None,
     out_folder: Out = None,
 ) -> None:
     """Make a trained model deeper or wider, or add parameter tokens, by default without changing its function."""
-    arguments = dict(
-        num_hidden_layers=num_hidden_layers,
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_attention_heads=num_attention_heads,
-        num_key_value_heads=num_key_value_heads,
-        method=method,
-        attention_pairs=attention_pairs,
-        ffn_pairs=ffn_pairs,
-        layers=_numbers(layers),
-        keys=keys,
-        tau=tau,
-        freeze=freeze,
+    from headwater.cost import check_memory
+    from headwater.recipe import changed_config
+    from headwater.training.trained import changed, open_source
+
+    quiet()
+    change = _change_of(fields or [])
+    target = _free(out_folder, Path(checkpoint.rstrip("/")), "grown")
+    try:
+        trained = open_source(checkpoint, with_state=True)
+    except HeadwaterError as error:
+        trained = open_source(checkpoint)  # which raises what is not about the state
+        tell(str(error))
+    check_memory(changed_config(trained.model.config, change))
+    ids, where = _some_rows(trained)
+    _say_converted(trained, ids, where)
+    made = changed(trained, change)
+    before, after = trained.model.num_parameters(), made.model.num_parameters()
+    out.print(
+        f"{before:,} → {after:,} parameters; {_said(_moved(trained.model, made.model, ids), where)}", soft_wrap=True
     )
-    _grow(checkpoint, arguments, out_folder)
+    if any(not parameter.requires_grad for parameter in made.model.parameters()):
+        learning = sum(parameter.numel() for parameter in made.model.parameters() if parameter.requires_grad)
+        out.print(f"{learning:,} of them learn, the new pairs")
+    _write(target, made, made.model, None)
+
+
+def _change_of(fields: list[str]) -> Change:
+    """The growth that these fields describe. Raises `HeadwaterError`."""
+    from pydantic import ValidationError
+
+    from headwater.recipe import Change, values_of
+
+    try:
+        return Change.model_validate({"grow": values_of(fields)})
+    except ValidationError as error:
+        first = error.errors()[0]
+        if first["type"] == "value_error":
+            raise HeadwaterError(str(first["ctx"]["error"])) from error
+        message = f"{first['msg'][0].lower()}{first['msg'][1:]}, not {shown(first['input'])}."
+        raise HeadwaterError(f"{'.'.join(map(str, first['loc'][1:]))}: {message}") from error
 
 
 def shrink(
@@ -315,46 +322,6 @@ def _free(folder: Path | None, source: Path, what: str) -> Path:
     check_free(folder)
     check_writable(folder, folder=True)
     return folder
-
-
-def _grow(checkpoint: str, arguments: dict[str, Any], folder: Path | None) -> None:
-    from pydantic import ValidationError
-
-    from headwater.cost import check_memory
-    from headwater.recipe import Change, changed_config
-    from headwater.training.trained import changed, open_source
-
-    quiet()
-    try:
-        change = Change.model_validate({"grow": arguments})
-    except ValidationError as error:
-        first = error.errors()[0]
-        if first["type"] == "value_error":
-            raise HeadwaterError(str(first["ctx"]["error"])) from error
-        if not first["loc"]:  # such as a number of too many digits
-            raise HeadwaterError(f"{first['msg'].rstrip('.')}; give other sizes.") from error
-        field = str(first["loc"][-1])
-        raise HeadwaterError(
-            f"--{field.replace('_', '-')}: {first['msg'][0].lower()}{first['msg'][1:]}, not {first['input']!r}."
-        ) from error
-    target = _free(folder, Path(checkpoint.rstrip("/")), "grown")
-    try:
-        trained = open_source(checkpoint, with_state=True)
-    except HeadwaterError as error:
-        trained = open_source(checkpoint)  # which raises what is not about the state
-        tell(str(error))
-    check_memory(changed_config(trained.model.config, change))
-    ids, where = _some_rows(trained)
-    _say_converted(trained, ids, where)
-    made = changed(trained, change)
-    before, after = trained.model.num_parameters(), made.model.num_parameters()
-    out.print(
-        f"{before:,} → {after:,} parameters; {_said(_moved(trained.model, made.model, ids), where)}", soft_wrap=True
-    )
-    if any(not parameter.requires_grad for parameter in made.model.parameters()):
-        learning = sum(parameter.numel() for parameter in made.model.parameters() if parameter.requires_grad)
-        out.print(f"{learning:,} of them learn, the new pairs")
-    _write(target, made, made.model, None)
 
 
 def _some_rows(trained: Trained, text: Path | None = None, rows: int = ROWS) -> tuple[Tensor, str]:

@@ -101,12 +101,13 @@ def plan(
 
     from headwater import price as pricing
     from headwater import priced
-    from headwater.outputs import save_figure
+    from headwater.outputs import check_replaceable, save_figure
 
     quiet()
     if file is not None:
         file = file if file.suffix else file.with_suffix(".png")
         check_writable(file)
+        check_replaceable(file)
     refuse_unread_options(command)
     changes = [argument for argument in configs if "=" in argument]
     if grow:
