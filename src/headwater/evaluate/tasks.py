@@ -8,7 +8,7 @@ import logging
 import os
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,6 @@ class Score:
     stderr: float | None
     items: Items | None
     facts: dict[str, Any]
-    scores: list[dict[str, Any]]
 
 
 def parse(name: str, shots: int | None = None) -> list[Asked]:
@@ -139,9 +138,8 @@ class Tasks:
         context: int | None,
         seed: int,
         progress: bool,
-        on_batch: Callable[[], None],
     ) -> Iterator[Score]:
-        """All figures of one model, in the requested order. on_batch: called after each forward pass."""
+        """All figures of one model, in the requested order."""
         quiet()
         from lm_eval.evaluator import evaluate
         from lm_eval.models.huggingface import HFLM
@@ -162,7 +160,7 @@ class Tasks:
             for task in loaded["tasks"].values():
                 task.set_fewshot_seed(seed=seed)
             try:
-                with silence(progress), calling_after_forward(model, on_batch):
+                with silence(progress):
                     results = evaluate(lm, loaded, limit=limit, bootstrap_iters=DRAWS, log_samples=True)
             except AssertionError as error:
                 raise HeadwaterError(
@@ -216,10 +214,6 @@ def _scores(one: Asked, loaded: Any, results: Any) -> Iterator[Score]:
                 stderr=stderr,
                 items=items,
                 facts=facts,
-                scores=[
-                    {"doc_id": sample["doc_id"], "doc_hash": sample["doc_hash"], "score": sample.get(metric)}
-                    for sample in chosen
-                ],
             )
 
 
@@ -295,16 +289,6 @@ def quiet() -> None:
 
     disable_progress_bars()
     logging.getLogger("lm_eval").setLevel(logging.CRITICAL)
-
-
-@contextlib.contextmanager
-def calling_after_forward(model: PreTrainedModel, on_batch: Callable[[], None]) -> Iterator[None]:
-    """Inside this context, call `on_batch` after each forward pass of `model`."""
-    hook = model.register_forward_hook(lambda *_: on_batch())
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 @contextlib.contextmanager
