@@ -195,11 +195,7 @@ def read_json(body: bytes) -> dict[str, Any]:
     if len(body) > MOST_BYTES:
         raise RequestError(None, f"The request's body has {len(body):,} bytes; at most {MOST_BYTES:,} are read.")
     try:
-        content = json.loads(body.decode("utf-8"), object_pairs_hook=_once, parse_constant=_no_constant)
-    except RequestError:
-        raise
-    except UnicodeDecodeError as error:
-        raise RequestError(None, f"The request's body is not UTF-8: {error}.") from error
+        content = json.loads(body.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise RequestError(None, f"The request's body is not JSON: {error}.") from error
     if not isinstance(content, dict):
@@ -212,18 +208,6 @@ def read_json(body: bytes) -> dict[str, Any]:
         except RecursionError as error:
             raise RequestError(name, "has too many lists or objects inside each other") from error
     return content
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise RequestError(next(ascii(name)[1:-1] for name in names if names.count(name) > 1), "is given twice")
-    return content
-
-
-def _no_constant(text: str) -> Any:
-    raise RequestError(None, f"The request's body is not JSON: {text} is no number.")
 
 
 def read_fields(fields: type[Sampling], content: dict[str, Any]) -> dict[str, Any]:
