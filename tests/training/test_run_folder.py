@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import save_file
-from trials import PowerCut, cut_at, same_end
+from trials import PowerCut, cut_at
 
 import processes
 from headwater.errors import HeadwaterError
@@ -104,15 +104,6 @@ class TestForeignFolders:
 
 
 class TestOwnFolders:
-    @pytest.mark.slow
-    def test_a_run_of_before_there_was_a_mark_goes_on(self, recipe, finished, tmp_path):
-        finished(recipe(), tmp_path / "whole")
-        with pytest.raises(PowerCut):
-            train(recipe(), tmp_path / "cut", on_event=cut_at(9))
-        (tmp_path / "cut" / MARK).unlink()
-        train(recipe(), tmp_path / "cut", resume=True)
-        same_end(tmp_path / "whole", tmp_path / "cut")
-
     @pytest.mark.slow
     def test_a_refused_run_removes_nothing_of_the_one_before(self, recipe, tmp_path):
         logged = {"tensorboard": True, "log_every": 1}

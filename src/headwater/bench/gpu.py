@@ -182,7 +182,7 @@ def _apart(name: str, folder: Path, device: str, seconds: float) -> dict[str, An
             status = "cut"
         finally:
             _end(process)
-    result = {"status": status, "seconds": time.monotonic() - started, "rows": _read(rows)}
+    result: dict[str, Any] = {"status": status, "seconds": time.monotonic() - started, "rows": _read(rows)}
     if status == "failed":
         result["log"] = log.read_text(errors="replace").strip()
         result["error"] = (result["log"].splitlines() or ["no output"])[-1]
