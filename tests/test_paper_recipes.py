@@ -11,6 +11,7 @@ import math
 import re
 import shlex
 from pathlib import Path
+from string import Template
 from types import SimpleNamespace
 
 import pytest
@@ -474,7 +475,7 @@ def commands(name: str) -> list[list[str]]:
             for chosen in itertools.product(*loops.values()):
                 named = dict(zip(loops, chosen, strict=True))
                 words = shlex.split(line, comments=True)
-                found.append([named.get(word[1:], word) if word.startswith("$") else word for word in words])
+                found.append([Template(word).safe_substitute(named) for word in words])
     return found
 
 
@@ -493,7 +494,8 @@ def test_the_head_says_source_figures_cost_and_commands(name):
         path, *words = rest
         assert path == f"recipes/{name}.yaml"
         options = dict(zip(words[::2], words[1::2], strict=False)) if "--arm" in words else {}
-        arm, seed = options.pop("--arm", None), options.pop("--seed", None)
+        arm = options.pop("--arm", None)
+        seed = next((word.removeprefix("seed=") for word in words if word.startswith("seed=")), None)
         changed = read(*[word for word in words if "=" in word])
         config(changed)
         if command == "compare":

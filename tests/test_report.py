@@ -32,7 +32,6 @@ from headwater.report import Head, PageTable, answer, comparisons, note, reading
 from headwater.report.curves import arm_curves
 from headwater.report.figures import POINTS, curves_drawing, differences_drawing
 from headwater.report.page import notices, rates_table, render, scaling_part, story
-from headwater.report.scalars import learned
 from headwater.report.styles import styles
 
 HOSTILE = "<script>alert('x')</script> %{y} & </script> $x$"
@@ -389,42 +388,15 @@ class TestPage:
         icons = re.findall(r'data-arm="\d+"[^>]*><svg [^>]*style="color: ([^"]*)"', page.read_text())
         assert icons == ["var(--soft)", styles(["base", "good"], "base")["good"].color]
 
-    def test_learned_scalars_are_the_mean_over_seeds(self, recipe, tmp_path):
-        from headwater.inspect.scalars import scalars
-        from headwater.training.checkpoint import load_model
-        from headwater.training.loop import train
-        from headwater.training.places import newest_checkpoint
-
-        made = recipe(
-            name="s",
-            training={"steps": 3},
-            reporting={"evaluate_every": None},
-            compare={"baseline": "base", "seeds": [0, 1], "arms": {"base": {}}},
-        )
-        for trial in trials_of(made, tmp_path):
-            train(trial.recipe, trial.folder, experiment=trial.experiment)
-        (found,) = learned(comparisons(tmp_path)[0])
-        models = [load_model(newest_checkpoint(tmp_path / "s" / f"base-{seed}")) for seed in (0, 1)]
-        first = [next(s.values for s in scalars(model) if (s.layer, s.symbol) == (1, "α1")) for model in models]
-        place = next(i for i, name in enumerate(found.columns) if name.startswith("α1"))
-        assert found.seeds == 2
-        assert found.rows[1][1][place].text == " · ".join(f"{x:.3f}" for x in np.mean(first, axis=0))
-        shutil.rmtree(tmp_path / "s" / "base-0" / "checkpoints")
-        shutil.rmtree(tmp_path / "s" / "base-1" / "checkpoints")
-        assert learned(comparisons(tmp_path)[0]) == []
-
     def test_text_has_contrast_in_light_and_dark(self):
         css = (Path(write_report.__code__.co_filename).parents[1] / "templates" / "report.css").read_text()
         pairs = dict(re.findall(r"--(\w+): light-dark\((#\w{6}, #\w{6})\)", css))
-        strongest = max(int(share) for share in re.findall(r"var\(--heat\) (\d+)%", css)) / 100
         for scheme in (0, 1):
             colors = {name: rgb(pair.split(", ")[scheme]) for name, pair in pairs.items()}
-            heat = strongest * colors["heat"] + (1 - strongest) * colors["paper"]
             for ink in ("ink", "soft", "link", "better", "worse"):
                 assert contrast(colors[ink], colors["paper"]) >= 4.5, ink
             assert contrast(colors["ink"], colors["tint"]) >= 4.5
             assert contrast(colors["soft"], colors["tint"]) >= 4.5
-            assert contrast(colors["ink"], heat) >= 4.5
             # Links, and the text and border of buttons: pressed or not, on the page or on the tint of code.
             links = re.findall(r"(?:^a|\.anchor) \{ color: var\(--(\w+)\)", css, re.MULTILINE)
             button = css[css.index("button { font") :].partition("}")[0]

@@ -303,7 +303,7 @@ def test_runs_on_several_devices_are_left_to_the_user(out, run):
     (line,) = [line for line in said.splitlines() if "torchrun" in line]
     trials = trials_folder(out, "cpu", ["training.steps=2"])
     assert "--nproc-per-node=8" in line
-    assert line.endswith(f"training.steps=2 --arm shift --seed 4 --out {trials / 'wide' / 'shift-4'}")
+    assert line.endswith(f"training.steps=2 --arm shift seed=4 --out {trials / 'wide' / 'shift-4'}")
     assert "1 run of this table for 8 devices cannot be trained by this command" in complaint
     assert not trials.exists()
 

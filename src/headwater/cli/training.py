@@ -11,7 +11,6 @@ import typer
 
 from headwater.cli.common import (
     Overrides,
-    TrainingDevice,
     check_outside,
     err,
     out,
@@ -46,15 +45,7 @@ def train(
     size: Annotated[
         str | None, typer.Option(help="Use this size of the recipe's comparison.", show_default=False)
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Use this seed; same as seed=….", show_default=False)] = None,
-    start: Annotated[
-        Path | None,
-        typer.Option(
-            "--from", help="Start from this checkpoint's model; same as start.checkpoint=….", show_default=False
-        ),
-    ] = None,
     stage: Annotated[str | None, typer.Option(help="Train only this stage of the recipe.", show_default=False)] = None,
-    device: TrainingDevice = None,
 ) -> None:
     """Train the model of a recipe, stage by stage if it has stages, or one arm of its comparison."""
     from headwater.compare import trial_of
@@ -62,9 +53,7 @@ def train(
     from headwater.training.stages import chain
 
     quiet()
-    given = {"seed": seed, "start.checkpoint": start and str(start), "training.device": device}
-    more = [f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
-    loaded = recipe_of(recipe, [*(overrides or []), *more])
+    loaded = recipe_of(recipe, overrides or [])
     folder, experiment = run or Path("runs") / loaded.name, None
     if size is not None and arm is None:
         raise HeadwaterError(f"--size {size} is a size of a comparison; also pass --arm.")

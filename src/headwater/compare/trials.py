@@ -69,7 +69,7 @@ def trials_of(recipe: Recipe, out: Path) -> list[Trial]:
     if recipe.training.devices * recipe.training.nodes > 1:
         raise HeadwaterError(
             f"{recipe.name!r} trains each model on {recipe.training.devices * recipe.training.nodes} devices, and "
-            "compare gives each trial one process; train its arms with `headwater train --arm NAME --seed N` and then "
+            "compare gives each trial one process; train its arms with `headwater train --arm NAME seed=N` and then "
             "`headwater report`, or set training.devices=1 and training.nodes=1."
         )
     section = recipe.compare

@@ -18,7 +18,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from headwater.data.chat import as_text
 from headwater.data.corpus import Document
 from headwater.data.reading import TOOLS
-from headwater.data.sealed import damaged, read_sealed
 from headwater.errors import HeadwaterError
 from headwater.files import absence, read_bytes, sha256_of
 
@@ -159,8 +158,6 @@ class Manifest(Facts):
     train: SplitFacts
     held_out: SplitFacts
     evaluation: EvaluationFacts
-    check: Digest
-    """SHA-256 of the manifest with this field empty."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -337,8 +334,8 @@ def open_prepared(folder: Path) -> Prepared:
 
 def read_manifest(folder: Path) -> Manifest:
     """Raises `HeadwaterError` if there is none, or it is damaged."""
-    if (values := read_sealed(folder / MANIFEST)) is not None:
-        return validated(Manifest, values, folder / MANIFEST)
+    if (manifest := read_facts(Manifest, folder / MANIFEST)) is not None:
+        return manifest
     if domains := read_domains(folder):
         names = ", ".join(str(folder / name) for name in list(domains)[:8]) + (", …" if len(domains) > 8 else "")
         raise HeadwaterError(f"{str(folder)!r} holds a prepared folder for each domain; name one or more of: {names}.")
@@ -354,8 +351,6 @@ class Domains(Facts):
 
     settings: dict[str, Any]
     domains: dict[Slug, str]
-    check: Digest
-    """As in the manifest."""
 
 
 def read_domains(folder: Path) -> dict[str, str]:
@@ -363,30 +358,38 @@ def read_domains(folder: Path) -> dict[str, str]:
 
     Raises `HeadwaterError` if domains.json is damaged.
     """
-    values = read_sealed(folder / DOMAINS)
-    return validated(Domains, values, folder / DOMAINS).domains if values is not None else {}
+    found = read_facts(Domains, folder / DOMAINS)
+    return {} if found is None else found.domains
 
 
 M = TypeVar("M", bound=Facts)
 
 
-def validated(kind: type[M], values: dict[str, Any], file: Path) -> M:
-    """Parse a file. Raises `HeadwaterError` if it is invalid."""
+def read_facts(kind: type[M], file: Path) -> M | None:
+    """The content of a JSON file; None if there is no such file. Raises `HeadwaterError` if it is invalid."""
+    if not file.exists():
+        return None
     try:
-        return kind.model_validate(values)
+        return kind.model_validate_json(read_bytes(file))
+    except OSError as error:
+        raise damaged(file) from error
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
+        where = ".".join(map(str, first["loc"])) or "its content"
         raise HeadwaterError(
             f"{str(file)!r} is not a file of format {FORMAT_VERSION}: {where}: {first['msg']}"
         ) from error
 
 
-def check(prepared: Prepared) -> Iterator[str]:
-    """Names of the files whose content has changed, in order, as they are found, since it takes time.
+def damaged(file: Path) -> HeadwaterError:
+    """The error for a file of a prepared folder that has changed."""
+    return HeadwaterError(
+        f"{str(file)!r} has changed since it was written; copy it again, or prepare the folder again."
+    )
 
-    The manifest's own checksum was compared when it was read.
-    """
+
+def check(prepared: Prepared) -> Iterator[str]:
+    """Names of the files whose content has changed, in order, as they are found, since it takes time."""
     manifest, sums = prepared.manifest, dict[str, str]()
     for facts in (manifest.train, manifest.held_out):
         for shard in facts.shards:

@@ -75,7 +75,7 @@ class SizedArm:
         if self.recipe.compare is None:
             return shlex.join([*parts, "--stage", self.arm, "--out", str(out / self.recipe.name)])
         size = [] if self.size is None else ["--size", self.size]
-        return shlex.join([*parts, "--arm", self.arm, *size, "--seed", str(seed), "--out", str(self.folder(seed, out))])
+        return shlex.join([*parts, "--arm", self.arm, *size, f"seed={seed}", "--out", str(self.folder(seed, out))])
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from headwater.compare.statistics import has_diverged
 from headwater.drawing import default_style
-from headwater.outputs import REPRODUCTION, write_json
+from headwater.outputs import write_json
 from headwater.papers.claims import ClaimVerdict, Judged, UntilDecided, judge
 from headwater.papers.computing import COMPUTED, Fact
 from headwater.papers.measures import Runs, incomparable
@@ -383,7 +383,7 @@ def _png(figure: Figure) -> str:
 def write(found: Reproduction, folder: Path) -> Path:
     """The page report.html and result.json in `folder`; returns the page's path."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / RESULT, to_json(found), REPRODUCTION)
+    write_json(folder / RESULT, to_json(found))
     work = found.work
     names = [] if work is None else compared(work)
     trials = folder if work is None else work.trials

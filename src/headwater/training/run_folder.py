@@ -29,7 +29,6 @@ from headwater.errors import HeadwaterError
 from headwater.files import read_bytes, replace_text, settled
 from headwater.output_folder import LOCK, occupied
 from headwater.records import (
-    RECORD,
     CurvePoint,
     HeldOutPoint,
     Notice,
@@ -38,7 +37,7 @@ from headwater.records import (
     read_record,
     record_files,
 )
-from headwater.training.checkpoint import FACTS, SUMS, newest_whole, tidy
+from headwater.training.checkpoint import newest_whole, tidy
 from headwater.training.model_folder import withdraw_model
 from headwater.training.parallel import first
 from headwater.training.places import STAGES, checkpoints
@@ -101,18 +100,9 @@ def check_ours(run: Path) -> None:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is a run's: it is marked, or holds something that only a run leaves."""
-    if (folder / MARK).is_file():
-        return True
-    if any((path / SUMS).is_file() and (path / FACTS).is_file() for path in checkpoints(folder)):
-        return True
-    if any(is_run(stage) for stage in (folder / STAGES).glob("*") if stage.is_dir()):
-        return True
-    try:
-        read_record(folder / RECORD)
-    except HeadwaterError:
-        return [path.name for path in folder.iterdir()] == [LOCK]
-    return True
+    """Whether a folder is a run's: it, or one of its stages, is marked, or it holds the lock of a run that begins."""
+    marked = [folder / MARK, *(folder / STAGES).glob(f"*/{MARK}")]
+    return any(mark.is_file() for mark in marked) or [path.name for path in folder.iterdir()] == [LOCK]
 
 
 def begun(run: Path) -> None:
