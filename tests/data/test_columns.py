@@ -180,6 +180,16 @@ def test_nested_columns_have_dotted_names(tmp_path):
         read_corpus(str(tmp_path / "list.jsonl"), "turns.text")
 
 
+def test_marks_are_dropped_also_where_files_were_joined(tmp_path):
+    line = '{"text": "a"}'
+    (tmp_path / "a.jsonl").write_text(f'{MARK}{line}\n{MARK}{line}{MARK}{line}\n{{"text": "{MARK}a"}}\n')
+    assert texts_of(tmp_path / "a.jsonl") == ["a"] * 4
+    (tmp_path / "a.csv").write_text(f"{MARK}text,id\na,1\n{MARK}text,id\na,2{MARK}text,id\na,3\n")
+    assert texts_of(tmp_path / "a.csv") == ["a"] * 3
+    (tmp_path / "a.txt").write_text(f"{MARK}one\n{MARK}two\nthree{MARK}four\n")
+    assert "".join(texts_of(tmp_path / "a.txt")) == "one\ntwo\nthreefour\n"
+
+
 @pytest.mark.parametrize("form", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
 def test_text_with_a_mark_of_another_form_is_decoded(form, tmp_path):
     text = "".join(f"line {i} é 世界 🙂\n" for i in range(9000))
@@ -189,3 +199,9 @@ def test_text_with_a_mark_of_another_form_is_decoded(form, tmp_path):
     parts = list(Stream(source))
     assert "".join(texts_of(tmp_path / "a.txt")) == "".join(part.text for part in parts) == text
     assert [part.text for part in Stream(source, parts[3].after)] == [part.text for part in parts[4:]]
+
+
+def test_binary_data_that_begin_like_utf_16_are_no_text(tmp_path):
+    (tmp_path / "a.bin").write_bytes(b"\xff\xfe\x00" * 100)
+    with pytest.raises(HeadwaterError, match="none of its 1 files is UTF-8 text"):
+        read_corpus(str(tmp_path / "a.bin"))

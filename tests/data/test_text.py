@@ -9,6 +9,7 @@ import lzma
 import math
 import os
 import re
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -261,6 +262,9 @@ NESTED = b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n"
         ("x.jsonl.xz", lzma.compress(ROWS)[:-20], "is truncated"),
         ("x.jsonl.bz2", bz2.compress(ROWS)[:-20], "is truncated"),
         ("x.txt.gz", gzip.compress(ROWS)[:-20], "is truncated"),
+        ("x.jsonl.gz", b"", "is truncated"),
+        ("x.jsonl.bz2", bz2.compress(ROWS) + b"BZh9" + bz2.compress(ROWS)[5:], "cannot be read as bz2"),
+        ("x.jsonl.xz", lzma.compress(ROWS) + b"\xfd8zXZ", "is truncated"),
         ("x.jsonl", ROWS + b'{"text": "\xff"}\n', "line 41: 'utf-8' codec"),
         ("x.jsonl", ROWS + NESTED, "line 41: it is nested too deep"),
         ("x.json", b"[" * 100_000, "line 1: it is nested too deep"),
@@ -314,6 +318,43 @@ def test_zstandard(tmp_path):
     file.write_bytes((zstd(ROWS) + zstd(ROWS))[:-9])
     with pytest.raises(HeadwaterError, match="is truncated"):
         read_corpus(str(file))
+
+
+def test_what_is_packed_is_unpacked_in_pieces(tmp_path, monkeypatch):
+    """However small the file: of what repeats, eight kilobytes hold gigabytes."""
+    monkeypatch.setattr(reading, "CHUNK", 2**16)
+    zeros, most = bytes(2**25), 2**16
+    for suffix, pack in {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstd}.items():
+        file = tmp_path / f"x.txt{suffix}"
+        file.write_bytes(pack(zeros) + pack(b"end"))
+        unpacked = reading.PACKED[suffix](file)
+        sizes, buffer = [], bytearray(2**20)
+        while size := unpacked.readinto(buffer):
+            sizes.append(size)
+            assert len(getattr(unpacked, "left", b"")) <= most
+        assert sum(sizes) == len(zeros) + 3, suffix
+        unpacked.close()
+
+
+@pytest.mark.parametrize("name", ["x.txt.bz2", "x.json.gz"])
+def test_what_is_read_whole_unpacks_to_no_more_than_fits(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(reading, "LONGEST_LINE", 2**20)
+    pack = bz2.compress if name.endswith("bz2") else gzip.compress
+    (tmp_path / name).write_bytes(pack(b"[" + b" " * 2**23))
+    with pytest.raises(HeadwaterError, match="unpacks to more than 100 times its size"):
+        read_corpus(str(tmp_path / name))
+
+
+def test_a_decoder_that_asks_for_gigabytes_is_refused(tmp_path):
+    filters = [{"id": lzma.FILTER_LZMA2, "dict_size": 2**30, "preset": 0}]
+    packed = bytearray(lzma.compress(b"text", filters=[{"id": lzma.FILTER_LZMA2, "dict_size": 2**20}]))
+    assert filters[0]["dict_size"] > reading.MOST_DICTIONARY
+    # The header of a block: its size, its flags, a filter and its options, and a checksum.
+    header = bytes([packed[12], 0, 0x21, 1, 36]) + bytes(packed[17:20])
+    packed[12 : 12 + len(header) + 4] = header + zlib.crc32(header).to_bytes(4, "little")
+    (tmp_path / "x.txt.xz").write_bytes(packed)
+    with pytest.raises(HeadwaterError, match="cannot be read as xz: Memory usage limit"):
+        read_corpus(str(tmp_path / "x.txt.xz"))
 
 
 def test_marks_and_line_ends_of_other_systems(tmp_path):
@@ -442,3 +483,25 @@ def test_any_hugging_face_tokenizer_from_a_folder(folder, tmp_path_factory):
     assert data.vocab_size == len(bpe.get_vocab())
     assert len(stream(data)) < len(stream(byte_data)) / 2
     assert [(d.id, d.bytes) for d in data.held_out] == [(d.id, d.bytes) for d in byte_data.held_out]
+
+
+def largest_value(file):
+    with reading.opened(file) as stream:
+        return reading.largest_value(stream, file, parquet.read_metadata(file))
+
+
+def test_a_long_value_that_many_rows_share_is_read_a_row_at_a_time(tmp_path, monkeypatch):
+    """A dictionary keeps it once: kilobytes in the file are gigabytes in a table of all rows."""
+    monkeypatch.setattr(reading, "MOST_ROWS", 2**20)
+    column = pa.DictionaryArray.from_arrays(pa.array([0] * 100, pa.int32()), pa.array(["a" * 2**19]))
+    file = tmp_path / "x.parquet"
+    parquet.write_table(pa.table({"text": column}), file, dictionary_pagesize_limit=2**30, compression="zstd")
+    assert file.stat().st_size < 2**13
+    assert 2**19 <= largest_value(file) < 2**20
+    columns = reading.Columns("text")
+    with reading.opened(file) as stream:
+        assert all(len(table) == 1 for table in reading.parquet_tables(stream, file, columns))
+    assert sum(len(text) for _, text, _ in reading.table_rows(file, columns)) == 100 * 2**19
+    monkeypatch.setattr(reading, "LONGEST_LINE", 2**18)
+    with pytest.raises(HeadwaterError, match="may hold values of"):
+        list(reading.table_rows(file, columns))

@@ -30,6 +30,7 @@ from headwater.data.reading import (
     local_path,
     opened_text,
     printable,
+    read_whole,
     rows_of_tables,
     table_kind,
     table_rows,
@@ -158,7 +159,7 @@ def read_files(files: Iterable[Path], root: Path, columns: Columns, skipped: lis
                 yield row_document(value, columns.text, printable(str(file)), relative, index)
         elif is_text(file):
             with opened_text(file) as stream:
-                yield Document(relative, stream.read().decode(), key=relative)
+                yield Document(relative, read_whole(file, stream).decode(), key=relative)
         else:
             skipped.append(relative)
 

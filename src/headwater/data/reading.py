@@ -8,14 +8,14 @@ from __future__ import annotations
 import bz2
 import codecs
 import csv
-import gzip
 import io
 import itertools
 import json
 import lzma
+import unicodedata
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, AnyStr, NamedTuple
 
@@ -39,10 +39,18 @@ TOOLS = "tools"
 MISSING = object()
 # Bytes read at a time.
 CHUNK = 2**22
-# Rows of a parquet file at a time.
+# The same for a compressed file, of its own bytes. They are unpacked to at most CHUNK bytes at a time, since they may
+# hold a million times as many.
+PACKED_CHUNK = 2**13
+# The most memory that a decoder may ask for, in bytes: a header can name a dictionary of gigabytes.
+MOST_DICTIONARY = 2**29
+# Rows of a parquet file at a time, fewer if they could take more bytes than this.
 ROWS = 64
+MOST_ROWS = 2**28
 # A longer line of JSON is an error: parsing needs several times its memory.
 LONGEST_LINE = 2**28
+# What is read whole may be this many times as large as its file, or LONGEST_LINE bytes.
+MOST_UNPACKED = 100
 # Number of columns to list when one is missing.
 NAMED_COLUMNS = 30
 # Rows that may lack the domain's column before the first that has it.
@@ -232,18 +240,18 @@ def is_text(file: Path) -> bool:
 def opened(file: Path) -> Iterator[IO[bytes]]:
     """Open a file for reading in a `with`, unpacked by its suffix; reading errors become `HeadwaterError`."""
     try:
-        unpacked = PACKED.get(file.suffix.lower(), nullcontext)
-        with open_regular(file) as packed, unpacked(packed) as stream:
+        unpacked = PACKED.get(file.suffix.lower())
+        with io.BufferedReader(unpacked(file), CHUNK) if unpacked else open_regular(file) as stream:
             yield stream
     except HeadwaterError:
         raise
-    except (OSError, EOFError, UnicodeDecodeError, zlib.error, lzma.LZMAError) as error:
+    except (OSError, EOFError, UnicodeDecodeError) as error:
         raise unreadable(file, error) from error
 
 
 @contextmanager
 def opened_text(file: Path) -> Iterator[IO[bytes]]:
-    """Open a text file as `opened` does, in UTF-8 without a byte order mark."""
+    """Open a text file as `opened` does, in UTF-8 without byte order marks, wherever they are."""
     with opened(file) as stream:
         yield io.BufferedReader(_Utf8(stream), CHUNK)
 
@@ -252,6 +260,21 @@ def skip(stream: IO[bytes], size: int) -> None:
     """Read up to byte `size` of a file from `opened_text`."""
     while size and (data := stream.read(min(size, CHUNK))):
         size -= len(data)
+
+
+def read_whole(file: Path, stream: IO[bytes]) -> bytes:
+    """The rest of a file from `opened`. Raises `HeadwaterError` if it unpacks to far more than there is of it."""
+    most = max(LONGEST_LINE, MOST_UNPACKED * file.stat().st_size)
+    pieces: list[bytes] = []
+    while data := stream.read(CHUNK):
+        pieces.append(data)
+        most -= len(data)
+        if most < 0:
+            raise HeadwaterError(
+                f"{_named(file)} unpacks to more than {MOST_UNPACKED} times its size, which is read at once; unpack "
+                "it, or read it with `headwater data prepare`."
+            )
+    return b"".join(pieces)
 
 
 def unreadable(file: Path, error: Exception) -> HeadwaterError:
@@ -269,33 +292,47 @@ def _named(file: Path) -> str:
 
 
 class _Utf8(io.RawIOBase):
-    """Text in UTF-8: transcoded if it begins with a mark of UTF-16 or UTF-32, and without that mark or UTF-8's."""
+    """Text in UTF-8: transcoded if it begins with a mark of UTF-16 or UTF-32, and without marks.
 
-    def __init__(self, stream: IO[bytes]) -> None:
-        self.pieces, self.left = self._pieces(stream), memoryview(b"")
+    everywhere: also without those that are not at the beginning, as files that were joined have them.
+    """
 
-    @staticmethod
-    def _pieces(stream: IO[bytes]) -> Iterator[bytes]:
-        data = stream.read(CHUNK)
-        decoder = _transcoder(data)
-        data = data.removeprefix(MARK)
-        while data:
-            yield data if decoder is None else decoder.decode(data).encode()
-            data = stream.read(CHUNK)
-        if decoder is not None:
-            yield decoder.decode(b"", final=True).encode()  # raises if the text is cut off
+    def __init__(self, stream: IO[bytes], everywhere: bool = True) -> None:
+        self.stream, self.everywhere = stream, everywhere
+        self.decoder: codecs.IncrementalDecoder | None = None
+        self.begun = self.ended = False
+        self.held, self.left = b"", memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         while not self.left:
-            if (piece := next(self.pieces, None)) is None:
+            if self.ended:
                 return 0
-            self.left = memoryview(piece)
+            self.left = memoryview(self._next())
         size = min(len(self.left), len(buffer))
         buffer[:size], self.left = self.left[:size], self.left[size:]
         return size
+
+    def _next(self) -> bytes:
+        data = self.stream.read(CHUNK)
+        self.ended = not data
+        first, self.begun = not self.begun, True
+        if first:
+            self.decoder = _transcoder(data)
+        if self.decoder is not None:
+            text = self.decoder.decode(data, final=self.ended)
+            if first:
+                _check_assigned(text)
+            data = text.encode()
+        if not self.everywhere:
+            return data.removeprefix(MARK) if first else data
+        data = self.held + data
+        # The beginning of a mark may be the last that was read.
+        cut = 0 if self.ended else next((n for n in (2, 1) if data.endswith(MARK[:n])), 0)
+        self.held = data[len(data) - cut :]
+        return data[: len(data) - cut].replace(MARK, b"")
 
 
 def _transcoder(data: bytes) -> codecs.IncrementalDecoder | None:
@@ -307,17 +344,94 @@ def _transcoder(data: bytes) -> codecs.IncrementalDecoder | None:
     return None
 
 
-def _open_zstd(file: IO[bytes]) -> Any:
+def _check_assigned(text: str) -> None:
+    """Raise `UnicodeDecodeError` if this is no text: most binary data are possible UTF-16, of characters that do not
+    exist. Those beyond the first 2^16 are not looked at, since new ones are assigned each year.
+    """
+    for character in set(text):
+        if character < "\U00010000" and unicodedata.category(character) == "Cn":
+            raise UnicodeDecodeError("utf-16", character.encode("utf-16-le"), 0, 2, "no character")
+
+
+class _Unpacked(io.RawIOBase):
+    """Unpack a file of one or more streams, at most CHUNK bytes at a time. A truncated end or a damaged later stream is
+    an error; the readers of bz2 and xz in the standard library ignore one or the other."""
+
+    def __init__(self, file: Path, decompressor: Callable[[], Any]) -> None:
+        self.file, self.decompressor = open_regular(file), decompressor
+        self.stream: Any = None
+        self.left = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self.left:
+            data = b""
+            if self.stream is None or self.stream.eof:
+                # .gz and .xz may have zeros between streams and after the last.
+                data = (self.stream.unused_data if self.stream else b"").lstrip(b"\0") or self._packed()
+                while self.stream and data and not (data := data.lstrip(b"\0")):
+                    data = self._packed()
+                if not data and self.stream is None:
+                    raise EOFError
+                if not data:
+                    return 0
+                self.stream = self.decompressor()
+            elif self.stream.needs_input and not (data := self._packed()):
+                raise EOFError
+            try:
+                self.left = memoryview(self.stream.decompress(data, CHUNK))
+            except (zlib.error, lzma.LZMAError) as error:
+                raise OSError(str(error)) from error
+        size = min(len(self.left), len(buffer))
+        buffer[:size], self.left = self.left[:size], self.left[size:]
+        return size
+
+    def _packed(self) -> bytes:
+        return self.file.read(PACKED_CHUNK)
+
+    def close(self) -> None:
+        self.file.close()
+        super().close()
+
+
+class _Gzip:
+    """A decompressor with the interface of those of bz2 and lzma."""
+
+    def __init__(self) -> None:
+        self.stream = zlib.decompressobj(wbits=31)
+        self.is_full = False
+
+    @property
+    def eof(self) -> bool:
+        return self.stream.eof
+
+    @property
+    def unused_data(self) -> bytes:
+        return self.stream.unused_data
+
+    @property
+    def needs_input(self) -> bool:
+        return not self.is_full and not self.stream.unconsumed_tail
+
+    def decompress(self, data: bytes, most: int) -> bytes:
+        data = self.stream.decompress(self.stream.unconsumed_tail + data, most)
+        self.is_full = len(data) == most  # then some of what it has read may still be inside
+        return data
+
+
+def _zstd(file: Path) -> Any:
     from pyarrow import CompressedInputStream, PythonFile
 
-    return io.BufferedReader(CompressedInputStream(PythonFile(file, mode="r"), "zstd"), CHUNK)
+    return CompressedInputStream(PythonFile(open_regular(file), mode="r"), "zstd")
 
 
-PACKED: dict[str, Callable[[Any], Any]] = {
-    ".gz": gzip.open,
-    ".bz2": bz2.open,
-    ".xz": lzma.open,
-    ".zst": _open_zstd,
+PACKED: dict[str, Callable[[Path], Any]] = {
+    ".gz": lambda file: _Unpacked(file, _Gzip),
+    ".bz2": lambda file: _Unpacked(file, bz2.BZ2Decompressor),
+    ".xz": lambda file: _Unpacked(file, lambda: lzma.LZMADecompressor(memlimit=MOST_DICTIONARY)),
+    ".zst": _zstd,
 }
 
 TableRow = tuple[int, Any, str | None]
@@ -332,10 +446,10 @@ def table_rows(file: Path, columns: Columns, begin: int = 0) -> Iterator[TableRo
     kind, where = table_kind(file), printable(str(file))
     if kind == "parquet":
         with opened(file) as stream:
-            yield from rows_of_tables(parquet_tables(stream, columns), columns, begin, file)
+            yield from rows_of_tables(parquet_tables(stream, file, columns), columns, begin, file)
         return
     with opened(file) as packed:
-        stream = io.BufferedReader(_Utf8(packed), CHUNK)
+        stream = io.BufferedReader(_Utf8(packed, everywhere=False), CHUNK)
         read = csv_rows(stream, file, columns, begin) if kind in DELIMITERS else json_rows(stream, file, begin)
         for number, row in read:
             try:
@@ -348,10 +462,10 @@ def table_rows(file: Path, columns: Columns, begin: int = 0) -> Iterator[TableRo
 def json_rows(stream: io.BufferedReader[Any], file: Path, begin: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
     """(number, row) past the first `begin`. One row per line, since rows of real corpora do not share one schema."""
     if table_kind(file) == "json" and stream.peek(64)[:64].lstrip()[:1] == b"[":
-        rows = enumerate(_parsed(file, 1, stream.read()), 1)
+        rows = enumerate(_parsed(file, 1, read_whole(file, stream)), 1)
         numbered: Iterator[tuple[int, Any]] = itertools.islice(rows, begin, None)
     else:
-        lines = itertools.islice(enumerate(_lines(stream, file), 1), begin, None)
+        lines = itertools.islice(enumerate(_json_lines(stream, file), 1), begin, None)
         numbered = ((number, _parsed(file, number, line)) for number, line in lines if line.strip())
     for number, row in numbered:
         if not isinstance(row, dict):
@@ -369,6 +483,25 @@ def _lines(stream: IO[AnyStr], file: Path) -> Iterator[AnyStr]:
             size = f"{LONGEST_LINE / 1e6:,.0f} MB"
             raise HeadwaterError(f"Line {number} of {_named(file)} is longer than {size}; split that document.")
         yield line
+
+
+def _json_lines(stream: IO[bytes], file: Path) -> Iterator[bytes]:
+    """Lines without byte order marks, which also divide lines of files that were joined."""
+    for line in _lines(stream, file):
+        if MARK in line:
+            line = line.removeprefix(MARK)
+            if MARK in line and not _is_json(line):
+                yield from line.split(MARK)
+                continue
+        yield line
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _parsed(file: Path, number: int, data: bytes) -> Any:
@@ -391,7 +524,7 @@ def csv_rows(stream: IO[bytes], file: Path, columns: Columns, begin: int = 0) ->
     lines = _lines(io.TextIOWrapper(stream, encoding="utf-8", newline=""), file)
     first = next(lines, "")
     delimiter = _delimiter(first, DELIMITERS[table_kind(file) or "csv"], columns)
-    reader = csv.reader(itertools.chain([first], lines), delimiter=delimiter, strict=True)
+    reader = csv.reader(_unmarked(first, lines), delimiter=delimiter, strict=True)
     names: list[str] | None = None
     number = 0
     try:
@@ -417,6 +550,20 @@ def csv_rows(stream: IO[bytes], file: Path, columns: Columns, begin: int = 0) ->
         raise _bad_line(file, reader.line_num, error) from error
 
 
+def _unmarked(first: str, lines: Iterator[str]) -> Iterator[str]:
+    """The lines without byte order marks, and where files were joined, without the names of columns again."""
+    mark = MARK.decode()
+    again = mark + first.rstrip("\r\n")
+    yield first
+    for line in lines:
+        before, joined, behind = line.partition(again)
+        if joined and not behind.strip("\r\n"):
+            if before:
+                yield before + "\n"
+        else:
+            yield line.removeprefix(mark)
+
+
 def _delimiter(line: str, candidates: str, columns: Columns) -> str:
     """What divides the names of the columns: with it, the wanted ones are among them, or there are most."""
 
@@ -427,7 +574,7 @@ def _delimiter(line: str, candidates: str, columns: Columns) -> str:
     return max(candidates, key=fit)
 
 
-def parquet_tables(stream: IO[bytes], columns: Columns) -> Iterator[Any]:
+def parquet_tables(stream: IO[bytes], file: Path, columns: Columns) -> Iterator[Any]:
     """Tables of a file. Not read with datasets, which loads whole row groups: they can be as large as the file."""
     from pyarrow.parquet import ParquetFile
 
@@ -435,8 +582,9 @@ def parquet_tables(stream: IO[bytes], columns: Columns) -> Iterator[Any]:
         schema = table.schema_arrow
         columns.add_names(_fields(schema))
         wanted = columns.outermost(schema.names)
+        rows = max(1, min(ROWS, MOST_ROWS // max(1, largest_value(stream, file, table.metadata))))
         # The number of rows counts even if none of them has the column.
-        yield from table.iter_batches(batch_size=ROWS, columns=wanted or schema.names[:1])
+        yield from table.iter_batches(batch_size=rows, columns=wanted or schema.names[:1])
 
 
 def _fields(schema: Any) -> Iterator[str]:
@@ -448,6 +596,43 @@ def _fields(schema: Any) -> Iterator[str]:
             yield from (f"{field.name}.{inner.name}" for inner in field.type)
         else:
             yield field.name
+
+
+def largest_value(stream: IO[bytes], file: Path, metadata: Any) -> int:
+    """The bytes that one value of a parquet file can take, by its dictionaries, the values that many rows may share.
+
+    A dictionary of kilobytes in the file may be one long value that each row repeats.
+    Raises `HeadwaterError` if a value can be longer than LONGEST_LINE.
+    """
+    largest = 0
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        for chunk in map(group.column, range(group.num_columns)):
+            if chunk.dictionary_page_offset is not None and stream.seekable():
+                stream.seek(chunk.dictionary_page_offset)
+                largest = max(largest, _page_size(stream.read(16)))
+            elif group.num_rows:
+                largest = max(largest, chunk.total_uncompressed_size // group.num_rows)
+    if largest > LONGEST_LINE:
+        raise HeadwaterError(
+            f"{_named(file)} may hold values of {largest / 1e6:,.0f} MB; split documents longer than "
+            f"{LONGEST_LINE / 1e6:,.0f} MB."
+        )
+    return largest
+
+
+def _page_size(header: bytes) -> int:
+    """The unpacked size of a page of a parquet file, from the begin of its header: a type and a size, as Thrift's
+    compact protocol writes them, each a byte that says what follows and seven bits a byte, zigzag."""
+    numbers, value, shift, begins = [], 0, 0, True
+    for byte in header:
+        if begins:
+            begins = False
+            continue
+        value, shift = value | (byte & 127) << shift, shift + 7
+        if byte < 128:
+            numbers.append(value >> 1)
+            value, shift, begins = 0, 0, True
+    return numbers[1] if len(numbers) > 1 else 0
 
 
 def rows_of_tables(tables: Iterable[Any], columns: Columns, begin: int, file: Path) -> Iterator[TableRow]:
