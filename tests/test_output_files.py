@@ -16,7 +16,7 @@ from headwater.errors import HeadwaterError
 from headwater.files import absence, check_free, replace_text, replacing
 from headwater.output_folder import LOCK, keep, occupied
 
-EVALUATION = {"format": 1, "headwater": "1", "rows": [], "models": {}}
+EVALUATION = {"headwater": "1", "format": 1, "rows": [], "models": {}}
 
 
 class TestFiles:
@@ -26,7 +26,7 @@ class TestFiles:
         outputs.write_json(file, EVALUATION | {"rows": [1]})
         assert json.loads(file.read_text())["rows"] == [1]
 
-    @pytest.mark.parametrize("content", ["notes", "{}", "[1]", ""])
+    @pytest.mark.parametrize("content", ["notes", "{}", "[1]", "", "# headwater", '{"model_type": "headwater"}'])
     def test_what_is_not_headwaters_stays(self, tmp_path, content):
         (file := tmp_path / "file").write_text(content)
         figure = pytest.importorskip("matplotlib.figure").Figure()

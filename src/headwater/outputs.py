@@ -1,13 +1,14 @@
 """Files under a name that the user chose, or in the user's folder: only those that headwater wrote are replaced.
 
-What headwater writes has its name near the beginning or the end. Formats of pictures without metadata, such as JPEG,
-are written but never replaced.
+What headwater writes says so itself: JSON by its first key, pages by their generator, pictures by their metadata.
+Formats of pictures without metadata, such as JPEG, are written but never replaced.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,14 @@ if TYPE_CHECKING:
 
 _AUTHOR = "headwater"
 _METADATA = {"png": "Software", "svg": "Creator", "pdf": "Creator", "ps": "Creator", "eps": "Creator"}
+_MARKS = (
+    b'<meta name="generator" content="headwater">',
+    b"tEXtSoftware\0headwater",  # PNG
+    b"<dc:title>headwater</dc:title>",  # SVG
+    b"/Creator (headwater)",  # PDF
+    b"%%Creator: headwater\n",  # PostScript
+)
+_JSON = re.compile(rb'\{\s*"headwater":')
 # Bytes at the beginning and end of a file in which it says who wrote it.
 _NEAR = 2**14
 
@@ -39,7 +48,7 @@ def check_replaceable(file: Path) -> None:
         content = file.read_bytes()
     except OSError as error:
         raise HeadwaterError(f"{str(file)!r} cannot be read: {error.strerror}; choose another name.") from error
-    if b"headwater" in content[:_NEAR] + content[-_NEAR:]:
+    if _JSON.match(content) or any(mark in content[:_NEAR] + content[-_NEAR:] for mark in _MARKS):
         return
     raise HeadwaterError(
         f"{str(file)!r} already exists, and headwater did not write it; choose another name, or move it away."
@@ -47,12 +56,14 @@ def check_replaceable(file: Path) -> None:
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file. Raises `HeadwaterError` for another's file, or if it cannot be written."""
+    """Write a JSON file whose first key is "headwater". Raises `HeadwaterError` for another's file, or if it cannot be
+    written."""
     write_text(file, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
 def write_text(file: Path, text: str) -> None:
-    """Write a text that names headwater. Raises `HeadwaterError` for another's file, or if it cannot be written."""
+    """Write JSON or a page that says who wrote it. Raises `HeadwaterError` for another's file, or if it cannot be
+    written."""
     check_replaceable(file)
     with explaining(lambda problem: f"{str(file)!r} could not be written: {problem}."):
         replace_text(file, text)

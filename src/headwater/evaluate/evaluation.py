@@ -250,7 +250,7 @@ def to_json(result: EvaluationResult) -> dict[str, Any]:
     content = asdict(result)
     for row in content["rows"]:
         del row["items"]
-    return {"format": 1, "headwater": headwater.__version__} | _finite(content)
+    return {"headwater": headwater.__version__, "format": 1} | _finite(content)
 
 
 def _finite(value: Any) -> Any:

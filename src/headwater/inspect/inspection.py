@@ -197,7 +197,7 @@ def check_alike(found: Sequence[Inspection]) -> None:
 
 def to_json(found: Sequence[Inspection]) -> dict[str, Any]:
     """The content of inspect.json: docs/inspect.md has the schema."""
-    return {"schema_version": SCHEMA_VERSION, "headwater": __version__, "models": [_json(one) for one in found]}
+    return {"headwater": __version__, "schema_version": SCHEMA_VERSION, "models": [_json(one) for one in found]}
 
 
 def _json(one: Inspection) -> dict[str, Any]:

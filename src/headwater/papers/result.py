@@ -17,6 +17,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from rich.text import Text
 
+from headwater import __version__
 from headwater.compare.statistics import has_diverged
 from headwater.drawing import default_style
 from headwater.outputs import write_json
@@ -404,6 +405,7 @@ def to_json(found: Reproduction) -> dict[str, Any]:
     of, work = found.table, found.work
     claims = [asdict(one) | {"evidence": evidence(one)} for one in found.claims]
     result: dict[str, Any] = {
+        "headwater": __version__,
         "table": found.name,
         "title": of.title,
         "source": of.source,
