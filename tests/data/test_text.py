@@ -431,7 +431,7 @@ def test_globs_mean_what_a_shell_means(folder):
         if found:
             assert set(local_files(str(folder / pattern))[1]) == found, pattern
         else:
-            with pytest.raises(HeadwaterError, match=r"No file matches|is no pattern"):
+            with pytest.raises(HeadwaterError, match="No file matches"):
                 local_files(str(folder / pattern))
 
 

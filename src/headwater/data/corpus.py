@@ -7,6 +7,7 @@ relative path where a document is a file, of the text where it is a row of a tab
 from __future__ import annotations
 
 import ast
+import fnmatch
 import glob
 import hashlib
 import itertools
@@ -272,14 +273,30 @@ def _hidden(relative: Path) -> bool:
 
 
 def _matches(root: Path, pattern: tuple[str, ...]) -> list[Path]:
-    """The regular files below `root` that match a shell pattern; hidden names must be matched explicitly."""
-    every = pattern if pattern[-1] != "**" else (*pattern, "*")
-    try:
-        found = [file for file in root.glob("/".join(every)) if file.is_file()]
-    except ValueError as error:  # ** within a name
-        raise HeadwaterError(f"{'/'.join(pattern)!r} is no pattern: {error}.") from error
-    wants_hidden = any(part.startswith(".") for part in pattern)
-    return sorted(file for file in found if wants_hidden or not _hidden(file.relative_to(root)))
+    """The regular files below `root` that match a shell pattern. `**` does not follow links either."""
+    cut = pattern.index("**") if "**" in pattern else len(pattern)
+    names = glob.glob(str(Path(*pattern[:cut])), root_dir=root) if cut else [""]
+    found = [root / name for name in names]
+    if cut < len(pattern):
+        found = [
+            file
+            for folder in found
+            for file in (_walk(folder) if folder.is_dir() else [])
+            if _fits(file.relative_to(folder).parts, pattern[cut:])
+        ]
+    return sorted(file for file in set(found) if file.is_file())
+
+
+def _fits(parts: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
+    """Whether the parts of a path match those of a pattern; hidden names must be matched explicitly."""
+    if not parts or not pattern:
+        return not parts and not pattern
+    first, *rest = pattern
+    if first == "**":
+        inside = not parts[0].startswith(".") and (_fits(parts[1:], pattern) or (len(parts) == 1 and not rest))
+        return inside or _fits(parts, tuple(rest))
+    dotted = parts[0].startswith(".") and not first.startswith(".")
+    return not dotted and fnmatch.fnmatchcase(parts[0], first) and _fits(parts[1:], tuple(rest))
 
 
 def load_hub_rows(source: str, config: str | None = None, split: str | None = None, streaming: bool = False) -> Any:

@@ -28,6 +28,7 @@ from headwater.data import shards
 from headwater.data.chat import Encoded, as_fields
 from headwater.data.known import resolve
 from headwater.data.reading import check_name, printable
+from headwater.data.sealed import read_sealed, write_sealed
 from headwater.data.shards import (
     DOMAINS,
     EVALUATION,
@@ -249,6 +250,7 @@ class _Journal(Facts):
     moved: float | None
     """See `moved_document`."""
     folders: dict[Slug, _FolderState]
+    check: Digest
 
 
 class _Run:
@@ -269,7 +271,7 @@ class _Run:
         self.folders: dict[str, _Folder] = {}
         # Those whose names are synced to the disk.
         self.named = set[str]()
-        journal = shards.read_facts(_Journal, out / JOURNAL)
+        journal = _read_journal(out)
         if journal:
             _check_same(out, settings, encode.separator, journal.settings, journal.separator, "was begun")
         self.place = journal.place if journal else StreamPosition()
@@ -337,7 +339,7 @@ class _Run:
             flush(self.out)
         state = {"settings": self.settings, "separator": self.encode.separator, "files": self.files}
         state |= {"moved": self.holds_out.moved}
-        _write_facts(self.out / JOURNAL, state | {"place": self.place._asdict(), "folders": folders})
+        write_sealed(self.out / JOURNAL, state | {"place": self.place._asdict(), "folders": folders})
         if not self.named:
             flush(self.out)
         self.named = set(folders)
@@ -353,7 +355,7 @@ class _Run:
         for folder in self.folders.values():
             self._write_manifest(folder)
         if self.settings["by"]:
-            _write_facts(self.out / DOMAINS, {"settings": self.settings, "domains": domains})
+            write_sealed(self.out / DOMAINS, {"settings": self.settings, "domains": domains})
         self.close()
         flush(self.out)
         (self.out / JOURNAL).unlink()
@@ -388,8 +390,9 @@ class _Run:
             train=folder.splits["train"].finish(),
             held_out=folder.splits["held_out"].finish(),
             evaluation=evaluation,
+            check="0" * 64,  # is written in its place
         )
-        _write_facts(folder.path / MANIFEST, manifest.model_dump())
+        write_sealed(folder.path / MANIFEST, manifest.model_dump())
         flush(folder.path)
 
     def _folder(self, domain: str | None) -> _Folder:
@@ -727,8 +730,9 @@ def _foreign(out: Path) -> bool:
     return bool(names) and not names & {JOURNAL, MANIFEST, DOMAINS}
 
 
-def _write_facts(file: Path, values: dict[str, Any]) -> None:
-    replace_text(file, json.dumps(values, indent=1))
+def _read_journal(out: Path) -> _Journal | None:
+    values = read_sealed(out / JOURNAL)
+    return None if values is None else shards.validated(_Journal, values, out / JOURNAL)
 
 
 def _damaged(file: Path) -> HeadwaterError:

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from headwater.data.chat import as_text
 from headwater.data.corpus import Document
 from headwater.data.reading import TOOLS
+from headwater.data.sealed import damaged, read_sealed
 from headwater.errors import HeadwaterError
 from headwater.files import absence, read_bytes, sha256_of
 
@@ -158,6 +159,8 @@ class Manifest(Facts):
     train: SplitFacts
     held_out: SplitFacts
     evaluation: EvaluationFacts
+    check: Digest
+    """SHA-256 of the manifest with this field empty."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -334,8 +337,8 @@ def open_prepared(folder: Path) -> Prepared:
 
 def read_manifest(folder: Path) -> Manifest:
     """Raises `HeadwaterError` if there is none, or it is damaged."""
-    if (manifest := read_facts(Manifest, folder / MANIFEST)) is not None:
-        return manifest
+    if (values := read_sealed(folder / MANIFEST)) is not None:
+        return validated(Manifest, values, folder / MANIFEST)
     if domains := read_domains(folder):
         names = ", ".join(str(folder / name) for name in list(domains)[:8]) + (", …" if len(domains) > 8 else "")
         raise HeadwaterError(f"{str(folder)!r} holds a prepared folder for each domain; name one or more of: {names}.")
@@ -351,6 +354,8 @@ class Domains(Facts):
 
     settings: dict[str, Any]
     domains: dict[Slug, str]
+    check: Digest
+    """As in the manifest."""
 
 
 def read_domains(folder: Path) -> dict[str, str]:
@@ -358,38 +363,30 @@ def read_domains(folder: Path) -> dict[str, str]:
 
     Raises `HeadwaterError` if domains.json is damaged.
     """
-    found = read_facts(Domains, folder / DOMAINS)
-    return {} if found is None else found.domains
+    values = read_sealed(folder / DOMAINS)
+    return validated(Domains, values, folder / DOMAINS).domains if values is not None else {}
 
 
 M = TypeVar("M", bound=Facts)
 
 
-def read_facts(kind: type[M], file: Path) -> M | None:
-    """The content of a JSON file; None if there is no such file. Raises `HeadwaterError` if it is invalid."""
-    if not file.exists():
-        return None
+def validated(kind: type[M], values: dict[str, Any], file: Path) -> M:
+    """Parse a file. Raises `HeadwaterError` if it is invalid."""
     try:
-        return kind.model_validate_json(read_bytes(file))
-    except OSError as error:
-        raise damaged(file) from error
+        return kind.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "its content"
+        where = ".".join(map(str, first["loc"]))
         raise HeadwaterError(
             f"{str(file)!r} is not a file of format {FORMAT_VERSION}: {where}: {first['msg']}"
         ) from error
 
 
-def damaged(file: Path) -> HeadwaterError:
-    """The error for a file of a prepared folder that has changed."""
-    return HeadwaterError(
-        f"{str(file)!r} has changed since it was written; copy it again, or prepare the folder again."
-    )
-
-
 def check(prepared: Prepared) -> Iterator[str]:
-    """Names of the files whose content has changed, in order, as they are found, since it takes time."""
+    """Names of the files whose content has changed, in order, as they are found, since it takes time.
+
+    The manifest's own checksum was compared when it was read.
+    """
     manifest, sums = prepared.manifest, dict[str, str]()
     for facts in (manifest.train, manifest.held_out):
         for shard in facts.shards:
