@@ -109,7 +109,6 @@ def test_prompts_from_stdin_and_jsonl(run, recipe, tmp_path, monkeypatch):
         (["x", "--jsonl", "{folder}/a"], "Pass exactly one of"),
         (["x", "--stop", ""], "--stop needs a text"),
         (["--jsonl", "{folder}/bytes"], "not UTF-8"),
-        (["\udcff"], "not UTF-8"),  # as Python gives the byte 0xff in an argument
         (["--jsonl", "{folder}/nothing"], "There is no"),
         (["x", "--dtype", "int8"], "--dtype is auto"),
         (["x", "--temperature", "1e-39"], "--temperature below 0.01"),
@@ -122,7 +121,6 @@ def test_prompts_from_stdin_and_jsonl(run, recipe, tmp_path, monkeypatch):
         (["--jsonl", "{folder}/nested"], "is not JSON"),
         (["--jsonl", "{folder}/option"], "'seed', which is not read from a line"),
         (["--jsonl", "{folder}/completed"], "would be replaced"),
-        (["x", "--stop", "\udcff"], "--stop is not UTF-8"),
         (["x", "--batch-size", "2"], "--batch-size is for --jsonl"),
         (["x", "--temperature", "0", "--top-p", "0.5"], "--top-p has no effect"),
         (["x", "--temperature", "0", "--top-k", "0"], "--top-k has no effect"),

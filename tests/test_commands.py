@@ -118,9 +118,8 @@ def test_completion_is_shown_and_nothing_is_written_unless_asked(tmp_path):
 
 def test_numbers_that_no_option_can_mean_are_refused_by_all(run, tiny):
     for arguments, said in (
-        (["train", tiny, "--seed", 2**64], "64 bits"),
-        (["train", tiny, "--seed", 2**40], "too large"),
         (["generate", ".", "x", "--seed", -(2**64)], "64 bits"),
+        (["generate", ".", "x", "--seed", 2**40], "too large"),
         (["plan", "gpt2-124m", "--mfu", "nan"], "finite"),
     ):
         code, _, err = run(*arguments)
@@ -147,14 +146,10 @@ def test_an_output_that_cannot_be_shown_is_refused(run, tiny, tmp_path, monkeypa
 
 def test_a_place_is_tried_before_there_is_work_to_lose(tmp_path):
     (tmp_path / "file").write_text("mine")
-    os.mkfifo(tmp_path / "pipe")
     for target, folder, said in (
         (tmp_path / "file" / "x", True, "folder"),
         (tmp_path / "file", True, "folder"),
         (tmp_path / "missing" / "x.json", False, "folder"),
-        (tmp_path, False, "a folder"),
-        (tmp_path / "pipe", False, "regular file"),
-        (Path("/dev/null"), False, "regular file"),
         (Path("/proc/x.json"), False, "cannot be written"),
         (Path("/proc/x/y"), True, "cannot be written"),
     ):
@@ -162,7 +157,7 @@ def test_a_place_is_tried_before_there_is_work_to_lose(tmp_path):
             check_writable(target, folder)
     check_writable(tmp_path / "file")
     check_writable(tmp_path / "new" / "deeper", folder=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "pipe"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
     assert (tmp_path / "file").read_text() == "mine"
 
 
@@ -177,7 +172,7 @@ def test_a_place_is_tried_before_there_is_work_to_lose(tmp_path):
         ["data", "tokenizer", "{}", "--out", "/proc/x"],
         ["data", "prepare", "{}", "--out", "/proc/x"],
         ["export", "missing", "--out", "/proc/x"],
-        ["grow", "missing", "--out", "/proc/x", "--ffn-pairs", "9"],
+        ["grow", "missing", "--out", "/proc/x", "ffn_pairs=9"],
     ],
     ids=lambda arguments: " ".join(arguments[:2]),
 )
@@ -194,9 +189,7 @@ def test_a_new_folder_is_named_with_out(run):
 
 
 def test_a_device_is_auto_unless_said(run, tiny, tmp_path):
-    code, _, err = run("train", tiny, "--device", "auto", "--out", tmp_path / "run")
-    assert code == 0, err
-    code, _, err = run("train", tiny, "--device", "gpu", "--out", tmp_path / "other")
+    code, _, err = run("train", tiny, "training.device=gpu", "--out", tmp_path / "other")
     assert code == 2
     assert "training.device" in err
     for command in typer.main.get_command(app).commands["bench"].commands.values():

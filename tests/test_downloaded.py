@@ -320,7 +320,7 @@ OF_CHECKPOINTS = {
     "export as its source": ["export", "model", "--family", "source", "--out", "../theirs"],
     "retrofit": ["retrofit", "model", "--mechanism", "smear", "--out", "../more"],
     "convert": ["convert", "model", "--num-key-value-heads", 1, "--heal", 1000, "--plan"],
-    "grow": ["grow", "model", "--num-hidden-layers", 3, "--out", "../grown"],
+    "grow": ["grow", "model", "num_hidden_layers=3", "--out", "../grown"],
     "train": ["train", "../recipe.yaml", "start.checkpoint=model", "--out", "../run"],
 }
 

@@ -65,7 +65,7 @@ def folder(tmp_path_factory):
         optimizer.zero_grad()
     llama.eval().save_pretrained(folder / "llama")
     byte_tokenizer().save_pretrained(folder / "llama")
-    history = [Event(what="retrofitted", details={"family": "llama"})]
+    history = [Event(kind="retrofitted", details={"family": "llama"})]
     write_model(folder / "twin", from_transformers(llama), byte_tokenizer(), history, None)
     (folder / "texts").mkdir()
     for index, length in enumerate((1, 40, 97, 200)):
@@ -130,17 +130,17 @@ def test_windows_without_overlap_are_lm_evals_rolling_windows(folder):
 
 
 def test_measures_of_a_text_are_of_its_nats_tokens_and_bytes(folder):
-    result = evaluate([str(folder / "twin")], text=[str(folder / "texts")], context=96, stride=96, per_item=True)
+    result = evaluate([str(folder / "twin")], text=[str(folder / "texts")], context=96, stride=96)
     [one] = candidates([str(folder / "twin")])
     model = one.load("cpu", "float32")
     documents = [(folder / "texts" / f"{index}.txt").read_text() for index in range(3)]
-    items = result.per_item[0]["items"]
-    for text, item in zip(documents, items, strict=False):
+    items = next(row.items["twin"] for row in result.rows if row.metric == "loss")
+    for text, likelihood, count in zip(documents, items.values, items.weights, strict=False):
         ids = list(text.encode())
         if len(ids) <= 96:
-            assert item["nats"] == pytest.approx(-sum(loglikelihoods(model, ids, 256)), rel=1e-5)
-        assert item["bytes"] == len(ids) == item["tokens"]
-    total, size = sum(item["nats"] for item in items), sum(item["bytes"] for item in items)
+            assert likelihood == pytest.approx(sum(loglikelihoods(model, ids, 256)), rel=1e-5)
+        assert count == len(ids)
+    total, size = -items.values.sum(), items.weights.sum()
     figures = {row.metric: row.figures["twin"].value for row in result.rows}
     assert figures == pytest.approx(
         {"bits per byte": total / math.log(2) / size, "loss": total / size, "perplexity": math.exp(total / size)}
@@ -151,7 +151,7 @@ def test_measures_of_a_text_are_of_its_nats_tokens_and_bytes(folder):
 
 
 def test_choices_are_scored_as_by_hand(folder):
-    result = evaluate([str(folder / "twin")], ["closing"], task_files=TASKS, per_item=True)
+    result = evaluate([str(folder / "twin")], ["closing"], task_files=TASKS)
     [one] = candidates([str(folder / "twin")])
     model = one.load("cpu", "float32")
     expected = []
@@ -164,16 +164,14 @@ def test_choices_are_scored_as_by_hand(folder):
             scores.append(sum(loglikelihoods(model, ids[1:], ids[0])[len(code) - 1 :]))
         expected.append(float(np.argmax(scores) == item["answer"]))
     acc = next(row for row in result.rows if row.metric == "acc")
-    assert [item["score"] for item in result.per_item[0]["items"]] == expected
+    assert acc.items["twin"].values.tolist() == expected
     assert acc.figures["twin"].value == np.mean(expected)
     assert acc.figures["twin"].stderr == pytest.approx(np.std(expected, ddof=1) / math.sqrt(len(expected)))
 
 
 def test_a_llama_and_its_twin_agree(folder):
     models = [str(folder / "llama"), str(folder / "twin")]
-    result = evaluate(
-        models, task_files=TASKS, text=[str(folder / "texts")], context=64, dtype="float32", per_item=True
-    )
+    result = evaluate(models, task_files=TASKS, text=[str(folder / "texts")], context=64, dtype="float32")
     assert {row.task for row in result.rows} == {"closing", "last_word", "copying", "snippets", "texts"}
     for row in result.rows:
         ours, theirs = row.figures["twin"], row.figures["llama"]
@@ -331,7 +329,6 @@ def write(file: Path, text: str) -> Path:
         (["--text", "./nowhere.txt"], "There is no file or folder"),
         (["--text", TASKS, "--context", "8", "--stride", "9"], "use at most 8"),
         (["--text", TASKS, "--dtype", "int8"], "--dtype must be one of"),
-        (["--text", TASKS, "--per-item"], "--out FILE"),
         (["--text", TASKS, "--out", "nowhere/a.json"], "no folder 'nowhere'"),
     ],
 )
@@ -398,7 +395,7 @@ def test_data_that_are_out_of_reach_are_said_to_be(folder, monkeypatch, tmp_path
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     write(tmp_path / "a" / "a.yaml", "task: far\ndataset_path: nobody/nothing\ntest_split: test\n")
-    with pytest.raises(HeadwaterError, match=r"needs its data of the Hugging Face hub.*--task-files"):
+    with pytest.raises(HeadwaterError, match=r"needs data of the Hugging Face hub.*--task-files"):
         evaluate([str(folder / "twin")], task_files=tmp_path / "a")
 
 
@@ -420,4 +417,3 @@ def test_the_command_writes_what_it_prints(folder, tmp_path, run):
     assert (acc["task"], acc["metric"], norm["metric"]) == ("closing", "acc", "acc_norm")
     assert f"{acc['figures']['twin']['value']:.4f} ± {acc['figures']['twin']['stderr']:.4f}" in out
     assert record["versions"]["lm_eval"]
-    assert "per_item" not in record

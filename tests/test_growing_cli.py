@@ -72,7 +72,7 @@ def logits(folder: Path, vocabulary: int = VOCAB) -> torch.Tensor:
 class TestGrow:
     def test_it_writes_a_larger_model_of_the_same_function_beside_the_source(self, run, small):
         before = digest(small)
-        code, out, _ = run("grow", small, "--attention-pairs", 1000, "--ffn-pairs", 14)
+        code, out, _ = run("grow", small, "attention_pairs=1000", "ffn_pairs=14")
         target = small.with_name("small-grown")
         assert code == 0
         assert str(target) in out
@@ -81,18 +81,17 @@ class TestGrow:
         assert (a - b).abs().max() < 1e-12 * a.abs().max()
         assert pairs_of(HeadwaterForCausalLM.from_pretrained(target))["key"] == 1000
         (event,) = history_of(target)
-        assert (event.what, event.details["attention_pairs"]) == ("grown", 1000)
+        assert (event.kind, event.details["attention_pairs"]) == ("grown", 1000)
 
     @pytest.mark.parametrize(
         ("arguments", "said"),
         [
-            (["--attention-pairs", 3], "at least 7"),
-            (["--attention-pairs", 0], "greater than or equal to 1"),
+            (["attention_pairs=3"], "at least 7"),
+            (["attention_pairs=0"], "greater than or equal to 1"),
             ([], "Nothing would grow"),
-            (["--num-hidden-layers", 4, "--method", "foo"], "headwater: There is no method 'foo'"),
-            (["--num-hidden-layers", 4, "--key-init", "random"], "headwater: key_init is about new pairs"),
-            (["--ffn-pairs", 20, "--key-init", "one"], "'zero' or 'random'"),
-            (["--ffn-pairs", 20, "--tau", "x"], "'keep' or 'recompute'"),
+            (["num_hidden_layers=4", "method=foo"], "headwater: There is no method 'foo'"),
+            (["ffn_pairs=20", "key_init=one"], "'zero' or 'random'"),
+            (["ffn_pairs=20", "tau=x"], "'keep' or 'recompute'"),
         ],
     )
     def test_what_it_cannot_do_is_one_sentence(self, run, small, arguments, said, tmp_path):
@@ -110,19 +109,22 @@ class TestGrow:
 
     def test_a_model_of_linear_maps_and_a_damaged_one_are_refused(self, run, tmp_path, small):
         write_model(tmp_path / "linear", shared())
-        for command, said in (("grow", "no parameter tokens"), ("shrink", "does not say what it was trained on")):
-            code, _, err = run(command, tmp_path / "linear", "--attention-pairs", 9)
+        for (command, *to), said in (
+            (("grow", "attention_pairs=9"), "no parameter tokens"),
+            (("shrink", "--attention-pairs", 9), "does not say what it was trained on"),
+        ):
+            code, _, err = run(command, tmp_path / "linear", *to)
             assert code == 2
             assert said in err
         file = small / "model.safetensors"
         tensors = load_file(file)
         tensors["model.layers.0.mlp.key"] = tensors["model.layers.0.mlp.key"][:5]
         save_file(tensors, file)
-        code, _, err = run("grow", small, "--attention-pairs", 9)
+        code, _, err = run("grow", small, "attention_pairs=9")
         assert code == 2
         assert "changed since it was written" in err
         (small / "SHA256SUMS").unlink()
-        code, _, err = run("grow", small, "--attention-pairs", 9)
+        code, _, err = run("grow", small, "attention_pairs=9")
         assert code == 2
         assert "mismatched" in err
         assert len(err.strip().splitlines()) == 1
@@ -130,17 +132,17 @@ class TestGrow:
     def test_beside_the_source_is_never_inside_it(self, run, small, monkeypatch):
         before = digest(small)
         monkeypatch.chdir(small)
-        assert run("grow", ".", "--attention-pairs", 9)[0] == 0
+        assert run("grow", ".", "attention_pairs=9")[0] == 0
         assert digest(small) == before
         assert (small.with_name("small-grown") / "config.json").is_file()
 
     def test_what_cannot_be_written_or_held_is_said(self, run, small, tmp_path):
         (tmp_path / "file").write_text("x")
-        code, _, err = run("grow", small, "--attention-pairs", 9, "--out", tmp_path / "file" / "x")
+        code, _, err = run("grow", small, "attention_pairs=9", "--out", tmp_path / "file" / "x")
         assert code == 2
         assert "cannot be written" in err
-        for pairs, said in ((2_000_000_000, "GB of memory"), (99_999_999_999, "is too large")):
-            code, _, err = run("grow", small, "--attention-pairs", pairs, "--out", tmp_path / "x")
+        for pairs, said in ((2_000_000_000, "GB of memory"), (99_999_999_999, "less than or equal to")):
+            code, _, err = run("grow", small, f"attention_pairs={pairs}", "--out", tmp_path / "x")
             assert code == 2
             assert said in err
 
@@ -148,14 +150,14 @@ class TestGrow:
         target = small.with_name("small-grown")
         target.mkdir()
         (target / "mine").write_text("x")
-        code, _, err = run("grow", small, "--attention-pairs", 9)
+        code, _, err = run("grow", small, "attention_pairs=9")
         assert code == 2
         assert "already exists" in err
         assert (target / "mine").read_text() == "x"
 
     def test_a_full_disk_leaves_the_source_as_it_was_and_nothing_behind(self, small, tmp_path):
         before, full = digest(small), functools.partial(processes.small_files, 20_000)
-        code, _, err = processes.run("grow", small, "--attention-pairs", 900, before=full)
+        code, _, err = processes.run("grow", small, "attention_pairs=900", before=full)
         assert code == 2
         assert "could not be written" in err
         assert "Traceback" not in err
@@ -166,7 +168,7 @@ class TestGrow:
     @pytest.mark.sampled(2)
     def test_killed_while_it_writes_it_leaves_the_source_as_it_was_and_can_be_called_again(self, run, small, tmp_path):
         before = digest(small)
-        process = processes.Command("grow", small, "--attention-pairs", 60000)
+        process = processes.Command("grow", small, "attention_pairs=60000")
         until = time.monotonic() + 90
         while not list(tmp_path.glob(".writing-small-grown-*")) and process.poll() is None and time.monotonic() < until:
             time.sleep(0.002)
@@ -175,7 +177,7 @@ class TestGrow:
         assert process.returncode == -signal.SIGKILL, "it was killed in time"
         assert digest(small) == before
         assert not (tmp_path / "small-grown").exists()
-        assert run("grow", small, "--attention-pairs", 9)[0] == 0
+        assert run("grow", small, "attention_pairs=9")[0] == 0
         assert sorted(path.name for path in tmp_path.iterdir()) == ["small", "small-grown"]
 
 
@@ -196,17 +198,17 @@ def test_a_hugging_face_model_grows_in_one_step_and_goes_back(run, tmp_path, fam
     model.save_pretrained(source := tmp_path / family)
     load_tokenizer("bytes").save_pretrained(source)
     before = digest(source)
-    extra = ["--num-hidden-layers", layers] if layers != 3 else []
+    extra = [f"num_hidden_layers={layers}"] if layers != 3 else []
     units = more.get("intermediate_size", 128)
     units = 2 * units if width == 64 else units + 32
     if width != 32:
-        extra += ["--hidden-size", width, "--num-attention-heads", width // 8, "--intermediate-size", units]
-    code, out, err = run("grow", source, *extra, "--method", method)
+        extra += [f"hidden_size={width}", f"num_attention_heads={width // 8}", f"intermediate_size={units}"]
+    code, out, err = run("grow", source, *extra, f"method={method}")
     assert code == 0, err
     assert f"{family} → headwater" in out
     assert digest(source) == before
     grown = source.with_name(f"{family}-grown")
-    assert [event.what for event in history_of(grown)] == ["retrofitted", "grown"]
+    assert [event.kind for event in history_of(grown)] == ["retrofitted", "grown"]
     found = AutoModelForCausalLM.from_pretrained(grown)
     assert (found.config.num_hidden_layers, found.config.hidden_size) == sizes
     assert (grown / "tokenizer_config.json").is_file()
@@ -236,7 +238,7 @@ def test_a_state_of_other_shapes_is_left_out_with_a_sentence(run, tmp_path):
     }
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
     assert run("train", tmp_path / "recipe.yaml", "--out", tmp_path / "run")[0] == 0
-    code, _, said = run("grow", tmp_path / "run", "--num-hidden-layers", 4, "--out", tmp_path / "deeper")
+    code, _, said = run("grow", tmp_path / "run", "num_hidden_layers=4", "--out", tmp_path / "deeper")
     assert code == 0, said
     assert "cannot be carried along" in said
     assert newest_checkpoint(tmp_path / "deeper").is_dir()
@@ -244,12 +246,12 @@ def test_a_state_of_other_shapes_is_left_out_with_a_sentence(run, tmp_path):
 
 def test_grow_writes_a_wider_model(run, tmp_path):
     write_model(tmp_path / "linear", shared())
-    code, out, _ = run("grow", tmp_path / "linear", "--hidden-size", 48, "--num-attention-heads", 6)
+    code, out, _ = run("grow", tmp_path / "linear", "hidden_size=48", "num_attention_heads=6")
     assert code == 0
     a, b = logits(tmp_path / "linear"), logits(tmp_path / "linear-grown")
     assert (a - b).abs().max() < 1e-12 * a.abs().max()
     assert "loss" in out
-    code, _, err = run("grow", tmp_path / "linear", "--hidden-size", 4, "--out", tmp_path / "x")
+    code, _, err = run("grow", tmp_path / "linear", "hidden_size=4", "--out", tmp_path / "x")
     assert code == 2
     assert "would shrink" in err
 
@@ -278,13 +280,13 @@ def test_merge_joins_copies_and_measures_all_on_each_ones_data(run, grown_twice)
     assert code == 0, err
     (merged,) = base.parent.glob("base-merged")
     event = history_of(merged)[-1]
-    assert event.what == "merged"
-    for column in event.details["measures"]:
+    assert event.kind == "merged"
+    for column in event.details["metrics"]:
         assert set(column) == {"base", str(one), str(two), "merged"}
         for value in column.values():
             assert f"{value:.4f}" in out
     record = json.loads((one / "record.json").read_text())
-    assert event.details["measures"][0][str(one)] == pytest.approx(record["held_out"][-1]["measures"]["bits_per_byte"])
+    assert event.details["metrics"][0][str(one)] == pytest.approx(record["held_out"][-1]["metrics"]["bits_per_byte"])
     model = HeadwaterForCausalLM.from_pretrained(merged)
     assert pairs_of(model) == {"query": 11, "key": 11, "value": 11, "output": 11, "feed_forward": 9}
     assert (merged / "tokenizer.json").is_file()
@@ -294,7 +296,7 @@ def test_merge_joins_copies_and_measures_all_on_each_ones_data(run, grown_twice)
     code, _, err = run("merge", base, one, "--out", base.with_name("alone"))
     assert code == 2
     assert "at least two" in err
-    assert run("grow", base, "--ffn-pairs", 20, "--out", base.with_name("idle"))[0] == 0
+    assert run("grow", base, "ffn_pairs=20", "--out", base.with_name("idle"))[0] == 0
     for others, said in (
         ([base, one, base.with_name("idle")], "not been trained since"),
         ([two, one, two], "was not grown from"),
@@ -311,10 +313,10 @@ def test_shrink_takes_pairs_away_and_says_what_it_costs(run, grown_twice, tmp_pa
     assert code == 0, err
     small = one.with_name("one-shrunk")
     event = history_of(small)[-1]
-    assert event.what == "shrunk"
+    assert event.kind == "shrunk"
     assert f"{event.details['before']:.4f} → {event.details['after']:.4f}" in out
     record = json.loads((one / "record.json").read_text())
-    assert event.details["before"] == pytest.approx(record["held_out"][-1]["measures"]["bits_per_byte"])
+    assert event.details["before"] == pytest.approx(record["held_out"][-1]["metrics"]["bits_per_byte"])
     assert pairs_of(HeadwaterForCausalLM.from_pretrained(small))["query"] == 3
     text = tmp_path / "text.txt"
     text.write_text("A text of its own. " * 40)
@@ -351,7 +353,7 @@ class TestRetrofit:
     def test_it_trains_on_with_any_recipe(self, run, llama, recipe, tmp_path):
         run("retrofit", llama, "--mechanism", "kv_shift", "--out", tmp_path / "start")
         record = train(recipe(start={"checkpoint": str(tmp_path / "start")}), tmp_path / "run")
-        assert record.held_out[-1].measures["loss"] < record.held_out[0].measures["loss"]
+        assert record.held_out[-1].metrics["loss"] < record.held_out[0].metrics["loss"]
         a, b = logits(llama, 257), logits(newest_checkpoint(tmp_path / "run"), 257)
         assert (a - b).abs().max() > 1e-3
         scalars = load_file(newest_checkpoint(tmp_path / "run") / "model.safetensors")
@@ -402,7 +404,7 @@ class TestRetrofit:
         assert "feed-forward" in out
         moved = history_of(tmp_path / "pairs")[-1].details["parameter_tokens"]
         assert f"{moved['loss_before']:.4f} → {moved['loss_after']:.4f}" in out
-        assert run("grow", tmp_path / "pairs", "--attention-pairs", 90, "--out", tmp_path / "grown")[0] == 0
+        assert run("grow", tmp_path / "pairs", "attention_pairs=90", "--out", tmp_path / "grown")[0] == 0
 
     @pytest.mark.sampled(3)
     @pytest.mark.parametrize(
@@ -487,8 +489,8 @@ class TestRetrofit:
 def test_history_goes_on_from_folder_to_folder(run, llama, tmp_path):
     run("retrofit", llama, "--out", tmp_path / "a")
     run("retrofit", tmp_path / "a", "--mechanism", "kv_shift", "--out", tmp_path / "b")
-    run("grow", tmp_path / "b", "--intermediate-size", 96, "--out", tmp_path / "c")
-    assert [event.what for event in history_of(tmp_path / "c")] == ["retrofitted", "retrofitted", "grown"]
+    run("grow", tmp_path / "b", "intermediate_size=96", "--out", tmp_path / "c")
+    assert [event.kind for event in history_of(tmp_path / "c")] == ["retrofitted", "retrofitted", "grown"]
     assert all(isinstance(event, Event) for event in history_of(tmp_path / "c"))
 
 
@@ -496,7 +498,7 @@ def test_history_goes_on_from_folder_to_folder(run, llama, tmp_path):
 def test_no_command_writes_into_its_source(run, small, tmp_path, place):
     shutil.copytree(small, tmp_path / "run" / "checkpoints" / "step-000001")
     for source in ("small",) if place.startswith("small") else ("run", "run/checkpoints/step-000001"):
-        for arguments in (["grow", "--attention-pairs", 9], ["retrofit", "--mechanism", "kv_shift"]):
+        for arguments in (["grow", "attention_pairs=9"], ["retrofit", "--mechanism", "kv_shift"]):
             before = digest(tmp_path)
             command, *rest = arguments
             code, _, err = run(command, tmp_path / source, *rest, "--out", tmp_path / place)

@@ -129,7 +129,7 @@ def trained_on(settings):
     from headwater.records import Event
     from headwater.training.trained import data_of
 
-    return data_of([Event(what="trained", details={"data": {"settings": {"kind": "text", "context": 8} | settings}})])
+    return data_of([Event(kind="trained", details={"data": {"settings": {"kind": "text", "context": 8} | settings}})])
 
 
 @pytest.fixture
@@ -871,8 +871,8 @@ def test_every_command_works_with_a_mechanism_from_outside(gated, anew, here):
     model = HeadwaterForCausalLM.from_pretrained(here / "run/checkpoints/step-000005", trust=[gated])
     assert torch.equal(exported(tokens(1, 9)).logits, model(tokens(1, 9)).logits)
 
-    assert "no parameter tokens" in of_folder("grow", "run", "--ffn-pairs", 64, code=2)
-    wide = ["--hidden-size", 32, "--num-attention-heads", 4, "--out", "wide"]
+    assert "no parameter tokens" in of_folder("grow", "run", "ffn_pairs=64", code=2)
+    wide = ["hidden_size=32", "num_attention_heads=4", "--out", "wide"]
     assert "does not say how it grows" in of_folder("grow", "run", *wide, code=2)
     assert "written to" in of_folder("retrofit", "run", "--mechanism=kv_shift", "--out", "more")
     assert list(HeadwaterForCausalLM.from_pretrained(here / "more", trust=[gated]).config.mechanisms) == [

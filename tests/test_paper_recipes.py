@@ -11,6 +11,7 @@ import math
 import re
 import shlex
 from pathlib import Path
+from string import Template
 from types import SimpleNamespace
 
 import pytest
@@ -474,7 +475,7 @@ def commands(name: str) -> list[list[str]]:
             for chosen in itertools.product(*loops.values()):
                 named = dict(zip(loops, chosen, strict=True))
                 words = shlex.split(line, comments=True)
-                found.append([named.get(word[1:], word) if word.startswith("$") else word for word in words])
+                found.append([Template(word).safe_substitute(named) for word in words])
     return found
 
 
@@ -493,7 +494,8 @@ def test_the_head_says_source_figures_cost_and_commands(name):
         path, *words = rest
         assert path == f"recipes/{name}.yaml"
         options = dict(zip(words[::2], words[1::2], strict=False)) if "--arm" in words else {}
-        arm, seed = options.pop("--arm", None), options.pop("--seed", None)
+        arm = options.pop("--arm", None)
+        seed = next((word.removeprefix("seed=") for word in words if word.startswith("seed=")), None)
         changed = read(*[word for word in words if "=" in word])
         config(changed)
         if command == "compare":
@@ -584,7 +586,7 @@ def test_two_steps_train(name, arm, corpus, tmp_path):
     assert [point.step for point in record.curve] == [1, 2]
     assert all(math.isfinite(point.loss) and point.gradient_norm > 0 for point in record.curve)
     assert record.curve[-1].learning_rate > 0
-    assert all(math.isfinite(value) for value in record.held_out[-1].measures.values())
+    assert all(math.isfinite(value) for value in record.held_out[-1].metrics.values())
     saved = json.loads(next((tmp_path / "run").rglob("config.json")).read_text())
     assert list(saved["mechanisms"] or {}) == list(mechanisms(LOADED[name][arm]))
     built = recipe.config_for(SimpleNamespace(vocab_size=saved["vocab_size"], context=32, tokenizer=None))
@@ -689,5 +691,5 @@ def test_two_steps_of_each_arm_on_images(name, arm, imagenet, tmp_path):
     values["reporting"] |= {"tensorboard": False}
     record = train(parse(values, arm), tmp_path / "run")
     assert record.status == "finished"
-    assert record.skipped == 0
+    assert record.skipped_steps == 0
     assert record.data["classes"] == 2

@@ -285,18 +285,24 @@ def test_arms_change_only_what_they_say():
     assert a.training == b.training
 
 
-def test_digest_follows_what_decides_the_result_and_nothing_else():
-    def digest(**changes):
-        return parse({"data": {"kind": "induction"}} | changes, "test").digest()
+def test_identity_follows_what_decides_the_result_and_nothing_else():
+    def identity(**changes):
+        return parse({"data": {"kind": "induction"}} | changes, "test").identity
 
-    assert digest() == digest(name="other", title="t", reporting={"log_every": 3})
-    assert digest() != digest(seed=1)
-    assert digest() != digest(training={"steps": 2})
+    assert identity().startswith("2:")
+    assert identity() == identity(name="other", title="t", reporting={"log_every": 3}, training={"timeout": 9})
+    assert identity() == identity(data={"kind": "induction", "length": 32}, model={}, training={"steps": 1000})
+    assert identity() != identity(seed=1)
+    assert identity() != identity(training={"steps": 2})
+    assert identity(data={"kind": "hop"}) != identity(data={"kind": "recall"}) != identity()
     first = {"mechanisms": {"kv_shift": {}, "value_residual": {}}}
     second = {"mechanisms": {"value_residual": {}, "kv_shift": {}}}
-    assert digest(model=first) != digest(model=second)
+    assert identity(model=first) != identity(model=second)
     mixtures = [{"kind": "prepared", "source": source} for source in ({"a": 1.0, "b": 2.0}, {"b": 2.0, "a": 1.0})]
-    assert digest(data=mixtures[0]) != digest(data=mixtures[1])
+    assert identity(data=mixtures[0]) != identity(data=mixtures[1])
+    assert identity(data={"kind": "digits"}) == identity(data={"kind": "digits", "workers": 9})
+    assert identity(start={"checkpoint": "x"}) != identity(start={"checkpoint": "y"})
+    assert identity(start={"checkpoint": "x", "grow": {}}) != identity(start={"checkpoint": "x"})
 
 
 def test_every_field_is_documented():

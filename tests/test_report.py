@@ -32,13 +32,12 @@ from headwater.report import Head, PageTable, answer, comparisons, note, reading
 from headwater.report.curves import arm_curves
 from headwater.report.figures import POINTS, curves_drawing, differences_drawing
 from headwater.report.page import notices, rates_table, render, scaling_part, story
-from headwater.report.scalars import learned
 from headwater.report.styles import styles
 
 HOSTILE = "<script>alert('x')</script> %{y} & </script> $x$"
 
 
-def record(arm, seed, result, *, steps=4, status="finished", measure="bits_per_byte", part="comparison", **fields):
+def record(arm, seed, result, *, steps=4, status="finished", metric="bits_per_byte", phase="comparison", **fields):
     """A run whose held-out curve goes from result + 1 to the result, and its training loss alike."""
     name, size = fields.pop("name", "e"), fields.pop("size", None)
     values = [result + 1 - i / steps for i in range(1, steps + 1)]
@@ -46,23 +45,23 @@ def record(arm, seed, result, *, steps=4, status="finished", measure="bits_per_b
     points = [(10 * i, 100 * i, 1e6 * i * fields.get("parameters", 10)) for i in range(1, steps + 1)]
     return RunRecord(
         name=f"{arm}-{seed}",
-        experiment=Experiment(name=name, title=f"Title of {name}", arm=arm, baseline="base", size=size, part=part),
+        experiment=Experiment(name=name, title=f"Title of {name}", arm=arm, baseline="base", size=size, phase=phase),
         seed=seed,
         status=status,
-        measure=measure,
-        lower_is_better=measure != "accuracy",
+        metric=metric,
+        lower_is_better=metric != "accuracy",
         curve=[
             CurvePoint(step=s, tokens=t, flops=f, loss=v, learning_rate=0.1, gradient_norm=1.0)
             for (s, t, f), v in zip(points, values, strict=True)
         ],
         held_out=[
-            HeldOutPoint(step=s, tokens=t, flops=f, measures={measure: v, "loss": v})
+            HeldOutPoint(step=s, tokens=t, flops=f, metrics={metric: v, "loss": v})
             for (s, t, f), v in zip(points, values, strict=True)
         ],
         environment=environment("cpu"),
         **{
             "recipe": {"model": {}, "data": {}, "training": {"steps": 10 * steps, "learning_rate": 0.1}},
-            "config_hash": "", "data": {"source": "a corpus"}, "parameters": 10, "cache_bytes_per_token": 4,
+            "identity": "", "data": {"source": "a corpus"}, "parameters": 10, "cache_bytes_per_token": 4,
             "tokens": 100 * steps, "flops": points[-1][2], "seconds": 2.0,
         } | fields,
     )  # fmt: skip
@@ -89,11 +88,13 @@ def text_of(html):
 
 
 class TestWhatIsSaid:
-    def test_better_and_open_with_what_would_settle_it(self, tmp_path):
+    def test_better_and_inconclusive_with_what_would_settle_it(self, tmp_path):
         found = comparisons(saved(tmp_path, three("base", BASE) + three("good", GOOD) + three("unclear", UNCLEAR)))[0]
         lines = {line.split(":")[0]: line for line in reading(found)}
         assert "against base; better, 97.5 % interval" in lines["good"]
-        assert re.search(r"open, the interval includes zero; (a difference of|about \d+ more seeds)", lines["unclear"])
+        assert re.search(
+            r"inconclusive: the interval includes zero; (a difference of|about \d+ more seeds)", lines["unclear"]
+        )
         assert "base" not in lines
         assert answer(found).startswith("good is better than base by 0.497 bits per byte (97.5 % interval 0.4")
         assert "at Holm's levels for 2 arms" in note(found)
@@ -112,19 +113,19 @@ class TestWhatIsSaid:
         said = (
             f"near minus good: {gap.mean():+.3f} [{gap.mean() - half:+.3f}, {gap.mean() + half:+.3f}]; a difference of "
         )
-        assert f"; it is better than far too, but cannot be told from good ({said}" in answer(found)
+        assert f"; it is better than far too, but the comparison with good is inconclusive ({said}" in answer(found)
 
     def test_more_seeds_are_those_of_the_statistics(self, tmp_path):
         found = comparisons(saved(tmp_path, three("base", BASE) + three("close", [2.9, 3.0, 2.87])))[0]
         paired = found.summaries[1].paired
         assert paired.more is not None
         assert f"about {paired.more} more seed" in reading(found)[0]
-        assert answer(found).startswith("Whether any arm differs from base cannot be told from 3 seeds")
+        assert answer(found).startswith("The comparison with base is inconclusive after 3 seeds")
         assert "Holm" not in note(found), "one arm needs no correction"
 
     def test_the_same_to_the_last_digit(self, tmp_path):
         found = comparisons(saved(tmp_path, three("base", BASE) + three("twin", BASE)))[0]
-        assert reading(found) == ["twin: the same as base in every digit of every seed."]
+        assert reading(found) == ["twin: identical to base in every digit of every seed."]
         assert answer(found) == "No arm differs from base in any digit."
 
     def test_worse_is_not_hidden(self, tmp_path):
@@ -133,7 +134,7 @@ class TestWhatIsSaid:
 
     def test_one_seed_says_nothing(self, tmp_path):
         found = comparisons(saved(tmp_path, [record("base", 0, 3.0), record("other", 0, 1.0)]))[0]
-        assert "open, one seed cannot separate an effect from chance" in reading(found)[0]
+        assert "inconclusive: one seed cannot separate an effect from chance" in reading(found)[0]
         assert "no test" in note(found)
 
     def test_diverged_arms_stand_in_the_table_and_interrupted_runs_do_not(self, tmp_path):
@@ -150,7 +151,7 @@ class TestWhatIsSaid:
     def test_sizes_are_apart_and_tuning_is_no_part(self, tmp_path):
         big = three("base", BASE, size="L", parameters=20) + three("good", GOOD, size="L", parameters=20)
         small = three("base", BASE, size="S") + three("good", GOOD, size="S")
-        tries = [record("good", 1000, 0.5, size="S", part="tuning")]
+        tries = [record("good", 1000, 0.5, size="S", phase="tuning")]
         found = comparisons(saved(tmp_path, big + small + tries))
         assert [(one.size, len(one.records), len(one.tuning)) for one in found] == [("S", 6, 1), ("L", 6, 1)]
         assert found[0].summaries[1].mean == pytest.approx(np.mean(GOOD))
@@ -158,7 +159,7 @@ class TestWhatIsSaid:
     def test_learning_rates_with_the_chosen_one_and_its_edge(self, tmp_path):
         def tried(arm, rate, result, status="finished"):
             recipe = {"training": {"steps": 40, "learning_rate": rate}}
-            return record(arm, 1000, result, part="tuning", recipe=recipe, status=status)
+            return record(arm, 1000, result, phase="tuning", recipe=recipe, status=status)
 
         tries = [tried("base", 0.01, 4.0), tried("base", 0.1, 3.0), tried("base", 1.0, 3.5)]
         tries += [tried("good", 0.1, 3.0), tried("good", 0.01, 3.5), tried("good", 1.0, math.nan, "diverged")]
@@ -175,7 +176,7 @@ class TestWhatIsSaid:
     def test_a_rate_at_the_edge_of_those_tried_is_said(self, tmp_path, chosen, other):
         recipe = {"training": {"steps": 40, "learning_rate": chosen}}
         tries = [
-            record("base", 9, 3.0, part="tuning", recipe={"training": {"steps": 4, "learning_rate": r}})
+            record("base", 9, 3.0, phase="tuning", recipe={"training": {"steps": 4, "learning_rate": r}})
             for r in (0.01, 0.1, 1.0)
         ]
         found = comparisons(saved(tmp_path, three("base", BASE, recipe=recipe) + tries))
@@ -215,10 +216,10 @@ class TestCurves:
 
     @pytest.mark.parametrize("order", [[2, 0, 1], None], ids=["in the plan's order", "sorted"])
     def test_each_ring_has_the_seed_of_its_difference(self, tmp_path, order):
-        plan = order and SeedPlan(seeds=order, min_seeds=3, margin=0.1, arms=1)
+        plan = order and SeedPlan(seeds=order, min_seeds=3, margin=0.1, arms=["other"], baseline="base")
         runs = three("base", BASE) + three("other", UNCLEAR) + [record("other", 3, 1.0)]
         for one in runs:
-            one.experiment.plan = plan
+            one.experiment.seed_plan = plan
         found = comparisons(saved(tmp_path, runs))[0]
         rings = next(t for t in json.loads(differences_drawing(found, "x").json)["data"] if len(t["x"]) == 3)
         assert dict(zip(rings["customdata"], rings["x"], strict=True)) == {i: UNCLEAR[i] - BASE[i] for i in range(3)}
@@ -265,7 +266,7 @@ class TestRecipe:
         )
         return [
             record(t.experiment.arm, t.recipe.seed, 2.0, recipe=t.recipe.model_dump(mode="json"),
-                   config_hash=t.recipe.digest(), parameters=t.recipe.model["hidden_size"])
+                   identity=t.recipe.identity, parameters=t.recipe.model["hidden_size"])
             .model_copy(update={"experiment": t.experiment})
             for t in trials_of(made, tmp_path)
         ]  # fmt: skip
@@ -316,7 +317,7 @@ class TestPage:
         sized = [r for i, size in enumerate("SML") for arm, results in (("base", BASE), ("good", GOOD))
                  for r in three(arm, [x - 0.3 * i for x in results], size=size, parameters=10 * 3**i)]  # fmt: skip
         noted = sized[0].model_copy(update={"skipped": 2, "notices": [Notice(step=7, message="the loss jumped")]})
-        tries = [record("base", 9, 3.0, part="tuning", size="S")]
+        tries = [record("base", 9, 3.0, phase="tuning", size="S")]
         found = comparisons(saved(tmp_path, [noted, *sized[1:], *tries]))
         one = story(found)
         titles = list(dict.fromkeys(part.title.partition(",")[0] for part in one.parts))
@@ -387,42 +388,15 @@ class TestPage:
         icons = re.findall(r'data-arm="\d+"[^>]*><svg [^>]*style="color: ([^"]*)"', page.read_text())
         assert icons == ["var(--soft)", styles(["base", "good"], "base")["good"].color]
 
-    def test_learned_scalars_are_the_mean_over_seeds(self, recipe, tmp_path):
-        from headwater.inspect.scalars import scalars
-        from headwater.training.checkpoint import load_model
-        from headwater.training.loop import train
-        from headwater.training.places import newest_checkpoint
-
-        made = recipe(
-            name="s",
-            training={"steps": 3},
-            reporting={"evaluate_every": None},
-            compare={"baseline": "base", "seeds": [0, 1], "arms": {"base": {}}},
-        )
-        for trial in trials_of(made, tmp_path):
-            train(trial.recipe, trial.folder, experiment=trial.experiment)
-        (found,) = learned(comparisons(tmp_path)[0])
-        models = [load_model(newest_checkpoint(tmp_path / "s" / f"base-{seed}")) for seed in (0, 1)]
-        first = [next(s.values for s in scalars(model) if (s.layer, s.symbol) == (1, "α1")) for model in models]
-        place = next(i for i, name in enumerate(found.columns) if name.startswith("α1"))
-        assert found.seeds == 2
-        assert found.rows[1][1][place].text == " · ".join(f"{x:.3f}" for x in np.mean(first, axis=0))
-        shutil.rmtree(tmp_path / "s" / "base-0" / "checkpoints")
-        shutil.rmtree(tmp_path / "s" / "base-1" / "checkpoints")
-        assert learned(comparisons(tmp_path)[0]) == []
-
     def test_text_has_contrast_in_light_and_dark(self):
         css = (Path(write_report.__code__.co_filename).parents[1] / "templates" / "report.css").read_text()
         pairs = dict(re.findall(r"--(\w+): light-dark\((#\w{6}, #\w{6})\)", css))
-        strongest = max(int(share) for share in re.findall(r"var\(--heat\) (\d+)%", css)) / 100
         for scheme in (0, 1):
             colors = {name: rgb(pair.split(", ")[scheme]) for name, pair in pairs.items()}
-            heat = strongest * colors["heat"] + (1 - strongest) * colors["paper"]
             for ink in ("ink", "soft", "link", "better", "worse"):
                 assert contrast(colors[ink], colors["paper"]) >= 4.5, ink
             assert contrast(colors["ink"], colors["tint"]) >= 4.5
             assert contrast(colors["soft"], colors["tint"]) >= 4.5
-            assert contrast(colors["ink"], heat) >= 4.5
             # Links, and the text and border of buttons: pressed or not, on the page or on the tint of code.
             links = re.findall(r"(?:^a|\.anchor) \{ color: var\(--(\w+)\)", css, re.MULTILINE)
             button = css[css.index("button { font") :].partition("}")[0]
@@ -435,10 +409,10 @@ class TestPage:
 
 class TestImages:
     def images(self, arm, results):
-        runs = three(arm, results, measure="accuracy", unit="images")
+        runs = three(arm, results, metric="accuracy", unit="images")
         for run in runs:
             for point in run.held_out:
-                point.measures["accuracy/top-5"] = 0.9
+                point.metrics["accuracy/top-5"] = 0.9
         return runs
 
     @pytest.mark.slow
@@ -458,7 +432,7 @@ class TestImages:
 
     def test_scaling_counts_images(self, tmp_path):
         sizes = [
-            record("base", seed, loss + 0.01 * seed, measure="loss", unit="images", size=f"s{n}", tokens=n)
+            record("base", seed, loss + 0.01 * seed, metric="loss", unit="images", size=f"s{n}", tokens=n)
             for n, loss in ((100, 3.0), (200, 2.5), (400, 2.2), (800, 2.1))
             for seed in (0, 1)
         ]

@@ -135,8 +135,8 @@ def grown(path: Path, run: Run) -> None:
     recipe = "recipes/growth/progressive.yaml"
     small = smaller(load_recipe(recipe, ["stages=[]"]))
     more = ["--freeze", "--out", f"{path}-untrained"]
-    assert run("grow", "runs/base", "--attention-pairs", 48, "--ffn-pairs", 192, *more)[0] == 0
-    assert run("train", recipe, "stages=[]", *small, "--from", f"{path}-untrained", "--out", path)[0] == 0
+    assert run("grow", "runs/base", "attention_pairs=48", "ffn_pairs=192", *more)[0] == 0
+    assert run("train", recipe, "stages=[]", *small, f"start.checkpoint={path}-untrained", "--out", path)[0] == 0
 
 
 # What a page's commands take for granted: made when a command first names it.

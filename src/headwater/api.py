@@ -1,14 +1,13 @@
 """The commands as functions, which `headwater_lab` provides: see docs/python.md.
 
-A recipe is a dict, the path of a file, or the name of a shipped one. Results have `table()`, a list of rows as dicts;
-`to_pandas()`, the same as a DataFrame if pandas is installed; and pictures where the commands draw some.
+A recipe is a dict, the path of a file, or the name of a shipped one. Results have `table()`, a list of rows as dicts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -50,26 +49,8 @@ def quiet() -> Iterator[None]:
                 disable_progress_bars()
 
 
-class Tabular:
-    """A result with a table."""
-
-    def table(self) -> list[dict[str, Any]]:
-        """The rows, as dicts by column name."""
-        raise NotImplementedError
-
-    def to_pandas(self) -> Any:
-        """The table as a `pandas.DataFrame`. Raises `HeadwaterError` if pandas is not installed."""
-        try:
-            import pandas
-        except ModuleNotFoundError as error:
-            raise HeadwaterError(
-                "to_pandas needs pandas (pip install pandas); table() returns the same rows."
-            ) from error
-        return pandas.DataFrame(self.table())
-
-
 @dataclass(frozen=True)
-class Run(Tabular):
+class Run:
     """A run: its folder, and its record (docs/records.md)."""
 
     folder: Path
@@ -77,7 +58,7 @@ class Run(Tabular):
 
     def table(self) -> list[dict[str, Any]]:
         """A row per evaluation: the step, and every measure."""
-        return [{"step": point.step, **point.measures} for point in self.record.held_out]
+        return [{"step": point.step, **point.metrics} for point in self.record.held_out]
 
     @quiet()
     def model(self) -> AnyModel:
@@ -87,20 +68,9 @@ class Run(Tabular):
 
         return load_model(newest_checkpoint(self.folder))
 
-    def picture(self) -> Figure:
-        """Training loss by step. Raises `HeadwaterError` without the extra `report`."""
-        from matplotlib.figure import Figure
-
-        figure = Figure(layout="constrained")
-        axes = figure.subplots()
-        axes.plot([point.step for point in self.record.curve], [point.loss for point in self.record.curve])
-        axes.set_xlabel("step")
-        axes.set_ylabel("training loss")
-        return figure
-
 
 @dataclass(frozen=True)
-class Compared(Tabular):
+class Compared:
     """Comparisons, one for each size; `failed`: the trials that failed."""
 
     folder: Path
@@ -130,18 +100,18 @@ class Compared(Tabular):
         ]
 
     def means(self) -> dict[str, float | None]:
-        """The mean of the deciding measure of each arm, at the last size."""
+        """The mean of the deciding metric of each arm, at the last size."""
         return {summary.arm: summary.mean for summary in self.comparisons[-1].summaries}
 
     def report(self) -> Path:
-        """Write the HTML page of the folder, with its pictures, and return its path. It shows the caller's metric."""
+        """Write the HTML page of the folder, with its pictures, and return its path."""
         from headwater.report import write_report
 
-        return write_report(self.folder, judged=self.comparisons)
+        return write_report(self.folder)
 
 
 @dataclass(frozen=True)
-class Plan(Tabular):
+class Plan:
     """Prices of models, of text or of images."""
 
     prices: list[Price] | list[ImagePrice]
@@ -183,7 +153,7 @@ class Plan(Tabular):
 
 
 @dataclass(frozen=True)
-class Reproduced(Tabular):
+class Reproduced:
     """A paper's table: its figures and ours, and its claims; `failed`: the trials that failed and are not in it."""
 
     result: Reproduction
@@ -241,16 +211,13 @@ def compare(
     overrides: Sequence[str] = (),
     workers: int | None = None,
     on_change: OnChange | None = None,
-    metric: Callable[[AnyModel], float] | None = None,
-    lower_is_better: bool = True,
     trust: Sequence[str] = (),
 ) -> Compared:
     """Train the arms of a recipe side by side, like `headwater compare`. Call it again to resume.
 
     Trials run in separate processes that do not import the caller, so a script needs no `__main__` guard.
-    on_change: called with (job, steps done, "running" | "finished" | "failed"). metric: replaces the recipe's deciding
-    measure; called in this process with the trained model of every finished run. The records do not change. trust: as
-    in `train`. Raises `HeadwaterError`, also if the metric is not a finite number.
+    on_change: called with (job, steps done, "running" | "finished" | "failed"). trust: as in `train`.
+    Raises `HeadwaterError`.
     """
     outside.trust(trust)
     extras.check("compare")
@@ -263,11 +230,6 @@ def compare(
     loaded = read_recipe(recipe, overrides)
     if loaded.compare is None:
         raise HeadwaterError(f"The recipe {loaded.name!r} has no compare section; add one.")
-    if metric is not None and loaded.compare.sequential:
-        raise HeadwaterError(
-            "compare.sequential adds seeds by the recipe's deciding metric; leave out metric, or name one "
-            "in data.metric."
-        )
     folder = local(out, "out") if out is not None else Path("runs") / loaded.name
     with occupied(folder):
         for trial in comparing.trials_of(loaded, folder):
@@ -278,34 +240,7 @@ def compare(
                 )
         outcomes = comparing.compare(loaded, folder, workers, on_change)
     found = [one for one in comparisons(folder) if one.name == loaded.name]
-    if metric is not None:
-        found = [_decided_by(metric, lower_is_better, one) for one in found]
     return Compared(folder, found, [outcome for outcome in outcomes if outcome.record is None])
-
-
-def _decided_by(metric: Callable[[AnyModel], float], lower_is_better: bool, comparison: Comparison) -> Comparison:
-    """The same comparison, judged by the caller's metric."""
-    from math import isfinite
-
-    name = getattr(metric, "__name__", type(metric).__name__)
-    records = []
-    for record in comparison.records:
-        own: dict[str, Any] = {"measure": name, "lower_is_better": lower_is_better, "held_out": []}
-        if record.status == "finished":
-            arm = record.experiment.arm if record.experiment else record.name
-            given = metric(Run(comparison.folders[arm, record.seed], record).model())
-            try:
-                value = float("nan") if isinstance(given, str) else float(given)
-            except (TypeError, ValueError, RuntimeError):  # as of a tensor with several elements
-                value = float("nan")
-            if not isfinite(value):
-                raise HeadwaterError(
-                    f"The metric {name!r} returned {shown(given)} for {arm!r}, seed {record.seed}, not a finite number."
-                )
-            last = record.held_out[-1]
-            own["held_out"] = [last.model_copy(update={"measures": last.measures | {name: value}})]
-        records.append(record.model_copy(update=own))
-    return replace(comparison, records=records, threshold=None)
 
 
 def plan(

@@ -122,6 +122,11 @@ def check_memory(config: HeadwaterConfig) -> None:
         )
 
 
+def embedding_parameters(config: HeadwaterConfig) -> int:
+    """Parameters of the embedding and of an untied output head. An image model has none: it computes with all."""
+    return sum(_ends(config)) if config.is_causal else 0
+
+
 def parameters(config: HeadwaterConfig) -> dict[str, int]:
     """Trainable parameters by part; a tied output head is counted once, with the embedding."""
     plans, width = config.layer_plans, config.hidden_size
@@ -220,11 +225,6 @@ def forward_flops_per_image(config: HeadwaterVisionConfig) -> dict[str, float]:
     }
 
 
-def training_flops_per_image(config: HeadwaterVisionConfig) -> float:
-    """Forward and backward: three times the forward pass."""
-    return 3 * sum(forward_flops_per_image(config).values())
-
-
 def forward_flops_per_token(config: HeadwaterConfig, context: int, causal: bool = True) -> float:
     """FLOPs of one forward pass, per token of rows of `context` tokens, including the output head."""
     return sum(forward_flops(config, context, causal).values())
@@ -235,6 +235,13 @@ def training_flops_per_token(config: HeadwaterConfig, context: int, causal: bool
     return 3 * forward_flops_per_token(config, context, causal)
 
 
+def training_flops(config: HeadwaterConfig, context: int) -> float:
+    """Training FLOPs of a token in rows of `context` tokens, or of an image."""
+    if isinstance(config, HeadwaterVisionConfig):
+        return 3 * sum(forward_flops_per_image(config).values())
+    return training_flops_per_token(config, context)
+
+
 def _cached_numbers(config: HeadwaterConfig, plan: LayerPlan) -> int:
     """Numbers of a token's keys and values in a layer's cache."""
     heads = 2 * len(plan.attends) if config.materialise else len(plan.k_heads) + len(plan.v_heads)
@@ -242,8 +249,11 @@ def _cached_numbers(config: HeadwaterConfig, plan: LayerPlan) -> int:
 
 
 def cache_bytes_per_token(config: HeadwaterConfig, element_size: int = 4) -> int:
-    """Bytes that each further token adds to the cache of one sequence; `element_size` in bytes, fp32 by default."""
-    return sum(_cached_numbers(config, plan) for plan in config.layer_plans) * element_size
+    """Bytes that each further token adds to the cache of one sequence; `element_size` in bytes, fp32 by default.
+
+    0 for an image model.
+    """
+    return sum(_cached_numbers(config, plan) for plan in config.layer_plans) * element_size * config.is_causal
 
 
 def kept_numbers(config: HeadwaterConfig, plan: LayerPlan) -> dict[Kept, int]:

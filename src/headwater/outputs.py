@@ -1,14 +1,15 @@
 """Files under a name that the user chose, or in the user's folder: only those that headwater wrote are replaced.
 
-What headwater writes says so itself: JSON by its keys, pages by their generator, pictures by their metadata. Formats of
-pictures without metadata, such as JPEG, are written but never replaced.
+What headwater writes says so itself: JSON by its first key, pages by their generator, pictures by their metadata.
+Formats of pictures without metadata, such as JPEG, are written but never replaced.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Mapping
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,56 +20,22 @@ from headwater.files import check_local, explaining, replace_text, replacing
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Whether headwater wrote a file, by its content.
-IsOurs = Callable[[bytes], bool]
-
-# The keys of each JSON file.
-EVALUATION = ("headwater", "format", "rows", "models")
-INSPECTION = ("headwater", "schema_version", "models")
-GPU = ("headwater", "device", "phases")
-REPRODUCTION = ("table", "paper_says", "claims")
-
-GENERATOR = b'<meta name="generator" content="headwater">'
 _AUTHOR = "headwater"
 _METADATA = {"png": "Software", "svg": "Creator", "pdf": "Creator", "ps": "Creator", "eps": "Creator"}
-_PICTURES = (
+_MARKS = (
+    b'<meta name="generator" content="headwater">',
     b"tEXtSoftware\0headwater",  # PNG
     b"<dc:title>headwater</dc:title>",  # SVG
     b"/Creator (headwater)",  # PDF
     b"%%Creator: headwater\n",  # PostScript
 )
-# Bytes at the beginning and end of a picture in which its metadata lie.
+_JSON = re.compile(rb'\{\s*"headwater":')
+# Bytes at the beginning and end of a file in which it says who wrote it.
 _NEAR = 2**14
 
 
-def has_keys(keys: Collection[str]) -> IsOurs:
-    """A test for a JSON object with these keys."""
-
-    def test(content: bytes) -> bool:
-        try:
-            values = json.loads(content)
-        except (ValueError, RecursionError):
-            return False
-        return isinstance(values, dict) and values.keys() >= {*keys}
-
-    return test
-
-
-def is_page(content: bytes) -> bool:
-    """Whether headwater wrote this HTML page."""
-    return GENERATOR in content[:_NEAR]
-
-
-def is_picture(content: bytes) -> bool:
-    """Whether headwater drew this picture."""
-    return any(mark in content[:_NEAR] or mark in content[-_NEAR:] for mark in _PICTURES)
-
-
-def check_replaceable(file: Path, is_ours: IsOurs | None = None) -> None:
-    """Raise `HeadwaterError` unless a file can be written: nothing is there, or a file that headwater wrote.
-
-    is_ours: default: the caller has checked the content.
-    """
+def check_replaceable(file: Path) -> None:
+    """Raise `HeadwaterError` unless a file can be written: nothing is there, or a file that headwater wrote."""
     check_local(file)
     if not os.path.lexists(file):
         return
@@ -78,32 +45,28 @@ def check_replaceable(file: Path, is_ours: IsOurs | None = None) -> None:
         what = "a folder" if file.is_dir() else "not a regular file"
         raise HeadwaterError(f"{str(file)!r} cannot be written: it is {what}; choose another name.")
     try:
-        if is_ours is None or is_ours(file.read_bytes()):
-            return
+        content = file.read_bytes()
     except OSError as error:
         raise HeadwaterError(f"{str(file)!r} cannot be read: {error.strerror}; choose another name.") from error
+    if _JSON.match(content) or any(mark in content[:_NEAR] + content[-_NEAR:] for mark in _MARKS):
+        return
     raise HeadwaterError(
-        f"{str(file)!r} already exists, and this command of headwater did not write it; choose another name, or move "
-        "it away."
+        f"{str(file)!r} already exists, and headwater did not write it; choose another name, or move it away."
     )
 
 
-def write_json(
-    file: Path, content: Mapping[str, Any], keys: Collection[str], *, indent: int = 1, allow_nan: bool = True
-) -> None:
-    """Write a JSON file with these keys. Raises `HeadwaterError` for another's file, or if it cannot be written."""
-    text = json.dumps(content, indent=indent, ensure_ascii=False, allow_nan=allow_nan) + "\n"
-    _write(file, text, has_keys(keys))
+def write_json(file: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file whose first key is "headwater". Raises `HeadwaterError` for another's file, or if it cannot be
+    written."""
+    write_text(file, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
-def write_page(file: Path, html: str) -> None:
-    """Write an HTML page. Raises `HeadwaterError` for another's file, or if it cannot be written."""
-    _write(file, html, is_page)
-
-
-def write_document(file: Path, text: str) -> None:
-    """Write a page of a documentation, whose content the caller has checked. Raises `HeadwaterError`."""
-    _write(file, text, None)
+def write_text(file: Path, text: str) -> None:
+    """Write JSON or a page that says who wrote it. Raises `HeadwaterError` for another's file, or if it cannot be
+    written."""
+    check_replaceable(file)
+    with explaining(lambda problem: f"{str(file)!r} could not be written: {problem}."):
+        replace_text(file, text)
 
 
 def save_figure(figure: Figure, file: Path, dpi: int) -> Path:
@@ -111,7 +74,7 @@ def save_figure(figure: Figure, file: Path, dpi: int) -> Path:
 
     Raises `HeadwaterError` for another's file, for a suffix that no picture has, or if it cannot be written.
     """
-    check_replaceable(file, is_picture)
+    check_replaceable(file)
     kind = file.suffix.removeprefix(".").lower()
     with explaining(lambda problem: f"{str(file)!r} could not be written: {problem}."), replacing(file) as beside:
         try:
@@ -121,9 +84,3 @@ def save_figure(figure: Figure, file: Path, dpi: int) -> Path:
         except ValueError as error:  # a suffix that no picture has
             raise HeadwaterError(f"{str(file)!r} cannot be drawn: {error}") from error
     return file
-
-
-def _write(file: Path, text: str, is_ours: IsOurs | None) -> None:
-    check_replaceable(file, is_ours)
-    with explaining(lambda problem: f"{str(file)!r} could not be written: {problem}."):
-        replace_text(file, text)

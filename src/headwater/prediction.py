@@ -41,24 +41,14 @@ def predict(
 ) -> Iterator[dict[str, float]]:
     """Each image's classes with their probabilities, the likeliest first.
 
-    Raises `HeadwaterError` at the first file that is no image, after the classes of those before it.
+    Raises `HeadwaterError` for a file that is no image.
     """
-    from headwater.data.images.base import UnreadableImage
     from headwater.data.images.reading import read_image
 
     config = model.config
     for start in range(0, len(images), BATCH):
-        opened, broken = [], None
-        for path in images[start : start + BATCH]:
-            try:
-                opened.append(read_image(path, shown(str(path)), config.num_channels))
-            except UnreadableImage as error:
-                broken = error
-                break
-        if opened:
-            pixels = processor(images=opened, return_tensors="pt")["pixel_values"].to(model.device, model.dtype)
-            for row in model(pixel_values=pixels).logits.double().softmax(-1).cpu():
-                order = row.argsort(descending=True, stable=True).tolist()
-                yield {config.id2label[number]: float(row[number]) for number in order}
-        if broken is not None:
-            raise broken
+        opened = [read_image(path, shown(str(path)), config.num_channels) for path in images[start : start + BATCH]]
+        pixels = processor(images=opened, return_tensors="pt")["pixel_values"].to(model.device, model.dtype)
+        for row in model(pixel_values=pixels).logits.double().softmax(-1).cpu():
+            order = row.argsort(descending=True, stable=True).tolist()
+            yield {config.id2label[number]: float(row[number]) for number in order}

@@ -14,10 +14,9 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from types import FrameType
 
 from headwater.layout import COMMAND_LINE, LIBRARY
@@ -30,15 +29,6 @@ def is_command() -> bool:
     except (AttributeError, IndexError):
         return False
     return PurePath(started).stem in (LIBRARY, f"-m{LIBRARY}")
-
-
-def age() -> float:
-    """Seconds since this process started; 0 where the system does not say (not Linux)."""
-    with suppress(OSError, ValueError, IndexError, AttributeError):
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        started = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # since the machine started
-        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
-    return 0.0
 
 
 def begin() -> None:

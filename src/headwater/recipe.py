@@ -131,6 +131,7 @@ def _known_in(registry: Registry) -> AfterValidator:
     return AfterValidator(check)
 
 
+IDENTITY_VERSION = 2
 Name = Annotated[str, AfterValidator(_can_name_a_folder)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 # Beyond any real training run, and within the range of tensors and clocks.
@@ -311,7 +312,8 @@ class Compare(Settings):
     min_seeds: Annotated[int, Field(ge=2, le=1000)] = 6
     """Seeds before the first look, for `sequential`."""
     max_seeds: Annotated[int, Field(ge=2, le=1000)] = 30
-    """Seeds at which an arm stays open, for `sequential`. Those after the listed ones count on from the largest."""
+    """Seeds at which an undecided arm is inconclusive, for `sequential`. Those after the listed ones count on from the
+    largest."""
 
     @field_validator("sizes", mode="before")
     @classmethod
@@ -502,7 +504,7 @@ class Start(Change):
     checkpoint: str
     """A checkpoint's folder, or a run's (its newest)."""
     previous: str | None = None
-    """In a stage: the digest of the previous stage, which identifies the checkpoint."""
+    """In a stage: the identity of the previous stage, which identifies the checkpoint."""
 
 
 class TrainingStage(Change):
@@ -661,7 +663,7 @@ class Recipe(Settings):
             values = plain.model_dump(mode="json")
             values |= {
                 "name": file_name(f"{self.name}-{stage.name}"),
-                "start": change | {"checkpoint": str(at), "previous": before.digest()},
+                "start": change | {"checkpoint": str(at), "previous": before.identity},
             }
             values["training"] |= stage.training
             distillation = values["training"].get("distillation")
@@ -740,46 +742,28 @@ class Recipe(Settings):
             values = merged(values, change)
         return parse(values, where)
 
-    def digest(self) -> str:
-        """SHA-256 of everything that affects the result: the recipe without its name, title and reporting."""
-        content = self.model_dump(mode="json", exclude={"name", "title", "reporting", "compare"})
-        # Keys are sorted, except for mechanisms, which apply in order.
-        content["model"]["mechanisms"] = list((content["model"].get("mechanisms") or {}).items())
-        # Nor are a mixture's sources, whose order decides which rows are drawn; 0.1 left it out.
-        source = content["data"].get("source")
-        if isinstance(source, dict) and list(source) != sorted(source):
-            content["data"]["source"] = list(source.items())
-        content["training"]["compile"] = bool(content["training"]["compile"])  # 0.1 had no default by device
-        # Later fields are left out at their defaults, so that older records keep their digest.
-        for change in filter(None, (content["start"], *content["stages"])):
-            for name in ("method", *vars(NewSizes())) if change["grow"] else ():
-                if change["grow"][name] == Growth.model_fields[name].default:
-                    del change["grow"][name]
-            for name in ("convert", "finish_conversion", "new_classifier"):
-                if change[name] == Change.model_fields[name].default:
-                    del change[name]
-        for name in ("start", "stages"):
-            if not content[name]:
-                del content[name]
-        for name, default in (
-            ("scalar_learning_rate_multiplier", 1.0),
-            ("trainable_mechanisms", None),
-            ("weight_decay_on", "matrices"),
-            ("attn_implementation", None),
-            ("loss_chunk_tokens", None),
-            ("replicas", 1),
-            ("optimizer_options", {}),
-            ("label_smoothing", 0.0),
-            ("ema_decay", None),
-            ("distillation", None),
-        ):
-            if content["training"][name] == default:
-                del content["training"][name]
+    @property
+    def identity(self) -> str:
+        """A version and the SHA-256 of what decides the result. Runs of equal identity are the same run.
+
+        Fields at their defaults do not enter it, nor do names, reporting and where a previous stage's checkpoint is.
+        """
+        aside: dict[str, Any] = dict.fromkeys(("name", "title", "reporting", "compare"), True)
+        aside["training"] = {"timeout_minutes"}
         if isinstance(self.data, ImageSettings):
-            del content["data"]["workers"]  # how many threads
+            aside["data"] = {"workers"}
         if self.start is not None and self.start.previous is not None:
-            del content["start"]["checkpoint"]  # where it is
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+            aside["start"] = {"checkpoint"}
+        content = self.model_dump(mode="json", exclude=aside, exclude_defaults=True)
+        content["data"]["kind"] = self.data.kind
+        # Keys are sorted, but mechanisms apply in order, and the order of a mixture's sources decides which rows are
+        # drawn.
+        for section, name in (("model", "mechanisms"), ("data", "source")):
+            if isinstance(content.get(section, {}).get(name), dict):
+                content[section][name] = list(content[section][name].items())
+        content = {name: value for name, value in content.items() if value}
+        text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+        return f"{IDENTITY_VERSION}:{hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def changed_config(config: HeadwaterConfig, change: Change) -> HeadwaterConfig:

@@ -20,7 +20,7 @@ from headwater.errors import HeadwaterError
 from headwater.files import read_bytes, replace_text
 from headwater.kernels.choose import cpu
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 RECORD = "record.json"
 # Of a run with a result; that of a diverged one is that it diverged.
 ENDED = ("finished", "diverged")
@@ -57,7 +57,7 @@ class HeldOutPoint(_Part):
     step: RecordCount
     tokens: RecordCount
     flops: float = 0.0
-    measures: dict[str, float]
+    metrics: dict[str, float]
     """bits_per_byte and loss (nats per token) for text, for a domain as loss/NAME; accuracy and loss for synthetic
     tasks."""
 
@@ -67,7 +67,7 @@ class SpeedPoint(_Part):
 
     step: RecordCount
     tokens_per_second: float
-    waiting: float
+    data_wait_fraction: float
     """Share of the time that steps waited for data."""
     mfu: float | None = None
     """The model's FLOPs as a share of the devices' peak (from data sheets, or measured)."""
@@ -102,7 +102,7 @@ class Environment(_Part):
     device_name: str | None = None
     """The GPU's or the processor's name."""
     threads: RecordCount
-    processes: RecordCount = 1
+    world_size: RecordCount = 1
     compiled: bool | None = None
     """Whether the model ran under torch.compile."""
     attention: str | None = None
@@ -117,17 +117,15 @@ class SeedPlan(_Part):
     min_seeds: int = Field(ge=2, lt=2**63)
     """Seeds before the first look."""
     margin: float = Field(gt=0, allow_inf_nan=False)
-    """The smallest difference of the deciding measure that matters."""
-    arms: int = Field(ge=1, lt=2**63)
+    """The smallest difference of the deciding metric that matters."""
+    arms: list[str] = Field(min_length=1)
     """Arms that are tested against the baseline, among which the error rate is divided."""
-    names: list[str] = []
-    """Of these arms."""
-    baseline: str = ""
+    baseline: str
 
     @model_validator(mode="after")
     def _enough(self) -> Self:
         if len(self.seeds) < self.min_seeds:
-            raise ValueError(f"plan.seeds lists {len(self.seeds)}, fewer than min_seeds {self.min_seeds}")
+            raise ValueError(f"seed_plan.seeds lists {len(self.seeds)}, fewer than min_seeds {self.min_seeds}")
         return self
 
 
@@ -141,27 +139,27 @@ class Experiment(_Part):
     baseline: str
     """The arm the others are compared with."""
     threshold: float | Literal["baseline"] | None = None
-    """The value of the deciding measure; the first step that reaches it is reported."""
-    budgets: list[str] = []
+    """The value of the deciding metric; the first step that reaches it is reported."""
+    budget_arms: list[str] = []
     """Arms that are the baseline with other budgets."""
     size: str | None = None
     """Which of the compared sizes this run has."""
-    part: Literal["comparison", "tuning"] = "comparison"
+    phase: Literal["comparison", "tuning"] = "comparison"
     """tuning: the run was used to choose the arm's learning rate."""
-    plan: SeedPlan | None = None
+    seed_plan: SeedPlan | None = None
     """Set if seeds are added until the comparison is decided."""
 
 
 class Event(_Part):
     """One thing that was done to a model; a checkpoint's history.json lists them all, in order."""
 
-    what: Literal["trained", "grown", "merged", "shrunk", "retrofitted", "converted", "refitted"]
+    kind: Literal["trained", "grown", "merged", "shrunk", "retrofitted", "converted", "refitted"]
     tokens: RecordCount = 0
     """Training tokens of this event."""
     flops: float = 0.0
     """Training FLOPs of this event."""
     details: dict[str, Any] = {}
-    """For training: name, config_hash, seed, steps and rows; otherwise the arguments and the measurements."""
+    """For training: name, identity, seed, steps and rows; otherwise the arguments and the measurements."""
 
 
 class Origin(_Part):
@@ -191,7 +189,7 @@ class StageRecord(_Part):
     total_flops: float
     """Total training FLOPs up to the end of this stage."""
     result: float | None
-    """The deciding measure at its end."""
+    """The deciding metric at its end."""
     cache_bytes_per_token: RecordCount = 0
     """Of its model, in fp32."""
 
@@ -206,24 +204,17 @@ class _TrainingSettings(BaseModel):
 
 
 class _Sections(BaseModel):
-    """What they need in `recipe`."""
+    """What readers of records need in `recipe`."""
 
     training: _TrainingSettings
     model: dict[str, Any] = {}
     data: dict[str, Any] = {}
 
 
-class _Asked(BaseModel):
-    """What they need in a record beyond its schema."""
-
-    model_config = ConfigDict(from_attributes=True)
-    recipe: _Sections
-
-
 class RunRecord(_Part):
     """Everything known about one run."""
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
     name: str
     experiment: Experiment | None = None
     """Set by `headwater compare`."""
@@ -238,15 +229,15 @@ class RunRecord(_Part):
     """Why it failed or diverged."""
     recipe: dict[str, Any]
     """The resolved recipe, defaults included."""
-    config_hash: str
-    """SHA-256 of the recipe without its name, title and reporting."""
+    identity: str
+    """The recipe's identity. Records of equal identity are the same run."""
     data: dict[str, Any]
     """The data's source, hash, sizes, and the Python version for its standard library."""
-    measure: str
-    """The deciding measure."""
+    metric: str
+    """The deciding metric."""
     lower_is_better: bool
     parameters: RecordCount
-    embeddings: RecordCount = 0
+    embedding_parameters: RecordCount = 0
     """Of these, those of the embedding and of an untied output head."""
     cache_bytes_per_token: RecordCount
     """Bytes each further token adds to the K/V cache of one sequence, in fp32."""
@@ -258,11 +249,11 @@ class RunRecord(_Part):
     """Training FLOPs spent: matmuls and causal attention, three times the forward pass."""
     seconds: float
     """Time in training steps, without evaluation and saving."""
-    waited: float = 0.0
+    data_wait_seconds: float = 0.0
     """Of these, the seconds that steps waited for data."""
-    skipped: RecordCount = 0
+    skipped_steps: RecordCount = 0
     """Steps skipped because their loss or gradient was not finite."""
-    order: str = ""
+    data_order: str = ""
     """Hash of all training rows in their order: equal for runs that saw the same data, on any number of processes."""
     curve: list[CurvePoint] = []
     held_out: list[HeldOutPoint] = []
@@ -274,14 +265,14 @@ class RunRecord(_Part):
 
     @model_validator(mode="after")
     def _looks_decide(self) -> Self:
-        if any(self.measure not in point.measures for point in self.held_out):
-            raise ValueError(f"an evaluation has no {self.measure!r}, the deciding measure")
+        if any(self.metric not in point.metrics for point in self.held_out):
+            raise ValueError(f"an evaluation has no {self.metric!r}, the deciding metric")
         return self
 
     @property
     def domains(self) -> list[str]:
         """The domains that the last evaluation's loss averages; empty if the held-out data are not split."""
-        last = self.held_out[-1].measures if self.held_out else {}
+        last = self.held_out[-1].metrics if self.held_out else {}
         return [name.removeprefix("loss/") for name in last if name.startswith("loss/")]
 
     @property
@@ -305,14 +296,14 @@ class RunRecord(_Part):
 
     @property
     def result(self) -> float | None:
-        """The deciding measure at the last evaluation."""
-        return self.held_out[-1].measures[self.measure] if self.held_out else None
+        """The deciding metric at the last evaluation."""
+        return self.held_out[-1].metrics[self.metric] if self.held_out else None
 
     @property
     def best(self) -> HeldOutPoint | None:
-        """The evaluation with the best deciding measure."""
+        """The evaluation with the best deciding metric."""
         choose = min if self.lower_is_better else max
-        return choose(self.held_out, key=lambda point: point.measures[self.measure], default=None)
+        return choose(self.held_out, key=lambda point: point.metrics[self.metric], default=None)
 
 
 def same_tokens(records: Iterable[RunRecord]) -> bool:
@@ -324,7 +315,7 @@ def same_tokens(records: Iterable[RunRecord]) -> bool:
     if any(set(record.domains) != set(looked[0].domains) for record in looked):
         return False
     for part in [f"/{name}" for name in looked[0].domains] or [""] if looked else ():
-        looks = [record.held_out[-1].measures for record in looked]
+        looks = [record.held_out[-1].metrics for record in looked]
         both = [(one.get(f"bits_per_byte{part}", math.nan), one.get(f"loss{part}", 0.0)) for one in looks]
         ratios = [bits / nats for bits, nats in both if nats and math.isfinite(bits / nats)]
         if ratios and max(ratios) - min(ratios) > SAME * max(ratios):
@@ -333,7 +324,7 @@ def same_tokens(records: Iterable[RunRecord]) -> bool:
 
 
 def environment(
-    device: str, processes: int = 1, compiled: bool | None = None, attention: str | None = None
+    device: str, world_size: int = 1, compiled: bool | None = None, attention: str | None = None
 ) -> Environment:
     """This process's. compiled, attention: how a run's model runs."""
     return Environment(
@@ -345,7 +336,7 @@ def environment(
         device=device,
         device_name=device_name(torch.device(device)),
         threads=torch.get_num_threads(),
-        processes=processes,
+        world_size=world_size,
         compiled=compiled,
         attention=attention,
     )
@@ -393,7 +384,7 @@ def stop_record(folder: Path) -> None:
 
 def usable_record(record: RunRecord) -> RunRecord:
     """The record, if its recipe has what is read from it. Raises pydantic's `ValidationError`."""
-    _Asked.model_validate(record)
+    _Sections.model_validate(record.recipe)
     return record
 
 
@@ -408,11 +399,14 @@ def read_record(path: Path) -> RunRecord:
         raise HeadwaterError(f"The run record {str(path)!r} cannot be read: {error.strerror}.") from error
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
+        if first["loc"] == ("schema_version",):
+            raise HeadwaterError(
+                f"{str(path)!r} has schema version {first['input']}, and this version of headwater reads only "
+                f"{SCHEMA_VERSION}; train the run again."
+            ) from error
         where = ".".join(map(str, first["loc"]))
         said = f"{where}: {first['msg']}" if where else first["msg"].removeprefix("Value error, ")
-        raise HeadwaterError(
-            f"{str(path)!r} is not a run record of schema {SCHEMA_VERSION}, or it is damaged: {said}."
-        ) from error
+        raise HeadwaterError(f"{str(path)!r} is not a run record, or it is damaged: {said}.") from error
 
 
 def record_files(folder: Path, tell: Callable[[str], None] | None = None) -> list[Path]:

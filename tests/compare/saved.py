@@ -9,7 +9,7 @@ from headwater.records import Experiment, HeldOutPoint, RunRecord, environment, 
 from headwater.training.loop import train
 
 
-def record(arm, seed, result, curve=(), measure="bits_per_byte", size=None, **changes):
+def record(arm, seed, result, curve=(), metric="bits_per_byte", size=None, **changes):
     looks = [] if result is None else [*curve, result]
     values = dict(
         name=f"{arm}-{seed}",
@@ -17,16 +17,16 @@ def record(arm, seed, result, curve=(), measure="bits_per_byte", size=None, **ch
         seed=seed,
         status="finished",
         recipe={"training": {"steps": 1, "learning_rate": 0.1}},
-        config_hash="",
+        identity="",
         data={},
-        measure=measure,
-        lower_is_better=measure == "bits_per_byte",
+        metric=metric,
+        lower_is_better=metric == "bits_per_byte",
         parameters=10,
         cache_bytes_per_token=4,
         tokens=1000,
         flops=1.0,
         seconds=2.0,
-        held_out=[HeldOutPoint(step=10 * i, tokens=100 * i, measures={measure: v}) for i, v in enumerate(looks, 1)],
+        held_out=[HeldOutPoint(step=10 * i, tokens=100 * i, metrics={metric: v}) for i, v in enumerate(looks, 1)],
         environment=environment("cpu"),
     )
     return RunRecord(**(values | changes))

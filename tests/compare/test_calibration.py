@@ -92,7 +92,9 @@ def test_too_few_trials_are_one_sentence(arms, seeds, message):
 
 def save(folder, arm, seed, result, name="e", **changes):
     one = record(arm, seed, result, **changes)
-    one.experiment = Experiment(name=name, title="E", arm=arm, baseline="base", part=changes.pop("part", "comparison"))
+    one.experiment = Experiment(
+        name=name, title="E", arm=arm, baseline="base", phase=changes.pop("phase", "comparison")
+    )
     place = folder / name / f"{arm}-{seed}-{one.status}"
     place.mkdir(parents=True)
     write_record(one, place)

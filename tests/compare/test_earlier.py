@@ -31,11 +31,11 @@ def ended(made, out, **changes):
 
 
 def place(trial, folder, **changes):
-    done = record(trial.experiment.arm, trial.recipe.seed, 0.5, measure="accuracy")
+    done = record(trial.experiment.arm, trial.recipe.seed, 0.5, metric="accuracy")
     own = {
         "experiment": trial.experiment,
         "recipe": trial.recipe.model_dump(mode="json", exclude={"compare"}),
-        "config_hash": trial.recipe.digest(),
+        "identity": trial.recipe.identity,
     }
     folder.mkdir(parents=True, exist_ok=True)
     write_record(done.model_copy(update=own | changes), folder)
@@ -184,7 +184,7 @@ def test_data_that_changed_are_seen_in_runs_with_stages():
 def test_nothing_is_decided_from_runs_with_different_data(tmp_path):
     made = tiny({"arms": ARMS, **PLAN})
     for number, trial in enumerate(trials_of(made, tmp_path)):
-        look = HeldOutPoint(step=1, tokens=1, measures={"accuracy": number / 10})
+        look = HeldOutPoint(step=1, tokens=1, metrics={"accuracy": number / 10})
         place(
             trial, trial.folder, data={"source": "x", "sha256": "a" if trial.recipe.seed < 1 else "b"}, held_out=[look]
         )

@@ -95,7 +95,7 @@ class Comparison:
             Here().run(whole.jobs[0])
             one, other = read_record(trial.folder), read_record(whole.folder)
             assert (one.status, one.curve, one.held_out) == ("finished", other.curve, other.held_out)
-            assert (one.order, one.tokens, one.config_hash) == (other.order, other.tokens, other.config_hash)
+            assert (one.data_order, one.tokens, one.identity) == (other.data_order, other.tokens, other.identity)
             x, y = checkpoints(trial.folder)[-1], checkpoints(whole.folder)[-1]
             for file in x.glob("*.safetensors"):
                 a, b = load_file(file), load_file(y / file.name)

@@ -113,7 +113,7 @@ def test_the_report_shows_which_arms_no_cheaper_one_beats(tmp_path, clock, monke
         for seed in (0, 1):
             file = tmp_path / "tiny" / f"{arm}-{seed}" / "record.json"
             record = read_record(file)
-            record.held_out[-1].measures["accuracy"] = result + 0.01 * seed * (arm == "deep")
+            record.held_out[-1].metrics["accuracy"] = result + 0.01 * seed * (arm == "deep")
             file.write_text(record.model_dump_json())
     (comparison,) = comparisons(tmp_path)
     found = prices_of(comparison)
@@ -123,7 +123,7 @@ def test_the_report_shows_which_arms_no_cheaper_one_beats(tmp_path, clock, monke
     assert terminal_prices(found).row_count == 3
     # Of other settings: no price, which the page says.
     stored = json.loads((tmp_path / "tiny" / PRICES).read_text())
-    stored["arms"]["shift"]["settings"] = timed_recipe(recipe.arm("deep", 0)).digest()
+    stored["arms"]["shift"]["settings"] = timed_recipe(recipe.arm("deep", 0)).identity
     (tmp_path / "tiny" / PRICES).write_text(json.dumps(stored))
     (told,) = prices_part(comparison, "prices", "Prices").paragraphs
     assert told.startswith("No price, or one of other settings: shift;")

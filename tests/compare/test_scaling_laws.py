@@ -24,10 +24,14 @@ def runs(losses, seeds=(0,), sizes=SIZES, axis="parameters", more=(), tokens=Map
     for arm, loss in losses.items():
         for size, n in sizes.items():
             for seed in seeds:
-                at = {"parameters": int(n) + 500, "embeddings": 500} if axis == "parameters" else {"tokens": int(n)}
+                at = (
+                    {"parameters": int(n) + 500, "embedding_parameters": 500}
+                    if axis == "parameters"
+                    else {"tokens": int(n)}
+                )
                 one = record(arm, seed, 1.0, size=size, **at, **changes)
                 nats = float(loss(n, seed))
-                one.held_out[-1].measures |= {"loss": nats, "bits_per_byte": nats / tokens.get(arm, 3.0)} | dict(more)
+                one.held_out[-1].metrics |= {"loss": nats, "bits_per_byte": nats / tokens.get(arm, 3.0)} | dict(more)
                 made.append(one)
     return made
 
@@ -38,7 +42,7 @@ def test_a_law_without_noise_is_found_and_inverted(form, true, axis):
     losses = {"base": lambda n, _: law(n, *true), "other": lambda n, _: law(1.1 * n, *true)}
     found = scaling_of(runs(losses, axis=axis), form)
     assert found.axis == axis
-    assert found.measure == "loss"
+    assert found.metric == "loss"
     for one in found.laws[:1]:
         assert (one.e.value, one.a.value, one.exponent.value) == pytest.approx(true, rel=1e-4, abs=1e-9)
         assert one.error < 1e-6
@@ -136,7 +140,7 @@ def test_what_is_missing_is_left_out():
     made = [one for one in made if (one.experiment.arm, one.experiment.size) != ("lacks", "M")]
     for one in made:
         if (one.experiment.arm, one.experiment.size) == ("broken", "L"):
-            one.held_out[-1].measures["loss"] = float("nan")
+            one.held_out[-1].metrics["loss"] = float("nan")
         if (one.experiment.arm, one.experiment.size, one.seed) == ("whole", "S", 1):
             one.status = "diverged"
     found = scaling_of(made)
@@ -161,11 +165,11 @@ def test_losses_of_other_tokens_are_not_compared():
     """By token `other` looks better, having shorter ones; by byte it is what a tenth fewer parameters give."""
     losses = {"base": lambda n, _: law(n, 3.0, 80.0, 0.3), "other": lambda n, _: law(0.9 * n, 3.0, 80.0, 0.3) / 2}
     found = scaling_of(runs(losses, tokens={"base": 2.0, "other": 1.0}))
-    assert found.measure == "bits_per_byte"
+    assert found.metric == "bits_per_byte"
     assert [one.more.value for one in found.equals] == pytest.approx([-0.1] * 4, abs=1e-4)
     assert found.laws[0].e.value == pytest.approx(1.5, rel=1e-4)
     same = scaling_of(runs(losses))
-    assert same.measure == "loss"
+    assert same.metric == "loss"
     assert all(one.more.value == np.inf for one in same.equals)
 
 
@@ -181,24 +185,24 @@ def test_the_law_is_of_the_domain_that_decides():
     # The mean of the domains has no one ratio of bits to nats; each domain has.
     parts = {"loss/a": 2.0, "bits_per_byte/a": 1.0, "loss/b": 3.0, "bits_per_byte/b": 2.0}
     made = runs(losses, more=parts.items(), tokens={"other": 4.0})
-    assert scaling_of(made).measure == "loss"
+    assert scaling_of(made).metric == "loss"
     for one in made:
-        one.held_out[-1].measures["loss/b"] = one.held_out[-1].measures["loss"]
-        one.held_out[-1].measures["bits_per_byte/b"] = one.held_out[-1].measures["loss"] / 3
-    by_b = [one.model_copy(update={"measure": "bits_per_byte/b"}) for one in made]
-    assert scaling_of(by_b).measure == "loss/b"
-    made[0].held_out[-1].measures["bits_per_byte/a"] = 1.1  # another tokenizer, which only this domain shows
-    assert scaling_of(made).measure == "bits_per_byte"
+        one.held_out[-1].metrics["loss/b"] = one.held_out[-1].metrics["loss"]
+        one.held_out[-1].metrics["bits_per_byte/b"] = one.held_out[-1].metrics["loss"] / 3
+    by_b = [one.model_copy(update={"metric": "bits_per_byte/b"}) for one in made]
+    assert scaling_of(by_b).metric == "loss/b"
+    made[0].held_out[-1].metrics["bits_per_byte/a"] = 1.1  # another tokenizer, which only this domain shows
+    assert scaling_of(made).metric == "bits_per_byte"
 
 
 def test_tasks_are_judged_by_their_loss_or_refused():
     losses = {"base": lambda n, _: law(n, 1.5, 40.0, 0.3), "other": lambda n, _: law(n, 1.5, 39.0, 0.3)}
-    found = scaling_of(runs(losses, measure="accuracy"))
-    assert found.measure == "loss"
+    found = scaling_of(runs(losses, metric="accuracy"))
+    assert found.metric == "loss"
     assert found.points["base"][0][1] == pytest.approx(law(1e5, 1.5, 40.0, 0.3))
-    made = runs(losses, measure="accuracy")
+    made = runs(losses, metric="accuracy")
     for one in made:
-        del one.held_out[-1].measures["loss"]
+        del one.held_out[-1].metrics["loss"]
     with pytest.raises(HeadwaterError, match="A scaling law needs losses"):
         scaling_of(made)
     same = runs(losses, sizes={"S": 1e5, "M": 1e5, "L": 1e5})

@@ -133,7 +133,7 @@ def test_the_best_of_the_first_phase_are_tested_on_fresh_seeds(here, small, tmp_
     assert not (tmp_path / "tiny-final" / "tuning").exists()
     rates = {}
     for one in records.values():
-        if one.experiment.part == "comparison":
+        if one.experiment.phase == "comparison":
             rates.setdefault(one.experiment.arm, set()).add(one.recipe["training"]["learning_rate"])
             assert one.parameters == pytest.approx(next(iter(records.values())).parameters, rel=0.02)
     assert all(len(rates[arm]) == 1 for arm in (VANILLA, *best))
@@ -149,7 +149,7 @@ def test_the_best_by_mean_are_chosen_and_none_that_diverged(tmp_path):
             end = results[trial.experiment.arm][trial.recipe.seed]
             state = {"status": "diverged"} if end is None else {}
             trial.folder.mkdir(parents=True, exist_ok=True)
-            write_record(record("x", 0, end, measure="accuracy", **state), trial.folder)
+            write_record(record("x", 0, end, metric="accuracy", **state), trial.folder)
 
     fill()
     assert best_arms(selection, tmp_path) == ["value_residual", "kv_shift"]

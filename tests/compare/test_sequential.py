@@ -116,12 +116,12 @@ def test_two_arms_at_the_margin_are_rarely_called_equivalent_and_those_at_0_are(
     assert ((low > -0.8) & (high < 0.8)).any(1).mean() > 0.9
 
 
-PLAN = SeedPlan(seeds=list(range(12)), min_seeds=3, margin=0.1, arms=2)
+PLAN = SeedPlan(seeds=list(range(12)), min_seeds=3, margin=0.1, arms=["a", "b"], baseline="base")
 
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"arms": 0}, {"min_seeds": 1}, {"margin": 0.0}, {"margin": -1.0}, {"margin": math.inf}, {"seeds": []}],
+    [{"arms": []}, {"min_seeds": 1}, {"margin": 0.0}, {"margin": -1.0}, {"margin": math.inf}, {"seeds": []}],
     ids=str,
 )
 def test_a_plan_that_no_comparison_makes_is_refused_in_a_record_too(wrong):
@@ -186,8 +186,8 @@ def known(folder, arms=GAIN, seeds=range(12), diverges=(), **changes):
             # Equal differences are told by their signs: after eight seeds, for four arms.
             own = 0.0 if arm in ("base", "tiny") else noise(sorted(GAIN).index(arm))[seed] / 4
             result = 0.5 + 0.05 * noise(9)[seed] + GAIN.get(arm, 0.0) + own
-            done = record(arm, seed, None if (arm, seed) in diverges else float(result), measure="accuracy")
-            done.config_hash, done.experiment = trial.recipe.digest(), trial.experiment
+            done = record(arm, seed, None if (arm, seed) in diverges else float(result), metric="accuracy")
+            done.identity, done.experiment = trial.recipe.identity, trial.experiment
             done.status = "diverged" if (arm, seed) in diverges else "finished"
             trial.folder.mkdir(parents=True, exist_ok=True)
             write_record(done, trial.folder)
@@ -253,7 +253,7 @@ def test_a_planted_difference_of_trained_models_is_found_and_a_planted_zero_call
 
 def test_the_baseline_with_other_budgets_is_not_tested_and_has_its_seeds(tmp_path):
     made = known(tmp_path, ["better", "zero"], budget_arms=["zero"])
-    assert trials_of(made, tmp_path)[0].experiment.plan.arms == 1
+    assert trials_of(made, tmp_path)[0].experiment.seed_plan.arms == ["better"]
     compare(made, tmp_path, workers=1)
     (found,) = comparisons(tmp_path)
     used = {s.arm: s.runs for s in found.summaries}
@@ -273,7 +273,7 @@ def test_another_threshold_or_baseline_holds_for_runs_that_are_there(tmp_path):
     fixed = {"sequential": False, "margin": None, "baseline": "zero", "seeds": [0, 1, 2]}
     for path in tmp_path.glob("tiny/*/record.json"):
         one = read_record(path)
-        plain = one.experiment.model_copy(update={"plan": None})
+        plain = one.experiment.model_copy(update={"seed_plan": None})
         write_record(one.model_copy(update={"experiment": plain}), path.parent)
     compare(made.model_copy(update={"compare": made.compare.model_copy(update=fixed)}), tmp_path, workers=1)
     assert comparisons(tmp_path)[0].baseline == "zero"
@@ -325,14 +325,14 @@ def test_a_diverged_arm_stops_and_the_others_go_on(tmp_path):
     assert sum(o.label.startswith("zero ·") for o in outcomes) == 3  # the first round, which was under way
 
 
-def test_what_is_left_at_the_maximum_is_open(tmp_path):
+def test_what_is_left_at_the_maximum_is_inconclusive(tmp_path):
     made = known(tmp_path, margin=0.0011, max_seeds=4, arms={"zero": 0.0})
     compare(made, tmp_path, workers=1)
     (found,) = comparisons(tmp_path)
     summary = found.summaries[1]
-    assert (summary.runs, summary.verdict(False)) == (4, "open")
+    assert (summary.runs, summary.verdict(False)) == (4, "inconclusive")
     assert summary.paired.more > 0
-    assert "cannot be told" in answer(found)
+    assert "is inconclusive" in answer(found)
 
 
 def test_a_plan_cannot_change_after_its_results_and_fixed_seeds_become_part_of_one(tmp_path):
@@ -352,10 +352,10 @@ def test_a_plan_cannot_change_after_its_results_and_fixed_seeds_become_part_of_o
         compare(turned, tmp_path, workers=1)
     for path in tmp_path.glob("tiny/*/record.json"):
         one = read_record(path)
-        fixed = one.experiment.model_copy(update={"plan": None})
+        fixed = one.experiment.model_copy(update={"seed_plan": None})
         write_record(one.model_copy(update={"experiment": fixed}), path.parent)
     compare(made, tmp_path, workers=1)
-    assert all(read_record(path).experiment.plan for path in tmp_path.glob("tiny/*/record.json"))
+    assert all(read_record(path).experiment.seed_plan for path in tmp_path.glob("tiny/*/record.json"))
 
 
 @pytest.mark.parametrize(
@@ -382,8 +382,8 @@ def test_wrong_fields_are_one_sentence(section, message):
 def test_seeds_count_on_from_the_listed_ones():
     made = tiny({"arms": {"base": {}, "b": {}}, "seeds": [10, 12], **SEQUENTIAL, "max_seeds": 5})
     assert made.compare.all_seeds == [10, 12, 13, 14, 15]
-    plan = trials_of(made, Path("x"))[0].experiment.plan
-    assert (plan.seeds, plan.arms, plan.margin, plan.min_seeds) == ([10, 12, 13, 14, 15], 1, 0.1, 3)
+    plan = trials_of(made, Path("x"))[0].experiment.seed_plan
+    assert (plan.seeds, len(plan.arms), plan.margin, plan.min_seeds) == ([10, 12, 13, 14, 15], 1, 0.1, 3)
     assert skewed_error(plan) == 0.09
     assert skewed_error(plan.model_copy(update={"seeds": list(range(30))})) is None
 

@@ -86,7 +86,7 @@ def test_no_difference_at_all_is_the_same():
     for base, other in (([3.0, 2.0], [3.0, 2.0]), ([0.3, 0.3, 1.0], [0.1 + 0.2, 0.3, 1.0])):
         summary = summarize([*of("base", base), *of("other", other)], "base")[1]
         assert (summary.paired.p, summary.interval, summary.paired.more) == (1, (0, 0), None)
-        assert summary.verdict(True) == summary.verdict(False) == "same"
+        assert summary.verdict(True) == summary.verdict(False) == "identical"
 
 
 @pytest.mark.parametrize("seeds", range(2, 9))
@@ -106,7 +106,7 @@ def test_one_number_over_and_over_is_judged_by_its_signs(seeds):
 
 def test_one_seed_and_no_shared_seed_leave_everything_open():
     one, none = (summarize([record("base", 0, 3.0), record("other", seed, 2.0)], "base")[1] for seed in (0, 1))
-    assert (one.difference, one.interval, one.paired.p, one.verdict(True)) == (-1, None, None, "open")
+    assert (one.difference, one.interval, one.paired.p, one.verdict(True)) == (-1, None, None, "inconclusive")
     assert (none.paired, none.verdict(True)) == (None, "")
 
 
@@ -133,7 +133,7 @@ def test_means_and_intervals_are_students():
         ([2.0, 2.1, 1.9], True, "better"),
         ([2.0, 2.1, 1.9], False, "worse"),
         ([4.0, 4.1, 3.9], True, "worse"),
-        ([2.0, 4.1, 3.0], True, "open"),
+        ([2.0, 4.1, 3.0], True, "inconclusive"),
     ],
 )
 def test_a_verdict_needs_an_interval_without_zero(other, lower, verdict):
@@ -211,7 +211,7 @@ def test_what_could_have_been_found_is_said():
 
 def test_the_best_look_has_the_least_loss_or_the_greatest_accuracy():
     for measure, step in (("bits_per_byte", 10), ("accuracy", 20)):
-        assert record("a", 0, 0.5, curve=[0.2, 0.9], measure=measure).best.step == step
+        assert record("a", 0, 0.5, curve=[0.2, 0.9], metric=measure).best.step == step
 
 
 def test_costs_up_to_a_threshold_include_every_stage_and_are_compared_seed_by_seed():
@@ -241,8 +241,8 @@ def test_costs_up_to_a_threshold_include_every_stage_and_are_compared_seed_by_se
 
 
 def test_steps_to_a_threshold():
-    assert steps_to(record("a", 0, 0.999, curve=[0.2, 0.98, 0.991, 0.97], measure="accuracy"), 0.99) == 30
-    assert steps_to(record("a", 0, 0.5, measure="accuracy"), 0.99) is None
+    assert steps_to(record("a", 0, 0.999, curve=[0.2, 0.98, 0.991, 0.97], metric="accuracy"), 0.99) == 30
+    assert steps_to(record("a", 0, 0.5, metric="accuracy"), 0.99) is None
     assert steps_to(record("a", 0, 1.0, curve=[3.0, float("nan"), 1.4]), 1.5) == 30
 
 
@@ -306,7 +306,7 @@ def test_what_a_result_is_worth_in_flops_of_the_baseline():
 
 
 def test_beside_a_plan_intervals_hold_wherever_one_stops():
-    plan = SeedPlan(seeds=list(range(10)), min_seeds=3, margin=0.1, arms=2)
+    plan = SeedPlan(seeds=list(range(10)), min_seeds=3, margin=0.1, arms=["arm", "few"], baseline="base")
     sample = [0.31, 0.28, 0.35, 0.3]
     found = judged_beside({"arm": sample, "few": sample[:2], "none": []}, plan)
     assert found["arm"].interval == looks(sample, 0.025, 3, 10)[-1].interval

@@ -23,7 +23,7 @@ def test_trials_come_seed_by_seed_each_with_its_folder(tmp_path):
     assert len(trials) == 8
     assert trials[3].folder == tmp_path / "tiny" / "2-l" / "kv-shift-0"
     assert trials[3].recipe.model["hidden_size"] == 16
-    assert trials[3].recipe.digest() == trial_of(made, "KV shift!", 0, tmp_path, "2 L").recipe.digest()
+    assert trials[3].recipe.identity == trial_of(made, "KV shift!", 0, tmp_path, "2 L").recipe.identity
     with pytest.raises(HeadwaterError, match=r"has no size 'XL'"):
         trial_of(made, "base", 0, tmp_path, "XL")
 
@@ -39,8 +39,8 @@ def test_names_in_any_script_have_folders_of_their_own(tmp_path):
 def test_a_trial_alone_is_the_one_of_the_comparison(tmp_path):
     """`headwater train --arm` with equal budgets."""
     made = tiny({"arms": {"base": {}, "shift": SHIFT | {"training": {"batch_size": 8}}}, "match": "tokens"})
-    digests = {trial.label: trial.recipe.digest() for trial in trials_of(made, tmp_path)}
-    assert trial_of(made, "shift", 1, tmp_path).recipe.digest() == digests["shift · seed 1"]
+    digests = {trial.label: trial.recipe.identity for trial in trials_of(made, tmp_path)}
+    assert trial_of(made, "shift", 1, tmp_path).recipe.identity == digests["shift · seed 1"]
     assert trial_of(made, "shift", 1, tmp_path).recipe.training.steps == 6
 
 
@@ -92,7 +92,7 @@ def test_a_trial_with_other_settings_is_not_taken_for_done(tmp_path):
     write_record(done.model_copy(update={"status": "failed"}), job.folder)
     assert result_of(job) is None
     for status, there in (("finished", True), ("diverged", True), ("stopped", False), ("failed", False)):
-        write_record(done.model_copy(update={"config_hash": job.recipe.digest(), "status": status}), job.folder)
+        write_record(done.model_copy(update={"identity": job.recipe.identity, "status": status}), job.folder)
         assert (result_of(job) is not None) == there
     (job.folder / "checkpoints" / "step-000003").mkdir(parents=True)
     write_record(done, job.folder)

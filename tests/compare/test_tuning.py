@@ -42,7 +42,7 @@ def test_the_best_mean_over_the_tuning_seeds_is_the_arms_rate(here, tmp_path):
                 for t in tries
                 if (t.experiment.arm, t.recipe.training.learning_rate) == (arm, rate)
             ]
-            assert all(one.experiment.part == "tuning" for one in records)
+            assert all(one.experiment.phase == "tuning" for one in records)
             if rate == 1e30:
                 assert all(one.status == "diverged" and "diverged" in one.error for one in records)
             else:
@@ -51,7 +51,7 @@ def test_the_best_mean_over_the_tuning_seeds_is_the_arms_rate(here, tmp_path):
         final = [o.record for o in outcomes if o.record.experiment.arm == arm]
         assert [one.seed for one in final] == [0, 1]
         assert {one.recipe["training"]["learning_rate"] for one in final} == {max(means, key=lambda rate: means[rate])}
-        assert {(one.status, one.experiment.part) for one in final} == {("finished", "comparison")}
+        assert {(one.status, one.experiment.phase) for one in final} == {("finished", "comparison")}
         assert found_rate(made, arm, tmp_path) == final[0].recipe["training"]["learning_rate"]
         assert finished(SizedArm(made, Path("recipe.yaml"), arm), tmp_path).keys() == {0, 1}
         # A rate that was not tried yet may be better: the runs may have to be repeated.
@@ -68,7 +68,7 @@ def test_the_best_mean_over_the_tuning_seeds_is_the_arms_rate(here, tmp_path):
 
 
 def outcome(trial, result, status="finished"):
-    return Outcome("x", record("x", 0, result, measure="accuracy", status=status))
+    return Outcome("x", record("x", 0, result, metric="accuracy", status=status))
 
 
 def test_a_rate_is_judged_by_its_mean_and_ties_go_to_the_smaller(tmp_path):
@@ -94,7 +94,7 @@ def test_with_a_threshold_the_rate_with_the_fewest_steps_to_it_wins(tmp_path):
 
     def best(of, threshold=0.9):
         seen = [of[t.recipe.training.learning_rate, t.recipe.seed] for t in tries]
-        given = [Outcome("x", record("x", 0, end, curve, measure="accuracy")) for *curve, end in seen]
+        given = [Outcome("x", record("x", 0, end, curve, metric="accuracy")) for *curve, end in seen]
         asked = [replace(t, experiment=t.experiment.model_copy(update={"threshold": threshold})) for t in tries]
         return best_rates(asked, given)["base"]
 

@@ -217,8 +217,8 @@ def test_a_domain_decides_a_comparison_and_all_are_reported(texts, tmp_path, run
     for trial in trials_of(parse(COMPARED | {"data": data}, "test"), runs):
         record = train(trial.recipe, trial.folder, experiment=trial.experiment)
         assert record == read_record(trial.folder)
-        assert record.result == record.held_out[-1].measures["loss/code"]
-        records[trial.experiment.arm, record.seed] = record.held_out[-1].measures
+        assert record.result == record.held_out[-1].metrics["loss/code"]
+        records[trial.experiment.arm, record.seed] = record.held_out[-1].metrics
     code, printed, said = run("report", runs)
     assert code == 0, said
     assert "nats per token of code" in printed
@@ -252,7 +252,7 @@ def test_train_says_what_each_domain_has(texts, tmp_path, run):
     )
     code, printed, said = run("train", recipe, "--out", tmp_path / "run")
     assert code == 0, said
-    measures = read_record(tmp_path / "run").held_out[-1].measures
+    measures = read_record(tmp_path / "run").held_out[-1].metrics
     lines = printed.splitlines()
     assert lines[0].endswith(f"loss {measures['loss']:.4f}, bits per byte {measures['bits_per_byte']:.4f}")
     for name, line in zip(sorted(LINES), lines[1:], strict=False):

@@ -122,9 +122,10 @@ def wrong(world, one: Case, folder: Path) -> str | None:
 
 
 def _argument(world, word: str, folder: Path) -> str:
-    if word.startswith("@"):
-        name, *rest = word[1:].split("/")
-        return str(world.paths[name].joinpath(*rest)) if name in world.paths else word
+    field, at, place = word.partition("@")
+    if at and (not field or field.endswith("=")):
+        name, *rest = place.split("/")
+        return f"{field}{world.paths[name].joinpath(*rest)}" if name in world.paths else word
     return word.replace("{out}", str(folder / "new"))
 
 

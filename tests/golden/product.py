@@ -88,15 +88,15 @@ def figures_of(record: Any) -> dict[str, Any]:
     """What a record says that is the same wherever and whenever the run is trained."""
     return {
         "status": record.status,
-        "measure": record.measure,
+        "measure": record.metric,
         "parameters": record.parameters,
         "cache_bytes_per_token": record.cache_bytes_per_token,
         "tokens": record.tokens,
         "flops": float(record.flops),
-        "order": record.order,
+        "order": record.data_order,
         "data": {name: record.data.get(name) for name in ("sha256", "held_out_sha256")},
         "losses": [[point.step, point.loss] for point in record.curve],
-        "evaluations": [[point.step, dict(point.measures)] for point in record.held_out],
+        "evaluations": [[point.step, dict(point.metrics)] for point in record.held_out],
     }
 
 
@@ -192,9 +192,9 @@ def identities(path: Path) -> dict[str, str]:
             runs[arm if size is None else f"{arm} @ {size}"] = recipe.arm(arm, 0, size)
     by_label = {}
     for label, run in runs.items():
-        by_label[label] = run.digest()
+        by_label[label] = run.identity
         if run.stages:
-            stages = run.chain(lambda name, stage: path.parent / f"{name}-{stage.seed}-{stage.digest()[:8]}")
+            stages = run.chain(lambda name, stage: path.parent / f"{name}-{stage.seed}-{stage.identity[-8:]}")
             for name, (stage, _) in zip(run.stage_names, stages, strict=True):
-                by_label[f"{label} > {name}"] = stage.digest()
+                by_label[f"{label} > {name}"] = stage.identity
     return by_label

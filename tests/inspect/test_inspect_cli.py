@@ -11,7 +11,7 @@ from conftest import build
 from headwater.data.tokenizer import load_tokenizer
 from headwater.files import replace_text
 from headwater.inspect import inspect_model, to_json
-from headwater.inspect.pictures import depth_picture, draw, heads_picture, pairs_picture, scalars_picture
+from headwater.inspect.pictures import draw, heads_picture, scalars_picture
 from headwater.recipe import parse
 from headwater.training.checkpoint import write_model
 from headwater.training.loop import train
@@ -70,9 +70,7 @@ def test_two_side_by_side(run, checkpoint, text, tmp_path):
     assert all(one["text"]["logits_moved"] < 1e-9 for one in content["models"])
     assert [one["layers"] for one in content["models"]] == [2, 3]
     pictures = sorted(path.name for path in (tmp_path / "out").iterdir())
-    assert pictures == [
-        "inspect-depth.png", "inspect-heads.png", "inspect-pairs.png", "inspect-scalars.png", "inspect.json",
-    ]  # fmt: skip
+    assert pictures == ["inspect-heads.png", "inspect-scalars.png", "inspect.json"]
     again = [inspect_model(open_trained(path), path.name, [text], rows=4) for path in (first, second)]
     assert json.loads(json.dumps(to_json(again))) == content
 
@@ -210,32 +208,12 @@ def test_scalars_are_drawn_as_in_the_json(inspected):
         assert np.allclose(array, rows)
 
 
-def test_curves_are_drawn_as_in_the_json(inspected):
-    figure = depth_picture(inspected)
-    models = to_json(inspected)["models"]
-    axes = {axes.get_title(loc="left"): axes for axes in figure.axes}
-    for line, one in zip(axes["token similarity: hidden states"].lines, models, strict=True):
-        assert line.get_ydata() == pytest.approx(one["read"]["hidden"])
-    (line,) = axes["share of heads that attend elsewhere"].lines
-    assert line.get_ydata() == pytest.approx(models[1]["skip_use"])
-    (line,) = axes["value_residual: share mixed in"].lines
-    assert list(line.get_ydata()) == pytest.approx([terms["shares"][0] for terms in models[0]["read"]["terms"]])
-    effective = [map["effective"] / map["pairs"] for map in models[1]["read"]["maps"] if map["place"] == "mlp"]
-    assert any(np.allclose(line.get_ydata(), effective) for line in axes["effective pairs, share of all"].lines)
-
-
-def test_pairs_are_drawn_as_in_the_json(inspected):
-    (array, _), *_ = images(pairs_picture(inspected)).values()
-    maps = to_json(inspected)["models"][1]["read"]["maps"]
-    assert any(np.shape(map["by_text"]) == array.shape and np.allclose(map["by_text"], array) for map in maps)
-
-
 @pytest.mark.slow
 def test_large_models_are_drawn_without_numbers(tmp_path):
     many = build(SHIFT, num_hidden_layers=26, num_attention_heads=8, num_key_value_heads=8)
     found = [inspect_model(Trained(name, many, None, [], {}), name, scalars_only=True) for name in "ab"]
     assert not any(axes.texts for axes in scalars_picture(found).axes)
-    assert [path.name for path in draw(found, tmp_path)] == ["inspect-scalars.png", "inspect-depth.png"]
+    assert [path.name for path in draw(found, tmp_path)] == ["inspect-scalars.png"]
 
 
 def test_a_model_of_numbers_reads_its_task(run, tmp_path, recipe):

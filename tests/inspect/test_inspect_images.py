@@ -13,7 +13,7 @@ from headwater.errors import HeadwaterError
 from headwater.inspect import check_alike, inspect_model, to_json
 from headwater.inspect.images import ImageSample, spread_over
 from headwater.inspect.inspection import InspectedText
-from headwater.inspect.pictures import attention_picture, depth_picture, heads_picture
+from headwater.inspect.pictures import attention_picture, heads_picture
 from headwater.inspect.watch import SHOWN, read
 from headwater.nn.patches import raster_positions
 from headwater.recipe import parse
@@ -172,10 +172,7 @@ def test_files_side_by_side(run, checkpoint, files, tmp_path):
     assert one["images"]["logits_moved"] < 1e-9
     assert np.shape(other["read"]["looks"][1]["layers"]) == (2, *GRID)
     pictures = sorted(path.name for path in (tmp_path / "out").iterdir())
-    assert pictures == [
-        "inspect-attention.png", "inspect-depth.png", "inspect-heads.png",
-        "inspect-pairs.png", "inspect-scalars.png", "inspect.json",
-    ]  # fmt: skip
+    assert pictures == ["inspect-attention.png", "inspect-heads.png", "inspect-scalars.png", "inspect.json"]
     again = [inspect_model(open_trained(path), path.name, images=files) for path in (first, second)]
     assert json.loads(json.dumps(to_json(again))) == content
 
@@ -192,8 +189,6 @@ def test_drawn_as_in_the_json(checkpoint, files):
     # A file of another size is drawn as the model gets it.
     assert sum(array.shape == (9, 16, 3) for array in drawn) == 2
     assert "class token" in {axes.get_title(loc="left").strip() for axes in heads_picture(found).axes}
-    titles = {axes.get_title(loc="left") for axes in depth_picture(found).axes}
-    assert "patch similarity: hidden states" in titles
 
 
 @pytest.mark.sampled(3)

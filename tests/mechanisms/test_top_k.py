@@ -225,7 +225,7 @@ def test_growing_and_shrinking_by_dense_keys_alone():
     sizes = {"attention_pairs": 7, "ffn_pairs": 13}
     model, product = build({"pattention": sizes | {"top_k": 5}}), build({"pattention": PRODUCT})
     ids = tokens(2, 9)
-    with pytest.raises(HeadwaterError, match=r"the 5 best pairs of 'query'.*--key-init random"):
+    with pytest.raises(HeadwaterError, match=r"the 5 best pairs of 'query'.*key_init=random"):
         grow(model, 9)
     grown = grow(model, 9, key_init="random", tau="recompute")
     assert grown.model.layers[0].self_attn.q_proj.scale.tau.item() == pytest.approx(default_tau("l2_norm_gelu", 5))

@@ -86,18 +86,18 @@ def record(
     parameters: int = 100,
     **more,
 ) -> RunRecord:
-    """results: of the deciding measure, at equal distances up to the last step."""
+    """results: of the deciding metric, at equal distances up to the last step."""
     results = [results] if isinstance(results, (int, float)) else results
     measure = "loss" if lower else "accuracy"
     points = [
-        HeldOutPoint(step=steps * (i + 1) // len(results), tokens=0, measures={measure: value})
+        HeldOutPoint(step=steps * (i + 1) // len(results), tokens=0, metrics={measure: value})
         for i, value in enumerate(results)
     ]
     given = (
         dict(
             name="r",
             recipe={"training": {"steps": steps, "learning_rate": 0.1}},
-            config_hash="",
+            identity="",
             data={},
             held_out=points,
         )
@@ -106,7 +106,7 @@ def record(
     return RunRecord(
         seed=seed,
         status=status,
-        measure=measure,
+        metric=measure,
         lower_is_better=lower,
         parameters=parameters,
         cache_bytes_per_token=1,
@@ -145,7 +145,7 @@ def save(
 ) -> None:
     """A record where the run of a comparison would leave it."""
     trial = trial_of(recipe, arm, seed, out, size)
-    one = record(seed, loss, parameters=parameters, config_hash=trial.recipe.digest(), **more)
+    one = record(seed, loss, parameters=parameters, identity=trial.recipe.identity, **more)
     one.experiment = trial.experiment
     trial.folder.mkdir(parents=True)
     write_record(one, trial.folder)

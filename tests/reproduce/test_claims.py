@@ -18,7 +18,7 @@ from headwater.papers.claims import (
     SeedShare,
     UntilDecided,
     judge,
-    still_open,
+    still_undecided,
     verdict_of,
 )
 from headwater.papers.measures import Runs
@@ -61,8 +61,8 @@ def binomial_interval(count, n, level=LEVEL):
 def naive(interval, low, high=math.inf):
     """The verdict of an interval whose ends are on no border."""
     if interval is None or interval[0] < low < interval[1] or interval[0] < high < interval[1]:
-        return "cannot be told"
-    return "holds" if low < interval[0] and interval[1] < high else "does not hold"
+        return "inconclusive"
+    return "replicates" if low < interval[0] and interval[1] < high else "fails"
 
 
 def arms(*of):
@@ -91,14 +91,14 @@ def test_better_is_students_t_on_the_differences_of_paired_seeds(tmp_path):
             assert found.verdict == naive(interval, 0)
             assert (found.what, found.seeds, found.level) == ("vanilla minus shift, loss", n, LEVEL)
             seen.add(found.verdict)
-    assert seen == {"holds", "does not hold", "cannot be told"}
+    assert seen == {"replicates", "fails", "inconclusive"}
 
 
 def test_better_of_a_measure_of_which_more_is_better_turns_round(tmp_path):
     records = {name: [record(s, v, lower=False) for s, v in enumerate(of)]
                for name, of in (("vanilla", [0.5, 0.6, 0.5]), ("shift", [0.8, 0.88, 0.81]))}  # fmt: skip
     found = judged(better(), records, tmp_path)
-    assert (found.verdict, found.what) == ("holds", "shift minus vanilla, accuracy")
+    assert (found.verdict, found.what) == ("replicates", "shift minus vanilla, accuracy")
     assert found.estimate == pytest.approx((0.3 + 0.28 + 0.31) / 3)
 
 
@@ -118,7 +118,7 @@ def test_a_claim_is_not_judged_while_a_seed_is_missing(tmp_path, claim):
     assert judge(of.table.claims, of)[0].seeds == 3
     del of.found["shift"][1]
     found = judge(of.table.claims, of)[0]
-    assert (found.verdict, found.why) == ("cannot be told", "not trained: seed 1 of shift")
+    assert (found.verdict, found.why) == ("inconclusive", "not trained: seed 1 of shift")
 
 
 def test_alike_is_an_interval_within_the_margin(tmp_path):
@@ -134,7 +134,7 @@ def test_alike_is_an_interval_within_the_margin(tmp_path):
             assert found.verdict == naive(interval, -0.2, 0.2)
             assert found.what == "shift minus vanilla, loss (margin 0.2)"
             seen.add(found.verdict)
-    assert seen == {"holds", "does not hold", "cannot be told"}
+    assert seen == {"replicates", "fails", "inconclusive"}
 
 
 def no_better(margin, arm="shift", against="vanilla", **more):
@@ -154,8 +154,8 @@ def test_no_better_may_be_worse_by_any_amount(tmp_path):
             assert found.verdict == naive(interval, -math.inf, 0.2)
             assert found.what == "vanilla minus shift, loss (margin 0.2)"
             seen.add((gain, found.verdict))
-    assert {(-5.0, "holds"), (2.0, "does not hold")} <= seen
-    assert not {(-5.0, "does not hold"), (2.0, "holds")} & seen
+    assert {(-5.0, "replicates"), (2.0, "fails")} <= seen
+    assert not {(-5.0, "fails"), (2.0, "replicates")} & seen
 
 
 def test_no_better_in_steps_to_the_threshold(tmp_path):
@@ -163,9 +163,9 @@ def test_no_better_in_steps_to_the_threshold(tmp_path):
     quick = [record(seed, [5.0, 0.5 if seed else 5.0, 0.5, 0.5]) for seed in range(4)]
     found = judged(no_better(10, measure="steps"), {"vanilla": slow, "shift": quick}, tmp_path, threshold=1.0)
     assert found.estimate == pytest.approx((25 + 3 * 50) / 4)
-    assert found.verdict == "does not hold"
+    assert found.verdict == "fails"
     found = judged(no_better(10, "vanilla", "shift", measure="steps"), {"vanilla": slow, "shift": quick}, tmp_path, 1.0)
-    assert found.verdict == "holds"
+    assert found.verdict == "replicates"
 
 
 def test_seeds_that_are_missing_to_settle_a_claim(tmp_path):
@@ -174,7 +174,7 @@ def test_seeds_that_are_missing_to_settle_a_claim(tmp_path):
     other = vanilla - 0.05 - np.array([0.1, -0.1, 0.08, -0.09, 0.03, -0.02])
     for claim, distance in ((better(), 0.05), (no_better(0.08), 0.03)):
         found = judged(claim, arms(vanilla, other), tmp_path)
-        assert found.verdict == "cannot be told"
+        assert found.verdict == "inconclusive"
         assert found.more is not None
         effect = distance / np.std(vanilla - other, ddof=1)
         chances = []
@@ -184,7 +184,7 @@ def test_seeds_that_are_missing_to_settle_a_claim(tmp_path):
         assert chances[0] < 0.8 < chances[1] + 1e-6
         assert f"about {found.more} more seeds would settle it" in said(found) or found.more > 200
     settled = judged(better(), arms(vanilla, vanilla - 1 - 0.01 * np.arange(6)), tmp_path)
-    assert (settled.verdict, settled.more) == ("holds", None)
+    assert (settled.verdict, settled.more) == ("replicates", None)
 
 
 @pytest.mark.parametrize(("mean", "spread"), [(0.0, 0.02), (0.0, 0.03), (-0.001, 0.03), (0.01, 0.02), (0.027, 0.02)])
@@ -244,9 +244,7 @@ def test_a_difference_of_differences_is_students_t_on_each_seeds_four_runs(tmp_p
                     assert found.interval == pytest.approx(interval, rel=1e-6)
                     assert found.verdict == naive(interval, low, high)
                     seen.add((claim["test"], found.verdict))
-    assert {
-        (test, verdict) for test in ("better", "alike", "no better") for verdict in ("holds", "does not hold")
-    } <= seen
+    assert {(test, verdict) for test in ("better", "alike", "no better") for verdict in ("replicates", "fails")} <= seen
 
 
 def test_a_difference_of_differences_says_what_it_is(tmp_path):
@@ -270,7 +268,7 @@ def test_a_difference_of_differences_takes_the_seeds_of_all_four(tmp_path):
     for lost in FOUR:
         one_lost = {name: [*of[:2], record(2, math.nan)] if name == lost else of for name, of in records.items()}
         found = judged(better(**THAN), one_lost, tmp_path)
-        assert (found.verdict, found.interval) == ("cannot be told", None)
+        assert (found.verdict, found.interval) == ("inconclusive", None)
         assert "diverged" in found.why
     of = runs([better(**THAN)], records, tmp_path)
     of.places["third"] = None
@@ -302,9 +300,9 @@ def test_p_is_the_smallest_level_at_which_the_interval_says_something():
         p = evidence.p
         assert 0 <= p <= 1
         if p < 0.999:
-            assert verdict_of(evidence.interval(min(1.0, p * 1.0001)), evidence.region) != "cannot be told"
+            assert verdict_of(evidence.interval(min(1.0, p * 1.0001)), evidence.region) != "inconclusive"
         if p > 1e-12:
-            assert verdict_of(evidence.interval(p * 0.9999), evidence.region) == "cannot be told"
+            assert verdict_of(evidence.interval(p * 0.9999), evidence.region) == "inconclusive"
 
 
 def test_shares_of_seeds_have_the_binomials_interval(tmp_path):
@@ -317,7 +315,7 @@ def test_shares_of_seeds_have_the_binomials_interval(tmp_path):
                 assert found.interval == pytest.approx(interval)
                 assert found.estimate == count / n
                 assert found.verdict == naive(interval, 0.5)
-    assert judged(one("never"), {"shift": [record(s, 4.0) for s in range(6)]}, tmp_path, 1.0).verdict == "holds"
+    assert judged(one("never"), {"shift": [record(s, 4.0) for s in range(6)]}, tmp_path, 1.0).verdict == "replicates"
 
 
 def test_divergence_is_no_number_or_nothing_learned(tmp_path):
@@ -331,11 +329,11 @@ def test_divergence_is_no_number_or_nothing_learned(tmp_path):
     ]
     fine = [record(seed, 2.0) for seed in range(6)]
     for test, of, verdict in (
-        ("diverges", lost, "holds"),
-        ("diverges", fine, "does not hold"),
-        ("stays", fine, "holds"),
-        ("stays", lost, "does not hold"),
-        ("stays", lost[:3] + fine[3:], "cannot be told"),
+        ("diverges", lost, "replicates"),
+        ("diverges", fine, "fails"),
+        ("stays", fine, "replicates"),
+        ("stays", lost, "fails"),
+        ("stays", lost[:3] + fine[3:], "inconclusive"),
     ):
         found = judged(one(test, unlearned=6.5), {"shift": of}, tmp_path)
         assert found.verdict == verdict
@@ -352,14 +350,14 @@ def test_sooner_counts_steps_up_to_the_end_of_the_shorter_run(tmp_path):
     claim = one("sooner", against="vanilla")
     found = judged(claim, {"vanilla": at(7, 9, 8), "shift": at(2, 3, 4)}, tmp_path, 1.0)
     assert found.interval == pytest.approx(t_interval([50, 60, 40]))
-    assert (found.verdict, found.what) == ("holds", "vanilla minus shift, steps to get there")
+    assert (found.verdict, found.what) == ("replicates", "vanilla minus shift, steps to get there")
     found = judged(claim, {"vanilla": at(None, 9, None), "shift": at(2, None, None)}, tmp_path, 1.0)
     assert found.interval == pytest.approx(t_interval([80, -10, 0]))
     assert found.what == "vanilla minus shift, steps to get there (never: all of its steps)"
     found = judged(claim, {"vanilla": at(None, None), "shift": at(2, 9, steps=200)}, tmp_path, 1.0)
     assert found.interval == pytest.approx(t_interval([60, 0]))
     found = judged(claim, {"vanilla": at(None, None), "shift": at(None, None)}, tmp_path, 1.0)
-    assert (found.verdict, found.why) == ("cannot be told", "neither gets there in any seed")
+    assert (found.verdict, found.why) == ("inconclusive", "neither gets there in any seed")
 
 
 def test_counted_measures_have_no_chance_in_them(tmp_path):
@@ -367,9 +365,9 @@ def test_counted_measures_have_no_chance_in_them(tmp_path):
     for n in (1, 2):
         of = {name: runs[:n] for name, runs in records.items()}
         found = judged(better(measure="flops"), of, tmp_path)
-        assert (found.verdict, found.interval, found.p) == ("holds", (1.0, 1.0), None)
-        assert judged(better("vanilla", "shift", measure="flops"), of, tmp_path).verdict == "does not hold"
-        assert judged(alike(2.0, measure="flops"), of, tmp_path).verdict == "holds"
+        assert (found.verdict, found.interval, found.p) == ("replicates", (1.0, 1.0), None)
+        assert judged(better("vanilla", "shift", measure="flops"), of, tmp_path).verdict == "fails"
+        assert judged(alike(2.0, measure="flops"), of, tmp_path).verdict == "replicates"
     # They take no level from the others.
     of = runs([better(measure="flops"), better()], records, tmp_path)
     assert [found.level for found in judge(of.table.claims, of)] == [LEVEL, LEVEL]
@@ -378,13 +376,13 @@ def test_counted_measures_have_no_chance_in_them(tmp_path):
 def test_differences_that_are_all_one_number_are_judged_by_their_signs(tmp_path):
     for n, told in ((2, False), (5, False), (6, True)):  # 2^(1-n): 0.0625 for 5, 0.03125 for 6
         vanilla = [2.0 + 0.25 * seed for seed in range(n)]
-        for shift, verdict in ((0.5, "holds"), (-0.5, "does not hold"), (0.0, "does not hold")):
+        for shift, verdict in ((0.5, "replicates"), (-0.5, "fails"), (0.0, "fails")):
             found = judged(better(), arms(vanilla, [value - shift for value in vanilla]), tmp_path)
             assert found.p == 2.0 ** (1 - n)
-            assert found.verdict == (verdict if told else "cannot be told")
+            assert found.verdict == (verdict if told else "inconclusive")
             assert found.interval == ((shift, shift) if told else None)
         found = judged(alike(0.1), arms(vanilla, vanilla), tmp_path)
-        assert found.verdict == ("holds" if told else "cannot be told")
+        assert found.verdict == ("replicates" if told else "inconclusive")
         assert found.why == "no seed differs"
 
 
@@ -392,10 +390,10 @@ def test_one_seed_and_no_run_tell_nothing(tmp_path):
     single = arms([2.0], [1.0])
     for claim in (better(), alike(0.1), one("sooner", against="vanilla"), one("reaches"), one("never")):
         found = judged(claim, single, tmp_path, threshold=1.5)
-        assert found.verdict == "cannot be told"
+        assert found.verdict == "inconclusive"
         assert found.why
     found = judged(better(), {"vanilla": [record()], "shift": []}, tmp_path)
-    assert (found.verdict, found.why, found.seeds) == ("cannot be told", "there is no run of shift", 0)
+    assert (found.verdict, found.why, found.seeds) == ("inconclusive", "there is no run of shift", 0)
     of = runs([better()], single, tmp_path)
     of.places["vanilla"] = None
     assert judge(of.table.claims, of)[0].why == "vanilla is not trained at this scale"
@@ -411,15 +409,15 @@ def test_where_a_run_diverged_better_is_a_share_of_the_seeds_that_differ(tmp_pat
     found = judged(better(), {"vanilla": vanilla, "shift": shift}, tmp_path)
     assert (found.kind, found.estimate, found.seeds) == ("share", 1.0, 6)
     assert found.interval == pytest.approx(binomial_interval(6, 6))
-    assert found.verdict == "holds"
+    assert found.verdict == "replicates"
     found = judged(better(), {"vanilla": shift, "shift": vanilla}, tmp_path)
-    assert (found.verdict, found.estimate) == ("does not hold", 0.0)
+    assert (found.verdict, found.estimate) == ("fails", 0.0)
     higher = {name: [record(s, 1.0, lower=False) for s in range(3)] + [record(3, math.nan, lower=False)]
               for name in ("vanilla", "shift")}  # fmt: skip
     assert judged(better(), higher, tmp_path).why.startswith("no seed tells them apart")
     for claim in (alike(0.5), one("larger", first="result", second="loss")):
         found = judged(claim, {"vanilla": vanilla, "shift": shift}, tmp_path)
-        assert (found.verdict, found.estimate) == ("cannot be told", None)
+        assert (found.verdict, found.estimate) == ("inconclusive", None)
         assert found.why.startswith("a run diverged")
 
 
@@ -427,8 +425,8 @@ def test_larger_is_within_the_same_runs(tmp_path):
     records = {"shift": [record(s, 200.0 + s, flops=50.0) for s in range(4)]}
     found = judged(one("larger", first="result", second="flops"), records, tmp_path)
     assert found.interval == pytest.approx(t_interval([150, 151, 152, 153]))
-    assert (found.verdict, found.what) == ("holds", "loss minus flops, shift")
-    assert judged(one("larger", first="flops", second="loss"), records, tmp_path).verdict == "does not hold"
+    assert (found.verdict, found.what) == ("replicates", "loss minus flops, shift")
+    assert judged(one("larger", first="flops", second="loss"), records, tmp_path).verdict == "fails"
 
 
 def holm(p, level=LEVEL):
@@ -455,7 +453,7 @@ def test_all_claims_of_a_table_are_judged_together(tmp_path):
         records = arms(*(rng.normal(2 - rng.choice([0, 0.6]), 0.1, n) for _ in ARMS))
         of = runs(claims, records, tmp_path, threshold=1.7)
         found = judge(of.table.claims, of)
-        told = {index for index, one in enumerate(found) if one.verdict != "cannot be told"}
+        told = {index for index, one in enumerate(found) if one.verdict != "inconclusive"}
         assert told == holm([one.p for one in found])
         several += len(told) > 1
         for one_found, claim in zip(found, claims, strict=True):
@@ -486,7 +484,7 @@ def test_claims_on_the_border_are_told_in_one_table_of_twenty(tmp_path):
                 name: {s: FinishedRun(record(s, v), tmp_path) for s, v in enumerate(each)}
                 for name, each in values.items()
             }
-            wrong += any(one.verdict != "cannot be told" for one in judge(of.table.claims, of))
+            wrong += any(one.verdict != "inconclusive" for one in judge(of.table.claims, of))
         assert wrong <= stats.binom.ppf(0.999, tables, LEVEL), (n, lost)
 
 
@@ -501,7 +499,7 @@ def test_planted_effects_are_found(tmp_path):
             for name, of in ends.items()
         }
         of = runs(claims, records, tmp_path, threshold=1.3)
-        assert [one.verdict for one in judge(of.table.claims, of)] == ["holds"] * len(claims)
+        assert [one.verdict for one in judge(of.table.claims, of)] == ["replicates"] * len(claims)
 
 
 SIZES = {"small": 1000, "middle": 3000, "large": 10000}
@@ -551,12 +549,12 @@ def test_gains_are_the_law_of_the_baseline_turned_round(tmp_path):
         assert axis == "parameters"
         assert np.log1p(one_found.interval) == pytest.approx((low, high))
         assert one_found.verdict == naive((low, high), 0)
-    assert found[0].verdict == "holds"
+    assert found[0].verdict == "replicates"
 
 
 def test_loses_is_gains_from_the_other_side(tmp_path):
     noise = np.random.default_rng(6).normal(0, 1e-3, (3, 2))
-    for factor, more, verdict in ((0.5, 0.0, "holds"), (0.5, 1.5, "does not hold"), (2.0, 0.0, "does not hold")):
+    for factor, more, verdict in ((0.5, 0.0, "replicates"), (0.5, 1.5, "fails"), (2.0, 0.0, "fails")):
 
         def losses(arm, parameters, seed, factor=factor):
             # With `factor` times the parameters vanilla is as good as shift.
@@ -583,19 +581,19 @@ def test_gains_where_the_law_says_nothing(tmp_path):
     for of, why in (
         (flat, "the baseline's losses do not fall with its size"),
         (steep, "no baseline, however large, has its loss, by the fitted law"),
-        (single, "the seeds leave the fitted law open"),
-        (same, "the seeds leave the fitted law open"),
+        (single, "the seeds do not determine the fitted law"),
+        (same, "the seeds do not determine the fitted law"),
         (two, "a law needs three or more sizes, with the same seeds at each"),
         (gone, "not trained: seed 1 of shift @ large; seeds 0, 2 of vanilla @ middle"),
         (lost, "a run diverged, and a law of the others is meaningless"),
     ):
         for found in judge(of.table.claims, of):
-            assert (found.verdict, found.interval, found.why) == ("cannot be told", None, why)
+            assert (found.verdict, found.interval, found.why) == ("inconclusive", None, why)
 
 
 def test_a_law_that_the_seeds_leave_wide_open_has_an_interval_to_infinity():
     wide = Ratio(0.5, 300.0, 1, (0.0, math.inf))
-    assert verdict_of(wide.interval(LEVEL), wide.region) == "cannot be told"
+    assert verdict_of(wide.interval(LEVEL), wide.region) == "inconclusive"
     from headwater.papers.claims import _judged  # what it prints
 
     claim = PaperTable.model_validate(one_table(["x"], claims=[one("gains", size="large")])).claims[0]
@@ -681,12 +679,12 @@ def test_until_decided_a_claim_stops_at_the_seed_that_decides_it_and_shares_keep
     own = runs(claims, {name: of[:3] for name, of in records.items()}, tmp_path, 2.5)
     until = UntilDecided(own, 10)
     clear, none, share = judge(all_seeds.table.claims, all_seeds, until=until)
-    assert (clear.verdict, none.verdict, none.seeds, share.seeds) == ("holds", "cannot be told", 10, 3)
+    assert (clear.verdict, none.verdict, none.seeds, share.seeds) == ("replicates", "inconclusive", 10, 3)
     assert 3 < clear.seeds < 10
     expected = looks(list(0.1 - noise), LEVEL / 3, 3, 10)[clear.seeds - 3]
     assert clear.interval == pytest.approx(expected.interval)
-    assert still_open(all_seeds.table.claims, all_seeds, until) == []  # there are no more than ten
-    assert still_open(all_seeds.table.claims, all_seeds, UntilDecided(own, 20)) == [all_seeds.table.claims[1]]
+    assert still_undecided(all_seeds.table.claims, all_seeds, until) == []  # there are no more than ten
+    assert still_undecided(all_seeds.table.claims, all_seeds, UntilDecided(own, 20)) == [all_seeds.table.claims[1]]
     # A later seed that diverged ends the sample, and one that is missing too.
     for gap in ({4: FinishedRun(record(4, math.nan, status="diverged"), tmp_path)}, {}):
         late = runs(claims, records, tmp_path, 2.5)

@@ -71,7 +71,7 @@ def left(work, arm, seed=0, **changes):
     """A finished record in a run's folder, as training would leave it."""
     recipe = work.recipes[0][1]
     trial = trial_of(recipe, arm, seed, work.trials)
-    given = {"config_hash": trial.recipe.digest(), "recipe": trial.recipe.model_dump(mode="json")} | changes
+    given = {"identity": trial.recipe.identity, "recipe": trial.recipe.model_dump(mode="json")} | changes
     one = record(seed, 1.0, **{name: value for name, value in given.items() if name != "seconds"})
     one = one.model_copy(update={"experiment": trial.experiment, "seconds": given.get("seconds", 1.0)})
     trial.folder.mkdir(parents=True)
@@ -141,14 +141,14 @@ def test_what_has_other_settings_is_left_out_and_replaced_once_it_has_run(paper)
     folder = left(work, "shift")
     file = paper / "runs.jsonl"
     keep(file, work, print)
-    changed_line(file, "shift-0", config_hash="another")
+    changed_line(file, "shift-0", identity="another")
     again = prepare("paper/task", "cpu", paper / "two")
     taken, other = told(file, again)
     assert taken.startswith("1 run from")
     assert other == f"left out 1 run of {str(file)!r}: the recipe has other settings now"
     assert not (again.trials / "task" / "shift-0").exists()
     assert added(file, work) == [f"1 run added to {str(file)!r}"]
-    assert lines(file)["cpu/trials/task/shift-0"]["config_hash"] == read_record(folder).config_hash
+    assert lines(file)["cpu/trials/task/shift-0"]["identity"] == read_record(folder).identity
 
 
 def test_stale_and_repeated_runs_do_not_replace_lines(paper):
@@ -160,7 +160,7 @@ def test_stale_and_repeated_runs_do_not_replace_lines(paper):
     before = file.read_text()
     other = prepare("paper/task", "cpu", paper / "two")
     left(other, "vanilla", seconds=2.0)  # the same run again
-    left(other, "shift", config_hash="of an older recipe")
+    left(other, "shift", identity="of an older recipe")
     assert added(file, other) == []
     assert file.read_text() == before
 
@@ -183,7 +183,7 @@ def test_a_run_of_ones_own_is_not_replaced(paper):
     file = paper / "runs.jsonl"
     keep(file, work, print)
     again = prepare("paper/task", "cpu", paper / "two")
-    folder = left(again, "vanilla", config_hash="of an older recipe")
+    folder = left(again, "vanilla", identity="of an older recipe")
     before = read_record(folder)
     assert told(file, again) == []
     assert read_record(folder) == before

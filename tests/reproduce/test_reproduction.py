@@ -123,7 +123,7 @@ def saved(out):
 
 
 def last(record, measure):
-    return record["held_out"][-1]["measures"][measure]
+    return record["held_out"][-1]["metrics"][measure]
 
 
 def test_arms_that_the_table_names_are_trained_and_no_others(out):
@@ -168,7 +168,7 @@ def test_the_page_the_json_and_the_terminal_say_the_verdicts(out, saved):
     better, less = said["claims"]
     differences = [last(saved["vanilla", s], "loss") - last(saved["shift", s], "loss") for s in (0, 1)]
     assert better["estimate"] == pytest.approx(statistics.mean(differences))
-    assert (less["verdict"], less["p"]) == ("holds", None)
+    assert (less["verdict"], less["p"]) == ("replicates", None)
     assert said["command"] == "headwater reproduce paper/tiny"
     assert said["runs"] == {"vanilla": [0, 1], "shift": [0, 1]}
     assert said["rows"][0]["cells"][0]["paper"] == "50.0"
@@ -237,7 +237,7 @@ def test_stages_are_trained_up_to_the_last_that_is_named(out):
         last(second, "accuracy"),
         first["flops"] + second["flops"],
     ]
-    assert found.claims[0].verdict == "holds"  # counted: one seed is enough
+    assert found.claims[0].verdict == "replicates"  # counted: one seed is enough
     before = (stages / "01-more" / "record.json").stat().st_mtime_ns
     trained(prepare("paper/grown", "cpu", out))
     assert (stages / "01-more" / "record.json").stat().st_mtime_ns == before
@@ -261,7 +261,7 @@ def test_tasks_are_evaluated_once_and_as_evaluate_does(out):
     kept.write_text(json.dumps(saved))
     assert reproduction(work).cells[0][0][1].value == 0.125  # what is there is read
     assert reproduction(work, TASKS).cells[0][0][1].value == 0.125
-    for stale in ({"config_hash": "another"}, {"lm_eval": "0.0"}, {"task_files": "another"}):
+    for stale in ({"identity": "another"}, {"lm_eval": "0.0"}, {"task_files": "another"}):
         kept.write_text(json.dumps(saved | {"of": saved["of"] | stale}))
         assert reproduction(work, TASKS).cells[0][0][1].value == cell.value
 
@@ -303,7 +303,7 @@ def test_runs_on_several_devices_are_left_to_the_user(out, run):
     (line,) = [line for line in said.splitlines() if "torchrun" in line]
     trials = trials_folder(out, "cpu", ["training.steps=2"])
     assert "--nproc-per-node=8" in line
-    assert line.endswith(f"training.steps=2 --arm shift --seed 4 --out {trials / 'wide' / 'shift-4'}")
+    assert line.endswith(f"training.steps=2 --arm shift seed=4 --out {trials / 'wide' / 'shift-4'}")
     assert "1 run of this table for 8 devices cannot be trained by this command" in complaint
     assert not trials.exists()
 
@@ -388,14 +388,14 @@ def test_the_answer_counts_claims(out):
     found = reproduction(prepare("paper/tiny", "cpu", out))
     for verdicts, answer in (
         ([], "No claim is judged."),
-        (["holds"], "The claim holds at cpu scale."),
-        (["cannot be told"], "The claim cannot be told at cpu scale."),
-        (["holds"] * 2, "All 2 claims hold at cpu scale."),
-        (["cannot be told"] * 2, "None of 2 claims can be told at cpu scale."),
-        (["does not hold"] * 2, "Of 2 claims at cpu scale, 2 do not hold."),
+        (["replicates"], "The claim replicates at cpu scale."),
+        (["inconclusive"], "The claim is inconclusive at cpu scale."),
+        (["replicates"] * 2, "All 2 claims replicate at cpu scale."),
+        (["inconclusive"] * 2, "All 2 claims are inconclusive at cpu scale."),
+        (["fails"] * 2, "All 2 claims fail at cpu scale."),
         (
-            ["holds", "does not hold", "cannot be told"],
-            "Of 3 claims at cpu scale, 1 holds, 1 does not hold, 1 cannot be told.",
+            ["replicates", "fails", "inconclusive"],
+            "Of 3 claims at cpu scale, 1 replicates, 1 fails, 1 is inconclusive.",
         ),
     ):
         claims = [replace(found.claims[0], verdict=verdict) for verdict in verdicts]
@@ -430,7 +430,7 @@ def test_halves_of_what_goes_from_easy_to_hard(tmp_path):
     of = runs([], {}, tmp_path)
     for values, easier, harder in (([1.0, 0.9, 0.5], 0.95, 0.5), ([1.0, 0.8, 0.4, 0.2], 0.9, 0.3)):
         measures = {"accuracy": 0.1, "loss": 9.0} | {f"accuracy/k={k}": value for k, value in enumerate(values)}
-        one = record(held_out=[HeldOutPoint(step=1, tokens=0, measures=measures)])
+        one = record(held_out=[HeldOutPoint(step=1, tokens=0, metrics=measures)])
         found = [of.value(measure, FinishedRun(one, tmp_path)) for measure in ("easier", "harder", "hardest")]
         assert found == pytest.approx([easier, harder, values[-1]])
     with pytest.raises(HeadwaterError, match="accuracy/"):
@@ -485,7 +485,7 @@ def test_the_papers_figures_keep_their_digits():
 
 def test_evidence_in_words():
     def said(estimate, interval, kind="mean", why=""):
-        one = Judged("It is so.", "a − b", kind, estimate, interval, 0.05, 0.5, "cannot be told", why, 3)
+        one = Judged("It is so.", "a − b", kind, estimate, interval, 0.05, 0.5, "inconclusive", why, 3)
         return evidence(one)
 
     assert said(0.00506, (-0.00617, 0.0163)) == "a − b: +0.0051 [-0.0062, +0.0163]"

@@ -444,7 +444,7 @@ def test_a_run_goes_over_and_finishes(written, tmp_path):
     assert made.config.num_key_value_heads == 1
     assert not made.config.mechanisms
     events = read_record(tmp_path / "run" / "stages" / "01-finish").origin.history
-    assert [event.what for event in events] == ["retrofitted", "converted", "trained", "converted"]
+    assert [event.kind for event in events] == ["retrofitted", "converted", "trained", "converted"]
     # In the source's precision it is a copy, which commands then read.
     assert _written(tmp_path / "run", record, torch.float32).parent.parent.name == "01-finish"
     place = _written(tmp_path / "run", record, torch.bfloat16)
@@ -510,7 +510,7 @@ def test_killed_and_resumed_it_ends_the_same(written, tmp_path):
         process.wait(60)
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     one, other = (read_record(tmp_path / name) for name in ("whole", "cut"))
-    assert (one.curve, one.held_out, one.order) == (other.curve, other.held_out, other.order)
+    assert (one.curve, one.held_out, one.data_order) == (other.curve, other.held_out, other.data_order)
 
 
 @pytest.mark.slow
@@ -739,7 +739,7 @@ def test_text_that_has_changed_since_training_is_told(written, tmp_path, run):
     }
     now = load_recipe(_recipe(tmp_path, text)).data.build().description["sha256"]
     for sha, warned in ((now, False), ("another", True)):
-        history = [Event(what="trained", details={"data": {"settings": text, "sha256": sha}})]
+        history = [Event(kind="trained", details={"data": {"settings": text, "sha256": sha}})]
         model = from_transformers(llama())
         write_model(tmp_path / sha, model, load_tokenizer("bytes"), history)
         given = ["--num-key-value-heads", "1", "--heal", "100", "--batch-size", "2", "--out", tmp_path / f"{sha}-out"]

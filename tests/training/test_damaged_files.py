@@ -45,7 +45,7 @@ def ours(folder: Path) -> None:
         for name, parameter in model.named_parameters()
         for key in ("step", "exp_avg", "exp_avg_sq")
     }
-    history = [Event(what="trained", tokens=3, details={"rows": 5, "seed": 0, "data": {"settings": {}}})]
+    history = [Event(kind="trained", tokens=3, details={"rows": 5, "seed": 0, "data": {"settings": {}}})]
     write_model(folder, model, byte_tokenizer(), history, state)
 
 

@@ -42,7 +42,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(recipe, tmp_pa
     record = train(
         recipe(training=steps, reporting={"save_every": 1, "keep_checkpoints": 9, "log_every": 1}), tmp_path / "run"
     )
-    assert record.skipped == 1
+    assert record.skipped_steps == 1
     assert [n.step for n in record.notices] == [5]
     assert "Step 5 was skipped: the loss is nan" in record.notices[0].message
     before, after, later = (load_weights(tmp_path / "run", step) for step in (4, 5, 6))
@@ -84,7 +84,7 @@ def test_so_many_in_a_row_stop_the_run_and_its_rows_are_named(recipe, tmp_path, 
     ) as error:
         train(made, tmp_path / "run")
     record = read_record(tmp_path / "run")
-    assert (record.status, record.skipped) == ("diverged", 5)
+    assert (record.status, record.skipped_steps) == ("diverged", 5)
     assert checkpoints(tmp_path / "run")[-1].name == "step-000006"
     rows = made.data.build().rows(made.seed, 6 * 8, 8)
     assert f"rows are {', '.join(rows)}." in str(error.value)
@@ -159,7 +159,7 @@ def test_runs_are_listed_with_what_became_of_them(recipe, finished, tmp_path, ru
     done = seen[str(tmp_path / "done")]
     whole = read_record(tmp_path / "done")
     assert (done["step"], done["steps"]) == (12, 12)
-    assert done["best"] == min(p.measures["bits_per_byte"] for p in whole.held_out)
+    assert done["best"] == min(p.metrics["bits_per_byte"] for p in whole.held_out)
     assert seen[str(tmp_path / "live")]["step"] == 6, "the last point"
     code, out, _ = run("runs", tmp_path)
     assert "12 / 12" in out

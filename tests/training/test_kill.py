@@ -87,7 +87,7 @@ def same(a, b):
     one, other = read_record(a), read_record(b)
     assert one.curve == other.curve
     assert one.held_out == other.held_out
-    assert (one.order, one.tokens) == (other.order, other.tokens)
+    assert (one.data_order, one.tokens) == (other.data_order, other.tokens)
 
 
 def killed_often(command, tmp_path, kills, who="all", **training):

@@ -41,12 +41,12 @@ def test_a_run_learns_and_records_what_it_did(recipe, tmp_path):
     assert [p.step for p in record.held_out] == [20, 40, 60]
     assert [p.step for p in record.curve] == list(range(3, 61, 3))
     assert record.curve[-1].loss < 0.8 * record.curve[0].loss
-    assert record.held_out[-1].measures["bits_per_byte"] < 0.9 * record.held_out[0].measures["bits_per_byte"]
+    assert record.held_out[-1].metrics["bits_per_byte"] < 0.9 * record.held_out[0].metrics["bits_per_byte"]
     assert record.tokens == 60 * 4 * 32
     model = load_model(checkpoints(tmp_path / "run")[-1])
     assert record.parameters == sum(p.numel() for p in model.parameters())
     assert record.flops == training_flops_per_token(model.config, 32) * record.tokens
-    assert record.config_hash == made.digest()
+    assert record.identity == made.identity
     assert sum(d.nats for d in record.documents) > 0
 
 

@@ -18,8 +18,8 @@ POINTS = [
         CurvePoint(
             step=step, tokens=100 * step, loss=1 / step, learning_rate=1e-3, gradient_norm=1.0, flops=1e6 * step
         ),
-        HeldOutPoint(step=step, tokens=100 * step, measures={"bits_per_byte": 2 / step, "loss": float("nan")}),
-        SpeedPoint(step=step, tokens_per_second=1e4, waiting=0.01),
+        HeldOutPoint(step=step, tokens=100 * step, metrics={"bits_per_byte": 2 / step, "loss": float("nan")}),
+        SpeedPoint(step=step, tokens_per_second=1e4, data_wait_fraction=0.01),
         Notice(step=step, message="Schritt „ü“\n\u2028 [keys] \udcff"),
     )
 ]
@@ -133,8 +133,8 @@ DAMAGES = {
     "text for a number": lambda v: hurt(v, "seconds", to="long"),
     "no recipe": lambda v: hurt(v, "recipe", to={}),
     "a recipe's section as text": lambda v: hurt(v, "recipe", "training", to="steps"),
-    "another measure": lambda v: hurt(v, "measure", to="beauty"),
-    "another schema": lambda v: hurt(v, "schema_version", to=2),
+    "another metric": lambda v: hurt(v, "metric", to="beauty"),
+    "another schema": lambda v: hurt(v, "schema_version", to=1),
     "an unknown field": lambda v: hurt(v, "surprise", to=1),
     "negative tokens": lambda v: hurt(v, "tokens", to=-1),
 }  # fmt: skip

@@ -182,9 +182,9 @@ def test_two_processes_train_as_one(trained, kind):
     assert curve(trained / kind) == pytest.approx(curve(trained / "one"), rel=1e-5)
     norms = [[point.gradient_norm for point in record.curve] for record in (one, two)]
     assert norms[1] == pytest.approx(norms[0], rel=1e-4)
-    assert {"loss/own", "loss/other"} < set(two.held_out[-1].measures)
-    assert two.held_out[-1].measures == pytest.approx(one.held_out[-1].measures, rel=1e-5)
-    assert (two.tokens, two.order, two.environment.processes) == (one.tokens, one.order, 2)
+    assert {"loss/own", "loss/other"} < set(two.held_out[-1].metrics)
+    assert two.held_out[-1].metrics == pytest.approx(one.held_out[-1].metrics, rel=1e-5)
+    assert (two.tokens, two.data_order, two.environment.world_size) == (one.tokens, one.data_order, 2)
     a, b = (load_model(checkpoints(trained / run)[-1]).state_dict() for run in ("one", kind))
     for name in a:
         assert torch.allclose(a[name], b[name], rtol=1e-3, atol=1e-5), name
@@ -233,7 +233,7 @@ def test_two_replicas_of_two_processes_train_as_one(trained, optimizer, tmp_path
         curve(tmp_path / "one"), rel=1e-5 if optimizer == "adamw" else 2e-3
     )
     assert curve(tmp_path / "four") == curve(tmp_path / "whole")
-    assert read_record(tmp_path / "four").order == read_record(tmp_path / "one").order
+    assert read_record(tmp_path / "four").data_order == read_record(tmp_path / "one").data_order
     shutil.rmtree(checkpoints(tmp_path / "four")[-1])
     again = train(parse(one, "test"), tmp_path / "four", resume=True)
     assert again.result == pytest.approx(read_record(tmp_path / "one").result, rel=2e-3)
@@ -249,7 +249,7 @@ def test_four_processes_train_stop_and_go_on(trained, kind, tmp_path):
     whole = {"recipe": made, "out": str(tmp_path / "whole")}
     together(trained, [plain, whole, stopped, {"recipe": made, "out": str(tmp_path / "cut"), "resume": True}], world=4)
     assert curve(tmp_path / "plain") == pytest.approx(curve(trained / "one"), rel=1e-5)
-    assert read_record(tmp_path / "plain").order == read_record(trained / "one").order
+    assert read_record(tmp_path / "plain").data_order == read_record(trained / "one").data_order
     assert "is saved; run the same command with --resume" in (tmp_path / "cut.said").read_text()
     assert checkpoints(tmp_path / "cut")[1].name == "step-000006"
     bits = kind == "fsdp"
@@ -294,8 +294,8 @@ def test_two_processes_begin_with_a_grown_model_as_one_does(further, kind):
     assert not (further / f"grown-{kind}.said").exists()
     assert curve(further / f"grown-{kind}") == pytest.approx(curve(further / "grown-one"), rel=1e-5)
     one, two = read_record(further / "grown-one"), read_record(further / f"grown-{kind}")
-    assert two.held_out[0].measures == pytest.approx(read_record(further / "small").held_out[-1].measures, rel=1e-5)
-    assert (two.origin, two.order) == (one.origin, one.order)
+    assert two.held_out[0].metrics == pytest.approx(read_record(further / "small").held_out[-1].metrics, rel=1e-5)
+    assert (two.origin, two.data_order) == (one.origin, one.data_order)
     a, b = (load_model(checkpoints(further / run)[-1]).state_dict() for run in ("grown-one", f"grown-{kind}"))
     assert all(torch.allclose(a[name], b[name], rtol=1e-3, atol=1e-5) for name in a)
 
@@ -308,7 +308,7 @@ def test_processes_that_were_stopped_go_on_to_the_same_end(further, kind):
     whole, cut = (read_record(further / f"{kind}-{how}") for how in ("whole", "cut"))
     assert cut.curve == whole.curve
     assert cut.held_out == whole.held_out
-    assert cut.order == whole.order
+    assert cut.data_order == whole.data_order
     a, b = (checkpoints(further / f"{kind}-{how}")[-1] for how in ("whole", "cut"))
     for file in a.glob("*.safetensors"):
         x, y = load_file(file), load_file(b / file.name)
@@ -383,7 +383,7 @@ def test_two_processes_go_on_where_others_stopped(trained, tmp_path, kind, then)
         shutil.rmtree(late)
     together(tmp_path, [{"recipe": recipe(trained, then), "out": str(tmp_path / "run"), "resume": True}])
     assert curve(tmp_path / "run") == pytest.approx(curve(trained / "one"), rel=1e-5)
-    assert read_record(tmp_path / "run").order == read_record(trained / "one").order
+    assert read_record(tmp_path / "run").data_order == read_record(trained / "one").data_order
 
 
 @pytest.mark.slow

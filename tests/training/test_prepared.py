@@ -52,7 +52,7 @@ def test_a_mixture_is_trained_on_and_measured_by_part(folders, recipe, tmp_path)
     counts = [text.count(word) for word in (b"alpha", b"omega")]
     assert counts[0] / sum(counts) == pytest.approx(0.75, abs=0.12)
     record = train(made, tmp_path / "whole")
-    last = record.held_out[-1].measures
+    last = record.held_out[-1].metrics
     assert set(last) == {"bits_per_byte", "loss", *(f"bits_per_byte/{name}" for name in weights)}
     assert min(last.values()) < last["bits_per_byte"] < max(v for name, v in last.items() if name != "loss")
     with pytest.raises(PowerCut):
@@ -68,7 +68,7 @@ def test_a_run_with_domains_is_cut_and_goes_on_to_the_last_bit(folders, recipe, 
     data = {"kind": "prepared", "source": str(folders["web"]), "context": 32, "held_out_domains": domains}
     made = recipe(data=data | {"metric": "loss/apart"}, training={"steps": 30})
     record = train(made, tmp_path / "whole")
-    last = record.held_out[-1].measures
+    last = record.held_out[-1].metrics
     assert record.result == last["loss/apart"] != last["loss"]
     assert record.data["held_out_domains"].keys() == domains.keys()
     assert {one.id.partition(":")[0] for one in record.documents} == domains.keys()
@@ -91,9 +91,9 @@ def test_domains_change_nothing_but_what_is_measured(folders, recipe, tmp_path):
     plain = train(recipe(data=data), tmp_path / "plain")
     domains = {"held_out_domains": {"code": str(folders["code"])}}
     named = train(recipe(data=data | domains), tmp_path / "named")
-    assert (named.curve, named.order) == (plain.curve, plain.order)
+    assert (named.curve, named.data_order) == (plain.curve, plain.data_order)
     assert not {"held_out_domains", "held_out_sha256"} & plain.data.keys()
-    assert named.config_hash != plain.config_hash
+    assert named.identity != plain.identity
 
 
 def test_what_does_not_fit_together_is_refused(folders, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import save_file
-from trials import PowerCut, cut_at, same_end
+from trials import PowerCut, cut_at
 
 import processes
 from headwater.errors import HeadwaterError
@@ -105,15 +105,6 @@ class TestForeignFolders:
 
 class TestOwnFolders:
     @pytest.mark.slow
-    def test_a_run_of_before_there_was_a_mark_goes_on(self, recipe, finished, tmp_path):
-        finished(recipe(), tmp_path / "whole")
-        with pytest.raises(PowerCut):
-            train(recipe(), tmp_path / "cut", on_event=cut_at(9))
-        (tmp_path / "cut" / MARK).unlink()
-        train(recipe(), tmp_path / "cut", resume=True)
-        same_end(tmp_path / "whole", tmp_path / "cut")
-
-    @pytest.mark.slow
     def test_a_refused_run_removes_nothing_of_the_one_before(self, recipe, tmp_path):
         logged = {"tensorboard": True, "log_every": 1}
         with pytest.raises(PowerCut):
@@ -182,31 +173,6 @@ class TestStrays:
         with pytest.raises(PowerCut):
             train(made, folder / "run", on_event=cut_at(3))
         return made, folder / "run"
-
-    @pytest.mark.parametrize("name", STRAYS)
-    def test_a_file_that_was_not_written_with_a_checkpoint_is_not_read(self, cut, tmp_path, name):
-        made, run = cut
-        shutil.copytree(run, tmp_path / "run")
-        newest = checkpoints(tmp_path / "run")[-1]
-        if name.endswith(".safetensors"):
-            weights = load_model(newest).state_dict()
-            save_file({key: torch.zeros_like(tensor) for key, tensor in weights.items()}, newest / name)
-        else:
-            (newest / name).write_text("{}")
-        with pytest.raises(HeadwaterError, match=f"{name}' in the checkpoint .* was not written with it"):
-            train(made, tmp_path / "run", resume=True)
-        assert checkpoints(tmp_path / "run")[-1] == newest, "it is not damaged"
-        values = made.model_dump(mode="json") | {"start": {"checkpoint": str(newest)}}
-        from headwater.recipe import parse
-
-        with pytest.raises(HeadwaterError, match="was not written with it"):
-            train(parse(values, "test"), tmp_path / "on")
-
-    def test_notes_may_lie_there(self, cut, tmp_path):
-        made, run = cut
-        shutil.copytree(run, tmp_path / "run")
-        (checkpoints(tmp_path / "run")[-1] / "README.md").write_text("mine")
-        train(made, tmp_path / "run", resume=True)
 
     def test_without_sums_too_only_named_files_are_read(self, cut, tmp_path):
         newest = checkpoints(cut[1])[-1]

@@ -62,7 +62,7 @@ def test_stages_follow_one_another_and_one_record_adds_them_up(whole):
     assert steps == [2, 4, 6, 8, 8, 10, 12, 12, 14, 16, 18]
     assert [point.flops for point in record.held_out] == sorted(point.flops for point in record.held_out)
     assert record.held_out[-1].tokens == record.tokens
-    losses = {step: [p.measures["loss"] for p in record.held_out if p.step == step] for step in (8, 12)}
+    losses = {step: [p.metrics["loss"] for p in record.held_out if p.step == step] for step in (8, 12)}
     for before, after in losses.values():
         assert after == pytest.approx(before, rel=1e-5), "a stage begins where the one before ended"
     assert max(seen) == 18
@@ -228,7 +228,7 @@ def test_arms_share_the_stages_in_which_they_begin_alike(staged, tmp_path, here)
     outcomes = run_trials(trials, workers=2)
     assert [outcome.error for outcome in outcomes] == [None] * 3
     records = {outcome.record.experiment.arm: outcome.record for outcome in outcomes}
-    assert records["small"].held_out[3].measures == records["grown"].held_out[3].measures
+    assert records["small"].held_out[3].metrics == records["grown"].held_out[3].metrics
     assert records["grown"].total_flops > records["small"].total_flops > records["large"].total_flops
     assert differ_in_cost(list(records.values()))
     (comparison,) = comparisons(tmp_path)
@@ -259,6 +259,6 @@ def test_a_stage_that_fails_is_named(staged, tmp_path, here):
 
 def test_the_digest_of_a_stage_says_what_came_before_and_not_where_it_lies(staged, tmp_path):
     one, other = chain(staged(), tmp_path / "a"), chain(staged(), tmp_path / "b")
-    assert [recipe.digest() for recipe, _ in one] == [recipe.digest() for recipe, _ in other]
+    assert [recipe.identity for recipe, _ in one] == [recipe.identity for recipe, _ in other]
     longer = chain(staged(training={"steps": 9}), tmp_path / "a")
-    assert all(a.digest() != b.digest() for (a, _), (b, _) in zip(one, longer, strict=True))
+    assert all(a.identity != b.identity for (a, _), (b, _) in zip(one, longer, strict=True))

@@ -56,13 +56,13 @@ def test_a_grown_model_begins_where_the_small_one_ended_and_trains_on(base, pair
     record = train(pairs_recipe(**start(base, grow=TO)), tmp_path / "grown")
     first = record.held_out[0]
     assert (first.step, first.tokens, first.flops) == (0, 0, 0)
-    assert first.measures == pytest.approx(before.held_out[-1].measures, rel=1e-5)
+    assert first.metrics == pytest.approx(before.held_out[-1].metrics, rel=1e-5)
     assert record.result < before.result
     assert record.parameters > before.parameters
     assert (record.origin.tokens, record.origin.flops) == (before.tokens, before.flops)
     assert record.total_flops == before.flops + record.flops
     assert record.flops == record.held_out[-1].flops == record.curve[-1].flops
-    assert [event.what for event in history_of(newest_checkpoint(tmp_path / "grown"))] == [
+    assert [event.kind for event in history_of(newest_checkpoint(tmp_path / "grown"))] == [
         "trained",
         "grown",
         "trained",
@@ -71,7 +71,7 @@ def test_a_grown_model_begins_where_the_small_one_ended_and_trains_on(base, pair
 
 @pytest.mark.slow
 def test_a_grown_folder_is_the_same_start_as_growing_in_the_recipe(base, pairs_recipe, run, tmp_path):
-    code, out, _ = run("grow", base, "--attention-pairs", 12, "--ffn-pairs", 20, "--out", tmp_path / "folder")
+    code, out, _ = run("grow", base, "attention_pairs=12", "ffn_pairs=20", "--out", tmp_path / "folder")
     assert code == 0
     assert "loss" in out
     one = train(pairs_recipe(**start(base, grow=TO)), tmp_path / "one")
@@ -173,7 +173,7 @@ def test_tau_stays_where_it_is_to_stay(base, pairs_recipe, grow_settings, more, 
 
 @pytest.mark.slow
 def test_what_comes_between_growth_and_training_does_not_stop_it(base, pairs_recipe, run, tmp_path):
-    assert run("grow", base, "--attention-pairs", 12, "--out", tmp_path / "grown")[0] == 0
+    assert run("grow", base, "attention_pairs=12", "--out", tmp_path / "grown")[0] == 0
     assert run("retrofit", tmp_path / "grown", "--mechanism", "neutreno", "--out", tmp_path / "more")[0] == 0
     record = train(pairs_recipe(**start(tmp_path / "more")), tmp_path / "run")
     assert weights(tmp_path / "run")["model.layers.0.self_attn.q_proj.scale.tau"].item() == pytest.approx(12**0.5)
@@ -195,7 +195,7 @@ def test_a_start_that_was_left_behind_is_made_again(base, pairs_recipe, tmp_path
 @pytest.mark.slow
 def test_thawing_leaves_the_optimisers_state_behind(base, pairs_recipe, run, tmp_path):
     train(pairs_recipe(**start(base, grow=TO | {"freeze": True})), tmp_path / "frozen")
-    assert run("grow", tmp_path / "frozen", "--ffn-pairs", 40, "--out", tmp_path / "free")[0] == 0
+    assert run("grow", tmp_path / "frozen", "ffn_pairs=40", "--out", tmp_path / "free")[0] == 0
     with pytest.raises(HeadwaterError, match="no optimizer state"):
         train(pairs_recipe(**start(tmp_path / "free", optimizer_state="keep")), tmp_path / "x")
 
@@ -244,7 +244,7 @@ def test_frozen_pairs_stay_to_the_last_bit_under_decay(base, pairs_recipe, tmp_p
         new = name.replace(".key", ".frozen_key").replace(".value", ".frozen_value")
         assert torch.equal(after[new], tensor), name
     assert record.curve[-1].gradient_norm > 0
-    assert record.held_out[-1].measures["loss"] != record.held_out[0].measures["loss"]
+    assert record.held_out[-1].metrics["loss"] != record.held_out[0].metrics["loss"]
     plain = grow(HeadwaterForCausalLM.from_pretrained(newest_checkpoint(tmp_path / "f")))
     assert pairs_of(plain)["query"] == 12
 
@@ -255,9 +255,7 @@ def test_a_model_in_half_precision_is_begun_with(base, pairs_recipe, tmp_path):
     write_model(tmp_path / "half", model)
     record = train(pairs_recipe(**start(tmp_path / "half")), tmp_path / "more")
     assert weights(tmp_path / "more")["model.layers.0.mlp.key"].dtype == torch.float32
-    assert record.held_out[0].measures["loss"] == pytest.approx(
-        read_record(base).held_out[-1].measures["loss"], rel=0.02
-    )
+    assert record.held_out[0].metrics["loss"] == pytest.approx(read_record(base).held_out[-1].metrics["loss"], rel=0.02)
     assert record.origin.tokens == 0, "it has no history"
 
 

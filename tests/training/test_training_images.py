@@ -89,8 +89,8 @@ def test_shipped_recipes_are_planned_without_their_data(name, classes):
 
 def test_the_record_counts_images(finished, capsys):
     record = read_record(finished)
-    assert (record.unit, record.tokens, record.measure) == ("images", 96, "accuracy")
-    assert set(record.held_out[-1].measures) == {"accuracy", "accuracy/top-5", "loss"}
+    assert (record.unit, record.tokens, record.metric) == ("images", 96, "accuracy")
+    assert set(record.held_out[-1].metrics) == {"accuracy", "accuracy/top-5", "loss"}
     assert record.cache_bytes_per_token == 0
     assert record.flops > 0
     assert record.data["train_images"] + record.data["held_out_images"] == 1797
@@ -156,7 +156,7 @@ def test_the_average_is_evaluated_and_saved(make, tmp_path):
     model = load_model(averaged[-1])
     with torch.no_grad():
         evaluation = data.evaluate(lambda batch: model(pixel_values=batch["pixel_values"]).logits)
-    assert evaluation.metrics == pytest.approx(record.held_out[-1].measures)
+    assert evaluation.metrics == pytest.approx(record.held_out[-1].metrics)
 
 
 def test_a_step_that_is_skipped_leaves_the_average(make):
@@ -341,7 +341,7 @@ def test_what_is_not_fitted_is_said(make, finished, finished_text, letters, reci
     """Computed positions are not interpolated; a new classifier has no optimizer's state, and no text model has one."""
     events = [{"image_size": [size, size], "classes": 2} for size in (8, 12)]
     details = {"from": events[0], "to": events[1], "new_classifier": False, "interpolated": False}
-    assert refitting(Event(what="refitted", details=details)).endswith("12 x 12 pixels now, of 8 x 8 before.")
+    assert refitting(Event(kind="refitted", details=details)).endswith("12 x 12 pixels now, of 8 x 8 before.")
     values = make().model_dump(mode="json") | {"data": letters}
     values["start"] = {"checkpoint": str(finished), "new_classifier": True, "optimizer_state": "keep"}
     with pytest.raises(HeadwaterError, match="no state for a new classifier"):

@@ -25,7 +25,7 @@ def test_stops_leave_no_trace_in_the_result(recipe, finished, tmp_path, stops):
     record = train(made, tmp_path / "cut", resume=True)
     whole = read_record(tmp_path / "whole")
     assert record.status == "finished"
-    assert (record.order, record.tokens, record.documents) == (whole.order, whole.tokens, whole.documents)
+    assert (record.data_order, record.tokens, record.documents) == (whole.data_order, whole.tokens, whole.documents)
     assert record.held_out[-1] == whole.held_out[-1]
     assert {point.step for point in record.held_out} == {6, 12} | set(stops) - {3 if stops == [5, 3] else 0}
     if all(stop % 3 == 0 for stop in stops):  # else the curve has points of the stops, too

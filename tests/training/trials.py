@@ -30,4 +30,4 @@ def same_end(a, b):
     assert x.curve == y.curve
     assert x.held_out == y.held_out
     assert x.documents == y.documents
-    assert x.order == y.order
+    assert x.data_order == y.data_order

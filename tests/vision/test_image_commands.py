@@ -29,7 +29,7 @@ def logits(folder) -> torch.Tensor:
 
 @pytest.mark.slow
 def test_growing_keeps_the_function_and_the_image_processor(run, checkpoint, tmp_path):
-    code, out, _ = run("grow", checkpoint, "--attention-pairs", 12, "--ffn-pairs", 20, "--out", tmp_path / "grown")
+    code, out, _ = run("grow", checkpoint, "attention_pairs=12", "ffn_pairs=20", "--out", tmp_path / "grown")
     assert code == 0
     assert "images of noise" in out
     assert_near(logits(tmp_path / "grown"), logits(checkpoint), 1e-5)

@@ -32,7 +32,7 @@ def test_parameters_and_flops_are_those_of_the_real_model(name):
             model(torch.zeros(1, 3, 9, 16))
     assert sum(cost.parameters(config).values()) == model.num_parameters()
     assert sum(cost.forward_flops_per_image(config).values()) == counter.get_total_flops()
-    assert cost.training_flops_per_image(config) == 3 * counter.get_total_flops()
+    assert cost.training_flops(config, config.tokens) == 3 * counter.get_total_flops()
 
 
 def kept(model: HeadwaterForImageClassification, count: int) -> int:

@@ -1,7 +1,7 @@
 """`headwater bench gpu`: measure headwater on a GPU, in at most nine minutes.
 
 Each phase is a separate process, so that an error or a missed deadline in one does not affect the others; after each
-one `gpu.json` and `gpu.md` are rewritten. It needs only torch and transformers. On a CPU it runs at tiny sizes, which
+one `gpu.json` is rewritten. It needs only torch and transformers. On a CPU it runs at tiny sizes, which
 checks the command but says nothing about speed.
 """
 
@@ -15,12 +15,13 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import torch
@@ -35,7 +36,6 @@ from headwater.bench.training import training_step, twins
 from headwater.bench.waits import WaitError, no_waits
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError, first_line, nearest
-from headwater.files import replace_text
 from headwater.hardware import c_compiler, matmul_flops, peak_of, sheet_of, tf32
 from headwater.kernels.choose import cpu
 from headwater.kernels.varlen import VARLEN
@@ -43,17 +43,15 @@ from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.compiling import compile_blocks, compile_model
 from headwater.models.decoding import Decoder
 from headwater.nn.masking import cu_seq_lens
-from headwater.outputs import GPU, check_replaceable, has_keys, write_json
-from headwater.outside import trust_names_in
+from headwater.outputs import write_json
 from headwater.planning import plan_layers
 from headwater.precision import KeepsPrecision
 from headwater.presets import PRESETS
-from headwater.registry import MECHANISMS, REGISTRY
+from headwater.registry import REGISTRY
 
 Measurement = dict[str, Any]
 M = TypeVar("M", bound=PreTrainedModel)
-# Maximum share of the time for each phase; unused time goes to later phases. Those that measure targets come before the
-# one that does not.
+# Maximum share of the time for each phase; unused time goes to later phases.
 SHARES = {
     "environment": 0.05,
     "correctness": 0.21,
@@ -64,58 +62,15 @@ SHARES = {
 }
 BUDGET = 540.0
 ROWS, LOG = "rows.jsonl", "log"
-JSON, MARKDOWN = "gpu.json", "gpu.md"
+JSON = "gpu.json"
 WRONG = "WRONG"
 LATE = "skipped: no time left"
-MEASURING = "measuring "
 # The preset of the recommended mechanisms.
 RECOMMENDED = "headwater-base"
 # Seconds at the end of the budget for ending a phase, writing the results and ending the command.
 RESERVE = 5.0
 # The Python code of a phase.
 RUN = ["-P", "-m", f"{__package__}.gpu"]
-
-
-@dataclass(frozen=True)
-class DeviceTarget:
-    """What a figure should be on an H200: at least `least`, or at most `most`; the best of the rows that measure it.
-
-    what: in words. phase, row, column: where it is measured.
-    """
-
-    what: str
-    phase: str
-    row: dict[str, Any]
-    column: str
-    least: float | None = None
-    most: float | None = None
-
-    @property
-    def asked(self) -> str:
-        return f"≤ {self.most:.2f}" if self.least is None else f"≥ {self.least:.2f}"
-
-    def measured(self, found: dict[str, Any]) -> float | None:
-        """The best value; None if it was not measured."""
-        rows = found["phases"].get(self.phase, {"rows": []})["rows"]
-        values = [row[self.column] for row in rows if self.row.items() <= row.items() and self.column in row]
-        return (min if self.least is None else max)(values, default=None)
-
-    def met(self, value: float) -> bool:
-        return (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
-
-
-# Each mechanism states its own (`Mechanism.step_target`).
-TARGETS = (
-    DeviceTarget("MFU, 124M", "training", {"model": "124M", "compiled": "blocks"}, "MFU", least=0.45),
-    DeviceTarget("MFU, 350M", "training", {"model": "350M", "compiled": "blocks"}, "MFU", least=0.50),
-    DeviceTarget(
-        "decoding, share of the copy bandwidth, 1.5B",
-        "decoding",
-        {"model": "1.5B", "batch": 1},
-        "of the copy bandwidth",
-        least=0.75,
-    ),
-)
 
 
 @dataclass(frozen=True)
@@ -178,64 +133,45 @@ def bench_gpu(
     device: str = "cuda",
     budget: float = BUDGET,
     only: list[str] | None = None,
-    mechanisms: list[str] | None = None,
-    age: float = 0.0,
     tell: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Run the phases, or `only` some, within `budget` seconds, and write gpu.json and gpu.md into `out` after each.
+    """Run the phases, or `only` some, within `budget` seconds, and write gpu.json into `out` after each.
 
-    mechanisms: beside headwater's own, also measure these: entry points of packages, or "package.module:Class".
-    age: seconds of the budget that had passed before the call.
     tell: called with progress lines. Returns the content of gpu.json: for each phase its status ("done", "cut",
-    "failed", "skipped"), seconds and rows, and for a cut one what it was measuring. Raises `HeadwaterError` for an
-    unknown phase or mechanism.
+    "failed", "skipped"), seconds and rows. Raises `HeadwaterError` for an unknown phase.
     """
-    begun = time.monotonic() - age
+    begun = time.monotonic()
     for name in only or ():
         if name not in SHARES:
             raise HeadwaterError(f"There is no phase named {name!r}; {nearest(name, SHARES)}")
-    others = [name for name in mechanisms or () if name not in REGISTRY]
-    trust_names_in(others)
-    for name in others:
-        MECHANISMS.resolve(name)
     out.mkdir(parents=True, exist_ok=True)
-    check_replaceable(out / JSON, has_keys(GPU))
-    for name in (
-        () if (out / JSON).exists() else (MARKDOWN, *(f"{phase}.{end}" for phase in SHARES for end in (ROWS, LOG)))
-    ):
-        if os.path.lexists(out / name):
-            raise HeadwaterError(f"{str(out / name)!r} is there already; choose a new folder with --out.")
     left = {name: share for name, share in SHARES.items() if not only or name in only}
-    found: dict[str, Any] = {
-        "headwater": __version__,
-        "device": device,
-        "budget": budget,
-        "others": others,
-        "phases": {},
-    }
-    write_json(out / JSON, found, GPU)
+    results: dict[str, Any] = {"headwater": __version__, "device": device, "budget": budget, "phases": {}}
+    write_json(out / JSON, results)
     for name in list(left):
         remaining = budget - (time.monotonic() - begun) - RESERVE
         allowed = remaining * left[name] / sum(left.values())
         del left[name]
         if allowed < 1:
-            found["phases"][name] = {"status": "skipped", "seconds": 0.0, "rows": []}
+            phase: dict[str, Any] = {"status": "skipped", "seconds": 0.0, "rows": []}
         else:
             tell(f"{name}: at most {allowed:.0f} s")
-            found["phases"][name] = _apart(name, out, device, allowed, others)
-            tell(f"{name}: {found['phases'][name]['status']}, {found['phases'][name]['seconds']:.0f} s")
-        write_json(out / JSON, found, GPU)
-        replace_text(out / MARKDOWN, as_markdown(found))
-    return found
+            with TemporaryDirectory() as folder:
+                phase = _apart(name, Path(folder), device, allowed)
+        results["phases"][name] = phase
+        tell(f"{name}: {phase['status']}, {phase['seconds']:.0f} s")
+        for row in phase["rows"]:
+            tell("  " + ", ".join(f"{column} {_shown(value)}" for column, value in row.items()))
+        write_json(out / JSON, results)
+    return results
 
 
-def _apart(name: str, out: Path, device: str, seconds: float, others: list[str]) -> dict[str, Any]:
+def _apart(name: str, folder: Path, device: str, seconds: float) -> dict[str, Any]:
     """One phase in a separate process, ended at its deadline; its measurements until then are kept."""
-    rows, log = out / f"{name}.{ROWS}", out / f"{name}.{LOG}"
-    rows.unlink(missing_ok=True)
+    rows, log = folder / ROWS, folder / LOG
     started = time.monotonic()
     # The deadline by the clock, which the process shares: its imports count.
-    command = [sys.executable, *RUN, name, str(rows), device, str(time.time() + seconds), *others]
+    command = [sys.executable, *RUN, name, str(rows), device, str(time.time() + seconds)]
     with open(log, "w") as text:
         # A separate session, so that processes of the phase, such as compilers, end with it.
         process = subprocess.Popen(command, stdout=text, stderr=subprocess.STDOUT, start_new_session=True)
@@ -246,15 +182,10 @@ def _apart(name: str, out: Path, device: str, seconds: float, others: list[str])
             status = "cut"
         finally:
             _end(process)
-    result = {"status": status, "seconds": time.monotonic() - started, "rows": _read(rows)}
-    rows.unlink(missing_ok=True)
+    result: dict[str, Any] = {"status": status, "seconds": time.monotonic() - started, "rows": _read(rows)}
     if status == "failed":
-        result["error"] = (log.read_text(errors="replace").strip().splitlines() or ["no output"])[-1]
-    else:
-        if status == "cut":
-            told = [line for line in log.read_text(errors="replace").splitlines() if line.startswith(MEASURING)]
-            result["while"] = told[-1].removeprefix(MEASURING) if told else "starting"
-        log.unlink()
+        result["log"] = log.read_text(errors="replace").strip()
+        result["error"] = (result["log"].splitlines() or ["no output"])[-1]
     return result
 
 
@@ -290,67 +221,8 @@ def _about(row: Measurement) -> str:
     return ", ".join(str(value) for key, value in row.items() if isinstance(value, str) and key != "outcome")
 
 
-def as_markdown(found: dict[str, Any]) -> str:
-    """The results as tables, one per kind of row."""
-    text = ["# What `headwater bench gpu` measured", ""]
-    if found["device"] == "cpu":
-        text += ["On a CPU, at tiny sizes: this checks the command; the figures say nothing about a GPU.", ""]
-    else:
-        text += ["| on an H200 | target | measured | |", "| --- | --- | --- | --- |"]
-        text += [f"| {what} | {asked} | {_shown(value)} | {said} |" for what, asked, value, said in targets(found)]
-        text += [""]
-    for said, lines in (("What is wrong:", problems(found)), ("There was no time for:", late(found))):
-        if lines:
-            text += [said, "", *(f"- {_shown(line)}" for line in lines), ""]
-    for name, phase in found["phases"].items():
-        text += [f"## {name}: {phase['status']}, {phase['seconds']:.0f} s", ""]
-        text += [" ".join((PHASES[name].__doc__ or "").split()), ""]
-        if "error" in phase:
-            text += [phase["error"], ""]
-        if "while" in phase:
-            text += [f"Its time was up during: {phase['while']}.", ""]
-        kinds: dict[tuple[str, ...], list[Measurement]] = {}
-        for row in phase["rows"]:
-            kinds.setdefault(tuple(row), []).append(row)
-        for columns, rows in kinds.items():
-            text += [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
-            text += [f"| {' | '.join(_shown(row[column]) for column in columns)} |" for row in rows]
-            text += [""]
-    return "\n".join(text)
-
-
-def late(found: dict[str, Any]) -> list[str]:
-    """Phases and measurements that there was no time for."""
-    result: list[str] = []
-    for name, phase in found["phases"].items():
-        missed = [f"{name}, {_about(row)}" for row in phase["rows"] if row.get("outcome") == LATE]
-        if "while" in phase:
-            missed.append(f"{name}, {phase['while']}, and what comes after it")
-        result += [name] if phase["status"] == "skipped" else missed
-    return result
-
-
-def targets(found: dict[str, Any]) -> list[tuple[str, str, float | None, str]]:
-    """(what, what is asked, the best measured or None, "met", "missed" or "not measured") for each target."""
-    asked = list(TARGETS)
-    for name in (*REGISTRY, *found.get("others", ())):
-        if (most := MECHANISMS.resolve(name).step_target) is not None:
-            what = f"a training step with {name}, over one without it"
-            asked.append(DeviceTarget(what, "mechanisms", {"mechanism": name}, "ratio", most=most))
-    result = []
-    for target in asked:
-        value = target.measured(found)
-        said = "not measured" if value is None else "met" if target.met(value) else "missed"
-        result.append((target.what, target.asked, value, said))
-    return result
-
-
 def _shown(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return str(value).replace("|", "\\|").replace("\n", " ")
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 # What runs inside a phase
@@ -359,10 +231,8 @@ def _shown(value: Any) -> str:
 class Phase:
     """The context of a phase: output for its rows, the device, the sizes, and the time left."""
 
-    def __init__(self, rows: Path, device: str, seconds: float, others: Sequence[str] = ()) -> None:
-        """others: mechanisms that are not headwater's own."""
+    def __init__(self, rows: Path, device: str, seconds: float) -> None:
         self.rows, self.device = rows, torch.device(device)
-        self.mechanisms = [*REGISTRY, *others]
         self.sizes = ON_GPU if self.device.type == "cuda" else ON_CPU
         self.deadline = time.monotonic() + seconds
         self.on_gpu = self.device.type == "cuda"
@@ -381,7 +251,6 @@ class Phase:
             self.put(**names, outcome=LATE)
             return
         torch._dynamo.reset()
-        print(MEASURING + ", ".join(f"{name} {value}" for name, value in names.items()), flush=True)
         try:
             self.put(**names, **measure())
         except torch.OutOfMemoryError:
@@ -434,11 +303,11 @@ def drawn(model: M, device: torch.device, dtype: torch.dtype = torch.float32) ->
     return model
 
 
-def combinations(names: Sequence[str] = tuple(REGISTRY)) -> dict[str, dict[str, dict]]:
+def combinations() -> dict[str, dict[str, dict]]:
     """None, each mechanism alone, and together as many as can act in one model."""
-    alone: dict[str, dict[str, dict]] = {name: {name: {}} for name in names}
+    alone: dict[str, dict[str, dict]] = {name: {name: {}} for name in REGISTRY}
     together: dict[str, dict] = {}
-    for name in names:
+    for name in REGISTRY:
         with suppress(HeadwaterError):
             _small({**together, name: {}})
             together[name] = {}
@@ -488,7 +357,7 @@ def bandwidth(phase: Phase) -> float:
 
 def correctness(phase: Phase) -> None:
     """The contract on this device: cached = uncached, packed = separate, half precision near fp64, compiled = eager."""
-    every = combinations(phase.mechanisms)
+    every = combinations()
     for name, mechanisms in every.items():
         phase.attempt(partial(_checked, phase, mechanisms), brief=True, mechanisms=name)
     for name, mechanisms in every.items():
@@ -502,7 +371,7 @@ def correctness(phase: Phase) -> None:
         phase.attempt(partial(_compiled, phase, every[name]), compiled=name)
 
     for name in every:
-        if name not in both and MECHANISMS.resolve(name).step_target is not None:
+        if name in PRESETS[RECOMMENDED].fields["mechanisms"]:
             compiled(name)
     for name in both:
         compiled(name)
@@ -785,7 +654,7 @@ def _unlike_mask(phase: Phase, model: HeadwaterForCausalLM, ids: Tensor) -> Meas
 
 
 def mechanisms(phase: Phase) -> None:
-    """A training step with each mechanism over one without it, in turn; those with a target first, and the preset's."""
+    """A training step with each mechanism over one without it, in turn; first all of the preset's."""
     layers, width, rows = phase.sizes.mechanisms
     shape = dict(layers=layers, width=width, context=phase.sizes.context, vocabulary=phase.sizes.vocabulary)
 
@@ -806,7 +675,7 @@ def mechanisms(phase: Phase) -> None:
         low, middle, high = statistics.quantiles(ratios, n=4)
         return {"ratio": middle, "quartiles": f"{low:.3f}–{high:.3f}", "ms without": times[1] * 1e3}
 
-    asked: dict[str, dict[str, dict]] = {name: {name: {}} for name in phase.mechanisms}
+    asked: dict[str, dict[str, dict]] = {name: {name: {}} for name in REGISTRY}
     asked[RECOMMENDED] = PRESETS[RECOMMENDED].fields["mechanisms"]
 
     def order(name: str) -> tuple[bool, int]:
@@ -816,7 +685,7 @@ def mechanisms(phase: Phase) -> None:
             graphs = len({len(plan.reads) for plan in plan_layers(config)})
         except HeadwaterError:
             graphs = layers  # it does not fit this model, as its row will say
-        return name != RECOMMENDED and MECHANISMS.resolve(name).step_target is None, graphs
+        return name != RECOMMENDED, graphs
 
     for name in sorted(asked, key=order):
         phase.attempt(partial(measure, asked[name]), mechanism=name)
@@ -855,7 +724,7 @@ def decoding(phase: Phase) -> None:
         with torch.no_grad():
             return row | _shares(phase, decoder.held.advance, 20)
 
-    # The target's row first. Compilation takes a minute, so the steps that need none come next.
+    # One compiled row first. Compilation takes a minute, so the steps that need none come next.
     shapes = list(product(sizes.batches, sizes.decoding))
     first, *others = [(shape, True) for shape in shapes]
     for (rows, name), compiled in (first, *((shape, False) for shape in shapes), *others):
@@ -877,14 +746,14 @@ PHASES: dict[str, Callable[[Phase], None]] = {
 }
 
 
-def main(name: str, rows: str, device: str, deadline: str, *others: str) -> None:
+def main(name: str, rows: str, device: str, deadline: str) -> None:
     """One phase, in the process that `bench_gpu` starts for it. deadline: by `time.time`."""
     transformers.logging.set_verbosity_error()
     if torch.device(device).index is not None:
         torch.cuda.set_device(device)  # events, waits and peaks of memory are those of the current device
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
-    PHASES[name](Phase(Path(rows), device, float(deadline) - time.time(), others))
+    PHASES[name](Phase(Path(rows), device, float(deadline) - time.time()))
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ COMMANDS: dict[str, dict[str, str]] = {
     MAKE: {
         "growing:retrofit": "retrofit meta-llama/Llama-3.2-1B --mechanism NAME --out llama-more",
         "converting:convert": "convert runs/llama --num-key-value-heads 1 --text 'texts/*.txt' --out runs/smaller",
-        "growing:grow": "grow runs/mine --ffn-pairs 1024",
+        "growing:grow": "grow runs/mine ffn_pairs=1024",
         "growing:shrink": "shrink runs/mine --ffn-pairs 512",
         "growing:merge": "merge runs/base runs/left runs/right",
         "new:new": "",

@@ -266,32 +266,25 @@ def bench_serve(
 
 @bench.command("gpu")
 def bench_gpu(
-    out_folder: Annotated[Path, typer.Option("--out", help="Folder for gpu.json and gpu.md.")],
+    out_folder: Annotated[Path, typer.Option("--out", help="Folder for gpu.json.")],
     budget: Annotated[float, typer.Option(min=1, help="Seconds for the whole command.")] = 540,
     only: Annotated[list[str] | None, typer.Option(help="Run only this phase; repeatable. Default: all.")] = None,
-    mechanism: Annotated[
-        list[str] | None,
-        typer.Option(help="Also measure this one: package.module:Class, or its package's entry point; repeatable."),
-    ] = None,
     device: Device = "auto",
 ) -> None:
     """Measure headwater on a GPU: correctness, training speed, packing, mechanisms, decoding. Takes nine minutes.
 
-    Writes gpu.json and gpu.md after every phase, so an interrupted run keeps its results. Without a GPU the sizes are
+    Writes gpu.json after every phase, so an interrupted run keeps its results. Without a GPU the sizes are
     tiny, which checks the command but measures nothing.
     """
     from headwater.bench.gpu import bench_gpu as measure
     from headwater.bench.gpu import problems
-    from headwater.process import age
 
     check_writable(out_folder, folder=True)
     device = device_of(device)
     if device == "cpu":
         err.print("No GPU found: the sizes are tiny, and the figures say nothing about a GPU.")
-    results = measure(
-        out_folder, device=device, budget=budget, only=only, mechanisms=mechanism, age=age(), tell=err.print
-    )
-    out.print(f"report: {out_folder / 'gpu.md'}")
+    results = measure(out_folder, device=device, budget=budget, only=only, tell=err.print)
+    out.print(f"written to {out_folder / 'gpu.json'}")
     if wrong := problems(results):
         raise HeadwaterError("; ".join(wrong))
 

@@ -16,7 +16,6 @@ from headwater.files import absence, check_local
 from headwater.terminal import Terminal
 
 if TYPE_CHECKING:
-    from headwater.outputs import IsOurs
     from headwater.recipe import Recipe
 
 # Tables need this much; a narrower terminal wraps lines rather than losing figures.
@@ -32,12 +31,6 @@ MechanismOptions = Annotated[
 ]
 Positive = Annotated[int, typer.Option(min=1)]
 Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, …; auto is a GPU if there is one.")]
-# As in recipes, for commands that train.
-TrainingDevice = Annotated[
-    str | None,
-    typer.Option("--device", help="auto, cpu, cuda or mps; same as training.device=….", show_default=False),
-]
-GoesOn = Annotated[bool, typer.Option("--resume", help="Resume an interrupted command. This command always does.")]
 # Options that count bytes and tokens of a corpus, and so need large numbers.
 BYTES = ("max_bytes",)
 # What may begin with an address without being a path.
@@ -163,14 +156,12 @@ def new_folder(folder: Path | None, source: str | Path, suffix: str, may_exist: 
     return folder
 
 
-def check_writable(target: Path, folder: bool = False, is_ours: IsOurs | None = None) -> None:
+def check_writable(target: Path, folder: bool = False) -> None:
     """Raise `HeadwaterError` if a file or folder cannot be written, before there is work to lose.
 
-    A file is replaced if it is one of headwater's (see `outputs.check_replaceable`), and an existing folder gets
-    additional files. A file's folder must exist; a folder's parents are created.
+    An existing folder gets additional files. A file's folder must exist; a folder's parents are created. Whether a file
+    is replaced, `outputs.check_replaceable` says.
     """
-    from headwater.outputs import check_replaceable
-
     what = f"{str(target)!r} cannot be written"
     parent = target if folder else target.absolute().parent
     if (parent / "SHA256SUMS").is_file():
@@ -185,7 +176,6 @@ def check_writable(target: Path, folder: bool = False, is_ours: IsOurs | None = 
         above = target.absolute().parent
         if not above.is_dir():
             raise HeadwaterError(f"{absence(target.parent, 'folder')} for {target.name!r}; create it first.")
-        check_replaceable(target, is_ours)
     try:
         # Permissions do not show read-only disks, and mean nothing for the superuser.
         with tempfile.TemporaryFile(dir=above):

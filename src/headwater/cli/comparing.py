@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,9 +11,7 @@ from rich.progress import TaskID
 
 from headwater import extras
 from headwater.cli.common import (
-    GoesOn,
     MechanismOptions,
-    TrainingDevice,
     check_writable,
     err,
     mechanisms_of,
@@ -45,7 +42,6 @@ def compare(
         Path | None, typer.Option("--out", file_okay=False, help="Output folder; default: runs/<name of the first>.")
     ] = None,
     workers: Workers = None,
-    device: TrainingDevice = None,
     arm: Annotated[
         list[str] | None,
         typer.Option(help="Train only this arm and what it is compared with; repeatable. Default: all."),
@@ -58,14 +54,13 @@ def compare(
     sequential: Annotated[
         bool, typer.Option("--sequential", help="Add seeds until each arm is decided, within compare.margin.")
     ] = False,
-    resume: GoesOn = False,
 ) -> None:
     """Train the arms of recipes side by side and write a report. Run it again to resume."""
     extras.check("compare")
     from headwater.output_folder import occupied
 
     quiet()
-    overrides = [argument for argument in recipes if "=" in argument] + _on(device)
+    overrides = [argument for argument in recipes if "=" in argument]
     overrides += ["compare.sequential=true"] if sequential else []
     loaded = [recipe_of(argument, overrides) for argument in recipes if "=" not in argument]
     if not loaded:
@@ -108,11 +103,6 @@ def _part(recipe: Recipe, arms: list[str], sizes: list[str]) -> set[ArmKey] | No
         raise HeadwaterError(f"{arms[0]!r} is what other arms are compared with; name an arm to decide with --arm.")
     chosen = {*untested, *arms} if arms else set(section.arms)
     return {(arm, size) for arm in chosen for size in sizes or section.sizes or [None]}
-
-
-def _on(device: str | None) -> list[str]:
-    """--device as an override."""
-    return [] if device is None else [f"training.device={json.dumps(device)}"]
 
 
 def train_all(

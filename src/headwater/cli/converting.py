@@ -196,7 +196,7 @@ def _settings(trained: Trained) -> dict[str, Any] | None:
 
     Raises `HeadwaterError` for data that the user does not trust.
     """
-    last = next((event for event in reversed(trained.history) if event.what == "trained"), None)
+    last = next((event for event in reversed(trained.history) if event.kind == "trained"), None)
     data = last.details.get("data") if last is not None else None
     settings = data.get("settings") if isinstance(data, dict) else None
     if not isinstance(settings, dict):
@@ -265,8 +265,8 @@ def _tell(
         share = f"{after[name] / before[name]:.4f}" if before[name] else ""
         table.add_row(title, f"{before[name]:.4f}", f"{after[name]:.4f}", share)
     out.print(table)
-    shown = lined("tokens of healing", "cache, bytes a token (fp32)", record.measure.replace("_", " "))
+    shown = lined("tokens of healing", "cache, bytes a token (fp32)", record.metric.replace("_", " "))
     for point in curve:
-        shown.add_row(f"{point['tokens']:,}", f"{point['cache_bytes_per_token']:,}", f"{point[record.measure]:.4f}")
+        shown.add_row(f"{point['tokens']:,}", f"{point['cache_bytes_per_token']:,}", f"{point[record.metric]:.4f}")
     out.print(shown)
     tell_model(target)

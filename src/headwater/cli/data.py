@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from headwater.cli.common import GoesOn, check_writable, out, quiet
+from headwater.cli.common import check_writable, out, quiet
 from headwater.cli.progress import ProgressReport
 from headwater.errors import HeadwaterError
 from headwater.terminal import Table
@@ -57,7 +57,6 @@ def prepare(
         int | None,
         typer.Option(min=1, help="Tokenizer threads; default: one per core, up to 16.", show_default=False),
     ] = None,
-    resume: GoesOn = False,
 ) -> None:
     """Tokenize a corpus into memory-mapped shards. Run it again to resume."""
     from headwater.data.prepare import Options

@@ -10,7 +10,6 @@ import typer
 from headwater import extras
 from headwater.cli.common import Device, Positive, check_writable, device_of, err, out, quiet, refuse_unread
 from headwater.cli.progress import ProgressReport
-from headwater.errors import HeadwaterError
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -59,9 +58,6 @@ def evaluate(
     file: Annotated[
         Path | None, typer.Option("--out", help="Also write all results to this JSON file.", show_default=False)
     ] = None,
-    per_item: Annotated[
-        bool, typer.Option("--per-item", help="Add every item's and document's scores to the JSON.")
-    ] = False,
     trust_remote_code: Annotated[
         bool,
         typer.Option("--trust-remote-code", help="Run code that comes with a model. Use it only for models you trust."),
@@ -76,19 +72,16 @@ def evaluate(
     column = None if text_column == "text" else text_column
     refuse_unread({"--stride": stride, "--text-column": column}, text, "--text")
     refuse_unread({"--shots": shots}, tasks or task_files, "--tasks")
-    if per_item and file is None:
-        raise HeadwaterError("--per-item needs a JSON file; name one with --out FILE.")
     if file is not None:
-        check_writable(file, is_ours=outputs.has_keys(outputs.EVALUATION))
+        check_writable(file)
+        outputs.check_replaceable(file)
     device = device_of(device)
     with ProgressReport() as progress:
         bars: dict[str, TaskID] = {}
 
-        def on_windows(what: str, done: int, total: int | None) -> None:
-            if total is None and err.is_terminal:  # there lm-eval shows bars of its own
-                return
+        def on_windows(what: str, done: int, total: int) -> None:
             if what not in bars:
-                bars[what] = progress.add_task(what, total=total, unit="batch" if total is None else "window")
+                bars[what] = progress.add_task(what, total=total, unit="window")
             progress.update(bars[what], completed=done)
 
         result = evaluating.evaluate(
@@ -102,7 +95,6 @@ def evaluate(
             context=context,
             stride=stride,
             batch_size=batch_size,
-            per_item=per_item,
             device=device,
             dtype=dtype,
             trust_remote_code=trust_remote_code,
@@ -128,5 +120,5 @@ def evaluate(
                     soft_wrap=True,
                 )
     if file is not None:
-        outputs.write_json(file, evaluating.to_json(result), outputs.EVALUATION, indent=2)
+        outputs.write_json(file, evaluating.to_json(result))
         out.print(f"written to {file}", soft_wrap=True)

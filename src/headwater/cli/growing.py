@@ -9,7 +9,7 @@ import typer
 
 from headwater.cli.common import check_outside, err, mechanisms_of, new_folder, out, quiet, tell, tell_model
 from headwater.cli.progress import measure_with_progress
-from headwater.errors import HeadwaterError
+from headwater.errors import HeadwaterError, shown
 from headwater.terminal import lined
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from headwater.models.causal_lm import HeadwaterForCausalLM
+    from headwater.recipe import Change
     from headwater.records import Event
     from headwater.training.trained import Trained
 
@@ -46,55 +47,23 @@ TextOption = Annotated[
 def grow(
     command: typer.Context,
     checkpoint: AnyCheckpoint,
-    num_hidden_layers: Annotated[int | None, typer.Option(help="New number of layers.", show_default=False)] = None,
-    hidden_size: Annotated[
-        int | None, typer.Option(help="New width of the residual stream.", show_default=False)
-    ] = None,
-    intermediate_size: Annotated[
-        int | None, typer.Option(help="New width of the feed-forward.", show_default=False)
-    ] = None,
-    num_attention_heads: Annotated[
-        int | None, typer.Option(help="New number of query heads.", show_default=False)
-    ] = None,
-    num_key_value_heads: Annotated[
-        int | None,
-        typer.Option(help="New number of key/value heads; default: in proportion.", show_default=False),
-    ] = None,
-    method: Annotated[
-        str,
-        typer.Option(
-            help="How layers and widths are made: exact, lemon, identity, hypercloning; or stack, interleave, net2net, "
-            "which change the function; or one for each direction, as in stack+hypercloning."
+    fields: Annotated[
+        list[str] | None,
+        typer.Argument(
+            show_default=False,
+            help="What to grow, as `grow:` in a recipe has it: num_hidden_layers=16, hidden_size=512, ffn_pairs=1024, "
+            "method=lemon, …",
         ),
-    ] = "exact",
-    attention_pairs: Pairs = None,
-    ffn_pairs: FfnPairs = None,
-    key_init: Annotated[str, typer.Option(help="New keys: zero, or random, which changes the function.")] = "zero",
-    tau: Annotated[str, typer.Option(help="τ: keep, or recompute (√n), which changes the function.")] = "keep",
-    freeze: Annotated[bool, typer.Option("--freeze", help="Train only the new pairs.")] = False,
+    ] = None,
     out_folder: Out = None,
 ) -> None:
     """Make a trained model deeper or wider, or add parameter tokens, by default without changing its function."""
-    from pydantic import ValidationError
-
     from headwater.cost import check_memory
-    from headwater.recipe import Change, changed_config
+    from headwater.recipe import changed_config
     from headwater.training.trained import changed, open_source
 
     quiet()
-    arguments = {name: value for name, value in command.params.items() if name not in ("checkpoint", "out_folder")}
-    try:
-        change = Change.model_validate({"grow": arguments})
-    except ValidationError as error:
-        first = error.errors()[0]
-        if first["type"] == "value_error":
-            raise HeadwaterError(str(first["ctx"]["error"])) from error
-        if not first["loc"]:  # such as a number of too many digits
-            raise HeadwaterError(f"{first['msg'].rstrip('.')}; give other sizes.") from error
-        field = str(first["loc"][-1])
-        raise HeadwaterError(
-            f"--{field.replace('_', '-')}: {first['msg'][0].lower()}{first['msg'][1:]}, not {first['input']!r}."
-        ) from error
+    change = _change_of(fields or [])
     target = new_folder(out_folder, checkpoint, "grown")
     try:
         trained = open_source(checkpoint, with_state=True)
@@ -113,6 +82,22 @@ def grow(
         learning = sum(parameter.numel() for parameter in made.model.parameters() if parameter.requires_grad)
         out.print(f"{learning:,} of them learn, the new pairs")
     _write(target, made, made.model, None)
+
+
+def _change_of(fields: list[str]) -> Change:
+    """The growth that these fields describe. Raises `HeadwaterError`."""
+    from pydantic import ValidationError
+
+    from headwater.recipe import Change, values_of
+
+    try:
+        return Change.model_validate({"grow": values_of(fields)})
+    except ValidationError as error:
+        first = error.errors()[0]
+        if first["type"] == "value_error":
+            raise HeadwaterError(str(first["ctx"]["error"])) from error
+        message = f"{first['msg'][0].lower()}{first['msg'][1:]}, not {shown(first['input'])}."
+        raise HeadwaterError(f"{'.'.join(map(str, first['loc'][1:]))}: {message}") from error
 
 
 def shrink(
@@ -151,7 +136,7 @@ def shrink(
         said = f"{_said(measured)} (last quarter)"
     out.print(f"{before:,} → {after:,} parameters; {said}", soft_wrap=True)
     details = {"attention_pairs": attention_pairs, "ffn_pairs": ffn_pairs} | measured
-    _write(target, trained, model, Event(what="shrunk", details=details))
+    _write(target, trained, model, Event(kind="shrunk", details=details))
 
 
 def merge(
@@ -194,11 +179,11 @@ def merge(
         )
     for name in models:
         table.add_row(name, *(f"{column[name]:.4f}" for column in columns))
-    details = {"merged": [str(path) for path in grown], "measures": columns}
+    details = {"merged": [str(path) for path in grown], "metrics": columns}
     before = [event for copy in copies for event in copy.history[len(root.history) :]]
     root.history += before
     out.print(table)
-    _write(target, root, model, Event(what="merged", details=details))
+    _write(target, root, model, Event(kind="merged", details=details))
 
 
 def retrofit(
@@ -296,7 +281,7 @@ def retrofit(
         out.print(f"{', '.join(mechanisms)} added, {new:+,} parameters: {_said(moved, where)}", soft_wrap=True)
         details |= {"mechanisms": {name: (added.config.mechanisms or {})[name] for name in mechanisms}, "moved": moved}
         model = added
-    event = Event(what="retrofitted", details=details) if details else None
+    event = Event(kind="retrofitted", details=details) if details else None
     if event is None and not trained.foreign:
         raise HeadwaterError(f"{source!r} is already a headwater model; add a mechanism with --mechanism NAME.")
     _write(target, trained, model, event)
@@ -308,7 +293,7 @@ def _has_history(source: str) -> bool:
     from headwater.training.places import newest_checkpoint
 
     path = Path(source)
-    return path.is_dir() and any(event.what == "trained" for event in history_of(newest_checkpoint(path)))
+    return path.is_dir() and any(event.kind == "trained" for event in history_of(newest_checkpoint(path)))
 
 
 def _some_rows(trained: Trained, text: Path | None = None, rows: int = ROWS) -> tuple[Tensor, str]:

@@ -57,15 +57,15 @@ def inspect(
 
     Models of images show attention over the patches.
     """
-    from headwater.inspect import check_alike, draw, inspect_model, tables, write_json
+    from headwater.inspect import check_alike, draw, inspect_model, tables, to_json
     from headwater.output_folder import occupied
-    from headwater.outputs import INSPECTION, check_replaceable, has_keys
+    from headwater.outputs import check_replaceable, write_json
     from headwater.training.trained import open_trained
 
     quiet()
     if out_folder is not None:
         check_writable(out_folder, folder=True)
-        check_replaceable(out_folder / "inspect.json", has_keys(INSPECTION))
+        check_replaceable(out_folder / "inspect.json")
     found: list[Inspection] = []
     for path in checkpoints:
         trained = open_trained(path)
@@ -83,7 +83,7 @@ def inspect(
     if out_folder is not None:
         with occupied(out_folder):
             written = draw(found, out_folder)
-            write_json(found, out_folder / "inspect.json")
+            write_json(out_folder / "inspect.json", to_json(found))
         err.print(
             f"written: {', '.join(str(path) for path in (out_folder / 'inspect.json', *written))}", soft_wrap=True
         )

@@ -85,12 +85,14 @@ def plan(
     from headwater import hardware as sheets
     from headwater import price as pricing
     from headwater import priced
-    from headwater.outputs import is_picture, save_figure
+    from headwater.outputs import check_replaceable, save_figure
 
     quiet()
     if file is not None:
         file = file if file.suffix else file.with_suffix(".png")
-        check_writable(file, is_ours=is_picture)
+        check_writable(file)
+        check_replaceable(file)
+    refuse_unread_options(command)
     changes = [argument for argument in configs if "=" in argument]
     if grow:
         refuse_unread_options(command)

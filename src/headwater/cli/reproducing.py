@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from headwater import extras
-from headwater.cli.common import Device, GoesOn, check_writable, device_of, err, out, quiet, tell
+from headwater.cli.common import Device, check_writable, device_of, err, out, quiet, tell
 from headwater.cli.comparing import TrialBars, Workers, complain, failures
 from headwater.cli.progress import ProgressReport
 from headwater.errors import HeadwaterError
@@ -71,7 +71,6 @@ def reproduce(
             show_default=False,
         ),
     ] = None,
-    resume: GoesOn = False,
 ) -> None:
     """Train the models behind a paper's table or figure, and judge its claims. Run it again to resume."""
     names = [one for one in arguments or [] if "=" not in one]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
 from argparse import ArgumentError, ArgumentParser
@@ -76,11 +75,10 @@ def generate(
         raise HeadwaterError(f"--cache is dynamic or static, not {cache!r}.")
     if compile and cache == "dynamic":
         raise HeadwaterError("--compile needs --cache static: with a growing cache every token has another shape.")
-    stop = [_as_text(text, "text of --stop") for text in stop or ()]
     if jsonl is not None:
         rows = _prompts(_read(jsonl), str(jsonl))
     else:
-        rows = [{"prompt": _read(Path("-")) if prompt == "-" else _as_text(str(prompt), "prompt")}]
+        rows = [{"prompt": _read(Path("-")) if prompt == "-" else str(prompt)}]
     device = device_of(device)
     if dtype not in ("auto", "float32", "bfloat16", "float64"):
         raise HeadwaterError(f"--dtype is auto, float32, bfloat16 or float64, not {dtype!r}.")
@@ -99,7 +97,7 @@ def generate(
             top_p=top_p,
             top_k=top_k,
             seed=seed + begin,
-            stop=stop,
+            stop=stop or (),
             stream=jsonl is None,
             decoder=decoder,
         )
@@ -125,17 +123,9 @@ def _read(file: Path) -> str:
     from headwater.written import MOST_TEXT, read_text
 
     try:
-        return _as_text(sys.stdin.read() if str(file) == "-" else read_text(file, "text", MOST_TEXT), "prompt")
+        return sys.stdin.read() if str(file) == "-" else read_text(file, "text", MOST_TEXT)
     except UnicodeError as error:
         raise HeadwaterError(f"The prompt is not UTF-8 text: {error}.") from error
-
-
-def _as_text(given: str, what: str) -> str:
-    """A text in which Python has kept bytes that its locale cannot decode. Raises `HeadwaterError` if UTF-8 cannot."""
-    try:
-        return os.fsencode(given).decode("utf-8") if any("\ud800" <= letter <= "\udfff" for letter in given) else given
-    except UnicodeError as error:
-        raise HeadwaterError(f"The {what} is not UTF-8 text: {error}.") from error
 
 
 def _prompts(text: str, name: str) -> list[dict[str, Any]]:
@@ -198,7 +188,6 @@ def serve(
         raise MissingExtra("transformers' server", "serve")
     if engine == "vllm" and find_spec("vllm") is None:
         raise MissingExtra("vLLM", "vllm")
-    _check_port(context.args)
     source = newest_checkpoint(checkpoint)
     check(source)
     if not (source / "config.json").is_file():
@@ -220,15 +209,6 @@ def serve(
     install(str(checkpoint), source)
     sys.argv = ["transformers", "serve", str(checkpoint), *context.args]
     transformers_cli()
-
-
-def _check_port(options: list[str]) -> None:
-    """Raise `HeadwaterError` for a port that there is not: a server would listen on another one, or on none."""
-    for option, following in itertools.zip_longest(options, options[1:], fillvalue=""):
-        name, _, value = option.partition("=")
-        port = value or following
-        if name == "--port" and port.isdecimal() and int(port[:10]) > 65_535:
-            raise HeadwaterError(f"--port must be at most 65535, not {port[:40]}.")
 
 
 def _serve_with_vllm(name: str, source: Path, options: list[str]) -> None:

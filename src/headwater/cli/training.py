@@ -11,7 +11,6 @@ import typer
 
 from headwater.cli.common import (
     Overrides,
-    TrainingDevice,
     check_outside,
     err,
     out,
@@ -46,15 +45,7 @@ def train(
     size: Annotated[
         str | None, typer.Option(help="Use this size of the recipe's comparison.", show_default=False)
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Use this seed; same as seed=….", show_default=False)] = None,
-    start: Annotated[
-        Path | None,
-        typer.Option(
-            "--from", help="Start from this checkpoint's model; same as start.checkpoint=….", show_default=False
-        ),
-    ] = None,
     stage: Annotated[str | None, typer.Option(help="Train only this stage of the recipe.", show_default=False)] = None,
-    device: TrainingDevice = None,
 ) -> None:
     """Train the model of a recipe, stage by stage if it has stages, or one arm of its comparison."""
     from headwater.compare import trial_of
@@ -62,9 +53,7 @@ def train(
     from headwater.training.stages import chain
 
     quiet()
-    given = {"seed": seed, "start.checkpoint": start and str(start), "training.device": device}
-    more = [f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
-    loaded = recipe_of(recipe, [*(overrides or []), *more])
+    loaded = recipe_of(recipe, overrides or [])
     folder, experiment = run or Path("runs") / loaded.name, None
     if size is not None and arm is None:
         raise HeadwaterError(f"--size {size} is a size of a comparison; also pass --arm.")
@@ -86,7 +75,7 @@ def train(
     )
     if not is_first():
         return
-    last = record.held_out[-1].measures
+    last = record.held_out[-1].metrics
     names = [name for name in last if "/" not in name] if record.domains else list(last)
     result = ", ".join(f"{name.replace('_', ' ')} {last[name]:.4f}" for name in names)
     out.print(f"{loaded.name}: held-out {result}")
@@ -96,13 +85,13 @@ def train(
     for one in record.stages:
         out.print(
             f"  {one.name}: {one.parameters:,} parameters, {one.steps:,} steps, {one.tokens:,} {record.unit}, "
-            f"{one.flops:.3g} FLOPs (total {one.total_flops:.3g}), {record.measure.replace('_', ' ')} {one.result:.4f}"
+            f"{one.flops:.3g} FLOPs (total {one.total_flops:.3g}), {record.metric.replace('_', ' ')} {one.result:.4f}"
         )
-    left_out = f", {record.skipped} steps skipped" if record.skipped else ""
+    left_out = f", {record.skipped_steps} steps skipped" if record.skipped_steps else ""
     out.print(
         f"{record.parameters:,} parameters, {record.tokens:,} {record.unit} at {record.tokens_per_second:,.0f} "
         f"{record.unit}/s, {record.flops:.3g} FLOPs, "
-        f"{record.waited / max(record.seconds, 1e-9):.1%} of the time waiting for data{left_out}"
+        f"{record.data_wait_seconds / max(record.seconds, 1e-9):.1%} of the time waiting for data{left_out}"
     )
     stages = dict(zip(loaded.stage_names, (place for _, place in chain(loaded, folder)), strict=True))
     tell_model(folder, None if stage is None else stages[stage])
@@ -151,7 +140,7 @@ class _TrainingBar:
             mfu = "" if point.mfu is None else f", MFU {point.mfu:.0%}"
             self.speed = f"{point.tokens_per_second:,.0f} {self.unit}/s{mfu}"
         elif isinstance(point, HeldOutPoint):
-            name, value = next(iter(point.measures.items()))
+            name, value = next(iter(point.metrics.items()))
             self.held_out = f"held-out {name.replace('_', ' ')} {value:.4f}"
         info = "  ".join(filter(None, (self.loss, self.held_out, self.activity or self.speed)))
         self.progress.update(self.task, completed=step, info=info)
@@ -179,7 +168,7 @@ def runs(
         table.add_column(title, justify="left" if title in ("run", "status") else "right", no_wrap=title != "run")
     for one in found:
         record, best = one.record, one.record.best
-        measure = record.measure.replace("_", " ")
+        metric = record.metric.replace("_", " ")
         table.add_row(
             str(one.folder.relative_to(folder)) if one.folder != folder else folder.name,
             one.status,
@@ -187,7 +176,7 @@ def runs(
             f"{record.tokens:,}",
             f"{record.tokens_per_second:,.0f}",
             "" if record.result is None else f"{record.result:.4f}",
-            "" if best is None else f"{best.measures[record.measure]:.4f} {measure}",
+            "" if best is None else f"{best.metrics[record.metric]:.4f} {metric}",
             "" if best is None else f"{best.step:,}",
             f"{datetime.fromtimestamp(one.updated):%Y-%m-%d %H:%M}",
         )

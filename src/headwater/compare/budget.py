@@ -8,7 +8,6 @@ from headwater.data.base import Data
 from headwater.errors import HeadwaterError
 from headwater.recipe import Recipe
 from headwater.registry import resolve
-from headwater.training.costs import training_flops
 
 # How far an arm may differ from the baseline's parameters, since the feed-forward's width is a whole number.
 TOLERANCE = 0.01
@@ -88,7 +87,7 @@ class _Fit:
 
 def _step_cost(recipe: Recipe, data: Data, flops: bool) -> float:
     count = recipe.training.batch_size * recipe.training.gradient_accumulation_steps * data.context
-    return count * (training_flops(recipe.config_for(data), data.context) if flops else 1.0)
+    return count * (cost.training_flops(recipe.config_for(data), data.context) if flops else 1.0)
 
 
 def _resized(recipe: Recipe, data: Data, wanted: int, name: str) -> dict:

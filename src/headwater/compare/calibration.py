@@ -75,7 +75,7 @@ def results_of(folder: Path) -> tuple[str, list[float]]:
     for path in record_files(folder):
         record = read_record(path)
         experiment, result = record.experiment, record.result
-        if experiment is None or experiment.part != "comparison" or record.status != "finished":
+        if experiment is None or experiment.phase != "comparison" or record.status != "finished":
             continue
         if result is not None and math.isfinite(result):
             name = " @ ".join(filter(None, (experiment.arm, experiment.size)))

@@ -34,7 +34,7 @@ def earlier_runs(recipe: Recipe, trials: Sequence[Trial], out: Path, shared: boo
         except HeadwaterError:
             continue
         one = record.experiment
-        if one is not None and one.name == recipe.name and one.part == "comparison":
+        if one is not None and one.name == recipe.name and one.phase == "comparison":
             found.append((record, folder))
     return found
 
@@ -68,7 +68,7 @@ def check_plans(plan: SeedPlan | None, runs: Found) -> None:
     Runs of a comparison with fixed seeds become part of the plan.
     """
     for record, folder in runs:
-        given = _of(record).plan
+        given = _of(record).seed_plan
         if given is not None and given != plan:
             raise HeadwaterError(
                 f"{str(folder)!r} was run until decided, with {_shown(given)}, but now the recipe has {_shown(plan)}; "
@@ -93,7 +93,7 @@ def check_settings(recipe: Recipe, rates: Mapping[str, float], runs: Found, out:
                 found = found_rate(recipe, one.arm, out)
                 known[one.arm] = record.recipe["training"]["learning_rate"] if found is None else found
             own = at_rate(own, known[one.arm])
-        if record.config_hash != own.digest() and (record.status in ENDED or checkpoints(folder)):
+        if record.identity != own.identity and (record.status in ENDED or checkpoints(folder)):
             raise HeadwaterError(
                 f"{str(folder)!r} holds a run with other settings; choose another --out, or remove it."
             )
@@ -134,21 +134,21 @@ def mixed(runs: Found) -> str:
         known, where = whole = whole or (one, folder)
         if known.baseline != one.baseline:
             return f"{str(where)!r} was compared with {known.baseline!r} and {str(folder)!r} with {one.baseline!r}"
-        if one.plan is not None:
-            planned, where = plan = plan or (one.plan, folder)
-            if planned != one.plan:
+        if one.seed_plan is not None:
+            planned, where = plan = plan or (one.seed_plan, folder)
+            if planned != one.seed_plan:
                 return f"{str(where)!r} and {str(folder)!r} were run until decided by different plans"
     return ""
 
 
 def _same_settings(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two runs differ at most in their seeds, names and reporting, and by fields that were added later."""
+    """Whether two runs differ at most in their seeds, names and reporting."""
     aside = ("name", "title", "seed", "reporting", "compare")
     plain = [{key: value for key, value in recipe.items() if key not in aside} for recipe in (one, other)]
     if json.dumps(plain[0]) == json.dumps(plain[1]):  # the order of mechanisms counts
         return True
     try:
-        return len({parse({**recipe, "seed": 0}, "a record").digest() for recipe in plain}) == 1
+        return len({parse({**recipe, "seed": 0}, "a record").identity for recipe in plain}) == 1
     except NotTrusted:
         raise
     except HeadwaterError:
@@ -165,5 +165,5 @@ def _shown(plan: SeedPlan | None) -> str:
         return "fixed seeds"
     return (
         f"{plan.min_seeds} to {len(plan.seeds)} seeds from {plan.seeds[0]} on, a margin of {plan.margin:g} and "
-        f"the arms {', '.join(plan.names)} against {plan.baseline}"
+        f"the arms {', '.join(plan.arms)} against {plan.baseline}"
     )

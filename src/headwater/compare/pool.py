@@ -103,7 +103,7 @@ def _joined(trial: Trial, outcomes: dict[Path, Outcome]) -> Outcome:
 
 def _diverged(trial: Trial, record: RunRecord, error: str) -> RunRecord:
     """Write the record of a trial with a diverged stage: that stage's record becomes the trial's."""
-    own = {"name": trial.recipe.name, "experiment": trial.experiment, "config_hash": trial.recipe.digest()}
+    own = {"name": trial.recipe.name, "experiment": trial.experiment, "identity": trial.recipe.identity}
     recipe = trial.recipe.model_dump(mode="json", exclude={"compare"})
     record = record.model_copy(update={**own, "recipe": recipe, "error": error})
     trial.folder.mkdir(parents=True, exist_ok=True)
@@ -211,7 +211,7 @@ def result_of(job: Job) -> RunRecord | None:
         record = read_record(job.folder)
     except HeadwaterError:
         return None
-    same = record.config_hash == job.recipe.digest()
+    same = record.identity == job.recipe.identity
     if not same and (record.status in ENDED or checkpoints(job.folder)):
         raise HeadwaterError(
             f"{str(job.folder)!r} holds a run with other settings; choose another --out, or remove it."

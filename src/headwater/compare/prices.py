@@ -50,7 +50,7 @@ class ArmPrice(_Part):
     """What one arm costs. For the baseline, the times are against a second copy of it, and show the noise."""
 
     settings: str
-    """Digest of everything about the arm that a time depends on."""
+    """Identity of everything about the arm that a time depends on."""
     against: str
     """That of the baseline."""
     parameters: int
@@ -94,7 +94,7 @@ def folder_of(recipe: Recipe, size: str | None, out: Path) -> Path:
 def timed_recipe(recipe: Recipe) -> Recipe:
     """What is timed in place of a trial: the same work per step, whatever the seed, the rates and the steps.
 
-    Its digest is that of the price.
+    Its identity is that of the price.
     """
     training = recipe.training.model_copy(
         update={"steps": 1000, "learning_rate": 1e-5, "schedule": "constant", "warmup_steps": 0, "threads": None}
@@ -110,7 +110,7 @@ def read_prices(folder: Path, arms: Mapping[str, Recipe], baseline: str) -> Pric
     found = stored(folder)
     if found is None or baseline not in arms:
         return None
-    against = timed_recipe(arms[baseline]).digest()
+    against = timed_recipe(arms[baseline]).identity
     kept = {name: price for name, price in found.arms.items() if name in arms and _fits(price, arms[name], against)}
     return found.model_copy(update={"arms": kept})
 
@@ -127,7 +127,7 @@ def stored(folder: Path) -> Prices | None:
 
 
 def _fits(price: ArmPrice, arm: Recipe, against: str) -> bool:
-    return price.against == against and price.settings == timed_recipe(arm).digest()
+    return price.against == against and price.settings == timed_recipe(arm).identity
 
 
 def check_priced(arms: Mapping[str, Recipe]) -> None:
@@ -160,7 +160,7 @@ def measure(
         found = stored(folder)
         if found is None or found.place != here.place:
             found = here
-        against = timed_recipe(arms[baseline]).digest()
+        against = timed_recipe(arms[baseline]).identity
         found.arms = {name: price for name, price in found.arms.items() if price.against == against}
         others = [one for one in map(stored, beside) if one is not None and one.place == here.place]
         for name, recipe in arms.items():
@@ -198,8 +198,8 @@ def _device(recipe: Recipe) -> torch.device:
 
 def _price(arm: Recipe, baseline: Recipe) -> ArmPrice:
     from headwater.bench.paired import interleave
+    from headwater.cost import cache_bytes_per_token, training_flops
     from headwater.models.kinds import is_of_images
-    from headwater.training.costs import cache_bytes, training_flops
     from headwater.training.loop import stepping
 
     arm, baseline = timed_recipe(arm), timed_recipe(baseline)
@@ -215,11 +215,11 @@ def _price(arm: Recipe, baseline: Recipe) -> ArmPrice:
         parameters = sum(parameter.numel() for parameter in a.model.parameters())
         configs = config, b.model.config
     return ArmPrice(
-        settings=arm.digest(),
-        against=baseline.digest(),
+        settings=arm.identity,
+        against=baseline.identity,
         parameters=parameters,
         flops=training_flops(config, context),
-        cache=cache_bytes(config),
+        cache=cache_bytes_per_token(config),
         training=training,
         decoding=None if is_of_images(config) else _decoding(configs, context, arm),
     )

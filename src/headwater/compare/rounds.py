@@ -16,7 +16,7 @@ def run_sequentially(
     workers: int | None = None,
     on_change: OnChange | None = None,
 ) -> list[Outcome]:
-    """Train the first seeds of all arms, then one seed after the other of those that are open, at every size.
+    """Train the first seeds of all arms, then one seed after the other of those that are undecided, at every size.
 
     trials: of all seeds of the plan. With many workers, several seeds are trained at a time; those beyond an arm's
     decision do not count, so the decisions depend only on the results in the plan's order. Arms that are not tested,
@@ -25,13 +25,13 @@ def run_sequentially(
     """
     by_key = {(one.experiment.arm, one.experiment.size, one.recipe.seed): one for one in trials}
     keys = list(dict.fromkeys((one.experiment.arm, one.experiment.size) for one in trials))
-    still = [key for key in keys if key[0] in plan.names]
+    still = [key for key in keys if key[0] in plan.arms]
     outcomes: list[Outcome] = []
     records: list[RunRecord] = []
     done, count = 0, plan.min_seeds
     while still and done < len(plan.seeds):
         sizes = {size for _, size in still}
-        now = [key for key in keys if key in still or (key[0] not in plan.names and key[1] in sizes)]
+        now = [key for key in keys if key in still or (key[0] not in plan.arms and key[1] in sizes)]
         todo = [by_key[*key, seed] for seed in plan.seeds[done : done + count] for key in now]
         found = run_trials(todo, workers, on_change)
         outcomes += found
@@ -40,13 +40,13 @@ def run_sequentially(
         records += [one.record for one in found if one.record is not None]
         if wrong := changed_data(records):
             raise HeadwaterError(wrong)
-        still = _open(records, still, baseline, plan)
+        still = _undecided(records, still, baseline, plan)
         done += count
         count = _ahead(todo, len(still) + len({size for _, size in still}), workers)
     return outcomes
 
 
-def _open(
+def _undecided(
     records: list[RunRecord], arms: list[tuple[str, str | None]], baseline: str, plan: SeedPlan
 ) -> list[tuple[str, str | None]]:
     """The arms that need another seed."""

@@ -73,7 +73,7 @@ class Equal:
 @dataclass(frozen=True)
 class Scaling:
     axis: Axis
-    measure: str
+    metric: str
     baseline: str
     points: dict[str, list[tuple[float, float]]]
     """By arm: (N, mean loss) at each size."""
@@ -125,9 +125,9 @@ def scaling_of(records: Sequence[RunRecord], form: LawForm = "offset") -> Scalin
         return None
     axis = _axis([r for r in runs if arm_of(r) == baseline])
     table: dict[str, dict[str, dict[int, tuple[float, float]]]] = {}
-    measure = _measure(runs)
+    metric = _metric(runs)
     for r in runs:
-        loss = r.held_out[-1].measures[measure]
+        loss = r.held_out[-1].metrics[metric]
         if _size(r) in sizes and math.isfinite(loss):
             table.setdefault(arm_of(r), {}).setdefault(_size(r), {})[r.seed] = (_n(r, axis), loss)
     table = {arm: by_size for arm, by_size in table.items() if len(by_size) == len(sizes)}
@@ -173,7 +173,7 @@ def scaling_of(records: Sequence[RunRecord], form: LawForm = "offset") -> Scalin
                 )
             )
     points = {arm: list(zip(whole.n[i].tolist(), whole.losses[i].tolist(), strict=True)) for i, arm in enumerate(arms)}
-    return Scaling(axis, measure, baseline, points, laws, equals, runs[0].unit)
+    return Scaling(axis, metric, baseline, points, laws, equals, runs[0].unit)
 
 
 class _Fitted:
@@ -249,19 +249,19 @@ def invert(law: np.ndarray, loss: float) -> float:
     return math.exp(min(700.0, (law[1] - math.log(loss - law[0])) / law[2])) if loss > law[0] else math.inf
 
 
-def _measure(records: Sequence[RunRecord]) -> str:
-    """Nats per token if all have the same tokens, else their measure. There are no laws of accuracy."""
+def _metric(records: Sequence[RunRecord]) -> str:
+    """Nats per token if all have the same tokens, else their metric. There are no laws of accuracy."""
     first = records[0]
-    loss = "".join(["loss", *first.measure.partition("/")[1:]])  # of the deciding domain, if there is one
-    if same_tokens(records) and all(loss in record.held_out[-1].measures for record in records):
+    loss = "".join(["loss", *first.metric.partition("/")[1:]])  # of the deciding domain, if there is one
+    if same_tokens(records) and all(loss in record.held_out[-1].metrics for record in records):
         return loss
     if not first.lower_is_better:
-        raise HeadwaterError(f"A scaling law needs losses, but {first.name!r} was measured only by {first.measure}.")
-    return first.measure
+        raise HeadwaterError(f"A scaling law needs losses, but {first.name!r} was measured only by {first.metric}.")
+    return first.metric
 
 
 def _n(record: RunRecord, axis: Axis) -> float:
-    return float(record.parameters - record.embeddings if axis == "parameters" else record.tokens)
+    return float(record.parameters - record.embedding_parameters if axis == "parameters" else record.tokens)
 
 
 def _axis(runs: Sequence[RunRecord]) -> Axis:

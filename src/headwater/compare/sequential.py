@@ -203,7 +203,7 @@ def standing(plan: SeedPlan, arm: Mapping[int, float | None], base: Mapping[int,
             paired.append((len(seeds), own - other))
     differences = [difference for _, difference in paired]
     same = [len({base[seed] for seed in seeds[:count]} - {None}) > 1 for count, _ in paired]  # by what a look has seen
-    seen = looks(differences, LEVEL / plan.arms, plan.min_seeds, len(plan.seeds), same)
+    seen = looks(differences, LEVEL / len(plan.arms), plan.min_seeds, len(plan.seeds), same)
     for place, look in enumerate(seen, 1):
         if decides(look.interval, plan.margin):
             return Standing(seeds[: paired[look.pairs - 1][0]], differences[: look.pairs], seen[:place], True)

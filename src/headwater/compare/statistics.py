@@ -18,7 +18,7 @@ from headwater.records import HeldOutPoint, RunRecord, SeedPlan
 POWER = 0.8
 MOST = 10_000  # seeds; more are not reported
 
-Verdict = Literal["", "better", "worse", "equivalent", "open", "same", "diverged"]
+Verdict = Literal["", "better", "worse", "equivalent", "inconclusive", "identical", "diverged"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Paired:
     interval: of confidence 1 - level: it excludes 0 exactly where the procedure finds a difference. None if it is
         unbounded.
     more: pairs still needed to find such a difference with a probability of 80 %; None where
-        it is found, or cannot be told, or more than 10 000 are.
+        it is found, where their number is unknown, and where it is above 10 000.
     detectable: the difference that this many pairs with this spread would find with a probability of 80 %; None where
         there is no spread.
     looks, margin: of a comparison that adds seeds until it is decided; `interval` is then that of the last look, `p`
@@ -90,7 +90,7 @@ def holm_levels(tests: Sequence[float | None], level: float = LEVEL) -> list[flo
     return levels
 
 
-def _constant(differences: Sequence[float]) -> bool:
+def is_constant(differences: Sequence[float]) -> bool:
     """Whether the differences are all the same number, apart from rounding."""
     return float(np.ptp(differences)) <= ROUNDING * max(1.0, float(np.abs(differences).max()))
 
@@ -99,7 +99,7 @@ def _zero(differences: Sequence[float]) -> bool:
     return float(np.abs(differences).max()) <= ROUNDING
 
 
-def _error(differences: Sequence[float]) -> float:
+def standard_error(differences: Sequence[float]) -> float:
     """Standard error of the mean."""
     return float(np.std(differences, ddof=1)) / math.sqrt(len(differences))
 
@@ -109,9 +109,9 @@ def _p(differences: Sequence[float]) -> float | None:
         return None
     if _zero(differences):
         return 1.0
-    if _constant(differences):
+    if is_constant(differences):
         return float(stats.binomtest(len(differences), len(differences)).pvalue)
-    return float(2 * special.stdtr(len(differences) - 1, -abs(np.mean(differences)) / _error(differences)))
+    return float(2 * special.stdtr(len(differences) - 1, -abs(np.mean(differences)) / standard_error(differences)))
 
 
 def _paired(differences: tuple[float, ...], p: float | None, level: float) -> Paired:
@@ -119,17 +119,22 @@ def _paired(differences: tuple[float, ...], p: float | None, level: float) -> Pa
     interval: tuple[float, float] | None = None
     more: int | None = None
     detectable: float | None = None
-    if p is not None and _constant(differences):
+    if p is not None and is_constant(differences):
         # Inverting the sign test: bounded only if that many equal signs are beyond chance.
         interval = (mean, mean) if mean == 0 or p <= level else None
     elif p is not None:
-        half = float(special.stdtrit(len(differences) - 1, 1 - level / 2)) * _error(differences)
-        interval = (mean - half, mean + half)
+        interval = t_interval(mean, standard_error(differences), len(differences) - 1, level)
         spread = float(np.std(differences, ddof=1))
         detectable = spread * _effect(len(differences), level)
-        if abs(mean) <= half:
+        if interval[0] <= 0 <= interval[1]:
             more = more_pairs([abs(mean) / spread], len(differences), level)
     return Paired(differences, mean, p, level, interval, more, detectable)
+
+
+def t_interval(mean: float, error: float, freedom: int, level: float) -> tuple[float, float]:
+    """Student's interval of confidence 1 - level."""
+    half = float(special.stdtrit(freedom, 1 - level / 2)) * error
+    return mean - half, mean + half
 
 
 def power(effect: float, pairs: int, level: float = LEVEL) -> float:
@@ -220,10 +225,10 @@ class Summary:
     def verdict(self, lower_is_better: bool) -> Verdict:
         """The verdict on the arm compared with the baseline.
 
-        "better" or "worse" if the interval excludes 0; "same" if no seed differs by more than rounding;
+        "better" or "worse" if the interval excludes 0; "identical" if no seed differs by more than rounding;
         "equivalent" if the interval lies inside the margin, even if it excludes 0; "diverged" if any of its runs has,
-        since the mean of the others is then optimistic; else "open"; "" for the baseline and for an arm that was given
-        up.
+        since the mean of the others is then optimistic; else "inconclusive"; "" for the baseline and for an arm that
+        was given up.
         """
         if self.diverged:
             return "diverged"
@@ -231,11 +236,11 @@ class Summary:
             return ""
         enough = len(self.paired.differences) > 1 if self.paired.margin is None else self.paired.looks
         if enough and _zero(self.paired.differences):
-            return "same"
+            return "identical"
         if self.paired.equivalent:
             return "equivalent"
         if not self.paired.found:
-            return "open"
+            return "inconclusive"
         return "better" if (self.paired.mean < 0) == lower_is_better else "worse"
 
 
@@ -247,7 +252,7 @@ def summarize(
 ) -> list[Summary]:
     """One summary per arm, in the order of first appearance, all tested together against the baseline.
 
-    threshold: of the deciding measure; "baseline": what the baseline ends with, seed by seed.
+    threshold: of the deciding metric; "baseline": what the baseline ends with, seed by seed.
     budgets: arms that are the baseline with other budgets, and are not tested.
     Uses finished and diverged records; of comparisons that add seeds until they are decided, only
     those up to the decision.
@@ -287,7 +292,7 @@ def judged_beside(samples: Mapping[str, Sequence[float]], plan: SeedPlan | None)
     """
     if plan is None:
         return dict(zip(samples, holm_tests(list(samples.values())), strict=True))
-    level, found = LEVEL / plan.arms, dict.fromkeys(samples)
+    level, found = LEVEL / len(plan.arms), dict.fromkeys(samples)
     for arm, sample in samples.items():
         if len(sample):
             seen = looks(sample, level, plan.min_seeds, len(plan.seeds))
@@ -298,7 +303,7 @@ def judged_beside(samples: Mapping[str, Sequence[float]], plan: SeedPlan | None)
 
 def plan_of(records: Sequence[RunRecord]) -> SeedPlan | None:
     """How the comparison adds seeds until it is decided; None if its seeds are fixed."""
-    return next((one.experiment.plan for one in records if one.experiment and one.experiment.plan), None)
+    return next((one.experiment.seed_plan for one in records if one.experiment and one.experiment.seed_plan), None)
 
 
 def decisive(records: Sequence[RunRecord], baseline: str) -> list[RunRecord]:
@@ -319,14 +324,14 @@ def standings(records: Sequence[RunRecord], baseline: str, plan: SeedPlan) -> di
     """Where each arm that is tested against the baseline stands."""
     results = {
         arm: {
-            run.seed: None if _diverged(run) else run.result
+            run.seed: None if has_diverged(run) else run.result
             for run in runs
-            if _diverged(run) or (run.status == "finished" and run.result is not None)
+            if has_diverged(run) or (run.status == "finished" and run.result is not None)
         }
         for arm, runs in _by_arm(records).items()
     }
     base = results.pop(baseline, {})
-    return {arm: standing(plan, own, base) for arm, own in results.items() if arm in (plan.names or results)}
+    return {arm: standing(plan, own, base) for arm, own in results.items() if arm in plan.arms}
 
 
 def arm_of(record: RunRecord) -> str:
@@ -344,10 +349,10 @@ def _by_arm(records: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
 def _sequential(one: Standing, plan: SeedPlan) -> Paired | None:
     if not one.differences:
         return None
-    d, level, last = one.differences, LEVEL / plan.arms, len(plan.seeds)
+    d, level, last = one.differences, LEVEL / len(plan.arms), len(plan.seeds)
     mean = 0.0 if _zero(d) else float(np.mean(d))
     more = None
-    if one.looks and not one.decided and not _constant(d):
+    if one.looks and not one.decided and not is_constant(d):
         # A fixed sample as strict as the last look, for whichever verdict is nearer.
         spread, critical = float(np.std(d, ddof=1)), critical_values(level, plan.min_seeds, last)[-1]
         strict = float(2 * special.stdtr(last - 1, -critical))
@@ -407,7 +412,7 @@ def among(records: Sequence[RunRecord], arms: Sequence[str]) -> dict[tuple[str, 
 
 def _finished(runs: Sequence[RunRecord]) -> dict[int, RunRecord]:
     """By seed, an arm's records that a mean can use."""
-    return {r.seed: r for r in runs if r.status == "finished" and r.result is not None and not _diverged(r)}
+    return {r.seed: r for r in runs if r.status == "finished" and r.result is not None and not has_diverged(r)}
 
 
 def _differences(arm: dict[int, RunRecord], base: dict[int, RunRecord]) -> list[float]:
@@ -415,7 +420,7 @@ def _differences(arm: dict[int, RunRecord], base: dict[int, RunRecord]) -> list[
     return [arm[seed].result - base[seed].result for seed in sorted(arm) if seed in base]  # type: ignore[operator]
 
 
-def _diverged(run: RunRecord) -> bool:
+def has_diverged(run: RunRecord) -> bool:
     return run.status == "diverged" or (run.status == "finished" and not math.isfinite(run.result or 0.0))
 
 
@@ -436,7 +441,7 @@ def _summary(
         mean=float(results.mean()) if len(results) else None,
         spread=float(results.std(ddof=1)) if len(results) > 1 else None,
         paired=paired,
-        diverged=sum(map(_diverged, runs)),
+        diverged=sum(map(has_diverged, runs)),
         parameters=shown.parameters,
         tokens=shown.tokens,
         flops=shown.flops,
@@ -449,14 +454,14 @@ def _summary(
 
 
 def steps_to(record: RunRecord, threshold: float) -> int | None:
-    """The first evaluation at which the deciding measure reached the threshold; None if it never did."""
+    """The first evaluation at which the deciding metric reached the threshold; None if it never did."""
     point = _look(record, threshold)
     return None if point is None else point.step
 
 
 def _look(record: RunRecord, threshold: float) -> HeldOutPoint | None:
     for point in record.held_out:
-        value = point.measures[record.measure]
+        value = point.metrics[record.metric]
         if (value <= threshold) if record.lower_is_better else (value >= threshold):
             return point
     return None

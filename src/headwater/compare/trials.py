@@ -43,7 +43,7 @@ class Trial:
         if not self.recipe.stages:
             return [Job(self.recipe, self.folder, self.label, self.experiment)]
         parent = self.folder.parent / STAGES
-        places = self.recipe.chain(lambda name, recipe: parent / f"{name}-{recipe.seed}-{recipe.digest()[:8]}")
+        places = self.recipe.chain(lambda name, recipe: parent / f"{name}-{recipe.seed}-{short_identity(recipe)}")
         return [
             Job(recipe, folder, f"stage {name} · seed {recipe.seed}")
             for name, (recipe, folder) in zip(self.recipe.stage_names, places, strict=True)
@@ -52,6 +52,11 @@ class Trial:
     @property
     def label(self) -> str:
         return " · ".join(filter(None, (self.experiment.arm, self.experiment.size, f"seed {self.recipe.seed}")))
+
+
+def short_identity(recipe: Recipe) -> str:
+    """Eight digits of a recipe's identity, for the name of a folder."""
+    return recipe.identity.partition(":")[2][:8]
 
 
 def trials_of(recipe: Recipe, out: Path) -> list[Trial]:
@@ -64,7 +69,7 @@ def trials_of(recipe: Recipe, out: Path) -> list[Trial]:
     if recipe.training.devices * recipe.training.nodes > 1:
         raise HeadwaterError(
             f"{recipe.name!r} trains each model on {recipe.training.devices * recipe.training.nodes} devices, and "
-            "compare gives each trial one process; train its arms with `headwater train --arm NAME --seed N` and then "
+            "compare gives each trial one process; train its arms with `headwater train --arm NAME seed=N` and then "
             "`headwater report`, or set training.devices=1 and training.nodes=1."
         )
     section = recipe.compare
@@ -103,9 +108,9 @@ def trial_of(recipe: Recipe, arm: str, seed: int, out: Path, size: str | None = 
         arm=arm,
         baseline=recipe.compare.baseline,
         threshold=recipe.compare.threshold,
-        budgets=recipe.compare.budget_arms,
+        budget_arms=recipe.compare.budget_arms,
         size=size,
-        plan=plan_for(recipe.compare),
+        seed_plan=plan_for(recipe.compare),
     )
     return Trial(experiment, recipe.arm(arm, seed, size), folder_of(recipe, size, out) / f"{slug(arm)}-{seed}")
 
@@ -114,13 +119,11 @@ def plan_for(section: Compare) -> SeedPlan | None:
     """How seeds are added until the comparison is decided; None for fixed seeds."""
     if not section.sequential or section.margin is None:
         return None
-    names = [arm for arm in section.arms if arm not in (section.baseline, *section.budget_arms)]
     return SeedPlan(
         seeds=section.all_seeds,
         min_seeds=section.min_seeds,
         margin=section.margin,
-        arms=len(names),
-        names=names,
+        arms=[arm for arm in section.arms if arm not in (section.baseline, *section.budget_arms)],
         baseline=section.baseline,
     )
 
@@ -138,7 +141,7 @@ def tuning_trial(recipe: Recipe, arm: str, rate: float, seed: int, out: Path) ->
     """The trial of a learning rate, in a separate folder next to those of the comparison."""
     trial = trial_of(recipe, arm, seed, out, next(iter(recipe.compare.sizes), None) if recipe.compare else None)
     return Trial(
-        experiment=trial.experiment.model_copy(update={"part": "tuning", "plan": None}),
+        experiment=trial.experiment.model_copy(update={"phase": "tuning", "seed_plan": None}),
         recipe=at_rate(trial.recipe, rate),
         folder=out / recipe.name / "tuning" / f"{slug(arm)}-{rate:g}-{seed}",
     )

@@ -40,17 +40,17 @@ def found_rate(recipe: Recipe, arm: str, out: Path) -> float | None:
             record = read_record(trial.folder)
         except HeadwaterError:
             return None
-        if record.status not in ENDED or record.config_hash != trial.recipe.digest():
+        if record.status not in ENDED or record.identity != trial.recipe.identity:
             return None
         outcomes.append(Outcome(trial.label, record))
     return best_rates(trials, outcomes)[arm]
 
 
 def best_rates(trials: Sequence[Trial], outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """The learning rate of each arm: the best mean of the deciding measure over the tuning seeds.
+    """The learning rate of each arm: the best mean of the deciding metric over the tuning seeds.
 
     With a number as `compare.threshold` it is the one with the fewest steps to get there, on average; a run that never
-    does counts with all of its steps, and the measure decides among equals. A rate at which a run diverged ranks last;
+    does counts with all of its steps, and the metric decides among equals. A rate at which a run diverged ranks last;
     on a tie, the smaller one wins. Raises `HeadwaterError` if an arm diverged at all of them, or a trial failed.
     """
     scores: dict[str, dict[float, list[tuple[float, float]]]] = {}
@@ -82,7 +82,7 @@ def _steps_needed(record: RunRecord, threshold: float | str | None) -> int:
 
 
 def score(record: RunRecord) -> float:
-    """The deciding measure at the end with its sign so that more is better; `WORST` if diverged."""
+    """The deciding metric at the end with its sign so that more is better; `WORST` if diverged."""
     result = record.result
     if record.status == "diverged" or result is None or not math.isfinite(result):
         return WORST

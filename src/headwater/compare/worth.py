@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from headwater.compare.statistics import Paired, decisive, finished_runs, flops_of, judged_beside, plan_of
+from headwater.compare.tuning import score
 from headwater.records import RunRecord
 
 
@@ -42,8 +43,8 @@ def worth_of(records: Sequence[RunRecord], baseline: str, budgets: Sequence[str]
         if arm in (baseline, *budgets):
             continue
         there = [(run, curves[seed]) for seed, run in sorted(runs.items()) if seed in curves]
-        scores = [(_score(run), curve[0]) for run, curve in there]
-        samples[arm] = [float(np.interp(_score(run), *curve)) - math.log(flops_of(run)) for run, curve in there]
+        scores = [(score(run), curve[0]) for run, curve in there]
+        samples[arm] = [float(np.interp(score(run), *curve)) - math.log(flops_of(run)) for run, curve in there]
         flops = float(np.mean([flops_of(run) for run in runs.values()])) if runs else math.nan
         below, above = sum(own < of[0] for own, of in scores), sum(own > of[-1] for own, of in scores)
         found.append((arm, flops, below, above))
@@ -55,7 +56,7 @@ def _curves(arms: Sequence[dict[int, RunRecord]]) -> dict[int, tuple[list[float]
     """By seed, scores that rise and the logarithms of the FLOPs that they took, at two budgets or more."""
     found = {}
     for seed in arms[0]:
-        points = sorted((math.log(flops_of(runs[seed])), _score(runs[seed])) for runs in arms if seed in runs)
+        points = sorted((math.log(flops_of(runs[seed])), score(runs[seed])) for runs in arms if seed in runs)
         rising = points[:1]
         for point in points[1:]:
             if point[1] > rising[-1][1]:
@@ -63,9 +64,3 @@ def _curves(arms: Sequence[dict[int, RunRecord]]) -> dict[int, tuple[list[float]
         if len(rising) > 1:
             found[seed] = [score for _, score in rising], [flops for flops, _ in rising]
     return found
-
-
-def _score(run: RunRecord) -> float:
-    """The result, turned so that more is better."""
-    assert run.result is not None
-    return -run.result if run.lower_is_better else run.result

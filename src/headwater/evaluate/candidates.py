@@ -144,7 +144,7 @@ def _candidate(name: str, source: str, trust_remote_code: bool) -> Candidate:
         raise HeadwaterError(
             f"{source!r} has no tokenizer, so it cannot read text; add its tokenizer's files to that folder."
         )
-    trained_here = own and any(event.what == "trained" for event in history_of(path))
+    trained_here = own and any(event.kind == "trained" for event in history_of(path))
     begin = separator(tokenizer)
     if not trained_here and tokenizer.bos_token_id is not None:
         begin = tokenizer.bos_token_id

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
-import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,7 +59,7 @@ class EvaluationResult:
     """What `evaluate` found.
 
     models: facts of each, by name. rows: its figures. tasks: versions and hashes as lm-eval gives them. texts: facts of
-    each text. per_item: every item's scores by model, where asked for. settings, versions: what makes them again.
+    each text. settings, versions: what makes them again.
     """
 
     models: dict[str, dict[str, Any]]
@@ -69,7 +68,6 @@ class EvaluationResult:
     texts: list[dict[str, Any]]
     settings: dict[str, Any]
     versions: dict[str, str]
-    per_item: list[dict[str, Any]]
 
 
 def evaluate(
@@ -84,13 +82,12 @@ def evaluate(
     context: int | None = None,
     stride: int | None = None,
     batch_size: int = 8,
-    per_item: bool = False,
     device: str = "cpu",
     dtype: str = "auto",
     trust_remote_code: bool = False,
     seed: int = SEED,
     progress: bool = False,
-    on_windows: Callable[[str, int, int | None], None] = lambda what, done, total: None,
+    on_windows: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> EvaluationResult:
     """Measure models, one at a time, on tasks of lm-evaluation-harness and on texts; the first is the baseline.
 
@@ -100,8 +97,7 @@ def evaluate(
     text: files, folders, globs of text, JSONL, CSV or parquet, or datasets of the hub. text_column: that of tables.
     context: tokens a model sees at a time; default for texts the most that all take, up to 2048, and for tasks each
         model's own. stride: tokens that each window adds, default context // 2.
-    on_windows: called with (what, windows done, of how many) after each batch of a text, and with (what, batches done,
-        None) after each of a benchmark.
+    on_windows: called with (what, windows done, of how many) after each batch of a text.
     Raises `HeadwaterError` for anything that is not there or does not fit together, before any model has run.
     """
     if not models:
@@ -127,7 +123,7 @@ def evaluate(
     read = [texts.read_text(source, limit, text_column) for source in text]
     ready = Tasks(tasks, task_files, shots) if tasks or task_files else None
 
-    result = EvaluationResult({}, [], [], [_text_facts(one) for one in read], {}, _versions(ready is not None), [])
+    result = EvaluationResult({}, [], [], [_text_facts(one) for one in read], {}, _versions(ready is not None))
     result.settings = {
         "tasks": list(tasks),
         "shots": shots,
@@ -155,11 +151,6 @@ def evaluate(
         facts = result.models[one.name] = _facts(one, model)
         with unmeasured():  # all models' linear layers use the same kernel, whatever was timed to be fast here
             if ready is not None:
-                batches = itertools.count(1)
-
-                def on_task_batch(name: str = f"{one.name}: benchmarks", batches: Iterator[int] = batches) -> None:
-                    on_windows(name, next(batches), None)
-
                 scores = ready.run(
                     one,
                     model,
@@ -168,7 +159,6 @@ def evaluate(
                     context=context,
                     seed=seed,
                     progress=progress,
-                    on_batch=on_task_batch,
                 )
                 for score in scores:
                     count = None if score.items is None else len(score.items.values)
@@ -181,11 +171,6 @@ def evaluate(
                     )
                     if score.facts not in result.tasks:
                         result.tasks.append(score.facts)
-                    if per_item:
-                        result.per_item.append(
-                            {"model": one.name, "task": score.task, "metric": score.metric, "shots": score.shots}
-                            | {"items": score.scores}
-                        )
             for content in read:
                 ids = Encoder(one.tokenizer)([document.text for document in content.documents])
                 total = sum(sum(1 for _ in texts.windows(len(row), window, stride)) for row in ids)
@@ -211,14 +196,6 @@ def evaluate(
                     items = Items(form, likelihoods, content.bytes if weight == "bytes" else tokens)
                     value = Figure(items.figure, items.stderr, len(ids))
                     put(one.name, (content.name, measure.replace("-", " "), None), False, value, items)
-                if per_item:
-                    documents = [
-                        {"id": document.id, "nats": -float(nats), "tokens": int(n), "bytes": int(size)}
-                        for document, nats, n, size in zip(
-                            content.documents, likelihoods, tokens, content.bytes, strict=True
-                        )
-                    ]
-                    result.per_item.append({"model": one.name, "text": content.name, "items": documents})
         del model
     result.rows = list(table_of.values())
     for row in result.rows:
@@ -269,13 +246,11 @@ def _versions(with_lm_eval: bool) -> dict[str, str]:
 
 
 def to_json(result: EvaluationResult) -> dict[str, Any]:
-    """All results as plain values, not rounded; items only if requested."""
+    """All results as plain values, not rounded, without the items behind them."""
     content = asdict(result)
     for row in content["rows"]:
         del row["items"]
-    if not result.per_item:
-        del content["per_item"]
-    return {"format": 1, "headwater": headwater.__version__} | _finite(content)
+    return {"headwater": headwater.__version__, "format": 1} | _finite(content)
 
 
 def _finite(value: Any) -> Any:

@@ -8,7 +8,7 @@ import logging
 import os
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from headwater.errors import HeadwaterError, first_line, nearest
 from headwater.evaluate.candidates import Candidate
 from headwater.evaluate.paired import Items
 from headwater.extras import MissingExtra
-from headwater.hub import check_reachable
 
 # name[@shots][:metric,…] of each column. Metrics as in the tables of Pythia and Mamba, which TokenFormer continues: acc
 # for LAMBADA, PIQA, ARC-easy and WinoGrande; for HellaSwag and ARC-challenge acc_norm, by the answers' length.
@@ -46,8 +45,6 @@ GROUPS = {
     ),
     "mmlu-forms": ("mmlu_continuation@0:acc", "mmlu@0:acc", "mmlu@5:acc"),  # the same, Table 3
 }
-# Datasets that are files.
-FILE_KINDS = ("json", "csv", "parquet", "text", "arrow")
 # Draws of lm-eval's bootstrap, for figures without a closed-form standard error.
 DRAWS = 1000
 # lm-eval's aggregations that are ratios of sums, and headwater's name for each.
@@ -75,7 +72,6 @@ class Score:
     stderr: float | None
     items: Items | None
     facts: dict[str, Any]
-    scores: list[dict[str, Any]]
 
 
 def parse(name: str, shots: int | None = None) -> list[Asked]:
@@ -109,9 +105,6 @@ class Tasks:
         self.manager = TaskManager(include_path=folder, include_defaults=not wanted <= own)
         for name in sorted(wanted - set(self.manager.all_tasks)):
             raise HeadwaterError(f"There is no task {name!r}; {_near(name, [*self.manager.all_tasks, *GROUPS])}")
-        for name in sorted(wanted):
-            for dataset in sorted(_datasets(self.manager.task_index, name)):
-                _check_data(name, dataset)
         self.loaded = [(one, self._load(one)) for one in self.asked]
 
     def _load(self, one: Asked) -> Any:
@@ -122,7 +115,10 @@ class Tasks:
             raise HeadwaterError(f"The task {one.name!r} needs more packages: {first_line(error)}") from error
         except Exception as error:  # lm-eval and datasets can raise anything for a task's file and dataset
             if _is_network(error):
-                raise HeadwaterError(_unreachable(one.name, "its data")) from error
+                raise HeadwaterError(
+                    f"The task {one.name!r} needs data of the Hugging Face hub, which is not available here; pass "
+                    "local task files with --task-files, or set HF_HUB_OFFLINE=1 to use an earlier download."
+                ) from error
             raise HeadwaterError(
                 f"The task {one.name!r} cannot be loaded: {type(error).__name__}: {first_line(error)}"
             ) from error
@@ -142,9 +138,8 @@ class Tasks:
         context: int | None,
         seed: int,
         progress: bool,
-        on_batch: Callable[[], None],
     ) -> Iterator[Score]:
-        """All figures of one model, in the requested order. on_batch: called after each forward pass."""
+        """All figures of one model, in the requested order."""
         quiet()
         from lm_eval.evaluator import evaluate
         from lm_eval.models.huggingface import HFLM
@@ -165,7 +160,7 @@ class Tasks:
             for task in loaded["tasks"].values():
                 task.set_fewshot_seed(seed=seed)
             try:
-                with silence(progress), calling_after_forward(model, on_batch):
+                with silence(progress):
                     results = evaluate(lm, loaded, limit=limit, bootstrap_iters=DRAWS, log_samples=True)
             except AssertionError as error:
                 raise HeadwaterError(
@@ -219,10 +214,6 @@ def _scores(one: Asked, loaded: Any, results: Any) -> Iterator[Score]:
                 stderr=stderr,
                 items=items,
                 facts=facts,
-                scores=[
-                    {"doc_id": sample["doc_id"], "doc_hash": sample["doc_hash"], "score": sample.get(metric)}
-                    for sample in chosen
-                ],
             )
 
 
@@ -258,39 +249,6 @@ def local_tasks(files: Path) -> set[str]:
     if not names:
         raise HeadwaterError(f"There is no task in {str(files)!r}: no .yaml file there has a line `task: NAME`.")
     return names
-
-
-def _datasets(index: Any, name: Any, seen: frozenset[str] = frozenset()) -> set[str]:
-    """The datasets of the hub that a task or group reads, by their entries' files."""
-    entry = index.get(name) if isinstance(name, str) else None
-    config = (name if isinstance(name, dict) else entry.cfg if entry is not None else None) or {}
-    if entry is not None and entry.name in seen:
-        return set()
-    members = [*(entry.tags if entry is not None and not config else ())]
-    if isinstance(config.get("task"), list):
-        members += config["task"]
-    elif isinstance(name, dict) and config.get("task", config.get("group")) in index:
-        members.append(config.get("task", config.get("group")))
-    below = seen | ({entry.name} if entry is not None else set())
-    found = set().union(*(_datasets(index, member, below) for member in members)) if members else set()
-    path = config.get("dataset_path")
-    if isinstance(path, str) and path not in FILE_KINDS and not Path(path).exists():
-        found.add(path)
-    return found
-
-
-def _check_data(task: str, dataset: str) -> None:
-    try:
-        check_reachable("dataset", dataset)
-    except HeadwaterError as error:
-        raise HeadwaterError(_unreachable(task, f"the dataset {dataset!r}")) from error
-
-
-def _unreachable(task: str, data: str) -> str:
-    return (
-        f"The task {task!r} needs {data} of the Hugging Face hub, which is not available here; pass local task files "
-        "with --task-files, or set HF_HUB_OFFLINE=1 to use an earlier download."
-    )
 
 
 def _is_network(error: BaseException) -> bool:
@@ -331,16 +289,6 @@ def quiet() -> None:
 
     disable_progress_bars()
     logging.getLogger("lm_eval").setLevel(logging.CRITICAL)
-
-
-@contextlib.contextmanager
-def calling_after_forward(model: PreTrainedModel, on_batch: Callable[[], None]) -> Iterator[None]:
-    """Inside this context, call `on_batch` after each forward pass of `model`."""
-    hook = model.register_forward_hook(lambda *_: on_batch())
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 @contextlib.contextmanager

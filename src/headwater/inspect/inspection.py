@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from headwater import __version__, outputs
+from headwater import __version__
 from headwater.errors import HeadwaterError
 from headwater.inspect.images import Answered, answered, sample_images
 from headwater.inspect.sample import Sample, repeated, sample
@@ -197,7 +197,7 @@ def check_alike(found: Sequence[Inspection]) -> None:
 
 def to_json(found: Sequence[Inspection]) -> dict[str, Any]:
     """The content of inspect.json: docs/inspect.md has the schema."""
-    return {"schema_version": SCHEMA_VERSION, "headwater": __version__, "models": [_json(one) for one in found]}
+    return {"headwater": __version__, "schema_version": SCHEMA_VERSION, "models": [_json(one) for one in found]}
 
 
 def _json(one: Inspection) -> dict[str, Any]:
@@ -205,8 +205,3 @@ def _json(one: Inspection) -> dict[str, Any]:
     if one.images is not None:
         del content["images"]["pictures"]
     return content
-
-
-def write_json(found: Sequence[Inspection], file: Path) -> None:
-    """Raises `HeadwaterError` for a file that headwater did not write."""
-    outputs.write_json(file, to_json(found), outputs.INSPECTION, allow_nan=False)

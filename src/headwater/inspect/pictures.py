@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, nan
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +13,12 @@ from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
 
 from headwater.drawing import default_style
 from headwater.inspect.inspection import Inspection
 from headwater.inspect.tables import MEASURES, named
 from headwater.inspect.watch import SHOWN
 from headwater.outputs import save_figure
-from headwater.price import COLORS
 
 # Cell size of a heatmap in inches, and the largest side with a number in each cell.
 CELL_WIDTH, CELL_HEIGHT, NUMBERED = 0.42, 0.26, 24
@@ -35,7 +32,6 @@ DRAWN = {
     "induction: value": "induction",
     "share of heads' output": "share of output",
 }
-STYLES = ("-", "--", ":", "-.")
 
 
 @dataclass(frozen=True)
@@ -58,8 +54,6 @@ def draw(found: Sequence[Inspection], folder: Path) -> list[Path]:
     figures = {
         "scalars": scalars_picture(found),
         "heads": heads_picture(found),
-        "depth": depth_picture(found),
-        "pairs": pairs_picture(found),
         "attention": attention_picture(found),
     }
     written = []
@@ -178,132 +172,6 @@ def _write_numbers(axes: Axes, values: np.ndarray, scale: tuple[float, float]) -
             text = f"{value:.2f}".replace("0.", ".", 1) if abs(value) < 0.995 else f"{value:.2f}"
             color = "white" if abs(value) > 0.6 * scale[1] else "black"
             axes.text(column, row, text, ha="center", va="center", fontsize=6.5, color=color)
-
-
-def depth_picture(found: Sequence[Inspection]) -> Figure | None:
-    """Curves over layers, a color for each model: similarity, single scalars, shares of terms and of pairs."""
-    panels: dict[str, list[Mapping[str, list[tuple[int, float]]]]] = {}
-
-    def panel(title: str, lines: list[Mapping[str, list[tuple[int, float]]]]) -> None:
-        if any(lines):
-            panels[title] = lines
-
-    def curve(values: Sequence[float | None]) -> list[tuple[int, float]]:
-        return [(layer, value) for layer, value in enumerate(values) if value is not None]
-
-    reads = [one.read for one in found]
-    panel(named("token similarity: hidden states", found), [{} if r is None else {"": curve(r.hidden)} for r in reads])
-    panel(named("token similarity: values", found), [{} if r is None else {"": curve(r.values)} for r in reads])
-    for mechanism in dict.fromkeys(s.mechanism for one in found for s in one.scalars if not s.by):
-        panel(f"{mechanism}: scalars", [_single(one, mechanism) for one in found])
-    for mechanism in dict.fromkeys(terms.mechanism for r in reads if r for terms in r.terms):
-        panel(f"{mechanism}: share mixed in", [_mixed(one, mechanism) for one in found])
-    panel(
-        "share of heads that attend elsewhere",
-        [{"": curve(one.skip_use)} if one.read and one.attends_elsewhere else {} for one in found],
-    )
-    panel("effective pairs, share of all", [_pairs(one) for one in found])
-    if not panels:
-        return None
-    columns = 2 if len(panels) == 4 else min(3, len(panels))
-    rows = ceil(len(panels) / columns)
-    figure = Figure(figsize=(4.0 * columns + 0.2, 2.7 * rows + 0.2 + 0.25 * (len(found) > 1)), layout="constrained")
-    grid = figure.subplots(rows, columns, squeeze=False)
-    deepest = max(one.layers for one in found)
-    for axes in grid.flat[len(panels) :]:
-        axes.set_visible(False)
-    for axes, (title, lines) in zip(grid.flat, panels.items(), strict=False):
-        names = list(dict.fromkeys(name for line in lines for name in line))
-        for m, line in enumerate(lines):
-            for name, points in line.items():
-                style, marker = STYLES[names.index(name) % len(STYLES)], "os^Dv"[names.index(name) % 5]
-                color = COLORS[m % len(COLORS)]
-                axes.plot(*zip(*points, strict=True), style, color=color, marker=marker, ms=3.5, label=name)
-        axes.set_title(title, fontsize=9, loc="left")
-        axes.set_xlabel("layer (last point: output)" if "hidden" in title else "layer", fontsize=8)
-        axes.set_xlim(-0.3, deepest + 0.3)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.tick_params(labelsize=7)
-        axes.margins(y=0.12)
-        if "share" in title:
-            axes.set_ylim(0, 1)
-        elif all(value >= 0 for line in lines for points in line.values() for _, value in points):
-            axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-        if names != [""]:
-            handles = dict(zip(axes.get_legend_handles_labels()[1], axes.lines, strict=True))
-            shown = [_black(handles[name]) for name in names]
-            axes.legend(shown, names, frameon=False, fontsize=7, ncols=2 if len(names) > 3 else 1)
-    if len(found) > 1:
-        colors = [Line2D([], [], color=COLORS[m % len(COLORS)], lw=2) for m in range(len(found))]
-        figure.legend(colors, [one.name for one in found], loc="outside upper left", ncols=3, frameon=False, fontsize=9)
-    return figure
-
-
-def _black(line: Line2D) -> Line2D:
-    return Line2D([], [], color="#444444", linestyle=line.get_linestyle(), marker=line.get_marker(), ms=3.5)
-
-
-def _single(one: Inspection, mechanism: str) -> dict[str, list[tuple[int, float]]]:
-    lines: dict[str, list[tuple[int, float]]] = {}
-    for s in one.scalars:
-        if s.mechanism == mechanism and not s.by:
-            lines.setdefault(f"{s.symbol} {s.place}".strip(), []).append((s.layer, s.values[0]))
-    return lines
-
-
-def _mixed(one: Inspection, mechanism: str) -> dict[str, list[tuple[int, float]]]:
-    """By layer, the total share that comes from other layers."""
-    shares = [] if one.read is None else [terms for terms in one.read.terms if terms.mechanism == mechanism]
-    return {"": [(terms.layer, sum(terms.shares[:-1])) for terms in shares]} if shares else {}
-
-
-def _pairs(one: Inspection) -> dict[str, list[tuple[int, float]]]:
-    lines: dict[str, list[tuple[int, float]]] = {}
-    for map in one.read.maps if one.read else []:
-        lines.setdefault(map.place, []).append((map.layer, map.effective / map.pairs))
-    return lines
-
-
-def pairs_picture(found: Sequence[Inspection]) -> Figure | None:
-    """For each model, the layer whose pairs tell its texts, or classes, apart best: pairs downwards, texts across."""
-    shown = [one for one in found if one.read and one.read.maps and len(one.groups) > 1]
-    if not shown:
-        return None
-    chosen = [max(one.read.maps, key=lambda map: max(map.by_text[0])) for one in shown if one.read]
-    highest = max(value for map in chosen for row in map.by_text for value in row)
-    columns = [_most_told(map.by_text) for map in chosen]
-    widest = max(len(kept) for kept in columns)
-    figure = Figure(
-        figsize=(max(3.6, (0.42 * widest + 1.4) * len(shown)), 0.3 * max(len(map.by_text) for map in chosen) + 1.5),
-        layout="constrained",
-    )
-    panels = figure.subplots(1, len(shown), squeeze=False)[0]
-    for axes, one, map, kept in zip(panels, shown, chosen, columns, strict=True):
-        values, names = np.array(map.by_text)[:, kept], [one.groups[column] for column in kept]
-        axes.imshow(values, vmin=0, vmax=highest, cmap="Blues", aspect="auto", interpolation="nearest")
-        for (row, column), value in np.ndenumerate(values):
-            color = "white" if value > 0.55 * highest else "black"
-            axes.text(column, row, f"{value:.1f}", ha="center", va="center", fontsize=6.5, color=color)
-        axes.set_yticks(range(len(values)), [f"pair {pair}" for pair in map.telling])
-        slanted = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"}
-        axes.set_xticks(range(len(names)), names, **slanted)
-        axes.tick_params(length=0, labelsize=7)
-        axes.spines[:].set_visible(False)
-        axes.set_title(
-            f"{one.name}, layer {map.layer} {map.place}\ncontribution / mean of the {one.grouped_by}"
-            + (f" ({len(kept)} of {len(one.groups)})" if len(kept) < len(one.groups) else ""),
-            fontsize=9,
-            loc="left",
-        )
-    return figure
-
-
-def _most_told(by_text: list[list[float]]) -> list[int]:
-    """The columns that fit, those of the largest values, in their order."""
-    largest = np.array(by_text).max(0)
-    return sorted(np.argsort(-largest, kind="stable")[:NUMBERED].tolist())
 
 
 def attention_picture(found: Sequence[Inspection]) -> Figure | None:

@@ -272,9 +272,6 @@ class Mechanism(nn.Module):
     per_token: ClassVar[bool] = False
     # The arXiv number of its paper.
     paper: ClassVar[str] = ""
-    # On an H200, what a training step with it should at most take, as a multiple of one without it, or of its `twin`'s:
-    # a target of `headwater bench gpu`, which then measures it among the first.
-    step_target: ClassVar[float | None] = None
 
     # Options
 

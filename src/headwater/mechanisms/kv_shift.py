@@ -79,7 +79,6 @@ class KVShift(KeepsPrecision, Mechanism):
 
     paper = "2411.19574"
     per_head = per_token = True
-    step_target = 1.03
 
     @strict
     @dataclass

@@ -91,7 +91,6 @@ class Pattention(Mechanism):
 
     matrices = ("key", "value", "frozen_key", "frozen_value")
     per_head = per_token = True
-    step_target = 1.1
 
     @strict
     @dataclass

@@ -53,7 +53,6 @@ class SkipLayer(Mechanism):
     """
 
     per_head = per_token = True
-    step_target = 1.0
 
     @strict
     @dataclass

@@ -48,7 +48,6 @@ class SVFormer(Mechanism):
     """
 
     per_head = per_token = True
-    step_target = 1.0
 
     @strict
     @dataclass

@@ -76,7 +76,6 @@ class ValueResidual(KeepsPrecision, Mechanism):
     """
 
     per_head = per_token = True
-    step_target = 1.03
 
     @strict
     @dataclass

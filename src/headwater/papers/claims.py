@@ -1,10 +1,10 @@
-"""Whether a paper's claims hold in our runs: each judged by an interval, all of a table together by Holm.
+"""Whether a paper's claims replicate in our runs: each judged by an interval, all of a table together by Holm.
 
 Every claim is reduced to one number and a region: the number is estimated with an interval, and the claim
 
-    holds                if the interval lies inside the region,
-    does not hold        if it lies entirely outside,
-    cannot be told       if it overlaps the border, or there is no interval.
+    replicates           if the interval lies inside the region,
+    fails                if it lies entirely outside,
+    is inconclusive      if it overlaps the border, or there is no interval.
 
     better, sooner, larger   mean paired difference over the seeds, region (0, ∞), Student's t
     alike                    the same, region [-margin, margin]
@@ -21,7 +21,7 @@ counted, and no chance is in them: no test is made, and the interval is what the
 
 Where a run has diverged, the mean is meaningless: only the runs that happened not to diverge remain. "better" then is
 the share of the seeds in which the arm is better, among those in which one is: one that diverged is worse than one that
-did not. The other claims about means cannot be told.
+did not. The other claims about means are inconclusive.
 
 Holm's procedure knows a table alone.
 """
@@ -39,8 +39,15 @@ import numpy as np
 from scipy import special, stats
 
 from headwater.compare.sequential import LEVEL, ROUNDING, SeedLook, looks
-from headwater.compare.statistics import holm_levels, more_pairs
-from headwater.papers.measures import COUNTED, HALVES, Runs, diverged, incomparable, without
+from headwater.compare.statistics import (
+    has_diverged,
+    holm_levels,
+    is_constant,
+    more_pairs,
+    standard_error,
+    t_interval,
+)
+from headwater.papers.measures import COUNTED, HALVES, Runs, incomparable, without
 from headwater.papers.places import named
 from headwater.papers.table import (
     Alike,
@@ -55,7 +62,7 @@ from headwater.papers.table import (
     Sooner,
 )
 
-ClaimVerdict = Literal["holds", "does not hold", "cannot be told"]
+ClaimVerdict = Literal["replicates", "fails", "inconclusive"]
 EvidenceKind = Literal["mean", "share", "more"]
 Interval = tuple[float, float]
 # log N'/N: anything that takes a larger one counts as unreachable.
@@ -64,7 +71,7 @@ LUCKY = "a run diverged, and the mean of the others is meaningless"
 
 
 class Evidence(ABC):
-    """A number that a claim is about. region: where it must lie for the claim to hold."""
+    """A number that a claim is about. region: where it must lie for the claim to replicate."""
 
     region: Interval
 
@@ -88,7 +95,7 @@ class Evidence(ABC):
 
     @property
     def why(self) -> str:
-        """Why nothing can be told, if that is clear before any test."""
+        """Why it is inconclusive, if that is clear before any test."""
         return ""
 
 
@@ -112,22 +119,22 @@ class Mean(Evidence):
     def p(self) -> float | None:
         if self.counted or self.size < 2:
             return None
-        if self._constant:
+        if is_constant(self.values):
             return float(stats.binomtest(self.size, self.size).pvalue)
-        return _p_of_t(float(np.mean(self.values)), self._error, self.size - 1, self.region)
+        return _p_of_t(float(np.mean(self.values)), standard_error(self.values), self.size - 1, self.region)
 
     def interval(self, level: float) -> Interval | None:
         if self.counted:
             return min(self.values), max(self.values)
         if self.p is None:
             return None
-        if self._constant:
+        if is_constant(self.values):
             return (min(self.values), max(self.values)) if self.p <= level else None
-        return _t_interval(float(np.mean(self.values)), self._error, self.size - 1, level)
+        return t_interval(float(np.mean(self.values)), standard_error(self.values), self.size - 1, level)
 
     def more(self, level: float) -> int | None:
         """Seeds still needed to settle it: inside the region by all its borders, or beyond one of them."""
-        if self.p is None or self._constant:
+        if self.p is None or is_constant(self.values):
             return None
         mean, spread = float(np.mean(self.values)), float(np.std(self.values, ddof=1))
         effects = sorted(abs(mean - border) / spread for border in self.region if math.isfinite(border))
@@ -139,14 +146,6 @@ class Mean(Evidence):
         if self.size == 1 and not self.counted:
             return "one seed cannot separate an effect from chance"
         return "" if np.abs(self.values).max() > ROUNDING else "no seed differs"
-
-    @property
-    def _constant(self) -> bool:
-        return float(np.ptp(self.values)) <= ROUNDING * max(1.0, float(np.abs(self.values).max()))
-
-    @property
-    def _error(self) -> float:
-        return float(np.std(self.values, ddof=1)) / math.sqrt(self.size)
 
 
 @dataclass(frozen=True)
@@ -166,12 +165,12 @@ class Repeated(Evidence):
     def look(self) -> SeedLook | None:
         """The one that decides, else the last."""
         seen = looks(self.values[: self.last], self.level, self.first, self.last)
-        decided = (one for one in seen if verdict_of(one.interval, self.region) != "cannot be told")
+        decided = (one for one in seen if verdict_of(one.interval, self.region) != "inconclusive")
         return next(decided, seen[-1] if seen else None)
 
     @property
-    def open(self) -> bool:
-        return verdict_of(self.interval(self.level), self.region) == "cannot be told"
+    def undecided(self) -> bool:
+        return verdict_of(self.interval(self.level), self.region) == "inconclusive"
 
     @property
     def estimate(self) -> float | None:
@@ -218,7 +217,7 @@ class SeedShare(Evidence):
 class Ratio(Evidence):
     """log N'/N: by the fitted law, what size of the baseline equals the arm.
 
-    error: its standard error, with `freedom` degrees of freedom; None if the seeds leave it open.
+    error: its standard error, with `freedom` degrees of freedom; None if the seeds do not determine it.
     """
 
     log: float
@@ -239,7 +238,7 @@ class Ratio(Evidence):
         return None if self.error is None else _p_of_t(self.log, self.error, self.freedom, self.region)
 
     def interval(self, level: float) -> Interval | None:
-        return None if self.error is None else _t_interval(self.log, self.error, self.freedom, level)
+        return None if self.error is None else t_interval(self.log, self.error, self.freedom, level)
 
     @property
     def why(self) -> str:
@@ -248,7 +247,7 @@ class Ratio(Evidence):
         if math.isinf(self.log):
             how = "no baseline, however large, has" if self.log > 0 else "a baseline of almost no size has"
             return f"{how} its loss, by the fitted law"
-        return "the seeds leave the fitted law open" if self.error is None else ""
+        return "the seeds do not determine the fitted law" if self.error is None else ""
 
 
 def _p_of_t(mean: float, error: float, freedom: int, region: Interval) -> float:
@@ -260,11 +259,6 @@ def _p_of_t(mean: float, error: float, freedom: int, region: Interval) -> float:
     return min(1.0, 2 * min(inside, outside))
 
 
-def _t_interval(mean: float, error: float, freedom: int, level: float) -> Interval:
-    half = float(special.stdtrit(freedom, 1 - level / 2)) * error
-    return mean - half, mean + half
-
-
 @dataclass(frozen=True)
 class Judged:
     """A claim and what our runs say about it.
@@ -272,7 +266,7 @@ class Judged:
     estimate, interval: of `what`, in words; the interval has confidence 1 - level, the level at which Holm's procedure
         tests the claim among those of its table, or an even share of it for all looks. A mean difference, a share of
         the seeds, or how much more of the baseline's size.
-    p: uncorrected. why: why it cannot be told, or another remark. seeds: its number of seeds.
+    p: uncorrected. why: why it is inconclusive, or another remark. seeds: its number of seeds.
     more: seeds still needed to settle it with a probability of 80 %, if mean and spread stay the same; None if it is
         settled, needs more than 10 000, or has no mean.
     """
@@ -299,7 +293,7 @@ class UntilDecided:
 
 
 def judge(claims: Sequence[Claim], runs: Runs, until: UntilDecided | None = None) -> list[Judged]:
-    """Judge a table's claims. Claims about arms that this scale does not train cannot be told.
+    """Judge a table's claims. Claims about arms that this scale does not train are inconclusive.
 
     With `until`, the level is divided evenly among the claims, since they stop at different numbers of seeds.
     """
@@ -339,12 +333,12 @@ def _missing(claim: Claim, runs: Runs) -> str:
     return f"not trained: {'; '.join(filter(None, told))}" if any(told) else ""
 
 
-def still_open(claims: Sequence[Claim], runs: Runs, until: UntilDecided) -> list[Claim]:
-    """The claims that another seed may decide: open ones about means of differences, whose seeds are all there."""
+def still_undecided(claims: Sequence[Claim], runs: Runs, until: UntilDecided) -> list[Claim]:
+    """The undecided claims about mean differences, which another seed may decide, if none of their seeds is missing."""
     left = []
     for claim in claims:
         found = _repeated(claim, runs, until, LEVEL / len(claims))
-        if isinstance(found, str) or not isinstance(found[1], Repeated) or not found[1].open:
+        if isinstance(found, str) or not isinstance(found[1], Repeated) or not found[1].undecided:
             continue
         there = [place.seeds for name in named(claim) if (place := runs.places[name]) is not None]
         common = set.intersection(*map(set, there))
@@ -362,12 +356,12 @@ def _otherwise(claim: Claim, runs: Runs) -> str:
 
 def _judged(claim: Claim, found: tuple[str, Evidence] | str, level: float) -> Judged:
     if isinstance(found, str):
-        return Judged(claim.says, "", "mean", None, None, level, None, "cannot be told", found, 0)
+        return Judged(claim.says, "", "mean", None, None, level, None, "inconclusive", found, 0)
     what, evidence = found
     estimate, interval = evidence.estimate, evidence.interval(level)
     verdict = verdict_of(interval, evidence.region)
     why = evidence.why
-    if verdict == "cannot be told" and not why:
+    if verdict == "inconclusive" and not why:
         why = _undecided(evidence)
         if interval is None:
             seeds = f"{evidence.size} seeds"
@@ -380,7 +374,7 @@ def _judged(claim: Claim, found: tuple[str, Evidence] | str, level: float) -> Ju
     kind: EvidenceKind = (
         "more" if isinstance(evidence, Ratio) else "share" if isinstance(evidence, SeedShare) else "mean"
     )
-    more = evidence.more(level) if verdict == "cannot be told" and isinstance(evidence, Mean) else None
+    more = evidence.more(level) if verdict == "inconclusive" and isinstance(evidence, Mean) else None
     return Judged(claim.says, what, kind, estimate, interval, level, evidence.p, verdict, why, evidence.size, more)
 
 
@@ -400,13 +394,13 @@ def _expm1(log: float) -> float:
 def verdict_of(interval: Interval | None, region: Interval) -> ClaimVerdict:
     """The region's borders belong to it if it has two (alike), and not if it is open to one side (more than)."""
     if interval is None:
-        return "cannot be told"
+        return "inconclusive"
     low, high = interval
     if math.isinf(region[1]):
-        return "holds" if low > region[0] else "does not hold" if high <= region[0] else "cannot be told"
+        return "replicates" if low > region[0] else "fails" if high <= region[0] else "inconclusive"
     if low >= region[0] and high <= region[1]:
-        return "holds"
-    return "does not hold" if high < region[0] or low > region[1] else "cannot be told"
+        return "replicates"
+    return "fails" if high < region[0] or low > region[1] else "inconclusive"
 
 
 def _evidence(claim: Claim, runs: Runs) -> tuple[str, Evidence] | str:
@@ -468,20 +462,16 @@ def _better(claim: Better | NotBetter, runs: Runs) -> tuple[str, Evidence] | str
 
 
 def _alike(claim: Alike, runs: Runs) -> tuple[str, Evidence] | str:
-    pairs = _common(runs, claim.arm, claim.against)
-    if not pairs:
-        return "no seed was run for both"
-    if pairs & (_diverged(runs, claim.arm) | _diverged(runs, claim.against)):
-        return LUCKY
+    if why := _no_mean(runs, claim.arm, claim.against):
+        return why
     what = f"{claim.arm} minus {claim.against}, {_unit(claim.measure, runs, claim.arm)} (margin {claim.margin:g})"
     values = list(_differences(runs, claim.measure, claim.arm, claim.against).values())
     return what, Mean(values, (-claim.margin, claim.margin), claim.measure in COUNTED)
 
 
 def _no_better(claim: NotBetter, runs: Runs) -> tuple[str, Evidence] | str:
-    pairs = _common(runs, claim.arm, claim.against)
-    if pairs & (_diverged(runs, claim.arm) | _diverged(runs, claim.against)):
-        return LUCKY
+    if why := _no_mean(runs, claim.arm, claim.against):
+        return why
     found = (_sooner if claim.measure == "steps" else _better)(claim, runs)
     if isinstance(found, str):
         return found
@@ -568,8 +558,16 @@ def _common(runs: Runs, one: str, other: str) -> set[int]:
     return runs.of(one).keys() & runs.of(other).keys()
 
 
+def _no_mean(runs: Runs, arm: str, against: str) -> str:
+    """Why the difference of two arms has no mean; "" if it has."""
+    seeds = _common(runs, arm, against)
+    if not seeds:
+        return "no seed was run for both"
+    return LUCKY if seeds & (_diverged(runs, arm) | _diverged(runs, against)) else ""
+
+
 def _diverged(runs: Runs, name: str) -> set[int]:
-    return {seed for seed, run in runs.of(name).items() if diverged(run.record)}
+    return {seed for seed, run in runs.of(name).items() if has_diverged(run.record)}
 
 
 def _differences(runs: Runs, measure: str, one: str, other: str, sign: int = 1) -> dict[int, float]:
@@ -580,7 +578,7 @@ def _differences(runs: Runs, measure: str, one: str, other: str, sign: int = 1) 
 
 def _unit(measure: str, runs: Runs, name: str) -> str:
     if measure == "result":
-        measure = next((run.record.measure for run in runs.of(name).values()), measure)
+        measure = next((run.record.metric for run in runs.of(name).values()), measure)
     if measure in HALVES:
         return f"accuracy over the {measure} half"
     text = measure.removeprefix("census:").removeprefix("scalar:").removeprefix("task:").replace("_", " ")

@@ -52,7 +52,7 @@ def _span(values: Sequence[float], form: Callable[[float], str]) -> str:
 
 
 def _fact(says: str, found: str, holds: bool) -> Fact:
-    return Fact(says, found, "holds" if holds else "does not hold")
+    return Fact(says, found, "replicates" if holds else "fails")
 
 
 def maps_of(config: HeadwaterConfig) -> int:

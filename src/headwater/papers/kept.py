@@ -150,7 +150,7 @@ def keep(file: Path, work: Work, tell: Tell) -> None:
                 record, run = read_record(place), place.parent.relative_to(work.out).as_posix()
                 if record.status not in ENDED or _trial(record, recipe, place.parent, work.trials) is None:
                     continue
-                if run in found and found[run].record.config_hash == record.config_hash:
+                if run in found and found[run].record.identity == record.identity:
                     continue
                 if hashes.setdefault(_settings(record), record.data_hashes) != record.data_hashes:
                     other += 1
@@ -197,14 +197,14 @@ def _trial(record: RunRecord, recipe: Recipe, folder: Path, trials: Path) -> Tri
     if experiment is None or section is None or experiment.arm not in section.arms:
         return None
     rate = record.recipe["training"]["learning_rate"]
-    if experiment.part == "tuning":
+    if experiment.phase == "tuning":
         trial = tuning_trial(recipe, experiment.arm, rate, record.seed, trials)
     elif experiment.size in (section.sizes or [None]):
         trial = trial_of(recipe, experiment.arm, record.seed, trials, experiment.size)
     else:
         return None
     own = at_rate(trial.recipe, rate) if section.learning_rates else trial.recipe
-    return trial if trial.folder == folder and own.digest() == record.config_hash else None
+    return trial if trial.folder == folder and own.identity == record.identity else None
 
 
 def _settings(record: RunRecord) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 
 from headwater.compare.prices import slug
 from headwater.compare.scaling import Axis, Equal, scaling_of
-from headwater.compare.statistics import steps_to
+from headwater.compare.statistics import has_diverged, steps_to
 from headwater.errors import HeadwaterError
 from headwater.evaluate.tasks import Asked, parse
 from headwater.files import read_bytes, replace_text
@@ -79,7 +79,7 @@ class Runs:
             assert first is not None
             self.found[name] = {}
             for seed in place.seeds:
-                if seed not in runs or (seed not in first.seeds and diverged(runs[seed].record)):
+                if seed not in runs or (seed not in first.seeds and has_diverged(runs[seed].record)):
                     break
                 self.found[name][seed] = runs[seed]
         return self
@@ -100,7 +100,7 @@ class Runs:
         return {
             seed: self.value(measure, run)
             for seed, run in self.of(name).items()
-            if not diverged(run.record) or measure in FACTS
+            if not has_diverged(run.record) or measure in FACTS
         }
 
     def value(self, measure: Measure, run: FinishedRun) -> float:
@@ -138,7 +138,7 @@ class Runs:
             record = run.record
             result = record.result
             worse = result is not None and ((result >= unlearned) if record.lower_is_better else (result <= unlearned))
-            found[seed] = diverged(record) or worse
+            found[seed] = has_diverged(record) or worse
         return found
 
     @property
@@ -154,7 +154,7 @@ class Runs:
         if told := "; ".join(filter(None, (without(name, *one) for name, one in there.items()))):
             return f"not trained: {told}"
         records = [run.record for _, runs in there.values() for run in runs.values()]
-        if any(map(diverged, records)):
+        if any(map(has_diverged, records)):
             return "a run diverged, and a law of the others is meaningless"
         try:
             law = scaling_of(records)
@@ -188,7 +188,7 @@ class Runs:
         from headwater.evaluate import evaluate
 
         place = run.folder / f"evaluation-{slug(name)}.json"
-        of = {"config_hash": run.record.config_hash, "lm_eval": version("lm_eval")}
+        of = {"identity": run.record.identity, "lm_eval": version("lm_eval")}
         if self.task_files is not None:  # otherwise any files they were evaluated with
             of["task_files"] = self._task_files
         if place.exists():
@@ -224,12 +224,8 @@ def without(name: str, place: SizedArm, runs: Mapping[int, FinishedRun]) -> str:
     return f"seed{'s' if len(left) > 1 else ''} {', '.join(map(str, left))} of {name}" if left else ""
 
 
-def diverged(record: RunRecord) -> bool:
-    return record.status == "diverged" or not math.isfinite(record.result if record.result is not None else math.nan)
-
-
 def _held_out(record: RunRecord, measure: Measure) -> float:
-    measures = record.held_out[-1].measures
+    measures = record.held_out[-1].metrics
     if measure == "perplexity":
         return math.exp(measures["loss"])
     if measure in (*HALVES, "hardest"):
@@ -240,7 +236,7 @@ def _held_out(record: RunRecord, measure: Measure) -> float:
             )
         middle = -(-len(parts) // 2)
         return float(np.mean({"easier": parts[:middle], "harder": parts[middle:]}.get(measure, parts[-1:])))
-    name = record.measure if measure == "result" else measure
+    name = record.metric if measure == "result" else measure
     if name not in measures:
         raise HeadwaterError(f"{record.name!r} has no measure {name!r}; it has {', '.join(measures)}.")
     return measures[name]

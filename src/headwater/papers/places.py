@@ -75,7 +75,7 @@ class SizedArm:
         if self.recipe.compare is None:
             return shlex.join([*parts, "--stage", self.arm, "--out", str(out / self.recipe.name)])
         size = [] if self.size is None else ["--size", self.size]
-        return shlex.join([*parts, "--arm", self.arm, *size, "--seed", str(seed), "--out", str(self.folder(seed, out))])
+        return shlex.join([*parts, "--arm", self.arm, *size, f"seed={seed}", "--out", str(self.folder(seed, out))])
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def finished(place: SizedArm, out: Path) -> dict[int, FinishedRun]:
         if tuned and rate is None:
             continue
         recipe = recipe if rate is None else at_rate(recipe, rate)
-        if record.status in ENDED and record.config_hash == recipe.digest():
+        if record.status in ENDED and record.identity == recipe.identity:
             found[seed] = FinishedRun(record, folder)
     return found
 

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from headwater.config import HeadwaterConfig
+from headwater.cost import training_flops
 from headwater.data.tokenizer import byte_tokenizer
 from headwater.hardware import hardware
 from headwater.papers.places import SizedArm
 from headwater.papers.table import ScaleName
 from headwater.recipe import Recipe
-from headwater.training.costs import training_flops
 
 # FLOP/s of a core in fp32, and additional seconds per step: least squares of relative errors over 300 arms of widths 64
 # to 160, the fastest run of each, two at a time on an AMD EPYC (family 25, model 1). Most take 0.8 to 1.4 times that.
@@ -39,17 +39,17 @@ def price(places: list[SizedArm], scale: ScaleName) -> TablePrice:
     found: dict[tuple[str, str], tuple[float, int]] = {}
     for place in places:
         if place.recipe.compare is None:
-            for digest, flops, steps in list(stages(place.recipe))[: place.recipe.stage_names.index(place.arm) + 1]:
-                found[place.recipe.name, digest] = flops, steps
+            for identity, flops, steps in list(stages(place.recipe))[: place.recipe.stage_names.index(place.arm) + 1]:
+                found[place.recipe.name, identity] = flops, steps
         else:  # all seeds cost the same
             section = place.recipe.compare
-            for digest, flops, steps in stages(place.recipe.arm(place.arm, place.seeds[0], place.size)):
-                found[place.recipe.name, digest] = flops * len(place.seeds), steps * len(place.seeds)
+            for identity, flops, steps in stages(place.recipe.arm(place.arm, place.seeds[0], place.size)):
+                found[place.recipe.name, identity] = flops * len(place.seeds), steps * len(place.seeds)
             if section.learning_rates:  # tuned at the first size, for all
                 tries = len(section.learning_rates) * len(section.tuning_seeds)
                 first = next(iter(section.sizes), None)
-                for digest, flops, steps in stages(place.recipe.arm(place.arm, section.tuning_seeds[0], first)):
-                    found[place.recipe.name, digest] = flops * tries, steps * tries
+                for identity, flops, steps in stages(place.recipe.arm(place.arm, section.tuning_seeds[0], first)):
+                    found[place.recipe.name, identity] = flops * tries, steps * tries
     total = sum(flops for flops, _ in found.values())
     if scale == "cpu":
         seconds = total / CORE + STEP * sum(steps for _, steps in found.values())
@@ -58,7 +58,7 @@ def price(places: list[SizedArm], scale: ScaleName) -> TablePrice:
 
 
 def stages(recipe: Recipe) -> Iterator[tuple[str, float, int]]:
-    """Digest, training FLOPs and steps of each stage of a run. The data are not read for it."""
+    """Identity, training FLOPs and steps of each stage of a run. The data are not read for it."""
     size = recipe.known_size or len(byte_tokenizer())
     data: Any = SimpleNamespace(vocab_size=size, context=recipe.row_length, tokenizer=None)
     config = recipe.config_for(data)
@@ -66,7 +66,7 @@ def stages(recipe: Recipe) -> Iterator[tuple[str, float, int]]:
     for (run, _), own in zip(recipe.chain(lambda name, _: Path(name)), configs, strict=True):
         section = run.training
         tokens = section.steps * section.batch_size * section.gradient_accumulation_steps * run.row_length
-        yield run.digest(), tokens * _flops_per_token(own, run.row_length), section.steps
+        yield run.identity, tokens * _flops_per_token(own, run.row_length), section.steps
 
 
 _known: dict[tuple[str, int], float] = {}

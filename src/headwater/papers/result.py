@@ -17,11 +17,13 @@ import numpy as np
 from matplotlib.figure import Figure
 from rich.text import Text
 
+from headwater import __version__
+from headwater.compare.statistics import has_diverged
 from headwater.drawing import default_style
-from headwater.outputs import REPRODUCTION, write_json
-from headwater.papers.claims import ClaimVerdict, Interval, Judged, UntilDecided, judge
+from headwater.outputs import write_json
+from headwater.papers.claims import ClaimVerdict, Judged, UntilDecided, judge
 from headwater.papers.computing import COMPUTED, Fact
-from headwater.papers.measures import Runs, diverged, incomparable
+from headwater.papers.measures import Runs, incomparable
 from headwater.papers.places import finished
 from headwater.papers.table import Column, Measure, PaperTable, TableCell, table
 from headwater.papers.work import Work
@@ -32,12 +34,13 @@ from headwater.report.words import MANY, counted
 from headwater.terminal import Table, lined
 
 RESULT = "result.json"
-CLASSES: dict[ClaimVerdict, str] = {"holds": "better", "does not hold": "worse", "cannot be told": "soft"}
-WORDS: list[tuple[ClaimVerdict, str]] = [
-    ("holds", "hold"),
-    ("does not hold", "do not hold"),
-    ("cannot be told", "cannot be told"),
-]
+CLASSES: dict[ClaimVerdict, str] = {"replicates": "better", "fails": "worse", "inconclusive": "soft"}
+# After "one claim" and after several.
+WORDS: dict[ClaimVerdict, tuple[str, str]] = {
+    "replicates": ("replicates", "replicate"),
+    "fails": ("fails", "fail"),
+    "inconclusive": ("is inconclusive", "are inconclusive"),
+}
 HUGE = 1e6
 INCOMPARABLE = "not comparable"
 
@@ -69,7 +72,7 @@ class Reproduction:
 
     @property
     def answer(self) -> str:
-        """A sentence on how many claims hold, or why none can be judged."""
+        """A sentence on how many claims replicate, or why none can be judged."""
         if self.work is not None and self.work.cannot_show:
             return f"Models of this size cannot show it, so no claim is judged: {self.work.cannot_show}"
         return tally([one.verdict for one in self.claims], "" if self.work is None else f" at {self.work.scale} scale")
@@ -151,7 +154,7 @@ def _ours(cell: TableCell, arm: str, measure: Measure, column: Column, runs: Run
         if other is not None:
             base = runs.values(measure, other)
             values = {seed: change(values[seed], base[seed]) for seed in sorted(values.keys() & base.keys())}
-    lost = sum(diverged(run.record) for run in found.values())
+    lost = sum(has_diverged(run.record) for run in found.values())
     note = f"diverged {lost} of {len(found)}" if lost else ""
     if not values:
         return Ours(note)
@@ -227,17 +230,15 @@ def _amount(value: float, one: Judged) -> str:
 
 
 def tally(verdicts: Sequence[ClaimVerdict], where: str = "") -> str:
-    """A sentence on how many claims hold."""
+    """A sentence on how many claims replicate."""
     total, counts = len(verdicts), Counter(verdicts)
     if not total:
         return "No claim is judged."
     if total == 1:
-        return f"The claim {verdicts[0]}{where}."
-    if counts["holds"] == total:
-        return f"All {total} claims hold{where}."
-    if counts["cannot be told"] == total:
-        return f"None of {total} claims can be told{where}."
-    parts = [f"{counts[name]} {name if counts[name] == 1 else plural}" for name, plural in WORDS if counts[name]]
+        return f"The claim {WORDS[verdicts[0]][0]}{where}."
+    if len(counts) == 1:
+        return f"All {total} claims {WORDS[verdicts[0]][1]}{where}."
+    parts = [f"{counts[name]} {words[counts[name] > 1]}" for name, words in WORDS.items() if counts[name]]
     return f"Of {total} claims{where}, {', '.join(parts)}."
 
 
@@ -308,15 +309,15 @@ def head(found: Reproduction) -> Head:
     if work is not None and compared(work):
         paragraphs.append(
             "Below: the complete comparisons that these runs belong to, as `headwater compare` reports them. They "
-            "include all arms and seeds trained so far, use the recipe's deciding measure, and test each arm against "
+            "include all arms and seeds trained so far, use the recipe's deciding metric, and test each arm against "
             "one baseline, with their own corrections, which are for seeds that were fixed before: where "
-            "--sequential has added some, the claims above are what holds."
+            "--sequential has added some, the claims above are what counts."
         )
     layout = PageTable(caption(found), ["", *(name for _, name, _ in columns_of(found))], texts(found))
     rows: list[list[PageCell]] = [
         [one.says, (one.verdict, CLASSES[one.verdict]), evidence(one)] for one in found.claims
     ]
-    claims = [PageTable(claims_caption(found), ["claim", "holds?", "by"], rows, text=True)] if rows else []
+    claims = [PageTable(claims_caption(found), ["claim", "verdict", "by"], rows, text=True)] if rows else []
     pictures = [] if found.figure is None else [Picture(of.title, _png(found.figure))]
     return Head(of.title, paragraphs, [layout, *claims], pictures)
 
@@ -349,16 +350,16 @@ def claims_caption(found: Reproduction) -> str:
         return "Claims and results."
     if found.max_seeds is not None:
         return (
-            f"Claims, and the interval each is judged by: a claim holds if the whole interval agrees with it, does not "
-            f"hold if none of it does, and cannot be told otherwise. Seeds were added, up to {found.max_seeds}, until "
-            f"claims about mean differences were decided; their repeated confidence intervals hold at all looks "
+            f"Claims, and the interval each is judged by: a claim replicates if the whole interval agrees with it, "
+            f"fails if none of it does, and is inconclusive otherwise. Seeds were added, up to {found.max_seeds}, "
+            f"until claims about mean differences were decided; their repeated confidence intervals hold at all looks "
             f"together. Shares of seeds and fitted laws were judged once, with the recipes' own seeds. The probability "
             f"that any verdict of the table is wrong is at most 5 % (Bonferroni) if differences are about normal; "
             f"where they are strongly skewed, or one run in many fails, more are wrong (docs/compare.md)."
         )
     return (
-        "Claims, and the interval each is judged by: a claim holds if the whole interval agrees with it, does not "
-        "hold if none of it does, and cannot be told otherwise. Differences are paired by seed (Student's t), shares "
+        "Claims, and the interval each is judged by: a claim replicates if the whole interval agrees with it, fails "
+        "if none of it does, and is inconclusive otherwise. Differences are paired by seed (Student's t), shares "
         "of seeds have binomial intervals, and counts, such as FLOPs, are exact; the probability that any verdict of "
         "the table is wrong is at most 5 % (Holm). Other tables that share these runs are not taken into account."
     )
@@ -383,7 +384,7 @@ def _png(figure: Figure) -> str:
 def write(found: Reproduction, folder: Path) -> Path:
     """The page report.html and result.json in `folder`; returns the page's path."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / RESULT, to_json(found), REPRODUCTION)
+    write_json(folder / RESULT, to_json(found))
     work = found.work
     names = [] if work is None else compared(work)
     trials = folder if work is None else work.trials
@@ -395,7 +396,7 @@ def compared(work: Work) -> list[str]:
     there = {
         place.recipe.name
         for place in work.trained
-        if place.recipe.compare and any(not diverged(run.record) for run in finished(place, work.trials).values())
+        if place.recipe.compare and any(not has_diverged(run.record) for run in finished(place, work.trials).values())
     }
     return sorted(there)
 
@@ -404,6 +405,7 @@ def to_json(found: Reproduction) -> dict[str, Any]:
     of, work = found.table, found.work
     claims = [asdict(one) | {"evidence": evidence(one)} for one in found.claims]
     result: dict[str, Any] = {
+        "headwater": __version__,
         "table": found.name,
         "title": of.title,
         "source": of.source,
@@ -431,15 +433,3 @@ def to_json(found: Reproduction) -> dict[str, Any]:
             "runs": {name: sorted(place.seeds) for name, place in work.places.items() if place is not None},
         }
     return result
-
-
-__all__ = [
-    "ClaimVerdict",
-    "Interval",
-    "Ours",
-    "Reproduction",
-    "computed",
-    "reproduction",
-    "terminal",
-    "write",
-]

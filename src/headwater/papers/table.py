@@ -20,8 +20,8 @@ TABLES = Path(__file__).parent / "tables"
 ScaleName = Literal["cpu", "gpu", "paper"]
 SCALES: tuple[ScaleName, ...] = ("cpu", "gpu", "paper")
 
-# What is measured: "result" is the recipe's deciding measure, "perplexity" e^loss, "steps" those to the recipe's
-# threshold; any other name is one of the held-out measures (loss, bits_per_byte, accuracy, accuracy/k=3, …), a fact of
+# What is measured: "result" is the recipe's deciding metric, "perplexity" e^loss, "steps" those to the recipe's
+# threshold; any other name is one of the held-out metrics (loss, bits_per_byte, accuracy, accuracy/k=3, …), a fact of
 # the run (parameters, tokens, flops, tokens_per_second, cache), "census:…" (see `headwater inspect`), or "task:NAME" or
 # "task:NAME:METRIC" (see `headwater evaluate`). Further:
 # "total_flops" with all stages before, "stage_flops" of the last stage alone;
@@ -170,7 +170,7 @@ class Diverges(Settings):
     says: str
     arm: ReferenceText
     unlearned: float
-    """The deciding measure of a model that has learned nothing."""
+    """The deciding metric of a model that has learned nothing."""
 
 
 class Gains(Settings):

@@ -251,13 +251,13 @@ def train_sequentially(
     task_files: Path | None = None,
     device: str = "cpu",
 ) -> tuple[list[Outcome], Work]:
-    """Train the table, then one seed after the other of the arms whose claims are open; the work with those seeds.
+    """Train the table, then one seed after the other of the arms whose claims are undecided; the work with those seeds.
 
-    Claims are open that are about mean differences and can be told neither way (`claims.still_open`). A failed trial
+    `claims.still_undecided` says which claims those are. A failed trial
     ends it; call it again to resume. Raises `HeadwaterError` for another maximum, or other first seeds, than it was
     begun with, since a change would break the error rate.
     """
-    from headwater.papers.claims import UntilDecided, still_open
+    from headwater.papers.claims import UntilDecided, still_undecided
     from headwater.papers.kept import check_restored
     from headwater.papers.measures import Runs
 
@@ -290,7 +290,7 @@ def train_sequentially(
     until, more, extended = UntilDecided(own, max_seeds), 0, work
     while not work.cannot_show and all(outcome.record is not None for outcome in outcomes):
         runs = Runs(work.table, extended.places, work.trials, task_files, device).without_gaps(own)
-        names = {name for claim in still_open(work.table.claims, runs, until) for name in named(claim)}
+        names = {name for claim in still_undecided(work.table.claims, runs, until) for name in named(claim)}
         if not names:
             break
         more += 1

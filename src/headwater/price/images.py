@@ -66,10 +66,10 @@ def price(
     gradient_checkpointing: bool = False,
     averages: bool = False,
 ) -> ImagePrice:
-    """Price a config at its image_size. images: the training budget; the rest is as in `headwater.price.price`."""
+    """Price a config at its image_size; the arguments are those of `headwater.price.price`."""
     check(precision, mfu, (("batch", batch), ("devices", devices)), {"images": images})
     state, forward = cost.state_bytes(config, precision, averages=averages), cost.forward_flops_per_image(config)
-    training = cost.training_flops_per_image(config)
+    training = cost.training_flops(config, config.tokens)
 
     def activations(count: int, checkpointed: bool) -> int:
         return sum(cost.activation_bytes(config, config.tokens, count, precision, checkpointed).values())

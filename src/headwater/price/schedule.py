@@ -71,13 +71,10 @@ def price_schedule(
     total = seconds = 0.0
     for one in stages:
         first = not prices or prices[-1].schedule != one.schedule
-        if one.length is None:
-            tokens, each = one.steps * one.rows, cost.training_flops_per_image(one.config)
-        else:
-            tokens = one.steps * one.rows * one.length
-            each = cost.training_flops_per_token(one.config, one.length)
-            if one.teacher is not None:
-                each += cost.forward_flops_per_token(one.teacher, one.length)
+        length = one.length or 1
+        tokens, each = one.steps * one.rows * length, cost.training_flops(one.config, length)
+        if one.teacher is not None:
+            each += cost.forward_flops_per_token(one.teacher, length)
         spent = each * tokens + (one.before if first else 0.0)
         total = spent if first else total + spent
         if hardware is not None:

@@ -90,15 +90,7 @@ def price(
     masked: bool = False,
     averages: bool = False,
 ) -> Price:
-    """Price a config.
-
-    context: tokens per row, one or several; default: the config's max_position_embeddings. batch: rows, or sequences
-    being generated. tokens: the training budget. precision: as in recipes; the cache is in the matmuls' dtype. mfu: the
-    assumed share of the peak that training reaches. gradient_checkpointing, loss_chunk_tokens: as in recipes.
-    masked: rows are packed, and attention takes a mask (`headwater.cost.activation_bytes`). averages: with
-    `training.ema_decay`. Raises `HeadwaterError` for
-    invalid values.
-    """
+    """Price a config; the arguments are those of `headwater.price.price`."""
     contexts: Sequence[Any] = (
         [config.max_position_embeddings] if context is None else context if isinstance(context, Sequence) else [context]
     )

@@ -1,10 +1,9 @@
-"""Tables, pictures and the HTML page of comparisons, from saved records; learned scalars from checkpoints.
+"""Tables, pictures and the HTML page of comparisons, from saved records.
 
 comparison.py  which records belong together   words.py     tables and sentences
 curves.py      runs and their means            figures.py   what plotly draws
-recipes.py     changes of each arm           scalars.py   what mechanisms have learned
 styles.py      colors, markers, dashes        pictures.py  PNGs, by matplotlib
-newest.py      models from checkpoints         prices.py    gains beside costs
+recipes.py     changes of each arm            prices.py    gains beside costs
 page.py        the page
 """
 

@@ -70,12 +70,12 @@ class Comparison:
         return sorted({record.seed for record in self.records})
 
     @property
-    def measure(self) -> str:
-        return self.records[0].measure
+    def metric(self) -> str:
+        return self.records[0].metric
 
     @property
     def unit(self) -> str:
-        return unit(self.measure, self.trained_on)
+        return unit(self.metric, self.trained_on)
 
     @property
     def trained_on(self) -> str:
@@ -102,13 +102,13 @@ class Comparison:
         return [record for record in self.runs(arm) if record.status == "finished"]
 
 
-def unit(measure: str, trained_on: str = "tokens") -> str:
-    """A measure in words. trained_on: tokens or images."""
-    of, _, domain = measure.partition("/")
+def unit(metric: str, trained_on: str = "tokens") -> str:
+    """A metric in words. trained_on: tokens or images."""
+    of, _, domain = metric.partition("/")
     units = UNITS | ({"loss": "nats per image"} if trained_on == "images" else {})
     if of == "accuracy" and domain:
         return f"{domain} accuracy"
-    return f"{units[of]} of {domain}" if domain and of in units else units.get(measure, measure.replace("_", " "))
+    return f"{units[of]} of {domain}" if domain and of in units else units.get(metric, metric.replace("_", " "))
 
 
 def comparisons(folder: Path, only: Collection[str] | None = None) -> list[Comparison]:
@@ -124,7 +124,7 @@ def comparisons(folder: Path, only: Collection[str] | None = None) -> list[Compa
         one = record.experiment
         if one is None or (only is not None and one.name not in only):
             continue
-        if one.part == "tuning":
+        if one.phase == "tuning":
             tuning.setdefault(one.name, []).append(record)
         else:
             groups.setdefault((one.name, one.size), []).append((record, path.parent))
@@ -175,7 +175,7 @@ def _comparison(runs: Sequence[tuple[RunRecord, Path]], tuning: list[RunRecord])
         title=first.title or first.name,
         baseline=first.baseline,
         threshold=first.threshold,
-        budgets=first.budgets,
+        budgets=first.budget_arms,
         size=first.size,
         records=sorted(counted, key=place),
         tuning=tuning,

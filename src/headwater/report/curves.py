@@ -1,4 +1,4 @@
-"""Curves of runs and their means: held-out measure and training loss, by steps, tokens and FLOPs."""
+"""Curves of runs and their means: held-out metric and training loss, by steps, tokens and FLOPs."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def arm_curves(comparison: Comparison) -> Curves:
 def run_curve(record: RunRecord, what: What) -> Curve:
     points: Sequence[Any] = record.held_out if what == "held_out" else record.curve
     before = record.origin
-    values = [float(p.measures[record.measure] if what == "held_out" else p.loss) for p in points]
+    values = [float(p.metrics[record.metric] if what == "held_out" else p.loss) for p in points]
     values = [value if math.isfinite(value) else math.nan for value in values]
     return Curve(
         record.seed,

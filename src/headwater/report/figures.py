@@ -78,7 +78,7 @@ LINEAR_OR_LOG = {"linear": "linear", "log": "log"}
 
 
 def curves_drawing(comparison: Comparison, name: str) -> Drawing:
-    """Held-out measure and training loss over training."""
+    """Held-out metric and training loss over training."""
     curves = arm_curves(comparison)
     look = styles(comparison.arms, comparison.baseline)
     whats = [
@@ -326,7 +326,7 @@ def scaling_drawing(laws: Sequence[Scaling], name: str, title: str, arms: Sequen
         ],
         {arm: style for arm, style in look.items() if arm in first.points},
         {"view": "both", "xtype": "log", "ytype": "log"},
-        {"y": {"": unit(first.measure, first.unit)}},
+        {"y": {"": unit(first.metric, first.unit)}},
         {},
     )
 

@@ -20,7 +20,7 @@ from headwater.compare.statistics import Summary
 from headwater.errors import HeadwaterError
 from headwater.files import file_name
 from headwater.layout import top_package
-from headwater.outputs import check_replaceable, is_page, is_picture, write_page
+from headwater.outputs import check_replaceable, write_text
 from headwater.records import RunRecord
 from headwater.report.comparison import Comparison, arm_of, comparisons, experiments
 from headwater.report.figures import (
@@ -33,7 +33,6 @@ from headwater.report.figures import (
 from headwater.report.pictures import bars_picture, curves_picture, save
 from headwater.report.prices import prices_of, prices_table, unpriced, where_measured
 from headwater.report.recipes import differences, flat
-from headwater.report.scalars import FEW, Learned, learned
 from headwater.report.words import (
     COST_NOTE,
     answer,
@@ -59,12 +58,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 REPORT = "report.html"
-SHADES = 10
-SCALARS = (
-    "Values used by the forward pass, from the finished runs' newest checkpoints. One number per head; for more than "
-    f"{FEW}, the mean and the range. Heads with the same number in different seeds need not do the same. A stronger "
-    "tint means a higher value in its column."
-)
 # A cell: its text, or (text, class): better, worse or soft.
 PageCell = str | tuple[str, str]
 
@@ -129,31 +122,26 @@ def write_report(
     head: Head | None = None,
     only: Collection[str] | None = None,
     target: Path | None = None,
-    judged: Sequence[Comparison] = (),
 ) -> Path:
     """The page of the comparisons under `folder`, and pictures NAME-curves.png and NAME-bars.png next to it.
 
     head: the top of the page; default: the title of the one experiment. only: names of the experiments to include;
     default: all; an empty list makes a page of just the head. target: default: `folder`/report.html.
-    judged: comparisons that replace those of the same name and size, such as by another measure.
     Returns the page's path. Raises `HeadwaterError` if an experiment has no finished run.
     """
     target = target or folder / REPORT
     found = [] if only is not None and not only else comparisons(folder, only)
-    instead = {(one.name, one.size): one for one in judged}
-    found = [instead.get((one.name, one.size), one) for one in found]
     pictures: dict[Path, Figure] = {}
     for comparison in found:
         beginning = target.parent / _slug(comparison)
         pictures[Path(f"{beginning}-curves.png")] = curves_picture(comparison)
         pictures[Path(f"{beginning}-bars.png")] = bars_picture(comparison)
-    check_replaceable(target, is_page)
-    for path in pictures:
-        check_replaceable(path, is_picture)
+    for path in (target, *pictures):
+        check_replaceable(path)
     for path, figure in pictures.items():
         save(figure, path)
     html = render([story(sizes) for sizes in experiments(found)], head)
-    write_page(target, html)
+    write_text(target, html)
     return target
 
 
@@ -223,9 +211,6 @@ def story(sizes: Sequence[Comparison]) -> Story:
         parts.append(Section(f"{name}-rates", "Learning rates", paragraphs=edges, tables=[rates]))
     if (scaling := scaling_part(sizes, f"{name}-scaling")) is not None:
         parts.append(scaling)
-    for one in sizes:
-        if tables := [scalars_table(found) for found in learned(one)]:
-            parts.append(Section(at("scalars", one), titled("Learned scalars", one), [SCALARS], tables=tables))
     parts.append(commands_part(sizes, f"{name}-commands"))
     parts.append(changes_part(sizes, f"{name}-changes"))
     parts.append(
@@ -348,17 +333,6 @@ def _estimate(one: Estimate) -> str:
     return f"{one.value:.4g}" + ("" if one.interval is None else f" [{one.interval[0]:.4g}, {one.interval[1]:.4g}]")
 
 
-def scalars_table(found: Learned) -> PageTable:
-    rows: list[list[PageCell]] = []
-    for layer, shades in found.rows:
-        row: list[PageCell] = [f"layer {layer}"]
-        for shade in shades:
-            heat = "" if shade.heat is None else f"heat-{round((SHADES - 1) * shade.heat)}"
-            row.append((shade.text, heat))
-        rows.append(row)
-    return PageTable(f"{found.arm}: mean over {counted(found.seeds)}", ["", *found.columns], rows)
-
-
 def commands_part(sizes: Sequence[Comparison], name: str) -> Section:
     """The baseline's recipe, and the command that trains it."""
     first = sizes[0]
@@ -394,7 +368,7 @@ def changes_part(sizes: Sequence[Comparison], name: str) -> Section:
 
 def data_table(comparison: Comparison) -> PageTable:
     record = comparison.records[0]
-    facts = record.data | {"order of rows, seed " + str(record.seed): record.order}
+    facts = record.data | {"order of rows, seed " + str(record.seed): record.data_order}
     return PageTable(
         "Data",
         ["", "value"],
@@ -432,9 +406,10 @@ def notices(sizes: Sequence[Comparison]) -> list[str]:
         said: dict[tuple[int, str], list[str]] = {}
         for record in one.records:
             who = ", ".join(filter(None, (arm_of(record), one.size, f"seed {record.seed}")))
-            if record.skipped:
+            if record.skipped_steps:
                 told.append(
-                    f"{who}: {counted(record.skipped, 'step')} skipped, because the loss or gradient was not finite."
+                    f"{who}: {counted(record.skipped_steps, 'step')} skipped, because the loss or gradient was not "
+                    "finite."
                 )
             if record.status == "diverged":
                 told.append(f"{who}: diverged. {record.error or ''}".strip())

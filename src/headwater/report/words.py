@@ -167,11 +167,11 @@ def table(comparison: Comparison) -> Table:
 
 
 def domains_columns(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
-    """The deciding kind of measure in every domain, or all measures of images: column names and rows, if any."""
+    """The deciding kind of metric in every domain, or all metrics of images: column names and rows, if any."""
     shown = _beside(comparison)
 
     def values(arm: str, measure: str) -> dict[int, float]:
-        looks = {run.seed: run.held_out[-1].measures for run in comparison.finished(arm)}
+        looks = {run.seed: run.held_out[-1].metrics for run in comparison.finished(arm)}
         return {seed: look[measure] for seed, look in looks.items() if measure in look}
 
     def cell(arm: str, measure: str) -> str:
@@ -185,12 +185,12 @@ def domains_columns(comparison: Comparison) -> tuple[list[str], list[list[str]]]
 
 
 def _beside(comparison: Comparison) -> dict[str, str]:
-    """Column -> the measure in it."""
+    """Column -> the metric in it."""
     if comparison.trained_on == "images":
-        looks = [run.held_out[-1].measures for arm in comparison.arms for run in comparison.finished(arm)]
+        looks = [run.held_out[-1].metrics for arm in comparison.arms for run in comparison.finished(arm)]
         names = {"accuracy": "top-1 accuracy", "loss": f"loss ({unit('loss', 'images')})"}
         return {names.get(name, unit(name, "images")): name for look in looks for name in look}
-    kind = comparison.measure.partition("/")[0]
+    kind = comparison.metric.partition("/")[0]
     return {domain: f"{kind}/{domain}" for domain in comparison.domains}
 
 
@@ -198,11 +198,11 @@ def domains_note(comparison: Comparison) -> str:
     """The cells of the domains' table."""
     if comparison.trained_on == "images":
         return (
-            f"Held-out measures at the end, mean over seeds; in brackets the mean difference from "
+            f"Held-out metrics at the end, mean over seeds; in brackets the mean difference from "
             f"{comparison.baseline}, seed by seed, which is not tested."
         )
     return (
-        f"Held-out {unit(comparison.measure.partition('/')[0])} of each domain at the end, mean over seeds; in "
+        f"Held-out {unit(comparison.metric.partition('/')[0])} of each domain at the end, mean over seeds; in "
         f"brackets the mean difference from {comparison.baseline}, seed by seed, which is not tested."
     )
 
@@ -221,7 +221,7 @@ def domains_table(comparison: Comparison) -> Table | None:
 def tested(comparison: Comparison) -> int:
     """The number of arms tested together."""
     if comparison.plan is not None:
-        return comparison.plan.arms
+        return len(comparison.plan.arms)
     return sum(s.paired is not None and s.paired.p is not None for s in comparison.summaries)
 
 
@@ -242,7 +242,7 @@ def note(comparison: Comparison) -> str:
 
 
 def answer(comparison: Comparison) -> str:
-    """One sentence: the arm with the largest improvement, or that no difference can be told.
+    """One sentence: the arm with the largest improvement, or that the comparison is inconclusive.
 
     Whether that arm also beats the others follows from tests of all pairs (Holm).
     """
@@ -257,36 +257,35 @@ def answer(comparison: Comparison) -> str:
     better = [s for s, said in judged.values() if said == "better"]
     if better:
         best = max(better, key=lambda s: abs(s.difference or 0.0))
-        rivals = [s.arm for s, said in judged.values() if said in ("better", "open") and s is not best]
+        rivals = [s.arm for s, said in judged.values() if said in ("better", "inconclusive") and s is not best]
         if comparison.plan is not None:  # their seeds stopped at different times, and were not compared on the way
             return f"{best.arm} is better than {base} by {_size(best, comparison)}{_others(judged, best)}."
         return f"{best.arm} is better than {base} by {_size(best, comparison)}{_among(best, rivals, comparison)}."
     worse = [s for s, said in judged.values() if said == "worse"]
-    left = [s for s, said in judged.values() if said == "open"]
+    left = [s for s, said in judged.values() if said == "inconclusive"]
+    undecided = f"; {listed([s.arm for s in left])} {'is' if len(left) == 1 else 'are'} inconclusive" if left else ""
     if worse:
         worst = max(worse, key=lambda s: abs(s.difference or 0.0))
-        rest = "; the others cannot be told from it" if left else ""
-        rest = _others(judged, worst) if comparison.plan is not None else rest
+        rest = _others(judged, worst) if comparison.plan is not None else undecided
         return f"No arm was found better than {base}; {worst.arm} is worse by {_size(worst, comparison)}{rest}."
     alike = [s.arm for s, said in judged.values() if said == "equivalent"]
     if alike and comparison.plan is not None:
-        rest = f"; {listed([s.arm for s in left])} cannot be told from it" if left else ""
         margin = f"{comparison.plan.margin:g} {comparison.unit}"
-        return f"{listed(alike)} and {base} are equivalent: they differ by less than {margin}{rest}."
+        return f"{listed(alike)} and {base} are equivalent: they differ by less than {margin}{undecided}."
     if left:
         widest = max(left, key=lambda s: abs(s.difference or 0.0))
         return (
-            f"Whether any arm differs from {base} cannot be told from {counted(seeds)}: the largest difference is that "
-            f"of {widest.arm}, {difference(widest)} {comparison.unit}."
+            f"The comparison with {base} is inconclusive after {counted(seeds)}: the largest difference is that of "
+            f"{widest.arm}, {difference(widest)} {comparison.unit}."
         )
-    if any(said == "same" for _, said in judged.values()):
+    if any(said == "identical" for _, said in judged.values()):
         return f"No arm differs from {base} in any digit."
     return f"Nothing can be compared with {base}: runs of every other arm diverged."
 
 
 def _others(judged: Mapping[str, tuple[Summary, str]], but: Summary) -> str:
     """The verdicts on the other arms of a comparison that was run until decided."""
-    words = {"better": "better too", "worse": "worse", "equivalent": "equivalent", "open": "open"}
+    words = {"better": "better too", "worse": "worse", "equivalent": "equivalent", "inconclusive": "inconclusive"}
     arms = {what: [s.arm for s, said in judged.values() if said == what and s is not but] for what in words}
     return "".join(f"; {words[what]}: {listed(names)}" for what, names in arms.items() if names)
 
@@ -306,7 +305,7 @@ def _among(best: Summary, others: Sequence[str], comparison: Comparison) -> str:
     if not left:
         return than
     nearest, paired = min(left, key=lambda one: math.inf if one[1] is None else abs(one[1].mean))
-    apart = f"{', but' if beaten else '; it'} cannot be told from {listed([arm for arm, _ in left])}"
+    apart = f"{', but' if beaten else ';'} the comparison with {listed([arm for arm, _ in left])} is inconclusive"
     if paired is None or paired.interval is None:
         return than + apart
     how = f"{best.arm} minus {nearest}: {paired.mean:+.3f} {between(paired.interval)}{missing(paired)}"
@@ -336,9 +335,7 @@ def _confidence(paired: Paired) -> str:
 def reading(comparison: Comparison) -> list[str]:
     """A line for each arm that claims no more than the numbers support."""
     untested = {comparison.baseline, *comparison.budgets}
-    lines = [_line(s, comparison) for s in comparison.summaries if s.arm not in untested or s.diverged]
-    lines += [f"{record.name} failed and is not in the table: {record.error}" for record in comparison.failed]
-    return [line for line in lines if line]
+    return [_line(s, comparison) for s in comparison.summaries if s.arm not in untested or s.diverged]
 
 
 def left_out(comparison: Comparison) -> list[str]:
@@ -359,16 +356,16 @@ def _line(s: Summary, comparison: Comparison) -> str:
     if s.paired is None:
         return f"{s.arm}: no seed in common with {base}, so no comparison."
     said = s.verdict(comparison.lower_is_better)
-    if said == "same":
-        return f"{s.arm}: the same as {base} in every digit of every seed."
-    start = f"{s.arm}: {s.paired.mean:+.3f} {unit} against {base}; {said}, "
-    if s.interval is not None and said != "open":
+    if said == "identical":
+        return f"{s.arm}: identical to {base} in every digit of every seed."
+    start = f"{s.arm}: {s.paired.mean:+.3f} {unit} against {base}; {said}"
+    if s.interval is not None and said != "inconclusive":
         after = "" if comparison.plan is None else f", after {counted(len(s.paired.differences))}"
-        return start + f"{_confidence(s.paired)} interval {s.interval[0]:+.3f} to {s.interval[1]:+.3f}{after}."
-    return f"{start}{_why_open(s)}."
+        return f"{start}, {_confidence(s.paired)} interval {s.interval[0]:+.3f} to {s.interval[1]:+.3f}{after}."
+    return f"{start}: {_why_inconclusive(s)}."
 
 
-def _why_open(s: Summary) -> str:
+def _why_inconclusive(s: Summary) -> str:
     assert s.paired is not None
     pairs = len(s.paired.differences)
     if s.paired.margin is not None:
@@ -386,7 +383,7 @@ def _why_open(s: Summary) -> str:
 
 
 def missing(paired: Paired) -> str:
-    """How many seeds would settle an open difference, or how large a difference would have been detected."""
+    """How many seeds would settle an inconclusive difference, or how large a difference would have been detected."""
     more, seen = paired.more, paired.detectable
     if more is not None and more <= MANY and paired.margin is not None:
         return f"; about {counted(more, 'more seed')} would decide it, in a plan made for that many"
@@ -404,7 +401,7 @@ def question(comparison: Comparison, sizes: Sequence[Comparison] = ()) -> str:
     first = records[0]
     kind = first.recipe.get("data", {}).get("kind")
     data = first.data.get("source") or (f"the task {kind}" if kind else "the recipe's data")
-    if comparison.domains and "/" not in comparison.measure:
+    if comparison.domains and "/" not in comparison.metric:
         data = f"{listed(comparison.domains)}, the plain mean over {counted(len(comparison.domains), 'domain')}"
     over = counted(len(comparison.seeds)) + (" per arm" if comparison.plan is None else " at most")
     parts = [

@@ -62,13 +62,6 @@ def _prompts(prompt: Any) -> list[str | list[int]]:
     return prompts
 
 
-def _logit_bias(bias: dict[str, float]) -> dict[str, float]:
-    for token, value in bias.items():
-        if not (token.isascii() and token.isdigit() and len(token) < 12) or not -100 <= value <= 100:
-            raise ValueError("should have token ids, each with a number from -100 to 100")
-    return bias
-
-
 class _Fields(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -80,7 +73,6 @@ class _Fields(BaseModel):
         return {name: value for name, value in content.items() if value is not None or name not in cls.model_fields}
 
 
-Penalty = Annotated[float, Field(ge=-2, le=2)] | None
 Stop = Annotated[Any, AfterValidator(_stop_texts)]
 
 
@@ -107,9 +99,6 @@ class AnswerFields(Sampling):
 
     n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = None
     stop: Stop = Field(default=None, validate_default=False)
-    frequency_penalty: Penalty = None
-    presence_penalty: Penalty = None
-    logit_bias: Annotated[dict[str, float], AfterValidator(_logit_bias)] | None = None
     stream_options: StreamOptions | None = None
 
 
@@ -196,47 +185,9 @@ def _text_format(given: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
-class TextFormat(_Fields):
-    format: Annotated[dict[str, Any], AfterValidator(_text_format)] | None = None
-
-
-class Response(Sampling):
-    """Fields of the Responses route; it answers whole or as a stream, and keeps nothing."""
-
-    input: Annotated[Any, AfterValidator(lambda given: _input(given))]
-    instructions: str | None = None
-    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    text: TextFormat | None = None
-    include: Annotated[list[Any], Field(max_length=0)] | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
-    top_logprobs: Literal[0] | None = None
-    truncation: Literal["disabled"] | None = None
-    background: Literal[False] | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    store: Literal[False] | None = None
-
-
-class _InputMessage(Message):
-    id: str | None = None
-    status: Literal["completed"] | None = None
-
-
-def _input(given: Any) -> Any:
-    if isinstance(given, str) and given:
-        return given
-    if not isinstance(given, list) or not given or not all(isinstance(item, dict) for item in given):
-        raise ValueError("should be a text, or a list of messages that is not empty")
-    if "role" not in given[0]:
-        return _content(given)
-    messages = [_InputMessage.model_validate(item) for item in given]
-    return [{"role": message.role, "content": message.content or ""} for message in messages]
-
-
 # The field that each route calls the number of new tokens, and where the text stands.
-LENGTHS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
-TEXTS = ("prompt", "messages", "input")
+LENGTHS = ("max_completion_tokens", "max_tokens")
+TEXTS = ("prompt", "messages")
 
 
 def read_json(body: bytes) -> dict[str, Any]:
@@ -244,11 +195,7 @@ def read_json(body: bytes) -> dict[str, Any]:
     if len(body) > MOST_BYTES:
         raise RequestError(None, f"The request's body has {len(body):,} bytes; at most {MOST_BYTES:,} are read.")
     try:
-        content = json.loads(body.decode("utf-8"), object_pairs_hook=_once, parse_constant=_no_constant)
-    except RequestError:
-        raise
-    except UnicodeDecodeError as error:
-        raise RequestError(None, f"The request's body is not UTF-8: {error}.") from error
+        content = json.loads(body.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise RequestError(None, f"The request's body is not JSON: {error}.") from error
     if not isinstance(content, dict):
@@ -261,18 +208,6 @@ def read_json(body: bytes) -> dict[str, Any]:
         except RecursionError as error:
             raise RequestError(name, "has too many lists or objects inside each other") from error
     return content
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise RequestError(next(ascii(name)[1:-1] for name in names if names.count(name) > 1), "is given twice")
-    return content
-
-
-def _no_constant(text: str) -> Any:
-    raise RequestError(None, f"The request's body is not JSON: {text} is no number.")
 
 
 def read_fields(fields: type[Sampling], content: dict[str, Any]) -> dict[str, Any]:

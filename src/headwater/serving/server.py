@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import json
 import logging
 import uuid
@@ -24,16 +23,13 @@ from starlette.responses import JSONResponse, StreamingResponse
 from tokenizers.decoders import DecodeStream
 from transformers import (
     GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
     PreTrainedTokenizerBase,
     StoppingCriteria,
     StoppingCriteriaList,
 )
-from transformers.cli.serving import chat_completion, completion, model_manager, response, server, utils
+from transformers.cli.serving import chat_completion, completion, model_manager, server, utils
 
 from headwater.data.tokenizer import separator
-from headwater.deadline import SECONDS, within
 from headwater.errors import HeadwaterError, first_line
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.decoding import LONGEST
@@ -44,7 +40,6 @@ from headwater.serving.requests import (
     Chat,
     Completion,
     RequestError,
-    Response,
     Sampling,
     check_token_ids,
     error_body,
@@ -56,12 +51,11 @@ from headwater.serving.stops import UntilStop, before_stop
 logger = logging.getLogger(__name__)
 
 # The routes for one text model. transformers' server also transcribes, and loads and unloads whatever a client names.
-ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/health", "/openapi.json", "/docs")
+ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/openapi.json", "/docs")
 # New tokens of a request that does not say how many, as in transformers' server.
 DEFAULT_LENGTH = 1024
 # What continuous batching decides once for all requests, and not for each.
-PER_REQUEST = ("top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop", "logit_bias")
-PENALTIES = ("frequency_penalty", "presence_penalty")
+PER_REQUEST = ("top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop")
 
 
 def install(name: str, source: Path) -> None:
@@ -90,7 +84,6 @@ def install(name: str, source: Path) -> None:
     utils.GenerateManager, utils.CBGenerateManager = Generation, Batching
     chat_completion.ChatCompletionHandler = Chats
     completion.CompletionHandler = Completions
-    response.ResponseHandler = Responses
     server.build_server = build_checked_server
 
 
@@ -109,7 +102,7 @@ async def _answer_refusal(request: Any, error: Exception) -> JSONResponse:
     status = 400 if status == 422 else status
     message = str(getattr(error, "detail", error))
     if status == 404 and not isinstance(error, RequestError):
-        message = f"{request.url.path} is not offered; this server has {', '.join(ROUTES[:5])}."
+        message = f"{request.url.path} is not offered; this server has {', '.join(ROUTES[:4])}."
     return JSONResponse(error_body(message, getattr(error, "field", None), status), status)
 
 
@@ -196,8 +189,6 @@ class _Handler(utils.BaseHandler):
         body = read_fields(self.fields, body)
         model_id, model, tokenizer = self._resolve_model(body)
         self._check_batching(body, model)
-        if "logit_bias" in body:
-            check_token_ids("logit_bias", list(map(int, body["logit_bias"])), model.config.vocab_size)
         return await self._answer(body, request_id, model_id, model, tokenizer)
 
     async def _answer(self, body: dict[str, Any], request_id: str, *loaded: Any) -> Any:
@@ -208,7 +199,7 @@ class _Handler(utils.BaseHandler):
 
     def _check_batching(self, body: dict[str, Any], model: Any) -> None:
         if self._batching(model):
-            used = [name for name in PER_REQUEST if name in body] + [name for name in PENALTIES if body.get(name)]
+            used = [name for name in PER_REQUEST if name in body]
             used += ["temperature"] * (body.get("temperature", 0) > 0)
             if used:
                 raise RequestError(used[0], "continuous batching has no choice of it for each request; leave it out")
@@ -275,8 +266,10 @@ class Completions(_Handler, completion.CompletionHandler):
         return ids or [start]
 
 
-class _Templated(_Handler):
-    """Handlers of conversations, which need a chat template."""
+class Chats(_Handler, chat_completion.ChatCompletionHandler):
+    """/v1/chat/completions: conversations, which need a chat template."""
+
+    fields = Chat
 
     async def _answer(self, body: dict[str, Any], request_id: str, *loaded: Any) -> Any:
         self._check_template(body, loaded[2])
@@ -288,22 +281,21 @@ class _Templated(_Handler):
             answers.append(await super(_Handler, self).handle_request(body, request_id))
             body = _next_seed(body)
         if body["stream"]:
-            return _openai_stream(answers[0], body) if "messages" in body else answers[0]
+            return _openai_stream(answers[0], body)
         return _joined(answers, body.get("n", 1)) if len(answers) > 1 else answers[0]
 
     def _check_template(self, body: dict[str, Any], tokenizer: Any) -> None:
         """Raise `RequestError` for a conversation that the tokenizer's template cannot write, or does not read."""
-        field = "messages" if "messages" in body else "input"
         template = tokenizer.chat_template
         if template is None:
-            raise RequestError(field, "the model's tokenizer has no chat template; ask /v1/completions instead")
+            raise RequestError("messages", "the model's tokenizer has no chat template; ask /v1/completions instead")
         text = template if isinstance(template, str) else json.dumps(template)
-        messages = body["messages"] if field == "messages" else response.ResponseHandler._normalize_input(body)
+        messages = body["messages"]
         for name, given in (("tools", body.get("tools")), ("tool_calls", any("tool_calls" in one for one in messages))):
             if given and name not in text:
                 raise RequestError(name, "the model's chat template does not read it; leave it out")
         if any(one.get("tool_calls") and one.get("content") for one in messages):
-            raise RequestError(field, "a message has either content or tool_calls")
+            raise RequestError("messages", "a message has either content or tool_calls")
         if body.get("tools") and getattr(tokenizer, "response_template", None) is None:
             raise RequestError("tools", "the model's tokenizer has no response template to read calls of tools with")
         options = body.get("chat_template_kwargs", {})
@@ -313,18 +305,11 @@ class _Templated(_Handler):
         try:
             conversation = self.get_processor_inputs_from_messages(messages, utils.Modality.LLM)
             options = self.chat_template_kwargs | options
-            render = functools.partial(tokenizer.apply_chat_template, conversation, tools=body.get("tools"), **options)
-            within(SECONDS, lambda: render(add_generation_prompt=True, tokenize=False), "it takes too long")
+            tokenizer.apply_chat_template(
+                conversation, tools=body.get("tools"), add_generation_prompt=True, tokenize=False, **options
+            )
         except Exception as error:  # whatever a template raises
-            raise RequestError(field, f"the model's chat template refuses it: {first_line(error)}") from error
-
-
-class Chats(_Templated, chat_completion.ChatCompletionHandler):
-    fields = Chat
-
-
-class Responses(_Templated, response.ResponseHandler):
-    fields = Response
+            raise RequestError("messages", f"the model's chat template refuses it: {first_line(error)}") from error
 
 
 def _next_seed(body: dict[str, Any]) -> dict[str, Any]:
@@ -460,7 +445,6 @@ class Continuation(StoppingCriteria):
                 **self.inputs,
                 generation_config=self.config,
                 stopping_criteria=StoppingCriteriaList([self]),
-                logits_processor=LogitsProcessorList([Adjustments(self.prompt_length, self.request)]),
             )
         self._show("", end=True)
         if self.ended and self.total_tokens == self.config.max_new_tokens:
@@ -517,26 +501,6 @@ def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
     with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
         torch.manual_seed(seed)
         yield
-
-
-class Adjustments(LogitsProcessor):
-    """OpenAI's penalties of tokens in the new text, and biases of single tokens."""
-
-    def __init__(self, prompt_length: int, request: dict[str, Any]) -> None:
-        self.prompt_length = prompt_length
-        self.frequency, self.presence = (request.get(name, 0.0) for name in PENALTIES)
-        self.bias = {int(token): value for token, value in request.get("logit_bias", {}).items()}
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if self.frequency or self.presence:
-            new = input_ids[:, self.prompt_length :]
-            counts = torch.zeros_like(scores).scatter_add_(1, new, torch.ones_like(new, dtype=scores.dtype))
-            scores = scores - self.frequency * counts - self.presence * (counts > 0)
-        if self.bias:
-            scores = scores.clone()
-            tokens = torch.tensor(list(self.bias), device=scores.device)
-            scores[:, tokens] += torch.tensor(list(self.bias.values()), dtype=scores.dtype, device=scores.device)
-        return scores
 
 
 class Batching(utils.CBGenerateManager):

@@ -51,7 +51,6 @@ from headwater.errors import HeadwaterError
 from headwater.files import STAGING, flush, read_bytes, sha256_of, staged
 from headwater.models.kinds import AnyModel, model_class
 from headwater.reading import (
-    OPENED,
     SHARDS,
     build,
     check_finite,
@@ -89,7 +88,7 @@ class Progress:
 
     rows: how many rows of the data's fixed order were used. order: a hash of all these rows in their order.
     seconds: spent in training steps; waited: of these, for data. skipped: steps whose loss or gradient was not finite;
-    skipped_last: how many of them were the most recent ones. result: the deciding measure, if evaluated at this step.
+    skipped_last: how many of them were the most recent ones. result: the deciding metric, if evaluated at this step.
     kept: the state of mechanisms that act before each step, by the module's name. data: facts that reveal whether the
     data have changed. run_id: the run's name in Weights & Biases.
     """
@@ -123,7 +122,6 @@ def newest_whole(run: Path, notice: Callable[[str], None]) -> Path | None:
         if (problem := damage(path)) is not None:
             damaged.append((path, problem))
             continue
-        check_strays(path)
         read_progress(path)
         for newer, problem in damaged:
             aside = newer.with_name(_DAMAGED + newer.name)
@@ -161,30 +159,11 @@ def damage(path: Path) -> str | None:
 
 
 def check(path: Path) -> None:
-    """Raise `HeadwaterError` if a checkpoint has checksums and they do not match, or if files were added.
-
-    Files that no library reads as part of a model are allowed.
-    """
+    """Raise `HeadwaterError` if a checkpoint has checksums and they do not match."""
     if not os.path.lexists(path / SUMS):
         return
     if (problem := damage(path)) is not None:
         raise HeadwaterError(f"The checkpoint {str(path)!r} is damaged: {problem}; use the one before it.")
-    check_strays(path)
-
-
-def check_strays(path: Path) -> None:
-    """Raise `HeadwaterError` if a checkpoint holds a file that is read with a model but has no checksum."""
-    sums = _listed(path)
-    strays = sorted(
-        file.name
-        for file in path.iterdir()
-        if file.name not in sums and not file.name.startswith(".") and OPENED.fullmatch(file.name)
-    )
-    if strays:
-        raise HeadwaterError(
-            f"{strays[0]!r} in the checkpoint {str(path)!r} was not written with it (its {SUMS} does not list it), and "
-            "would be read with it; remove it."
-        )
 
 
 def _listed(path: Path) -> dict[str, str]:

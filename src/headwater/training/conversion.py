@@ -160,7 +160,7 @@ def _teacher(recipe: Recipe, config: HeadwaterConfig) -> HeadwaterConfig | None:
 
 
 def curve_of(record: RunRecord) -> list[dict[str, float]]:
-    """Held-out measures over the tokens of healing, with the bytes a token adds to the cache of the model then."""
+    """Held-out metrics over the tokens of healing, with the bytes a token adds to the cache of the model then."""
     ends = [(stage.tokens, stage.cache_bytes_per_token) for stage in record.stages] or [
         (record.tokens, record.cache_bytes_per_token)
     ]
@@ -171,7 +171,7 @@ def curve_of(record: RunRecord) -> list[dict[str, float]]:
         if found and point.tokens == end == found[-1]["tokens"] and stage + 1 < len(ends):
             stage += 1
             end += ends[stage][0]
-        now = {"tokens": point.tokens, "cache_bytes_per_token": ends[stage][1], **point.measures}
+        now = {"tokens": point.tokens, "cache_bytes_per_token": ends[stage][1], **point.metrics}
         if now not in found[-1:]:  # the change may be only one of the learning rate
             found.append(now)
     return found

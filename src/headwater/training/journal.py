@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from lightning_fabric import Fabric
 
+from headwater.cost import cache_bytes_per_token, embedding_parameters, training_flops
 from headwater.data.base import Evaluation
 from headwater.errors import HeadwaterError
 from headwater.files import disk_problem, explaining
@@ -30,7 +31,6 @@ from headwater.records import (
     stop_record,
     write_record,
 )
-from headwater.training.costs import cache_bytes, embeddings, training_flops
 from headwater.training.parallel import first
 from headwater.training.run_folder import Metrics, Point, begun
 from headwater.training.setup import Setup
@@ -150,7 +150,7 @@ class Journal:
             running["steps"].zero_()
             self.tell(point)
             shown = {"loss": point.loss, "learning_rate": point.learning_rate, "gradient_norm": point.gradient_norm}
-            self.show(shown | {"skipped": self.setup.progress.skipped}, mark.step)
+            self.show(shown | {"skipped_steps": self.setup.progress.skipped}, mark.step)
         tokens, seconds, waited = self.last
         self.last = (mark.tokens, mark.seconds, mark.waited)
         passed = max(mark.seconds - seconds, 1e-9)
@@ -158,20 +158,21 @@ class Journal:
         speed = SpeedPoint(
             step=mark.step,
             tokens_per_second=rate,
-            waiting=(mark.waited - waited) / passed,
+            data_wait_fraction=(mark.waited - waited) / passed,
             mfu=None if self.peak is None else rate * self.flops_per_unit / self.peak / self.fabric.world_size,
         )
         self.tell(speed)
-        speeds = {f"{self.record.unit}_per_second": rate, "waiting": speed.waiting, "mfu": speed.mfu}
+        speeds = {f"{self.record.unit}_per_second": rate, "mfu": speed.mfu}
+        speeds["data_wait_fraction"] = speed.data_wait_fraction
         if self.fabric.device.type == "cuda":
             speeds["peak_memory_gb"] = torch.cuda.max_memory_allocated(self.fabric.device) / 1e9
         self.show({name: value for name, value in speeds.items() if value is not None}, mark.step)
 
     def held_out(self, evaluation: Evaluation) -> None:
-        """Record the held-out measures at this step."""
-        progress, measures = self.setup.progress, evaluation.metrics
-        self.tell(HeldOutPoint(step=progress.step, tokens=progress.tokens, flops=self.flops, measures=measures))
-        self.show({f"held_out/{name}": value for name, value in measures.items()}, progress.step)
+        """Record the held-out metrics at this step."""
+        progress, metrics = self.setup.progress, evaluation.metrics
+        self.tell(HeldOutPoint(step=progress.step, tokens=progress.tokens, flops=self.flops, metrics=metrics))
+        self.show({f"held_out/{name}": value for name, value in metrics.items()}, progress.step)
         self.record.documents = [DocumentLoss(**document) for document in evaluation.documents]
 
     def show(self, values: dict[str, Any], step: int) -> None:
@@ -191,8 +192,8 @@ class Journal:
         record, progress, metrics = self.record, self.setup.progress, self.metrics
         record.status = status  # type: ignore[assignment]
         record.error = record.error if error is None else str(error)
-        record.tokens, record.seconds, record.waited = progress.tokens, progress.seconds, progress.waited
-        record.skipped, record.order, record.flops = progress.skipped, progress.order, self.flops
+        record.tokens, record.seconds, record.data_wait_seconds = progress.tokens, progress.seconds, progress.waited
+        record.skipped_steps, record.data_order, record.flops = progress.skipped, progress.order, self.flops
         record.curve, record.held_out = metrics.of(CurvePoint), metrics.of(HeldOutPoint)
         record.speed, record.notices = metrics.of(SpeedPoint), metrics.of(Notice)
         if self.fabric.global_rank == 0:
@@ -217,13 +218,13 @@ def new_record(recipe: Recipe, setup: Setup, fabric: Fabric, experiment: Experim
         seed=recipe.seed,
         status="running",
         recipe=recipe.model_dump(mode="json"),
-        config_hash=recipe.digest(),
+        identity=recipe.identity,
         data=data.description,
-        measure=data.metric,
+        metric=data.metric,
         lower_is_better=data.lower_is_better,
         parameters=setup.model.num_parameters(),
-        embeddings=embeddings(setup.config),
-        cache_bytes_per_token=cache_bytes(setup.config),
+        embedding_parameters=embedding_parameters(setup.config),
+        cache_bytes_per_token=cache_bytes_per_token(setup.config),
         unit=unit_of(setup.config),
         tokens=0,
         flops=0.0,

@@ -75,7 +75,7 @@ def train(
         to the last bit as without the interruption.
     experiment: the comparison this run belongs to, for its record.
     on_event: called in the first process with (step, None) after every step, and with (step, point) for each new point
-        of the curve, speed, held-out measure or warning.
+        of the curve, speed, held-out metric or warning.
     measure_peak: measure the CPU's peak FLOP/s first, so that the MFU can be computed; a GPU's peak is known.
     until: stop after this many of the recipe's steps, evaluated and saved; the record says "stopped", and a run with
         `resume` continues as if it had never stopped.

@@ -89,7 +89,7 @@ def refitted(trained: Trained, data: Data, change: Change) -> Trained:
         for name, each in (("from", model.config), ("to", config))
     }
     details |= {"new_classifier": change.new_classifier, "interpolated": interpolated}
-    event = Event(what="refitted", details=details)
+    event = Event(kind="refitted", details=details)
     return replace(trained, model=made.eval(), history=[*trained.history, event], original=None)
 
 
@@ -105,7 +105,7 @@ def with_more_tokens(trained: Trained, data: Data) -> Trained:
         torch.manual_seed(model.config.initializer_seed)
         model.resize_token_embeddings(data.vocab_size)
     details = {"from": {"vocab_size": old}, "to": {"vocab_size": data.vocab_size}}
-    event = Event(what="refitted", details=details)
+    event = Event(kind="refitted", details=details)
     return replace(trained, tokenizer=data.tokenizer, history=[*trained.history, event], original=None)
 
 

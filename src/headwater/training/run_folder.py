@@ -2,7 +2,7 @@
 
 runs/NAME/
   record.json      the result, and the only thing reports read
-  metrics.jsonl    curve, held-out measures, speed and warnings, written as they occur
+  metrics.jsonl    curve, held-out metrics, speed and warnings, written as they occur
   checkpoints/     see training/checkpoint.py
   config.json, model.safetensors, …    the newest checkpoint's model; see training/model_folder.py
   start/           the model the run began with, if it was changed for it; see training/start.py
@@ -29,7 +29,6 @@ from headwater.errors import HeadwaterError
 from headwater.files import read_bytes, replace_text, settled
 from headwater.output_folder import LOCK, occupied
 from headwater.records import (
-    RECORD,
     CurvePoint,
     HeldOutPoint,
     Notice,
@@ -38,7 +37,7 @@ from headwater.records import (
     read_record,
     record_files,
 )
-from headwater.training.checkpoint import FACTS, SUMS, newest_whole, tidy
+from headwater.training.checkpoint import newest_whole, tidy
 from headwater.training.model_folder import withdraw_model
 from headwater.training.parallel import first
 from headwater.training.places import STAGES, checkpoints
@@ -101,18 +100,9 @@ def check_ours(run: Path) -> None:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is a run's: it is marked, or holds something that only a run leaves."""
-    if (folder / MARK).is_file():
-        return True
-    if any((path / SUMS).is_file() and (path / FACTS).is_file() for path in checkpoints(folder)):
-        return True
-    if any(is_run(stage) for stage in (folder / STAGES).glob("*") if stage.is_dir()):
-        return True
-    try:
-        read_record(folder / RECORD)
-    except HeadwaterError:
-        return [path.name for path in folder.iterdir()] == [LOCK]
-    return True
+    """Whether a folder is a run's: it, or one of its stages, is marked, or it holds the lock of a run that begins."""
+    marked = [folder / MARK, *(folder / STAGES).glob(f"*/{MARK}")]
+    return any(mark.is_file() for mark in marked) or [path.name for path in folder.iterdir()] == [LOCK]
 
 
 def begun(run: Path) -> None:
@@ -155,10 +145,10 @@ class Metrics:
     damage: a description of damaged lines, whose points are missing; None if there are none.
     """
 
-    def __init__(self, run: Path, step: int, measure: str, writes: bool = True) -> None:
+    def __init__(self, run: Path, step: int, metric: str, writes: bool = True) -> None:
         """Read the points up to `step`, and drop what a killed run wrote after its last checkpoint.
 
-        measure: the deciding one, which every evaluation must have.
+        metric: the deciding one, which every evaluation must have.
         writes: whether this process writes the file.
         Raises `HeadwaterError` if the file cannot be read at all.
         """
@@ -174,7 +164,7 @@ class Metrics:
         # A killed process may leave an incomplete last line; its step is repeated.
         for number, line in enumerate(lines if _point(last) is None else [*lines, last], 1):
             point = _point(line)
-            if point is None or (isinstance(point, HeldOutPoint) and measure not in point.measures):
+            if point is None or (isinstance(point, HeldOutPoint) and metric not in point.metrics):
                 damaged.append(number)
             elif point.step <= step:
                 self.points.append(point)
@@ -247,11 +237,11 @@ class RunSummary:
             "unit": self.record.unit,
             "tokens": self.record.tokens,
             "tokens_per_second": _number(self.record.tokens_per_second),
-            "measure": self.record.measure,
+            "metric": self.record.metric,
             "last": _number(self.record.result),
-            "best": None if best is None else _number(best.measures[self.record.measure]),
+            "best": None if best is None else _number(best.metrics[self.record.metric]),
             "best_step": None if best is None else best.step,
-            "skipped": self.record.skipped,
+            "skipped_steps": self.record.skipped_steps,
             "device": self.record.environment.device_name or self.record.environment.device,
             "compiled": self.record.environment.compiled,
             "attention": self.record.environment.attention,
@@ -279,7 +269,7 @@ def runs_in(folder: Path, tell: Callable[[str], None]) -> list[RunSummary]:
             tell(str(error))
             continue
         try:
-            points = Metrics(run, step=2**62, measure=record.measure, writes=False)
+            points = Metrics(run, step=2**62, metric=record.metric, writes=False)
         except HeadwaterError as error:
             tell(str(error))
             points = None

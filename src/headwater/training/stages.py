@@ -129,7 +129,7 @@ def finished(recipe: Recipe, folder: Path) -> bool:
         record = read_record(folder)
     except HeadwaterError:
         return False
-    return record.status == "finished" and record.config_hash == recipe.digest()
+    return record.status == "finished" and record.identity == recipe.identity
 
 
 def joined(
@@ -148,13 +148,13 @@ def joined(
             experiment=experiment,
             origin=first.origin,
             recipe=recipe.model_dump(mode="json", exclude={"compare"}),
-            config_hash=recipe.digest(),
+            identity=recipe.identity,
             tokens=sum(record.tokens for record in records),
             flops=sum(record.flops for record in records),
             seconds=sum(record.seconds for record in records),
-            waited=sum(record.waited for record in records),
-            skipped=sum(record.skipped for record in records),
-            order=hashlib.sha256("".join(record.order for record in records).encode()).hexdigest(),
+            data_wait_seconds=sum(record.data_wait_seconds for record in records),
+            skipped_steps=sum(record.skipped_steps for record in records),
+            data_order=hashlib.sha256("".join(record.data_order for record in records).encode()).hexdigest(),
         )
     )
     parts: dict[str, list] = {"curve": [], "held_out": [], "speed": [], "notices": []}

@@ -54,7 +54,7 @@ class Beginning:
         """Whether the run moves τ to the default for its pairs: as the recipe says, else after growth that kept τ."""
         if self.start.tau is not None:
             return self.start.tau == "anneal"
-        grown = [event.details for event in since_training(self.origin.history) if event.what == "grown"]
+        grown = [event.details for event in since_training(self.origin.history) if event.kind == "grown"]
         return any(each.get("tau") == "keep" for each in grown) and not any(each.get("freeze") for each in grown)
 
 
@@ -123,18 +123,18 @@ def trained_event(recipe: Recipe, data: Data, steps: int, rows: int, tokens: int
     """The event that a run adds to its model's history."""
     details = dict(
         name=recipe.name,
-        config_hash=recipe.digest(),
+        identity=recipe.identity,
         seed=recipe.seed,
         data=_data_key(recipe, data),
         steps=steps,
         rows=rows,
     )
-    return Event(what="trained", tokens=tokens, flops=flops, details=details)
+    return Event(kind="trained", tokens=tokens, flops=flops, details=details)
 
 
 def since_training(history: list[Event]) -> list[Event]:
     """What was done to a model since it was last trained."""
-    trained = [index for index, event in enumerate(history) if event.what == "trained"]
+    trained = [index for index, event in enumerate(history) if event.kind == "trained"]
     return history[trained[-1] + 1 :] if trained else history
 
 
@@ -144,7 +144,7 @@ def _data_key(recipe: Recipe, data: Data) -> dict[str, Any]:
 
 def _rows_used(recipe: Recipe, data: Data, history: list[Event]) -> int:
     """How many rows of this data, in this seed's order, the last training used."""
-    last = next((event for event in reversed(history) if event.what == "trained"), None)
+    last = next((event for event in reversed(history) if event.kind == "trained"), None)
     if last is None or last.details.get("seed") != recipe.seed or last.details.get("data") != _data_key(recipe, data):
         return 0
     rows = last.details.get("rows")
@@ -154,7 +154,7 @@ def _rows_used(recipe: Recipe, data: Data, history: list[Event]) -> int:
 def _notices(recipe: Recipe, config: HeadwaterConfig, rows: int, history: list[Event]) -> list[str]:
     said = {name: value for name, value in recipe.model.items() if name not in (*MAY_DIFFER, "base")}
     other = [name for name, value in said.items() if name != "mechanisms" and getattr(config, name, None) != value]
-    notices = [refitting(event) for event in since_training(history) if event.what == "refitted"]
+    notices = [refitting(event) for event in since_training(history) if event.kind == "refitted"]
     if other and recipe.start is not None and recipe.start.previous is None:
         notices.append(
             f"The model is the checkpoint's, so the recipe's model section is ignored: {other[0]} is "

@@ -110,10 +110,10 @@ def open_source(
         return open_trained(path, with_state)
     if layout is not None or path.is_file() or (path.is_dir() and not (path / "config.json").is_file()):
         read = read_foreign(source, layout, **(settings or {}))
-        event = Event(what="retrofitted", details={"source": source, "layout": layout})
+        event = Event(kind="retrofitted", details={"source": source, "layout": layout})
         return Trained(source, read, tokenizer_of(path, read.config.vocab_size), [event], {}, foreign=True)
     original = load_transformers(source, family)
-    event = Event(what="retrofitted", details={"source": source, "family": family or original.config.model_type})
+    event = Event(kind="retrofitted", details={"source": source, "family": family or original.config.model_type})
     model = from_transformers(original, family).eval()
     preparer = preparer_of(path if path.is_dir() else source, model)
     return Trained(source, model, preparer, [event], {}, foreign=True, original=original.eval())
@@ -177,7 +177,7 @@ def changed(trained: Trained, change: Change, rows: Tensor | None = None) -> Tra
         arguments = {}
     details = {name: value for name, value in (of_pairs | arguments).items() if value is not None}
     counts = {"from": trained.model.num_parameters(), "to": model.num_parameters()}
-    event = Event(what="grown", details=details | {"parameters": counts})
+    event = Event(kind="grown", details=details | {"parameters": counts})
     state = {} if thaws else state
     return replace(trained, model=model, history=[*trained.history, event], state=state, original=None)
 
@@ -222,7 +222,7 @@ def converted(trained: Trained, change: Change, rows: Tensor | None) -> Trained:
             blend, model = model, finished(model)
             state = finished_state(state, blend, model)
     bytes_ = {"from": cache_bytes_per_token(first), "to": cache_bytes_per_token(model.config)}
-    event = Event(what="converted", details=details | {"cache_bytes_per_token": bytes_})
+    event = Event(kind="converted", details=details | {"cache_bytes_per_token": bytes_})
     return replace(trained, model=model, history=[*trained.history, event], state=state, original=None)
 
 
@@ -267,7 +267,7 @@ def data_of(history: list[Event]) -> Data | None:
 
 
 def _last_training(history: list[Event]) -> Event | None:
-    return next((event for event in reversed(history) if event.what == "trained"), None)
+    return next((event for event in reversed(history) if event.kind == "trained"), None)
 
 
 def changed_text(trained: Trained, data: Data) -> str:

@@ -316,13 +316,12 @@ def _classes(split: ImageSplit) -> list[str]:
 def numbered(split: ImageSplit, classes: list[str], channels: int) -> ImageFiles:
     """Its images, with labels as numbers. Raises `HeadwaterError` for a label that is no class."""
     numbers = {name: number for number, name in enumerate(classes)}
-    own = split.classes
+    # What is a class's number in one split may be another's in the other, if a folder lacks a class.
+    own = dict(enumerate(split.classes or ()))
     labels = []
     for name, label in zip(split.names, split.labels, strict=True):
-        # What is a class's number in one split may be another's in the other, if a folder lacks a class.
-        known = own is not None and isinstance(label, int) and 0 <= label < len(own)
-        key = own[label] if own is not None and known else str(label)
-        if (own is not None and not known) or key not in numbers:
+        key = own.get(label, str(label))
+        if key not in numbers:
             raise HeadwaterError(
                 f"The label {shown(label)} of {name} in {split.where!r} is out of range: there are {len(classes)} "
                 f"classes, {classes[0]!r} to {classes[-1]!r}; correct it or remove the image."
