@@ -53,7 +53,7 @@ def main(folder: str, seed: int = 0) -> None:
     model.eval()
     with torch.no_grad():
         measured = data.evaluate(lambda batch: model(input_ids=batch["input_ids"]).logits)
-    print(f"held-out bits per byte {measured.measures['bits_per_byte']:.4f}")
+    print(f"held-out bits per byte {measured.metrics['bits_per_byte']:.4f}")
     model.save_pretrained(folder)
     data.tokenizer.save_pretrained(folder)
 

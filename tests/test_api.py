@@ -19,7 +19,7 @@ from headwater.papers.table import tables
 ROOT = Path(__file__).parents[1]
 TINY = {
     "name": "tiny",
-    "data": {"kind": "induction", "held_out": 4, "length": 8, "vocabulary": 8},
+    "data": {"kind": "induction", "held_out": 4, "length": 8, "vocab_size": 8},
     "model": {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2},
     "training": {"steps": 4, "batch_size": 2},
     "reporting": {"tensorboard": False, "log_every": 1, "evaluate_every": 2},

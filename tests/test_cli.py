@@ -308,7 +308,7 @@ def test_ctrl_c_ends_a_comparison_cleanly(tmp_path, request, when):
     recipe = tmp_path / "recipe.yaml"
     values = {
         "name": "c",
-        "data": {"kind": "induction", "vocabulary": 8, "length": 12},
+        "data": {"kind": "induction", "vocab_size": 8, "length": 12},
         "model": {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1},
         "training": {"steps": 100000, "batch_size": 2},
         "reporting": {"tensorboard": False},

@@ -20,7 +20,7 @@ from headwater.shipped import recipes_folder, shipped_recipes
 
 TINY = {
     "name": "tiny",
-    "data": {"kind": "induction", "held_out": 4, "length": 8, "vocabulary": 8},
+    "data": {"kind": "induction", "held_out": 4, "length": 8, "vocab_size": 8},
     "model": {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2},
     "training": {"steps": 1, "batch_size": 2, "threads": 1},
     "reporting": {"tensorboard": False},

@@ -20,7 +20,7 @@ def recipe():
         {
             "name": "tiny",
             "title": "A tiny comparison",
-            "data": {"kind": "induction", "vocabulary": 8, "length": 12, "held_out": 64},
+            "data": {"kind": "induction", "vocab_size": 8, "length": 12, "held_out": 64},
             "model": {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1},
             "training": {"steps": 20, "batch_size": 4, "threads": 1},
             "reporting": {"log_every": 5, "evaluate_every": 5, "save_every": None, "tensorboard": False},

@@ -79,7 +79,7 @@ class TestGrow:
         assert digest(small) == before
         a, b = logits(small), logits(target)
         assert (a - b).abs().max() < 1e-12 * a.abs().max()
-        assert [layer["key"] for layer in pairs_of(HeadwaterForCausalLM.from_pretrained(target))] == [1000] * 3
+        assert pairs_of(HeadwaterForCausalLM.from_pretrained(target))["key"] == 1000
         (event,) = history_of(target)
         assert (event.kind, event.details["attention_pairs"]) == ("grown", 1000)
 
@@ -288,7 +288,7 @@ def test_merge_joins_copies_and_measures_all_on_each_ones_data(run, grown_twice)
     record = json.loads((one / "record.json").read_text())
     assert event.details["metrics"][0][str(one)] == pytest.approx(record["held_out"][-1]["metrics"]["bits_per_byte"])
     model = HeadwaterForCausalLM.from_pretrained(merged)
-    assert pairs_of(model)[0] == {"query": 11, "key": 11, "value": 11, "output": 11, "feed_forward": 9}
+    assert pairs_of(model) == {"query": 11, "key": 11, "value": 11, "output": 11, "feed_forward": 9}
     assert (merged / "tokenizer.json").is_file()
     code, _, err = run("merge", base, one, base.with_name("more"), "--out", base.with_name("x"))
     assert code == 2
@@ -317,7 +317,7 @@ def test_shrink_takes_pairs_away_and_says_what_it_costs(run, grown_twice, tmp_pa
     assert f"{event.details['before']:.4f} → {event.details['after']:.4f}" in out
     record = json.loads((one / "record.json").read_text())
     assert event.details["before"] == pytest.approx(record["held_out"][-1]["metrics"]["bits_per_byte"])
-    assert pairs_of(HeadwaterForCausalLM.from_pretrained(small))[0]["query"] == 3
+    assert pairs_of(HeadwaterForCausalLM.from_pretrained(small))["query"] == 3
     text = tmp_path / "text.txt"
     text.write_text("A text of its own. " * 40)
     assert run("shrink", one, "--attention-pairs", 3, "--text", text, "--out", tmp_path / "s")[0] == 0
@@ -411,7 +411,7 @@ class TestRetrofit:
         ("arguments", "said"),
         [
             (["--mechanism", "svformer"], "--allow-change"),
-            (["--mechanism", "kv_shift={form: gate}"], "--allow-change"),
+            (["--mechanism", "kv_shift={variant: gate}"], "--allow-change"),
             (["--mechanism", "kv_shif"], "did you mean"),
             (["--mechanism", "kv_shift={a"], "not valid YAML"),
             (["--mechanism", "kv_shift=3"], "a mapping"),

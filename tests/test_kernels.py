@@ -15,7 +15,7 @@ MODELS = {
     "kv_shift": ({"kv_shift": {"queries": True, "window": 3}}, {"_Shift"}),
     "pattention": ({"pattention": {}}, {"_Pattention"}),
     "value_residual": ({"value_residual": {"mode": "dense"}}, {"_WeightedSum"}),
-    "dense_former": ({"dense_former": {}, "kv_shift": {"form": "gate"}}, {"_WeightedSum", "_Shift"}),
+    "dense_former": ({"dense_former": {}, "kv_shift": {"variant": "gate"}}, {"_WeightedSum", "_Shift"}),
 }
 
 

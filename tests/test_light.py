@@ -212,7 +212,7 @@ def said(call):
 def theorems():
     from headwater.papers import theory
 
-small = {"name": "small", "data": {"kind": "induction", "held_out": 4, "length": 8, "vocabulary": 8},
+small = {"name": "small", "data": {"kind": "induction", "held_out": 4, "length": 8, "vocab_size": 8},
          "model": {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2},
          "training": {"steps": 1, "batch_size": 2}}
 said(lambda: lab.train(small))

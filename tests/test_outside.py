@@ -651,7 +651,7 @@ def test_a_retrofit_with_names_from_outside_is_trained_on(brought, here, run):
     forget("small", "plain")
     done = train(
         {
-            "data": {"kind": "induction", "held_out": 4, "length": 8, "vocabulary": 32},
+            "data": {"kind": "induction", "held_out": 4, "length": 8, "vocab_size": 32},
             "start": {"checkpoint": "lifted"},
             "training": {"steps": 2, "batch_size": 2, "threads": 1},
         },

@@ -29,7 +29,7 @@ from headwater.training.loop import train
 ROOT = Path(__file__).parents[1] / "recipes"
 FOLDERS = ("skip-layer", "tokenformer", "value-residual", "kv-shifting")
 # Not runs of a paper.
-OURS = {"value-residual/plus-start"}
+OURS = {"value-residual/plus-init"}
 # Recipes with stages have tests of their own below.
 STAGED = {"tokenformer/grown", "tokenformer/maxtext-grown"}
 
@@ -175,10 +175,10 @@ MECHANISMS: dict[str, dict[str, dict]] = {
     "value-residual/places": {
         "vanilla": {},
         "values": V_0,
-        "hidden": residual("constant", of="hidden", weight=1.0),
-        "query": residual("identity", of="queries"),
-        "key": residual("identity", of="keys"),
-        "attention": residual("identity", of="probabilities"),
+        "hidden": residual("constant", target="hidden", weight=1.0),
+        "query": residual("identity", target="queries"),
+        "key": residual("identity", target="keys"),
+        "attention": residual("identity", target="probabilities"),
     },
     "value-residual/sources": {
         "vanilla": {},
@@ -206,8 +206,8 @@ MECHANISMS: dict[str, dict[str, dict]] = {
     "kv-shifting/variants": {
         "vanilla": {},
         "KV shift": {"kv_shift": {}},
-        "gate": {"kv_shift": {"form": "gate"}},
-        "clamped": {"kv_shift": {"form": "clamped"}},
+        "gate": {"kv_shift": {"variant": "gate"}},
+        "clamped": {"kv_shift": {"variant": "clamped"}},
         "keys only": {"kv_shift": {"values": False}},
         "values only": {"kv_shift": {"keys": False}},
         "shift 2": {"kv_shift": {"window": 3}},
@@ -254,7 +254,7 @@ def tokens_a_step(recipe: Recipe) -> int:
 
 def config(recipe: Recipe) -> HeadwaterConfig:
     """The model at full size; its data are not read."""
-    size = recipe.model.get("vocab_size") or recipe.data.vocabulary
+    size = recipe.model.get("vocab_size") or recipe.data.vocab_size
     return recipe.config_for(SimpleNamespace(vocab_size=size, context=context(recipe), tokenizer=None))
 
 
@@ -304,10 +304,10 @@ def reduced(recipe: Recipe, corpus: Path) -> Recipe:
     for name in ("vocab_size", "max_position_embeddings"):
         values["model"].pop(name, None)
     if recipe.data.kind == "induction":
-        values["data"] |= dict(vocabulary=16, length=32, held_out=4)
+        values["data"] |= dict(vocab_size=16, length=32, held_out=4)
     else:
         text = dict(kind="text", source=str(corpus), tokenizer="bytes", context=32, held_out_bytes=400)
-        values["data"] = text | dict(rows=recipe.data.rows)
+        values["data"] = text | dict(row_layout=recipe.data.row_layout)
     values["training"] |= dict(
         steps=2,
         batch_size=2,
@@ -573,7 +573,7 @@ def test_reduction_keeps_what_makes_the_arm(name, arm, corpus):
         assert getattr(small.training, field) == getattr(recipe.training, field)
     assert small.training.optimizer == recipe.training.optimizer
     assert small.training.gradient_checkpointing == recipe.training.gradient_checkpointing
-    assert recipe.data.kind == "induction" or small.data.rows == recipe.data.rows
+    assert recipe.data.kind == "induction" or small.data.row_layout == recipe.data.row_layout
 
 
 @pytest.mark.sampled(19)

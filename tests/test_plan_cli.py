@@ -177,7 +177,7 @@ def test_the_data_of_a_recipe_is_not_read(prices, run, tmp_path):
     for name in ("tokenizer", "tokenizer/tokenizer.json"):
         (one,) = prices(recipe(tmp_path / "t.yaml", data=data | {"tokenizer": str(tmp_path / name)}))
         assert one["shape"]["vocabulary"] == 257
-    induction = recipe(tmp_path / "i.yaml", data={"kind": "induction", "vocabulary": 40, "length": 20})
+    induction = recipe(tmp_path / "i.yaml", data={"kind": "induction", "vocab_size": 40, "length": 20})
     (one,) = prices(induction)
     assert (one["shape"]["vocabulary"], one["at"][0]["context"]) == (40, 20)
 
@@ -237,7 +237,7 @@ def test_arms_and_stages_are_priced_as_they_train(prices, tmp_path):
         ({"attn_implementation": "flex_attention"}, {}, False),
         ({"precision": "bf16-mixed", "device": "cpu"}, {}, True),  # short rows
         ({"precision": "bf16-mixed", "device": "cpu"}, {"context": 1024}, False),
-        ({}, {"rows": "contiguous"}, False),
+        ({}, {"row_layout": "contiguous"}, False),
     ],
 )
 def test_packed_rows_have_a_mask_where_attention_takes_one(training, data, masked, prices, tmp_path):

@@ -228,7 +228,7 @@ LAST = {
         {("raw", "v"): [0], ("shared", "value_residual"): [-1]},
         dict(mode="learnable_plus"),
     ),
-    "resformer-82m-dense": (["local"], {("raw", "v"): list(range(7))}, dict(mode="dense", recursive=False)),
+    "resformer-82m-dense": (["local"], {("raw", "v"): list(range(7))}, dict(mode="dense")),
     "resformer-82m-neutreno": (["heads"], {("raw", "v"): [0]}, dict(weight=0.4)),
     "resformer-82m-identity-neutreno": (["local", "heads"], {("raw", "v"): [0]}, dict(mode="identity", weight=0.1)),
     "resformer-82m-denseformer": (["leave"], {("stream", "x"): list(range(-1, 7))}, dict(dilation=1, period=1)),
@@ -396,9 +396,8 @@ def test_changes_replace_fields():
     assert (config.max_position_embeddings, config.residual_dropout) == (16384, 0.1)
     assert list(config.mechanisms) == ["skip_layer"]
     assert preset("gpt2-124m-sla", mechanisms={}).mechanisms == {}
-    assert (
-        preset("kv-shifting-1.5b", mechanisms={"kv_shift": {"form": "gate"}}).mechanisms["kv_shift"]["form"] == "gate"
-    )
+    gated = preset("kv-shifting-1.5b", mechanisms={"kv_shift": {"variant": "gate"}})
+    assert gated.mechanisms["kv_shift"]["variant"] == "gate"
 
 
 def test_a_config_does_not_share_a_presets_dicts():

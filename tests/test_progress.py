@@ -66,7 +66,7 @@ def test_a_trial_that_ends_has_a_line(lines):
 def test_a_training_run_in_a_log(run, tmp_path):
     recipe = {
         "name": "tiny",
-        "data": {"kind": "induction", "held_out": 4, "length": 8, "vocabulary": 8},
+        "data": {"kind": "induction", "held_out": 4, "length": 8, "vocab_size": 8},
         "model": {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2},
         "training": {"steps": 3, "batch_size": 2, "gradient_accumulation_steps": 2, "threads": 1, "warmup_steps": 1},
         "reporting": {"tensorboard": False, "log_every": 1},

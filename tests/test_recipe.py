@@ -290,7 +290,7 @@ def test_identity_follows_what_decides_the_result_and_nothing_else():
         return parse({"data": {"kind": "induction"}} | changes, "test").identity
 
     assert identity().startswith("2:")
-    assert identity() == identity(name="other", title="t", reporting={"log_every": 3}, training={"timeout": 9})
+    assert identity() == identity(name="other", title="t", reporting={"log_every": 3}, training={"timeout_minutes": 9})
     assert identity() == identity(data={"kind": "induction", "length": 32}, model={}, training={"steps": 1000})
     assert identity() != identity(seed=1)
     assert identity() != identity(training={"steps": 2})

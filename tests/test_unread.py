@@ -12,7 +12,7 @@ LATER = pytest.mark.xfail(strict=True, reason="parsing does not know yet what is
 
 RECIPE = {
     "name": "tiny",
-    "data": {"kind": "induction", "held_out": 4, "length": 8, "vocabulary": 8},
+    "data": {"kind": "induction", "held_out": 4, "length": 8, "vocab_size": 8},
     "model": {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2},
     "training": {"steps": 2, "batch_size": 2, "threads": 1, "warmup_steps": 1},
     "reporting": {"tensorboard": False},

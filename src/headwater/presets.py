@@ -187,14 +187,14 @@ VALUE_RESIDUAL_VARIANTS: dict[str, tuple[dict[str, Any], str]] = {
         "identity, and NeuTRENO with λ = 0.1, which is the authors' 0.2 on the mixed value",
     ),
     "resformer-82m-denseformer": ({"dense_former": {}}, "DenseFormer, a baseline"),
-    "resformer-82m-query": ({"value_residual": {"of": "queries", "mode": "identity"}}, "residual of queries"),
-    "resformer-82m-key": ({"value_residual": {"of": "keys", "mode": "identity"}}, "residual of keys"),
+    "resformer-82m-query": ({"value_residual": {"target": "queries", "mode": "identity"}}, "residual of queries"),
+    "resformer-82m-key": ({"value_residual": {"target": "keys", "mode": "identity"}}, "residual of keys"),
     "resformer-82m-attention": (
-        {"value_residual": {"of": "probabilities", "mode": "identity"}},
+        {"value_residual": {"target": "probabilities", "mode": "identity"}},
         "residual of attention probabilities; eager attention only",
     ),
     "resformer-82m-hidden": (
-        {"value_residual": {"of": "hidden", "mode": "constant", "weight": 1.0}},
+        {"value_residual": {"target": "hidden", "mode": "constant", "weight": 1.0}},
         "X_0 added to each attention's input",
     ),
     "svformer-82m": ({"svformer": {}}, "82M is the baseline's size; 7 of 8 layers have no value projection"),
@@ -320,7 +320,7 @@ def _canon() -> dict[str, Preset]:
             vocab_size=vocabulary,
             rope_parameters=_rope(base, channels / (width // heads)),
             qk_norm=normed,
-            mechanisms={"short_conv": {"on": places}},
+            mechanisms={"short_conv": {"sites": places}},
         )
         found[f"llama-canon-{size}"] = Preset(fields, "Canon layers, arXiv 2512.17351", "Canon-A, B, C and D")
     return found
@@ -415,7 +415,7 @@ def _recommended() -> dict[str, Preset]:
     base = _shape(12, 768, 12) | dict(
         intermediate_size=2048, max_position_embeddings=2048, vocab_size=50304, embedding_range=0.1
     )
-    chosen = {"short_conv": {"on": ["attention_input", "feed_forward_input"]}, "svformer": {}}
+    chosen = {"short_conv": {"sites": ["attention_input", "feed_forward_input"]}, "svformer": {}}
     tested = "tested with 2.9M to 34M parameters, and not yet at this size"
     return {
         "headwater-base": Preset(

@@ -368,7 +368,7 @@ def _stages(name: str, recipe: Recipe, config: HeadwaterConfig, schedule: bool) 
             each,
             run.training,
             True,
-            getattr(run.data, "rows", "") == "packed",
+            getattr(run.data, "row_layout", "") == "packed",
             run.row_length,
             before,
             (name, stage),

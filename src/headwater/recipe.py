@@ -578,7 +578,7 @@ class Recipe(Settings):
     def known_size(self) -> int | None:
         """The vocabulary, or the number of classes, as far as the recipe tells without its data."""
         if not isinstance(self.data, ImageSettings):
-            return self.model.get("vocab_size") or getattr(self.data, "vocabulary", None)
+            return self.model.get("vocab_size") or getattr(self.data, "vocab_size", None)
         base = self.model.get("base")
         of_preset = preset(base).num_labels if base in PRESETS else None
         return self.model.get("num_labels") or self.data.known_classes or of_preset
@@ -716,7 +716,7 @@ class Recipe(Settings):
                     f"Stage {stage.name!r} aligns keys and values, which turns their weights, so that the optimizer's "
                     "state does not belong to them; set convert.align to false, or leave out optimizer_state: keep."
                 )
-        _check_one_measure(runs, "Stages are put on record")
+        _check_one_metric(runs, "Stages are put on record")
         if self.start is None and self.stages:  # else the model is a checkpoint's
             # This does not read the data, whose vocabulary does not matter here.
             size = self.known_size or 1
@@ -781,14 +781,14 @@ def changed_config(config: HeadwaterConfig, change: Change) -> HeadwaterConfig:
     return config
 
 
-def _check_one_measure(recipes: Sequence[Recipe], why: str) -> None:
-    """Raise `HeadwaterError` if recipes whose results belong together use different measures."""
+def _check_one_metric(recipes: Sequence[Recipe], why: str) -> None:
+    """Raise `HeadwaterError` if recipes whose results belong together use different metrics."""
     if len({recipe.unit for recipe in recipes}) > 1:
         raise HeadwaterError(f"{why} with data of one sort; use either images or text for all.")
     data = [recipe.data for recipe in recipes if isinstance(recipe.data, HeldOutSettings)]
-    if len({(one.measure, *sorted(one.held_out_domains or ())) for one in data}) > 1:
+    if len({(one.metric, *sorted(one.held_out_domains or ())) for one in data}) > 1:
         raise HeadwaterError(
-            f"{why} by one measure over the same domains; set the same data.measure and the same names in "
+            f"{why} by one metric over the same domains; set the same data.metric and the same names in "
             f"data.held_out_domains for all."
         )
 
@@ -930,7 +930,7 @@ def parse(values: Any, where: str) -> Recipe:
     if recipe.compare is not None:
         seed, sizes = recipe.compare.seeds[0], recipe.compare.sizes or [None]
         trials = [recipe.arm(name, seed, size) for name in recipe.compare.arms for size in sizes]
-        _check_one_measure(trials, f"{where}: arms are compared")
+        _check_one_metric(trials, f"{where}: arms are compared")
     return recipe
 
 

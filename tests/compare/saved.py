@@ -37,7 +37,7 @@ def tiny(compare, **changes):
     values = {
         "name": "tiny",
         "title": "A tiny comparison",
-        "data": {"kind": "induction", "vocabulary": 8, "length": 12, "held_out": 64},
+        "data": {"kind": "induction", "vocab_size": 8, "length": 12, "held_out": 64},
         "model": {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1},
         "training": {
             "steps": 12,

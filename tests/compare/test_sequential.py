@@ -231,7 +231,7 @@ def test_a_planted_difference_of_trained_models_is_found_and_a_planted_zero_call
             "name": "planted",
             "title": "Planted differences",
             "data": {"kind": "text", "source": str(tmp_path / "base.txt"), "tokenizer": "bytes", "context": 64}
-            | {"held_out": 0.1, "held_out_bytes": 40_000, "measure": "loss"},
+            | {"held_out": 0.1, "held_out_bytes": 40_000, "metric": "loss"},
             "model": {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2},
             "training": {"steps": 40, "batch_size": 8, "learning_rate": 3e-3, "warmup_steps": 10, "threads": 1},
             "reporting": {"save_every": None, "tensorboard": False},
@@ -391,7 +391,7 @@ def test_seeds_count_on_from_the_listed_ones():
 COMMAND = """
 name: tiny
 title: A tiny comparison
-data: {kind: induction, vocabulary: 8, length: 12, held_out: 64}
+data: {kind: induction, vocab_size: 8, length: 12, held_out: 64}
 model: {hidden_size: 8, num_hidden_layers: 1, num_attention_heads: 1}
 training: {steps: 12, batch_size: 4, threads: 1, warmup_steps: 2}
 reporting: {log_every: 6, save_every: 4, tensorboard: false}

@@ -25,20 +25,19 @@ pytestmark = pytest.mark.sampled(409)
 MORE_VARIANTS: dict[str, list[dict]] = {
     "kv_shift": [{"window": 3}, {"window": 4, "queries": True}, {"queries": True, "keys": False, "values": False}],
     "short_conv": [
-        {"on": ["queries", "keys", "values"], "window": 3, "residual": False},
-        {"on": ["attention_input", "feed_forward_input"], "layers": [0, 2]},
-        {"on": ["keys", "values", "attention_output", "feed_forward_output"]},
-        {"on": ["keys", "values", "feed_forward_hidden"], "dynamic": ["keys", "values"]},
+        {"sites": ["queries", "keys", "values"], "window": 3, "residual": False},
+        {"sites": ["attention_input", "feed_forward_input"], "layers": [0, 2]},
+        {"sites": ["keys", "values", "attention_output", "feed_forward_output"]},
+        {"sites": ["keys", "values", "feed_forward_hidden"], "dynamic": ["keys", "values"]},
     ],
     "value_residual": [
         {"source": 1},
         {"layers": [2]},
         {"mode": "constant", "weight": 0.7},
-        {"mode": "sparse", "of": "keys", "layers": [1]},
-        {"mode": "learnable", "of": "probabilities"},
-        {"mode": "learnable", "of": "hidden", "source": 1},
-        {"mode": "dense", "recursive": True},
-        *({"mode": "learnable_plus", "plus_start": start} for start in ("uniform", "depth")),
+        {"mode": "sparse", "target": "keys", "layers": [1]},
+        {"mode": "learnable", "target": "probabilities"},
+        {"mode": "learnable", "target": "hidden", "source": 1},
+        *({"mode": "learnable_plus", "plus_init": start} for start in ("uniform", "depth")),
     ],
     "value_embedding": [
         {"tables": 2, "rank": 5},
@@ -47,23 +46,22 @@ MORE_VARIANTS: dict[str, list[dict]] = {
     ],
     "ngram_memory": [
         {"orders": [2, 4], "heads": 2, "rows": 11, "layers": [0, 2], "gate": "match", "rank": 12},
-        {"where": "values", "gate": "match", "rank": 8, "end_of_text": 5},
+        {"target": "values", "gate": "match", "rank": 8, "end_of_text": 5},
         {"orders": [3], "heads": 2, "rank": 6, "combine": "sum", "seed": 3},
     ],
     "svformer": [{"source": 1}, {"layers": [1]}, {"share": "both", "layers": [2]}],
     "kv_source": [
         {"keys": "yoco", "values": "yoco"},
-        {"keys": "own", "values": "last", "last": 2},
+        {"keys": "own", "values": "last", "num_shared_layers": 2},
         {"keys": [0, 1, 1], "values": [0, 0, 0]},
     ],
     "skip_layer": [
         {"layers": 1},
         {"layers": 1, "heads": 4},
         {"layers": 1, "source": "alias"},
-        {"layers": [1, 2], "heads": 4},
     ],
     "pattention": [
-        {"attention_pairs": 24, "ffn_pairs": [40, 50, 60], "value_pairs": 9},
+        {"attention_pairs": 24, "ffn_pairs": 40, "value_pairs": 9},
         {"top_k": 7},
         {
             "attention_pairs": 25,
@@ -76,11 +74,15 @@ MORE_VARIANTS: dict[str, list[dict]] = {
     "neutreno": [{"weight": 0.2}],
     "persistent_memory": [{"pairs": 1, "layers": [0, 2]}],
     "exclusive": [{"learnable": True, "layers": [0, 2]}],
-    "output_gate": [{"by": "channel", "channels": 5, "scale": 2.0, "layers": [1]}],
+    "output_gate": [{"granularity": "channel", "channels": 5, "scale": 2.0, "layers": [1]}],
     "smear": [{"weight": 0.5, "norm": "after"}],
     "embedding_residual": [{"weight": 0.5, "layers": [0, 2]}],
     "backout": [{"weight": 0.5, "layer": 0}],
-    "depth_attention": [{"block": 2, "layers": [2]}, {"queries": 3, "form": "inkling_2"}, {"of": "states", "block": 2}],
+    "depth_attention": [
+        {"block": 2, "layers": [2]},
+        {"queries": 3, "variant": "inkling_2"},
+        {"target": "states", "block": 2},
+    ],
     "dense_former": [{"dilation": 2}, {"period": 2}],
 }
 
@@ -205,7 +207,7 @@ class TestEveryMechanism(Contract):
         for options in json.loads(case.mechanisms).values():
             if options.get("score") == "softmax":  # its weights are all but equal: tokens, and so keys, hardly differ
                 least = 0
-            if options.get("form") == "clamped":  # beyond its limits a scalar rightly has no gradient
+            if options.get("variant") == "clamped":  # beyond its limits a scalar rightly has no gradient
                 for name, parameter in model.named_parameters():
                     if ".mechanisms." in name:
                         parameter.data.clamp_(0.1, 0.9)
@@ -237,14 +239,14 @@ OF_SOME_LAYERS: list[dict] = [
     for more in ({}, {"kv_shift": {}})
     for name in ("value_residual", "svformer", "value_embedding", "short_conv", "exclusive", "output_gate")
 ] + [
-    {"svformer": {"layers": [2], "share": "both"}, "value_residual": {"of": "queries", "layers": [2]}},
-    {"kv_source": {"keys": [0, 1, 0], "values": [0, 1, 0]}, "kv_shift": {"form": "half_heads"}},
+    {"svformer": {"layers": [2], "share": "both"}, "value_residual": {"target": "queries", "layers": [2]}},
+    {"kv_source": {"keys": [0, 1, 0], "values": [0, 1, 0]}, "kv_shift": {"variant": "half_heads"}},
     {"kv_source": {"keys": [0, 1, 1], "values": [0, 1, 2]}, "exclusive": {}, "persistent_memory": {}},
     {"kv_source": {"keys": "own", "values": [0, 0, 2]}, "neutreno": {}},
     {"value_embedding": {"tables": 1, "layers": [0, 2]}},
     {"value_embedding": {"tables": 2, "layers": [1, 2]}},
     {"value_embedding": {"tables": 1, "layers": [1]}},
-    {"ngram_memory": {"where": "values", "layers": [1], "combine": "sum"}},
+    {"ngram_memory": {"target": "values", "layers": [1], "combine": "sum"}},
 ]
 
 

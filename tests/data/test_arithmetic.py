@@ -75,7 +75,7 @@ def test_a_problem_needs_exactly_so_many_operations_and_its_solution_is_right(op
 
 
 def test_training_goes_up_to_the_operations_and_held_out_problems_are_harder_by_so_many():
-    data = ArithmeticSettings(operations=3, harder=2, held_out=50).build()
+    data = ArithmeticSettings(operations=3, extra_operations=2, held_out=50).build()
     ids = data.sample(generator("test"), 300)["input_ids"].tolist()
     counts = [len(steps_of(parse_prompt(data.prompt_words(row)))) for row in ids]
     assert set(counts) == {1, 2, 3}
@@ -97,7 +97,7 @@ def test_some_statements_are_not_needed():
 
 
 @pytest.mark.parametrize(
-    "settings", [{"operations": 24, "harder": 6}, {"operations": 2}, {"operations": 1, "modulus": 2}]
+    "settings", [{"operations": 24, "extra_operations": 6}, {"operations": 2}, {"operations": 1, "modulus": 2}]
 )
 def test_rows_fit_the_context_and_the_loss_is_on_the_solution(settings):
     data = ArithmeticSettings(**settings, held_out=100).build()
@@ -181,12 +181,12 @@ def sloppy(data, wrong):
 
 def test_the_accuracy_is_that_of_what_the_model_writes():
     data = ArithmeticSettings(operations=2, held_out=20).build()
-    assert data.evaluate(data.oracle).measures["accuracy"] == 1.0
-    assert data.evaluate(sloppy(data, range(5))).measures["accuracy"] == 0.75
+    assert data.evaluate(data.oracle).metrics["accuracy"] == 1.0
+    assert data.evaluate(sloppy(data, range(5))).metrics["accuracy"] == 0.75
     # A model that only copies the given solution cannot do so when it writes its own.
     copied = data.evaluate(lambda batch: certain(batch["input_ids"].roll(-1, 1), data.vocab_size))
-    assert copied.measures["accuracy"] == 0.0
-    assert copied.measures["loss"] < 1e-6
+    assert copied.metrics["accuracy"] == 0.0
+    assert copied.metrics["loss"] < 1e-6
 
 
 def test_a_model_that_never_ends_is_stopped_at_the_longest_row():
@@ -225,10 +225,10 @@ def test_problems_are_shared_by_processes_that_call_the_model_equally_often():
             return torch.tensor([sum(own[now] for own in alive)])
 
         seen = []
-        measures = data.evaluate(
+        metrics = data.evaluate(
             lambda batch, seen=seen: seen.append(1) or model(batch), Share(rank, world, total)
-        ).measures
-        assert measures["accuracy"] == pytest.approx(4 / 7)
+        ).metrics
+        assert metrics["accuracy"] == pytest.approx(4 / 7)
         calls.append(len(seen))
     assert len(set(calls)) == 1, "models in several processes run together or not at all"
 

@@ -117,7 +117,7 @@ def test_rows_and_evaluation_count_answers_alone(folder):
     assert [one.bytes for one in data.held_out] == sizes
     tokens = sum(len(data.tokenizer(text + "<|im_end|>").input_ids) for text in said)
     assert sum(one.tokens for one in data.held_out) == tokens
-    measures = data.evaluate(lambda batch: torch.zeros(*batch["input_ids"].shape, 512)).measures
+    measures = data.evaluate(lambda batch: torch.zeros(*batch["input_ids"].shape, 512)).metrics
     assert measures["loss"] == pytest.approx(math.log(512))
     assert measures["bits_per_byte"] == pytest.approx(9 * tokens / sum(sizes))
 

@@ -155,9 +155,9 @@ def test_no_text_that_is_trained_on_is_measured(tmp_path, few):
         ({"held_out_domains": {"a": "x", "b": "./x/"}}, "'a' and 'b' are the same source"),
         ({"held_out_domains": {"a": 3}}, r"data\.held_out_domains\.a: .*string"),
         ({"held_out_domains": ["a"]}, r"data\.held_out_domains: .*dict"),
-        ({"measure": "loss/a"}, "no measure 'loss/a'; "),
-        ({"held_out_domains": {"wiki": "x"}, "measure": "loss/wikki"}, "did you mean 'loss/wiki'"),
-        ({"held_out_domains": {"wiki": "x"}, "measure": "accuracy"}, "no measure 'accuracy'"),
+        ({"metric": "loss/a"}, "no metric 'loss/a'; "),
+        ({"held_out_domains": {"wiki": "x"}, "metric": "loss/wikki"}, "did you mean 'loss/wiki'"),
+        ({"held_out_domains": {"wiki": "x"}, "metric": "accuracy"}, "no metric 'accuracy'"),
     ],
 )
 @pytest.mark.parametrize("kind", ["text", "prepared"])
@@ -211,7 +211,7 @@ COMPARED = {
 
 @pytest.mark.slow
 def test_a_domain_decides_a_comparison_and_all_are_reported(texts, tmp_path, run):
-    data = make(texts, held_out_domains={n: str(texts / n) for n in LINES}, measure="loss/code").model_dump(mode="json")
+    data = make(texts, held_out_domains={n: str(texts / n) for n in LINES}, metric="loss/code").model_dump(mode="json")
     runs = tmp_path / "runs"
     records = {}
     for trial in trials_of(parse(COMPARED | {"data": data}, "test"), runs):
@@ -233,12 +233,12 @@ def test_a_domain_decides_a_comparison_and_all_are_reported(texts, tmp_path, run
 
 def test_arms_and_stages_are_measured_alike(texts):
     data = make(texts, held_out_domains={"a": str(texts / "wiki")}).model_dump(mode="json")
-    for other in ({"measure": "loss"}, {"held_out_domains": {"b": str(texts / "code")}}, {"held_out_domains": None}):
+    for other in ({"metric": "loss"}, {"held_out_domains": {"b": str(texts / "code")}}, {"held_out_domains": None}):
         compare = COMPARED["compare"] | {"arms": {"base": {}, "other": {"data": other}}}
-        with pytest.raises(HeadwaterError, match="one measure over the same domains"):
+        with pytest.raises(HeadwaterError, match="one metric over the same domains"):
             parse(COMPARED | {"data": data, "compare": compare}, "test")
         staged = {"data": data, "stages": [{"name": "more", "data": other}]}
-        with pytest.raises(HeadwaterError, match="one measure over the same domains"):
+        with pytest.raises(HeadwaterError, match="one metric over the same domains"):
             parse(staged, "test")
 
 
@@ -246,7 +246,7 @@ def test_train_says_what_each_domain_has(texts, tmp_path, run):
     recipe = tmp_path / "recipe.yaml"
     domains = ", ".join(f"{name}: {texts / name}" for name in LINES)
     recipe.write_text(
-        f"data: {{kind: text, source: {texts}, context: 16, measure: loss, held_out_domains: {{{domains}}}}}\n"
+        f"data: {{kind: text, source: {texts}, context: 16, metric: loss, held_out_domains: {{{domains}}}}}\n"
         "model: {hidden_size: 8, num_hidden_layers: 1, num_attention_heads: 1}\n"
         "training: {steps: 2, batch_size: 2, threads: 1}\nreporting: {tensorboard: false}\n"
     )

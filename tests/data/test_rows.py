@@ -103,7 +103,7 @@ def test_streams_of_a_mixture_have_orders_of_their_own():
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_synthetic_rows_are_shared_too(world):
-    data = InductionSettings(vocabulary=16, length=8).build()
+    data = InductionSettings(vocab_size=16, length=8).build()
     whole = first(data.batches(1, 8, 24), 3)
     parts = [first(data.batches(1, 8, 24, Share(rank, world)), 3) for rank in range(world)]
     for step, batch in enumerate(whole):
@@ -132,6 +132,6 @@ def test_processes_measure_held_out_text_together(tmp_path, world):
         calls = []
         shared = data.evaluate(logits, Share(rank, world, lambda nats: torch.stack(collected).sum(0)))
         counts.append(len(calls))
-        assert shared.measures == pytest.approx(alone.measures, rel=1e-12)
+        assert shared.metrics == pytest.approx(alone.metrics, rel=1e-12)
         assert [d["nats"] for d in shared.documents] == pytest.approx([d["nats"] for d in alone.documents], rel=1e-12)
     assert len(set(counts)) == 1, "models in several processes run together or not at all"

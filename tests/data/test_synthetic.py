@@ -25,22 +25,22 @@ from headwater.recipe import parse
 from headwater.seeding import generator
 
 SMALL = [
-    InductionSettings(vocabulary=32, length=24, held_out=300),
-    InductionSettings(form="periodic", vocabulary=32, length=24, held_out=300),
-    InductionSettings(form="scattered", vocabulary=32, length=24, held_out=300),
-    NgramSettings(vocabulary=16, entries=60, length=20, held_out=300),
-    NgramSettings(order=2, vocabulary=16, entries=10, length=20, held_out=300),
-    NgramSettings(order=4, vocabulary=8, entries=40, length=20, held_out=300),
+    InductionSettings(vocab_size=32, length=24, held_out=300),
+    InductionSettings(variant="periodic", vocab_size=32, length=24, held_out=300),
+    InductionSettings(variant="scattered", vocab_size=32, length=24, held_out=300),
+    NgramSettings(vocab_size=16, entries=60, length=20, held_out=300),
+    NgramSettings(order=2, vocab_size=16, entries=10, length=20, held_out=300),
+    NgramSettings(order=4, vocab_size=8, entries=40, length=20, held_out=300),
     HopSettings(hops=5, alphabet=4, length=40, held_out=300),
-    RecallSettings(pairs=5, vocabulary=20, length=30, held_out=300),
-    ArithmeticSettings(operations=3, harder=1, held_out=40),
+    RecallSettings(pairs=5, vocab_size=20, length=30, held_out=300),
+    ArithmeticSettings(operations=3, extra_operations=1, held_out=40),
 ]
 # Those whose training rows are never held out.
-APART = [settings for settings in SMALL if getattr(settings, "form", "") != "chain"]
+APART = [settings for settings in SMALL if getattr(settings, "variant", "") != "chain"]
 
 
 def name(settings):
-    return f"{settings.kind}-{getattr(settings, 'form', getattr(settings, 'order', ''))}".strip("-")
+    return f"{settings.kind}-{getattr(settings, 'variant', getattr(settings, 'order', ''))}".strip("-")
 
 
 def task(kind):
@@ -61,15 +61,15 @@ def rows_of(settings, count=200):
 def test_the_oracle_is_right_everywhere_and_sure(settings):
     data = settings.build()
     assert data.sanity()["oracle"] == 1.0
-    assert data.evaluate(data.oracle).measures["loss"] < 1e-6
+    assert data.evaluate(data.oracle).metrics["loss"] < 1e-6
 
 
 @task(SMALL)
 def test_an_oracle_that_looks_away_is_not_right(settings):
     """The accuracy that is measured can fail: answers of another row are worth little."""
     data = settings.build()
-    measures = data.evaluate(lambda batch: data.oracle({"input_ids": batch["input_ids"]}).roll(1, -1)).measures
-    assert measures["accuracy"] < 0.05
+    metrics = data.evaluate(lambda batch: data.oracle({"input_ids": batch["input_ids"]}).roll(1, -1)).metrics
+    assert metrics["accuracy"] < 0.05
 
 
 @task(SMALL)
@@ -116,19 +116,19 @@ def test_processes_share_the_rows_of_a_batch(settings):
 def test_held_out_rows_are_never_trained_on(settings):
     """At sizes so small that many rows drawn are held out: they are drawn anew."""
     small = {
-        "induction": {"vocabulary": 12, "length": 6},
-        "ngram": {"vocabulary": 6, "entries": 5, "order": 3, "length": 12},
+        "induction": {"vocab_size": 12, "length": 6},
+        "ngram": {"vocab_size": 6, "entries": 5, "order": 3, "length": 12},
         "hop": {"hops": 1, "alphabet": 3, "length": 6},
-        "recall": {"pairs": 1, "vocabulary": 6, "length": 4},
-        "arithmetic": {"operations": 1, "harder": 0, "modulus": 2},
+        "recall": {"pairs": 1, "vocab_size": 6, "length": 4},
+        "arithmetic": {"operations": 1, "extra_operations": 0, "modulus": 2},
     }[settings.kind]
-    form = {"form": settings.form} if settings.kind == "induction" else {}
+    variant = {"variant": settings.variant} if settings.kind == "induction" else {}
     if settings.kind == "induction":
-        small = {"vocabulary": 8, "length": 6 if settings.form == "scattered" else 12}
-    data = type(settings)(**small, **form, held_out=60).build()
+        small = {"vocab_size": 8, "length": 6 if settings.variant == "scattered" else 12}
+    data = type(settings)(**small, **variant, held_out=60).build()
     held_out = {tuple(row) for row in data.held_out()["input_ids"].tolist()}
     drawn = {tuple(row) for row in data.sample(generator("test"), 5_000)["input_ids"].tolist()}
-    if settings.kind not in ("arithmetic",) and form != {"form": "periodic"}:
+    if settings.kind not in ("arithmetic",) and variant != {"variant": "periodic"}:
         assert held_out & drawn, "the test would say nothing"
     trained = [batch["input_ids"] for batch in itertools.islice(data.batches(0, 512, 0), 8)]
     assert not held_out & {tuple(row) for batch in trained for row in batch.tolist()}
@@ -160,9 +160,9 @@ def test_held_out_rows_go_through_the_model_in_pieces(monkeypatch):
         sizes.append(len(batch["input_ids"]))
         return weights[batch["input_ids"]]
 
-    whole = data.evaluate(logits).measures
+    whole = data.evaluate(logits).metrics
     monkeypatch.setattr("headwater.data.synthetic.base.LOGITS", 7 * 21 * data.vocab_size)
-    pieces = data.evaluate(logits).measures
+    pieces = data.evaluate(logits).metrics
     assert sizes == [50, *[7] * 7, 1]
     assert pieces == pytest.approx(whole, rel=1e-6)
     scores, labels = weights[data.held_out()["input_ids"]], data.held_out()["shift_labels"]
@@ -171,11 +171,11 @@ def test_held_out_rows_go_through_the_model_in_pieces(monkeypatch):
     )
 
 
-@pytest.mark.parametrize("form", ["chain", "periodic", "scattered"])
-def test_induction_has_a_label_only_where_the_token_was_seen_and_always_the_same(form):
-    for row, labels in rows_of(InductionSettings(form=form, vocabulary=24, length=20)):
+@pytest.mark.parametrize("variant", ["chain", "periodic", "scattered"])
+def test_induction_has_a_label_only_where_the_token_was_seen_and_always_the_same(variant):
+    for row, labels in rows_of(InductionSettings(variant=variant, vocab_size=24, length=20)):
         full = [*row, labels[-1]]  # only ever read where the last label is known
-        assert any(label >= 0 for label in labels) or form != "periodic"
+        assert any(label >= 0 for label in labels) or variant != "periodic"
         for i, label in enumerate(labels):
             followers = {row[j + 1] for j in range(i) if row[j] == row[i]}
             if label >= 0:
@@ -184,7 +184,7 @@ def test_induction_has_a_label_only_where_the_token_was_seen_and_always_the_same
 
 
 def test_chain_a_token_seen_before_tells_the_next_one():
-    for row, labels in rows_of(InductionSettings(vocabulary=12, length=20)):
+    for row, labels in rows_of(InductionSettings(vocab_size=12, length=20)):
         full = [*row, labels[-1]]
         for i, token in enumerate(row):
             earlier = [j for j in range(i) if row[j] == token]
@@ -203,14 +203,14 @@ def copying(lag):
 
 
 def test_one_lag_solves_periodic_rows_and_none_solves_scattered_ones():
-    periodic, scattered = make(form="periodic"), make(form="scattered")
-    assert periodic.evaluate(copying(16)).measures["accuracy"] == 1.0
-    assert periodic.evaluate(copying(15)).measures["accuracy"] == 0.0
-    assert max(scattered.evaluate(copying(lag)).measures["accuracy"] for lag in range(1, 32)) < 0.25
+    periodic, scattered = make(variant="periodic"), make(variant="scattered")
+    assert periodic.evaluate(copying(16)).metrics["accuracy"] == 1.0
+    assert periodic.evaluate(copying(15)).metrics["accuracy"] == 0.0
+    assert max(scattered.evaluate(copying(lag)).metrics["accuracy"] for lag in range(1, 32)) < 0.25
 
 
 def test_periodic_rows_repeat_half_of_different_tokens():
-    for row, labels in rows_of(InductionSettings(form="periodic", vocabulary=20, length=21)):
+    for row, labels in rows_of(InductionSettings(variant="periodic", vocab_size=20, length=21)):
         assert len(set(row[:10])) == 10
         assert all(row[i] == row[i - 10] for i in range(10, 21))
         assert labels == [-100] * 10 + [row[i + 1 - 10] for i in range(10, 21)]
@@ -218,7 +218,7 @@ def test_periodic_rows_repeat_half_of_different_tokens():
 
 def test_scattered_rows_are_pairs_among_tokens_that_come_once():
     repeats = []
-    for row, labels in rows_of(InductionSettings(form="scattered", vocabulary=26, length=24)):
+    for row, labels in rows_of(InductionSettings(variant="scattered", vocab_size=26, length=24)):
         asked = [i for i, label in enumerate(labels) if label >= 0]
         repeats.append(len(asked))
         keys = {row[i] for i in asked}
@@ -236,7 +236,7 @@ def test_scattered_rows_are_pairs_among_tokens_that_come_once():
 
 def test_the_chain_is_what_it_always_was():
     """Stored results stand for these rows."""
-    batch = next(make(vocabulary=16, length=12).batches(seed=3, batch_size=2, start=0))
+    batch = next(make(vocab_size=16, length=12).batches(seed=3, batch_size=2, start=0))
     known = [[9, 4, 5, *[10] * 9], [0, 9, 11, 14, 5, *[6] * 7]]
     assert batch["input_ids"].tolist() == known
 
@@ -258,7 +258,7 @@ def test_ngram_labels_are_the_tables_wherever_its_beginnings_stand(settings):
 
 
 def test_ngram_every_entry_comes_about_equally_often_and_the_table_has_a_seed_of_its_own():
-    settings = NgramSettings(vocabulary=16, entries=20, length=40)
+    settings = NgramSettings(vocab_size=16, entries=20, length=40)
     data = settings.build()
     counts = dict.fromkeys(data.table, 0)
     for row, _ in rows_of(settings, 400):
@@ -266,8 +266,8 @@ def test_ngram_every_entry_comes_about_equally_often_and_the_table_has_a_seed_of
             if beginning in counts:
                 counts[beginning] += 1
     assert min(counts.values()) > 0.7 * sum(counts.values()) / 20
-    assert NgramSettings(vocabulary=16, entries=20).build().table == data.table
-    assert NgramSettings(vocabulary=16, entries=20, table_seed=1).build().table != data.table
+    assert NgramSettings(vocab_size=16, entries=20).build().table == data.table
+    assert NgramSettings(vocab_size=16, entries=20, table_seed=1).build().table != data.table
 
 
 def find(symbols, i):
@@ -292,24 +292,24 @@ def test_hop_labels_follow_the_papers_definition():
 
 def test_hop_is_measured_for_each_k():
     data = HopSettings(hops=2, alphabet=4, length=30, held_out=200).build()
-    measures = data.evaluate(data.oracle).measures
-    assert {key for key in measures if "/" in key} == {"accuracy/k=0", "accuracy/k=1", "accuracy/k=2"}
+    metrics = data.evaluate(data.oracle).metrics
+    assert {key for key in metrics if "/" in key} == {"accuracy/k=0", "accuracy/k=1", "accuracy/k=2"}
 
     def one_hop(batch):
         """Answers k = 1 whatever is asked."""
         return data.oracle({"input_ids": batch["input_ids"].index_fill(1, torch.tensor([0]), 4 + 1 + 1)})
 
-    measures = data.evaluate(one_hop).measures
-    assert measures["accuracy/k=1"] == 1.0
-    assert measures["accuracy/k=0"] == 0.0  # hop_1 is behind a symbol, and no two neighbors are the same
-    assert 0 < measures["accuracy/k=2"] < 0.6
+    metrics = data.evaluate(one_hop).metrics
+    assert metrics["accuracy/k=1"] == 1.0
+    assert metrics["accuracy/k=0"] == 0.0  # hop_1 is behind a symbol, and no two neighbors are the same
+    assert 0 < metrics["accuracy/k=2"] < 0.6
     labels, asked = data.held_out()["shift_labels"][:, 1:], data.held_out()["input_ids"][:, 0] - 5
     weights = [int((asked == k).sum()) / len(labels) for k in range(3)]
-    assert measures["accuracy"] == pytest.approx(sum(w * measures[f"accuracy/k={k}"] for k, w in enumerate(weights)))
+    assert metrics["accuracy"] == pytest.approx(sum(w * metrics[f"accuracy/k={k}"] for k, w in enumerate(weights)))
 
 
 def test_recall_asks_for_each_pair_once():
-    settings = RecallSettings(pairs=5, vocabulary=20, length=30)
+    settings = RecallSettings(pairs=5, vocab_size=20, length=30)
     for row, labels in rows_of(settings):
         keys, values = row[:10:2], row[1:10:2]
         assert len(set(keys)) == len(set(values)) == 5
@@ -336,8 +336,8 @@ def test_recall_asks_at_distances_of_a_power_law(power):
     ("settings", "chance"),
     [
         (InductionSettings(held_out=4000), 1 / 64),
-        (InductionSettings(form="periodic", held_out=4000), 1 / 64),
-        (InductionSettings(form="scattered", held_out=4000), 1 / 64),
+        (InductionSettings(variant="periodic", held_out=4000), 1 / 64),
+        (InductionSettings(variant="scattered", held_out=4000), 1 / 64),
         (RecallSettings(held_out=4000), 1 / 32),
     ],
     ids=lambda value: name(value) if hasattr(value, "kind") else "",
@@ -363,14 +363,14 @@ def test_a_guess_at_hops_is_a_constant_answer():
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"kind": "induction", "form": "scatterd"}, "data.form: .*'scattered', not 'scatterd'"),
-        ({"kind": "induction", "form": "scattered", "length": 64}, "needs data.vocabulary of 66 or more, not 64"),
-        ({"kind": "induction", "form": "periodic", "vocabulary": 8}, "needs data.vocabulary of 16 or more, not 8"),
+        ({"kind": "induction", "variant": "scatterd"}, "data.variant: .*'scattered', not 'scatterd'"),
+        ({"kind": "induction", "variant": "scattered", "length": 64}, "needs data.vocab_size of 66 or more, not 64"),
+        ({"kind": "induction", "variant": "periodic", "vocab_size": 8}, "needs data.vocab_size of 16 or more, not 8"),
         ({"kind": "ngram", "entries": 10**6}, "more than the 4096 possible sequences of 2 tokens out of 64"),
         ({"kind": "ngram", "order": 8, "length": 4}, "shorter than an n-gram; make it 7 or more"),
-        ({"kind": "ngram", "order": 8, "vocabulary": 1000}, "is too large; lower one"),
+        ({"kind": "ngram", "order": 8, "vocab_size": 1000}, "is too large; lower one"),
         ({"kind": "hop", "alphabet": 2}, "data.alphabet: .*greater than or equal to 3"),
-        ({"kind": "recall", "pairs": 33}, "needs data.vocabulary of 66 or more, not 64"),
+        ({"kind": "recall", "pairs": 33}, "needs data.vocab_size of 66 or more, not 64"),
         ({"kind": "recall", "pairs": 22}, "needs data.length of 66 or more, not 64"),
         ({"kind": "arithmetic", "operations": 30}, "data.operations: .*less than or equal to 24"),
         ({"kind": "arithmetic", "oprations": 3}, r"data has no field 'oprations'; did you mean 'operations'\?"),
@@ -383,7 +383,7 @@ def test_settings_that_cannot_be_are_one_sentence(data, message):
 
 
 def test_rows_without_anything_to_predict_are_one_sentence():
-    data = InductionSettings(vocabulary=10**6, length=3, held_out=1).build()
+    data = InductionSettings(vocab_size=10**6, length=3, held_out=1).build()
     with pytest.raises(HeadwaterError, match=r"raise data\.held_out"):
         data.evaluate(lambda batch: torch.zeros(1, 3, 10**6))
 
@@ -417,6 +417,6 @@ def test_the_table_of_tasks_shows_each_with_its_two_values(monkeypatch):
 
 
 def test_held_out_rows_without_a_label_are_found_before_training():
-    data = InductionSettings(vocabulary=1000, length=3, held_out=1).build()
+    data = InductionSettings(vocab_size=1000, length=3, held_out=1).build()
     with pytest.raises(HeadwaterError, match=r"no held-out row has anything to predict; raise data\.held_out"):
         next(data.batches(0, 1, 0))

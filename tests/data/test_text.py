@@ -132,7 +132,7 @@ def uniform(batch):
 
 def test_a_uniform_model_has_log2_of_the_vocabulary_bits_per_byte(folder):
     evaluation = make(folder).evaluate(uniform)
-    assert evaluation.measures["bits_per_byte"] == pytest.approx(math.log2(257), rel=1e-6)
+    assert evaluation.metrics["bits_per_byte"] == pytest.approx(math.log2(257), rel=1e-6)
 
 
 def test_evaluation_scores_every_byte_once_with_its_own_context(folder):

@@ -178,12 +178,12 @@ def _keys(draw: random.Random) -> str:
             "context",
             "held_out",
             "held_out_domains",
-            "measure",
+            "metric",
             "length",
-            "vocabulary",
-            "form",
+            "vocab_size",
+            "variant",
         ]
-        return f"data.{draw.choice([*fields, 'rows'])}"
+        return f"data.{draw.choice([*fields, 'row_layout'])}"
     if section.startswith("stages"):
         return f"{section}.{draw.choice([*TrainingStage.model_fields, 'grow.' + draw.choice(sorted(Growth.model_fields))])}"
     return f"{section}.{draw.choice(sorted(sections[section].model_fields))}"
@@ -220,7 +220,7 @@ def fields(draw: random.Random) -> Case:
     name = draw.choice([*sorted(MODEL_FIELDS), "bos_token_id", "layer_types", "rope_theta", "nope", "a.b", ""])
     if draw.random() < 0.25:
         option = draw.choice(
-            ["window", "mode", "layers", "heads", "form", "of", "weight", "ffn_pairs", "score", "keys"]
+            ["window", "mode", "layers", "heads", "variant", "target", "weight", "ffn_pairs", "score", "keys"]
         )
         mechanism = draw.choice(["kv_shift", "value_residual", "skip_layer", "pattention", "svformer", "neutreno"])
         name, value = "mechanisms", f"{{{mechanism}: {{{option}: {value}}}}}"

@@ -78,7 +78,7 @@ def make_world(root: Path) -> World:
 
     recipes = {
         "text": {"name": "text", "data": {"kind": "text", "source": str(paths["corpus"]), "context": 16}},
-        "task": {"name": "task", "data": {"kind": "induction", "held_out": 4, "length": 8, "vocabulary": 8}},
+        "task": {"name": "task", "data": {"kind": "induction", "held_out": 4, "length": 8, "vocab_size": 8}},
     }
     recipes = {name: values | {"model": dict(MODEL)} | QUICK for name, values in recipes.items()}
     arms = {"vanilla": {}, "kv [keys]": {"model": {"mechanisms": {"kv_shift": {}}}}}

@@ -44,7 +44,7 @@ TEXTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama": ({}, {}),
     "gpt2": ({}, {"gpt2": True, "num_key_value_heads": 4}),
     **{name: ({name: {}}, {}) for name in MECHANISM_NAMES},
-    "short_conv everywhere": ({"short_conv": {"on": CANON}}, {}),
+    "short_conv everywhere": ({"short_conv": {"sites": CANON}}, {}),
     "pattention everywhere": ({"pattention": EVERYWHERE}, {}),
     "windows": ({}, WINDOWS),
     "windows, kv_shift, value_residual": ({"kv_shift": {}, "value_residual": {"mode": "learnable"}}, WINDOWS),

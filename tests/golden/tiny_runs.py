@@ -21,9 +21,15 @@ TURN = "<|{{ message.role }}|>{{ message.content }}\n"
 TEMPLATE = "{% for message in messages %}" + TURN + "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 
 SYNTHETIC: dict[str, dict[str, Any]] = {
-    "induction": {"kind": "induction", "vocabulary": 12, "length": 16, "held_out": 16},
-    "induction periodic": {"kind": "induction", "form": "periodic", "vocabulary": 12, "length": 16, "held_out": 16},
-    "induction scattered": {"kind": "induction", "form": "scattered", "vocabulary": 32, "length": 24, "held_out": 16},
+    "induction": {"kind": "induction", "vocab_size": 12, "length": 16, "held_out": 16},
+    "induction periodic": {"kind": "induction", "variant": "periodic", "vocab_size": 12, "length": 16, "held_out": 16},
+    "induction scattered": {
+        "kind": "induction",
+        "variant": "scattered",
+        "vocab_size": 32,
+        "length": 24,
+        "held_out": 16,
+    },
     "ngram": {"kind": "ngram", "held_out": 16},
     "hop": {"kind": "hop", "hops": 2, "length": 16, "held_out": 16},
     "recall": {"kind": "recall", "held_out": 16},
@@ -35,7 +41,7 @@ CHAT = {"source": "chat.jsonl", "text_column": "messages", "tokenizer": "tokeniz
 LANGUAGE: dict[str, dict[str, Any]] = {
     "text": TEXT,
     "text, jsonl": ROWS,
-    "text, jsonl, contiguous": ROWS | {"rows": "contiguous"},
+    "text, jsonl, contiguous": ROWS | {"row_layout": "contiguous"},
     "text, csv": TEXT | {"source": "table.csv", "text_column": "body"},
     "text, chat": TEXT | CHAT,
     "prepared": {"kind": "prepared", "source": "prepared-rows", "context": 32},

@@ -7,7 +7,7 @@ from torch import nn
 from conftest import assert_near, build, decode, disturb, shared, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM, HeadwaterModel
 from headwater.growth import grown_config, importance, merge, pairs_of, shrink
-from headwater.growth.pairs import MAPS, NOT_NEUTRAL, maps_of
+from headwater.growth.pairs import NOT_NEUTRAL, maps_of
 from headwater.mechanisms.pattention import SCORES, default_tau
 from headwater_lab import grow
 
@@ -34,8 +34,8 @@ def test_growing_keeps_the_function_under_every_neutral_score(score, sizes):
     model, ids = trained(score=score), tokens(2, 20)
     grown = grow(model, *sizes)
     assert difference(model, grown, ids) < 1e-12
-    assert [layer["query"] for layer in pairs_of(grown)] == [sizes[0] or 7] * 3
-    assert [layer["feed_forward"] for layer in pairs_of(grown)] == [sizes[1] or 13] * 3
+    assert pairs_of(grown)["query"] == (sizes[0] or 7)
+    assert pairs_of(grown)["feed_forward"] == (sizes[1] or 13)
 
 
 @pytest.mark.parametrize("others", [{"kv_shift": {}}, {"value_residual": {}}, {"skip_layer": {}}, {"svformer": {}}])
@@ -258,7 +258,7 @@ class TestMerging:
         base = trained()
         one, two = disturb_new(grow(base, 9, freeze=True)), disturb_new(grow(base, 12, freeze=True), seed=2)
         merged = merge(base, one, two)
-        assert pairs_of(merged)[0]["query"] == 7 + 2 + 5
+        assert pairs_of(merged)["query"] == 7 + 2 + 5
         parts = zip(maps_of(base), maps_of(one), maps_of(two), maps_of(merged), strict=True)
         for (_, which, b), (*_, first), (*_, second), (*_, m) in parts:
             if which != "feed_forward":
@@ -349,12 +349,9 @@ def test_a_model_of_linear_maps_is_refused():
 
 
 def test_maps_that_differ_keep_their_own_counts():
-    model, ids = shared({"pattention": PAIRS | {"query_pairs": 5, "output_pairs": [3, 4, 5]}}), tokens(2, 20)
+    model, ids = shared({"pattention": PAIRS | {"query_pairs": 5, "output_pairs": 4}}), tokens(2, 20)
     grown = grow(model, 9)
     counts = pairs_of(grown)
-    assert [layer["query"] for layer in counts] == [9] * 3
-    assert [layer["output"] for layer in counts] == [9] * 3
-    assert [[module.n for layer, _, module in maps_of(grown) if layer == i] for i in range(3)] == [
-        [counts[i][which] for which in MAPS] for i in range(3)
-    ]
+    assert counts["query"] == counts["output"] == 9
+    assert all(module.n == counts[which] for _, which, module in maps_of(grown))
     assert difference(model, grown, ids) < 1e-12

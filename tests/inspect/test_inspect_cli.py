@@ -221,7 +221,7 @@ def test_a_model_of_numbers_reads_its_task(run, tmp_path, recipe):
     model = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "mechanisms": {"pattention": {}}}
     task = recipe(training={"steps": 2}, model=model)
     values = task.model_dump(mode="json")
-    values["data"] = {"kind": "induction", "vocabulary": 20, "length": 20}
+    values["data"] = {"kind": "induction", "vocab_size": 20, "length": 20}
     train(parse(values, "test"), tmp_path / "run")
     one = inspect_model(open_trained(tmp_path / "run"), "run", rows=4)
     assert one.text.texts[0] == "row 0"

@@ -59,7 +59,7 @@ def test_longer_windows_and_queries():
 
 def test_means_of_a_convolutions_taps():
     places = ["values", "attention_input", "feed_forward_hidden"]
-    model = build({"short_conv": {"on": places, "window": 2}}, num_hidden_layers=1, feed_forward="gated")
+    model = build({"short_conv": {"sites": places, "window": 2}}, num_hidden_layers=1, feed_forward="gated")
     taps = {name.split(".")[-1]: p for name, p in model.named_parameters() if name.endswith("_taps")}
     assert shown(model, "mean v1")[0, ""] == pytest.approx((taps["values_taps"][0].mean(1) + 1).tolist())
     for name in ("attention_input", "gate", "up"):

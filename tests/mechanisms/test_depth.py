@@ -25,7 +25,7 @@ def test_it_is_inklings(queries):
     modeling = pytest.importorskip("transformers.models.inkling2.modeling_inkling2")
     config = type("Config", (), {"hidden_size": 64, "_attn_implementation": "eager"})
     theirs = modeling.Inkling2BlockAttentionResidual(config, queries)
-    ours = DepthAttention(64, queries, form="inkling_2", eps=theirs.norm.eps)
+    ours = DepthAttention(64, queries, variant="inkling_2", eps=theirs.norm.eps)
     with torch.no_grad():
         ours.query.copy_(theirs.query.normal_().view(queries, 64))
         blocks, partial = 3 * torch.randn(2, 9, 5, 64), 3 * torch.randn(2, 9, 64)
@@ -39,8 +39,8 @@ def test_a_query_picks_the_layer_it_points_at():
     """One that points far enough reads that h_j alone: what the layer added, or its direction times √D."""
     earlier, x = list(torch.randn(3, 2, 5, 16, dtype=torch.float64)), torch.randn(2, 5, 16, dtype=torch.float64)
     added = earlier[2][0, 0] - earlier[1][0, 0]
-    for form, expected in (("attnres", added), ("inkling_2", 4 * added / added.norm())):
-        module = DepthAttention(16, form=form, eps=0.0).double()
+    for variant, expected in (("attnres", added), ("inkling_2", 4 * added / added.norm())):
+        module = DepthAttention(16, variant=variant, eps=0.0).double()
         module.query.data.copy_(1e3 * added)
         assert_near(module(x, *earlier)[0, 0], expected, 1e-9)
 
@@ -130,11 +130,11 @@ def test_a_layer_without_keys_or_values_has_no_input_for_them():
     ("mechanisms", "base"),
     [
         (
-            {"mudd": {}, "short_conv": {"on": ["attention_input", "keys"]}, "output_gate": {}},
+            {"mudd": {}, "short_conv": {"sites": ["attention_input", "keys"]}, "output_gate": {}},
             {"parallel_residual": True},
         ),
-        ({"short_conv": {"on": ["attention_input"]}, "depth_attention": {"queries": 3}, "mudd": {}}, {}),
-        ({"value_residual": {"of": "hidden"}, "mudd": {}, "depth_attention": {"queries": 3}}, {}),
+        ({"short_conv": {"sites": ["attention_input"]}, "depth_attention": {"queries": 3}, "mudd": {}}, {}),
+        ({"value_residual": {"target": "hidden"}, "mudd": {}, "depth_attention": {"queries": 3}}, {}),
     ],
     ids=lambda given: "+".join(given),
 )

@@ -251,12 +251,12 @@ def test_window_longer_than_the_row():
     assert_near(shift(x, weight), naive.kv_shift(x, weight), 1e-12)
 
 
-@pytest.mark.parametrize("form", ["gate", "clamped"])
-def test_tied_forms(form):
-    module, k = mechanism(form=form), random(B, K, T, D)
+@pytest.mark.parametrize("variant", ["gate", "clamped"])
+def test_tied_variants(variant):
+    module, k = mechanism(variant=variant), random(B, K, T, D)
     with torch.no_grad():
         module.alpha.copy_(torch.tensor([-0.5, 0.25, 1.75]))
-    first = module.alpha.sigmoid() if form == "gate" else torch.tensor([0.0, 0.25, 1.0], dtype=torch.float64)
+    first = module.alpha.sigmoid() if variant == "gate" else torch.tensor([0.0, 0.25, 1.0], dtype=torch.float64)
     assert_near(module(k, k)[0], naive.kv_shift(k, torch.stack((first, 1 - first))), 1e-12)
 
 
@@ -286,9 +286,9 @@ def test_start_of_longer_windows_is_normalized_once():
     assert taps.min() >= 0
 
 
-@pytest.mark.parametrize("form", ["gate", "clamped"])
-def test_tied_forms_start_uniform(form):
-    module = KVShift(4000, form=form)
+@pytest.mark.parametrize("variant", ["gate", "clamped"])
+def test_tied_variants_start_uniform(variant):
+    module = KVShift(4000, variant=variant)
     current, previous = module.taps(module.init("alpha", torch.Generator().manual_seed(5)))
     assert_near(current + previous, torch.ones(4000), 1e-6)
     assert (current.sort().values - torch.linspace(0, 1, 4000)).abs().max() < 0.03
@@ -297,21 +297,21 @@ def test_tied_forms_start_uniform(form):
 @pytest.mark.parametrize(
     ("given", "identity"),
     [
-        ({}, {"start": "identity"}),
-        ({"window": 4, "start": "identity"}, {"window": 4, "start": "identity"}),
-        ({"form": "clamped"}, {"form": "clamped", "start": "identity"}),
-        ({"form": "gate"}, None),
-        ({"start": "random"}, None),
+        ({}, {"init": "identity"}),
+        ({"window": 4, "init": "identity"}, {"window": 4, "init": "identity"}),
+        ({"variant": "clamped"}, {"variant": "clamped", "init": "identity"}),
+        ({"variant": "gate"}, None),
+        ({"init": "random"}, None),
     ],
 )
 def test_options_for_an_identity_start(given, identity):
     assert KVShift.identity(given) == identity
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 4}, {"form": "clamped"}])
+@pytest.mark.parametrize("options", [{}, {"window": 4}, {"variant": "clamped"}])
 def test_identity_start_changes_nothing(options):
     ids = tokens(2, T)
-    with_shift = HeadwaterForCausalLM(config({"kv_shift": {"start": "identity", "queries": True, **options}})).eval()
+    with_shift = HeadwaterForCausalLM(config({"kv_shift": {"init": "identity", "queries": True, **options}})).eval()
     assert torch.equal(with_shift(ids).logits, HeadwaterForCausalLM(config()).eval()(ids).logits)
 
 
@@ -346,10 +346,10 @@ def test_no_options_may_be_written_as_none():
     ("options", "message"),
     [
         ({"keys": False, "values": False}, "shifts nothing"),
-        ({"form": "half_heads", "start": "identity"}, "cannot start as the identity"),
+        ({"variant": "half_heads", "init": "identity"}, "cannot start as the identity"),
         ({"window": 1}, "at least 2"),
-        ({"window": 3, "form": "gate"}, "two taps"),
-        ({"form": "gate", "start": "identity"}, "cannot start as the identity"),
+        ({"window": 3, "variant": "gate"}, "two taps"),
+        ({"variant": "gate", "init": "identity"}, "cannot start as the identity"),
     ],
 )
 def test_contradictory_options(options, message):
@@ -427,7 +427,7 @@ def test_bf16_model_gives_its_scalars_fp32_gradients():
 
 def test_wrong_options_say_what_is_right():
     for options, message in (
-        ({"form": "gat"}, "form must be 'free', 'gate', 'clamped', 'half_heads' or 'half_channels', not 'gat'."),
+        ({"variant": "gat"}, "variant must be 'free', 'gate', 'clamped', 'half_heads' or 'half_channels', not 'gat'."),
         ({"window": "3"}, "window must be a whole number, not '3'."),
         ({"keys": 1}, "keys must be true or false, not 1."),
     ):
@@ -436,7 +436,7 @@ def test_wrong_options_say_what_is_right():
 
 
 def test_plain_module_refuses_what_it_cannot_do():
-    for options in (dict(form="x"), dict(window=3, form="gate"), dict(start="x"), dict(window=1)):
+    for options in (dict(variant="x"), dict(window=3, variant="gate"), dict(init="x"), dict(window=1)):
         with pytest.raises(HeadwaterError):
             KVShift(4, **options)
 
@@ -450,7 +450,7 @@ def test_half_of_the_heads_is_zayas_value_path():
     zaya = pytest.importorskip("transformers.models.zaya.modeling_zaya")
     sizes = dict(hidden_size=32, num_attention_heads=4, num_key_value_heads=4, head_dim=8)
     settings = zaya.ZayaConfig(num_hidden_layers=1, **sizes)
-    theirs, ours = zaya.ZayaCCAProjection(settings, 0), KVShift(0, 4, form="half_heads")
+    theirs, ours = zaya.ZayaCCAProjection(settings, 0), KVShift(0, 4, variant="half_heads")
     x = torch.randn(2, 9, 32)
 
     def shifted(part, tail=None):
@@ -466,7 +466,7 @@ def test_half_of_the_heads_is_zayas_value_path():
 
 def test_half_of_the_channels_are_those_without_rope():
     """Of keys, after their norm, as in modded-nanogpt; at a document's start there is nothing."""
-    shift, k = KVShift(2, 0, form="half_channels"), torch.randn(1, 2, 5, 8)
+    shift, k = KVShift(2, 0, variant="half_channels"), torch.randn(1, 2, 5, 8)
     made, v = shift(k, k, reach=torch.tensor([[0, 1, 0, 1, 2]]))
     assert torch.equal(v, k)
     assert torch.equal(made[..., :4], k[..., :4])
@@ -477,7 +477,7 @@ def test_half_of_the_channels_are_those_without_rope():
 
 def test_half_of_the_heads_are_those_of_the_model():
     """Not of those that a layer stores: skip-layer attention leaves the last layers the first head alone."""
-    made = config({"skip_layer": {"layers": 1, "heads": 2}, "kv_shift": {"form": "half_heads"}})
+    made = config({"skip_layer": {"layers": 1, "heads": 2}, "kv_shift": {"variant": "half_heads"}})
     assert [plan.k_heads for plan in made.layer_plans] == [(0, 1), (0, 1), (0,)]
     assert [plan.at("local") for plan in made.layer_plans] == [("kv_shift",), ("kv_shift",), ()]
     options = made.mechanisms["kv_shift"]
@@ -493,7 +493,7 @@ def test_half_of_the_heads_that_a_layer_has(heads, options):
     """In layers with other heads than the model."""
     fields = dict(num_attention_heads=heads, num_key_value_heads=heads)
     sizes = dict(num_hidden_layers=2, num_key_value_heads=4, sliding_window=5, sliding_layers=[1])
-    model, ids = build({"kv_shift": {"form": "half_heads"} | options}, **sizes, sliding_fields=fields), tokens(1, 7)
+    model, ids = build({"kv_shift": {"variant": "half_heads"} | options}, **sizes, sliding_fields=fields), tokens(1, 7)
     assert_near(model(ids, use_cache=False).logits[0], reference(model)(ids[0]), 1e-12)
     shift = model.model.layers[1].self_attn.mechanisms["kv_shift"]
     assert all(shift.current[part] == size // 2 for part, size in shift.sizes.items() if size)
@@ -505,4 +505,4 @@ def test_half_of_the_heads_needs_an_even_number_in_every_layer():
         (dict(num_key_value_heads=1), "num_key_value_heads of layer 1 is 1"),
     ):
         with pytest.raises(HeadwaterError, match=name):
-            config({"kv_shift": {"form": "half_heads"}}, sliding_window=5, sliding_layers=[1], sliding_fields=fields)
+            config({"kv_shift": {"variant": "half_heads"}}, sliding_window=5, sliding_layers=[1], sliding_fields=fields)

@@ -33,11 +33,15 @@ def sources(made: HeadwaterConfig) -> list[tuple[int, int]]:
     ("options", "keys", "values"),
     [
         ({}, [0, 0, 2, 2, 4, 4], [0, 0, 2, 2, 4, 4]),
-        ({"every": 4}, [0, 0, 0, 0, 4, 4], [0, 0, 0, 0, 4, 4]),
+        ({"group_size": 4}, [0, 0, 0, 0, 4, 4], [0, 0, 0, 0, 4, 4]),
         ({"keys": "yoco", "values": "yoco"}, [0, 1, 2, 3, 3, 3], [0, 1, 2, 3, 3, 3]),
         ({"keys": "last", "values": "own"}, [0, 1, 2, 2, 2, 2], [0, 1, 2, 3, 4, 5]),
-        ({"keys": "own", "values": "last", "last": 2}, [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 3, 3]),
-        ({"keys": "own", "values": "last", "last": 2, "kinds": [*"absbss"]}, [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 2, 2]),
+        ({"keys": "own", "values": "last", "num_shared_layers": 2}, [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 3, 3]),
+        (
+            {"keys": "own", "values": "last", "num_shared_layers": 2, "layer_types": [*"absbss"]},
+            [0, 1, 2, 3, 4, 5],
+            [0, 1, 2, 3, 2, 2],
+        ),
         ({"keys": [0, 1, 1, 0, 4, 4], "values": [0] * 6}, [0, 1, 1, 0, 4, 4], [0] * 6),
     ],
 )
@@ -87,12 +91,12 @@ def test_a_map_and_skip_heads_in_either_order(order):
             "layer 2 cannot have the keys of layer 1, which itself has those of layer 0; name layer 0",
         ),
         ({"keys": [0, -1, 1]}, "name a layer from 0"),
-        ({"every": 0}, "every must be at least 1"),
-        ({"last": 3}, "last must be from 1 to 2"),
-        ({"last": 1}, "last is for the map 'last'; set keys or values"),
-        ({"keys": "yoco", "kinds": ["a", "b", "a"]}, "kinds is for the map 'last'"),
-        ({"keys": "last", "kinds": ["a"]}, "kinds has 1 elements, and the model has 3 layers"),
-        ({"keys": "last", "kinds": ["a", "a", "b"]}, "layer 2 is of kind 'b', and none of the 2 layers"),
+        ({"group_size": 0}, "group_size must be at least 1"),
+        ({"num_shared_layers": 3}, "num_shared_layers must be from 1 to 2"),
+        ({"num_shared_layers": 1}, "num_shared_layers is for the map 'last'; set keys or values"),
+        ({"keys": "yoco", "layer_types": ["a", "b", "a"]}, "layer_types is for the map 'last'"),
+        ({"keys": "last", "layer_types": ["a"]}, "layer_types has 1 elements, and the model has 3 layers"),
+        ({"keys": "last", "layer_types": ["a", "a", "b"]}, "layer 2 is of kind 'b', and none of the 2 layers"),
         ({"keys": "all"}, "keys must be 'cross_layer', 'yoco', 'last', 'own' or a list"),
     ],
 )
@@ -183,7 +187,7 @@ def test_the_map_last_is_gemmas(name, kinds, last):
     modes = theirs.kv_sharing_modes
     stored = {theirs.layer_types[layer]: layer for layer, mode in enumerate(modes) if mode == "store"}
     expected = [stored[theirs.layer_types[i]] if mode == "reuse" else i for i, mode in enumerate(modes)]
-    options = {"keys": "last", "values": "last", "last": last, "kinds": theirs.layer_types}
+    options = {"keys": "last", "values": "last", "num_shared_layers": last, "layer_types": theirs.layer_types}
     made = config({"kv_source": options}, num_hidden_layers=len(kinds))
     assert sources(made) == [(source, source) for source in expected]
 
@@ -236,7 +240,7 @@ def ours_like(theirs, kinds: str, last: int, window: int | None) -> HeadwaterFor
     made = HeadwaterForCausalLM(
         config(
             {
-                "kv_source": {"keys": "last", "values": "last", "last": last, "kinds": named},
+                "kv_source": {"keys": "last", "values": "last", "num_shared_layers": last, "layer_types": named},
                 "value_norm": {},
             },
             num_hidden_layers=len(kinds),

@@ -171,7 +171,7 @@ def test_contradictory_options(options, message):
 
 
 def test_it_acts_where_a_layer_has_values_of_its_own():
-    both = config({"ngram_memory": {"where": "values"}, "svformer": {"layers": [2]}})
+    both = config({"ngram_memory": {"target": "values"}, "svformer": {"layers": [2]}})
     assert [plan.at("local") for plan in both.layer_plans] == [("ngram_memory",)] * 2 + [()]
     with pytest.raises(HeadwaterError, match="layer 2 has none"):
-        config({"ngram_memory": {"where": "values", "layers": [0, 2]}, "svformer": {"layers": [2]}})
+        config({"ngram_memory": {"target": "values", "layers": [0, 2]}, "svformer": {"layers": [2]}})

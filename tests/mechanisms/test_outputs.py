@@ -99,7 +99,7 @@ def test_a_gate_scales_what_a_head_has_read(by, outputs):
 
 def test_a_gate_reads_the_normed_input_that_attention_has():
     """Also where other mechanisms change what goes in."""
-    model, ids = build({"value_residual": {"of": "hidden"}, "output_gate": {}}), tokens(1, 6)
+    model, ids = build({"value_residual": {"target": "hidden"}, "output_gate": {}}), tokens(1, 6)
     seen: dict[str, torch.Tensor] = {}
     layer = model.model.layers[1].self_attn
     layer.q_proj.register_forward_pre_hook(lambda _, given: seen.update(queries=given[0]))
@@ -109,7 +109,7 @@ def test_a_gate_reads_the_normed_input_that_attention_has():
 
 
 def test_a_gate_that_starts_at_zero_halves_everything():
-    model = HeadwaterForCausalLM(config({"output_gate": {"start": "zero"}}))
+    model = HeadwaterForCausalLM(config({"output_gate": {"init": "zero"}}))
     gates = model.model.layers[0].self_attn.mechanisms["output_gate"]
     assert not gates.gate.weight.any()
     out = random(1, 2, 4, 8).float()

@@ -192,12 +192,12 @@ def test_every_linear_map_is_replaced():
 
 
 def test_every_map_may_have_its_own_pairs():
-    pairs = {"attention_pairs": 7, "value_pairs": 9, "ffn_pairs": [10, 20, 30]}
-    for depth, block in enumerate(HeadwaterForCausalLM(config({"pattention": pairs})).model.layers):
+    pairs = {"attention_pairs": 7, "value_pairs": 9, "ffn_pairs": 20}
+    for block in HeadwaterForCausalLM(config({"pattention": pairs})).model.layers:
         attention = block.self_attn
         counts = [len(m.key) for m in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)]
         assert counts == [7, 7, 9, 7]
-        assert len(block.mlp.key) == (10, 20, 30)[depth]
+        assert len(block.mlp.key) == 20
 
 
 def test_start():
@@ -229,7 +229,6 @@ def test_pairs_decay_and_tau_does_not():
     ("options", "changes", "message"),
     [
         ({"ffn_pairs": 0}, {}, "ffn_pairs must be at least 1, not 0"),
-        ({"ffn_pairs": [3, 4]}, {}, "ffn_pairs lists 2 numbers for 3 layers"),
         ({}, {"qkv_bias": True}, "set qkv_bias to false"),
         ({"score": "relu"}, {}, "score must be 'l2_norm_gelu', 'gelu_l2_norm'"),
         ({"score": "softmax", "tau": "pairs"}, {}, "has no tau"),

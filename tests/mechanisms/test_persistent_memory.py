@@ -28,7 +28,7 @@ def test_outside_a_model_keys_and_values_start_with_the_standard_deviation_of_th
         ({"initializer_range": 0.1}, {}, None),
         ({"linear_init": "fan_in"}, {}, None),
         ({"qk_norm": True, "initializer_range": 0.02}, {}, None),
-        ({"initializer_range": 0.02}, {"size": 1}, 1.0),
+        ({"initializer_range": 0.02}, {"init_std": 1}, 1.0),
     ],
     ids=str,
 )
@@ -93,7 +93,7 @@ def test_every_token_sees_the_pairs():
     assert ((after - before).abs().amax(-1) > 1e-6).all()
 
 
-@pytest.mark.parametrize("beside", [{}, {"value_residual": {"of": "probabilities"}}], ids=["alone", "mixed"])
+@pytest.mark.parametrize("beside", [{}, {"value_residual": {"target": "probabilities"}}], ids=["alone", "mixed"])
 def test_weights_that_are_returned_are_the_tokens(beside):
     model = build(MEMORY | beside)
     model.set_attn_implementation("eager")
@@ -111,7 +111,7 @@ def test_kernels_without_such_a_mask_are_refused(kernel):
 
 
 def test_the_kernels_of_several_mechanisms_are_those_that_all_work_with():
-    mixing = {"value_residual": {"of": "probabilities"}}
+    mixing = {"value_residual": {"target": "probabilities"}}
     for mechanisms in (MEMORY | mixing, mixing | MEMORY):
         kernels, reason = config(mechanisms).attention_kernels
         assert kernels == ("eager",)

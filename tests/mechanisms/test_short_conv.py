@@ -22,7 +22,7 @@ PLACES = [
     "feed_forward_hidden",
     "feed_forward_output",
 ]
-EVERYWHERE = {"short_conv": {"on": PLACES, "window": 3, "dynamic": ["queries", "keys", "values"]}}
+EVERYWHERE = {"short_conv": {"sites": PLACES, "window": 3, "dynamic": ["queries", "keys", "values"]}}
 
 
 def split(x: torch.Tensor, heads: int) -> torch.Tensor:
@@ -95,7 +95,7 @@ def test_a_model_with_it_everywhere_equals_the_equations():
 
 @pytest.mark.parametrize("residual", [True, False])
 def test_one_token_at_a_time(residual):
-    model, ids = build({"short_conv": {"on": ["keys", "feed_forward_input"], "residual": residual}}), tokens(2, 7)
+    model, ids = build({"short_conv": {"sites": ["keys", "feed_forward_input"], "residual": residual}}), tokens(2, 7)
     assert_near(decode(model, ids, [2, 1, 1, 1, 2]), model(ids, use_cache=False).logits)
 
 
@@ -124,11 +124,11 @@ def test_dynamic_taps_keep_no_shifted_copy_and_have_their_gradients():
 
 def test_it_is_not_inside_a_feed_forward_that_is_replaced():
     with pytest.raises(HeadwaterError, match="inside the feed-forward of layer 0, which 'pattention' replaces"):
-        config({"short_conv": {"on": ["feed_forward_hidden"]}, "pattention": {}})
+        config({"short_conv": {"sites": ["feed_forward_hidden"]}, "pattention": {}})
 
 
 def test_parameters_are_where_they_act():
-    model = HeadwaterForCausalLM(config({"short_conv": {"on": ["keys", "feed_forward_output"], "layers": [1]}}))
+    model = HeadwaterForCausalLM(config({"short_conv": {"sites": ["keys", "feed_forward_output"], "layers": [1]}}))
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if "short_conv" in name}
     assert shapes == {
         "model.layers.1.self_attn.mechanisms.short_conv.keys_taps": (4, 2, 8),
@@ -140,7 +140,7 @@ def test_parameters_are_where_they_act():
 
 
 def test_a_stream_that_heads_do_not_divide():
-    model, ids = build({"short_conv": {"on": ["attention_input"]}}, head_dim=12), tokens(2, 8)
+    model, ids = build({"short_conv": {"sites": ["attention_input"]}}, head_dim=12), tokens(2, 8)
     assert model.model.layers[0].mechanisms["short_conv"].attention_input_taps.shape == (4, 1, 32)
     assert_near(decode(model, ids, [3, 1, 4]), model(ids, use_cache=False).logits)
 
@@ -148,10 +148,10 @@ def test_a_stream_that_heads_do_not_divide():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"on": ["key"]}, "`on` cannot be 'key'; did you mean 'keys'"),
-        ({"on": []}, "on is empty"),
-        ({"dynamic": ["queries"]}, "dynamic cannot be 'queries'"),
-        ({"on": ["attention_input"], "dynamic": ["attention_input"]}, "those of queries, keys and values"),
+        ({"sites": ["key"]}, "sites cannot contain 'key'; did you mean 'keys'"),
+        ({"sites": []}, "sites is empty"),
+        ({"dynamic": ["queries"]}, "dynamic cannot contain 'queries'"),
+        ({"sites": ["attention_input"], "dynamic": ["attention_input"]}, "those of queries, keys and values"),
         ({"window": 1}, "window must be at least 2"),
         ({"layers": [4]}, "between 0 and 2"),
     ],

@@ -203,14 +203,14 @@ def test_inspect_counts_pairs_that_no_token_reads():
     ("options", "message"),
     [
         ({"top_k": 0}, "top_k must be from 1 to the 32 pairs, not 0"),
-        ({"top_k": {"feed_forward": 129}}, "'feed_forward' of layer 0: top_k must be from 1 to the 128 pairs, not 129"),
+        ({"top_k": {"feed_forward": 129}}, "'feed_forward': top_k must be from 1 to the 128 pairs, not 129"),
         ({"top_k": {"mlp": 4}}, "top_k has no map 'mlp'"),
         ({"product_keys": ["feed_forward"], "ffn_pairs": 36}, "product keys need top_k"),
         ({"product_keys": ["feedforward"], "top_k": 4}, "product_keys has no map 'feedforward'; did you mean"),
         ({"product_keys": ["feed_forward"], "top_k": 4}, "a square number of pairs, such as 121 or 144, not 128"),
         ({"product_heads": 2}, "product_heads must be at least 1, and 1 without product_keys, not 2"),
         (PRODUCT | {"product_heads": 0}, "product_heads must be at least 1"),
-        (PRODUCT | {"frozen": [{"query": 3}] * 3}, "none can be frozen"),
+        (PRODUCT | {"frozen": {"query": 3}}, "none can be frozen"),
     ],
 )
 def test_contradictory_options(options, message):
@@ -225,7 +225,7 @@ def test_growing_and_shrinking_by_dense_keys_alone():
     sizes = {"attention_pairs": 7, "ffn_pairs": 13}
     model, product = build({"pattention": sizes | {"top_k": 5}}), build({"pattention": PRODUCT})
     ids = tokens(2, 9)
-    with pytest.raises(HeadwaterError, match=r"the 5 best pairs of 'query' in layer 0.*--key-init random"):
+    with pytest.raises(HeadwaterError, match=r"the 5 best pairs of 'query'.*key_init=random"):
         grow(model, 9)
     grown = grow(model, 9, key_init="random", tau="recompute")
     assert grown.model.layers[0].self_attn.q_proj.scale.tau.item() == pytest.approx(default_tau("l2_norm_gelu", 5))
@@ -235,7 +235,7 @@ def test_growing_and_shrinking_by_dense_keys_alone():
     assert small.model.layers[0].self_attn.q_proj.n == 6
     small(ids)
     with pytest.raises(
-        HeadwaterError, match=r"Too few pairs of '.*' would remain in layer 0: top_k must be from 1 to the 4 pairs"
+        HeadwaterError, match=r"Too few pairs of '.*' would remain: top_k must be from 1 to the 4 pairs"
     ):
         shrink(grown, weights, 4)
     weights = importance(product, [{"input_ids": ids}])

@@ -27,7 +27,7 @@ def test_a_row_is_added_to_each_value(gate, rank):
 
 
 def test_tables_of_several_layers():
-    tables = ValueTables(3, vocabulary=7, numbers=4)
+    tables = ValueTables(3, vocab_size=7, numbers=4)
     ids = torch.randint(7, (2, 5))
     for table, rows in zip(tables.table.weight.split(7), tables(ids), strict=True):
         assert torch.equal(rows, table[ids])

@@ -114,16 +114,16 @@ def test_dense_starts_as_its_own_value():
 
 
 @pytest.mark.parametrize(
-    ("start", "expected"),
+    ("init", "expected"),
     [
         ("uniform", [8 / 7] * 7),
         ("ramp", [8 * depth / 28 for depth in range(1, 8)]),
         ("depth", [8 * 2.718281828**depth / sum(2.718281828**i for i in range(2, 9)) for depth in range(2, 9)]),
     ],
 )
-def test_plus_shares_the_depth_among_the_receivers(start, expected):
+def test_plus_shares_the_depth_among_the_receivers(init, expected):
     model = HeadwaterForCausalLM(
-        config({"value_residual": {"mode": "learnable_plus", "plus_start": start}}, num_hidden_layers=8)
+        config({"value_residual": {"mode": "learnable_plus", "plus_init": init}}, num_hidden_layers=8)
     )
     weights = model.model.mechanisms["value_residual"]
     assert isinstance(weights, PlusWeights)
@@ -168,9 +168,9 @@ def test_learnable_starts_as_identity():
     assert torch.equal(learnable(ids).logits, identity(ids).logits)
 
 
-@pytest.mark.parametrize("of", ["values", "queries", "keys", "hidden"])
-def test_identity_start_leaves_the_model_as_it_is(of):
-    ids, options = tokens(2, 6), {"mode": "learnable", "start": "identity", "of": of}
+@pytest.mark.parametrize("target", ["values", "queries", "keys", "hidden"])
+def test_identity_start_leaves_the_model_as_it_is(target):
+    ids, options = tokens(2, 6), {"mode": "learnable", "init": "identity", "target": target}
     model = HeadwaterForCausalLM(config({"value_residual": options})).eval()
     assert {tuple(mix.lambdas.tolist()) for mix in mixes(model)} == {(0, 1)}
     assert torch.equal(model(ids).logits, HeadwaterForCausalLM(config()).eval()(ids).logits)
@@ -179,13 +179,13 @@ def test_identity_start_leaves_the_model_as_it_is(of):
 @pytest.mark.parametrize(
     ("given", "identity"),
     [
-        ({}, {"mode": "learnable", "start": "identity"}),
-        ({"of": "keys"}, {"of": "keys", "mode": "learnable", "start": "identity"}),
-        ({"mode": "learnable", "source": 1}, {"mode": "learnable", "source": 1, "start": "identity"}),
+        ({}, {"mode": "learnable", "init": "identity"}),
+        ({"target": "keys"}, {"target": "keys", "mode": "learnable", "init": "identity"}),
+        ({"mode": "learnable", "source": 1}, {"mode": "learnable", "source": 1, "init": "identity"}),
         ({"mode": "dense"}, {"mode": "dense"}),
         *(({"mode": mode}, None) for mode in ("identity", "constant", "sparse", "learnable_plus")),
-        ({"of": "hidden", "weight": 0.5}, None),
-        ({"start": "half"}, None),
+        ({"target": "hidden", "weight": 0.5}, None),
+        ({"init": "half"}, None),
     ],
 )
 def test_options_for_an_identity_start(given, identity):
@@ -193,35 +193,34 @@ def test_options_for_an_identity_start(given, identity):
 
 
 def test_the_start_is_written_into_the_config():
-    for options, start in (({}, "half"), ({"mode": "dense"}, None), ({"of": "keys"}, None)):
-        assert config({"value_residual": options}).mechanisms["value_residual"]["start"] == start
+    for options, init in (({}, "half"), ({"mode": "dense"}, None), ({"target": "keys"}, None)):
+        assert config({"value_residual": options}).mechanisms["value_residual"]["init"] == init
 
 
 # Options and precision
 
 
 def test_default_mode_is_written_into_the_config():
-    for of, mode in {
+    for target, mode in {
         "values": "learnable",
         "queries": "identity",
         "keys": "identity",
         "probabilities": "identity",
         "hidden": "constant",
     }.items():
-        assert config({"value_residual": {"of": of}}).mechanisms["value_residual"]["mode"] == mode
+        assert config({"value_residual": {"target": target}}).mechanisms["value_residual"]["mode"] == mode
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mode": "dense", "start": "identity"}, "start belongs to mode 'learnable'"),
+        ({"mode": "dense", "init": "identity"}, "init belongs to mode 'learnable'"),
         ({"source": 3}, "source must be a layer from 0 to 2"),
         ({"layers": []}, "layers is empty"),
         ({"layers": [0]}, "layer 0 cannot receive from layer 0"),
         ({"layers": [3]}, "between 1 and 2"),
         ({"weight": 2.0}, "no fixed weight"),
-        ({"mode": "dense", "of": "keys"}, "only to values"),
-        ({"recursive": True}, "belongs to mode 'dense'"),
+        ({"mode": "dense", "target": "keys"}, "only to values"),
         ({"mode": "dense", "source": 1}, "leave source out"),
     ],
 )
@@ -232,10 +231,11 @@ def test_contradictory_options(options, message):
 
 def test_probabilities_need_the_eager_kernel():
     assert (
-        HeadwaterForCausalLM(config({"value_residual": {"of": "probabilities"}})).config._attn_implementation == "eager"
+        HeadwaterForCausalLM(config({"value_residual": {"target": "probabilities"}})).config._attn_implementation
+        == "eager"
     )
     with pytest.raises(HeadwaterError, match="attn_implementation eager only, not sdpa"):
-        HeadwaterForCausalLM(config({"value_residual": {"of": "probabilities"}}, attn_implementation="sdpa"))
+        HeadwaterForCausalLM(config({"value_residual": {"target": "probabilities"}}, attn_implementation="sdpa"))
 
 
 def test_alibi_needs_a_kernel_that_takes_a_bias():
@@ -294,7 +294,7 @@ def test_bf16_model_trains():
     [
         {"svformer": {"layers": [5]}, "value_residual": {"source": 5}},
         {"svformer": {"layers": [5]}, "skip_layer": {"layers": 1, "heads": 2}, "value_residual": {"source": 5}},
-        {"svformer": {"share": "keys", "layers": [5]}, "value_residual": {"of": "keys", "source": 5}},
+        {"svformer": {"share": "keys", "layers": [5]}, "value_residual": {"target": "keys", "source": 5}},
     ],
 )
 def test_a_source_without_values_of_its_own_is_refused(mechanisms):
@@ -308,12 +308,11 @@ def test_a_source_without_values_of_its_own_is_refused(mechanisms):
         {"skip_layer": {"layers": 1, "heads": 2}, "svformer": {"layers": [5]}, "value_residual": {"mode": "dense"}},
         {
             "value_residual": {"mode": "dense"},
-            "skip_layer": {"layers": [1, 2], "heads": 4},
+            "skip_layer": {"layers": 2, "heads": 4},
             "svformer": {"layers": [2]},
         },
         {"skip_layer": {"heads": 4}, "value_residual": {"mode": "learnable_plus"}},
         {"skip_layer": {"heads": 4}, "value_residual": {"mode": "sparse"}},
-        {"value_residual": {"mode": "dense", "recursive": True}, "skip_layer": {"layers": 2, "heads": 4}},
     ],
 )
 def test_values_that_are_only_partly_there(mechanisms):
@@ -348,8 +347,8 @@ def test_plain_module_refuses_what_it_cannot_do():
     for make in (
         lambda: ValueResidual("nonsense"),
         lambda: ValueResidual("identity", weight=0.3),
-        lambda: ValueResidual("dense", start="identity"),
-        lambda: ValueResidual(start="nonsense"),
+        lambda: ValueResidual("dense", init="identity"),
+        lambda: ValueResidual(init="nonsense"),
         lambda: ValueResidual("learnable", sources=3),
         lambda: ValueResidual()(x),
         lambda: ValueResidual()(x, x, weight=torch.ones(())),

@@ -17,7 +17,7 @@ EXACT = 1e-12
 SHIFTS: list[dict] = [
     {"kv_shift": {}},
     {"kv_shift": {"window": 4, "queries": True}},
-    {"kv_shift": {"form": "gate", "values": False}},
+    {"kv_shift": {"variant": "gate", "values": False}},
     {"kv_shift": {"queries": True, "keys": False, "values": False, "window": 3}},
     {"pattention": {}, "kv_shift": {"window": 3}, "value_residual": {}, "skip_layer": {}, "dense_former": {}},
     {"kv_shift": {"window": 3}, "svformer": {}},

@@ -34,7 +34,7 @@ SHARED = {"kv_shift": {}, "svformer": {}, "skip_layer": {}}
 MODELS = {
     "vanilla": {},
     **{name: {name: LEARNING.get(name, {})} for name in sorted(REGISTRY)},
-    "weights": {"value_residual": {"of": "probabilities"}},
+    "weights": {"value_residual": {"target": "probabilities"}},
     "many": MANY,
     "shared": SHARED,
 }

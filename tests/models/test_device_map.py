@@ -19,14 +19,14 @@ MECHANISMS = {
     "value_residual": {"value_residual": {}},
     "dense": {"value_residual": {"mode": "dense"}},
     "learnable_plus": {"value_residual": {"mode": "learnable_plus"}},
-    "hidden": {"value_residual": {"of": "hidden", "mode": "learnable"}},
+    "hidden": {"value_residual": {"target": "hidden", "mode": "learnable"}},
     "dense_former": {"dense_former": {}},
     "neutreno": {"neutreno": {}},
     "pattention": {"pattention": {}},
     "several": {"skip_layer": {"layers": 1}, "value_residual": {"mode": "learnable_plus"}, "dense_former": {}},
     "kv_shift": {"kv_shift": {}},
     "wide kv_shift": {"kv_shift": {"window": 3, "queries": True}},
-    "kv_shift and svformer": {"kv_shift": {"form": "gate"}, "svformer": {}},
+    "kv_shift and svformer": {"kv_shift": {"variant": "gate"}, "svformer": {}},
 }
 
 

@@ -87,7 +87,11 @@ def test_continuous_batching_equals_generate(mechanisms):
             {"rope_parameters": YARN | {"rope_type": "dynamic"}},
             "rope_type 'dynamic' follow",
         ),
-        ({"value_residual": {"of": "probabilities"}}, {"materialise": True}, "'value_residual' with its options needs"),
+        (
+            {"value_residual": {"target": "probabilities"}},
+            {"materialise": True},
+            "'value_residual' with its options needs",
+        ),
     ],
 )
 def test_what_an_engine_could_not_run_exactly_is_refused(mechanisms, changes, message):

@@ -87,8 +87,8 @@ class ReadsIds(Mechanism):
         (MAP | {"kv_shift": {}}, 2),
         # Raw queries, and tokens as wide as the stream, which later tokens look back at.
         (MAP | {"kv_shift": {"queries": True}}, 4),
-        (MAP | {"short_conv": {"on": ["feed_forward_input"]}}, 4),
-        (MAP | {"short_conv": {"on": ["feed_forward_input"], "layers": [2]}}, 3),
+        (MAP | {"short_conv": {"sites": ["feed_forward_input"]}}, 4),
+        (MAP | {"short_conv": {"sites": ["feed_forward_input"], "layers": [2]}}, 3),
     ],
 )
 def test_which_layers_are_for_the_output_only(mechanisms, first):
@@ -105,7 +105,7 @@ def test_no_layer_is_where_each_stores_or_what_it_reads_cannot_be_cut(monkeypatc
 
 OTHERS = [
     *({name: {}} for name in REGISTRY if name != "kv_source"),
-    *({"value_residual": {"of": of}} for of in ("queries", "probabilities", "hidden")),
+    *({"value_residual": {"target": target}} for target in ("queries", "probabilities", "hidden")),
     {"neutreno": {}, "dense_former": {}},
 ]
 

@@ -27,7 +27,7 @@ MODELS: list[dict] = [
     {},
     {"pattention": {}},
     {"pattention": {"score": "softmax"}, "kv_shift": {}, "svformer": {}},
-    {"pattention": {"frozen": [{"query": 4, "feed_forward": 7}] * 3}},
+    {"pattention": {"frozen": {"query": 4, "feed_forward": 7}}},
     {"pattention": {"ffn_pairs": 64, "top_k": 8, "product_keys": ["feed_forward"]}},
 ]
 every_model = pytest.mark.parametrize("mechanisms", MODELS, ids=lambda m: "+".join(m) + str(len(str(m))))
@@ -156,7 +156,7 @@ BESIDE_LINEAR: list[dict] = [
     {"kv_shift": {}, "value_residual": {"mode": "learnable"}, "neutreno": {}},
     {"value_embedding": {"rank": 8}, "output_gate": {"channels": 12}, "smear": {"weight": 0.5}},
     {"ngram_memory": {"rank": 8, "gate": "match"}, "mudd": {}},
-    {"short_conv": {"on": ["keys", "values", "feed_forward_hidden"], "dynamic": ["keys"]}, "persistent_memory": {}},
+    {"short_conv": {"sites": ["keys", "values", "feed_forward_hidden"], "dynamic": ["keys"]}, "persistent_memory": {}},
     {"skip_layer": {}, "depth_attention": {}, "exclusive": {}},
     {"svformer": {}, "dense_former": {}, "embedding_residual": {}},
 ]

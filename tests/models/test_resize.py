@@ -22,7 +22,7 @@ MODELS: list[dict] = [
     {"value_embedding": {"tables": 2, "rank": 4, "layers": [1, 2]}},
     {"value_embedding": {"gate": "scalar", "rank": 3}},
     {"ngram_memory": {}},
-    {"ngram_memory": {"rows": 101, "where": "values", "layers": [0, 2]}},
+    {"ngram_memory": {"rows": 101, "target": "values", "layers": [0, 2]}},
     {"value_embedding": {}, "ngram_memory": {"end_of_text": 5, "rank": 8}},
 ]
 every_model = pytest.mark.parametrize("mechanisms", MODELS, ids=str)
@@ -112,7 +112,7 @@ def test_a_resized_model_grows_and_takes_mechanisms(mechanisms):
     expected = logits(model, ids)
     deeper = grow(model, num_hidden_layers=5)
     assert_near(logits(deeper, ids), expected)
-    assert_near(logits(add_mechanisms(deeper, {"kv_shift": {"start": "identity"}}), ids), expected)
+    assert_near(logits(add_mechanisms(deeper, {"kv_shift": {"init": "identity"}}), ids), expected)
 
 
 def test_a_size_that_does_not_fit_changes_nothing():

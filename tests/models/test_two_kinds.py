@@ -119,7 +119,10 @@ def test_masks_are_given_by_kind():
         (dict(mechanisms={"svformer": {}}), "Layer 2 would read layer 0, whose num_key_value_heads is 1 and not 2"),
         (dict(mechanisms={"neutreno": {}}), "Layer 2 would read layer 0"),
         (dict(mechanisms={"kv_source": {}}, sliding_fields=None), "Layer 3 would read layer 2, whose sliding_window"),
-        (dict(mechanisms={"kv_source": {"values": "last", "last": 2}}), "values of layer 1, and only one .* set kinds"),
+        (
+            dict(mechanisms={"kv_source": {"values": "last", "num_shared_layers": 2}}),
+            "values of layer 1, and only one .* set layer_types",
+        ),
     ],
 )
 def test_what_contradicts_itself(fields, message):

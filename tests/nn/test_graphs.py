@@ -32,8 +32,8 @@ COMBINATIONS = {
     "embedding": ({"embedding_residual": {}}, 2),  # in the first layer it is the stream itself
     "three inputs": ({"depth_attention": {"queries": 3, "block": 9}}, 2),  # all but the first read the same
     "smear": ({"smear": {}}, 2),  # in the first layer
-    "dynamic": ({"short_conv": {"on": ["keys", "feed_forward_hidden"], "dynamic": ["keys"]}}, 1),
-    "convolutions": ({"short_conv": {"on": ["keys", "attention_input", "feed_forward_output"]}}, 1),
+    "dynamic": ({"short_conv": {"sites": ["keys", "feed_forward_hidden"], "dynamic": ["keys"]}}, 1),
+    "convolutions": ({"short_conv": {"sites": ["keys", "attention_input", "feed_forward_output"]}}, 1),
     "shift and skip": ({"kv_shift": {}, "skip_layer": {}}, 3),
     "three": ({"kv_shift": {}, "value_residual": {}, **PATTENTION}, 2),
 }

@@ -279,7 +279,7 @@ def test_what_it_cannot_compute_is_refused():
         model(tokens(2, T), cu_seq_lens_q=borders_of(ROWS["ragged"]))
     with pytest.raises(HeadwaterError, match="softcap"):
         varlen.varlen_attention(model, *inputs(), None, 1.0, cu_seq_lens_q=borders_of(ROWS["one"]), softcap=2.0)
-    of_weights = {"value_residual": {"of": "probabilities"}}
+    of_weights = {"value_residual": {"target": "probabilities"}}
     for changes, kernels in (({"position": "alibi"}, "sdpa"), ({"mechanisms": of_weights}, "eager")):
         with pytest.raises(HeadwaterError, match=f"{kernels}.* only, not varlen"):
             build(**changes, attn_implementation="varlen")
@@ -295,7 +295,7 @@ def test_what_it_cannot_compute_is_refused():
         ("cpu", 512, {}, {"attn_implementation": "sdpa"}, "sdpa"),
         ("cpu", 512, {"attention_dropout": 0.1}, {}, None),
         ("cpu", 512, {"position": "alibi"}, {}, None),
-        ("cpu", 512, {"mechanisms": {"value_residual": {"of": "probabilities"}}}, {}, None),
+        ("cpu", 512, {"mechanisms": {"value_residual": {"target": "probabilities"}}}, {}, None),
         ("cuda", 64, {}, {}, None),
         ("cuda", 64, {"head_dim": 12}, {"precision": "bf16-true"}, None),
         ("mps", 256, {}, {"precision": "bf16-true"}, None),

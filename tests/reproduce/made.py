@@ -18,7 +18,7 @@ ARMS = ("vanilla", "shift", "third")
 RECIPE = {
     "name": "tiny",
     "title": "A tiny comparison",
-    "data": {"kind": "induction", "vocabulary": 8, "length": 8, "held_out": 8},
+    "data": {"kind": "induction", "vocab_size": 8, "length": 8, "held_out": 8},
     "model": {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2},
     "training": {"steps": 4, "batch_size": 4, "warmup_steps": 1, "threads": 1},
     "reporting": {"log_every": 2, "evaluate_every": 2, "save_every": None, "tensorboard": False},

@@ -14,25 +14,24 @@ from headwater.retrofit import add_mechanisms, function_change
 
 # Every way to add a mechanism that leaves the function as it is, by what the user says.
 IDENTITIES = {
-    "kv_shift": [{}, {"window": 4}, {"form": "clamped"}, {"queries": True, "keys": False}],
+    "kv_shift": [{}, {"window": 4}, {"variant": "clamped"}, {"queries": True, "keys": False}],
     "value_residual": [
         {},
         {"mode": "dense"},
-        {"mode": "dense", "recursive": True},
         {"source": 1},
-        *({"of": of} for of in ("queries", "keys", "probabilities", "hidden")),
+        *({"target": target} for target in ("queries", "keys", "probabilities", "hidden")),
     ],
     "short_conv": [
         {},
-        {"on": ["queries", "attention_input", "feed_forward_hidden"]},
+        {"sites": ["queries", "attention_input", "feed_forward_hidden"]},
         {"residual": False, "window": 2},
         {"dynamic": ["keys"]},
     ],
     "value_embedding": [{}, {"tables": 2}, {"rank": 4, "gate": "scalar"}, {"tables": 1, "rank": 3, "layers": [0, 2]}],
-    "ngram_memory": [{}, {"where": "values", "gate": "scalar"}, {"gate": "match", "rank": 8, "layers": [0, 2]}],
+    "ngram_memory": [{}, {"target": "values", "gate": "scalar"}, {"gate": "match", "rank": 8, "layers": [0, 2]}],
     "neutreno": [{}, {"weight": 0}, {"learnable": True}],
     "exclusive": [{}, {"learnable": True, "layers": [1]}],
-    "output_gate": [{}, {"by": "channel"}, {"channels": 3, "start": "zero"}],
+    "output_gate": [{}, {"granularity": "channel"}, {"channels": 3, "init": "zero"}],
     "smear": [{}, {"weight": 0}],
     "embedding_residual": [{}, {"weight": 0, "layers": [0, 1]}],
     "backout": [{}, {"weight": 0, "layer": 0}],
@@ -41,23 +40,23 @@ IDENTITIES = {
 }
 # What changes the function.
 CHANGES = {
-    "kv_shift": [{"form": "gate"}, {"start": "random"}, {"form": "half_heads"}],
+    "kv_shift": [{"variant": "gate"}, {"init": "random"}, {"variant": "half_heads"}],
     "value_residual": [
         *({"mode": mode} for mode in ("identity", "constant", "sparse", "learnable_plus")),
-        {"of": "hidden", "weight": 0.5, "mode": "constant"},
-        {"start": "half"},
+        {"target": "hidden", "weight": 0.5, "mode": "constant"},
+        {"init": "half"},
     ],
     "neutreno": [{"weight": 0.4}, {"learnable": False}],
     "exclusive": [{"learnable": False}],
-    "output_gate": [{"scale": 1.0}, {"start": "random"}],
+    "output_gate": [{"scale": 1.0}, {"init": "random"}],
     "persistent_memory": [{}],
     "depth_attention": [{}],
-    "value_embedding": [{"start": "random"}],
+    "value_embedding": [{"init": "random"}],
     "smear": [{"weight": 0.1}, {"norm": "before"}],
-    "ngram_memory": [{"start": "random"}],
+    "ngram_memory": [{"init": "random"}],
     "embedding_residual": [{"weight": 0.1}],
     "backout": [{"weight": 0.1}],
-    "short_conv": [{"start": "random"}, {"dynamic": ["keys"], "window": 3}],
+    "short_conv": [{"init": "random"}, {"dynamic": ["keys"], "window": 3}],
     "svformer": [{}, {"share": "both"}],
     "kv_source": [{}, {"keys": "own"}],
     "skip_layer": [{}, {"layers": 1, "heads": 4}],
@@ -150,7 +149,7 @@ def test_new_parameters_start_as_in_a_model_made_with_them():
     """Those of a mechanism added with a change: its usual start, from the model's seed."""
     before = HeadwaterForCausalLM(config(initializer_seed=3))
     made = HeadwaterForCausalLM(config({"kv_shift": {}, "dense_former": {}}, initializer_seed=3))
-    after = add_mechanisms(before, {"kv_shift": {"start": "random"}, "dense_former": {}}, allow_change=True)
+    after = add_mechanisms(before, {"kv_shift": {"init": "random"}, "dense_former": {}}, allow_change=True)
     assert after.state_dict().keys() == made.state_dict().keys()
     assert all(torch.equal(tensor, made.state_dict()[name]) for name, tensor in after.state_dict().items())
 
@@ -240,7 +239,7 @@ def test_contradictions_are_refused():
 
 def test_the_kernel_follows_what_is_added():
     before = build(attn_implementation="sdpa")
-    after = add_mechanisms(before, {"value_residual": {"of": "probabilities"}})
+    after = add_mechanisms(before, {"value_residual": {"target": "probabilities"}})
     assert before.config._attn_implementation == "sdpa"
     assert after.config._attn_implementation == "eager"
 

@@ -64,7 +64,7 @@ DEEP = dict(num_hidden_layers=4, num_key_value_heads=4)
 # (the model, what it goes over to)
 GOALS = {
     "values of the first": (DEEP, {"mechanisms": {"svformer": {}}}),
-    "heads of layers below": (DEEP, {"mechanisms": {"skip_layer": {"layers": [1, 2], "heads": 2}}}),
+    "heads of layers below": (DEEP, {"mechanisms": {"skip_layer": {"layers": 2, "heads": 2}}}),
     "pairs of layers, GQA": (dict(num_hidden_layers=4, qk_norm=True), {"mechanisms": {"kv_source": {}}}),
     "fewer heads": (dict(DEEP, qkv_bias=True), {"num_key_value_heads": 2}),
     "fewer heads, normed, odd": (
@@ -713,7 +713,7 @@ def test_rows_are_no_longer_than_the_model_has_positions(written, run):
         (["--num-key-value-heads", "1", "--heal", "1k", "model.hidden_size=64"], "The model is SOURCE's"),
         (["--num-key-value-heads", "1", "start.convert.anneal=false"], "use --no-anneal"),
         (
-            ["--mechanism", "svformer", "--mechanism", "kv_source={every: 4}", "--heal", "1k"],
+            ["--mechanism", "svformer", "--mechanism", "kv_source={group_size: 4}", "--heal", "1k"],
             "no smaller than 'kv_source' alone",
         ),
     ],

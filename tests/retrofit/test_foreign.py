@@ -197,15 +197,6 @@ def test_tokenformer_without_a_config_takes_keywords_and_the_papers_defaults(tmp
         read_foreign(file)
 
 
-def test_tokenformer_with_other_numbers_of_pairs_in_a_layer(tmp_path):
-    tensors = tokenformer_tensors()
-    for part in ("key", "value"):
-        tensors[f"sequential.3.mlp.{part}_param_tokens"] = random(20, WIDTH)
-    model = read_foreign(saved(tensors, tmp_path / "model.pt"), num_attention_heads=HEADS)
-    assert model.config.mechanisms["pattention"]["ffn_pairs"] == [48, 20, 48]
-    assert_near(model(IDS).logits, tokenformer(tensors, IDS), 1e-10)
-
-
 def test_tokenformer_says_what_it_does_not_read(tmp_path):
     saved(tokenformer_tensors(), tmp_path / "pytorch_model.bin")
     for text, message in (

@@ -19,7 +19,7 @@ CASES = [
     ({"svformer": {}}, {}),
     ({"kv_source": {"keys": "yoco", "values": "last"}}, {}),
     (EVERYTHING, {"num_key_value_heads": 4}),
-    ({"mudd": {}, "short_conv": {"on": ["attention_input", "feed_forward_hidden"]}}, {"sliding_window": 5}),
+    ({"mudd": {}, "short_conv": {"sites": ["attention_input", "feed_forward_hidden"]}}, {"sliding_window": 5}),
 ]
 
 
@@ -73,7 +73,7 @@ def test_raw_tokens_without_room_are_an_error(monkeypatch):
 @pytest.mark.parametrize(
     ("mechanisms", "changes", "message"),
     [
-        ({"value_residual": {"of": "probabilities"}}, {}, "'value_residual' with its options needs masks"),
+        ({"value_residual": {"target": "probabilities"}}, {}, "'value_residual' with its options needs masks"),
         ({"persistent_memory": {}}, {}, "'persistent_memory' with its options needs masks"),
         ({"blend": {"mechanisms": {"svformer": {}}}}, {}, "'blend' acts at the stage 'gathered'"),
         ({}, {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "'dynamic' follow"),

@@ -53,9 +53,16 @@ CASES = [
     ({"pattention": {}}, GQA),
     ({"pattention": {"score": "exp_l1_norm"}}, GQA),
     ({"pattention": {"top_k": 5}, "kv_shift": {}}, GQA),
-    ({"short_conv": {"on": ["attention_input", "feed_forward_hidden"]}, "smear": {"weight": 0.5}}, GQA),
-    ({"short_conv": {"on": ["queries", "keys", "values"], "dynamic": ["keys"]}, "value_embedding": {}}, GQA),
-    ({"output_gate": {"by": "channel"}, "value_embedding": {"rank": 3, "tables": 1}, "skip_layer": {"heads": 6}}, GQA),
+    ({"short_conv": {"sites": ["attention_input", "feed_forward_hidden"]}, "smear": {"weight": 0.5}}, GQA),
+    ({"short_conv": {"sites": ["queries", "keys", "values"], "dynamic": ["keys"]}, "value_embedding": {}}, GQA),
+    (
+        {
+            "output_gate": {"granularity": "channel"},
+            "value_embedding": {"rank": 3, "tables": 1},
+            "skip_layer": {"heads": 6},
+        },
+        GQA,
+    ),
     ({"output_gate": {"channels": 5}, "value_embedding": {"rank": 3, "gate": "scalar"}}, GQA),
 ]
 

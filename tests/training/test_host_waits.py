@@ -65,7 +65,7 @@ def test_a_step_of_a_run_does_not_wait(gradient_accumulation_steps, packed, devi
 
     packed: rows of several documents, with attention document by document.
     """
-    data = {"kind": "induction", "vocabulary": 12, "length": 16, "held_out": 8}
+    data = {"kind": "induction", "vocab_size": 12, "length": 16, "held_out": 8}
     if packed:
         (tmp_path / "texts").mkdir()
         for i in range(15):

@@ -30,7 +30,7 @@ def command(recipe, corpus, tmp_path):
     (tmp_path / "other").mkdir()
     for i in range(7):
         (tmp_path / "other" / f"{i}.txt").write_text(f"Something else, {i} times: {'ha' * i}! " * (i + 1))
-    data = {"held_out_domains": {"own": str(corpus), "other": str(tmp_path / "other")}, "measure": "loss"}
+    data = {"held_out_domains": {"own": str(corpus), "other": str(tmp_path / "other")}, "metric": "loss"}
 
     def make(out, **training):
         file = tmp_path / "recipe.yaml"
@@ -130,8 +130,8 @@ def test_twenty_kills_in_one_process(command, tmp_path):
 @pytest.fixture
 def of_images(tmp_path):
     """As `command`, on digits, with all that is random about images, and an average of the weights."""
-    augmentation = dict(crop=[0.5, 1.0], rand_augment=[9.0, 0.5], erase=0.3, mixup=0.8, cutmix=1.0, repeats=3)
-    augmentation = augmentation if find_spec("torchvision") else {"repeats": 3}
+    augmentation = dict(crop=[0.5, 1.0], rand_augment=[9.0, 0.5], erase=0.3, mixup=0.8, cutmix=1.0)
+    augmentation = augmentation if find_spec("torchvision") else {}
     values = {
         "data": {"kind": "digits", "workers": 2, "held_out": 0.05, "augmentation": augmentation},
         "model": {

@@ -96,7 +96,7 @@ def test_only_labels_that_count_weigh_in_loss_and_z_loss(recipe, tmp_path):
         training={"steps": 1, "precision": "64-true", "z_loss": 0.1, "gradient_accumulation_steps": 2},
         reporting={"log_every": 1},
     )
-    data = {"kind": "induction", "vocabulary": 12, "length": 16, "held_out": 8}
+    data = {"kind": "induction", "vocab_size": 12, "length": 16, "held_out": 8}
     made = parse(made.model_dump(mode="json") | {"data": data, "seed": 3}, "test")
     record = train(made, tmp_path / "run")
     data = made.data.build()

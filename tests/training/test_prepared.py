@@ -36,8 +36,8 @@ def test_prepared_rows_are_those_of_the_text(folders, tmp_path):
     assert a.starts(0, a.tokens).tolist() == b.starts(0, b.tokens).tolist()
     assert {(one.id, one.bytes) for one in prepared.held_out} == {(one.id, one.bytes) for one in text.held_out}
     for layout in ("packed", "contiguous"):
-        x = PreparedSettings(source=str(folders["web"]), context=16, rows=layout).build()
-        y = TextSettings(source=str(tmp_path / "web-text"), context=16, held_out=0.2, rows=layout).build()
+        x = PreparedSettings(source=str(folders["web"]), context=16, row_layout=layout).build()
+        y = TextSettings(source=str(tmp_path / "web-text"), context=16, held_out=0.2, row_layout=layout).build()
         one, other = next(x.batches(0, 4, 7)), next(y.batches(0, 4, 7))
         assert one.keys() == other.keys()
         assert all(one[name].equal(other[name]) for name in one)
@@ -66,7 +66,7 @@ def test_a_run_with_domains_is_cut_and_goes_on_to_the_last_bit(folders, recipe, 
     """Also in a domain that is not trained on; other text of that domain is other data."""
     domains = {"trained": str(folders["web"]), "apart": str(folders["code"])}
     data = {"kind": "prepared", "source": str(folders["web"]), "context": 32, "held_out_domains": domains}
-    made = recipe(data=data | {"measure": "loss/apart"}, training={"steps": 30})
+    made = recipe(data=data | {"metric": "loss/apart"}, training={"steps": 30})
     record = train(made, tmp_path / "whole")
     last = record.held_out[-1].metrics
     assert record.result == last["loss/apart"] != last["loss"]

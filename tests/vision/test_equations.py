@@ -22,13 +22,16 @@ SHIFT = {"kv_shift": {"window": 3, "queries": True}}
 MORE = {
     "kv_shift": [{"window": 3}, {"window": 4, "queries": True}],
     "value_residual": [
-        *({"mode": mode, "of": of} for mode in ("constant", "learnable") for of in ("queries", "keys", "hidden")),
-        {"mode": "learnable", "of": "probabilities"},
+        *(
+            {"mode": mode, "target": target}
+            for mode in ("constant", "learnable")
+            for target in ("queries", "keys", "hidden")
+        ),
+        {"mode": "learnable", "target": "probabilities"},
         {"mode": "sparse", "layers": [2]},
-        {"mode": "dense", "recursive": True},
     ],
     "svformer": [{"source": 1}, {"share": "both"}],
-    "skip_layer": [{"layers": 1}, {"layers": [1, 2], "heads": 4}, {"layers": 1, "source": "alias"}],
+    "skip_layer": [{"layers": 1}, {"layers": 1, "source": "alias"}],
     "pattention": [
         {"attention_pairs": 7, "ffn_pairs": 11},
         {"ffn_pairs": 36, "top_k": 5, "product_keys": ["feed_forward"]},

@@ -83,7 +83,7 @@ CASES: list[tuple[dict, dict, int, bool]] = [
     ({"svformer": {}, "kv_shift": {"window": 3, "queries": True}}, {"sliding_window": 40}, 2560, True),
     ({"value_residual": {}, "skip_layer": {}, "kv_shift": {}}, GQA, 1792, True),
     ({"kv_shift": {}, "short_conv": {}, "smear": {"weight": 0.5}, "ngram_memory": {}}, GQA, 2048, True),
-    ({"short_conv": {"on": ["attention_input", "feed_forward_hidden", "values"]}}, GQA | ALIBI, 2048, True),
+    ({"short_conv": {"sites": ["attention_input", "feed_forward_hidden", "values"]}}, GQA | ALIBI, 2048, True),
 ]
 
 
@@ -183,12 +183,12 @@ HALF: list[dict] = [
     {"kv_shift": {}},
     {"kv_shift": {"window": 3, "queries": True}},
     {"short_conv": {}},
-    {"short_conv": {"on": ["attention_input", "feed_forward_hidden", "keys"], "dynamic": ["keys"]}},
+    {"short_conv": {"sites": ["attention_input", "feed_forward_hidden", "keys"], "dynamic": ["keys"]}},
     {"value_residual": {"mode": "learnable"}},
     {"value_embedding": {}},
     {"value_embedding": {"tables": 2, "rank": 8, "channels": 20}},
     {"ngram_memory": {"rank": 16, "gate": "match"}},
-    {"ngram_memory": {"where": "values", "gate": "scalar"}},
+    {"ngram_memory": {"target": "values", "gate": "scalar"}},
     {"svformer": {}},
     {"kv_source": {"keys": "yoco", "values": "yoco"}},
     {"skip_layer": {}},
@@ -429,7 +429,7 @@ def test_half_precision_and_an_exported_checkpoint(tmp_path):
 
 
 REFUSED = {
-    "attention weights": ({"value_residual": {"of": "probabilities"}}, {}, {}, "needs masks or attention weights"),
+    "attention weights": ({"value_residual": {"target": "probabilities"}}, {}, {}, "needs masks or attention weights"),
     "pairs beside": ({"persistent_memory": {}}, {}, {}, "'persistent_memory' with its options needs masks"),
     "dynamic RoPE": ({}, {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, {}, "follow the longest"),
     "narrow heads": ({}, {"hidden_size": 64}, {}, "takes heads of 32, 64"),

@@ -125,7 +125,7 @@ def shrink(
     if text is None and (data := data_of(trained.history)) is not None:
         if warning := changed_text(trained, data):
             tell(warning)
-        name = data.measure
+        name = data.metric
         was, now = (
             measure_with_progress(f"measuring the {which} model", one, data)[name]
             for which, one in (("old", trained.model), ("new", model))
@@ -173,9 +173,9 @@ def merge(
     table.add_column("held-out measure", no_wrap=True)
     columns: list[dict[str, float]] = []
     for path, data in zip(grown, sources, strict=True):
-        table.add_column(f"{data.measure.replace('_', ' ')} on the data of {path}", justify="right")
+        table.add_column(f"{data.metric.replace('_', ' ')} on the data of {path}", justify="right")
         columns.append(
-            {name: measure_with_progress(f"measuring {name}", one, data)[data.measure] for name, one in models.items()}
+            {name: measure_with_progress(f"measuring {name}", one, data)[data.metric] for name, one in models.items()}
         )
     for name in models:
         table.add_row(name, *(f"{column[name]:.4f}" for column in columns))

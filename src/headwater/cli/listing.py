@@ -97,7 +97,7 @@ def describe_tasks() -> Sequence[dict[str, Any]]:
                 "name": settings.kind,
                 "settings": settings.model_dump(mode="json", exclude={"kind", "held_out"}),
                 "row": task.readable(task.held_out(), 0),
-                "measure": task.measure,
+                "metric": task.metric,
                 **task.sanity(),
             }
         )
@@ -115,7 +115,7 @@ COLUMNS = {
     "recipes": ("name", "command", "title"),
     "presets": ("name", "paper", "layers", "width", "heads", "kv_heads", "parameters", "reads"),
     "mechanisms": ("name", "reads", "description"),
-    "tasks": ("name", "settings", "row", "measure", "guess", "oracle"),
+    "tasks": ("name", "settings", "row", "metric", "guess", "oracle"),
 }
 NUMBERS = ("layers", "width", "heads", "kv_heads", "parameters", "guess", "oracle")
 

@@ -51,21 +51,21 @@ ALONE = Share()
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result of one evaluation: named measures, and for text the loss of each document."""
+    """The result of one evaluation: named metrics, and for text the loss of each document."""
 
-    measures: dict[str, float]
+    metrics: dict[str, float]
     documents: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Data(Protocol):
-    """A source of training rows and of a held-out measure."""
+    """A source of training rows and of a held-out metric."""
 
     vocab_size: int
     context: int
     # None if rows are not text.
     tokenizer: PreTrainedTokenizerBase | None
-    # The deciding measure, and whether less of it is better.
-    measure: str
+    # The deciding metric, and whether less of it is better.
+    metric: str
     lower_is_better: bool
     # Facts for the record: source, hash, sizes.
     description: dict[str, Any]

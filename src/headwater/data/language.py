@@ -26,8 +26,8 @@ from headwater.settings import Settings
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Measures of held-out text; for a domain, MEASURE/NAME.
-MEASURES = ("bits_per_byte", "loss")
+# Metrics of held-out text; for a domain, METRIC/NAME.
+METRICS = ("bits_per_byte", "loss")
 
 
 class HeldOutSettings(Settings):
@@ -36,8 +36,8 @@ class HeldOutSettings(Settings):
     held_out_domains: dict[str, str] | None = None
     """Named domains to evaluate on, name -> source. Each is measured separately, and loss and bits per byte are their
     plain means; null evaluates the held-out text of `source` as a whole."""
-    measure: str = MEASURES[0]
-    """The deciding measure: bits_per_byte, loss, or one domain's, as loss/NAME."""
+    metric: str = METRICS[0]
+    """The deciding metric: bits_per_byte, loss, or one domain's, as loss/NAME."""
 
     @model_validator(mode="after")
     def _measurable(self) -> Self:
@@ -55,9 +55,9 @@ class HeldOutSettings(Settings):
                 raise ValueError(
                     f"data.held_out_domains: {one!r} and {other!r} are the same source, {shown(source)}; name it once"
                 )
-        known = [*MEASURES, *(f"{measure}/{name}" for name in domains or () for measure in MEASURES)]
-        if self.measure not in known:
-            raise ValueError(f"data.measure: there is no measure {shown(self.measure)}; {nearest(self.measure, known)}")
+        known = [*METRICS, *(f"{metric}/{name}" for name in domains or () for metric in METRICS)]
+        if self.metric not in known:
+            raise ValueError(f"data.metric: there is no metric {shown(self.metric)}; {nearest(self.metric, known)}")
         return self
 
 
@@ -83,10 +83,10 @@ class LanguageData:
         held_out_bytes: int | None,
         description: dict[str, Any],
         domains: bool = False,
-        measure: str = MEASURES[0],
+        metric: str = METRICS[0],
     ) -> None:
         self.context, self.tokenizer = context, tokenizer
-        self.domains, self.measure = domains, measure
+        self.domains, self.metric = domains, metric
         self.vocab_size = vocabulary(tokenizer)
         for name, (stream, _) in streams.items():
             if stream.tokens <= context:
@@ -185,7 +185,7 @@ class LanguageData:
             }
             for one, n in zip(self.held_out, nats, strict=True)
         ]
-        measures = {
+        metrics = {
             "bits_per_byte": float(nats.sum()) / math.log(2) / sum(one.bytes for one in self.held_out),
             "loss": float(nats.sum()) / sum(one.tokens for one in self.held_out),
         }
@@ -195,14 +195,14 @@ class LanguageData:
                     (n, one.bytes, one.tokens) for n, one in zip(nats, self.held_out, strict=True) if one.stream == name
                 ]
                 total, size, tokens = map(sum, zip(*own, strict=True))
-                measures[f"bits_per_byte/{name}"] = float(total) / math.log(2) / size
+                metrics[f"bits_per_byte/{name}"] = float(total) / math.log(2) / size
                 if self.domains:
-                    measures[f"loss/{name}"] = float(total) / tokens
+                    metrics[f"loss/{name}"] = float(total) / tokens
         if self.domains:
-            for measure in MEASURES:
-                parts = [value for name, value in measures.items() if name.startswith(f"{measure}/")]
-                measures[measure] = sum(parts) / len(parts)
-        return Evaluation({self.measure: measures[self.measure]} | measures, documents)
+            for metric in METRICS:
+                parts = [value for name, value in metrics.items() if name.startswith(f"{metric}/")]
+                metrics[metric] = sum(parts) / len(parts)
+        return Evaluation({self.metric: metrics[self.metric]} | metrics, documents)
 
 
 class HeldOut:

@@ -21,7 +21,7 @@ class PreparedSettings(HeldOutSettings):
     """A prepared folder, or several with their weights: {data/web: 0.7, data/code: 0.3}."""
     context: int = Field(default=1024, ge=2, le=2**24)
     """Tokens per row."""
-    rows: RowLayout = "packed"
+    row_layout: RowLayout = "packed"
     """packed: attention and positions restart with each document; contiguous: across documents, as in nanoGPT."""
     held_out_bytes: int | None = Field(default=1_000_000, ge=1)
     """Evaluate on at most about this many bytes (of each domain): an equal excerpt of each evaluation document; null
@@ -53,7 +53,7 @@ class PreparedSettings(HeldOutSettings):
             {name: folder.evaluation() for name, folder in (domains or folders).items()},
             first[1].tokenizer,
             context=self.context,
-            layout=self.rows,
+            layout=self.row_layout,
             held_out_bytes=self.held_out_bytes,
             description={
                 "source": self.source,
@@ -64,7 +64,7 @@ class PreparedSettings(HeldOutSettings):
                 "train_documents": sum(folder.train.documents for folder in folders.values()),
             },
             domains=bool(domains),
-            measure=self.measure,
+            metric=self.metric,
         )
 
 

@@ -26,7 +26,7 @@ class TextSettings(HeldOutSettings):
     """"bytes", a local folder or tokenizer.json, or a tokenizer's name on the Hugging Face hub."""
     context: int = Field(default=256, ge=2, le=2**24)
     """Tokens per row."""
-    rows: RowLayout = "packed"
+    row_layout: RowLayout = "packed"
     """packed: attention and positions restart with each document; contiguous: across documents, as in nanoGPT."""
     held_out: float = Field(default=0.1, gt=0, lt=1)
     """Share of the documents to hold out, chosen by hash."""
@@ -60,13 +60,13 @@ class TextSettings(HeldOutSettings):
             domains or {self.source: held_out},
             tokenizer,
             context=self.context,
-            layout=self.rows,
+            layout=self.row_layout,
             held_out_bytes=self.held_out_bytes,
             description=corpus.facts
             | {"tokenizer": self.tokenizer, "train_documents": len(train)}
             | ({"left_out": left_out} if domains else {}),
             domains=bool(domains),
-            measure=self.measure,
+            metric=self.metric,
         )
 
     def domains(

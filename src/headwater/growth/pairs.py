@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 Model = TypeVar("Model", bound="HeadwaterPreTrainedModel")
 TauPolicy = Literal["keep", "recompute"]
 KeyInit = Literal["zero", "random"]
-# Number of pairs by name of linear layer; a model has one of these for each layer.
-Counts = list[dict[Map, int]]
+# Number of pairs by name of linear layer, in all layers of a model.
+Counts = dict[Map, int]
 
 MAPS: tuple[Map, ...] = get_args(Map)
 # Scores that give a zero key a weight: e^0 = 1.
@@ -53,7 +53,7 @@ def maps_of(model: HeadwaterPreTrainedModel) -> Iterator[tuple[int, Map, Pattent
 
 
 def pairs_of(model: HeadwaterPreTrainedModel | HeadwaterConfig) -> Counts:
-    """The number of pairs of each Pattention in each layer. Raises `HeadwaterError` for a model without Pattention."""
+    """The number of pairs of each Pattention of a layer. Raises `HeadwaterError` for a model without Pattention."""
     config = model if isinstance(model, HeadwaterConfig) else model.config
     if not has_pairs(config):
         raise HeadwaterError(
@@ -62,10 +62,7 @@ def pairs_of(model: HeadwaterPreTrainedModel | HeadwaterConfig) -> Counts:
             "--parameter-tokens`."
         )
     options = options_of(config)
-    return [
-        {which: Pattention.pairs(options, config, layer, which) for which in MAPS}
-        for layer in range(config.num_hidden_layers)
-    ]
+    return {which: Pattention.pairs(options, config, which) for which in MAPS}
 
 
 def add_pairs(
@@ -98,11 +95,11 @@ def add_pairs(
     options, new = options_of(model.config), pairs_of(config)
     grown = copied(model)
     names = {module: name for name, module in grown.named_modules()}
-    for layer, which, module in maps_of(grown):
-        extra = new[layer][which] - module.n
-        draw = generator(model.config.initializer_seed, _base_name(grown, names[module]), new[layer][which])
+    for _, which, module in maps_of(grown):
+        width, pairs = module.key.shape[1], new[which]
+        extra = pairs - module.n
+        draw = generator(model.config.initializer_seed, _base_name(grown, names[module]), pairs)
         # New rows are initialized as in a fresh model of the new size, whose fan-in differs.
-        width, pairs = module.key.shape[1], new[layer][which]
         module.key_std, module.value_std = Pattention.stds(options, model.config, which, width, pairs)
         added = {name: module.init(name, draw, extra) for name in ("key", "value")}
         if key_init == "zero":
@@ -167,22 +164,22 @@ def shrink(
     weights of another model.
     """
     counts = pairs_of(model)
-    if [{which: len(each) for which, each in layer.items()} for layer in weights] != counts:
+    sizes = [{which: len(each) for which, each in layer.items()} for layer in weights]
+    if sizes != [counts] * model.config.num_hidden_layers:
         raise HeadwaterError("These weights are not of this model's pairs; compute them with importance(model, …).")
     new = _counts(counts, attention_pairs, ffn_pairs)
-    for layer, (was, now) in enumerate(zip(counts, new, strict=True)):
-        for which in MAPS:
-            if not 1 <= now[which] <= was[which]:
-                raise HeadwaterError(
-                    f"A layer can keep 1 to {was[which]} pairs, not {now[which]} (layer {layer}, {which}); "
-                    "adding pairs is `headwater grow`."
-                )
+    for which in MAPS:
+        if not 1 <= new[which] <= counts[which]:
+            raise HeadwaterError(
+                f"A layer can keep 1 to {counts[which]} pairs, not {new[which]} ({which}); "
+                "adding pairs is `headwater grow`."
+            )
     if new == counts:
         raise HeadwaterError("Nothing would shrink: choose fewer attention_pairs or ffn_pairs than the model has.")
     _check_read(options_of(model.config), counts, new)
     small = copied(model)
     for layer, which, module in maps_of(small):
-        kept = weights[layer][which].to(module.key.device).topk(new[layer][which]).indices.sort().values
+        kept = weights[layer][which].to(module.key.device).topk(new[which]).indices.sort().values
         module.put(module.keys[kept], module.values[kept])
     _settle(small, new)
     return small
@@ -228,24 +225,22 @@ def importance(model: HeadwaterForCausalLM, batches: Iterable[dict[str, Tensor]]
 def _check_read(options: dict[str, Any], counts: Counts, new: Counts, key_init: KeyInit | None = None) -> None:
     """Raise `HeadwaterError` where pairs of which a token reads a few cannot be added or removed. key_init: of new
     ones."""
-    for layer, (was, now) in enumerate(zip(counts, new, strict=True)):
-        for which in MAPS:
-            top_k = Pattention.top_k_of(options, which)
-            if top_k is None or now[which] == was[which]:
-                continue
-            if Pattention.product_heads_of(options, which):
-                raise HeadwaterError(
-                    f"The pairs of {which!r} in layer {layer} have product keys, each of which belongs to many pairs; "
-                    "none can be added, removed or merged."
-                )
-            if wrong := unreadable(now[which], top_k, False, False):
-                raise HeadwaterError(f"Too few pairs of {which!r} would remain in layer {layer}: {wrong}.")
-            if key_init == "zero":
-                raise HeadwaterError(
-                    f"A token reads the {top_k} best pairs of {which!r} in layer {layer}, and a zero key beats "
-                    "negative scores, so new pairs can change the function; use random keys (key_init=random), which "
-                    "do not claim to keep it."
-                )
+    for which in MAPS:
+        top_k = Pattention.top_k_of(options, which)
+        if top_k is None or new[which] == counts[which]:
+            continue
+        if Pattention.product_heads_of(options, which):
+            raise HeadwaterError(
+                f"The pairs of {which!r} have product keys, each of which belongs to many pairs; none can be added, "
+                "removed or merged."
+            )
+        if wrong := unreadable(new[which], top_k, False, False):
+            raise HeadwaterError(f"Too few pairs of {which!r} would remain: {wrong}.")
+        if key_init == "zero":
+            raise HeadwaterError(
+                f"A token reads the {top_k} best pairs of {which!r}, and a zero key beats negative scores, so new "
+                "pairs can change the function; use random keys (key_init=random), which do not claim to keep it."
+            )
 
 
 def merge(base: Model, *grown: Model) -> Model:
@@ -262,18 +257,12 @@ def merge(base: Model, *grown: Model) -> Model:
         raise HeadwaterError("Name at least two grown copies of the base to merge.")
     counts, others = pairs_of(base), [pairs_of(model) for model in grown]
     for number, (model, own) in enumerate(zip(grown, others, strict=True), 1):
-        smaller = (
-            any(own[i][w] < n for i, was in enumerate(counts) for w, n in was.items())
-            if len(own) == len(counts)
-            else True
-        )
-        if smaller or _shape(model) != _shape(base):
+        smaller = any(own[which] < n for which, n in counts.items())
+        deeper = model.config.num_hidden_layers != base.config.num_hidden_layers
+        if smaller or deeper or _shape(model) != _shape(base):
             raise HeadwaterError(f"Model {number} is not a grown copy of the base: its sizes differ.")
     merged = copied(base)
-    new: Counts = [
-        {which: n + sum(own[layer][which] - n for own in others) for which, n in was.items()}
-        for layer, was in enumerate(counts)
-    ]
+    new: Counts = {which: n + sum(own[which] - n for own in others) for which, n in counts.items()}
     _check_read(options_of(base.config), counts, new)
     joined = {module: (layer, which) for layer, which, module in maps_of(merged)}
     parts = [{(layer, which): module for layer, which, module in maps_of(model)} for model in grown]
@@ -283,7 +272,7 @@ def merge(base: Model, *grown: Model) -> Model:
             if all(name in state and state[name].shape == tensor.shape for state in states):
                 tensor.copy_(torch.stack([state[name].to(tensor) for state in states]).mean(0))
         for module, place in joined.items():
-            n = counts[place[0]][place[1]]
+            n = counts[place[1]]
             copies = [part[place] for part in parts]
             module.scale.put(sum(float(one.scale.tau) for one in copies) / len(copies))
             rows = []
@@ -323,7 +312,7 @@ def added_config(
             f"function; use random keys (key_init=random), which do not claim to keep it."
         )
     _check_read(options, counts, new, key_init)
-    old = [{which: n for which, n in was.items() if now[which] > n} for was, now in zip(counts, new, strict=True)]
+    old: Counts = {which: n for which, n in counts.items() if new[which] > n}
     grown = copy.deepcopy(config)
     _write_counts(grown, new, old if freeze else None)
     return grown
@@ -348,17 +337,16 @@ def _counts(counts: Counts, attention: int | None, feed_forward: int | None) -> 
         if pairs is not None:
             check_whole(name, pairs)
     changed: dict[Map, int] = {which: count for which, count in asked.items() if count is not None}
-    return [was | changed for was in counts]
+    return counts | changed
 
 
 def _check_grows(counts: Counts, new: Counts, thaws: bool) -> None:
-    for layer, (was, now) in enumerate(zip(counts, new, strict=True)):
-        for which in MAPS:
-            if now[which] < was[which]:
-                raise HeadwaterError(
-                    f"Growing to {now[which]} pairs would remove some of the {was[which]} of {which!r} in layer "
-                    f"{layer}; choose at least {was[which]}, or use `headwater shrink`."
-                )
+    for which in MAPS:
+        if new[which] < counts[which]:
+            raise HeadwaterError(
+                f"Growing to {new[which]} pairs would remove some of the {counts[which]} of {which!r}; choose at least "
+                f"{counts[which]}, or use `headwater shrink`."
+            )
     if new == counts and not thaws:
         raise HeadwaterError("Nothing would grow: choose more attention_pairs or ffn_pairs than the model has.")
 

@@ -11,7 +11,7 @@ Departures: in both models feed-forwards and the output head read over depth too
 residual stream stays, and what a block adds to it does not change. AttnRes counts attention and feed-forward as two
 layers, and norms with weights, which w^s can express; a block of headwater is one layer. Inkling 2 norms the inputs of
 queries, keys and values with weights of their own, which the projections can express. Summing hidden states themselves
-in place of what layers added (`of`) is our addition.
+in place of what layers added (`target`) is our addition.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ from headwater.plan import LayerPlan, Source
 if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
 
-DepthForm = Literal["attnres", "inkling_2"]
+DepthVariant = Literal["attnres", "inkling_2"]
 Summed = Literal["additions", "states"]
 
 
@@ -45,9 +45,9 @@ class DepthAttention(Mechanism):
     Args
         width: of the hidden states.
         queries: how many w there are.
-        form: "attnres", as above; "inkling_2": the scores are divided by √width, and norm(h_j) is summed.
-        of: "additions": h_0 is the first hidden state, h_j the difference of the next one from it, and so on; "states":
-            h_j are the hidden states.
+        variant: "attnres", as above; "inkling_2": the scores are divided by √width, and norm(h_j) is summed.
+        target: what is summed. "additions": h_0 is the first hidden state, h_j the difference of the next one from it,
+            and so on; "states": h_j are the hidden states.
         eps: of the norm.
         The other arguments are set by `build`.
 
@@ -55,7 +55,7 @@ class DepthAttention(Mechanism):
 
         >>> import torch
         >>> from headwater.mechanisms import DepthAttention
-        >>> over_depth = DepthAttention(width=64, of="states")
+        >>> over_depth = DepthAttention(width=64, target="states")
         >>> earlier, x = list(torch.randn(3, 2, 16, 64)), torch.randn(2, 16, 64)
         >>> bool(torch.allclose(over_depth(x, *earlier), (sum(earlier) + x) / 4, atol=1e-6))
         True
@@ -68,8 +68,8 @@ class DepthAttention(Mechanism):
     @dataclass
     class Options:
         queries: Literal[1, 3] = 1
-        form: DepthForm = "attnres"
-        of: Summed = "additions"
+        variant: DepthVariant = "attnres"
+        target: Summed = "additions"
         block: int = 1
         layers: list[int] | None = None
 
@@ -77,8 +77,8 @@ class DepthAttention(Mechanism):
         self,
         width: int,
         queries: int = 1,
-        form: DepthForm = "attnres",
-        of: Summed = "additions",
+        variant: DepthVariant = "attnres",
+        target: Summed = "additions",
         eps: float = 1e-6,
         *,
         labels: tuple[str, ...] = (),
@@ -86,7 +86,7 @@ class DepthAttention(Mechanism):
         is_first: bool = True,
     ) -> None:
         super().__init__()
-        self.form, self.of, self.eps = form, of, eps
+        self.variant, self.target, self.eps = variant, target, eps
         self.slots, self.is_first = slots, is_first
         self.query = nn.Parameter(torch.empty(queries, width))
         self.labels = labels if queries > 1 else ()
@@ -111,11 +111,11 @@ class DepthAttention(Mechanism):
         """The weights of each h_j, [queries, B, T, 1], and the h_j."""
         states = [*earlier, x]
         read = states
-        if self.of == "additions":
+        if self.target == "additions":
             read = [states[0], *(after - before for before, after in pairwise(states))]
         width, scores, norms = self.query.shape[1], [], []
         # A new tensor in any form: products with one vector have other bits where it is not aligned, as when loaded.
-        query = (self.query * (width**-0.5 if self.form == "inkling_2" else 1.0)).to(x.dtype)
+        query = (self.query * (width**-0.5 if self.variant == "inkling_2" else 1.0)).to(x.dtype)
         for h in read:
             wide = torch.promote_types(h.dtype, torch.float32)
             # vector_norm keeps no copy of h in fp32.
@@ -127,7 +127,7 @@ class DepthAttention(Mechanism):
             scores.append(score * norm)
             norms.append(norm)
         weights: list[Tensor] = list(torch.stack(scores, dim=3).softmax(3).unbind(3))
-        if self.form == "inkling_2":
+        if self.variant == "inkling_2":
             weights = [weight * norm for weight, norm in zip(weights, norms, strict=True)]
         return [weight.unsqueeze(3).to(x.dtype) for weight in weights], read
 
@@ -172,8 +172,8 @@ class DepthAttention(Mechanism):
         numbers = cls.queries(options, plan) * width
         # Autograd keeps what is summed, besides hidden states of earlier layers, and per h_j the norm, its inverse, the
         # scores and weights; in parallel blocks the stream too, which feed-forwards alone norm.
-        summed = count - 1 + config.parallel_residual if options["of"] == "additions" else 1
-        each = 2 + (2 + (options["form"] == "inkling_2")) * cls.queries(options, plan)
+        summed = count - 1 + config.parallel_residual if options["target"] == "additions" else 1
+        each = 2 + (2 + (options["variant"] == "inkling_2")) * cls.queries(options, plan)
         return Cost(parameters=numbers, flops=2 * numbers * count, saved=summed * width + count * each)
 
     @classmethod
@@ -183,9 +183,9 @@ class DepthAttention(Mechanism):
                 "Mechanism 'depth_attention' chooses among what all layers add by a softmax, in which every new layer "
                 "has a part; use a method that does not keep the function, such as stack."
             )
-        if growth.keeps and growth.widens and options["form"] == "inkling_2":
+        if growth.keeps and growth.widens and options["variant"] == "inkling_2":
             raise HeadwaterError(
-                "Mechanism 'depth_attention' divides its scores by √hidden_size in form inkling_2; grow other sizes."
+                "Mechanism 'depth_attention' divides its scores by √hidden_size in variant inkling_2; grow other sizes."
             )
         layers = [layer for layer in growth.copies(receivers(options | {"source": 0}, config)) if layer]
         return options | {"layers": None if options["layers"] is None else layers}
@@ -198,8 +198,8 @@ class DepthAttention(Mechanism):
         return cls(
             config.hidden_size,
             cls.queries(options, plan),
-            options["form"],
-            options["of"],
+            options["variant"],
+            options["target"],
             config.norm_eps,
             labels=plan.inputs,
             slots=tuple(plan.slot(source) for source in cls.read(options, plan.index)),

@@ -4,9 +4,9 @@
 
 α and β are free scalars per key/value head. α1 and β1 are initialized uniformly in [0, 1), α2 = 1 - α1, β2 = 1 - β1;
 nothing ties them afterwards. The shift comes before RoPE and before the cache. The paper's variants are options: keys
-only, values only, queries too, longer windows, and two forms in which α1 and α2 stay tied.
+only, values only, queries too, longer windows, and two variants in which α1 and α2 stay tied.
 
-Two more forms have no scalars: half of what a token has is the previous token's.
+Two more variants have no scalars: half of what a token has is the previous token's.
 
     half_heads       the second half of the heads: Zaya's values, arXiv 2510.04476 (compressed convolutional attention)
     half_channels    the second half of each head's channels: modded-nanogpt's keys, where these have no RoPE
@@ -37,7 +37,7 @@ from headwater.precision import KeepsPrecision
 if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
 
-ShiftForm = Literal["free", "gate", "clamped", "half_heads", "half_channels"]
+ShiftVariant = Literal["free", "gate", "clamped", "half_heads", "half_channels"]
 HALVES = "half_heads", "half_channels"
 
 
@@ -53,10 +53,10 @@ class KVShift(KeepsPrecision, Mechanism):
         key_heads, value_heads, query_heads: how many heads of each are shifted; 0: none. value_heads defaults to
             key_heads.
         window: number of taps; 2 is the paper's main form, 3 and 4 its "shift 2" and "shift 3".
-        form: "free": the taps are the parameters. "gate": w_0 = sigmoid(a), w_1 = 1 - w_0. "clamped":
+        variant: "free": the taps are the parameters. "gate": w_0 = sigmoid(a), w_1 = 1 - w_0. "clamped":
             w_0 = min(max(a, 0), 1), w_1 = 1 - w_0. "half_heads", "half_channels": the second half of the heads, or of
             the channels of each, is the previous token's, and nothing is learned. All but "free" require window=2.
-        start: how taps are initialized. "random": w_0 uniform in [0, 1) and w_1 = 1 - w_0; with longer windows all taps
+        init: how taps are initialized. "random": w_0 uniform in [0, 1) and w_1 = 1 - w_0; with longer windows all taps
             uniform, then divided by their sum. "identity": w_0 = 1, for adding the shift to a trained model; not for
             "gate", which cannot reach 1, nor for halves.
         current: how many heads of keys, values and queries come first and stay the token's own ("half_heads"); default
@@ -87,8 +87,8 @@ class KVShift(KeepsPrecision, Mechanism):
         values: bool = True
         queries: bool = False
         window: int = 2
-        form: ShiftForm = "free"
-        start: Literal["random", "identity"] = "random"
+        variant: ShiftVariant = "free"
+        init: Literal["random", "identity"] = "random"
 
     def __init__(
         self,
@@ -97,42 +97,42 @@ class KVShift(KeepsPrecision, Mechanism):
         query_heads: int = 0,
         *,
         window: int = 2,
-        form: ShiftForm = "free",
-        start: Literal["random", "identity"] = "random",
+        variant: ShiftVariant = "free",
+        init: Literal["random", "identity"] = "random",
         current: dict[Part, int] | None = None,
     ) -> None:
         super().__init__()
-        check(window, form, start)
-        self.window, self.form, self.start = window, form, start
+        check(window, variant, init)
+        self.window, self.variant, self.init_mode = window, variant, init
         values = key_heads if value_heads is None else value_heads
         self.sizes: dict[Part, int] = {"k": key_heads, "v": values, "q": query_heads}
         self.current = {part: heads // 2 for part, heads in self.sizes.items()} if current is None else current
         self.tails = {part: f"{self.name()}.{part}" for part in "kvq"}
 
         def taps(heads: int) -> nn.Parameter | None:
-            shape = (window, heads) if form == "free" else (heads,)
-            return self.scalars(*shape) if heads and form not in HALVES else None
+            shape = (window, heads) if variant == "free" else (heads,)
+            return self.scalars(*shape) if heads and variant not in HALVES else None
 
         self.alpha, self.beta, self.gamma = taps(key_heads), taps(values), taps(query_heads)
         self.reset_parameters()
 
     def init(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
         shape = getattr(self, parameter).shape
-        if self.start == "identity":
-            return torch.eye(self.window, 1).repeat(1, shape[1]) if self.form == "free" else torch.ones(shape)
-        if self.form == "free" and self.window > 2:
+        if self.init_mode == "identity":
+            return torch.eye(self.window, 1).repeat(1, shape[1]) if self.variant == "free" else torch.ones(shape)
+        if self.variant == "free" and self.window > 2:
             taps = torch.rand(shape, generator=generator)
             return taps / taps.sum(0)
         current = torch.rand(shape[-1], generator=generator)
-        if self.form == "gate":
+        if self.variant == "gate":
             return torch.logit(current, eps=1e-3)  # so that the gate itself starts uniform
-        return torch.stack((current, 1 - current)) if self.form == "free" else current
+        return torch.stack((current, 1 - current)) if self.variant == "free" else current
 
     def taps(self, parameter: Tensor) -> Tensor:
         """The weights [window, heads] that a parameter stands for."""
-        if self.form == "free":
+        if self.variant == "free":
             return parameter
-        current = parameter.sigmoid() if self.form == "gate" else parameter.clamp(0, 1)
+        current = parameter.sigmoid() if self.variant == "gate" else parameter.clamp(0, 1)
         return torch.stack((current, 1 - current))
 
     def forward(
@@ -157,7 +157,7 @@ class KVShift(KeepsPrecision, Mechanism):
             before = None if tail is None else tail.before(self.tails[part], x, self.window - 1, everything=branches)
             if parameter is not None:
                 return shift(x, self.taps(parameter), reach, before)
-            dim, own = (1, self.current[part]) if self.form == "half_heads" else (3, (x.shape[3] + 1) // 2)
+            dim, own = (1, self.current[part]) if self.variant == "half_heads" else (3, (x.shape[3] + 1) // 2)
             late, held = (y if y is None else y.narrow(dim, own, x.shape[dim] - own) for y in (x, before))
             halves = x.narrow(dim, 0, own), earlier(late, 1, reach, held)
             # Joined in the memory layout of projections, which what heads read takes over from queries.
@@ -178,27 +178,27 @@ class KVShift(KeepsPrecision, Mechanism):
             raise HeadwaterError(
                 "Mechanism 'kv_shift' shifts nothing; set one of its options keys, values, queries to true."
             )
-        check(options["window"], options["form"], options["start"])
-        if options["form"] == "half_heads":
+        check(options["window"], options["variant"], options["init"])
+        if options["variant"] == "half_heads":
             wanted = options["keys"] or options["values"], options["queries"]
             for layer, (name, asked) in product(
                 config.kinds.values(), zip(("num_key_value_heads", "num_attention_heads"), wanted, strict=True)
             ):
                 if asked and (heads := getattr(config.at(layer), name)) % 2:
                     raise HeadwaterError(
-                        f"Mechanism 'kv_shift': form 'half_heads' needs an even number of heads, and {name} of layer "
-                        f"{layer} is {heads}; use 'half_channels'."
+                        f"Mechanism 'kv_shift': variant 'half_heads' needs an even number of heads, and {name} of "
+                        f"layer {layer} is {heads}; use 'half_channels'."
                     )
 
     @classmethod
     def identity(cls, options: dict[str, Any]) -> dict[str, Any] | None:
-        if options.get("form") in ("gate", *HALVES) or options.get("start") == "random":
+        if options.get("variant") in ("gate", *HALVES) or options.get("init") == "random":
             return None
-        return options | {"start": "identity"}
+        return options | {"init": "identity"}
 
     @classmethod
     def splits(cls, options: dict[str, Any]) -> bool:
-        return options["form"] != "half_heads"  # of all heads: a process with a part does not know which it has
+        return options["variant"] != "half_heads"  # of all heads: a process with a part does not know which it has
 
     @classmethod
     def shifted(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> dict[Part, int]:
@@ -210,7 +210,7 @@ class KVShift(KeepsPrecision, Mechanism):
             heads["v"] = len(plan.v_heads)
         if options["queries"]:
             heads["q"] = config.num_attention_heads
-        if options["form"] == "half_heads":  # nothing to do where no head of the second half is stored
+        if options["variant"] == "half_heads":  # nothing to do where no head of the second half is stored
             current = cls.first_half(config, plan)
             heads = {part: count for part, count in heads.items() if count > current[part]}
         return {part: count for part, count in heads.items() if count}
@@ -235,17 +235,17 @@ class KVShift(KeepsPrecision, Mechanism):
 
     @classmethod
     def cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
-        if options["form"] in HALVES:
+        if options["variant"] in HALVES:
             return Cost()
         heads = sum(cls.shifted(options, config, plan).values())
         # Autograd keeps the raw keys and values for the gradient of the taps.
         return Cost(
-            parameters=heads * (options["window"] if options["form"] == "free" else 1), saved=heads * config.head_dim
+            parameters=heads * (options["window"] if options["variant"] == "free" else 1), saved=heads * config.head_dim
         )
 
     @classmethod
     def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
-        if options["form"] == "half_heads":
+        if options["variant"] == "half_heads":
             asked = options["keys"] or options["values"], options["queries"]
             for heads, is_asked in zip((growth.kv, growth.q), asked, strict=True):
                 new, old = len(heads), max(heads) + 1
@@ -258,7 +258,7 @@ class KVShift(KeepsPrecision, Mechanism):
 
     def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
         heads = Dim({"alpha": "k", "beta": "v", "gamma": "q"}[parameter])  # type: ignore[arg-type]
-        return (SAME, heads) if self.form == "free" else (heads,)
+        return (SAME, heads) if self.variant == "free" else (heads,)
 
     @classmethod
     def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
@@ -268,22 +268,22 @@ class KVShift(KeepsPrecision, Mechanism):
             heads.get("v", 0),
             heads.get("q", 0),
             window=options["window"],
-            form=options["form"],
-            start=options["start"],
+            variant=options["variant"],
+            init=options["init"],
             current=cls.first_half(config, plan),
         )
 
     def windows(self) -> dict[str, Tensor]:
         """Of half_channels: the mean over a head's channels."""
-        if self.form in HALVES:
+        if self.variant in HALVES:
             return {part: self.fixed(part) for part, heads in self.sizes.items() if heads}
         found = {"k": self.alpha, "v": self.beta, "q": self.gamma}
         return {part: self.taps(parameter) for part, parameter in found.items() if parameter is not None}
 
     def fixed(self, part: Part) -> Tensor:
-        """The weights [2, heads] that a form without scalars stands for."""
+        """The weights [2, heads] that a variant without scalars stands for."""
         own = torch.full((self.sizes[part],), 0.5)
-        if self.form == "half_heads":
+        if self.variant == "half_heads":
             own = (torch.arange(self.sizes[part]) < self.current[part]).float()
         return torch.stack((own, 1 - own))
 
@@ -304,20 +304,22 @@ class KVShift(KeepsPrecision, Mechanism):
         return q, KV(k, v)
 
 
-def check(window: int, form: str, start: str) -> None:
+def check(window: int, variant: str, init: str) -> None:
     """Raise `HeadwaterError` for options that are unknown or contradict each other."""
-    for name, given, known in (("form", form, get_args(ShiftForm)), ("start", start, ("random", "identity"))):
+    for name, given, known in (("variant", variant, get_args(ShiftVariant)), ("init", init, ("random", "identity"))):
         if given not in known:
             raise HeadwaterError(f"KV shift has no {name} {given!r}; {nearest(str(given), known)}")
     if window < 2:
         raise HeadwaterError(f"KV shift's window must be at least 2, not {window}.")
-    if form != "free" and window != 2:
-        raise HeadwaterError(f"KV shift's form {form!r} has two taps; set window to 2, or form to 'free'.")
-    if form in HALVES and start == "identity":
+    if variant != "free" and window != 2:
+        raise HeadwaterError(f"KV shift's variant {variant!r} has two taps; set window to 2, or variant to 'free'.")
+    if variant in HALVES and init == "identity":
         raise HeadwaterError(
-            f"KV shift's form {form!r} cannot start as the identity: half is always the previous token's; use 'free'."
+            f"KV shift's variant {variant!r} cannot start as the identity: half is always the previous "
+            "token's; use 'free'."
         )
-    if form == "gate" and start == "identity":
+    if variant == "gate" and init == "identity":
         raise HeadwaterError(
-            "KV shift's form 'gate' cannot start as the identity: a sigmoid never reaches 1; use 'clamped' or 'free'."
+            "KV shift's variant 'gate' cannot start as the identity: a sigmoid never reaches 1; use 'clamped' "
+            "or 'free'."
         )

@@ -16,8 +16,8 @@ prompt, for the last token alone (`headwater.planning.output_only_from`).
 Departures: YOCO's lower half has a window, which the model's `sliding_layers` give it here, or a recurrence, which is
 not built. Its shared keys and values have a norm of their own; here they are those of layer L/2, made from the same
 input as that layer's queries, and prefill skips the layers above it. Gemma's kinds differ in window, heads and RoPE;
-here `sliding_layers` and `sliding_fields` say so, and `kinds` only who shares with whom. Mistral Large 4 shares the
-latent of multi-head latent attention, which headwater does not have.
+here `sliding_layers` and `sliding_fields` say so, and `layer_types` only who shares with whom. Mistral Large 4 shares
+the latent of multi-head latent attention, which headwater does not have.
 """
 
 from collections.abc import Sequence
@@ -68,9 +68,9 @@ class KVSource(Mechanism):
     class Options:
         keys: LayerMap | list[int] = "cross_layer"
         values: LayerMap | list[int] = "cross_layer"
-        every: int = 2
-        last: int | None = None
-        kinds: list[str] | None = None
+        group_size: int = 2
+        num_shared_layers: int | None = None
+        layer_types: list[str] | None = None
 
     def __init__(self, keys: Sequence[int], values: Sequence[int]) -> None:
         super().__init__()
@@ -91,32 +91,32 @@ class KVSource(Mechanism):
     @classmethod
     def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
         depth, maps = config.num_hidden_layers, (options["keys"], options["values"])
-        if options["every"] < 1:
-            raise HeadwaterError(f"Mechanism 'kv_source': every must be at least 1, not {options['every']}.")
-        if options["last"] is not None and not 1 <= options["last"] < depth:
+        if options["group_size"] < 1:
+            raise HeadwaterError(f"Mechanism 'kv_source': group_size must be at least 1, not {options['group_size']}.")
+        if options["num_shared_layers"] is not None and not 1 <= options["num_shared_layers"] < depth:
             raise HeadwaterError(
-                f"Mechanism 'kv_source': last must be from 1 to {depth - 1}, so that a layer comes before, not "
-                f"{options['last']}."
+                f"Mechanism 'kv_source': num_shared_layers must be from 1 to {depth - 1}, so that a layer comes "
+                f"before, not {options['num_shared_layers']}."
             )
-        for name in ("last", "kinds"):
+        for name in ("num_shared_layers", "layer_types"):
             if options[name] is not None and "last" not in maps:
                 raise HeadwaterError(
                     f"Mechanism 'kv_source': {name} is for the map 'last'; set keys or values to 'last', or leave "
                     f"{name} out."
                 )
-        for name in ("keys", "values", "kinds"):
+        for name in ("keys", "values", "layer_types"):
             if isinstance(options[name], list) and len(options[name]) != depth:
                 raise HeadwaterError(
                     f"Mechanism 'kv_source': {name} has {len(options[name])} elements, and the model has {depth} "
                     "layers; give one for each layer."
                 )
-        if (kinds := options["kinds"]) is not None:
+        if (kinds := options["layer_types"]) is not None:
             first = cls.first(options, config)
             for layer in range(first, depth):
                 if kinds[layer] not in kinds[:first]:
                     raise HeadwaterError(
                         f"Mechanism 'kv_source': layer {layer} is of kind {kinds[layer]!r}, and none of the {first} "
-                        "layers that share nothing is; lower last, or change kinds."
+                        "layers that share nothing is; lower num_shared_layers, or change layer_types."
                     )
         for part in ("keys", "values"):
             check(part, sources := cls.sources(options, config, part))
@@ -124,15 +124,15 @@ class KVSource(Mechanism):
             if mixed and options[part] == "last" and kinds is None:
                 raise HeadwaterError(
                     f"Mechanism 'kv_source': layer {mixed[0]} would have the {part} of layer {sources[mixed[0]]}, and "
-                    "only one of the two has a sliding window (sliding_layers); set kinds to a name for each layer, so "
-                    "that layers of one kind share."
+                    "only one of the two has a sliding window (sliding_layers); set layer_types to a name for each "
+                    "layer, so that layers of one kind share."
                 )
 
     @classmethod
     def first(cls, options: dict[str, Any], config: "HeadwaterConfig") -> int:
         """The first layer that shares in the map "last"."""
         depth = config.num_hidden_layers
-        return depth - (depth // 2 if options["last"] is None else options["last"])
+        return depth - (depth // 2 if options["num_shared_layers"] is None else options["num_shared_layers"])
 
     @classmethod
     def sources(cls, options: dict[str, Any], config: "HeadwaterConfig", part: str) -> list[int]:
@@ -141,12 +141,12 @@ class KVSource(Mechanism):
         if isinstance(given, list):
             return given
         if given == "last":
-            first, kinds = cls.first(options, config), options["kinds"] or [""] * len(layers)
+            first, kinds = cls.first(options, config), options["layer_types"] or [""] * len(layers)
             own = {kinds[layer]: layer for layer in layers[:first]}  # the last layer of each kind
             return [layer if layer < first else own[kinds[layer]] for layer in layers]
         if given == "yoco":
             return [min(layer, len(layers) // 2) for layer in layers]
-        return [layer - (layer % options["every"] if given == "cross_layer" else 0) for layer in layers]
+        return [layer - (layer % options["group_size"] if given == "cross_layer" else 0) for layer in layers]
 
     @classmethod
     def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
@@ -165,7 +165,7 @@ class KVSource(Mechanism):
     def by_similarity(
         cls, options: dict[str, Any], config: "HeadwaterConfig", keys: Tensor, values: Tensor
     ) -> dict[str, Any] | None:
-        """Maps of their own for keys and values, in which as many layers share as in groups of `every`."""
+        """Maps of their own for keys and values, in which as many layers share as in groups of `group_size`."""
         full = cls.options(options)
         kept = -(-config.num_hidden_layers // full["every"])
         left = {part: alike for part, alike in (("keys", keys), ("values", values)) if part not in options}

@@ -7,7 +7,7 @@
 ⊕ is the bitwise exclusive or of 64-bit integers. Each order and head has its own prime p_nj, the next ones from `rows`
 on, and so its own rows of the table E, which begin at o_nj. a_s are odd numbers drawn by SplitMix64 from `seed`, small
 enough that a_s times an id is below 2^63. The hash depends on the options and the layer's place among the layers that
-have a memory, and on nothing else: it is the same on every machine and in every version. One option, `vocabulary`, is
+have a memory, and on nothing else: it is the same on every machine and in every version. One option, `vocab_size`, is
 the number of ids that the hash was made for. It stays when the model's vocabulary is resized, and so do all rows. Ids
 beyond it hash like the others, the first of them as a missing token does, and products wrap around as int64.
 
@@ -16,7 +16,7 @@ hashes in the same way, with other multipliers. Both add to the stream before so
 where c is the product of x_t and K·e_t, both RMS-normed, divided by √D (`gate: match`). modded-nanogpt
 (github.com/KellerJordan/modded-nanogpt) has one table of bigrams and a scalar per layer.
 
-Departures: an n-gram ends at the start of the document, where missing tokens have the id `vocabulary`. Qwen's border is
+Departures: an n-gram ends at the start of the document, where missing tokens have the id `vocab_size`. Qwen's border is
 the end-of-text token, which also stands for what is missing: with `end_of_text` ours is both. The norms of the gate
 have no weights, its x_t is one stream and not several, and no convolution follows it: `short_conv` is one. Engram maps
 ids to normalized ones before it hashes them, and we do not. The layers of modded-nanogpt read one table; each of ours
@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from headwater.enlarging import SAME, WRITES, Dim, Larger
 from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import KV, Ancestors, Context, Cost, Mechanism, Shown, Tail
-from headwater.mechanisms.receivers import check_layers
+from headwater.mechanisms.receivers import check_layers, layers_with_values
 from headwater.mechanisms.shift import earlier
 from headwater.plan import Kept, LayerPlan, Source
 from headwater.precision import KeepsPrecision
@@ -60,9 +60,9 @@ def split_mix(state: int) -> int:
     return z ^ z >> 31
 
 
-def multipliers(count: int, vocabulary: int, seed: int = 0, place: int = 0) -> list[int]:
-    """a_0, a_1, …: odd numbers whose products with ids up to `vocabulary` are below 2^63. place: the table's."""
-    half = max(1, LARGEST // vocabulary // 2)
+def multipliers(count: int, vocab_size: int, seed: int = 0, place: int = 0) -> list[int]:
+    """a_0, a_1, …: odd numbers whose products with ids up to `vocab_size` are below 2^63. place: the table's."""
+    half = max(1, LARGEST // vocab_size // 2)
     return [2 * (split_mix((seed + LAYER * place + GAMMA * s) % 2**64) % half) + 1 for s in range(1, count + 1)]
 
 
@@ -83,13 +83,13 @@ class NGramTable(KeepsPrecision, Mechanism):
         e_t = concat over orders n and heads j of E[o_nj + (⊕_{s<n} a_s·id_{t-s}) mod p_nj]
 
     Args
-        vocabulary: how many ids there are.
+        vocab_size: how many ids there are.
         numbers: in a row.
         orders: the lengths n, increasing. heads: hashes, and so rows, of each.
         rows: each head has at least this many rows, a prime number of them; default the vocabulary's size.
         combine: "concat", or "sum" of the rows.
         end_of_text: an id after which n-grams restart, and which replaces missing tokens; default: none does, and
-            the id `vocabulary` stands for them.
+            the id `vocab_size` stands for them.
         seed: of the multipliers. place: the table's number among the model's, from 0: each has other multipliers and
             primes.
         zero: the table starts at zero.
@@ -109,7 +109,7 @@ class NGramTable(KeepsPrecision, Mechanism):
 
     def __init__(
         self,
-        vocabulary: int,
+        vocab_size: int,
         numbers: int,
         orders: Sequence[int] = (2, 3),
         heads: int = 4,
@@ -124,9 +124,9 @@ class NGramTable(KeepsPrecision, Mechanism):
         super().__init__()
         self.orders, self.hashes, self.combine = tuple(orders), heads, combine
         self.back, self.end_of_text = max(orders) - 1, end_of_text
-        self.missing = vocabulary if end_of_text is None else end_of_text
-        self.sizes = self.heads_rows(vocabulary, orders, heads, rows, place)
-        self.drawn = multipliers(self.back + 1, vocabulary, seed, place)
+        self.missing = vocab_size if end_of_text is None else end_of_text
+        self.sizes = self.heads_rows(vocab_size, orders, heads, rows, place)
+        self.drawn = multipliers(self.back + 1, vocab_size, seed, place)
         for name, value in self.constants().items():
             self.register_buffer(name, value, persistent=False)
         self.zero = zero
@@ -134,10 +134,10 @@ class NGramTable(KeepsPrecision, Mechanism):
         self.tail = f"{NGramMemory.name()}.id"
 
     @staticmethod
-    def heads_rows(vocabulary: int, orders: Sequence[int], heads: int, rows: int | None, place: int) -> list[int]:
+    def heads_rows(vocab_size: int, orders: Sequence[int], heads: int, rows: int | None, place: int) -> list[int]:
         """p_nj: how many rows each order and head has."""
         count = len(orders) * heads
-        return primes(vocabulary if rows is None else rows, place * count, count)
+        return primes(vocab_size if rows is None else rows, place * count, count)
 
     def init(self, parameter: str, generator: torch.Generator | None = None) -> Tensor | None:
         return torch.zeros(self.table.weight.shape) if self.zero else None
@@ -201,7 +201,7 @@ class NGramMemory(KeepsPrecision, Mechanism):
         gate: "none"; "scalar": one learned number, initially 1; "match": g = σ(sign(c)·√|c|), where c is the product of
             x_t and a linear map of e_t, both normed, divided by √D.
         channels: D, the width of x; for "match" only.
-        start: "random"; "zero": at first nothing is added.
+        init: "random"; "zero": at first nothing is added.
         head_dim: of y, if it is values; default: y is the stream.
 
     Parameters: those of `table`; `up.weight` [width, rank] if there is a rank; `key.weight` [D, numbers of e_t] for
@@ -221,17 +221,17 @@ class NGramMemory(KeepsPrecision, Mechanism):
     @strict
     @dataclass
     class Options:
-        where: Literal["stream", "values"] = "stream"
+        target: Literal["stream", "values"] = "stream"
         orders: list[int] | None = None
         heads: int = 4
         rows: int | None = None
         rank: int | None = None
         combine: Combine = "concat"
         gate: Opened = "none"
-        start: Literal["random", "zero"] = "random"
+        init: Literal["random", "zero"] = "random"
         end_of_text: int | None = None
         seed: int = 0
-        vocabulary: int | None = None
+        vocab_size: int | None = None
         layers: list[int] | None = None
 
     def __init__(
@@ -241,13 +241,13 @@ class NGramMemory(KeepsPrecision, Mechanism):
         rank: int | None = None,
         gate: Opened = "none",
         channels: int = 0,
-        start: Literal["random", "zero"] = "random",
+        init: Literal["random", "zero"] = "random",
         head_dim: int | None = None,
         *,
         eps: float = 1e-6,
     ) -> None:
         super().__init__()
-        self.table, self.start, self.head_dim, self.eps = table, start, head_dim, eps
+        self.table, self.init_mode, self.head_dim, self.eps = table, init, head_dim, eps
         self.up = nn.Linear(rank, width, bias=False) if rank else None
         self.key = nn.Linear(rank or width, channels, bias=False) if gate == "match" else None
         self.scalar = self.scalars(1) if gate == "scalar" else None
@@ -256,7 +256,7 @@ class NGramMemory(KeepsPrecision, Mechanism):
     def init(self, parameter: str, generator: torch.Generator | None = None) -> Tensor | None:
         if parameter == "scalar":
             return torch.ones(1)
-        return torch.zeros(self.up.weight.shape) if parameter == "up.weight" and self.start == "zero" else None
+        return torch.zeros(self.up.weight.shape) if parameter == "up.weight" and self.init_mode == "zero" else None
 
     def forward(self, y: Tensor, x: Tensor, rows: Tensor) -> Tensor:
         """y, the stream [B, T, width] or values [B, heads, T, d]; x [B, T, D], for the gate; e_t [B, T, n] -> y."""
@@ -295,7 +295,7 @@ class NGramMemory(KeepsPrecision, Mechanism):
 
     @classmethod
     def complete_options(cls, options: dict[str, Any], config: "HeadwaterConfig") -> dict[str, Any]:
-        return options if options["vocabulary"] is not None else options | {"vocabulary": config.vocab_size}
+        return options if options["vocab_size"] is not None else options | {"vocab_size": config.vocab_size}
 
     @classmethod
     def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
@@ -309,7 +309,7 @@ class NGramMemory(KeepsPrecision, Mechanism):
             raise HeadwaterError(
                 f"Mechanism 'ngram_memory': orders must be increasing numbers from 2 on, such as [2, 3], not {orders}."
             )
-        for name, least in (("heads", 1), ("rank", 1), ("rows", 2), ("vocabulary", 1)):
+        for name, least in (("heads", 1), ("rank", 1), ("rows", 2), ("vocab_size", 1)):
             if options[name] is not None and options[name] < least:
                 raise HeadwaterError(f"Mechanism 'ngram_memory': {name} must be at least {least}, not {options[name]}.")
         if options["end_of_text"] is not None and not 0 <= options["end_of_text"] < config.vocab_size:
@@ -320,19 +320,19 @@ class NGramMemory(KeepsPrecision, Mechanism):
 
     @classmethod
     def identity(cls, options: dict[str, Any]) -> dict[str, Any] | None:
-        return None if options.get("start") == "random" else options | {"start": "zero"}
+        return None if options.get("init") == "random" else options | {"init": "zero"}
 
     @classmethod
     def chosen(cls, options: dict[str, Any], config: "HeadwaterConfig") -> list[int]:
         """The layers that are to have a memory."""
         if options["layers"] is not None:
             return sorted(set(options["layers"]))
-        return [0] if options["where"] == "stream" else list(range(config.num_hidden_layers))
+        return [0] if options["target"] == "stream" else list(range(config.num_hidden_layers))
 
     @classmethod
     def width(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> int:
         """The numbers that a layer's memory adds to a token."""
-        return config.hidden_size if options["where"] == "stream" else len(plan.v_heads) * config.head_dim
+        return config.hidden_size if options["target"] == "stream" else len(plan.v_heads) * config.head_dim
 
     @classmethod
     def numbers(cls, options: dict[str, Any], width: int) -> int:
@@ -351,18 +351,11 @@ class NGramMemory(KeepsPrecision, Mechanism):
     def plan(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
         chosen = cls.chosen(options, config)
         tail: tuple[Kept, int] = "id", max(options["orders"]) - 1
-        values = options["where"] == "values"
-        lacking = [layer for layer in chosen if values and not plans[layer].v_heads]
-        if lacking and (options["layers"] is not None or lacking == chosen):
-            raise HeadwaterError(
-                f"Mechanism 'ngram_memory' adds to a layer's own values, but layer {lacking[0]} has none, because "
-                "it shares another layer's; leave that layer out of layers, or remove what shares them."
-            )
+        values = options["target"] == "values"
         new = list(plans)
-        for layer in chosen:
-            if layer not in lacking:
-                cls.numbers(options, cls.width(options, config.at(layer), plans[layer]))
-                new[layer] = plans[layer].acting("local" if values else "arrive", cls.name(), [tail])
+        for layer in layers_with_values(cls.name(), options, chosen, plans) if values else chosen:
+            cls.numbers(options, cls.width(options, config.at(layer), plans[layer]))
+            new[layer] = plans[layer].acting("local" if values else "arrive", cls.name(), [tail])
         return new
 
     @classmethod
@@ -370,7 +363,7 @@ class NGramMemory(KeepsPrecision, Mechanism):
         width, match = cls.width(options, config, plan), options["gate"] == "match"
         place = cls.chosen(options, config).index(plan.index)
         rows = sum(
-            NGramTable.heads_rows(options["vocabulary"], options["orders"], options["heads"], options["rows"], place)
+            NGramTable.heads_rows(options["vocab_size"], options["orders"], options["heads"], options["rows"], place)
         )
         table, read = rows * cls.numbers(options, width), options["rank"] or width
         maps = (options["rank"] or 0) * width + match * read * config.hidden_size
@@ -382,13 +375,13 @@ class NGramMemory(KeepsPrecision, Mechanism):
             saved=2 * len(options["orders"]) * options["heads"]
             + (options["rank"] or 0)
             + (options["gate"] != "none") * width
-            + match * ((3 + (options["where"] == "stream")) * config.hidden_size + 7),
+            + match * ((3 + (options["target"] == "stream")) * config.hidden_size + 7),
             looked_up=table,
         )
 
     @classmethod
     def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
-        grows = growth.widens if options["where"] == "stream" else len(growth.kv) > max(growth.kv) + 1
+        grows = growth.widens if options["target"] == "stream" else len(growth.kv) > max(growth.kv) + 1
         if grows and options["rank"] is None:
             raise HeadwaterError(
                 "Mechanism 'ngram_memory' has rows as wide as what they are added to, in one part for each hash; grow "
@@ -412,7 +405,7 @@ class NGramMemory(KeepsPrecision, Mechanism):
     def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
         width = cls.width(options, config, plan)
         table = NGramTable(
-            options["vocabulary"],
+            options["vocab_size"],
             cls.numbers(options, width),
             options["orders"],
             options["heads"],
@@ -421,7 +414,7 @@ class NGramMemory(KeepsPrecision, Mechanism):
             options["end_of_text"],
             options["seed"],
             cls.chosen(options, config).index(plan.index),
-            zero=options["start"] == "zero" and options["rank"] is None,
+            zero=options["init"] == "zero" and options["rank"] is None,
         )
         return cls(
             table,
@@ -429,8 +422,8 @@ class NGramMemory(KeepsPrecision, Mechanism):
             options["rank"],
             options["gate"],
             config.hidden_size,
-            options["start"],
-            config.head_dim if options["where"] == "values" else None,
+            options["init"],
+            config.head_dim if options["target"] == "values" else None,
             eps=config.norm_eps,
         )
 

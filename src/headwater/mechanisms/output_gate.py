@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from headwater.enlarging import READS, Dim, Larger
 from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import Context, Cost, Mechanism
-from headwater.mechanisms.receivers import check_layers, is_chosen, moved_layers
+from headwater.mechanisms.receivers import check_channels, check_layers, is_chosen, moved_layers
 from headwater.plan import LayerPlan
 
 if TYPE_CHECKING:
@@ -38,13 +38,13 @@ class OutputGate(Mechanism):
         channels: how many channels of x the gate reads, the first ones.
         outputs: numbers that it gives: one per head, or one per channel of all heads.
         scale: s.
-        start: "random": W like other linear layers. "zero": every gate starts at s/2.
+        init: "random": W like other linear layers. "zero": every gate starts at s/2.
 
     Parameters: `gate.weight` [outputs, channels].
 
         >>> import torch
         >>> from headwater.mechanisms import OutputGate
-        >>> gate = OutputGate(channels=12, outputs=8, scale=2.0, start="zero")
+        >>> gate = OutputGate(channels=12, outputs=8, scale=2.0, init="zero")
         >>> x, y = torch.randn(3, 16, 512), torch.randn(3, 16, 8, 64)  # what 8 query heads read at 16 tokens
         >>> bool(torch.equal(gate(y, x), y))  # 2·σ(0) = 1
         True
@@ -56,23 +56,23 @@ class OutputGate(Mechanism):
     @strict
     @dataclass
     class Options:
-        by: Literal["head", "channel"] = "head"
+        granularity: Literal["head", "channel"] = "head"
         channels: int | None = None
         scale: float | int = 1.0
-        start: Literal["random", "zero"] = "random"
+        init: Literal["random", "zero"] = "random"
         layers: list[int] | None = None
 
     def __init__(
-        self, channels: int, outputs: int, scale: float = 1.0, start: Literal["random", "zero"] = "random"
+        self, channels: int, outputs: int, scale: float = 1.0, init: Literal["random", "zero"] = "random"
     ) -> None:
         super().__init__()
-        self.channels, self.scale, self.start = channels, scale, start
+        self.channels, self.scale, self.init_mode = channels, scale, init
         self.gate = nn.Linear(channels, outputs, bias=False)
-        if start == "zero":
+        if init == "zero":
             nn.init.zeros_(self.gate.weight)
 
     def init(self, parameter: str, generator: torch.Generator | None = None) -> Tensor | None:
-        return torch.zeros(self.gate.weight.shape) if self.start == "zero" else None
+        return torch.zeros(self.gate.weight.shape) if self.init_mode == "zero" else None
 
     def forward(self, out: Tensor, x: Tensor) -> Tensor:
         """out [B, T, H, d], x [B, T, D] -> [B, T, H, d]."""
@@ -97,19 +97,16 @@ class OutputGate(Mechanism):
     @classmethod
     def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
         check_layers(cls.name(), options, config)
-        channels = options["channels"]
-        if channels is not None and not 1 <= channels <= config.hidden_size:
-            raise HeadwaterError(
-                f"Mechanism 'output_gate': channels must be from 1 to hidden_size {config.hidden_size}, not {channels}."
-            )
+        if options["channels"] is not None:
+            check_channels(cls.name(), options["channels"], config)
         if options["scale"] <= 0:
             raise HeadwaterError(f"Mechanism 'output_gate': scale must be above zero, not {options['scale']}.")
 
     @classmethod
     def identity(cls, options: dict[str, Any]) -> dict[str, Any] | None:
-        if options.get("scale", 2) != 2 or options.get("start") == "random":
+        if options.get("scale", 2) != 2 or options.get("init") == "random":
             return None
-        return options | {"scale": 2.0, "start": "zero"}
+        return options | {"scale": 2.0, "init": "zero"}
 
     @classmethod
     def plan(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
@@ -118,7 +115,7 @@ class OutputGate(Mechanism):
     @classmethod
     def sizes(cls, options: dict[str, Any], config: "HeadwaterConfig") -> tuple[int, int]:
         """How many channels of x a layer's gate reads, and how many numbers it gives."""
-        by_channel = options["by"] == "channel"
+        by_channel = options["granularity"] == "channel"
         return options["channels"] or config.hidden_size, config.num_attention_heads * (
             config.head_dim if by_channel else 1
         )
@@ -140,7 +137,7 @@ class OutputGate(Mechanism):
 
     @classmethod
     def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
-        return cls(*cls.sizes(options, config), options["scale"], options["start"])
+        return cls(*cls.sizes(options, config), options["scale"], options["init"])
 
     def heads(self, out: Tensor, context: Context) -> Tensor:
         return self(out, context.x)

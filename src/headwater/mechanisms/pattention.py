@@ -95,19 +95,19 @@ class Pattention(Mechanism):
     @strict
     @dataclass
     class Options:
-        attention_pairs: int | list[int] | None = None
-        ffn_pairs: int | list[int] | None = None
-        query_pairs: int | list[int] | None = None
-        key_pairs: int | list[int] | None = None
-        value_pairs: int | list[int] | None = None
-        output_pairs: int | list[int] | None = None
+        attention_pairs: int | None = None
+        ffn_pairs: int | None = None
+        query_pairs: int | None = None
+        key_pairs: int | None = None
+        value_pairs: int | None = None
+        output_pairs: int | None = None
         score: ScoreFunction = "l2_norm_gelu"
         gelu: Gelu = "erf"
         tau: Literal["sqrt_pairs", "pairs"] | None = None
         # Standard deviations at init: a number, "fan_in", or a mapping from a map's name to one of these.
         key_init: float | int | str | dict[str, Any] | None = None
         value_init: float | int | str | dict[str, Any] | None = None
-        frozen: list[dict[str, int]] | None = None  # layer by layer, map -> frozen pairs
+        frozen: dict[str, int] | None = None  # map -> frozen pairs
         top_k: int | dict[str, int] | None = None  # or map -> top_k
         product_keys: list[str] | None = None  # maps
         product_heads: int = 1
@@ -316,28 +316,20 @@ class Pattention(Mechanism):
     @classmethod
     def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
         for name in ("attention_pairs", "ffn_pairs", "query_pairs", "key_pairs", "value_pairs", "output_pairs"):
-            given = options[name]
-            counts = given if isinstance(given, list) else [given]
-            if isinstance(given, list) and len(given) != config.num_hidden_layers:
+            if options[name] is not None and options[name] < 1:
+                raise HeadwaterError(f"Mechanism 'pattention': {name} must be at least 1, not {options[name]}.")
+        for name, count in (options["frozen"] or {}).items():
+            if name not in get_args(Map) or not 0 <= count < cls.pairs(options, config, name):
+                raise HeadwaterError(f"Mechanism 'pattention': frozen must give fewer pairs than map {name!r} has.")
+        for name in ("key_init", "value_init", "top_k", "product_keys"):
+            maps = options[name] if isinstance(options[name], dict | list) else ()
+            if wrong := [which for which in maps if which not in get_args(Map)]:
                 raise HeadwaterError(
-                    f"Mechanism 'pattention': {name} lists {len(given)} numbers for {config.num_hidden_layers} layers; "
-                    "give one for each, or one for all."
+                    f"Mechanism 'pattention': {name} has no map {wrong[0]!r}; {nearest(str(wrong[0]), get_args(Map))}"
                 )
-            if any(count is not None and count < 1 for count in counts):
-                raise HeadwaterError(f"Mechanism 'pattention': {name} must be at least 1, not {given}.")
-        for layer, frozen in enumerate(options["frozen"] or []):
-            for name, count in frozen.items():
-                if name not in get_args(Map) or not 0 <= count < cls.pairs(options, config, layer, name):
-                    raise HeadwaterError(
-                        f"Mechanism 'pattention': frozen must give fewer pairs than map {name!r} of layer {layer} has."
-                    )
         for name in ("key_init", "value_init"):
             given = options[name]
-            for place, value in given.items() if isinstance(given, dict) else [(None, given)]:
-                if place is not None and place not in get_args(Map):
-                    raise HeadwaterError(
-                        f"Mechanism 'pattention': {name} has no map {place!r}; {nearest(str(place), get_args(Map))}"
-                    )
+            for value in given.values() if isinstance(given, dict) else [given]:
                 is_number = isinstance(value, float | int) and not isinstance(value, bool)
                 if not (value in (None, "fan_in") or (is_number and 0 <= value < float("inf"))):
                     raise HeadwaterError(
@@ -354,25 +346,21 @@ class Pattention(Mechanism):
 
     @classmethod
     def _validate_reading(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
-        top_k, product_keys = options["top_k"], options["product_keys"] or []
-        for name, given in (("top_k", top_k if isinstance(top_k, dict) else []), ("product_keys", product_keys)):
-            for place in given:
-                if place not in get_args(Map):
-                    raise HeadwaterError(
-                        f"Mechanism 'pattention': {name} has no map {place!r}; {nearest(str(place), get_args(Map))}"
-                    )
+        product_keys = options["product_keys"] or []
         if options["product_heads"] < 1 or (options["product_heads"] > 1 and not product_keys):
             raise HeadwaterError(
                 f"Mechanism 'pattention': product_heads must be at least 1, and 1 without product_keys, not "
                 f"{options['product_heads']}."
             )
-        for layer in range(config.num_hidden_layers):
-            for place in get_args(Map):
-                frozen = options["frozen"] is not None and options["frozen"][layer].get(place, 0) > 0
-                pairs = cls.pairs(options, config, layer, place)
-                wrong = unreadable(pairs, cls.top_k_of(options, place), place in product_keys, frozen)
-                if wrong:
-                    raise HeadwaterError(f"Mechanism 'pattention': map {place!r} of layer {layer}: {wrong}.")
+        for name in get_args(Map):
+            pairs, frozen = cls.pairs(options, config, name), cls.frozen_of(options, name)
+            if wrong := unreadable(pairs, cls.top_k_of(options, name), name in product_keys, frozen > 0):
+                raise HeadwaterError(f"Mechanism 'pattention': map {name!r}: {wrong}.")
+
+    @classmethod
+    def frozen_of(cls, options: dict[str, Any], name: Map) -> int:
+        """How many pairs of a map are not trained, the first ones."""
+        return (options["frozen"] or {}).get(name, 0)
 
     @classmethod
     def top_k_of(cls, options: dict[str, Any], name: Map) -> int | None:
@@ -390,14 +378,13 @@ class Pattention(Mechanism):
         return EMBEDDING
 
     @classmethod
-    def pairs(cls, options: dict[str, Any], config: "HeadwaterConfig", layer: int, name: Map) -> int:
+    def pairs(cls, options: dict[str, Any], config: "HeadwaterConfig", name: Map) -> int:
         """n of one map: its own option, else `attention_pairs`, else the default."""
         if name == "feed_forward":
             given = options["ffn_pairs"]
         else:
             own = options[f"{name}_pairs"]
             given = options["attention_pairs"] if own is None else own
-        given = given[layer] if isinstance(given, list) else given
         return cls.default_pairs(config, name) if given is None else given
 
     @classmethod
@@ -406,19 +393,13 @@ class Pattention(Mechanism):
         return (4 if name == "feed_forward" else 1) * config.hidden_size
 
     @classmethod
-    def with_pairs(cls, options: dict[str, Any], counts: Sequence[dict[Map, int]]) -> dict[str, Any]:
-        """The options that give layer l counts[l][map] pairs, in their shortest form: the inverse of `pairs`."""
-        attention = [name for name in counts[0] if name != "feed_forward"]
-        given = {f"{name}_pairs": _short([layer[name] for layer in counts]) for name in attention}
-        different = {repr(count) for count in given.values()}
-        own = dict.fromkeys(("query_pairs", "key_pairs", "value_pairs", "output_pairs"))
-        shared = given[f"{attention[0]}_pairs"] if len(different) == 1 else None
-        return (
-            options
-            | own
-            | ({"attention_pairs": shared} if len(different) == 1 else {"attention_pairs": None} | given)
-            | {"ffn_pairs": _short([layer["feed_forward"] for layer in counts])}
-        )
+    def with_pairs(cls, options: dict[str, Any], counts: dict[Map, int]) -> dict[str, Any]:
+        """The options that give each map counts[map] pairs, in their shortest form: the inverse of `pairs`."""
+        given: dict[str, int | None] = {f"{name}_pairs": n for name, n in counts.items() if name != "feed_forward"}
+        given["attention_pairs"] = None
+        if len({n for name, n in counts.items() if name != "feed_forward"}) == 1:
+            given = dict.fromkeys(given) | {"attention_pairs": counts["query"]}
+        return options | given | {"ffn_pairs": counts["feed_forward"]}
 
     @classmethod
     def tunes(cls, options: dict[str, Any]) -> bool:
@@ -435,10 +416,7 @@ class Pattention(Mechanism):
                 "another width or number of heads it would compute something else; add pairs or layers, or use a "
                 "method that does not keep the function."
             )
-        counts = [{name: cls.pairs(options, config, layer, name) for name in get_args(Map)} for layer in growth.layers]
-        frozen = options["frozen"]
-        moved = None if frozen is None else [frozen[layer] for layer in growth.layers]
-        return cls.with_pairs(options, counts) | {"frozen": moved}
+        return cls.with_pairs(options, {name: cls.pairs(options, config, name) for name in get_args(Map)})
 
     def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
         ins, outs = (SAME, SAME) if place is None else place
@@ -448,7 +426,7 @@ class Pattention(Mechanism):
     def map(
         cls, options: dict[str, Any], config: "HeadwaterConfig", layer: int, name: Map, d_in: int, d_out: int
     ) -> Self:
-        pairs, top_k = cls.pairs(options, config, layer, name), cls.top_k_of(options, name)
+        pairs, top_k = cls.pairs(options, config, name), cls.top_k_of(options, name)
         read = top_k or pairs
         tau = {"sqrt_pairs": read**0.5, "pairs": float(read), None: None}[options["tau"]]
         key_std, value_std = cls.stds(options, config, name, d_in, pairs)
@@ -461,7 +439,7 @@ class Pattention(Mechanism):
             tau=tau,
             key_std=key_std,
             value_std=value_std,
-            frozen=0 if options["frozen"] is None else options["frozen"][layer].get(name, 0),
+            frozen=cls.frozen_of(options, name),
             top_k=top_k,
             product_heads=cls.product_heads_of(options, name),
         )
@@ -491,7 +469,7 @@ class Pattention(Mechanism):
     def map_cost(
         cls, options: dict[str, Any], config: "HeadwaterConfig", layer: int, name: Map, d_in: int, d_out: int
     ) -> Cost:
-        pairs = cls.pairs(options, config, layer, name)
+        pairs = cls.pairs(options, config, name)
         if top_k := cls.top_k_of(options, name):
             return cls._sparse_cost(options, name, pairs, top_k, d_in, d_out)
         numbers = pairs * (d_in + d_out)
@@ -632,10 +610,6 @@ def _init_std(given: float | str | dict[str, Any] | None, name: Map, inputs: int
 def _whole(pairs: Tensor) -> Tensor:
     """The pairs as an ordinary tensor, where a quantizer has replaced it by its own class."""
     return pairs if type(pairs).dequantize is Tensor.dequantize else pairs.dequantize()
-
-
-def _short(counts: list[int]) -> int | list[int]:
-    return counts[0] if len(set(counts)) == 1 else counts
 
 
 # The forms of GELU, and PyTorch's names for them.

@@ -41,7 +41,7 @@ class PersistentMemory(Mechanism):
         heads: how many key/value heads.
         pairs: n, of each head.
         width: d, of a head.
-        sizes: s of the keys and of the values; 1 in the paper.
+        init_stds: s of the keys and of the values; 1 in the paper.
 
     Parameters: `key` and `value`, both [heads, pairs, width].
 
@@ -61,16 +61,16 @@ class PersistentMemory(Mechanism):
     class Options:
         pairs: int = 4
         layers: list[int] | None = None
-        size: float | int | None = None  # None: that of the tokens' keys and values
+        init_std: float | int | None = None  # None: that of the tokens' keys and values
 
-    def __init__(self, heads: int, pairs: int, width: int, sizes: tuple[float, float] = (1.0, 1.0)) -> None:
+    def __init__(self, heads: int, pairs: int, width: int, init_stds: tuple[float, float] = (1.0, 1.0)) -> None:
         super().__init__()
-        self.sizes = dict(zip(("key", "value"), sizes, strict=True))
+        self.init_stds = dict(zip(("key", "value"), init_stds, strict=True))
         self.key, self.value = (nn.Parameter(torch.empty(heads, pairs, width)) for _ in range(2))
         self.reset_parameters()
 
     def init(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
-        std = self.sizes[parameter] / self.factors[parameter]
+        std = self.init_stds[parameter] / self.factors[parameter]
         return torch.normal(0.0, std, self.key.shape, generator=generator)
 
     @property
@@ -95,9 +95,9 @@ class PersistentMemory(Mechanism):
             raise HeadwaterError(
                 f"Mechanism 'persistent_memory': pairs must be at least 1, not {options['pairs']}; remove it for none."
             )
-        if options["size"] is not None and not 0 < options["size"] < inf:
+        if options["init_std"] is not None and not 0 < options["init_std"] < inf:
             raise HeadwaterError(
-                f"Mechanism 'persistent_memory': size must be greater than 0, not {options['size']}; "
+                f"Mechanism 'persistent_memory': init_std must be greater than 0, not {options['init_std']}; "
                 "leave it out for that of the tokens' keys and values, or set 1 for the paper's."
             )
 
@@ -127,14 +127,14 @@ class PersistentMemory(Mechanism):
 
     @classmethod
     def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
-        size = options["size"]
-        if size is None:  # projected from inputs that a norm has given a mean square of 1
+        init_std = options["init_std"]
+        if init_std is None:  # projected from inputs that a norm has given a mean square of 1
             drawn = config.initializer_range * sqrt(config.hidden_size)
             value = 1.0 if config.linear_init == "fan_in" else drawn
-            sizes = (1.0 if config.qk_norm else value, value)
+            init_stds = (1.0 if config.qk_norm else value, value)
         else:
-            sizes = (size, size)
-        return cls(config.num_key_value_heads, options["pairs"], config.head_dim, sizes)
+            init_stds = (init_std, init_std)
+        return cls(config.num_key_value_heads, options["pairs"], config.head_dim, init_stds)
 
     def beside(self, context: Context) -> KV:
         return self()  # through __call__, where accelerate's hooks load offloaded parameters

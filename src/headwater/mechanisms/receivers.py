@@ -1,5 +1,6 @@
-"""The options `source` and `layers` of several mechanisms: which layer gives, which layers receive, or merely act."""
+"""Options that several mechanisms have: `source`, `layers` (which of them receive, or act) and `channels`."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from headwater.enlarging import Larger
@@ -7,6 +8,7 @@ from headwater.errors import HeadwaterError
 
 if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
+    from headwater.plan import LayerPlan
 
 
 def receivers(options: dict[str, Any], config: "HeadwaterConfig") -> list[int]:
@@ -51,6 +53,30 @@ def check_layers(name: str, options: dict[str, Any], config: "HeadwaterConfig") 
     for layer in layers:
         if not 0 <= layer < depth:
             raise HeadwaterError(f"Mechanism {name!r}: layers must lie between 0 and {depth - 1}, not at {layer}.")
+
+
+def layers_with_values(
+    name: str, options: dict[str, Any], layers: list[int], plans: Sequence["LayerPlan"]
+) -> list[int]:
+    """Those of `layers` that have values of their own.
+
+    Raises `HeadwaterError` if none has, or if one that the option `layers` names lacks them.
+    """
+    lacking = [layer for layer in layers if not plans[layer].v_heads]
+    if lacking and (options["layers"] is not None or lacking == layers):
+        raise HeadwaterError(
+            f"Mechanism {name!r} adds to a layer's own values, but layer {lacking[0]} has none, because it shares "
+            "another layer's; leave that layer out of layers, or remove what shares them."
+        )
+    return [layer for layer in layers if layer not in lacking]
+
+
+def check_channels(name: str, channels: int, config: "HeadwaterConfig") -> None:
+    """Raise `HeadwaterError` unless the model has the channels that a gate reads, the first ones."""
+    if not 1 <= channels <= config.hidden_size:
+        raise HeadwaterError(
+            f"Mechanism {name!r}: channels must be from 1 to hidden_size {config.hidden_size}, not {channels}."
+        )
 
 
 def moved_receivers(options: dict[str, Any], layers: list[int], growth: Larger) -> dict[str, Any]:

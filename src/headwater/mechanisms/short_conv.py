@@ -42,7 +42,7 @@ from headwater.precision import KeepsPrecision
 if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
 
-Place = Literal[
+Site = Literal[
     "queries",
     "keys",
     "values",
@@ -77,7 +77,7 @@ class ShortConv(KeepsPrecision, Mechanism):
         sizes: (heads, channels of a head) of each tensor that is convolved, by name.
         window: w.
         residual: whether x_t itself is added.
-        start: "random": taps uniform within ±1/√w, or zero beside a map. "identity": y = x.
+        init: "random": taps uniform within ±1/√w, or zero beside a map. "identity": y = x.
         dynamic: the names of those whose taps depend on the token.
         width: of the input that these taps depend on.
 
@@ -100,11 +100,11 @@ class ShortConv(KeepsPrecision, Mechanism):
     @strict
     @dataclass
     class Options:
-        on: list[str] | None = None
+        sites: list[str] | None = None
         window: int = 4
         residual: bool = True
         dynamic: list[str] | None = None
-        start: Literal["random", "identity"] = "random"
+        init: Literal["random", "identity"] = "random"
         layers: list[int] | None = None
 
     def __init__(
@@ -112,29 +112,29 @@ class ShortConv(KeepsPrecision, Mechanism):
         sizes: dict[str, tuple[int, int]],
         window: int = 4,
         residual: bool = True,
-        start: Literal["random", "identity"] = "random",
+        init: Literal["random", "identity"] = "random",
         dynamic: Sequence[str] = (),
         width: int = 0,
     ) -> None:
         super().__init__()
-        self.window, self.residual, self.start, self.dynamic = window, residual, start, tuple(dynamic)
+        self.window, self.residual, self.init_mode, self.dynamic = window, residual, init, tuple(dynamic)
         self.tails = {name: f"{self.name()}.{name}" for name in sizes}
         for name, (heads, channels) in sizes.items():
             self.register_parameter(f"{name}_taps", self.scalars(window, heads, channels))
             if name in dynamic:
                 setattr(self, f"{name}_map", nn.Linear(width, heads * window, bias=False))
-                if start == "identity":
+                if init == "identity":
                     nn.init.zeros_(self.get_parameter(f"{name}_map.weight"))
         self.reset_parameters()
 
     def init(self, parameter: str, generator: torch.Generator | None = None) -> Tensor | None:
         name, shape = parameter.removesuffix("_taps"), self.get_parameter(parameter).shape
         if name == parameter:  # of a map
-            return torch.zeros(shape) if self.start == "identity" else None
-        if self.start == "random" and name not in self.dynamic:
+            return torch.zeros(shape) if self.init_mode == "identity" else None
+        if self.init_mode == "random" and name not in self.dynamic:
             return (2 * torch.rand(shape, generator=generator) - 1) * self.window**-0.5
         taps = torch.zeros(shape)
-        if self.start == "identity":
+        if self.init_mode == "identity":
             taps[0] = 1 / self.scale(name) - self.residual
         return taps
 
@@ -181,24 +181,24 @@ class ShortConv(KeepsPrecision, Mechanism):
         return f"the {options['window'] - 1} previous tokens, by channel"
 
     @classmethod
-    def places(cls, options: dict[str, Any]) -> list[str]:
-        return ["keys", "values"] if options["on"] is None else list(dict.fromkeys(options["on"]))
+    def sites(cls, options: dict[str, Any]) -> list[str]:
+        return ["keys", "values"] if options["sites"] is None else list(dict.fromkeys(options["sites"]))
 
     @classmethod
     def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
         check_layers(cls.name(), options, config)
-        for place in cls.places(options):
-            if place not in get_args(Place):
+        for site in cls.sites(options):
+            if site not in get_args(Site):
                 raise HeadwaterError(
-                    f"Mechanism 'short_conv': `on` cannot be {place!r}; {nearest(place, get_args(Place))}"
+                    f"Mechanism 'short_conv': sites cannot contain {site!r}; {nearest(site, get_args(Site))}"
                 )
-        if not cls.places(options):
-            raise HeadwaterError("Mechanism 'short_conv': on is empty; leave it out for keys and values.")
-        for place in options["dynamic"] or []:
-            if place not in PARTS or place not in cls.places(options):
+        if not cls.sites(options):
+            raise HeadwaterError("Mechanism 'short_conv': sites is empty; leave it out for keys and values.")
+        for site in options["dynamic"] or []:
+            if site not in PARTS or site not in cls.sites(options):
                 raise HeadwaterError(
-                    f"Mechanism 'short_conv': dynamic cannot be {place!r}; it may contain only those of queries, keys "
-                    "and values that `on` contains too."
+                    f"Mechanism 'short_conv': dynamic cannot contain {site!r}; it may contain only those of queries, "
+                    "keys and values that sites contains too."
                 )
         if options["window"] < 2:
             raise HeadwaterError(f"Mechanism 'short_conv': window must be at least 2, not {options['window']}.")
@@ -207,21 +207,21 @@ class ShortConv(KeepsPrecision, Mechanism):
     def identity(cls, options: dict[str, Any]) -> dict[str, Any] | None:
         scale = 2 * options.get("window", 4) + 1
         rounded = options.get("dynamic") and isqrt(scale) ** 2 != scale  # 1/√(2w + 1) times its inverse is not 1
-        return None if rounded or options.get("start") == "random" else options | {"start": "identity"}
+        return None if rounded or options.get("init") == "random" else options | {"init": "identity"}
 
     @classmethod
     def sizes(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> dict[str, tuple[int, int]]:
         """What is convolved in a layer: heads and channels of a head, by name."""
         heads = {"queries": config.num_attention_heads, "keys": len(plan.k_heads), "values": len(plan.v_heads)}
         found = {}
-        for place in cls.places(options):
-            if place in heads:
-                found[place] = heads[place] * config.head_dim
-            elif place == "feed_forward_hidden":
+        for site in cls.sites(options):
+            if site in heads:
+                found[site] = heads[site] * config.head_dim
+            elif site == "feed_forward_hidden":
                 gated = config.feed_forward == "gated"
                 found |= {name: config.intermediate_size for name in HIDDEN if gated or name == "up"}
             else:
-                found[place] = config.hidden_size
+                found[site] = config.hidden_size
         # In pieces as wide as a head, so that a cache keeps raw tokens like those of keys.
         wide = config.head_dim
         return {name: (size // wide, wide) if size % wide == 0 else (1, size) for name, size in found.items() if size}
@@ -239,7 +239,7 @@ class ShortConv(KeepsPrecision, Mechanism):
         amended = [amend(plan) if is_chosen(plan.index, options) else plan for plan in plans]
         if amended == plans:
             raise HeadwaterError(
-                "Mechanism 'short_conv' is on keys or values that its layers share with others; change on or layers."
+                "Mechanism 'short_conv' is on keys or values that its layers share with others; change sites or layers."
             )
         return amended
 
@@ -279,7 +279,7 @@ class ShortConv(KeepsPrecision, Mechanism):
     def made(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan, inside: bool) -> Self:
         sizes = {name: size for name, size in cls.sizes(options, config, plan).items() if (name in PARTS) == inside}
         dynamic = [name for name in options["dynamic"] or [] if name in sizes]
-        return cls(sizes, options["window"], options["residual"], options["start"], dynamic, config.hidden_size)
+        return cls(sizes, options["window"], options["residual"], options["init"], dynamic, config.hidden_size)
 
     def shown(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
         heads = {"k": plan.k_heads, "v": plan.v_heads}
@@ -295,14 +295,14 @@ class ShortConv(KeepsPrecision, Mechanism):
                 "query head" if part == "q" else "kv head",
                 heads.get(part, tuple(range(len(weights)))),
             )
-            for place, part in PARTS.items()
-            if place in self.tails
-            for tap, weights in enumerate(self.taps(place).mean(2), 1)
+            for site, part in PARTS.items()
+            if site in self.tails
+            for tap, weights in enumerate(self.taps(site).mean(2), 1)
         }
 
     def projected(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
-        def convolved(place: str, x: Tensor) -> Tensor:
-            return self(x, place, context.reach, context.tail, context.x) if place in self.tails else x
+        def convolved(site: str, x: Tensor) -> Tensor:
+            return self(x, site, context.reach, context.tail, context.x) if site in self.tails else x
 
         return convolved("queries", q), KV(convolved("keys", kv.k), convolved("values", kv.v))
 

@@ -10,9 +10,8 @@ attend to. Where another mechanism lets that layer take keys or values from else
 
 Departures: the printed formula has n_l in the head split, the listing n_h; we follow the listing. Keys and values that
 no head attends to (those of the skip heads in the last layers) are not built: the same function with fewer parameters,
-FLOPs and cache bytes, 13/16 of vanilla's cache at ¾ of 12 layers and heads. Our additions: several distances at once
-(the paper's future work), and `source: alias`, where a skip head attends to whatever the source layer's head attends
-to, so that only the first n_l layers store skip heads.
+FLOPs and cache bytes, 13/16 of vanilla's cache at ¾ of 12 layers and heads. Our addition is `source: alias`, where a
+skip head attends to whatever the source layer's head attends to, so that only the first n_l layers store skip heads.
 """
 
 from dataclasses import dataclass
@@ -58,7 +57,7 @@ class SkipLayer(Mechanism):
     @strict
     @dataclass
     class Options:
-        layers: int | list[int] | None = None
+        layers: int | None = None
         heads: int | None = None
         source: Literal["projection", "alias"] = "projection"
 
@@ -91,15 +90,12 @@ class SkipLayer(Mechanism):
     def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
         depth, heads = config.num_hidden_layers, config.num_attention_heads
         groups = heads // config.num_key_value_heads
-        for distance in cls.distances(options, config):
-            if not 0 <= distance < depth:
-                raise HeadwaterError(
-                    f"Mechanism 'skip_layer': layers must be less than the model's {depth} layers (0 is off), not "
-                    f"{distance}."
-                )
-        given = options["layers"]
-        if isinstance(given, list) and (not given or 0 in given or len(set(given)) < len(given)):
-            raise HeadwaterError("Mechanism 'skip_layer': a list of layers names distances of 1 or more, each once.")
+        distance = cls.distance(options, config)
+        if not 0 <= distance < depth:
+            raise HeadwaterError(
+                f"Mechanism 'skip_layer': layers must be less than the model's {depth} layers (0 is off), not "
+                f"{distance}."
+            )
         given = options["heads"]
         if given is not None and not 0 <= given <= heads:
             raise HeadwaterError(f"Mechanism 'skip_layer': heads must be from 0 to the model's {heads}, not {given}.")
@@ -108,25 +104,16 @@ class SkipLayer(Mechanism):
                 f"Mechanism 'skip_layer': {groups} query heads share a key/value head, so heads must be a multiple of "
                 f"{groups}, not {given}."
             )
-        distances, skipping = cls.distances(options, config), cls.skipping(options, config)
-        if skipping % len(distances):
-            raise HeadwaterError(
-                f"Mechanism 'skip_layer': {skipping} skip key/value heads cannot be divided evenly among "
-                f"{len(distances)} distances; change heads or layers."
-            )
-        if config.sliding_window is not None and skipping and any(distances):
+        if config.sliding_window is not None and cls.skipping(options, config) and distance:
             raise HeadwaterError(
                 "Mechanism 'skip_layer' attends to the whole history of another layer, which a sliding window's cache "
                 "does not keep; remove sliding_window."
             )
 
     @classmethod
-    def distances(cls, options: dict[str, Any], config: "HeadwaterConfig") -> list[int]:
+    def distance(cls, options: dict[str, Any], config: "HeadwaterConfig") -> int:
         """How many layers back the skip heads attend; by default ¾ of the depth, rounded down."""
-        layers = options["layers"]
-        if layers is None:
-            return [3 * config.num_hidden_layers // 4]
-        return layers if isinstance(layers, list) else [layers]
+        return 3 * config.num_hidden_layers // 4 if options["layers"] is None else options["layers"]
 
     @classmethod
     def skipping(cls, options: dict[str, Any], config: "HeadwaterConfig") -> int:
@@ -140,10 +127,8 @@ class SkipLayer(Mechanism):
         skipping, old = cls.skipping(options, config), config.num_key_value_heads
         first = next((new for new, head in enumerate(growth.kv) if head >= old - skipping), len(growth.kv))
         queries = (len(growth.kv) - first) * (len(growth.q) // len(growth.kv))
-        distances = [
-            cls._moved(distance, growth) if growth.keeps else distance for distance in cls.distances(options, config)
-        ]
-        return options | {"layers": distances if len(distances) > 1 else distances[0], "heads": queries}
+        distance = cls.distance(options, config)
+        return options | {"layers": cls._moved(distance, growth) if growth.keeps else distance, "heads": queries}
 
     @classmethod
     def _moved(cls, distance: int, growth: Larger) -> int:
@@ -163,14 +148,9 @@ class SkipLayer(Mechanism):
 
     @classmethod
     def share(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
-        distances, skipping = cls.distances(options, config), cls.skipping(options, config)
-        per_distance = skipping // len(distances)
+        distance = cls.distance(options, config)
+        skipping_heads = range(config.num_key_value_heads - cls.skipping(options, config), config.num_key_value_heads)
         new = list(plans)
-        for layer in range(len(plans)):
-            head = config.num_key_value_heads - skipping
-            for distance in distances:
-                if 0 < distance <= layer:
-                    skipping_heads, source = range(head, head + per_distance), layer - distance
-                    new[layer] = new[layer].attending(skipping_heads, source, source)
-                head += per_distance
+        for layer in range(distance, len(plans)) if distance else ():
+            new[layer] = plans[layer].attending(skipping_heads, layer - distance, layer - distance)
         return new

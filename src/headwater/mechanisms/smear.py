@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from headwater.enlarging import SAME, Dim, Larger
 from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import Ancestors, Context, Cost, Mechanism, Shown, Tail
+from headwater.mechanisms.receivers import check_channels
 from headwater.mechanisms.shift import earlier
 from headwater.plan import LayerPlan, Source
 from headwater.precision import KeepsPrecision
@@ -103,11 +104,7 @@ class Smear(KeepsPrecision, Mechanism):
 
     @classmethod
     def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
-        if not 1 <= options["channels"] <= config.hidden_size:
-            raise HeadwaterError(
-                f"Mechanism 'smear': channels must be from 1 to hidden_size {config.hidden_size}, "
-                f"not {options['channels']}."
-            )
+        check_channels(cls.name(), options["channels"], config)
 
     @classmethod
     def identity(cls, options: dict[str, Any]) -> dict[str, Any] | None:

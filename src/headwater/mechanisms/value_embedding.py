@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from headwater.enlarging import SAME, Dim, Larger
 from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import KV, Context, Cost, Mechanism, Shown
-from headwater.mechanisms.receivers import check_layers, is_chosen
+from headwater.mechanisms.receivers import check_channels, check_layers, is_chosen, layers_with_values
 from headwater.plan import Heads, LayerPlan, Source, choose
 from headwater.precision import KeepsPrecision
 
@@ -43,20 +43,20 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
 
     Args
         heads, width: of the values.
-        vocabulary: rows of the table; 0: the rows are given to `forward`, from a table of several layers.
+        vocab_size: rows of the table; 0: the rows are given to `forward`, from a table of several layers.
         rank: numbers per row, of which a linear map makes values; default heads·width, without a map.
         gate: "sigmoid"; "scalar": one learned number, initially 1; "none".
         channels: how many channels of x the sigmoid's gate reads, the first ones.
         scale: s of that gate.
-        start: "random": the table is drawn. "zero": at first nothing is added.
+        init: "random": the table is drawn. "zero": at first nothing is added.
         The other arguments are set by `build`.
 
-    Parameters: `table.weight` [vocabulary, rank]; `up.weight` [heads·width, rank] if there is a rank; `gate.weight`
+    Parameters: `table.weight` [vocab_size, rank]; `up.weight` [heads·width, rank] if there is a rank; `gate.weight`
     [heads, channels], initially zero, or `scalar` [1].
 
         >>> import torch
         >>> from headwater.mechanisms import ValueEmbedding
-        >>> more = ValueEmbedding(heads=4, width=64, vocabulary=1000)
+        >>> more = ValueEmbedding(heads=4, width=64, vocab_size=1000)
         >>> v, x, ids = torch.randn(3, 4, 16, 64), torch.randn(3, 16, 512), torch.randint(1000, (3, 16))
         >>> more(v, x, ids).shape
         torch.Size([3, 4, 16, 64])
@@ -73,28 +73,28 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
         gate: Gate = "sigmoid"
         channels: int = 12
         scale: float | int = 2.0
-        start: Literal["random", "zero"] = "random"
+        init: Literal["random", "zero"] = "random"
         layers: list[int] | None = None
 
     def __init__(
         self,
         heads: int,
         width: int,
-        vocabulary: int = 0,
+        vocab_size: int = 0,
         rank: int | None = None,
         gate: Gate = "sigmoid",
         channels: int = 12,
         scale: float = 2.0,
-        start: Literal["random", "zero"] = "random",
+        init: Literal["random", "zero"] = "random",
         *,
         std: float = 0.02,
         shared: tuple[int, int, Heads] = (0, 0, None),
     ) -> None:
         super().__init__()
-        self.width, self.channels, self.scale, self.start, self.spread = width, channels, scale, start, std
+        self.width, self.channels, self.scale, self.init_mode, self.spread = width, channels, scale, init, std
         # If the table is shared: the slot of its rows, which of the tables, and the heads of it.
         self.slot, self.index, self.chosen = shared
-        self.table = nn.Embedding(vocabulary, rank or heads * width) if vocabulary else None
+        self.table = nn.Embedding(vocab_size, rank or heads * width) if vocab_size else None
         self.up = nn.Linear(rank, heads * width, bias=False) if rank else None
         self.gate = nn.Linear(channels, heads, bias=False) if gate == "sigmoid" else None
         self.scalar = self.scalars(1) if gate == "scalar" else None
@@ -106,11 +106,11 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
         shape = self.get_parameter(parameter).shape
         if parameter == "scalar":
             return torch.ones(shape)
-        if parameter == "gate.weight" or (self.start == "zero" and parameter == "up.weight"):
+        if parameter == "gate.weight" or (self.init_mode == "zero" and parameter == "up.weight"):
             return torch.zeros(shape)
         if parameter == "table.weight":
             # With a map after it, that starts at zero, and the table's gradients must not be zero too.
-            zero = self.start == "zero" and self.up is None
+            zero = self.init_mode == "zero" and self.up is None
             return torch.zeros(shape) if zero else torch.normal(0.0, self.spread, shape, generator=generator)
         return None
 
@@ -158,11 +158,8 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
             )
         if not options["scale"] > 0:
             raise HeadwaterError(f"Mechanism 'value_embedding': scale must be above 0, not {options['scale']}.")
-        if options["gate"] == "sigmoid" and not 1 <= options["channels"] <= config.hidden_size:
-            raise HeadwaterError(
-                f"Mechanism 'value_embedding': channels must be from 1 to hidden_size {config.hidden_size}, not "
-                f"{options['channels']}."
-            )
+        if options["gate"] == "sigmoid":
+            check_channels(cls.name(), options["channels"], config)
 
     @classmethod
     def splits(cls, options: dict[str, Any]) -> bool:
@@ -171,18 +168,12 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
 
     @classmethod
     def identity(cls, options: dict[str, Any]) -> dict[str, Any] | None:
-        return None if options.get("start") == "random" else options | {"start": "zero"}
+        return None if options.get("init") == "random" else options | {"init": "zero"}
 
     @classmethod
     def plan(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
         chosen = [plan.index for plan in plans if is_chosen(plan.index, options)]
-        lacking = [layer for layer in chosen if not plans[layer].v_heads]
-        if lacking and (options["layers"] is not None or lacking == chosen):
-            raise HeadwaterError(
-                f"Mechanism 'value_embedding' adds to a layer's own values, but layer {lacking[0]} has none, because "
-                "it shares another layer's; leave that layer out of layers, or remove what shares them."
-            )
-        receiving = [layer for layer in chosen if plans[layer].v_heads]
+        receiving = layers_with_values(cls.name(), options, chosen, plans)
         cls._check_tables(options, config, receiving)
         shared = () if options["tables"] is None else (SHARED,)
         new = list(plans)
@@ -255,7 +246,7 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
         if options["tables"] is None:
             return None
         numbers = cls.shared_numbers(options, config)
-        zero = options["start"] == "zero" and options["rank"] is None
+        zero = options["init"] == "zero" and options["rank"] is None
         std, by_head = 0.0 if zero else cls.std(config), options["rank"] is None
         return ValueTables(options["tables"], config.vocab_size, numbers, std, by_head)
 
@@ -290,7 +281,7 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
             options["gate"],
             options["channels"],
             options["scale"],
-            options["start"],
+            options["init"],
             std=cls.std(config),
             shared=at,
         )
@@ -311,20 +302,20 @@ class ValueTables(Mechanism):
     """Tables that several layers read: the rows of all of them for the new tokens.
 
     Args
-        tables: how many. vocabulary: rows of each. numbers: in a row. std: of the numbers at init.
+        tables: how many. vocab_size: rows of each. numbers: in a row. std: of the numbers at init.
 
-    Parameters: `table.weight` [tables·vocabulary, numbers], one table after the other.
+    Parameters: `table.weight` [tables·vocab_size, numbers], one table after the other.
 
         >>> import torch
         >>> from headwater.mechanisms import ValueTables
-        >>> ValueTables(3, vocabulary=100, numbers=64)(torch.randint(100, (2, 16))).shape
+        >>> ValueTables(3, vocab_size=100, numbers=64)(torch.randint(100, (2, 16))).shape
         torch.Size([3, 2, 16, 64])
     """
 
-    def __init__(self, tables: int, vocabulary: int, numbers: int, std: float = 0.02, by_head: bool = True) -> None:
+    def __init__(self, tables: int, vocab_size: int, numbers: int, std: float = 0.02, by_head: bool = True) -> None:
         super().__init__()
         self.tables, self.std, self.by_head = tables, std, by_head
-        self.table = nn.Embedding(tables * vocabulary, numbers)
+        self.table = nn.Embedding(tables * vocab_size, numbers)
 
     def init(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
         return torch.normal(0.0, self.std, self.table.weight.shape, generator=generator)

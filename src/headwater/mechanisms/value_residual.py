@@ -10,14 +10,14 @@
     dense           V'_l = λ_{l,l}·V_l + Σ_{i<l} λ_{l,i}·V_i, all free; init V'_l = V_l
 
 V_0 is taken right after projection, before any other mechanism, the head split, the cache and RoPE; gradients flow into
-it. The paper's ablations put the residual elsewhere (option `of`): on queries, keys (both before RoPE), attention
+it. The paper's ablations put the residual elsewhere (option `target`): on queries, keys (both before RoPE), attention
 probabilities, or hidden states (X_0 added to the input of each attention).
 
 Departures: the init 0.5 of the learnable form, λ2 = 1 of the constant form, and the form of learnable_plus follow the
 authors' code; the paper does not give them. Neither gives the init of λ'. It is an option, and its default is what
-trained best here (recipes/value-residual/plus-start.yaml: bits per byte 2.967 uniform, 3.004 ramp, 3.061 depth, mean of
+trained best here (recipes/value-residual/plus-init.yaml: bits per byte 2.967 uniform, 3.004 ramp, 3.061 depth, mean of
 six seeds at 8 layers of width 64 and 400 steps). The printed formula of the dense form can be read as recursive, over
-V'_i instead of V_i: that is an option too.
+V'_i; ours is over V_i.
 """
 
 from collections.abc import Sequence
@@ -60,7 +60,7 @@ class ValueResidual(KeepsPrecision, Mechanism):
         mode: see the head of this file. In "learnable_plus", λ1 comes from `PlusWeights`.
         weight: λ1 of the fixed forms; default 0.5, 2 and 5 for identity, constant and sparse.
         sources: how many earlier layers are mixed in; 1, except in the dense form.
-        start: how the learnable form is initialized. "half" (default): λ1 = λ2 = 0.5. "identity": λ1 = 0, λ2 = 1, for
+        init: how the learnable form is initialized. "half" (default): λ1 = λ2 = 0.5. "identity": λ1 = 0, λ2 = 1, for
             adding it to a trained model.
         The other arguments are set by `build`.
 
@@ -81,13 +81,12 @@ class ValueResidual(KeepsPrecision, Mechanism):
     @dataclass
     class Options:
         mode: Mode | None = None  # learnable; identity for queries, keys and probabilities, constant for hidden
-        of: Target = "values"
+        target: Target = "values"
         source: int = 0
         layers: list[int] | None = None
         weight: float | int | None = None
-        start: LearnableInit | None = None  # half
-        plus_start: PlusInit | None = None  # uniform
-        recursive: bool = False
+        init: LearnableInit | None = None  # half
+        plus_init: PlusInit | None = None  # uniform
 
     receiver: Tensor
 
@@ -97,8 +96,8 @@ class ValueResidual(KeepsPrecision, Mechanism):
         weight: float | None = None,
         sources: int = 1,
         *,
-        start: LearnableInit | None = None,
-        of: Target = "values",
+        init: LearnableInit | None = None,
+        target: Target = "values",
         reads: tuple[Source, ...] = (),
         slots: tuple[int, ...] = (),
         chosen: tuple[Any, ...] = (),
@@ -112,18 +111,18 @@ class ValueResidual(KeepsPrecision, Mechanism):
             raise HeadwaterError(f"A value residual's mode {mode!r} has no fixed weight; leave weight out.")
         if sources != 1 and mode != "dense":
             raise HeadwaterError(f"A value residual's mode {mode!r} mixes one source, not {sources}; use 'dense'.")
-        if start is not None and mode != "learnable":
-            raise HeadwaterError(f"A value residual's mode {mode!r} takes no start; leave start out.")
-        if start not in (None, *(known := get_args(LearnableInit))):
-            raise HeadwaterError(f"A value residual has no start {start!r}; {nearest(str(start), known)}")
-        self.mode, self.of, self.reads = mode, of, reads
+        if init is not None and mode != "learnable":
+            raise HeadwaterError(f"A value residual's mode {mode!r} takes no init; leave init out.")
+        if init not in (None, *(known := get_args(LearnableInit))):
+            raise HeadwaterError(f"A value residual has no init {init!r}; {nearest(str(init), known)}")
+        self.mode, self.target, self.reads = mode, target, reads
         # The slots of the sources and which of their heads to take; for learnable_plus the slot of all weights and the
         # index of this layer's.
         self.slots, self.chosen, self.plus = slots, chosen, plus
         self.place = receiver
         if mode == "learnable_plus":  # a tensor: a number would give each layer its own compiled graph
             self.register_buffer("receiver", torch.tensor([receiver]), persistent=False)
-        self.start = start
+        self.init_mode = init
         if weight is None:
             weight = {"identity": 0.5, "constant": 2.0, "sparse": 5.0}.get(mode, 0.5)
         self.sources = sources
@@ -133,7 +132,7 @@ class ValueResidual(KeepsPrecision, Mechanism):
         self.reset_parameters()
 
     def init(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
-        if self.mode != "dense" and self.start != "identity":
+        if self.mode != "dense" and self.init_mode != "identity":
             return torch.full(self.lambdas.shape, 0.5)
         own = torch.zeros(self.lambdas.shape)
         own[-1] = 1
@@ -162,7 +161,7 @@ class ValueResidual(KeepsPrecision, Mechanism):
         return self.lambdas if weight is None else torch.cat((weight[None], self.lambdas))
 
     def terms(self, own: Tensor, *sources: Tensor, weight: Tensor | None = None) -> dict[str, Tensor]:
-        letter = PARTS[self.of].upper()
+        letter = PARTS[self.target].upper()
         names = [f"{letter}{source.layer}" for source in self.reads] or [f"source {i}" for i in range(self.sources)]
         return {
             name: factor * x
@@ -173,40 +172,38 @@ class ValueResidual(KeepsPrecision, Mechanism):
 
     @classmethod
     def origin(cls, options: dict[str, Any]) -> str:
-        of = {"hidden": "hidden states", "probabilities": "attention probabilities"}.get(options["of"], options["of"])
-        return (
-            f"all earlier layers' {of}, mixed in" if options["mode"] == "dense" else f"the first layer's {of}, mixed in"
-        )
+        target = options["target"]
+        mixed = {"hidden": "hidden states", "probabilities": "attention probabilities"}.get(target, target)
+        source = "all earlier layers'" if options["mode"] == "dense" else "the first layer's"
+        return f"{source} {mixed}, mixed in"
 
     @classmethod
     def options(cls, given: dict[str, Any] | None) -> dict[str, Any]:
         options = super().options(given)
         if options["mode"] is None:
-            options["mode"] = {"values": "learnable", "hidden": "constant"}.get(options["of"], "identity")
-        if options["weight"] is None and options["of"] == "hidden" and options["mode"] in ("constant", "sparse"):
+            options["mode"] = {"values": "learnable", "hidden": "constant"}.get(options["target"], "identity")
+        if options["weight"] is None and options["target"] == "hidden" and options["mode"] in ("constant", "sparse"):
             options["weight"] = 1.0
-        if options["start"] is None and options["mode"] == "learnable":
-            options["start"] = "half"
-        if options["plus_start"] is None and options["mode"] == "learnable_plus":
-            options["plus_start"] = "uniform"
+        if options["init"] is None and options["mode"] == "learnable":
+            options["init"] = "half"
+        if options["plus_init"] is None and options["mode"] == "learnable_plus":
+            options["plus_init"] = "uniform"
         return options
 
     @classmethod
     def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
         check_receivers(cls.name(), options, config)
-        mode, of = options["mode"], options["of"]
+        mode, target = options["mode"], options["target"]
         if options["weight"] is not None and mode not in ("constant", "sparse"):
             raise HeadwaterError(f"Mechanism 'value_residual': mode {mode!r} has no fixed weight; leave weight out.")
-        if options["start"] is not None and mode != "learnable":
-            raise HeadwaterError("Mechanism 'value_residual': start belongs to mode 'learnable'; leave it out.")
-        if options["plus_start"] is not None and mode != "learnable_plus":
+        if options["init"] is not None and mode != "learnable":
+            raise HeadwaterError("Mechanism 'value_residual': init belongs to mode 'learnable'; leave it out.")
+        if options["plus_init"] is not None and mode != "learnable_plus":
             raise HeadwaterError(
-                "Mechanism 'value_residual': plus_start belongs to mode 'learnable_plus'; leave it out."
+                "Mechanism 'value_residual': plus_init belongs to mode 'learnable_plus'; leave it out."
             )
-        if mode in ("learnable_plus", "dense") and of != "values":
-            raise HeadwaterError(f"Mechanism 'value_residual': mode {mode!r} applies only to values, not to {of}.")
-        if options["recursive"] and mode != "dense":
-            raise HeadwaterError("Mechanism 'value_residual': recursive belongs to mode 'dense'; leave it out.")
+        if mode in ("learnable_plus", "dense") and target != "values":
+            raise HeadwaterError(f"Mechanism 'value_residual': mode {mode!r} applies only to values, not to {target}.")
         if mode == "dense" and options["source"]:
             raise HeadwaterError(
                 "Mechanism 'value_residual': mode 'dense' reads every earlier layer; leave source out."
@@ -218,29 +215,29 @@ class ValueResidual(KeepsPrecision, Mechanism):
         if mode == "dense":
             return dict(options)  # its init is the identity
         # A fixed weight cannot be kept: only the learnable form starts as the identity.
-        if mode != "learnable" or options.get("weight") is not None or options.get("start") == "half":
+        if mode != "learnable" or options.get("weight") is not None or options.get("init") == "half":
             return None
-        return options | {"mode": "learnable", "start": "identity"}
+        return options | {"mode": "learnable", "init": "identity"}
 
     @classmethod
     def kernels(cls, options: dict[str, Any]) -> tuple[str, ...] | None:
-        return ("eager",) if options["of"] == "probabilities" else None
+        return ("eager",) if options["target"] == "probabilities" else None
 
     @classmethod
     def read(cls, options: dict[str, Any], layer: int) -> tuple[Source, ...]:
         """The tensors that layer `layer` mixes in."""
-        of, source = options["of"], options["source"]
-        if of == "hidden":
+        target, source = options["target"], options["source"]
+        if target == "hidden":
             return (Source("stream", "x", source - 1),)
-        if of == "probabilities":
+        if target == "probabilities":
             return (Source("probabilities", "a", source),)
         if options["mode"] == "dense":
-            return tuple(Source("local" if options["recursive"] else "raw", "v", i) for i in range(layer))
-        return (Source("raw", PARTS[of], source),)
+            return tuple(Source("raw", "v", i) for i in range(layer))
+        return (Source("raw", PARTS[target], source),)
 
     @classmethod
     def plan(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
-        of, mode = options["of"], options["mode"]
+        target, mode = options["target"], options["mode"]
         wanted = receivers(options, config)
         layers = [layer for layer in wanted if cls.own(options, plans[layer])]
         if mode == "sparse" and options["layers"] is None:
@@ -248,8 +245,8 @@ class ValueResidual(KeepsPrecision, Mechanism):
         if not layers or (options["layers"] is not None and layers != wanted):
             without = next(layer for layer in wanted if layer not in layers)
             raise HeadwaterError(
-                f"Mechanism 'value_residual' mixes into a layer's own {of}, but layer {without} has none, because it "
-                "shares another layer's; remove value_residual, or what shares them."
+                f"Mechanism 'value_residual' mixes into a layer's own {target}, but layer {without} has none, because "
+                "it shares another layer's; remove value_residual, or what shares them."
             )
         if mode == "learnable_plus" and len(layers) < 2:
             raise HeadwaterError(
@@ -261,17 +258,17 @@ class ValueResidual(KeepsPrecision, Mechanism):
             sources = cls.sources_of(options, plans[layer], plans)
             if not sources:
                 raise HeadwaterError(
-                    f"Mechanism 'value_residual': layer {options['source']} has no {of} of its own for all heads of "
-                    f"layer {layer}, because it shares another layer's or has other heads; choose another source."
+                    f"Mechanism 'value_residual': layer {options['source']} has no {target} of its own for all heads "
+                    f"of layer {layer}, because it shares another layer's or has other heads; choose another source."
                 )
             shared = [SHARED] if mode == "learnable_plus" else []
-            new[layer] = plans[layer].acting(STAGES.get(of, "local"), cls.name()).reading(*sources, *shared)
+            new[layer] = plans[layer].acting(STAGES.get(target, "local"), cls.name()).reading(*sources, *shared)
         return new
 
     @classmethod
     def own(cls, options: dict[str, Any], plan: LayerPlan) -> tuple[int, ...]:
         """The heads that a layer itself has of what is mixed; (0,) where that is not split into heads."""
-        return {"v": plan.v_heads, "k": plan.k_heads}.get(PARTS[options["of"]], (0,))
+        return {"v": plan.v_heads, "k": plan.k_heads}.get(PARTS[options["target"]], (0,))
 
     @classmethod
     def sources_of(cls, options: dict[str, Any], plan: LayerPlan, plans: Sequence[LayerPlan]) -> tuple[Source, ...]:
@@ -295,7 +292,7 @@ class ValueResidual(KeepsPrecision, Mechanism):
         # Autograd keeps what free weights are multiplied with; the earlier layers' tensors are counted there.
         heads = {"v": len(plan.v_heads), "k": len(plan.k_heads), "q": config.num_attention_heads}
         own = {part: number * config.head_dim for part, number in heads.items()} | {"x": config.hidden_size}
-        return Cost(parameters=count, saved=own.get(PARTS[options["of"]], 0) if count else 0)
+        return Cost(parameters=count, saved=own.get(PARTS[options["target"]], 0) if count else 0)
 
     @classmethod
     def shared_cost(cls, options: dict[str, Any], config: "HeadwaterConfig") -> Cost:
@@ -305,7 +302,7 @@ class ValueResidual(KeepsPrecision, Mechanism):
     def shared(cls, options: dict[str, Any], config: "HeadwaterConfig") -> nn.Module | None:
         if options["mode"] != "learnable_plus":
             return None
-        return PlusWeights(cls.acting(config), config.num_hidden_layers, options["plus_start"])
+        return PlusWeights(cls.acting(config), config.num_hidden_layers, options["plus_init"])
 
     @classmethod
     def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
@@ -331,8 +328,8 @@ class ValueResidual(KeepsPrecision, Mechanism):
             options["mode"],
             options["weight"],
             len(reads),
-            start=options["start"],
-            of=options["of"],
+            init=options["init"],
+            target=options["target"],
             reads=reads,
             slots=tuple(plan.slot(source) for source in reads),
             chosen=tuple(None if s.layer < 0 else choose(own, cls.own(options, plans[s.layer])) for s in reads),
@@ -355,9 +352,9 @@ class ValueResidual(KeepsPrecision, Mechanism):
         return self(own, *sources, weight=weight)
 
     def local(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
-        if self.of == "queries":
+        if self.target == "queries":
             return self.mix(q, context), kv
-        if self.of == "keys":
+        if self.target == "keys":
             return q, kv._replace(k=self.mix(kv.k, context))
         return q, kv._replace(v=self.mix(kv.v, context))
 
@@ -374,22 +371,22 @@ class PlusWeights(KeepsPrecision, Mechanism):
     Args
         layers: the receiving layers.
         depth: L, the init of s.
-        start: the init of λ'. "uniform" (default); "ramp": λ1 proportional to l; "depth": λ'_l = l + 1, which gives the
+        init: the init of λ'. "uniform" (default); "ramp": λ1 proportional to l; "depth": λ'_l = l + 1, which gives the
             last of 8 layers 5, but the last of 40 layers 25.
 
     Parameters: `logits` [layers], λ'; `scale` [1], s.
 
         >>> from headwater.mechanisms import PlusWeights
-        >>> weights = PlusWeights(range(1, 8), depth=8, start="depth")
+        >>> weights = PlusWeights(range(1, 8), depth=8, init="depth")
         >>> round(weights()[-1].item(), 1)
         5.1
     """
 
-    def __init__(self, layers: Any, depth: int, start: PlusInit = "uniform") -> None:
+    def __init__(self, layers: Any, depth: int, init: PlusInit = "uniform") -> None:
         super().__init__()
         if min(layers, default=0) < 1:
             raise HeadwaterError("The layers of learnable-plus weights start at 1 and are at least one.")
-        self.layers, self.depth, self.start = list(layers), depth, start
+        self.layers, self.depth, self.init_mode = list(layers), depth, init
         self.logits = self.scalars(len(self.layers))
         self.scale = self.scalars(1)
         self.reset_parameters()
@@ -398,7 +395,7 @@ class PlusWeights(KeepsPrecision, Mechanism):
         if parameter == "scale":
             return torch.tensor([float(self.depth)])
         depth = torch.tensor(self.layers, dtype=torch.float32)
-        return {"uniform": torch.zeros_like(depth), "ramp": depth.log(), "depth": depth + 1}[self.start]
+        return {"uniform": torch.zeros_like(depth), "ramp": depth.log(), "depth": depth + 1}[self.init_mode]
 
     def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
         return (Dim("layers", at=tuple(self.layers)) if parameter == "logits" else SAME,)

@@ -191,8 +191,7 @@ def _neox_fields(tensors: Tensors, found: dict[str, Any]) -> dict[str, Any]:
         ("output_pairs", "attention.proj"),
         ("ffn_pairs", "mlp"),
     ):
-        counts = [_matrix(tensors, f"sequential.{2 + i}.{part}.key_param_tokens")[0] for i in range(depth)]
-        pairs[option] = counts[0] if len(set(counts)) == 1 else counts
+        pairs[option] = _matrix(tensors, f"sequential.2.{part}.key_param_tokens")[0]
     window = found.get("sliding_window_width")
     return dict(
         vocab_size=vocabulary,

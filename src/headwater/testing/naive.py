@@ -234,20 +234,17 @@ def source_of(config: Any, name: str, layer: int, head: int, part: int) -> int:
 def skipped(config: Any, options: dict[str, Any], layer: int, head: int) -> int:
     """How many layers back a head of `layer` skips; 0 for one that does not."""
     depth, groups = config.num_hidden_layers, config.num_attention_heads // config.num_key_value_heads
-    distances = options["layers"] if options["layers"] is not None else 3 * depth // 4
-    distances = distances if isinstance(distances, list) else [distances]
+    distance = options["layers"] if options["layers"] is not None else 3 * depth // 4
     skipping = (3 * config.num_attention_heads // 4 if options["heads"] is None else options["heads"]) // groups
-    place = head - (config.num_key_value_heads - skipping)
-    distance = distances[place * len(distances) // skipping] if skipping and place >= 0 else 0
-    return distance if distance <= layer else 0
+    return distance if head >= config.num_key_value_heads - skipping and distance <= layer else 0
 
 
 def layer_map(options: dict[str, Any], given: Any, depth: int) -> list[int]:
     """The source of each layer in a map of layers."""
     if isinstance(given, list):
         return given
-    last = depth // 2 if options["last"] is None else options["last"]
-    kinds = options["kinds"] or ["alike"] * depth
+    last = depth // 2 if options["num_shared_layers"] is None else options["num_shared_layers"]
+    kinds = options["layer_types"] or ["alike"] * depth
 
     def of_its_kind(layer: int) -> int:
         """The layer itself, or going down from the last layer of its own, the first of its kind."""
@@ -258,7 +255,7 @@ def layer_map(options: dict[str, Any], given: Any, depth: int) -> list[int]:
 
     return [
         {
-            "cross_layer": i // options["every"] * options["every"],
+            "cross_layer": i // options["group_size"] * options["group_size"],
             "yoco": depth // 2 if i > depth // 2 else i,
             "last": of_its_kind(i) if given == "last" else i,
             "own": i,
@@ -428,7 +425,7 @@ class Reference:
         ]
         self.probabilities.append(weights)
         options = c.mechanisms.get("value_residual", {})
-        if options.get("of") == "probabilities" and layer in self.receivers(options):
+        if options.get("target") == "probabilities" and layer in self.receivers(options):
             first, own = self.two_weights(layer, options)
             source = self.probabilities[options["source"]]
             weights = [
@@ -528,10 +525,10 @@ class Reference:
         read = []
         for t in range(len(x)):
             h = [state[t] for state in states]
-            if options["of"] == "additions":
+            if options["target"] == "additions":
                 h = h[:1] + [after - before for before, after in pairwise(h)]
             keys = [rms_norm(a, 1.0, self.config.norm_eps) for a in h]
-            if options["form"] == "inkling_2":
+            if options["variant"] == "inkling_2":
                 h, scale = keys, 1 / math.sqrt(len(query))
             scores = [(scale * (query @ key)).exp() for key in keys]
             read.append(sum((score / sum(scores) * a for score, a in zip(scores, h, strict=True)), 0 * x[t]))
@@ -656,7 +653,7 @@ class Reference:
 
     def receivers(self, options: dict[str, Any]) -> list[int]:
         """The layers of a value residual that have something of their own to mix into."""
-        depth, part = self.config.num_hidden_layers, {"keys": 0, "values": 1}.get(options["of"])
+        depth, part = self.config.num_hidden_layers, {"keys": 0, "values": 1}.get(options["target"])
         layers = range(options["source"] + 1, depth) if options["layers"] is None else options["layers"]
         layers = [layer for layer in layers if part is None or self.stored(layer, part)]
         if options["mode"] == "sparse" and options["layers"] is None:
@@ -665,7 +662,7 @@ class Reference:
 
     def two_weights(self, layer: int, options: dict[str, Any]) -> tuple[Any, Any]:
         """λ1 and λ2 of a value residual from one source."""
-        mode, site = options["mode"], ".self_attn" if options["of"] != "hidden" else ""
+        mode, site = options["mode"], ".self_attn" if options["target"] != "hidden" else ""
         own = f"model.layers.{layer}{site}.mechanisms.value_residual.lambdas"
         if mode == "identity":
             return 0.5, 0.5
@@ -731,7 +728,7 @@ class Reference:
     def local(self, name: str, layer: int, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
         """Queries, keys and values, each by head, after the mechanism `name`."""
         options, parameters = self.config.mechanisms[name], f"model.layers.{layer}.self_attn.mechanisms.{name}"
-        if name == "kv_shift" and options["form"].startswith("half"):
+        if name == "kv_shift" and options["variant"].startswith("half"):
             total = self.own.num_key_value_heads
             return (
                 self.halved(q, self.own.num_attention_heads) if options["queries"] else q,
@@ -745,8 +742,8 @@ class Reference:
                 taps = self.weights.get(f"{parameters}.{part}")
                 if taps is None:
                     return x
-                if options["form"] != "free":
-                    first = 1 / (1 + (-taps).exp()) if options["form"] == "gate" else taps.clamp(0, 1)
+                if options["variant"] != "free":
+                    first = 1 / (1 + (-taps).exp()) if options["variant"] == "gate" else taps.clamp(0, 1)
                     taps = torch.stack((first, 1 - first))
                 return dict(zip(x, shift_heads(list(x.values()), taps, starts), strict=True))
 
@@ -757,13 +754,12 @@ class Reference:
             added = [a.split(self.own.head_dim) for a in self.ngram_memory(parameters, layer, self.inputs[layer])]
             return q, k, {h: [a + b[i] for a, b in zip(v[h], added, strict=True)] for i, h in enumerate(v)}
         if name == "value_residual" and layer in self.receivers(options):
-            mixed = {"queries": q, "keys": k, "values": v}.get(options["of"])
+            mixed = {"queries": q, "keys": k, "values": v}.get(options["target"])
             if not mixed:
                 return q, k, v
-            part = options["of"][0]
+            part = options["target"][0]
             if options["mode"] == "dense":
-                earlier = self.final_v if options["recursive"] else [raw["v"] for raw in self.raw]
-                sources = [x for x in earlier[:layer] if x.keys() >= mixed.keys()]
+                sources = [raw["v"] for raw in self.raw[:layer] if raw["v"].keys() >= mixed.keys()]
                 weights: Any = self.weights[f"{parameters}.lambdas"]
             else:
                 sources = [self.raw[options["source"]][part]]
@@ -776,7 +772,7 @@ class Reference:
     def halved(self, x: dict[int, list[Tensor]], total: int) -> dict[int, list[Tensor]]:
         """The second half of all `total` heads, or of the channels of each, from the token before."""
         made: dict[int, list[Tensor]] = {}
-        by_head, begins = self.config.mechanisms["kv_shift"]["form"] == "half_heads", self.begins()
+        by_head, begins = self.config.mechanisms["kv_shift"]["variant"] == "half_heads", self.begins()
         for head, row in x.items():
             made[head] = []
             for t, current in enumerate(row):
@@ -813,11 +809,11 @@ class Reference:
                 made[head].append(v[head][t] + opened * parts[head])
         return made
 
-    def remembers(self, options: dict[str, Any], where: str) -> Sequence[int]:
+    def remembers(self, options: dict[str, Any], target: str) -> Sequence[int]:
         """The layers whose stream or values an n-gram memory is added to."""
-        if options["where"] != where:
+        if options["target"] != target:
             return ()
-        every = range(1 if where == "stream" else self.config.num_hidden_layers)
+        every = range(1 if target == "stream" else self.config.num_hidden_layers)
         return every if options["layers"] is None else sorted(set(options["layers"]))
 
     def ngram_memory(self, own: str, layer: int, x: list[Tensor]) -> list[Tensor]:
@@ -825,15 +821,15 @@ class Reference:
         c, options = self.config, self.config.mechanisms["ngram_memory"]
         table, orders, heads = self.weights[f"{own}.table.table.weight"], options["orders"], options["heads"]
         up, key, scalar = (self.weights.get(f"{own}.{name}") for name in ("up.weight", "key.weight", "scalar"))
-        place = self.remembers(options, options["where"]).index(layer)
+        place = self.remembers(options, options["target"]).index(layer)
         sizes: list[int] = []
-        number = options["vocabulary"] if options["rows"] is None else options["rows"]
+        number = options["vocab_size"] if options["rows"] is None else options["rows"]
         while len(sizes) < (place + 1) * len(orders) * heads:
             if number > 1 and all(number % i for i in range(2, number)):
                 sizes.append(number)
             number += 1
         sizes = sizes[-len(orders) * heads :]
-        factors = ngram_factors(max(orders), options["vocabulary"], options["seed"] + 10007 * place)
+        factors = ngram_factors(max(orders), options["vocab_size"], options["seed"] + 10007 * place)
         end, begins = options["end_of_text"], self.begins()
         added = []
         for t in range(len(self.ids)):
@@ -841,7 +837,7 @@ class Reference:
             for back in range(1, max(orders)):
                 borders = [t - step in begins or int(self.ids[t - step - 1]) == end for step in range(back)]
                 past.append(
-                    (options["vocabulary"] if end is None else end) if any(borders) else int(self.ids[t - back])
+                    (options["vocab_size"] if end is None else end) if any(borders) else int(self.ids[t - back])
                 )
             rows = []
             for i, order in enumerate(orders):
@@ -861,7 +857,7 @@ class Reference:
 
     def hidden_residual(self, layer: int, x: list[Tensor]) -> list[Tensor]:
         options = self.config.mechanisms.get("value_residual", {})
-        if options.get("of") != "hidden" or layer not in self.receivers(options):
+        if options.get("target") != "hidden" or layer not in self.receivers(options):
             return x
         first, own = self.two_weights(layer, options)
         return [first * a + own * b for a, b in zip(self.stream[options["source"]], x, strict=True)]

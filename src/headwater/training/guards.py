@@ -81,7 +81,7 @@ def memory_advice(
         settings: dict[str, Any] = {}
         if not of_images:
             attention = attention_of(config, training, device, context)
-            masked = getattr(recipe.data, "rows", "") == "packed" and not takes_documents(attention)
+            masked = getattr(recipe.data, "row_layout", "") == "packed" and not takes_documents(attention)
             masked = masked and attention != "flex_attention"
             settings = {"context": context, "loss_chunk_tokens": training.loss_chunk_tokens, "masked": masked}
         one = price(

@@ -88,7 +88,7 @@ class Journal:
         with explaining(self.unwritten):
             if not resumed:
                 first(fabric, begun, folder)
-            self.metrics = Metrics(folder, progress.step, setup.data.measure, writes=fabric.global_rank == 0)
+            self.metrics = Metrics(folder, progress.step, setup.data.metric, writes=fabric.global_rank == 0)
         if self.metrics.damage is not None:
             self.warn(f"{self.metrics.damage}.")
         for message in setup.warnings:
@@ -170,7 +170,7 @@ class Journal:
 
     def held_out(self, evaluation: Evaluation) -> None:
         """Record the held-out metrics at this step."""
-        progress, metrics = self.setup.progress, evaluation.measures
+        progress, metrics = self.setup.progress, evaluation.metrics
         self.tell(HeldOutPoint(step=progress.step, tokens=progress.tokens, flops=self.flops, metrics=metrics))
         self.show({f"held_out/{name}": value for name, value in metrics.items()}, progress.step)
         self.record.documents = [DocumentLoss(**document) for document in evaluation.documents]
@@ -220,7 +220,7 @@ def new_record(recipe: Recipe, setup: Setup, fabric: Fabric, experiment: Experim
         recipe=recipe.model_dump(mode="json"),
         identity=recipe.identity,
         data=data.description,
-        metric=data.measure,
+        metric=data.metric,
         lower_is_better=data.lower_is_better,
         parameters=setup.model.num_parameters(),
         embedding_parameters=embedding_parameters(setup.config),

@@ -338,7 +338,7 @@ class TrainingRun:
             if isinstance(error, UnreadableImage):
                 raise HeadwaterError(
                     f"{sentence(error).rstrip('.')}; {saved}. Put an intact one in its place and continue with "
-                    "--resume, or leave out such images in a new run with data.skip_broken=true."
+                    "--resume, or remove it and begin a new run."
                 ) from error
             where = f" ({error.filename})" if error.filename else ""
             raise HeadwaterError(
@@ -421,12 +421,12 @@ class TrainingRun:
             self.wrapped.train()
             if sharded(self.recipe.training):  # a forward pass leaves the last parameters unsharded for a backward pass
                 reshard(self.model)
-        if broken := next((name for name, value in evaluation.measures.items() if math.isnan(value)), None):
+        if broken := next((name for name, value in evaluation.metrics.items() if math.isnan(value)), None):
             what = f"after step {self.progress.step} the held-out {broken} is nan"
             if self.progress.step >= self.recipe.training.steps:
                 raise self.diverged(what)
             self.journal.warn(f"The model may have diverged: {what}.")
-        self.progress.result = evaluation.measures[self.data.measure]
+        self.progress.result = evaluation.metrics[self.data.metric]
         self.journal.held_out(evaluation)
 
     def diverged(self, what: str) -> Diverged:

@@ -295,7 +295,7 @@ def measure(model: AnyModel, data: Data, on_batch: Callable[[], None] = lambda: 
         on_batch()
         return result
 
-    return data.evaluate(logits).measures
+    return data.evaluate(logits).metrics
 
 
 def sample_rows(trained: Trained, text: Path | None, rows: int = 32, context: int | None = None) -> Tensor:

@@ -41,8 +41,6 @@ class Augmentation(Settings):
     """α of mixup (arXiv 1710.09412); 0 for none."""
     cutmix: float = Field(default=0.0, ge=0, le=100)
     """α of CutMix (arXiv 1905.04899); 0 for none. With mixup too, each image gets one of the two at random."""
-    repeats: int = Field(default=1, ge=1, le=64)
-    """Repeated augmentation (arXiv 1901.09335): how often an image comes in a row, each time changed differently."""
 
     @property
     def draws(self) -> bool:
@@ -52,8 +50,8 @@ class Augmentation(Settings):
 
     @property
     def back(self) -> int:
-        """How many rows before it the one is that each row is mixed with; 0: none is mixed."""
-        return self.repeats if self.mixup or self.cutmix else 0
+        """1 if each row is mixed with the one before it, else 0."""
+        return int(bool(self.mixup or self.cutmix))
 
     def model_post_init(self, context: Any) -> None:
         if self.crop is not None and not 0 < self.crop[0] <= self.crop[1] <= 1:

@@ -96,7 +96,7 @@ class ImageData:
     labels: [B], numbers of classes; with mixup or CutMix [B, classes], the probability of each.
     """
 
-    measure = "accuracy"
+    metric = "accuracy"
     lower_is_better = False
     tokenizer = None
 
@@ -130,23 +130,16 @@ class ImageData:
             "classes": len(self.classes),
         }
 
-    def order(self, seed: int, start: int) -> Iterator[tuple[int, int, int]]:
-        """An endless stream of (epoch, index, repetition), from row `start` on: a function of the seed."""
-        repeats = self.settings.augmentation.repeats
-        first, skipped = divmod(start, repeats)
-        images = shuffled(len(self.train), seed, first)
-        every = (
-            (number // len(self.train), index, repetition)
-            for number, index in zip(itertools.count(first), images, strict=False)
-            for repetition in range(repeats)
-        )
-        return itertools.islice(every, skipped, None)
+    def order(self, seed: int, start: int) -> Iterator[tuple[int, int]]:
+        """An endless stream of (epoch, index), from row `start` on: a function of the seed."""
+        images = shuffled(len(self.train), seed, start)
+        return ((row // len(self.train), index) for row, index in zip(itertools.count(start), images, strict=False))
 
     def batches(self, seed: int, batch_size: int, start: int, share: Share = ALONE) -> Iterator[Batch]:
         own = range(share.rank * batch_size // share.world, (share.rank + 1) * batch_size // share.world)
         return loaded(partial(self.read, seed, own), self.parts(seed, batch_size, start), self.settings.workers)
 
-    def parts(self, seed: int, batch_size: int, start: int) -> Iterator[tuple[int, list[tuple[int, int, int]]]]:
+    def parts(self, seed: int, batch_size: int, start: int) -> Iterator[tuple[int, list[tuple[int, int]]]]:
         """(number of its first row, its rows) of each batch; mixed rows come with the `back` rows before them."""
         back = self.settings.augmentation.back
         # The first rows of all have none before them, and take those behind.
@@ -158,26 +151,26 @@ class ImageData:
             yield first, rows
             before = rows[len(rows) - back :]
 
-    def read(self, seed: int, own: range, part: tuple[int, list[tuple[int, int, int]]]) -> Batch:
+    def read(self, seed: int, own: range, part: tuple[int, list[tuple[int, int]]]) -> Batch:
         """The rows `own` of a batch, one of `parts`. Raises `UnreadableImage`."""
         (first, rows), settings = part, self.settings.augmentation
         rows = rows[own.start : own.stop + settings.back]
         pixels = torch.empty(len(rows), self.settings.channels, *self.settings.size)
         for place, row in zip(pixels, rows, strict=True):
             place.numpy()[...] = self.changed(seed, *row).numpy()
-        labels = torch.tensor([self.train.labels[index] for _, index, _ in rows])
+        labels = torch.tensor([self.train.labels[index] for _, index in rows])
         if settings.back:
             draws = [partial(generator, "mix", seed, first + row) for row in own]
             pixels, labels = mixed(settings, pixels, labels, len(self.classes), draws)
         return {"pixel_values": pixels, "labels": labels}
 
-    def changed(self, seed: int, epoch: int, index: int, repetition: int) -> Tensor:
+    def changed(self, seed: int, epoch: int, index: int) -> Tensor:
         """The pixels [C, H, W] of a training image, as this epoch sees it."""
-        draw = generator("image", seed, epoch, index, repetition)
+        draw = generator("image", seed, epoch, index, 0)
         return self.change(self.train.open(index, draw), draw)
 
     def rows(self, seed: int, start: int, count: int) -> list[str]:
-        return [self.train.name(index) for _, index, _ in itertools.islice(self.order(seed, start), count)]
+        return [self.train.name(index) for _, index in itertools.islice(self.order(seed, start), count)]
 
     def held_out_images(self, numbers: Sequence[int]) -> Batch:
         """These held-out images, as every model sees them, whatever its seed. Raises `UnreadableImage`."""
@@ -207,10 +200,10 @@ class ImageData:
                     ranks[own] = better.sum(1).double()
                     nats[own] = F.cross_entropy(scores, labels, reduction="none").double()
         ranks, nats = share.total(ranks), share.total(nats)
-        measures = {"accuracy": float((ranks < 1).double().mean())}
+        metrics = {"accuracy": float((ranks < 1).double().mean())}
         if len(self.classes) > 5:
-            measures["accuracy/top-5"] = float((ranks < 5).double().mean())
-        return Evaluation(measures | {"loss": float(nats.mean())})
+            metrics["accuracy/top-5"] = float((ranks < 5).double().mean())
+        return Evaluation(metrics | {"loss": float(nats.mean())})
 
 
 def image_processor(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 SPLITS = ("validation", "val", "valid", "test")
 # ImageNet's, from which everybody's images are normalized.
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-NAMED = 20
 
 
 class ImageFilesSettings(ImageSettings):
@@ -54,8 +52,6 @@ class ImageFilesSettings(ImageSettings):
     crop_ratio: Annotated[float, Field(gt=0, le=1)] | None = 0.875
     """Evaluation takes the center crop, this part of the shorter side; null takes the whole image, squeezed. So does
     training without `augmentation.crop`."""
-    skip_broken: bool = False
-    """Read every image before training begins, and leave out those that cannot be read; the record names them."""
 
     def build(self) -> ImageData:
         """Raises `HeadwaterError` for anything that is missing or does not fit."""
@@ -85,10 +81,6 @@ class ImageFilesSettings(ImageSettings):
         sides = {"train": numbered(train, classes, self.channels)}
         if other is not None:
             sides["held out"] = numbered(other, classes, self.channels)
-        if self.skip_broken:
-            broken = {name: side.drop_broken(self.workers) for name, side in sides.items()}
-            every = [f"{one} ({name})" for name, ones in broken.items() for one in ones]
-            facts |= {"left_out": len(every), "left_out_names": every[:NAMED]}
         if other is None:
             assert isinstance(held_out, float)
             sides["train"], sides["held out"] = sides["train"].divided(held_out)
@@ -102,8 +94,6 @@ class ImageFilesSettings(ImageSettings):
         if unused := sorted(set(range(len(classes))) - set(sides["train"].labels)):
             first = ", ".join(classes[number] for number in unused[:5])
             notices.append(f"{len(unused)} of {len(classes)} classes have no image to train on: {first}.")
-        if self.skip_broken and every:
-            notices.append(f"{len(every)} images cannot be read and are left out, {every[0]} first.")
         middle, spread = (list(values) if self.channels == 3 else [sum(values) / 3] for values in (MEAN, STD))
         return ImageData(
             self,
@@ -376,23 +366,6 @@ class ImageFiles:
         return ImageFiles(
             self.split, [self.numbers[i] for i in indices], [self.labels[i] for i in indices], self.channels
         )
-
-    def drop_broken(self, workers: int) -> list[str]:
-        """Leave out what cannot be read; returns the names."""
-
-        def whole(index: int) -> bool:
-            try:
-                self.open(index)
-                return True
-            except UnreadableImage:
-                return False
-
-        with ThreadPoolExecutor(workers or 1, "images") as pool:
-            fine = list(pool.map(whole, range(len(self))))
-        broken = [self.name(index) for index, good in enumerate(fine) if not good]
-        kept = self.chosen([index for index, good in enumerate(fine) if good])
-        self.numbers, self.labels = kept.numbers, kept.labels
-        return broken
 
     def divided(self, share: float) -> tuple[ImageFiles, ImageFiles]:
         """(to train on, held out): `share` of each class, at least one image, chosen by the names' hash.

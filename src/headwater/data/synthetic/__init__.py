@@ -28,8 +28,8 @@ def every_task() -> list[InductionSettings | NgramSettings | HopSettings | Recal
     """All tasks with their defaults, induction in its three forms."""
     return [
         InductionSettings(),
-        InductionSettings(form="periodic"),
-        InductionSettings(form="scattered"),
+        InductionSettings(variant="periodic"),
+        InductionSettings(variant="scattered"),
         NgramSettings(),
         HopSettings(),
         RecallSettings(),

@@ -61,7 +61,7 @@ class ArithmeticSettings(SyntheticSettings):
     kind: Literal["arithmetic"] = "arithmetic"
     operations: int = Field(default=3, ge=1, le=24)
     """The most operations a training problem needs; each number from 1 on is equally likely."""
-    harder: int = Field(default=0, ge=0, le=6)
+    extra_operations: int = Field(default=0, ge=0, le=6)
     """A held-out problem needs exactly this many operations more than the hardest training problem."""
     modulus: int = Field(default=23, ge=2, le=100)
     """Numbers are from 0 to modulus - 1."""
@@ -69,13 +69,13 @@ class ArithmeticSettings(SyntheticSettings):
     """Problems to evaluate on. The model writes a solution for each, without a cache."""
 
     @property
-    def vocabulary(self) -> int:
+    def vocab_size(self) -> int:
         return len(MARKS) + len(PLACES) + len(THINGS) + self.modulus
 
     @property
     def context(self) -> int:
         """The longest possible row: every operation with its own number, and all unneeded statements."""
-        return self.width(self.operations + self.harder)
+        return self.width(self.operations + self.extra_operations)
 
     def width(self, most: int) -> int:
         """The longest row with at most this many operations."""
@@ -112,7 +112,7 @@ class ArithmeticData(SyntheticData[ArithmeticSettings]):
     def held_out_problems(self) -> list[Problem]:
         draw = generator(self.settings.kind, "held out")
         chance = random.Random(int(torch.randint(2**62, (), generator=draw)))
-        most = self.settings.operations + self.settings.harder
+        most = self.settings.operations + self.settings.extra_operations
         return [self.problem(chance, most) for _ in range(self.settings.held_out)]
 
     def problem(self, chance: random.Random, operations: int) -> Problem:
@@ -210,7 +210,7 @@ class ArithmeticData(SyntheticData[ArithmeticSettings]):
 
     def evaluate(self, logits: Callable[[Batch], Tensor], share: Share = ALONE) -> Evaluation:
         """Accuracy of the solutions the model writes to the held-out problems; the loss of the given ones."""
-        loss = super().evaluate(logits, share).measures["loss"]
+        loss = super().evaluate(logits, share).metrics["loss"]
         solved = [
             is_solved(problem, self.written(row), self.settings.modulus)
             for problem, row in zip(self.own(share), self.write(logits, share), strict=False)

@@ -1,4 +1,4 @@
-"""What synthetic tasks share: the stream of rows, the held-out rows, the measure, and two reference values."""
+"""What synthetic tasks share: the stream of rows, the held-out rows, the metric, and two reference values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TRIES = 100
 
 
 class SyntheticSettings(Settings):
-    """`data:` of a recipe for a synthetic task; each task has `vocabulary` and `length`, as a field or a property."""
+    """`data:` of a recipe for a synthetic task; each task has `vocab_size` and `length`, as a field or a property."""
 
     kind: str
     held_out: int
@@ -59,7 +59,7 @@ class SyntheticData(ABC, Generic[S]):
     fixed table): `shift_labels` is -100 elsewhere.
     """
 
-    measure = "accuracy"
+    metric = "accuracy"
     lower_is_better = False
     tokenizer = None
     # No training row equals a held-out one.
@@ -67,7 +67,7 @@ class SyntheticData(ABC, Generic[S]):
 
     def __init__(self, settings: S) -> None:
         self.settings = settings
-        self.vocab_size: int = settings.vocabulary  # type: ignore[attr-defined]
+        self.vocab_size: int = settings.vocab_size  # type: ignore[attr-defined]
         self.context = settings.context
         self.description: dict[str, Any] = settings.model_dump()
         # Rows drawn at a time.
@@ -152,7 +152,7 @@ class SyntheticData(ABC, Generic[S]):
         return self.prints(self.held_out())
 
     def parts(self, batch: Batch) -> dict[str, Tensor]:
-        """Positions [B, T] whose accuracy is measured separately: "k=3" becomes the measure "accuracy/k=3"."""
+        """Positions [B, T] whose accuracy is measured separately: "k=3" becomes the metric "accuracy/k=3"."""
         return {}
 
     def evaluate(self, logits: Callable[[Batch], Tensor], share: Share = ALONE) -> Evaluation:
@@ -171,11 +171,11 @@ class SyntheticData(ABC, Generic[S]):
             if counted:
                 nats += float(F.cross_entropy(scores.flatten(0, 1), target.flatten())) * counted
         hits, counted_at = torch.cat(right), labels != -100
-        measures = {"accuracy": share_of(hits, counted_at), "loss": nats / int(counted_at.sum())}
+        metrics = {"accuracy": share_of(hits, counted_at), "loss": nats / int(counted_at.sum())}
         for name, where in self.parts(batch).items():
             if bool((where & counted_at).any()):
-                measures[f"accuracy/{name}"] = share_of(hits, where & counted_at)
-        return Evaluation(measures)
+                metrics[f"accuracy/{name}"] = share_of(hits, where & counted_at)
+        return Evaluation(metrics)
 
     def oracle(self, batch: Batch) -> Tensor:
         """Logits [B, T, V] of the solver."""
@@ -193,8 +193,8 @@ class SyntheticData(ABC, Generic[S]):
         return 1.0 + torch.bincount(labels[labels >= 0], minlength=self.vocab_size)
 
     def sanity(self) -> dict[str, float]:
-        """The deciding measure of the guess and of the solver, computed like any model's."""
-        return {name: self.evaluate(model).measures[self.measure] for name, model in self.references.items()}
+        """The deciding metric of the guess and of the solver, computed like any model's."""
+        return {name: self.evaluate(model).metrics[self.metric] for name, model in self.references.items()}
 
     @property
     def references(self) -> dict[str, Callable[[Batch], Tensor]]:
@@ -214,9 +214,9 @@ def share_of(hits: Tensor, where: Tensor) -> float:
     return float(hits[where].double().mean())
 
 
-def certain(answers: Tensor, vocabulary: int) -> Tensor:
+def certain(answers: Tensor, vocab_size: int) -> Tensor:
     """Logits [..., V] of a model that is certain of `answers`."""
-    return torch.zeros(*answers.shape, vocabulary).scatter_(-1, answers[..., None], 100.0)
+    return torch.zeros(*answers.shape, vocab_size).scatter_(-1, answers[..., None], 100.0)
 
 
 def replaced(batch: Batch, where: Tensor, rows: Batch) -> Batch:
@@ -229,6 +229,6 @@ def replaced(batch: Batch, where: Tensor, rows: Batch) -> Batch:
     return result
 
 
-def distinct(draw: torch.Generator, rows: int, vocabulary: int, count: int) -> Tensor:
-    """[rows, count]: different tokens below `vocabulary` in each row, every choice and order of them equally likely."""
-    return torch.rand(rows, vocabulary, generator=draw).topk(count).indices
+def distinct(draw: torch.Generator, rows: int, vocab_size: int, count: int) -> Tensor:
+    """[rows, count]: different tokens below `vocab_size` in each row, every choice and order of them equally likely."""
+    return torch.rand(rows, vocab_size, generator=draw).topk(count).indices

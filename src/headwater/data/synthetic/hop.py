@@ -26,7 +26,7 @@ class HopSettings(SyntheticSettings):
     """Sequences to evaluate on."""
 
     @property
-    def vocabulary(self) -> int:
+    def vocab_size(self) -> int:
         """The symbols, "nothing", and a token for each number of hops."""
         return self.alphabet + 1 + self.hops + 1
 

@@ -16,10 +16,10 @@ class InductionSettings(SyntheticSettings):
     """`data:` of a recipe, with `kind: induction`."""
 
     kind: Literal["induction"] = "induction"
-    form: Literal["chain", "periodic", "scattered"] = "chain"
+    variant: Literal["chain", "periodic", "scattered"] = "chain"
     """chain: a token seen before always determines the next one, so rows end in a cycle; periodic: a segment of half
     the length, repeated; scattered: repeated pairs among new tokens, which no fixed lag predicts."""
-    vocabulary: int = Field(default=64, ge=2, le=2**20)
+    vocab_size: int = Field(default=64, ge=2, le=2**20)
     """Number of different tokens."""
     length: int = Field(default=32, ge=3, le=2**20)
     """Tokens in a sequence."""
@@ -29,14 +29,14 @@ class InductionSettings(SyntheticSettings):
     @property
     def distinct(self) -> int:
         """The number of tokens of a row that must be different."""
-        return {"chain": 1, "periodic": self.length // 2, "scattered": self.length + 2}[self.form]
+        return {"chain": 1, "periodic": self.length // 2, "scattered": self.length + 2}[self.variant]
 
     @model_validator(mode="after")
     def _enough_tokens(self) -> InductionSettings:
-        if self.vocabulary < self.distinct:
+        if self.vocab_size < self.distinct:
             raise ValueError(
-                f"data.form {self.form} with data.length={self.length} needs data.vocabulary of {self.distinct} or "
-                f"more, not {self.vocabulary}."
+                f"data.variant {self.variant} with data.length={self.length} needs data.vocab_size of "
+                f"{self.distinct} or more, not {self.vocab_size}."
             )
         return self
 
@@ -48,7 +48,7 @@ class InductionData(SyntheticData[InductionSettings]):
     """Rows in which an earlier token predicts the next one; labels are where it does.
 
     chain: x_i = x_j implies x_{i+1} = x_{j+1}, everywhere. From the first repetition on the row is periodic, with a lag
-        of its own. Rows of one short cycle (a a a …: one in `vocabulary`) are among those held out and those trained
+        of its own. Rows of one short cycle (a a a …: one in `vocab_size`) are among those held out and those trained
         on; this form came first, and draws as it always did.
     periodic: `length // 2` different tokens, repeated. The lag is the same in all rows, so that copying from there,
         which looks at no token, does as well ([A] [B] [A] [B]; the paper's remark after theorem 3).
@@ -61,20 +61,20 @@ class InductionData(SyntheticData[InductionSettings]):
 
     @property
     def keeps_apart(self) -> bool:  # type: ignore[override]
-        return self.settings.form != "chain"
+        return self.settings.variant != "chain"
 
     def sample(self, draw: torch.Generator, count: int) -> Batch:
         """`count` sequences; shift_labels is -100 where the next token cannot be told."""
-        make = {"chain": self.chain, "periodic": self.periodic, "scattered": self.scattered}[self.settings.form]
+        make = {"chain": self.chain, "periodic": self.periodic, "scattered": self.scattered}[self.settings.variant]
         row, known = make(draw, count)
         labels = torch.where(known, row[:, 1:], -100)
         return {"input_ids": row[:, :-1].contiguous(), "shift_labels": labels}
 
     def chain(self, draw: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
         """(tokens [count, T + 1], whether the token after each is known [count, T]); the other forms alike."""
-        vocabulary, length = self.settings.vocabulary, self.settings.length
-        fresh = torch.randint(vocabulary, (count, length + 1), generator=draw)
-        follower = torch.full((count, vocabulary), -1)
+        vocab_size, length = self.settings.vocab_size, self.settings.length
+        fresh = torch.randint(vocab_size, (count, length + 1), generator=draw)
+        follower = torch.full((count, vocab_size), -1)
         tokens = [fresh[:, 0]]
         known = []
         for t in range(length):
@@ -90,12 +90,12 @@ class InductionData(SyntheticData[InductionSettings]):
         length = self.settings.length
         lag = length // 2
         places = torch.arange(length + 1)
-        segment = distinct(draw, count, self.settings.vocabulary, lag)
+        segment = distinct(draw, count, self.settings.vocab_size, lag)
         return segment[:, places % lag], (places[:-1] >= lag).expand(count, -1)
 
     def scattered(self, draw: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
         length = self.settings.length
-        pool = distinct(draw, count, self.settings.vocabulary, self.settings.distinct)
+        pool = distinct(draw, count, self.settings.vocab_size, self.settings.distinct)
         turns = length + 1  # each adds one or two tokens
         chance = torch.rand(count, turns, generator=draw)
         # A row begins with new pairs: were there one or two to repeat, they would come at lag 2 or 4 most of the time.

@@ -24,7 +24,7 @@ class NgramSettings(SyntheticSettings):
     """n-grams in the table."""
     table_seed: int = Field(default=0, ge=0, lt=2**31)
     """Seed of the table, which is the same for all seeds of a run."""
-    vocabulary: int = Field(default=64, ge=2, le=2**16)
+    vocab_size: int = Field(default=64, ge=2, le=2**16)
     """Number of different tokens."""
     length: int = Field(default=32, ge=3, le=2**20)
     """Tokens in a sequence."""
@@ -33,13 +33,13 @@ class NgramSettings(SyntheticSettings):
 
     @model_validator(mode="after")
     def _table_fits(self) -> NgramSettings:
-        beginnings = self.vocabulary ** (self.order - 1)
+        beginnings = self.vocab_size ** (self.order - 1)
         if beginnings >= 2**62:
-            raise ValueError(f"data.order={self.order} with data.vocabulary={self.vocabulary} is too large; lower one.")
+            raise ValueError(f"data.order={self.order} with data.vocab_size={self.vocab_size} is too large; lower one.")
         if self.entries > beginnings:
             raise ValueError(
                 f"data.entries={self.entries} is more than the {beginnings} possible sequences of {self.order - 1} "
-                f"tokens out of {self.vocabulary}; lower it."
+                f"tokens out of {self.vocab_size}; lower it."
             )
         if self.length < self.order - 1:
             raise ValueError(f"data.length={self.length} is shorter than an n-gram; make it {self.order - 1} or more.")
@@ -59,16 +59,16 @@ class NgramData(SyntheticData[NgramSettings]):
 
     def __init__(self, settings: NgramSettings) -> None:
         super().__init__(settings)
-        vocabulary, width = settings.vocabulary, settings.order - 1
+        vocab_size, width = settings.vocab_size, settings.order - 1
         chosen = random.Random(number("ngram", "table", settings.table_seed)).sample(
-            range(vocabulary**width), settings.entries
+            range(vocab_size**width), settings.entries
         )
-        # A beginning is a number whose digits, to the base `vocabulary`, are its tokens.
+        # A beginning is a number whose digits, to the base `vocab_size`, are its tokens.
         self.codes = torch.tensor(sorted(chosen))
-        powers = vocabulary ** torch.arange(width - 1, -1, -1)
-        self.beginnings = self.codes[:, None] // powers % vocabulary
+        powers = vocab_size ** torch.arange(width - 1, -1, -1)
+        self.beginnings = self.codes[:, None] // powers % vocab_size
         draw = generator("ngram", "followers", settings.table_seed)
-        self.followers = torch.randint(vocabulary, (settings.entries,), generator=draw)
+        self.followers = torch.randint(vocab_size, (settings.entries,), generator=draw)
 
     def sample(self, draw: torch.Generator, count: int) -> Batch:
         settings, width = self.settings, self.settings.order - 1
@@ -85,7 +85,7 @@ class NgramData(SyntheticData[NgramSettings]):
             tokens.append(token)
             labels.append(torch.where(known, following, -100))
             began = torch.where(known, t + 1, began)
-            code = (code * settings.vocabulary + token) % settings.vocabulary**width
+            code = (code * settings.vocab_size + token) % settings.vocab_size**width
         return {"input_ids": torch.stack(tokens[:-1], dim=1), "shift_labels": torch.stack(labels[1:], dim=1)}
 
     def solve(self, row: list[int]) -> list[int]:

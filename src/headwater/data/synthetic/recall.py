@@ -19,7 +19,7 @@ class RecallSettings(SyntheticSettings):
     """Keys with their values at the beginning of a row; each key is asked for once."""
     power: float = Field(default=0.01, gt=0, le=1)
     """A question comes at distance d from the pairs with probability ∝ d^(power - 1); 1 is uniform."""
-    vocabulary: int = Field(default=64, ge=4, le=2**20)
+    vocab_size: int = Field(default=64, ge=4, le=2**20)
     """Number of different tokens: the lower half are keys, the upper half values and filler."""
     length: int = Field(default=64, ge=3, le=2**20)
     """Tokens in a sequence."""
@@ -28,9 +28,9 @@ class RecallSettings(SyntheticSettings):
 
     @model_validator(mode="after")
     def _pairs_fit(self) -> RecallSettings:
-        if self.pairs > self.vocabulary // 2:
+        if self.pairs > self.vocab_size // 2:
             raise ValueError(
-                f"data.pairs={self.pairs} needs data.vocabulary of {2 * self.pairs} or more, not {self.vocabulary}."
+                f"data.pairs={self.pairs} needs data.vocab_size of {2 * self.pairs} or more, not {self.vocab_size}."
             )
         if self.length < 3 * self.pairs:
             raise ValueError(
@@ -51,11 +51,11 @@ class RecallData(SyntheticData[RecallSettings]):
     """
 
     def sample(self, draw: torch.Generator, count: int) -> Batch:
-        pairs, vocabulary, length = self.settings.pairs, self.settings.vocabulary, self.settings.length
-        half = vocabulary // 2
+        pairs, vocab_size, length = self.settings.pairs, self.settings.vocab_size, self.settings.length
+        half = vocab_size // 2
         keys = distinct(draw, count, half, pairs)
-        values = half + distinct(draw, count, vocabulary - half, pairs)
-        row = torch.randint(half, vocabulary, (count, length), generator=draw)
+        values = half + distinct(draw, count, vocab_size - half, pairs)
+        row = torch.randint(half, vocab_size, (count, length), generator=draw)
         row[:, : 2 * pairs] = torch.stack([keys, values], dim=2).flatten(1)
         # The Gumbel trick: drawn one after another without replacement, the first drawn for the first key.
         distances = torch.arange(1, length - 2 * pairs + 1)
@@ -71,5 +71,5 @@ class RecallData(SyntheticData[RecallSettings]):
         return [values.get(token, 0) for token in row]
 
     def word(self, token: int) -> str:
-        half = self.settings.vocabulary // 2
+        half = self.settings.vocab_size // 2
         return f"k{token}" if token < half else f"v{token - half}"
