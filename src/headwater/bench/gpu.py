@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -303,11 +303,11 @@ def drawn(model: M, device: torch.device, dtype: torch.dtype = torch.float32) ->
     return model
 
 
-def combinations() -> dict[str, dict[str, dict]]:
+def combinations(names: Sequence[str] = tuple(REGISTRY)) -> dict[str, dict[str, dict]]:
     """None, each mechanism alone, and together as many as can act in one model."""
-    alone: dict[str, dict[str, dict]] = {name: {name: {}} for name in REGISTRY}
+    alone: dict[str, dict[str, dict]] = {name: {name: {}} for name in names}
     together: dict[str, dict] = {}
-    for name in REGISTRY:
+    for name in names:
         with suppress(HeadwaterError):
             _small({**together, name: {}})
             together[name] = {}

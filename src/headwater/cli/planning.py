@@ -92,7 +92,6 @@ def plan(
         file = file if file.suffix else file.with_suffix(".png")
         check_writable(file)
         check_replaceable(file)
-    refuse_unread_options(command)
     changes = [argument for argument in configs if "=" in argument]
     if grow:
         refuse_unread_options(command)
