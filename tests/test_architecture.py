@@ -17,7 +17,7 @@ ROOT = Path(headwater.__file__).parent
 ORDER = (
     ("layout",),
     ("drawing", "errors", "plan", "precision", "process", "seeding", "shipped", "terminal", "workers"),
-    ("enlarging", "extras", "files", "kernels", "weights"),
+    ("deadline", "enlarging", "extras", "files", "kernels", "weights"),
     ("output_folder", "outputs", "outside", "settings", "written"),
     ("registry", "hardware", "hub"),
     ("planning", "remote_code"),

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from headwater.config import HeadwaterConfig
+from headwater.deadline import SECONDS, SECONDS_TO_LOAD, within
 from headwater.errors import HeadwaterError, sentence, shown
 from headwater.files import absence, read_bytes
 from headwater.outside import check_link
@@ -437,15 +438,22 @@ def read_tokenizer(folder: Path, vocabulary: int | None = None) -> PreTrainedTok
 def open_tokenizer(source: Path | str) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder, of a tokenizer.json, or of a name on the hub, once it has encoded a sentence.
 
-    Raises `HeadwaterError` for a folder with files that are no files. Any other problem raises what the libraries
-    raise: see `reading`.
+    Raises `HeadwaterError` for a folder with files that are no files, or one that takes too long. Any other problem
+    raises what the libraries raise: see `reading`.
     """
     if isinstance(source, Path) and source.is_dir():
         check_regular(source)
         _check_names(source / "tokenizer_config.json")
 
-    tokenizer = local_tokenizer(source) if isinstance(source, Path) else auto_tokenizer(source)
-    tokenizer.decode(tokenizer(_TRIED, add_special_tokens=False).input_ids)
+    def load() -> PreTrainedTokenizerBase:
+        return local_tokenizer(source) if isinstance(source, Path) else auto_tokenizer(source)
+
+    def encode() -> object:
+        return tokenizer.decode(tokenizer(_TRIED, add_special_tokens=False).input_ids)
+
+    where = f"The tokenizer in {str(source)!r}"
+    tokenizer = within(SECONDS_TO_LOAD, load, f"{where} needs more than {SECONDS_TO_LOAD:g} seconds to be loaded")
+    within(SECONDS, encode, f"{where} needs more than {SECONDS:g} seconds for a sentence")
     return tokenizer
 
 

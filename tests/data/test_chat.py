@@ -10,6 +10,7 @@ import pytest
 import torch
 from pyarrow import parquet
 
+from headwater.data import chat
 from headwater.data.chat import ChatEncoder
 from headwater.data.corpus import read_corpus
 from headwater.data.prepare import Options, prepare
@@ -204,6 +205,8 @@ UNSTABLE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if loop.last 
         ({}, None, "the tokenizer has no chat template .*set tokenizer.chat_template"),
         ({}, UNSTABLE, "answers cannot be told apart; mark them in the template"),
         ({}, "{{ raise_exception('no system prompts') }}", "cannot write 'c.jsonl:.*no system prompts"),
+        ({}, "{% for a in range(4000) %}{% for b in range(4000) %}{% endfor %}{% endfor %}", "needs more than 0.1 s"),
+        ({}, "{{ 'a' * 2000000 }}", "writes 2,000,000 characters for 'c.jsonl:"),
         ({}, "the same for all", "leaves out the answers of 'c.jsonl:"),
         ({}, "{{ '' }}", "leaves out the answers of 'c.jsonl:"),
         ({"messages": [{"content": "a"}]}, CHATML, "a message has no role"),
@@ -216,6 +219,8 @@ UNSTABLE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if loop.last 
     ],
 )
 def test_what_cannot_be_trained_on_gets_one_sentence(row, template, message, folder, tmp_path, monkeypatch):
+    if "4000" in str(template):  # loops that end, so that no thread is left behind for long
+        monkeypatch.setattr(chat, "SECONDS", 0.1)
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
     tokenizer.save_pretrained(tmp_path / "tokenizer")

@@ -57,9 +57,9 @@ def inspect(
 
     Models of images show attention over the patches.
     """
-    from headwater.inspect import check_alike, draw, inspect_model, tables, to_json
+    from headwater.inspect import check_alike, draw, inspect_model, tables, write_json
     from headwater.output_folder import occupied
-    from headwater.outputs import check_replaceable, write_json
+    from headwater.outputs import check_replaceable
     from headwater.training.trained import open_trained
 
     quiet()
@@ -83,7 +83,7 @@ def inspect(
     if out_folder is not None:
         with occupied(out_folder):
             written = draw(found, out_folder)
-            write_json(out_folder / "inspect.json", to_json(found))
+            write_json(found, out_folder / "inspect.json")
         err.print(
             f"written: {', '.join(str(path) for path in (out_folder / 'inspect.json', *written))}", soft_wrap=True
         )

@@ -19,6 +19,7 @@ import numpy as np
 from tokenizers import Tokenizer, processors
 
 from headwater.data.reading import TOOLS, WithTools
+from headwater.deadline import MEGABYTE, SECONDS, within
 from headwater.errors import HeadwaterError, first_line
 from headwater.reading import TEXT_ENDS, TURN_ENDS
 
@@ -31,6 +32,9 @@ COLUMNS = ("messages", "conversations")
 # Speakers in `conversations`, whose messages have `from` and `value`.
 ROLES = {"human": "user", "gpt": ASSISTANT}
 _MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+# The most characters that a template may write for one of a conversation's, beside a million.
+MOST_ADDED = 100
 
 # transformers keeps the marks of one text at a time.
 _RENDERING = threading.Lock()
@@ -208,16 +212,28 @@ class ChatEncoder:
         """(the text of messages, the answers that the template marks). prompt: with the beginning of an answer."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        def work() -> Any:
+            return render_jinja_template(
+                [messages],
+                tools=tools,
+                chat_template=self.template,
+                return_assistant_tokens_mask=marks,
+                add_generation_prompt=prompt,
+                **self.tokenizer.special_tokens_map,
+            )
+
+        size = len(str(messages)) + len(str(tools or ""))
+        seconds = SECONDS * max(1.0, size / MEGABYTE)
         try:
             with _RENDERING:
-                texts, spans = render_jinja_template(
-                    [messages],
-                    tools=tools,
-                    chat_template=self.template,
-                    return_assistant_tokens_mask=marks,
-                    add_generation_prompt=prompt,
-                    **self.tokenizer.special_tokens_map,
+                texts, spans = within(seconds, work, f"The chat template needs more than {seconds:g} s for {where!r}")
+            if len(texts[0]) > MEGABYTE + MOST_ADDED * size:
+                raise HeadwaterError(
+                    f"The chat template writes {len(texts[0]):,} characters for {where!r}, which has {size:,}; use "
+                    f"another tokenizer."
                 )
+        except HeadwaterError:
+            raise
         except Exception as error:  # a template can raise anything
             raise HeadwaterError(
                 f"The chat template cannot write {where!r}: {first_line(error)}; correct that conversation, or use "

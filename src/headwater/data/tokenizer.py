@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from headwater.data.chat import ChatEncoder, Encoded
 from headwater.data.corpus import Document
 from headwater.data.reading import local_path
+from headwater.deadline import encode_in_time
 from headwater.errors import HeadwaterError
 from headwater.hub import check_reachable
 from headwater.reading import has_tokenizer, open_tokenizer
@@ -139,9 +140,13 @@ def separator(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 def encode_plainly(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """The ids of each text, without special tokens around it. Raises `HeadwaterError`."""
-    with _one_sentence("The tokenizer cannot encode a text"):
+    """The ids of each text, without special tokens around it. Raises `HeadwaterError` as `encode_in_time`."""
+
+    def encode(texts: Sequence[str]) -> list[list[int]]:
         return [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
+
+    with _one_sentence("The tokenizer cannot encode a text"):
+        return encode_in_time(encode, texts)
 
 
 class Encoder:
@@ -169,7 +174,7 @@ class Encoder:
         if self.is_bytes:  # same result as calling the tokenizer, without the overhead
             return [np.frombuffer(text.encode(), dtype=np.uint8).astype(self.dtype) for text in texts]
         with _one_sentence("The tokenizer cannot encode a text"):
-            return [np.asarray(row, dtype=self.dtype) for row in self._ids(texts)]
+            return [np.asarray(row, dtype=self.dtype) for row in encode_in_time(self._ids, texts)]
 
     def _ids(self, texts: Sequence[str]) -> list[list[int]]:
         if self.backend is None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from headwater import __version__
+from headwater import __version__, outputs
 from headwater.errors import HeadwaterError
 from headwater.inspect.images import Answered, answered, sample_images
 from headwater.inspect.sample import Sample, repeated, sample
@@ -205,3 +205,8 @@ def _json(one: Inspection) -> dict[str, Any]:
     if one.images is not None:
         del content["images"]["pictures"]
     return content
+
+
+def write_json(found: Sequence[Inspection], file: Path) -> None:
+    """Raises `HeadwaterError` for a file that headwater did not write."""
+    outputs.write_json(file, to_json(found))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import uuid
@@ -30,6 +31,7 @@ from transformers import (
 from transformers.cli.serving import chat_completion, completion, model_manager, server, utils
 
 from headwater.data.tokenizer import separator
+from headwater.deadline import SECONDS, within
 from headwater.errors import HeadwaterError, first_line
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.decoding import LONGEST
@@ -305,9 +307,8 @@ class Chats(_Handler, chat_completion.ChatCompletionHandler):
         try:
             conversation = self.get_processor_inputs_from_messages(messages, utils.Modality.LLM)
             options = self.chat_template_kwargs | options
-            tokenizer.apply_chat_template(
-                conversation, tools=body.get("tools"), add_generation_prompt=True, tokenize=False, **options
-            )
+            render = functools.partial(tokenizer.apply_chat_template, conversation, tools=body.get("tools"), **options)
+            within(SECONDS, lambda: render(add_generation_prompt=True, tokenize=False), "it takes too long")
         except Exception as error:  # whatever a template raises
             raise RequestError("messages", f"the model's chat template refuses it: {first_line(error)}") from error
 

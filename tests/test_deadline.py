@@ -1,0 +1,69 @@
+"""Work that takes too long is given up; all other work is as without a limit."""
+
+import threading
+from time import sleep
+
+import pytest
+
+from headwater import deadline
+from headwater.data.tokenizer import Encoder, byte_tokenizer, encode_plainly
+from headwater.deadline import encode_in_time, within
+from headwater.errors import HeadwaterError
+
+
+@pytest.fixture
+def busy():
+    """Work that computes until the test is over."""
+    over = threading.Event()
+
+    def work(*_, **__):
+        while not over.is_set():
+            sum(range(1000))
+
+    yield work
+    over.set()
+
+
+def test_what_takes_too_long_is_given_up(busy):
+    with pytest.raises(HeadwaterError, match="It takes too long; use another tokenizer"):
+        within(0.05, busy, "It takes too long")
+
+
+def test_a_busy_machine_is_no_reason():
+    """Only the clock goes on while this sleeps, as where others compute."""
+    assert within(0.05, lambda: sleep(0.2) or 5, "It takes too long") == 5
+
+
+@pytest.mark.parametrize("kind", [KeyError, SystemExit])
+def test_errors_come_out(kind):
+    def fail():
+        raise kind("reason")
+
+    with pytest.raises(kind, match="reason"):
+        within(10, fail, "It")
+
+
+def test_texts_are_encoded_in_order_and_in_growing_groups(monkeypatch):
+    monkeypatch.setattr(deadline, "MEGABYTE", 10)
+    groups = []
+    texts = [str(number) * 4 for number in range(30)]
+    assert encode_in_time(lambda texts: groups.append(len(texts)) or [text * 2 for text in texts], texts) == [
+        text * 2 for text in texts
+    ]
+    assert groups[0] < groups[1] < groups[2]
+    assert sum(groups) == 30
+    groups.clear()
+    encode_in_time(lambda texts: groups.append(sum(map(len, texts))) or texts, ["x" * 1000])
+    assert groups == [10, 1000]  # the begin of a long text comes first
+    assert encode_in_time(list, []) == []
+
+
+def test_a_tokenizer_that_takes_too_long_is_refused(monkeypatch, busy):
+    monkeypatch.setattr(deadline, "SECONDS", 0.05)
+    tokenizer = byte_tokenizer()
+    encoder = Encoder(tokenizer)
+    encoder.is_bytes = False
+    monkeypatch.setattr(encoder, "_ids", busy)
+    for encode in (lambda: encoder(["text"]), lambda: encode_plainly(busy, ["text"])):
+        with pytest.raises(HeadwaterError, match=r"needs more than 0\.05 seconds for a megabyte of this text"):
+            encode()
