@@ -167,9 +167,9 @@ class KVSource(Mechanism):
     ) -> dict[str, Any] | None:
         """Maps of their own for keys and values, in which as many layers share as in groups of `group_size`."""
         full = cls.options(options)
-        kept = -(-config.num_hidden_layers // full["every"])
+        kept = -(-config.num_hidden_layers // full["group_size"])
         left = {part: alike for part, alike in (("keys", keys), ("values", values)) if part not in options}
-        if full["every"] < 2 or not left:
+        if full["group_size"] < 2 or not left:
             return None
         return options | {part: nearest_sources(alike, kept) for part, alike in left.items()}
 
