@@ -52,7 +52,7 @@ soak-vllm: .venv-vllm/.installed-vllm
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
-# Of the modules under [tool.mutmut] in pyproject.toml; MUTANTS='headwater.compare.statistics*' selects some (five minutes).
+# Of the modules under [tool.mutmut] in pyproject.toml; MUTANTS='headwater_lab.comparison.statistics*' selects some (five minutes).
 mutations: $(VENV)/.installed-dev,mutations
 	$(BIN)/mutmut run $(MUTANTS)
 

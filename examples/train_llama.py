@@ -12,7 +12,7 @@ import sys
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from headwater.data.text import TextSettings
+from headwater_lab.data.text import TextSettings
 
 STEPS, WARMUP, BATCH, CONTEXT, PEAK = 1500, 50, 16, 128, 3e-3
 

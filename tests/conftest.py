@@ -183,7 +183,7 @@ def seed() -> None:
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Callable[..., tuple[int, str, str]]:
     """Runs the command line: arguments -> (exit code, stdout, stderr)."""
-    from headwater.cli import main
+    from headwater_lab.cli import main
 
     def call(*arguments: Any) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["headwater", *map(str, arguments)])
@@ -198,11 +198,11 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Calla
 @contextlib.contextmanager
 def forking() -> Iterator[None]:
     """Inside, the workers of comparisons are forks, which start at once, see `processes`."""
-    import headwater.workers
+    import headwater.util.workers
     import processes
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(headwater.workers, "subprocess", subprocess)
+        patch.setattr(headwater.util.workers, "subprocess", subprocess)
         processes.fork_workers()
         yield
 
@@ -226,8 +226,8 @@ def corpus(tmp_path_factory):
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory):
     """Gives a folder what `train` would: recipe, folder -> record. Runs that many tests begin with are trained once."""
-    from headwater.records import read_record
-    from headwater.training.loop import train
+    from headwater_lab.training.loop import train
+    from headwater_lab.training.records import read_record
 
     runs: dict[str, Path] = {}
 
@@ -245,7 +245,7 @@ def finished(tmp_path_factory):
 @pytest.fixture(scope="session")
 def recipe(corpus):
     """Makes recipes of small runs; the arguments are sections to change, e.g. training={"steps": 3}."""
-    from headwater.recipe import parse
+    from headwater_lab.recipe.schema import parse
 
     def make(**changes):
         values = {

@@ -30,12 +30,12 @@ from pathlib import Path
 from typing import Any
 
 import apart
-import headwater.workers
+import headwater.util.workers
 
 CONTEXT = multiprocessing.get_context("forkserver")
 # Imported once; the commands import what else they need.
 PRELOADED = [
-    "headwater.cli", "headwater.training.loop", "headwater.training.trained", "headwater.export", "headwater.compare",
+    "headwater_lab.cli", "headwater_lab.training.loop", "headwater_lab.training.trained", "headwater.conversion.export", "headwater_lab.comparison",
 ]  # fmt: skip
 CONTEXT.set_forkserver_preload(PRELOADED)
 
@@ -128,7 +128,7 @@ def run(*arguments: object, **options: Any) -> tuple[int, str, str]:
 
 
 class Forked:
-    """What stands in the place of `subprocess.Popen` where `headwater.workers` starts a worker: it forks one."""
+    """What stands in the place of `subprocess.Popen` where `headwater.util.workers` starts a worker: it forks one."""
 
     started: list[Forked] = []
 
@@ -168,7 +168,7 @@ class Forked:
 
 def fork_workers() -> None:
     """From now on the workers of this process are forks. In a `Command` that would start another process to fork."""
-    headwater.workers.subprocess = types.SimpleNamespace(
+    headwater.util.workers.subprocess = types.SimpleNamespace(
         Popen=Forked, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired
     )
 
@@ -197,7 +197,7 @@ def _work(ends: list[int], environment: dict[str, str]) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     code = 0
     try:
-        headwater.workers.main()
+        headwater.util.workers.main()
     except KeyboardInterrupt:
         code = 130
     except BaseException:
@@ -231,15 +231,15 @@ def _run(
 
 
 def _command(*arguments: str) -> None:
-    import headwater.cli
-    from headwater.process import begin
+    import headwater_lab.cli
+    from headwater.util.process import begin
 
     sys.argv = ["headwater", *arguments]
     # What `python -m headwater` has: by it the first of several processes starts the others.
-    sys.modules["__main__"] = importlib.util.module_from_spec(importlib.util.find_spec("headwater.__main__"))
+    sys.modules["__main__"] = importlib.util.module_from_spec(importlib.util.find_spec("headwater_lab.__main__"))
     begin()  # as the import does in a process that is the command line
     try:
-        headwater.cli.main()
+        headwater_lab.cli.main()
     finally:
         atexit._run_exitfuncs()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import headwater
-from headwater.registry import REGISTRY
+from headwater.plugins.registry import REGISTRY
 
 ROOT = Path(headwater.__file__).parent
 
@@ -57,8 +57,8 @@ KNOW_MECHANISMS = (
     "mechanisms/",
     "presets.py",
     "growth/pairs.py",
-    "retrofit/parameter_tokens.py",
-    "retrofit/foreign.py",
+    "conversion/parameter_tokens.py",
+    "conversion/foreign.py",
     "testing/naive.py",
 )
 
@@ -81,7 +81,7 @@ def test_one_place_prints():
             found = re.findall(
                 r"rich\.(?:table|console|markup|panel)|from rich import .*print", (ROOT / file).read_text()
             )
-            assert not found, f"{file}: take Table and Terminal of headwater.terminal for {found}"
+            assert not found, f"{file}: take Table and Terminal of headwater.util.terminal for {found}"
 
 
 def room(file: Path) -> str:
@@ -200,7 +200,7 @@ def test_an_arrow_that_points_back_is_seen(tmp_path, monkeypatch):
         "if TYPE_CHECKING:\n"
         "    from headwater.models.stack import Stack\n"
         "else:\n"
-        "    from headwater import config\n"
+        "    from headwater.config import text as config\n"
         "def late():\n"
         "    from ..training.loop import train\n"
         "    import headwater.mechanisms.base\n"

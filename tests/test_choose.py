@@ -12,9 +12,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from headwater import HeadwaterConfig, HeadwaterForCausalLM, kernels
-from headwater.errors import HeadwaterError
 from headwater.kernels import PLAIN, choose
 from headwater.kernels.choose import measured, remembered, timed, unmeasured
+from headwater.util.errors import HeadwaterError
 
 TIME, FILE = choose._time, choose._file  # for the other tests conftest replaces them
 
@@ -325,7 +325,7 @@ print(made.tolist())
 
 @pytest.mark.slow
 def test_exported_code_chooses_too(tmp_path, monkeypatch):
-    from headwater import remote_code
+    from headwater.plugins import remote_code
 
     ours, folder = model(), tmp_path / "exported"
     remote_code.register(type(ours), "AutoModelForCausalLM")

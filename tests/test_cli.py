@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 import processes
-from headwater import HeadwaterConfig, HeadwaterForCausalLM, cli
+from headwater import HeadwaterConfig, HeadwaterForCausalLM
+from headwater_lab import cli
 
 
 @pytest.fixture
@@ -214,7 +215,7 @@ def test_generate_refuses_what_it_cannot_use(run, recipe, tmp_path):
 
 
 def test_positions_beyond_a_learned_table_are_one_sentence(run, tmp_path):
-    from headwater.data.tokenizer import byte_tokenizer
+    from headwater_lab.data.tokenizer import byte_tokenizer
 
     config = HeadwaterConfig.gpt2(
         vocab_size=257, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=8

@@ -12,11 +12,11 @@ import typer
 import yaml
 
 import headwater
-from headwater.cli import COMMANDS, app
-from headwater.cli.common import check_writable
-from headwater.errors import HeadwaterError
-from headwater.recipe import find_recipe
-from headwater.shipped import recipes_folder, shipped_recipes
+from headwater.util.errors import HeadwaterError
+from headwater_lab.cli import COMMANDS, app
+from headwater_lab.cli.common import check_writable
+from headwater_lab.recipe.schema import find_recipe
+from headwater_lab.recipe.shipped import recipes_folder, shipped_recipes
 
 TINY = {
     "name": "tiny",

@@ -6,12 +6,12 @@ import re
 import pytest
 from PIL import Image
 
-from headwater.compare import trials_of
-from headwater.errors import HeadwaterError
-from headwater.recipe import parse
-from headwater.records import read_record
-from headwater.report import comparisons, write_report
-from headwater.training.loop import train
+from headwater.util.errors import HeadwaterError
+from headwater_lab.comparison import trials_of
+from headwater_lab.recipe.schema import parse
+from headwater_lab.reports import comparisons, write_report
+from headwater_lab.training.loop import train
+from headwater_lab.training.records import read_record
 
 
 @pytest.fixture

@@ -11,7 +11,10 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
-from headwater.cost import (
+from headwater.config.plan import Source
+from headwater.config.presets import preset
+from headwater.cost import price
+from headwater.cost.counts import (
     BYTES,
     KEPT_BY_ACTIVATION,
     activation_bytes,
@@ -25,14 +28,11 @@ from headwater.cost import (
     training_flops_per_token,
     weights_read,
 )
-from headwater.errors import HeadwaterError
 from headwater.mechanisms import Cost, Mechanism
 from headwater.models import cache as caches
-from headwater.plan import Source
-from headwater.presets import preset
-from headwater.price import price
-from headwater.registry import MECHANISMS, REGISTRY
+from headwater.plugins.registry import MECHANISMS, REGISTRY
 from headwater.testing.measures import kept_by_autograd
+from headwater.util.errors import HeadwaterError
 
 SHAPE = dict(
     vocab_size=50,

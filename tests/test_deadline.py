@@ -5,10 +5,10 @@ from time import sleep
 
 import pytest
 
-from headwater import deadline
-from headwater.data.tokenizer import Encoder, byte_tokenizer, encode_plainly
-from headwater.deadline import encode_in_time, within
-from headwater.errors import HeadwaterError
+from headwater.util import deadline
+from headwater.util.deadline import encode_in_time, within
+from headwater.util.errors import HeadwaterError
+from headwater_lab.data.tokenizer import Encoder, byte_tokenizer, encode_plainly
 
 
 @pytest.fixture

@@ -15,12 +15,14 @@ import typer
 from pydantic import BaseModel
 
 import headwater
-from headwater import api, mechanisms, records, titan_model
-from headwater.cli import app
-from headwater.data.images import Augmentation
-from headwater.layout import PACKAGES
-from headwater.presets import PRESETS
-from headwater.recipe import (
+from headwater import mechanisms
+from headwater.config.presets import PRESETS
+from headwater.integrations import torchtitan as titan_model
+from headwater.util.layout import PACKAGES
+from headwater_lab import api
+from headwater_lab.cli import app
+from headwater_lab.data.images import Augmentation
+from headwater_lab.recipe.schema import (
     AnyData,
     Compare,
     Growth,
@@ -30,6 +32,7 @@ from headwater.recipe import (
     Training,
     TrainingStage,
 )
+from headwater_lab.training import records
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

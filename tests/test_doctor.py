@@ -7,8 +7,9 @@ import torch
 import transformers
 
 import headwater
-from headwater import extras, kernels
-from headwater.doctor import examine
+from headwater import kernels
+from headwater.util import extras
+from headwater_lab.cli.doctor import examine
 
 
 def test_versions_devices_and_threads_are_those_of_this_process():

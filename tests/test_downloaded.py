@@ -17,8 +17,8 @@ import torch
 
 import headwater
 import processes
-from headwater.outside import VARIABLE
-from headwater.training.places import newest_checkpoint
+from headwater.plugins.outside import VARIABLE
+from headwater_lab.training.places import newest_checkpoint
 
 PROGRAMS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.startfile", "pty.spawn")
 # A module that Python, headwater's packages or a file in the folder could ask for.
@@ -31,7 +31,7 @@ import os
 
 open(os.environ["FLAG"], "a").write(__name__ + " ran\\n")
 from headwater.mechanisms import Mechanism
-from headwater.settings import Settings
+from headwater.util.settings import Settings
 
 class Evil(Mechanism): pass
 class Data(Settings): kind: str = "planted:Data"
@@ -294,7 +294,7 @@ REFUSED = {
     "a mechanism that is a function": _name_mechanism("os:system"),
     "a mechanism that is a program": _name_mechanism("subprocess:Popen"),
     "a mechanism that is exec": _name_mechanism("builtins:exec"),
-    "a mechanism in a private place": _name_mechanism("headwater.outside:os.system"),
+    "a mechanism in a private place": _name_mechanism("headwater.plugins.outside:os.system"),
     "a faked entry point": _name_mechanism("planted"),
     "data of the folder": _name_in_history("planted:Data"),
     "data that are a function": _name_in_history("os:system"),
@@ -402,8 +402,8 @@ def test_pictures_heed_no_settings_of_the_current_folder(tmp_path, monkeypatch):
     """A matplotlibrc is read as soon as matplotlib is imported, and may ask for LaTeX, which is a program."""
     from matplotlib import rc_context
 
-    from headwater import price
-    from headwater.report import pictures
+    from headwater import cost as price
+    from headwater_lab.reports import pictures
 
     def start(*given, **named):
         raise AssertionError(given)

@@ -25,16 +25,16 @@ from transformers import (
 
 from conftest import build
 from headwater import HeadwaterError
-from headwater.data.tokenizer import byte_tokenizer, train_tokenizer
-from headwater.evaluate import evaluate, table, to_json
-from headwater.evaluate import tasks as tasks_module
-from headwater.evaluate.candidates import candidates, same_tokenizer, unique_names
-from headwater.evaluate.paired import Items, difference
-from headwater.evaluate.tasks import GROUPS, parse
-from headwater.evaluate.text import nats, windows
-from headwater.records import Event
-from headwater.retrofit import from_transformers
-from headwater.training.checkpoint import write_model
+from headwater.conversion import from_transformers
+from headwater_lab.data.tokenizer import byte_tokenizer, train_tokenizer
+from headwater_lab.evaluation import evaluate, table, to_json
+from headwater_lab.evaluation import tasks as tasks_module
+from headwater_lab.evaluation.candidates import candidates, same_tokenizer, unique_names
+from headwater_lab.evaluation.paired import Items, difference
+from headwater_lab.evaluation.tasks import GROUPS, parse
+from headwater_lab.evaluation.text import nats, windows
+from headwater_lab.training.checkpoint import write_model
+from headwater_lab.training.records import Event
 
 pytest.importorskip("lm_eval")
 TASKS = Path(__file__).parents[1] / "examples" / "tasks"

@@ -12,9 +12,10 @@ from transformers.dynamic_module_utils import get_relative_import_files
 
 from apart import apart
 from conftest import build, config, tokens
-from headwater import HeadwaterConfig, HeadwaterError, HeadwaterForCausalLM, HeadwaterModel, remote_code
-from headwater.export import export, write_code
-from headwater.registry import REGISTRY
+from headwater import HeadwaterConfig, HeadwaterError, HeadwaterForCausalLM, HeadwaterModel
+from headwater.conversion.export import export, write_code
+from headwater.plugins import remote_code
+from headwater.plugins.registry import REGISTRY
 
 BOTH = {"kv_shift": {}, "value_residual": {"mode": "learnable"}}
 MANY = {"pattention": {}, **BOTH, "skip_layer": {}, "neutreno": {}, "dense_former": {}}
@@ -198,7 +199,7 @@ def test_transformers_finds_every_file_and_nothing_else_is_needed(tmp_path: Path
 
 def test_every_form_of_import_is_rewritten() -> None:
     source = '''
-"""Mentions headwater.plan: in words only."""
+"""Mentions headwater.config.plan: in words only."""
 from headwater.models import cache as _cache, stack  # why
 from headwater.mechanisms import (
     KV,
@@ -207,19 +208,19 @@ from headwater.mechanisms import (
 from .. import kernels
 from ..models.cache import restart as again; é = 1; from torch import nn
 if TYPE_CHECKING:
-    from headwater.config import HeadwaterConfig
+    from headwater.config.text import HeadwaterConfig
 def later():
     from headwater.nn import norm
     return "headwater.mechanisms.kv_shift:KVShift", "headwater_attention"
 '''
     expected = '''
-"""Mentions headwater.plan: in words only."""
+"""Mentions headwater.config.plan: in words only."""
 from . import headwater_models_cache as _cache; from . import headwater_models_stack as stack  # why
 from .headwater_mechanisms import KV; from . import headwater_mechanisms_kv_shift as kv_shift
 from . import headwater_kernels as kernels
 from .headwater_models_cache import restart as again; é = 1; from torch import nn
 if TYPE_CHECKING:
-    from .headwater_config import HeadwaterConfig
+    from .headwater_config_text import HeadwaterConfig
 def later():
     from . import headwater_nn_norm as norm
     return ".headwater_mechanisms_kv_shift:KVShift", "kind"
@@ -233,7 +234,7 @@ def later():
         "headwater.mechanisms",
         "headwater.mechanisms.kv_shift",
         "headwater.kernels",
-        "headwater.config",
+        "headwater.config.text",
         "headwater.nn.norm",
     }
     with pytest.raises(ValueError, match=r"headwater\.x: write import headwater\.kernels as from"):

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from headwater.recipe import load_recipe
 from headwater.testing import Contract
-from headwater.training.loop import train
+from headwater_lab.recipe.schema import load_recipe
+from headwater_lab.training.loop import train
 
 PAGE = (Path(__file__).parents[1] / "docs" / "extending.md").read_text()
 BLOCKS = dict(re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", PAGE, re.DOTALL))
@@ -36,7 +36,7 @@ def test_recipes_train(folder, name):
 
 
 def test_schedule_and_optimizer_are_the_page_s(folder):
-    from headwater.training.optim import learning_rate
+    from headwater_lab.training.optim import learning_rate
 
     recipe = load_recipe("optimizer.yaml", ["training.steps=11", "training.learning_rate=1.0"])
     rates = [learning_rate(step, recipe.training) for step in range(11)]
@@ -72,7 +72,7 @@ def test_the_family_reads_a_checkpoint(folder):
     import torch
     from transformers import MistralConfig, MistralForCausalLM
 
-    from headwater.retrofit import from_transformers
+    from headwater.conversion import from_transformers
 
     sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, vocab_size=50)
     theirs = MistralForCausalLM(MistralConfig(**sizes, num_key_value_heads=1, sliding_window=None)).eval()

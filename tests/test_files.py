@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from headwater.errors import HeadwaterError
-from headwater.files import (
+from headwater.util.errors import HeadwaterError
+from headwater.util.files import (
     disk_problem,
     open_regular,
     read_bytes,

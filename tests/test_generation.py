@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from conftest import build
-from headwater.data.tokenizer import byte_tokenizer
-from headwater.errors import HeadwaterError
-from headwater.generation import _Stream, continue_prompts
+from headwater.util.errors import HeadwaterError
+from headwater_lab.data.tokenizer import byte_tokenizer
+from headwater_lab.serving.generation import _Stream, continue_prompts
 
 
 @pytest.mark.parametrize(("top_k", "worst"), [(0, (200, 256)), (5, (1, 4))])

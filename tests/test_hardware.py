@@ -5,8 +5,8 @@ import threading
 import pytest
 import torch
 
-from headwater.errors import HeadwaterError
-from headwater.hardware import set_threads, usable_device
+from headwater.cost.hardware import set_threads, usable_device
+from headwater.util.errors import HeadwaterError
 
 
 @pytest.mark.parametrize("name", ["meta", "nope", "cuda:99", "cpu:x", 5])

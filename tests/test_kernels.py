@@ -6,8 +6,8 @@ from torch import Tensor
 
 from conftest import assert_near, build, config, decode, document_positions, tokens
 from headwater import HeadwaterForCausalLM, kernels
-from headwater.errors import HeadwaterError
 from headwater.mechanisms import DenseFormer, KVShift, Pattention, ValueResidual
+from headwater.util.errors import HeadwaterError
 
 ALL = {"_Rotate", "_Shift", "_Pattention", "_WeightedSum", "_RMSNorm", "_Activated", "_Cast", "_TargetLogProbabilities"}
 MODELS = {

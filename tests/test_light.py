@@ -11,23 +11,25 @@ import pytest
 from apart import apart
 from conftest import Wanted
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
-from headwater.extras import MODULES
+from headwater.util.extras import MODULES
 
 # What a price needs nothing of.
 MODELS_AND_RUNS = (
     "headwater.models.",
     "headwater.nn.",
-    "headwater.data.",
-    "headwater.recipe.",
-    "headwater.records.",
-    "headwater.compare.",
-    "headwater.report.",
-    "headwater.papers.",
+    "headwater_lab.data.",
+    "headwater_lab.recipe.schema.",
+    "headwater_lab.training.records.",
+    "headwater_lab.comparison.",
+    "headwater_lab.reports.",
+    "headwater_lab.papers.",
     "headwater.growth.",
 )
 PLOTS = ("plotly", "matplotlib", "sklearn")
 FRAMES = ("lightning_fabric", "datasets", "tensorboard", "pandas")
-COMMAND = "import sys; sys.argv[1:] = {arguments}; from headwater.cli import main\ntry: main()\nexcept SystemExit: pass"
+COMMAND = (
+    "import sys; sys.argv[1:] = {arguments}; from headwater_lab.cli import main\ntry: main()\nexcept SystemExit: pass"
+)
 FOLDER = "AutoModelForCausalLM.from_pretrained(sys.argv[1])"
 TELL = "\nimport json, sys; print(json.dumps([name for name, module in sys.modules.items() if module]))"
 
@@ -72,8 +74,8 @@ def test_a_command_imports_no_other_command():
     for module, (ended, printed, said) in zip(modules.values(), made, strict=True):
         assert ended == 0, said
         loaded = json.loads(printed.splitlines()[-1])
-        commands = {name for name in loaded if name.startswith("headwater.cli.")}
-        assert commands == {"headwater.cli.common", f"headwater.cli.{module}"}
+        commands = {name for name in loaded if name.startswith("headwater_lab.cli.")}
+        assert commands == {"headwater_lab.cli.common", f"headwater_lab.cli.{module}"}
 
 
 def test_importing_headwater_imports_neither_torch_nor_transformers():
@@ -93,7 +95,7 @@ def test_nothing_imports_more_than_it_needs(folder):
     imported would come on top of torch and transformers' config class; training comes without plots and reports."""
     needless = {
         BUILT: {"typer", "rich", "pydantic", *PLOTS, *FRAMES},
-        "import headwater.training.stages, headwater.compare": {*PLOTS, "headwater.report"},
+        "import headwater_lab.training.stages, headwater_lab.comparison": {*PLOTS, "headwater_lab.reports"},
     }
     for model in ("tokenformer-124m", str(folder)) if Wanted.slow else (str(folder),):
         libraries = {"transformers.modeling_utils", "rich.progress", "torch._dynamo", *PLOTS, *FRAMES}
@@ -112,8 +114,8 @@ def test_nothing_imports_more_than_it_needs(folder):
         if "plan" in code:
             assert "parameters" in "".join(shown)
             assert not [name for name in loaded if f"{name}.".startswith(MODELS_AND_RUNS)]
-            commands = {name for name in loaded if name.startswith("headwater.cli.")}
-            assert commands == {"headwater.cli.common", "headwater.cli.planning"}
+            commands = {name for name in loaded if name.startswith("headwater_lab.cli.")}
+            assert commands == {"headwater_lab.cli.common", "headwater_lab.cli.planning"}
 
 
 ORDERS = {
@@ -175,7 +177,7 @@ def test_a_missing_extra_is_a_sentence_with_the_command(tmp_path):
     code = f"""
 for arguments, absent in {lines}:
     hide("fastapi", *absent)  # transformers looks for fastapi once
-    from headwater.cli import main
+    from headwater_lab.cli import main
     sys.argv[1:] = arguments
     try:
         main()
@@ -210,7 +212,7 @@ def said(call):
         print(error)
 
 def theorems():
-    from headwater.papers import theory
+    from headwater_lab.papers import theory
 
 small = {"name": "small", "data": {"kind": "induction", "held_out": 4, "length": 8, "vocab_size": 8},
          "model": {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2},
@@ -227,13 +229,13 @@ from importlib.util import find_spec
 assert find_spec("datasets") is None
 
 hide("wandb", "accelerate", "torchtitan", "rendercv_fonts")  # transformers looks for accelerate once
-from headwater.evaluate.tasks import quiet
-from headwater.titan_model import spec
-from headwater.training.journal import start_wandb
-from headwater.recipe import parse
+from headwater_lab.evaluation.tasks import quiet
+from headwater.integrations.torchtitan import spec
+from headwater_lab.training.journal import start_wandb
+from headwater_lab.recipe.schema import parse
 recipe = parse(small | {"reporting": {"wandb": "mine"}}, "the recipe")
 def titans():
-    from headwater.titan_model import model
+    from headwater.integrations.torchtitan import model
 for call in (quiet, lambda: start_wandb(recipe, Path(), "run"), lambda: spec(headwater.HeadwaterConfig()), titans):
     said(call)
 for kind in ({"kind": "digits"}, {"kind": "glyphs"}, {"kind": "images", "source": "nowhere"}):

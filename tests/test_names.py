@@ -6,14 +6,14 @@ import pytest
 import rich.console
 from matplotlib.figure import Figure
 
-from headwater.compare import trials_of
-from headwater.compare.prices import slug
-from headwater.errors import HeadwaterError
-from headwater.files import file_name, is_file_name
-from headwater.records import StageRecord, read_record, write_record
-from headwater.report import bars_picture, comparisons, curves_picture, table, write_report
-from headwater.terminal import Table, Terminal, literal
-from headwater.training.places import newest_checkpoint
+from headwater.util.errors import HeadwaterError
+from headwater.util.files import file_name, is_file_name
+from headwater.util.terminal import Table, Terminal, literal
+from headwater_lab.comparison import trials_of
+from headwater_lab.comparison.prices import slug
+from headwater_lab.reports import bars_picture, comparisons, curves_picture, table, write_report
+from headwater_lab.training.places import newest_checkpoint
+from headwater_lab.training.records import StageRecord, read_record, write_record
 from test_report import BASE, GOOD, record, saved, three
 
 PATHS = ["../x", "../../x", "/tmp/x", "a/b", "a\\b", "..", ".", ".hidden", "", " ", "x\0y", "x\ny", "x" * 300,

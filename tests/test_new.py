@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import headwater
-from headwater.cli.new import write_mechanism
-from headwater.errors import HeadwaterError
+from headwater.util.errors import HeadwaterError
+from headwater_lab.cli.new import write_mechanism
 
 
 @pytest.fixture

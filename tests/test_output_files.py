@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 import headwater_lab as lab
-from headwater import outputs
-from headwater.errors import HeadwaterError
-from headwater.files import absence, check_free, replace_text, replacing
-from headwater.output_folder import LOCK, keep, occupied
+from headwater.util import outputs
+from headwater.util.errors import HeadwaterError
+from headwater.util.files import absence, check_free, replace_text, replacing
+from headwater.util.output_folder import LOCK, keep, occupied
 
 EVALUATION = {"headwater": "1", "format": 1, "rows": [], "models": {}}
 
@@ -136,7 +136,7 @@ class TestFolders:
 
     def test_another_process_waits_or_is_refused(self, tmp_path):
         script = (
-            "import sys; from pathlib import Path; from headwater.output_folder import occupied\n"
+            "import sys; from pathlib import Path; from headwater.util.output_folder import occupied\n"
             "with occupied(Path(sys.argv[1])):\n"
             "    print('in', flush=True); sys.stdin.read()\n"
         )
@@ -266,7 +266,7 @@ def test_an_output_folder_in_a_loop_of_links_or_around_this_one_is_a_sentence(tm
 
 
 def test_text_that_is_no_text_is_not_blamed_on_the_locale():
-    from headwater.cli import not_encoded
+    from headwater_lab.cli import not_encoded
 
     with pytest.raises(UnicodeEncodeError) as error:
         "x\udcff".encode()

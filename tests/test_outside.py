@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM
 import headwater_lab as lab
 from conftest import assert_near, build, config, decode, tokens
 from headwater import HeadwaterConfig, HeadwaterError, HeadwaterForCausalLM
-from headwater.errors import NotTrusted
-from headwater.export import export
+from headwater.conversion.export import export
 from headwater.mechanisms import Context, Cost, Mechanism
-from headwater.outside import VARIABLE, may_read, trust
-from headwater.recipe import OPTIMIZERS, parse, read_recipe
-from headwater.registry import MECHANISMS, register
-from headwater.training.optim import make_optimizers, parameter_groups
+from headwater.plugins.outside import VARIABLE, may_read, trust
+from headwater.plugins.registry import MECHANISMS, register
+from headwater.util.errors import NotTrusted
+from headwater_lab.recipe.schema import OPTIMIZERS, parse, read_recipe
+from headwater_lab.training.optim import make_optimizers, parameter_groups
 
 SMALL = '''
 from dataclasses import dataclass
@@ -126,8 +126,8 @@ def test_a_checkpoint_has_nothing_imported(here, tmp_path, monkeypatch):
 
 
 def trained_on(settings):
-    from headwater.records import Event
-    from headwater.training.trained import data_of
+    from headwater_lab.training.records import Event
+    from headwater_lab.training.trained import data_of
 
     return data_of([Event(kind="trained", details={"data": {"settings": {"kind": "text", "context": 8} | settings}})])
 
@@ -172,7 +172,7 @@ IN_RECIPES = {
 
 @pytest.mark.parametrize("which", IN_RECIPES)
 def test_a_record_names_nothing_elsewhere_to_run_again(here, private, which):
-    from headwater.recipe import parse_recorded
+    from headwater_lab.recipe.schema import parse_recorded
 
     (here / "texts").mkdir()
     values = {"name": "a", "title": "/", "data": {"kind": "text", "source": "texts"}}
@@ -192,7 +192,7 @@ def test_but_data_below_the_current_folder_and_those_that_the_user_trusts(here, 
 
 
 def test_data_of_the_users_own_recipe_are_trusted(here, private):
-    from headwater.recipe import read_recipe
+    from headwater_lab.recipe.schema import read_recipe
 
     read_recipe({"name": "a", "title": "/", "data": {"kind": "text", "source": str(private), "context": 8}})
     assert trained_on({"source": str(private)}).vocab_size == 257
@@ -208,7 +208,7 @@ def test_what_is_neither_a_name_nor_a_path_cannot_be_trusted(here):
 
 def test_a_link_out_of_a_models_folder_is_not_followed(here, private):
     """Its content would be copied into what is written. The hub's cache consists of links."""
-    from headwater.reading import check_regular
+    from headwater.models.load import check_regular
 
     (here / "model").mkdir()
     (here / "model" / "chat_template.jinja").symlink_to(private / "1.txt")
@@ -227,7 +227,7 @@ def test_a_link_out_of_a_models_folder_is_not_followed(here, private):
 
 
 def test_a_link_out_of_a_folder_of_text_is_not_followed(here, private):
-    from headwater.data.corpus import read_corpus
+    from headwater_lab.data.corpus import read_corpus
 
     texts = here / "texts"
     (texts / "below").mkdir(parents=True)
@@ -391,7 +391,7 @@ def test_a_comparison_refuses_what_its_workers_would_not_know(monkeypatch, recip
 @pytest.fixture
 def installed(here, tmp_path, monkeypatch):
     """A package with an entry point, as pip installs it."""
-    from headwater import registry
+    from headwater.plugins import registry
 
     place = tmp_path / "site"
     (place / "doubling").mkdir(parents=True)
@@ -565,7 +565,7 @@ def test_groups_are_what_the_mechanism_and_the_shapes_say(convolved):
         "bank": ("tensors", 0.1),
         "mix": ("vectors", 0.0),
     }
-    from headwater.recipe import Training
+    from headwater_lab.recipe.schema import Training
 
     muon, _ = make_optimizers(model, Training(optimizer="muon"), torch.device("cpu"))
     assert all(parameter.ndim == 2 for group in muon.param_groups for parameter in group["params"])
@@ -592,7 +592,7 @@ def test_half_precision_loads_children_in_half(convolved, tmp_path):
 
 
 def test_a_hook_is_called_before_each_step_and_goes_on_after_a_resume(convolved, recipe, tmp_path, monkeypatch):
-    from headwater.training.loop import train
+    from headwater_lab.training.loop import train
 
     seen = []
     monkeypatch.setattr(Convolved, "before_step", lambda self, kept, step: seen.append((tuple(kept), step.number)))
@@ -608,7 +608,7 @@ def test_a_hook_is_called_before_each_step_and_goes_on_after_a_resume(convolved,
 FAMILY = """
 from dataclasses import replace
 from transformers import MistralForCausalLM
-from headwater.retrofit import FAMILIES
+from headwater.conversion import FAMILIES
 FAMILY = replace(FAMILIES["llama"], model=MistralForCausalLM)
 """
 
@@ -616,7 +616,7 @@ FAMILY = replace(FAMILIES["llama"], model=MistralForCausalLM)
 @pytest.fixture(params=["a file of the current folder", "an entry point"])
 def brought(request, here, tmp_path, monkeypatch):
     """(mechanism, family) by the names that they have here."""
-    from headwater import registry
+    from headwater.plugins import registry
 
     place = here
     if request.param == "an entry point":
@@ -688,7 +688,7 @@ from huggingface_hub.dataclasses import strict
 from torch import nn
 
 from headwater.mechanisms import KV, Cost, Mechanism
-from headwater.plan import Source
+from headwater.config.plan import Source
 
 GATE = 8  # channels of the stream that the gate reads
 

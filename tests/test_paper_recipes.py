@@ -16,15 +16,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from headwater import cost
-from headwater.compare import trials_of
-from headwater.config import HeadwaterConfig
+from headwater.config.presets import PRESETS, preset
+from headwater.config.text import HeadwaterConfig
+from headwater.cost import counts as cost
+from headwater.cost import price
+from headwater.cost.hardware import hardware
 from headwater.growth import grown_config
-from headwater.hardware import hardware
-from headwater.presets import PRESETS, preset
-from headwater.price import price
-from headwater.recipe import Recipe, load_recipe, parse
-from headwater.training.loop import train
+from headwater_lab.comparison import trials_of
+from headwater_lab.recipe.schema import Recipe, load_recipe, parse
+from headwater_lab.training.loop import train
 
 ROOT = Path(__file__).parents[1] / "recipes"
 FOLDERS = ("skip-layer", "tokenformer", "value-residual", "kv-shifting")

@@ -6,11 +6,12 @@ import pytest
 import yaml
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from headwater import HeadwaterConfig, HeadwaterForCausalLM, cost
-from headwater.cost import parameters, prefill_flops
-from headwater.data.tokenizer import byte_tokenizer
-from headwater.presets import PRESETS, preset
-from headwater.registry import MECHANISMS, resolve
+from headwater import HeadwaterConfig, HeadwaterForCausalLM
+from headwater.config.presets import PRESETS, preset
+from headwater.cost import counts as cost
+from headwater.cost.counts import parameters, prefill_flops
+from headwater.plugins.registry import MECHANISMS, resolve
+from headwater_lab.data.tokenizer import byte_tokenizer
 
 
 @pytest.fixture

@@ -15,12 +15,12 @@ from headwater import (
     HeadwaterForImageClassification,
     HeadwaterVisionConfig,
 )
-from headwater.cost import parameters
-from headwater.diagnostics import init_diagnostics, sample_tokens
+from headwater.config.presets import PRESETS, preset
+from headwater.cost.counts import parameters
 from headwater.mechanisms import Mechanism
-from headwater.presets import PRESETS, preset
-from headwater.recipe import MODEL_FIELDS
-from headwater.written import plain
+from headwater_lab.recipe.overrides import plain
+from headwater_lab.recipe.schema import MODEL_FIELDS
+from headwater_lab.training.diagnostics import init_diagnostics, sample_tokens
 
 PAGE = Path(__file__).parents[1] / "docs" / "presets.md"
 

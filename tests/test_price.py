@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from headwater import HeadwaterConfig, cost
-from headwater.errors import HeadwaterError
-from headwater.hardware import KNOWN, Hardware, hardware, measure
-from headwater.price import figure, price, si, table
+from headwater import HeadwaterConfig
+from headwater.cost import counts as cost
+from headwater.cost import figure, price, si, table
+from headwater.cost.hardware import KNOWN, Hardware, hardware, measure
+from headwater.util.errors import HeadwaterError
 
 DEVICE = Hardware("toy", flops=1e12, flops_fp32=2e11, memory=1e9, bandwidth=1e11, source="made up")
 CONFIG = HeadwaterConfig(

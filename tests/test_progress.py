@@ -5,11 +5,11 @@ import re
 import pytest
 import yaml
 
-from headwater.cli import progress
-from headwater.cli.progress import ProgressReport
-from headwater.data.text import TextSettings
 from headwater.testing.models import build
-from headwater.training.trained import measure
+from headwater_lab.cli import progress
+from headwater_lab.cli.progress import ProgressReport
+from headwater_lab.data.text import TextSettings
+from headwater_lab.training.trained import measure
 
 
 @pytest.fixture

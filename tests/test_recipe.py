@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from headwater.data.synthetic import InductionData, InductionSettings
-from headwater.errors import HeadwaterError
-from headwater.recipe import MODEL_FIELDS, Recipe, load_recipe, parse
+from headwater.util.errors import HeadwaterError
+from headwater_lab.data.synthetic import InductionData, InductionSettings
+from headwater_lab.recipe.schema import MODEL_FIELDS, Recipe, load_recipe, parse
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").rglob("*.yaml"))
 
@@ -313,9 +313,9 @@ def test_every_field_is_documented():
             assert f"`{name}`" in page, name
             assert field.description or name in ("kind", "training", "reporting", "compare", "arms"), name
 
-    from headwater.data.prepared import PreparedSettings
-    from headwater.data.text import TextSettings
-    from headwater.recipe import Compare, Growth, Reporting, Start, Training, TrainingStage
+    from headwater_lab.data.prepared import PreparedSettings
+    from headwater_lab.data.text import TextSettings
+    from headwater_lab.recipe.schema import Compare, Growth, Reporting, Start, Training, TrainingStage
 
     sections = (Training, Reporting, Compare, Start, TrainingStage, Growth)
     for model in (Recipe, *sections, TextSettings, PreparedSettings, InductionSettings):

@@ -16,9 +16,14 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from headwater.compare import trials_of
-from headwater.errors import HeadwaterError
-from headwater.records import (
+from headwater.util.errors import HeadwaterError
+from headwater_lab.comparison import trials_of
+from headwater_lab.reports import Head, PageTable, answer, comparisons, note, reading, table, write_report
+from headwater_lab.reports.curves import arm_curves
+from headwater_lab.reports.figures import POINTS, curves_drawing, differences_drawing
+from headwater_lab.reports.page import notices, rates_table, render, scaling_part, story
+from headwater_lab.reports.styles import styles
+from headwater_lab.training.records import (
     CurvePoint,
     Experiment,
     HeldOutPoint,
@@ -28,11 +33,6 @@ from headwater.records import (
     environment,
     write_record,
 )
-from headwater.report import Head, PageTable, answer, comparisons, note, reading, table, write_report
-from headwater.report.curves import arm_curves
-from headwater.report.figures import POINTS, curves_drawing, differences_drawing
-from headwater.report.page import notices, rates_table, render, scaling_part, story
-from headwater.report.styles import styles
 
 HOSTILE = "<script>alert('x')</script> %{y} & </script> $x$"
 
@@ -718,8 +718,8 @@ class TestBrowser:
     def test_pictures_follow_the_theme_and_say_what_they_show(self, browser, tmp_path):
         from matplotlib.figure import Figure
 
-        from headwater.papers.result import _png
-        from headwater.report import Picture
+        from headwater_lab.papers.result import _png
+        from headwater_lab.reports import Picture
 
         figure = Figure()
         figure.subplots().plot([1, 2], [3.5, 0.25], label="arm <b>")

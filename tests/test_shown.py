@@ -25,15 +25,15 @@ import typer
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 import headwater_lab as lab
-from headwater.cli import app
-from headwater.compare import trial_of
-from headwater.data.images import ImageSettings
-from headwater.data.language import HeldOutSettings
-from headwater.data.tokenizer import byte_tokenizer
-from headwater.papers.price import stages
-from headwater.papers.table import table as paper_table
-from headwater.papers.work import prepare
-from headwater.recipe import Recipe, find_recipe, load_recipe, parse
+from headwater_lab.cli import app
+from headwater_lab.comparison import trial_of
+from headwater_lab.data.images import ImageSettings
+from headwater_lab.data.language import HeldOutSettings
+from headwater_lab.data.tokenizer import byte_tokenizer
+from headwater_lab.papers.price import stages
+from headwater_lab.papers.table import table as paper_table
+from headwater_lab.papers.work import prepare
+from headwater_lab.recipe.schema import Recipe, find_recipe, load_recipe, parse
 
 ROOT = Path(__file__).parents[1]
 Run = Callable[..., tuple[int, str, str]]

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from conftest import assert_near
-from headwater.errors import HeadwaterError
-from headwater.papers import theory
+from headwater.util.errors import HeadwaterError
+from headwater_lab.papers import theory
 
 INDUCTION = (0.0, 1.0, 1.0, 0.0)
 

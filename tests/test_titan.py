@@ -17,20 +17,20 @@ from torchtitan.config import ConfigManager, ParallelismConfig
 import processes
 import titan_worker
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
-from headwater.cost import training_flops_per_token
-from headwater.errors import HeadwaterError
+from headwater.cost.counts import training_flops_per_token
+from headwater.engines.heads import narrowed
+from headwater.integrations.torchtitan import export, spec
+from headwater.integrations.torchtitan.limits import check
+from headwater.integrations.torchtitan.model import Linears, TitanAdapter, ours_of, theirs_of
+from headwater.integrations.torchtitan.pipeline import check_cuts
 from headwater.mechanisms.base import Mechanism
-from headwater.paging.heads import narrowed
-from headwater.recipe import load_recipe
-from headwater.registry import MECHANISMS
-from headwater.titan import config_registry
-from headwater.titan.data import RecipeLoader
-from headwater.titan_model import export, spec
-from headwater.titan_model.limits import check
-from headwater.titan_model.model import Linears, TitanAdapter, ours_of, theirs_of
-from headwater.titan_model.pipeline import check_cuts
-from headwater.training.optim import parameter_groups
+from headwater.plugins.registry import MECHANISMS
+from headwater.util.errors import HeadwaterError
 from headwater_lab import train
+from headwater_lab.recipe.schema import load_recipe
+from headwater_lab.titan import config_registry
+from headwater_lab.titan.data import RecipeLoader
+from headwater_lab.training.optim import parameter_groups
 
 SIZES = dict(
     vocab_size=32, hidden_size=16, num_hidden_layers=4, num_attention_heads=4, max_position_embeddings=64
@@ -288,7 +288,7 @@ def test_processes_read_the_rows_of_our_batches(folder):
 
 
 def test_a_recipe_gives_the_trainers_config(folder):
-    config = ConfigManager().parse_args(["--module", "headwater.titan", "--config", str(folder / "small.yaml")])
+    config = ConfigManager().parse_args(["--module", "headwater_lab.titan", "--config", str(folder / "small.yaml")])
     assert config.training.global_batch_size == 16
     assert config.training.steps == 4
     model = config.model_spec.model.build()

@@ -11,14 +11,14 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from conftest import Wanted, build
-from headwater import verify
+from headwater import verification as verify
 from headwater.mechanisms import kv_shift
 from headwater.models import cache, causal_lm
-from headwater.registry import MECHANISMS, Registry
-from headwater.verify import WAYS, Parting, Verified, own, tiny, verdicts
-from headwater.verify.own import OWN_WAYS
-from headwater.verify.watch import Subject
-from headwater.verify.ways import Probe, texts_for
+from headwater.plugins.registry import MECHANISMS, Registry
+from headwater.verification import WAYS, Parting, Verified, own, tiny, verdicts
+from headwater.verification.own import OWN_WAYS
+from headwater.verification.watch import Subject
+from headwater.verification.ways import Probe, texts_for
 from remade import remade
 
 ALONE, PAIRS, TRIPLES = (
@@ -311,7 +311,7 @@ def test_bench_decode_command(run):
 
 
 def test_the_baseline_of_bench_decode_is_transformers_own():
-    from headwater.bench.decoding import bench_decode
+    from headwater_lab.bench.decoding import bench_decode
 
     found = bench_decode({}, layers=2, width=64, vocabulary=97, context=5, tokens=8, turns=2, dtype=torch.float64)
     assert [one.arm for one in found] == ["transformers' Llama", "vanilla", "vanilla, again"]

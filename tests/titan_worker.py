@@ -35,9 +35,9 @@ from torchtitan.distributed import ParallelDims  # noqa: E402
 from torchtitan.distributed.activation_checkpoint import FullAC  # noqa: E402
 
 from headwater import HeadwaterConfig, HeadwaterForCausalLM  # noqa: E402
-from headwater.errors import HeadwaterError  # noqa: E402
-from headwater.titan_model import spec  # noqa: E402
-from headwater.titan_model.model import WRAPPED, ours_of  # noqa: E402
+from headwater.integrations.torchtitan import spec  # noqa: E402
+from headwater.integrations.torchtitan.model import WRAPPED, ours_of  # noqa: E402
+from headwater.util.errors import HeadwaterError  # noqa: E402
 
 DEGREES = {"tp": "tensor_parallel_degree", "cp": "context_parallel_degree", "pp": "pipeline_parallel_degree"}
 ROWS, TOKENS = 4, 12
@@ -166,7 +166,7 @@ def started(model: nn.Module) -> None:
 
 def trained(arguments: list[str]) -> str:
     """Run torchtitan's own trainer to the end; returns its folder."""
-    config = ConfigManager().parse_args(["--module", "headwater.titan", *arguments])
+    config = ConfigManager().parse_args(["--module", "headwater_lab.titan", *arguments])
     trainer = config.build()
     try:
         trainer.train()

@@ -2,7 +2,7 @@
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headwater.bench.waits import REFUSED
+from headwater_lab.bench.waits import REFUSED
 
 
 class CountedWaits(TorchDispatchMode):

@@ -16,28 +16,28 @@ if (
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING, Any
 
-from headwater import auto_classes as _auto_classes
-from headwater import extras as _extras
-from headwater import process as _process  # noqa: F401  before what takes time to import
+from headwater.models import auto_classes as _auto_classes
+from headwater.util import extras as _extras
+from headwater.util import process as _process  # noqa: F401  before what takes time to import
 
 if TYPE_CHECKING:
-    from headwater.config import HeadwaterConfig
-    from headwater.errors import HeadwaterError
+    from headwater.config.presets import preset
+    from headwater.config.text import HeadwaterConfig
+    from headwater.config.vision import HeadwaterVisionConfig
     from headwater.models.causal_lm import HeadwaterForCausalLM, HeadwaterModel
     from headwater.models.image_classification import HeadwaterForImageClassification, HeadwaterImageModel
-    from headwater.presets import preset
-    from headwater.vision_config import HeadwaterVisionConfig
+    from headwater.util.errors import HeadwaterError
 
 __version__ = "0.2.0.dev0"
 _HOMES = {
-    "HeadwaterConfig": "headwater.config",
-    "HeadwaterError": "headwater.errors",
+    "HeadwaterConfig": "headwater.config.text",
+    "HeadwaterError": "headwater.util.errors",
     "HeadwaterForCausalLM": "headwater.models.causal_lm",
     "HeadwaterForImageClassification": "headwater.models.image_classification",
     "HeadwaterImageModel": "headwater.models.image_classification",
     "HeadwaterModel": "headwater.models.causal_lm",
-    "HeadwaterVisionConfig": "headwater.vision_config",
-    "preset": "headwater.presets",
+    "HeadwaterVisionConfig": "headwater.config.vision",
+    "preset": "headwater.config.presets",
 }
 __all__ = [
     "HeadwaterConfig",

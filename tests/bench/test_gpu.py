@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from headwater.bench import gpu
-from headwater.errors import HeadwaterError
-from headwater.hardware import KNOWN, sheet_of
+from headwater.cost.hardware import KNOWN, sheet_of
+from headwater.util.errors import HeadwaterError
+from headwater_lab.bench import gpu
 
 
 def rows_of(name, tmp_path) -> list[dict]:

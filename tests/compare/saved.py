@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from headwater.compare.pool import Outcome, result_of
-from headwater.errors import Diverged
-from headwater.recipe import parse
-from headwater.records import Experiment, HeldOutPoint, RunRecord, environment, read_record
-from headwater.training.loop import train
+from headwater.util.errors import Diverged
+from headwater_lab.comparison.pool import Outcome, result_of
+from headwater_lab.recipe.schema import parse
+from headwater_lab.training.loop import train
+from headwater_lab.training.records import Experiment, HeldOutPoint, RunRecord, environment, read_record
 
 
 def record(arm, seed, result, curve=(), metric="bits_per_byte", size=None, **changes):

@@ -4,10 +4,10 @@ import pytest
 from saved import tiny
 
 from headwater import HeadwaterForCausalLM
-from headwater.compare import match_arms, trials_of
-from headwater.compare.budget import TOLERANCE
-from headwater.cost import training_flops_per_token
-from headwater.errors import HeadwaterError
+from headwater.cost.counts import training_flops_per_token
+from headwater.util.errors import HeadwaterError
+from headwater_lab.comparison import match_arms, trials_of
+from headwater_lab.comparison.budget import TOLERANCE
 
 ARMS = {
     "base": {},

@@ -5,10 +5,10 @@ import pytest
 from saved import record
 from scipy import stats
 
-from headwater.compare.calibration import SHAPES, Rate, calibrate, dealing, planted_effect, results_of
-from headwater.compare.statistics import power
-from headwater.errors import HeadwaterError
-from headwater.records import Experiment, write_record
+from headwater.util.errors import HeadwaterError
+from headwater_lab.comparison.calibration import SHAPES, Rate, calibrate, dealing, planted_effect, results_of
+from headwater_lab.comparison.statistics import power
+from headwater_lab.training.records import Experiment, write_record
 
 
 def pool(count=200, shift=4.0, seed=0):

@@ -5,10 +5,10 @@ import yaml
 
 from compare.saved import Here, changed_times, record, tiny
 from headwater import HeadwaterError
-from headwater.compare import compare, pool, rounds, trials_of
-from headwater.compare.calibration import results_of
-from headwater.records import HeldOutPoint, changed_data, read_record, write_record
-from headwater.report import comparisons
+from headwater_lab.comparison import compare, pool, rounds, trials_of
+from headwater_lab.comparison.calibration import results_of
+from headwater_lab.reports import comparisons
+from headwater_lab.training.records import HeldOutPoint, changed_data, read_record, write_record
 
 ARMS = {"base": {}, "wide": {"model": {"hidden_size": 16}}}
 PLAN = {"sequential": True, "margin": 0.1, "min_seeds": 2, "max_seeds": 4}
@@ -18,7 +18,7 @@ PLAN = {"sequential": True, "margin": 0.1, "min_seeds": 2, "max_seeds": 4}
 def here(monkeypatch):
     """Training in this process."""
     trains = Here()
-    monkeypatch.setattr("headwater.compare.run_trials", trains)
+    monkeypatch.setattr("headwater_lab.comparison.run_trials", trains)
     monkeypatch.setattr(rounds, "run_trials", trains)
     return trains
 

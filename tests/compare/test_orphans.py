@@ -15,12 +15,12 @@ import yaml
 from safetensors.torch import load_file
 from saved import SHIFT, Here, tiny
 
-import headwater.workers
+import headwater.util.workers
 import processes
-from headwater.compare import pool, run_trials, trials_of
-from headwater.records import read_record
-from headwater.training.places import checkpoints
-from headwater.training.run_folder import METRICS, is_running
+from headwater_lab.comparison import pool, run_trials, trials_of
+from headwater_lab.training.places import checkpoints
+from headwater_lab.training.records import read_record
+from headwater_lab.training.run_folder import METRICS, is_running
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="there is no /proc to see processes in")
 MARK = "HEADWATER_TEST_MARK"
@@ -122,7 +122,7 @@ def test_killed_while_its_workers_start(tmp_path):
 
 
 def test_a_worker_whose_parent_ends_before_it_says_anything_ends_without_a_word():
-    script = Path(headwater.workers.__file__)
+    script = Path(headwater.util.workers.__file__)
     ended = subprocess.run([sys.executable, "-P", script], stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"", b"")
 

@@ -8,8 +8,8 @@ from saved import record
 from scipy import stats
 from scipy.optimize import curve_fit
 
-from headwater.compare.scaling import fit, invert, predict, scaling_of
-from headwater.errors import HeadwaterError
+from headwater.util.errors import HeadwaterError
+from headwater_lab.comparison.scaling import fit, invert, predict, scaling_of
 
 SIZES = {"S": 1e5, "M": 4e5, "L": 1.6e6, "XL": 6.4e6}
 

@@ -8,14 +8,14 @@ import pytest
 import yaml
 from saved import DIVERGES, Here, changed_times, record, tiny
 
-import headwater.compare as comparing
-from headwater.compare import compare, search
-from headwater.compare.search import FINAL_SEEDS, VANILLA, best_arms, candidates, final_recipe, search_recipe
-from headwater.compare.trials import trials_of
-from headwater.errors import HeadwaterError, Interrupted
-from headwater.recipe import parse
-from headwater.records import read_record, write_record
-from headwater.registry import REGISTRY
+import headwater_lab.comparison as comparing
+from headwater.plugins.registry import REGISTRY
+from headwater.util.errors import HeadwaterError, Interrupted
+from headwater_lab.comparison import compare, search
+from headwater_lab.comparison.search import FINAL_SEEDS, VANILLA, best_arms, candidates, final_recipe, search_recipe
+from headwater_lab.comparison.trials import trials_of
+from headwater_lab.recipe.schema import parse
+from headwater_lab.training.records import read_record, write_record
 
 TWO = {"kv_shift": {}, "value_residual": {}}
 BOTH = "kv_shift + value_residual"

@@ -16,8 +16,9 @@ from pydantic import ValidationError
 from saved import record, tiny
 from scipy import special, stats
 
-from headwater.compare import compare, rounds, run_trials, trials_of
-from headwater.compare.sequential import (
+from headwater.util.errors import HeadwaterError, Interrupted
+from headwater_lab.comparison import compare, rounds, run_trials, trials_of
+from headwater_lab.comparison.sequential import (
     Chain,
     critical_values,
     looks,
@@ -25,10 +26,9 @@ from headwater.compare.sequential import (
     skewed_error,
     standing,
 )
-from headwater.errors import HeadwaterError, Interrupted
-from headwater.recipe import parse
-from headwater.records import SeedPlan, read_record, write_record
-from headwater.report import answer, cells, comparisons, reading, write_report
+from headwater_lab.recipe.schema import parse
+from headwater_lab.reports import answer, cells, comparisons, reading, write_report
+from headwater_lab.training.records import SeedPlan, read_record, write_record
 
 
 def crossed(critical: dict[int, float]) -> float:

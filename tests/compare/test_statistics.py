@@ -10,12 +10,20 @@ from scipy import stats
 from statsmodels.stats.multitest import multipletests
 from statsmodels.stats.power import TTestPower
 
-from headwater.compare.sequential import looks
-from headwater.compare.statistics import _effect, holm_tests, judged_beside, more_pairs, power, steps_to, summarize
-from headwater.compare.worth import worth_of
-from headwater.records import Origin, SeedPlan, StageRecord
-from headwater.report.comparison import Comparison
-from headwater.report.words import cost_columns, times, worth_columns
+from headwater_lab.comparison.sequential import looks
+from headwater_lab.comparison.statistics import (
+    _effect,
+    holm_tests,
+    judged_beside,
+    more_pairs,
+    power,
+    steps_to,
+    summarize,
+)
+from headwater_lab.comparison.worth import worth_of
+from headwater_lab.reports.comparison import Comparison
+from headwater_lab.reports.words import cost_columns, times, worth_columns
+from headwater_lab.training.records import Origin, SeedPlan, StageRecord
 
 
 def of(arm, results, **changes):

@@ -7,11 +7,11 @@ import pytest
 from saved import DIVERGES, SHIFT, Here, changed_times, record, tiny
 
 import processes
-from headwater.compare import jobs_of, pool, result_of, run_trials, trial_of, trials_of
-from headwater.compare.statistics import summarize
-from headwater.errors import HeadwaterError
-from headwater.records import read_record, write_record
-from headwater.training.stages import STAGES
+from headwater.util.errors import HeadwaterError
+from headwater_lab.comparison import jobs_of, pool, result_of, run_trials, trial_of, trials_of
+from headwater_lab.comparison.statistics import summarize
+from headwater_lab.training.records import read_record, write_record
+from headwater_lab.training.stages import STAGES
 
 
 def test_trials_come_seed_by_seed_each_with_its_folder(tmp_path):
@@ -230,7 +230,7 @@ def written(folder, section):
 
 def test_a_part_of_a_comparison_trains_its_arms_and_what_they_are_compared_with(run, tmp_path, monkeypatch):
     here = Here()
-    monkeypatch.setattr("headwater.compare.run_trials", here)
+    monkeypatch.setattr("headwater_lab.comparison.run_trials", here)
     file = written(tmp_path, PART)
     code, out, err = run("compare", file, "--arm", "shift", "--size", "L", "--out", tmp_path / "out")
     assert code == 0, err
@@ -246,7 +246,7 @@ def test_a_part_of_a_comparison_trains_its_arms_and_what_they_are_compared_with(
 @pytest.mark.slow
 def test_the_rest_of_a_comparison_trains_what_a_part_has_not(run, tmp_path, monkeypatch):
     here = Here()
-    monkeypatch.setattr("headwater.compare.run_trials", here)
+    monkeypatch.setattr("headwater_lab.comparison.run_trials", here)
     file = written(tmp_path, PART)
     run("compare", file, "--arm", "shift", "--size", "L", "--out", tmp_path / "out")
     before = len(here.trained)

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from saved import SHIFT, Here, changed_times, record, tiny
 
-import headwater.compare as comparing
-from headwater.compare import compare
-from headwater.compare.pool import Outcome
-from headwater.compare.tuning import best_rates, found_rate, tuning_trials
-from headwater.errors import HeadwaterError, Interrupted
-from headwater.papers.places import SizedArm, finished
-from headwater.records import read_record
+import headwater_lab.comparison as comparing
+from headwater.util.errors import HeadwaterError, Interrupted
+from headwater_lab.comparison import compare
+from headwater_lab.comparison.pool import Outcome
+from headwater_lab.comparison.tuning import best_rates, found_rate, tuning_trials
+from headwater_lab.papers.places import SizedArm, finished
+from headwater_lab.training.records import read_record
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from headwater.registry import MECHANISMS
+from headwater.plugins.registry import MECHANISMS
 from headwater.testing import Case, Contract, Reference
 
 MINE = '''
@@ -111,7 +111,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import nn
 
-from headwater.enlarging import SAME, Dim
+from headwater.mechanisms.enlarging import SAME, Dim
 from headwater.mechanisms import KV, Ancestors, Cost, Mechanism
 
 

@@ -16,7 +16,7 @@ from transformers import CompileConfig
 
 from conftest import Wanted, assert_near, build, config, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
-from headwater.registry import REGISTRY, resolve
+from headwater.plugins.registry import REGISTRY, resolve
 from headwater.testing.contract import BASES, ODD_LAYERS, Case, Contract, T, generate
 
 pytestmark = pytest.mark.sampled(409)

@@ -6,9 +6,11 @@ import re
 import pytest
 import torch
 
-from headwater.data.base import Share
-from headwater.data.synthetic import ArithmeticSettings
-from headwater.data.synthetic.arithmetic import (
+from headwater.util.errors import HeadwaterError
+from headwater.util.seeding import generator
+from headwater_lab.data.base import Share
+from headwater_lab.data.synthetic import ArithmeticSettings
+from headwater_lab.data.synthetic.arithmetic import (
     is_solved,
     parse_prompt,
     prompt_of,
@@ -16,9 +18,7 @@ from headwater.data.synthetic.arithmetic import (
     steps_of,
     value_of,
 )
-from headwater.data.synthetic.base import certain
-from headwater.errors import HeadwaterError
-from headwater.seeding import generator
+from headwater_lab.data.synthetic.base import certain
 
 PROBLEM = "Farm Rope = Bakery Cup × 3 . Bakery Cup = 9 . Museum Lamp = Farm Rope - Bakery Cup . ? Museum Lamp :"
 STEPS = (

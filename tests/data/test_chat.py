@@ -10,19 +10,19 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from headwater.data import chat
-from headwater.data.chat import ChatEncoder
-from headwater.data.corpus import read_corpus
-from headwater.data.prepare import Options, prepare
-from headwater.data.prepared import PreparedSettings
-from headwater.data.shards import open_prepared
-from headwater.data.stream import TextSource
-from headwater.data.text import TextSettings
-from headwater.data.tokenizer import byte_tokenizer, train_tokenizer
-from headwater.errors import HeadwaterError, Interrupted
-from headwater.evaluate.text import read_text
-from headwater.recipe import parse
-from headwater.training.loop import train
+from headwater.util.errors import HeadwaterError, Interrupted
+from headwater_lab.data import chat
+from headwater_lab.data.chat import ChatEncoder
+from headwater_lab.data.corpus import read_corpus
+from headwater_lab.data.prepare import Options, prepare
+from headwater_lab.data.prepared import PreparedSettings
+from headwater_lab.data.shards import open_prepared
+from headwater_lab.data.stream import TextSource
+from headwater_lab.data.text import TextSettings
+from headwater_lab.data.tokenizer import byte_tokenizer, train_tokenizer
+from headwater_lab.evaluation.text import read_text
+from headwater_lab.recipe.schema import parse
+from headwater_lab.training.loop import train
 
 PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}" + PROMPT

@@ -9,16 +9,16 @@ import pytest
 from pyarrow import parquet
 
 from headwater import HeadwaterConfig
-from headwater.data.corpus import check_column_is_read, read_corpus
-from headwater.data.prepare import Options, prepare
-from headwater.data.shards import open_prepared
-from headwater.data.stream import Stream, TextSource
-from headwater.data.text import TextSettings
-from headwater.data.tokenizer import byte_tokenizer
-from headwater.errors import HeadwaterError
-from headwater.evaluate.evaluation import evaluate
-from headwater.evaluate.text import read_text
-from headwater.training.trained import sample_rows
+from headwater.util.errors import HeadwaterError
+from headwater_lab.data.corpus import check_column_is_read, read_corpus
+from headwater_lab.data.prepare import Options, prepare
+from headwater_lab.data.shards import open_prepared
+from headwater_lab.data.stream import Stream, TextSource
+from headwater_lab.data.text import TextSettings
+from headwater_lab.data.tokenizer import byte_tokenizer
+from headwater_lab.evaluation.evaluation import evaluate
+from headwater_lab.evaluation.text import read_text
+from headwater_lab.training.trained import sample_rows
 
 MARK = "\ufeff"
 TEXTS = [f'row {i}, "so\tto speak";\nof two lines | é' for i in range(30)]

@@ -7,17 +7,17 @@ import pytest
 import torch
 
 from conftest import disturb
-from headwater.compare import trials_of
-from headwater.data.prepare import Options, prepare
-from headwater.data.prepared import PreparedSettings
-from headwater.data.stream import TextSource
-from headwater.data.text import TextSettings
-from headwater.errors import HeadwaterError
 from headwater.models.causal_lm import HeadwaterForCausalLM
-from headwater.recipe import parse
-from headwater.records import read_record
-from headwater.training.loop import train
-from headwater.training.trained import measure
+from headwater.util.errors import HeadwaterError
+from headwater_lab.comparison import trials_of
+from headwater_lab.data.prepare import Options, prepare
+from headwater_lab.data.prepared import PreparedSettings
+from headwater_lab.data.stream import TextSource
+from headwater_lab.data.text import TextSettings
+from headwater_lab.recipe.schema import parse
+from headwater_lab.training.loop import train
+from headwater_lab.training.records import read_record
+from headwater_lab.training.trained import measure
 
 LINES = {
     "wiki": "The river {i} rises in the hills and ends in the sea after {i} miles.\n",

@@ -22,16 +22,16 @@ import pytest
 import torch
 from PIL import Image
 
-from headwater.data.base import Share
-from headwater.data.images import DigitsSettings, GlyphSettings, ImageFilesSettings
-from headwater.data.images.glyphs import FAMILIES, GlyphImages, files_of
-from headwater.data.images.randomness import drawing_from
-from headwater.data.images.reading import UnreadableImage, read_image
-from headwater.errors import HeadwaterError
-from headwater.hardware import cores
-from headwater.recipe import parse
-from headwater.seeding import generator
-from headwater.training.batches import batches
+from headwater.cost.hardware import cores
+from headwater.util.errors import HeadwaterError
+from headwater.util.seeding import generator
+from headwater_lab.data.base import Share
+from headwater_lab.data.images import DigitsSettings, GlyphSettings, ImageFilesSettings
+from headwater_lab.data.images.glyphs import FAMILIES, GlyphImages, files_of
+from headwater_lab.data.images.randomness import drawing_from
+from headwater_lab.data.images.reading import UnreadableImage, read_image
+from headwater_lab.recipe.schema import parse
+from headwater_lab.training.batches import batches
 
 v2 = pytest.importorskip("torchvision.transforms.v2") if find_spec("torchvision") else None
 # Without torchvision images are not changed.
@@ -270,7 +270,7 @@ def test_without_a_random_crop_training_sees_what_evaluation_sees(crop_ratio, si
 
 
 def test_measures_are_exact_and_the_same_in_any_number_of_processes(digits, monkeypatch):
-    monkeypatch.setattr("headwater.data.images.base.PIXELS", 3 * 64 * 50)
+    monkeypatch.setattr("headwater_lab.data.images.base.PIXELS", 3 * 64 * 50)
     draws = {}
 
     def logits(batch):

@@ -26,20 +26,20 @@ from transformers import PreTrainedTokenizerFast
 
 import processes
 from headwater import HeadwaterConfig
-from headwater.bench.data import tree_memory
-from headwater.data import corpus as corpora
-from headwater.data import prepare as preparing
-from headwater.data import stream as streaming
-from headwater.data.corpus import Document, pieces, read_corpus
-from headwater.data.known import KNOWN, resolve
-from headwater.data.prepare import Options, prepare
-from headwater.data.prepared import PreparedSettings
-from headwater.data.sealed import write_sealed
-from headwater.data.shards import DOMAINS, JOURNAL, MANIFEST, open_all, open_prepared
-from headwater.data.stream import Stream, StreamPosition, TextSource
-from headwater.data.tokenizer import END_OF_TEXT, byte_tokenizer, load_tokenizer, local_size, train_tokenizer
-from headwater.errors import HeadwaterError
-from headwater.reading import read_tokenizer
+from headwater.models.load import read_tokenizer
+from headwater.util.errors import HeadwaterError
+from headwater_lab.bench.data import tree_memory
+from headwater_lab.data import corpus as corpora
+from headwater_lab.data import prepare as preparing
+from headwater_lab.data import stream as streaming
+from headwater_lab.data.corpus import Document, pieces, read_corpus
+from headwater_lab.data.known import KNOWN, resolve
+from headwater_lab.data.prepare import Options, prepare
+from headwater_lab.data.prepared import PreparedSettings
+from headwater_lab.data.sealed import write_sealed
+from headwater_lab.data.shards import DOMAINS, JOURNAL, MANIFEST, open_all, open_prepared
+from headwater_lab.data.stream import Stream, StreamPosition, TextSource
+from headwater_lab.data.tokenizer import END_OF_TEXT, byte_tokenizer, load_tokenizer, local_size, train_tokenizer
 
 WORDS = [
     "alpha",

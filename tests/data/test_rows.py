@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from headwater.data.base import Share
-from headwater.data.rows import BLOCK, Rows, TokenArray
-from headwater.data.synthetic import InductionSettings
-from headwater.data.text import TextSettings
+from headwater_lab.data.base import Share
+from headwater_lab.data.rows import BLOCK, Rows, TokenArray
+from headwater_lab.data.synthetic import InductionSettings
+from headwater_lab.data.text import TextSettings
 
 SEPARATOR = 999
 

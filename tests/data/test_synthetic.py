@@ -9,9 +9,11 @@ import torch
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
-from headwater.cli import app
-from headwater.data.base import Share
-from headwater.data.synthetic import (
+from headwater.util.errors import HeadwaterError
+from headwater.util.seeding import generator
+from headwater_lab.cli import app
+from headwater_lab.data.base import Share
+from headwater_lab.data.synthetic import (
     ArithmeticSettings,
     HopSettings,
     InductionData,
@@ -20,9 +22,7 @@ from headwater.data.synthetic import (
     RecallSettings,
     every_task,
 )
-from headwater.errors import HeadwaterError
-from headwater.recipe import parse
-from headwater.seeding import generator
+from headwater_lab.recipe.schema import parse
 
 SMALL = [
     InductionSettings(vocab_size=32, length=24, held_out=300),
@@ -87,7 +87,7 @@ def test_batches_go_on_where_they_stopped(settings):
 
 @task(SMALL)
 def test_rows_are_the_same_in_batches_of_any_size(settings, monkeypatch):
-    monkeypatch.setattr("headwater.data.synthetic.base.BLOCK", 10)
+    monkeypatch.setattr("headwater_lab.data.synthetic.base.BLOCK", 10)
     data = settings.build()
     made = [
         [
@@ -161,7 +161,7 @@ def test_held_out_rows_go_through_the_model_in_pieces(monkeypatch):
         return weights[batch["input_ids"]]
 
     whole = data.evaluate(logits).metrics
-    monkeypatch.setattr("headwater.data.synthetic.base.LOGITS", 7 * 21 * data.vocab_size)
+    monkeypatch.setattr("headwater_lab.data.synthetic.base.LOGITS", 7 * 21 * data.vocab_size)
     pieces = data.evaluate(logits).metrics
     assert sizes == [50, *[7] * 7, 1]
     assert pieces == pytest.approx(whole, rel=1e-6)
@@ -407,7 +407,7 @@ def test_every_field_is_documented():
 
 def test_the_table_of_tasks_shows_each_with_its_two_values(monkeypatch):
     few = [settings for settings in SMALL if settings.kind in ("hop", "arithmetic")]
-    monkeypatch.setattr("headwater.data.synthetic.every_task", lambda: few)
+    monkeypatch.setattr("headwater_lab.data.synthetic.every_task", lambda: few)
     result = CliRunner().invoke(app, ["list", "tasks"])
     assert result.exit_code == 0
     for settings in few:

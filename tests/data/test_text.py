@@ -18,13 +18,13 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from headwater.data import reading
-from headwater.data.base import shuffled
-from headwater.data.corpus import STDLIB, local_files, read_corpus
-from headwater.data.stream import Stream, TextSource
-from headwater.data.text import TextSettings
-from headwater.data.tokenizer import byte_tokenizer
-from headwater.errors import HeadwaterError
+from headwater.util.errors import HeadwaterError
+from headwater_lab.data import reading
+from headwater_lab.data.base import shuffled
+from headwater_lab.data.corpus import STDLIB, local_files, read_corpus
+from headwater_lab.data.stream import Stream, TextSource
+from headwater_lab.data.text import TextSettings
+from headwater_lab.data.tokenizer import byte_tokenizer
 
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon"]
 

@@ -13,8 +13,8 @@ from typing import Any
 import typer
 import yaml
 
-from headwater.cli import app
-from headwater.recipe import MODEL_FIELDS, Compare, Growth, Recipe, Reporting, Start, Training, TrainingStage
+from headwater_lab.cli import app
+from headwater_lab.recipe.schema import MODEL_FIELDS, Compare, Growth, Recipe, Reporting, Start, Training, TrainingStage
 
 # Command lines that work, quickly. @name is a path of the world; {out} is new in each case.
 COMMANDS = {

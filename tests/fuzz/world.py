@@ -11,11 +11,11 @@ import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
-from headwater.data.tokenizer import byte_tokenizer
-from headwater.recipe import parse
-from headwater.records import Experiment
-from headwater.training.checkpoint import write_model
-from headwater.training.stages import train_stages
+from headwater_lab.data.tokenizer import byte_tokenizer
+from headwater_lab.recipe.schema import parse
+from headwater_lab.training.checkpoint import write_model
+from headwater_lab.training.records import Experiment
+from headwater_lab.training.stages import train_stages
 
 MODEL = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
 QUICK = {
@@ -106,8 +106,8 @@ def make_world(root: Path) -> World:
     llama.save_pretrained(paths["resformer"])
     (paths["resformer"] / "config.json").write_text(json.dumps({"num_attention_heads": 2}))
 
-    from headwater.data.prepare import Options, prepare
-    from headwater.data.stream import TextSource
+    from headwater_lab.data.prepare import Options, prepare
+    from headwater_lab.data.stream import TextSource
 
     paths["prepared"] = root / "prepared"
     prepare(TextSource(str(paths["corpus"])), paths["prepared"], "bytes", Options(0.2, 1000, 10_000))

@@ -15,26 +15,26 @@ from headwater import HeadwaterConfig as TextConfig
 from headwater import HeadwaterForCausalLM as TextModel
 from headwater import HeadwaterForImageClassification as ImageModel
 from headwater import HeadwaterVisionConfig as ImageConfig
-from headwater.api import compare as compare_arms
-from headwater.api import train as train_recipe
-from headwater.cli import app
-from headwater.data.tokenizer import byte_tokenizer
-from headwater.export import export as export_model
+from headwater.config.presets import PRESETS
+from headwater.conversion.export import export as export_model
 from headwater.kernels.choose import cpu as cpu_name
 from headwater.kernels.choose import unmeasured as without_timings
-from headwater.papers.kept import read as read_kept_runs
-from headwater.papers.places import RESTORED
-from headwater.papers.result import reproduction as judge_table
-from headwater.papers.table import SCALES, tables
-from headwater.papers.table import reads_models as looks_into_models
-from headwater.papers.work import prepare as prepare_table
-from headwater.presets import PRESETS
-from headwater.recipe import DATA
-from headwater.recipe import load_recipe as read_recipe_file
-from headwater.records import write_record
-from headwater.registry import MECHANISMS
-from headwater.report import cells, columns, comparisons
-from headwater.shipped import shipped_recipes
+from headwater.plugins.registry import MECHANISMS
+from headwater_lab.api import compare as compare_arms
+from headwater_lab.api import train as train_recipe
+from headwater_lab.cli import app
+from headwater_lab.data.tokenizer import byte_tokenizer
+from headwater_lab.papers.kept import read as read_kept_runs
+from headwater_lab.papers.places import RESTORED
+from headwater_lab.papers.result import reproduction as judge_table
+from headwater_lab.papers.table import SCALES, tables
+from headwater_lab.papers.table import reads_models as looks_into_models
+from headwater_lab.papers.work import prepare as prepare_table
+from headwater_lab.recipe.schema import DATA
+from headwater_lab.recipe.schema import load_recipe as read_recipe_file
+from headwater_lab.recipe.shipped import shipped_recipes
+from headwater_lab.reports import cells, columns, comparisons
+from headwater_lab.training.records import write_record
 
 # Of the installed package and of the command line, for processes of their own and for those that may not import them.
 PACKAGES = ("headwater",)

@@ -14,7 +14,7 @@ from headwater.growth.enlarge import carried, enlarged_config, planned
 from headwater.growth.methods import NewSizes
 from headwater.mechanisms.base import Mechanism
 from headwater.mechanisms.kv_shift import KVShift
-from headwater.registry import MECHANISMS
+from headwater.plugins.registry import MECHANISMS
 from headwater_lab import grow
 
 ALL_PLACES = ["queries", "keys", "values", "attention_input", "attention_output", "feed_forward_input"]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from headwater import HeadwaterError, HeadwaterForCausalLM
-from headwater.retrofit.add import add_mechanisms
+from headwater.conversion.add import add_mechanisms
 from headwater.testing.models import build, config, disturb, tokens
 from headwater_lab import grow
 

@@ -5,9 +5,9 @@ import torch
 
 from conftest import build, tokens
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
-from headwater.inspect.pairs import FIRES, PairCounter
-from headwater.inspect.sample import Sample
-from headwater.inspect.watch import read
+from headwater_lab.inspection.pairs import FIRES, PairCounter
+from headwater_lab.inspection.sample import Sample
+from headwater_lab.inspection.watch import read
 
 PAIRS = 12
 

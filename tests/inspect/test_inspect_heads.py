@@ -9,12 +9,12 @@ from torch import nn
 
 from conftest import assert_near, build, tokens
 from headwater import HeadwaterConfig, HeadwaterError, HeadwaterForCausalLM
-from headwater.inspect.inspection import inspect_model
-from headwater.inspect.sample import Sample, repeated
-from headwater.inspect.scores import effective, induction, similarity
-from headwater.inspect.watch import induction_scores, logits, read
-from headwater.papers.theory import shifted_head
-from headwater.training.trained import Trained
+from headwater_lab.inspection.inspection import inspect_model
+from headwater_lab.inspection.sample import Sample, repeated
+from headwater_lab.inspection.scores import effective, induction, similarity
+from headwater_lab.inspection.watch import induction_scores, logits, read
+from headwater_lab.papers.theory import shifted_head
+from headwater_lab.training.trained import Trained
 
 LENGTH = 12
 

@@ -8,18 +8,18 @@ import pytest
 import torch
 from PIL import Image
 
-from headwater.data.images import image_processor
-from headwater.errors import HeadwaterError
-from headwater.inspect import check_alike, inspect_model, to_json
-from headwater.inspect.images import ImageSample, spread_over
-from headwater.inspect.inspection import InspectedText
-from headwater.inspect.pictures import attention_picture, heads_picture
-from headwater.inspect.watch import SHOWN, read
 from headwater.nn.patches import raster_positions
-from headwater.recipe import parse
-from headwater.training.checkpoint import write_model
-from headwater.training.loop import train
-from headwater.training.trained import open_trained
+from headwater.util.errors import HeadwaterError
+from headwater_lab.data.images import image_processor
+from headwater_lab.inspection import check_alike, inspect_model, to_json
+from headwater_lab.inspection.images import ImageSample, spread_over
+from headwater_lab.inspection.inspection import InspectedText
+from headwater_lab.inspection.pictures import attention_picture, heads_picture
+from headwater_lab.inspection.watch import SHOWN, read
+from headwater_lab.recipe.schema import parse
+from headwater_lab.training.checkpoint import write_model
+from headwater_lab.training.loop import train
+from headwater_lab.training.trained import open_trained
 from vision.images import image_model, images
 
 GRID = (3, 4)

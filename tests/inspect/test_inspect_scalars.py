@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from conftest import assert_near, build, tokens
-from headwater.inspect.scalars import Census, census, scalars, value_taps, windows
-from headwater.inspect.scores import composed
 from headwater.mechanisms import KVShift, PlusWeights
-from headwater.registry import REGISTRY
+from headwater.plugins.registry import REGISTRY
+from headwater_lab.inspection.scalars import Census, census, scalars, value_taps, windows
+from headwater_lab.inspection.scores import composed
 
 
 def put(model, **values):

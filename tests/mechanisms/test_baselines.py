@@ -7,8 +7,8 @@ import torch
 
 from conftest import assert_near, build, config, random, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
+from headwater.config.plan import Source
 from headwater.mechanisms import DenseFormer, NeuTRENO
-from headwater.plan import Source
 
 
 def test_neutreno_adds_the_difference_to_each_head():

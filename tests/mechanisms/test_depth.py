@@ -5,10 +5,10 @@ import torch
 
 from conftest import assert_near, build, config, decode, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
-from headwater.cost import cache_bytes as planned_bytes
+from headwater.config.plan import Source
+from headwater.cost.counts import cache_bytes as planned_bytes
 from headwater.mechanisms import MUDD, DepthAttention
 from headwater.models.cache import cache_bytes
-from headwater.plan import Source
 from headwater.testing.naive import reference
 
 

@@ -15,12 +15,13 @@ from transformers.models.gemma4.modeling_gemma4 import Gemma4TextAttention
 from transformers.models.mistral_large4.configuration_mistral_large4 import MistralLarge4TextConfig
 
 from conftest import assert_near, build, config, shared, tokens
-from headwater import HeadwaterConfig, HeadwaterError, HeadwaterForCausalLM, cost
+from headwater import HeadwaterConfig, HeadwaterError, HeadwaterForCausalLM
+from headwater.cost import counts as cost
 from headwater.mechanisms.base import KV, Mechanism
 from headwater.models.cache import cache_bytes
 from headwater.nn.cache_name import CACHE
 from headwater.nn.position import for_heads
-from headwater.registry import MECHANISMS, REGISTRY
+from headwater.plugins.registry import MECHANISMS, REGISTRY
 from headwater.testing.naive import attended
 
 

@@ -9,7 +9,7 @@ import textwrap
 import pytest
 
 from conftest import assert_near, build, decode, document_positions, tokens
-from headwater.registry import REGISTRY, resolve
+from headwater.plugins.registry import REGISTRY, resolve
 
 
 @pytest.mark.parametrize("name", REGISTRY)

@@ -7,7 +7,8 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from conftest import assert_near, build, config, tokens
-from headwater import HeadwaterError, HeadwaterForCausalLM, cost
+from headwater import HeadwaterError, HeadwaterForCausalLM
+from headwater.cost import counts as cost
 from headwater.mechanisms import NGramMemory, NGramTable
 from headwater.mechanisms.ngram_memory import multipliers, primes
 from headwater.models.cache import HeadwaterLayer, HeadwaterStaticLayer, cache_bytes

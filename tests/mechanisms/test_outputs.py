@@ -5,8 +5,8 @@ import torch
 
 from conftest import assert_near, build, config, random, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
+from headwater.config.plan import Source
 from headwater.mechanisms import Exclusive, OutputGate
-from headwater.plan import Source
 
 
 @pytest.mark.parametrize("learned", [False, True])

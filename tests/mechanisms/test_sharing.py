@@ -12,7 +12,7 @@ from headwater import HeadwaterError, HeadwaterForCausalLM
 from headwater.mechanisms import SkipLayer, SVFormer
 from headwater.mechanisms.base import Mechanism
 from headwater.models.cache import cache_bytes
-from headwater.registry import MECHANISMS
+from headwater.plugins.registry import MECHANISMS
 from headwater.testing.naive import attended, reference, stored
 
 BIG = dict(num_hidden_layers=12, num_attention_heads=12, num_key_value_heads=12, hidden_size=48, head_dim=4)

@@ -11,19 +11,20 @@ from test_pattention import FORMS, layer, random
 from torch import Tensor
 
 from conftest import assert_near, build, config, disturb, tokens
-from headwater import HeadwaterError, HeadwaterForCausalLM, cost
-from headwater.diagnostics import init_diagnostics
+from headwater import HeadwaterError, HeadwaterForCausalLM
+from headwater.cost import counts as cost
 from headwater.growth import importance, merge, shrink
-from headwater.inspect.sample import Sample
-from headwater.inspect.watch import read
 from headwater.kernels import plain
 from headwater.mechanisms import Pattention
 from headwater.mechanisms.pattention import ProductKeys, default_tau, largest
-from headwater.recipe import load_recipe
 from headwater.testing import naive
-from headwater.training.loop import train
-from headwater.training.optim import parameter_groups
 from headwater_lab import grow
+from headwater_lab.inspection.sample import Sample
+from headwater_lab.inspection.watch import read
+from headwater_lab.recipe.schema import load_recipe
+from headwater_lab.training.diagnostics import init_diagnostics
+from headwater_lab.training.loop import train
+from headwater_lab.training.optim import parameter_groups
 
 MAPS = ["query", "key", "value", "output", "feed_forward"]
 PRODUCT = {"ffn_pairs": 36, "attention_pairs": 25, "top_k": 4, "product_keys": MAPS, "product_heads": 2}

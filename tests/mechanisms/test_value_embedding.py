@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from conftest import assert_near, build, config, random, tokens
-from headwater import HeadwaterError, HeadwaterForCausalLM, cost
+from headwater import HeadwaterError, HeadwaterForCausalLM
+from headwater.cost import counts as cost
 from headwater.mechanisms import ValueEmbedding, ValueTables
 from headwater.testing.naive import reference
 

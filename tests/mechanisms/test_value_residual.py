@@ -3,9 +3,9 @@ import torch
 
 from conftest import assert_near, build, config, random, shared, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
+from headwater.config.plan import Source
 from headwater.mechanisms.base import KV, Context
 from headwater.mechanisms.value_residual import PlusWeights, ValueResidual
-from headwater.plan import Source
 from headwater.testing import naive
 
 FIRST = Source("raw", "v", 0)

@@ -10,10 +10,10 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCach
 
 from conftest import assert_near, build, decode, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
-from headwater.bench.decoding import decode_in_turns
 from headwater.models.cache import HeadwaterStaticLayer
 from headwater.nn.cache_name import CACHE, cache_of, is_paged
 from headwater.nn.masking import masks_for_generate
+from headwater_lab.bench.decoding import decode_in_turns
 
 NAMES = ("past_key_values", "cache")
 BOTH = dict.fromkeys(NAMES)

@@ -21,11 +21,11 @@ from transformers import StaticCache
 
 from conftest import assert_near, build, config, shared, tokens
 from headwater import HeadwaterForCausalLM
-from headwater.bench.waits import NoWaits, no_waits
-from headwater.errors import HeadwaterError
 from headwater.models.decoding import WARM, Arrivals, Decoder, Held
 from headwater.nn import masking
-from headwater.registry import REGISTRY
+from headwater.plugins.registry import REGISTRY
+from headwater.util.errors import HeadwaterError
+from headwater_lab.bench.waits import NoWaits, no_waits
 from waits import CountedWaits
 
 LEARNING = {"value_residual": {"mode": "learnable"}, "kv_shift": {"window": 3}}

@@ -17,7 +17,7 @@ from transformers.integrations.executorch import (
 from conftest import Wanted, assert_near, build, tokens
 from headwater import HeadwaterError
 from headwater.nn.cache_name import CACHE, cache_of
-from headwater.registry import REGISTRY
+from headwater.plugins.registry import REGISTRY
 
 LONGEST = 16
 MODELS: list[dict] = [

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from conftest import document_positions, shared, tokens
 from headwater.nn.masking import last_marked
-from headwater.registry import REGISTRY
+from headwater.plugins.registry import REGISTRY
 
 SHAPES = {0: torch.export.Dim("batch", min=1, max=8), 1: torch.export.Dim("length", min=2, max=64)}
 # Batch and length when exported, and when used.

@@ -24,11 +24,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from conftest import SIZES, VOCAB, assert_near, build, config, disturb, document_positions, shared, tokens
 from headwater import HeadwaterConfig, HeadwaterError, HeadwaterForCausalLM, HeadwaterModel
-from headwater.data.tokenizer import byte_tokenizer
 from headwater.kernels.attention import matmul_attention
 from headwater.kernels.choose import measured
 from headwater.nn.attention_kernel import attention_kernel, eager_attention
 from headwater.nn.cache_name import CACHE
+from headwater_lab.data.tokenizer import byte_tokenizer
 
 T = 12
 BOTH = {"kv_shift": {}, "value_residual": {}}

@@ -12,10 +12,10 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from conftest import SIZES, assert_near, config, disturb, document_positions, shared, tokens
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
-from headwater import cost as costs
-from headwater.errors import HeadwaterError
+from headwater.cost import counts as costs
 from headwater.models.cache import ROOM, HeadwaterLayer, cache_bytes
 from headwater.nn.position import RotaryEmbedding
+from headwater.util.errors import HeadwaterError
 
 # Rotary positions. Beyond BORDER tokens the kinds that change with length do so.
 

@@ -12,14 +12,14 @@ from transformers import DynamicCache, StaticCache
 
 from conftest import assert_near, build, config, document_positions, shared, tokens
 from headwater import HeadwaterError
-from headwater.cost import prefill_flops
+from headwater.config.plan import Source
+from headwater.config.planner import output_only_from
+from headwater.cost.counts import prefill_flops
 from headwater.mechanisms.base import Mechanism
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.decoding import Decoder
 from headwater.nn.masking import last_rows
-from headwater.plan import Source
-from headwater.planning import output_only_from
-from headwater.registry import MECHANISMS, REGISTRY
+from headwater.plugins.registry import MECHANISMS, REGISTRY
 
 # Of four layers, the last two attend to what the second stores.
 MAP = {"kv_source": {"keys": "last", "values": "last"}}

@@ -12,9 +12,9 @@ from transformers.quantizers.quantizers_utils import get_module_from_name
 
 from conftest import assert_near, build, config, decode, disturb, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
+from headwater.conversion import add_mechanisms
 from headwater.models.quantization import check_quantized, torchao_config
 from headwater.nn.linear import model_linears
-from headwater.retrofit import add_mechanisms
 from headwater_lab import grow
 
 try:

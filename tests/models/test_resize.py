@@ -9,12 +9,12 @@ from transformers import AutoModelForCausalLM
 
 from conftest import assert_near, build, config, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
-from headwater.data.tokenizer import byte_tokenizer
+from headwater.conversion import add_mechanisms
 from headwater.mechanisms.base import Mechanism
 from headwater.models.token_tables import token_tables
-from headwater.registry import MECHANISMS
-from headwater.retrofit import add_mechanisms
+from headwater.plugins.registry import MECHANISMS
 from headwater_lab import grow
+from headwater_lab.data.tokenizer import byte_tokenizer
 
 MODELS: list[dict] = [
     {"value_embedding": {}},

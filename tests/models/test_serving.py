@@ -23,8 +23,8 @@ import torch
 import processes
 from conftest import build
 from headwater import HeadwaterForCausalLM
-from headwater.data.tokenizer import byte_tokenizer
-from headwater.export import export
+from headwater.conversion.export import export
+from headwater_lab.data.tokenizer import byte_tokenizer
 
 if not all(map(find_spec, ("fastapi", "uvicorn", "openai"))):  # transformers' is_serve_available
     pytest.skip("the server's packages are not installed", allow_module_level=True)
@@ -426,8 +426,8 @@ def test_a_client_that_leaves_frees_the_server(served, stream):
 
 
 def test_a_model_without_a_chat_template_says_so(tmp_path):
-    from headwater.serving.requests import RequestError
-    from headwater.serving.server import Chats
+    from headwater_lab.serving.requests import RequestError
+    from headwater_lab.serving.server import Chats
 
     handler = Chats.__new__(Chats)
     with pytest.raises(RequestError, match=r"messages: .*no chat template"):

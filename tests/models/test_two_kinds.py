@@ -10,7 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, StaticCache
 
 from conftest import assert_near, build, config, decode, document_positions, tokens
-from headwater import HeadwaterConfig, HeadwaterError, HeadwaterForCausalLM, cost
+from headwater import HeadwaterConfig, HeadwaterError, HeadwaterForCausalLM
+from headwater.cost import counts as cost
 from headwater.models.cache import cache_bytes
 from headwater.testing.contract import DOCUMENTS, T, per_document
 from headwater.testing.naive import reference

@@ -21,7 +21,7 @@ from torch._inductor.virtualized import V
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from conftest import build, tokens
-from headwater.registry import REGISTRY
+from headwater.plugins.registry import REGISTRY
 
 COUNTED = "counted"
 

@@ -10,14 +10,14 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from conftest import assert_near, build, config, document_positions, tokens
-from headwater.bench.gpu import combinations
-from headwater.errors import HeadwaterError
 from headwater.kernels import varlen
 from headwater.nn.masking import cu_seq_lens, positions_in
-from headwater.recipe import parse
-from headwater.registry import REGISTRY, resolve
-from headwater.training.attention import attention_of
-from headwater.training.batches import with_documents
+from headwater.plugins.registry import REGISTRY, resolve
+from headwater.util.errors import HeadwaterError
+from headwater_lab.bench.gpu import combinations
+from headwater_lab.recipe.schema import parse
+from headwater_lab.training.attention import attention_of
+from headwater_lab.training.batches import with_documents
 
 # Documents of two rows of 150 tokens: some share a call, some are longer than such calls.
 T = 150

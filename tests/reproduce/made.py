@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from headwater.compare import trial_of
-from headwater.papers.measures import Runs
-from headwater.papers.places import FinishedRun, SizedArm, named
-from headwater.papers.table import PaperTable
-from headwater.recipe import Recipe, parse
-from headwater.records import HeldOutPoint, RunRecord, environment, write_record
+from headwater_lab.comparison import trial_of
+from headwater_lab.papers.measures import Runs
+from headwater_lab.papers.places import FinishedRun, SizedArm, named
+from headwater_lab.papers.table import PaperTable
+from headwater_lab.recipe.schema import Recipe, parse
+from headwater_lab.training.records import HeldOutPoint, RunRecord, environment, write_record
 
 ARMS = ("vanilla", "shift", "third")
 RECIPE = {
@@ -65,7 +65,7 @@ def put(tables: dict[str, dict], folder: Path, monkeypatch: pytest.MonkeyPatch) 
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(yaml.safe_dump(values, sort_keys=False))
     # By this name the package has the function.
-    module = importlib.import_module("headwater.papers.table")
+    module = importlib.import_module("headwater_lab.papers.table")
     monkeypatch.setattr(module, "TABLES", folder / "tables")
     module.tables.cache_clear()
 

@@ -10,9 +10,9 @@ from pydantic import ValidationError
 from scipy import stats
 
 import headwater_lab as lab
-from headwater.compare.sequential import looks
-from headwater.errors import HeadwaterError
-from headwater.papers.claims import (
+from headwater.util.errors import HeadwaterError
+from headwater_lab.comparison.sequential import looks
+from headwater_lab.papers.claims import (
     Mean,
     Ratio,
     SeedShare,
@@ -21,12 +21,12 @@ from headwater.papers.claims import (
     still_undecided,
     verdict_of,
 )
-from headwater.papers.measures import Runs
-from headwater.papers.places import FinishedRun, SizedArm
-from headwater.papers.result import evidence as said
-from headwater.papers.table import PaperTable
-from headwater.papers.work import PLAN, check_not_begun_otherwise, prepare, train_sequentially
-from headwater.recipe import load_recipe
+from headwater_lab.papers.measures import Runs
+from headwater_lab.papers.places import FinishedRun, SizedArm
+from headwater_lab.papers.result import evidence as said
+from headwater_lab.papers.table import PaperTable
+from headwater_lab.papers.work import PLAN, check_not_begun_otherwise, prepare, train_sequentially
+from headwater_lab.recipe.schema import load_recipe
 
 LEVEL = 0.05
 DIVERGED = {"status": "diverged"}
@@ -594,7 +594,7 @@ def test_gains_where_the_law_says_nothing(tmp_path):
 def test_a_law_that_the_seeds_leave_wide_open_has_an_interval_to_infinity():
     wide = Ratio(0.5, 300.0, 1, (0.0, math.inf))
     assert verdict_of(wide.interval(LEVEL), wide.region) == "inconclusive"
-    from headwater.papers.claims import _judged  # what it prints
+    from headwater_lab.papers.claims import _judged  # what it prints
 
     claim = PaperTable.model_validate(one_table(["x"], claims=[one("gains", size="large")])).claims[0]
     found = _judged(claim, ("so much", wide), LEVEL)

@@ -8,11 +8,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
-from headwater.papers import theory
-from headwater.papers.computing import CONTEXTS, SERIES, maps_of, transformer_like
-from headwater.papers.result import computed, terminal, write
-from headwater.papers.table import tables
-from headwater.presets import preset
+from headwater.config.presets import preset
+from headwater_lab.papers import theory
+from headwater_lab.papers.computing import CONTEXTS, SERIES, maps_of, transformer_like
+from headwater_lab.papers.result import computed, terminal, write
+from headwater_lab.papers.table import tables
 
 
 def amount(text: str) -> float:

@@ -7,13 +7,13 @@ import pytest
 from made import RECIPE, changed, one_table, put, record, written
 
 from conftest import forking
-from headwater.compare import trial_of
-from headwater.errors import HeadwaterError
-from headwater.papers.kept import keep, restore
-from headwater.papers.result import reproduction
-from headwater.papers.table import tables
-from headwater.papers.work import prepare, train
-from headwater.records import read_record, write_record
+from headwater.util.errors import HeadwaterError
+from headwater_lab.comparison import trial_of
+from headwater_lab.papers.kept import keep, restore
+from headwater_lab.papers.result import reproduction
+from headwater_lab.papers.table import tables
+from headwater_lab.papers.work import prepare, train
+from headwater_lab.training.records import read_record, write_record
 
 CLAIM = {"test": "better", "says": "It is better.", "arm": "shift", "against": "vanilla", "measure": "loss"}
 TEXT = {"kind": "text", "tokenizer": "bytes", "context": 8, "held_out_bytes": 100}

@@ -1,9 +1,9 @@
 """The ledger's recipes and tables."""
 
-from headwater.papers.table import tables
-from headwater.recipe import load_recipe
-from headwater.registry import MECHANISMS
-from headwater.shipped import recipes_folder
+from headwater.plugins.registry import MECHANISMS
+from headwater_lab.papers.table import tables
+from headwater_lab.recipe.schema import load_recipe
+from headwater_lab.recipe.shipped import recipes_folder
 
 LEDGER = sorted(path.stem for path in (recipes_folder() / "ledger").glob("*.yaml"))
 

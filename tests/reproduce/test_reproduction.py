@@ -10,15 +10,15 @@ from made import RECIPE, changed, one_table, put, record, runs, save, written
 
 import headwater_lab as lab
 from conftest import forking
-from headwater.errors import HeadwaterError
-from headwater.papers.claims import Judged, judge
-from headwater.papers.measures import Runs, tasks_of
-from headwater.papers.places import FinishedRun, SizedArm, finished, references, trials_folder
-from headwater.papers.result import command, evidence, ours, printed, reproduction, terminal, write
-from headwater.papers.table import Column, PaperTable, TableCell, tables
-from headwater.papers.work import prepare, train
-from headwater.recipe import load_recipe
-from headwater.records import HeldOutPoint
+from headwater.util.errors import HeadwaterError
+from headwater_lab.papers.claims import Judged, judge
+from headwater_lab.papers.measures import Runs, tasks_of
+from headwater_lab.papers.places import FinishedRun, SizedArm, finished, references, trials_folder
+from headwater_lab.papers.result import command, evidence, ours, printed, reproduction, terminal, write
+from headwater_lab.papers.table import Column, PaperTable, TableCell, tables
+from headwater_lab.papers.work import prepare, train
+from headwater_lab.recipe.schema import load_recipe
+from headwater_lab.training.records import HeldOutPoint
 
 TASKS = Path(__file__).parents[2] / "examples" / "tasks"
 COMPARISON = {
@@ -246,7 +246,7 @@ def test_stages_are_trained_up_to_the_last_that_is_named(out):
 @pytest.mark.slow
 def test_tasks_are_evaluated_once_and_as_evaluate_does(out):
     pytest.importorskip("lm_eval")
-    from headwater.evaluate import evaluate
+    from headwater_lab.evaluation import evaluate
 
     work = prepare("paper/task", "cpu", out)
     assert tasks_of(work.table) == ["closing"]
@@ -439,8 +439,8 @@ def test_halves_of_what_goes_from_easy_to_hard(tmp_path):
 
 
 def test_how_alike_tokens_are_is_what_inspect_reads(out):
-    from headwater.inspect import inspect_model
-    from headwater.training.trained import open_trained
+    from headwater_lab.inspection import inspect_model
+    from headwater_lab.training.trained import open_trained
 
     work = prepare("paper/tiny", "cpu", out)
     run = finished(work.places["shift"], work.trials)[0]

@@ -8,20 +8,20 @@ from types import SimpleNamespace
 
 import pytest
 
-from headwater import cost
-from headwater.compare import trial_of
-from headwater.data.corpus import DOCS, STDLIB, TOPICS
-from headwater.errors import HeadwaterError
-from headwater.evaluate.tasks import GROUPS, parse
-from headwater.hardware import hardware
-from headwater.inspect.scalars import Census
-from headwater.papers.measures import incomparable
-from headwater.papers.places import SizedArm, place, places, references
-from headwater.papers.price import TablePrice, price
-from headwater.papers.table import SCALES, Pair, PaperTable, counts_steps, table, tables
-from headwater.papers.work import prepare
-from headwater.recipe import Recipe, load_recipe
-from headwater.shipped import recipes_folder
+from headwater.cost import counts as cost
+from headwater.cost.hardware import hardware
+from headwater.util.errors import HeadwaterError
+from headwater_lab.comparison import trial_of
+from headwater_lab.data.corpus import DOCS, STDLIB, TOPICS
+from headwater_lab.evaluation.tasks import GROUPS, parse
+from headwater_lab.inspection.scalars import Census
+from headwater_lab.papers.measures import incomparable
+from headwater_lab.papers.places import SizedArm, place, places, references
+from headwater_lab.papers.price import TablePrice, price
+from headwater_lab.papers.table import SCALES, Pair, PaperTable, counts_steps, table, tables
+from headwater_lab.papers.work import prepare
+from headwater_lab.recipe.schema import Recipe, load_recipe
+from headwater_lab.recipe.shipped import recipes_folder
 
 NAMES = {
     "skip-layer": {"table-1", "table-2", "table-3"},

@@ -9,8 +9,8 @@ from torch import nn
 
 from conftest import build, config, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
-from headwater.registry import REGISTRY, resolve
-from headwater.retrofit import add_mechanisms, function_change
+from headwater.conversion import add_mechanisms, function_change
+from headwater.plugins.registry import REGISTRY, resolve
 
 # Every way to add a mechanism that leaves the function as it is, by what the user says.
 IDENTITIES = {

@@ -31,16 +31,8 @@ from headwater import (
     HeadwaterForImageClassification,
     HeadwaterVisionConfig,
 )
-from headwater.cli.converting import _written
-from headwater.cost import training_flops_per_token
-from headwater.data.tokenizer import load_tokenizer
-from headwater.mechanisms.blend import Blend
-from headwater.mechanisms.kv_source import nearest_sources
-from headwater.models.cache import cache_bytes
-from headwater.recipe import CacheConversion, Change, changed_config, load_recipe, parse
-from headwater.records import Event, read_record
-from headwater.retrofit import add_mechanisms, from_transformers
-from headwater.retrofit.convert import (
+from headwater.conversion import add_mechanisms, from_transformers
+from headwater.conversion.convert import (
     align,
     blended,
     chosen,
@@ -51,14 +43,22 @@ from headwater.retrofit.convert import (
     state_of_mean,
     turned,
 )
+from headwater.cost.counts import training_flops_per_token
+from headwater.mechanisms.blend import Blend
+from headwater.mechanisms.kv_source import nearest_sources
+from headwater.models.cache import cache_bytes
 from headwater.testing import Case, Contract
 from headwater.testing.naive import Reference
-from headwater.training.checkpoint import write_model
-from headwater.training.conversion import curve_of
-from headwater.training.distill import distance, divergence
-from headwater.training.places import newest_checkpoint
-from headwater.training.stages import train_stages
-from headwater.training.trained import Trained, converted, measure, open_trained
+from headwater_lab.cli.converting import _written
+from headwater_lab.data.tokenizer import load_tokenizer
+from headwater_lab.recipe.schema import CacheConversion, Change, changed_config, load_recipe, parse
+from headwater_lab.training.checkpoint import write_model
+from headwater_lab.training.conversion import curve_of
+from headwater_lab.training.distill import distance, divergence
+from headwater_lab.training.places import newest_checkpoint
+from headwater_lab.training.records import Event, read_record
+from headwater_lab.training.stages import train_stages
+from headwater_lab.training.trained import Trained, converted, measure, open_trained
 
 DEEP = dict(num_hidden_layers=4, num_key_value_heads=4)
 # (the model, what it goes over to)
@@ -662,7 +662,7 @@ def test_a_refused_conversion_leaves_an_empty_folder_empty(written, tmp_path, ru
     def refuse(*_):
         raise HeadwaterError("no such device")
 
-    monkeypatch.setattr("headwater.training.parallel.connected", refuse)
+    monkeypatch.setattr("headwater_lab.training.parallel.connected", refuse)
     given = ["--text", written / "texts", "--context", "16", "--heal", "1k", "--batch-size", "2"]
     code, _, said = run("convert", written / "llama", "--num-key-value-heads", "1", *given, "--out", tmp_path)
     assert code == 2

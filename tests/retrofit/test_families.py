@@ -28,7 +28,7 @@ from transformers import (
 
 from conftest import build, config, disturb, tokens
 from headwater import HeadwaterConfig, HeadwaterError, HeadwaterForCausalLM
-from headwater.retrofit import FAMILIES, from_transformers, to_transformers
+from headwater.conversion import FAMILIES, from_transformers, to_transformers
 
 OLD = dict(vocab_size=101, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, max_position_embeddings=64)
 OLD |= dict(bos_token_id=1, eos_token_id=2)

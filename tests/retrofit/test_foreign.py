@@ -11,7 +11,7 @@ from torch import Tensor
 
 from conftest import assert_near
 from headwater import HeadwaterError
-from headwater.retrofit.foreign import LAYOUTS, read_foreign
+from headwater.conversion.foreign import LAYOUTS, read_foreign
 
 VOCAB, WIDTH, DEPTH, HEADS, INNER = 61, 32, 3, 4, 40
 IDS = torch.randint(VOCAB, (2, 13), generator=torch.Generator().manual_seed(3))

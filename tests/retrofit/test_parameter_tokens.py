@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from conftest import assert_near, build, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
+from headwater.conversion.parameter_tokens import MapReport, Report, to_parameter_tokens
 from headwater.mechanisms import Pattention
-from headwater.retrofit.parameter_tokens import MapReport, Report, to_parameter_tokens
 
 NORMED = ("query", "key", "value")
 # Behind an epsilon the norm of what a norm gives is constant only nearly.

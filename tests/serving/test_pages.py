@@ -7,10 +7,10 @@ import torch
 
 from conftest import assert_near, build, config
 from headwater import HeadwaterError
-from headwater.cost import cache_bytes, cache_bytes_per_token
+from headwater.cost.counts import cache_bytes, cache_bytes_per_token
+from headwater.engines.paged import FlatBatch
+from headwater.engines.pages import Page, check_servable
 from headwater.mechanisms import KVShift
-from headwater.paging.paged import FlatBatch
-from headwater.paging.pages import Page, check_servable
 from headwater.testing.served import NaiveEngine, Server, prompts
 
 EVERYTHING = {"value_residual": {}, "skip_layer": {}, "kv_shift": {"window": 3}, "smear": {}, "ngram_memory": {}}

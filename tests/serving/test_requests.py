@@ -4,12 +4,12 @@ from importlib.util import find_spec
 
 import pytest
 
-from headwater.serving.stops import UntilStop, before_stop
+from headwater_lab.serving.stops import UntilStop, before_stop
 
 if find_spec("pydantic") is None:
     pytest.skip("the server's packages are not installed", allow_module_level=True)
 
-from headwater.serving.requests import Chat, Completion, RequestError, read_fields
+from headwater_lab.serving.requests import Chat, Completion, RequestError, read_fields
 
 
 def test_what_changes_nothing_is_accepted():

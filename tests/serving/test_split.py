@@ -8,10 +8,10 @@ import torch
 
 from conftest import assert_near, build, config
 from headwater import HeadwaterError
-from headwater.cost import cache_bytes_per_token
-from headwater.paging.paged import FlatBatch
-from headwater.paging.pages import Page
-from headwater.paging.split import Portion, split
+from headwater.cost.counts import cache_bytes_per_token
+from headwater.engines.paged import FlatBatch
+from headwater.engines.pages import Page
+from headwater.engines.split import Portion, split
 from headwater.testing.served import NaiveEngine, Server, prompts
 
 

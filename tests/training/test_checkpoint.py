@@ -8,13 +8,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from trials import PowerCut, cut_at, same_end
 
-from headwater.errors import HeadwaterError
-from headwater.files import sha256_of
-from headwater.records import Notice, read_record
-from headwater.training import checkpoint as module
-from headwater.training.checkpoint import damage, load_model, newest_whole
-from headwater.training.loop import train
-from headwater.training.places import checkpoints
+from headwater.util.errors import HeadwaterError
+from headwater.util.files import sha256_of
+from headwater_lab.training import checkpoint as module
+from headwater_lab.training.checkpoint import damage, load_model, newest_whole
+from headwater_lab.training.loop import train
+from headwater_lab.training.places import checkpoints
+from headwater_lab.training.records import Notice, read_record
 
 FILES = ["model.safetensors", "training.safetensors", "training.json", "config.json", "tokenizer.json", "SHA256SUMS"]
 
@@ -45,7 +45,7 @@ def test_a_damaged_file_is_seen(whole_run, tmp_path, name, spoil):
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory):
     """One finished run for all that only look at it."""
-    from headwater.recipe import parse
+    from headwater_lab.recipe.schema import parse
 
     folder = tmp_path_factory.mktemp("whole")
     for i in range(25):
@@ -202,8 +202,8 @@ def test_the_newest_and_the_best_are_kept(recipe, tmp_path, monkeypatch):
     train(recipe(reporting=every), tmp_path / "falling")
     assert [c.name for c in checkpoints(tmp_path / "falling")] == ["step-000010", "step-000012"]
     results = iter([5.0, 3.0, 4.0, 4.5, 4.0, 6.0])
-    from headwater.data.base import Evaluation
-    from headwater.data.language import LanguageData
+    from headwater_lab.data.base import Evaluation
+    from headwater_lab.data.language import LanguageData
 
     monkeypatch.setattr(
         LanguageData, "evaluate", lambda self, logits, share: Evaluation({"bits_per_byte": next(results)})
@@ -286,7 +286,7 @@ def test_damaged_weights_are_neither_exported_nor_run(recipe, finished, tmp_path
 
 @pytest.mark.slow
 def test_a_data_file_that_goes_away_costs_no_step(recipe, finished, tmp_path, monkeypatch):
-    from headwater.data.language import LanguageData
+    from headwater_lab.data.language import LanguageData
 
     original = LanguageData.batches
 

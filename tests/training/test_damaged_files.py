@@ -16,17 +16,17 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from conftest import SIZES
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
-from headwater.data.tokenizer import byte_tokenizer
-from headwater.errors import HeadwaterError
-from headwater.export import export
-from headwater.generation import continue_prompts, load_for_generation
-from headwater.inspect import inspect_model
-from headwater.reading import read_config, read_tensors
-from headwater.recipe import Change
-from headwater.records import Event
-from headwater.retrofit import add_mechanisms
-from headwater.training.checkpoint import write_model
-from headwater.training.trained import changed, open_source, open_trained
+from headwater.conversion import add_mechanisms
+from headwater.conversion.export import export
+from headwater.models.load import read_config, read_tensors
+from headwater.util.errors import HeadwaterError
+from headwater_lab.data.tokenizer import byte_tokenizer
+from headwater_lab.inspection import inspect_model
+from headwater_lab.recipe.schema import Change
+from headwater_lab.serving.generation import continue_prompts, load_for_generation
+from headwater_lab.training.checkpoint import write_model
+from headwater_lab.training.records import Event
+from headwater_lab.training.trained import changed, open_source, open_trained
 
 VALUES = [
     *(None, True, False, 0, -1, 1, 2, 7, 2**31, 2**70, 10**8, -0.5, 1e-320, 1e308, float("nan"), float("inf")),

@@ -11,11 +11,11 @@ import torch
 import yaml
 
 import processes
-from headwater.errors import HeadwaterError
 from headwater.models.causal_lm import HeadwaterForCausalLM
-from headwater.records import read_record
-from headwater.training.loop import train
-from headwater.training.places import checkpoints
+from headwater.util.errors import HeadwaterError
+from headwater_lab.training.loop import train
+from headwater_lab.training.places import checkpoints
+from headwater_lab.training.records import read_record
 
 
 @pytest.fixture

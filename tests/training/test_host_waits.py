@@ -6,11 +6,11 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._python_dispatch import _disable_current_modes
 
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
-from headwater.bench.waits import NoWaits, WaitError, no_waits
 from headwater.kernels import varlen
-from headwater.recipe import parse
-from headwater.registry import REGISTRY
-from headwater.training.loop import TrainingRun, train
+from headwater.plugins.registry import REGISTRY
+from headwater_lab.bench.waits import NoWaits, WaitError, no_waits
+from headwater_lab.recipe.schema import parse
+from headwater_lab.training.loop import TrainingRun, train
 
 LEARNING = {"value_residual": {"mode": "learnable"}, "kv_shift": {"window": 3}}
 

@@ -13,8 +13,8 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from headwater.records import read_record
-from headwater.training.places import checkpoints
+from headwater_lab.training.places import checkpoints
+from headwater_lab.training.records import read_record
 
 STEPS = 60
 # Dropout, accumulation, checkpoints at places no epoch ends, and a shuffled order that is gone through several times.

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 import processes
-from headwater.recipe import Training
-from headwater.training.parallel import placed
+from headwater_lab.recipe.schema import Training
+from headwater_lab.training.parallel import placed
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "1",

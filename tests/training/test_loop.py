@@ -18,18 +18,18 @@ from trials import PowerCut, cut_at, same_end
 
 import processes
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
-from headwater.cost import training_flops_per_token
-from headwater.errors import Diverged, HeadwaterError
-from headwater.hardware import c_compiler
+from headwater.cost.counts import training_flops_per_token
+from headwater.cost.hardware import c_compiler
 from headwater.kernels.choose import cpu
 from headwater.models.compiling import compile_model
-from headwater.recipe import Training, parse
-from headwater.records import read_record
-from headwater.training import loop, resume, setup
-from headwater.training.checkpoint import load_model
-from headwater.training.loop import Interrupted, train
-from headwater.training.places import checkpoints
-from headwater.training.run_folder import runs_in
+from headwater.util.errors import Diverged, HeadwaterError
+from headwater_lab.recipe.schema import Training, parse
+from headwater_lab.training import loop, resume, setup
+from headwater_lab.training.checkpoint import load_model
+from headwater_lab.training.loop import Interrupted, train
+from headwater_lab.training.places import checkpoints
+from headwater_lab.training.records import read_record
+from headwater_lab.training.run_folder import runs_in
 
 
 @pytest.mark.slow
@@ -242,7 +242,7 @@ def test_a_record_says_how_the_model_ran(recipe, finished, tmp_path):
 
 
 def test_two_runs_cannot_share_a_folder(recipe, tmp_path, monkeypatch):
-    monkeypatch.setattr("headwater.output_folder.PATIENCE", 0.2)
+    monkeypatch.setattr("headwater.util.output_folder.PATIENCE", 0.2)
 
     def second(step, point):
         with pytest.raises(HeadwaterError, match="Another run is writing"):

@@ -5,10 +5,10 @@ import os
 
 import pytest
 
-from headwater.errors import HeadwaterError
-from headwater.records import CurvePoint, HeldOutPoint, Notice, SpeedPoint, read_record, write_record
-from headwater.training.loop import train
-from headwater.training.run_folder import Metrics, runs_in
+from headwater.util.errors import HeadwaterError
+from headwater_lab.training.loop import train
+from headwater_lab.training.records import CurvePoint, HeldOutPoint, Notice, SpeedPoint, read_record, write_record
+from headwater_lab.training.run_folder import Metrics, runs_in
 from test_report import record
 
 POINTS = [

@@ -8,13 +8,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from headwater.errors import HeadwaterError
 from headwater.models.causal_lm import HeadwaterForCausalLM
-from headwater.training.checkpoint import damage, load_model, write_model
-from headwater.training.loop import train
-from headwater.training.model_folder import how_to_load, publish_model
-from headwater.training.places import checkpoints, newest_checkpoint
-from headwater.training.stages import train_stages
+from headwater.util.errors import HeadwaterError
+from headwater_lab.training.checkpoint import damage, load_model, write_model
+from headwater_lab.training.loop import train
+from headwater_lab.training.model_folder import how_to_load, publish_model
+from headwater_lab.training.places import checkpoints, newest_checkpoint
+from headwater_lab.training.stages import train_stages
 
 
 def same(folder, other):
@@ -66,7 +66,7 @@ def test_stages_do_not_replace_a_run_without(recipe, finished, tmp_path):
 
 @pytest.fixture
 def model(config=None):
-    from headwater.config import HeadwaterConfig
+    from headwater.config.text import HeadwaterConfig
 
     return HeadwaterForCausalLM(
         HeadwaterConfig(vocab_size=16, hidden_size=16, num_attention_heads=2, num_hidden_layers=2, intermediate_size=16)
@@ -121,7 +121,7 @@ def test_weights_by_process_are_not_loaded_and_the_sentence_says_what_to_run(mod
 def test_a_damaged_optimizer_state_is_not_taken_for_a_learning_rate(recipe, tmp_path):
     from safetensors.torch import save_file
 
-    from headwater.training.checkpoint import SUMS, sums_of, write_sums
+    from headwater_lab.training.checkpoint import SUMS, sums_of, write_sums
 
     train(recipe(), tmp_path / "run", until=2)
     newest = checkpoints(tmp_path / "run")[-1]

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
-from headwater.errors import HeadwaterError
 from headwater.mechanisms import KVShift
-from headwater.recipe import Training
-from headwater.training.muon import Muon
-from headwater.training.optim import clip, gradient_norm, learning_rate, make_optimizers, parameter_groups
+from headwater.util.errors import HeadwaterError
+from headwater_lab.recipe.schema import Training
+from headwater_lab.training.muon import Muon
+from headwater_lab.training.optim import clip, gradient_norm, learning_rate, make_optimizers, parameter_groups
 
 
 @pytest.fixture

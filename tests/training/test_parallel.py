@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 from trials import same_end
 
 import processes
-from headwater.errors import HeadwaterError
-from headwater.recipe import parse
-from headwater.records import read_record
-from headwater.training.checkpoint import damage, load_model
-from headwater.training.loop import train
-from headwater.training.places import checkpoints
+from headwater.util.errors import HeadwaterError
+from headwater_lab.recipe.schema import parse
+from headwater_lab.training.checkpoint import damage, load_model
+from headwater_lab.training.loop import train
+from headwater_lab.training.places import checkpoints
+from headwater_lab.training.records import read_record
 
 STEPS = 12
 

@@ -5,12 +5,12 @@ import shutil
 import pytest
 from trials import PowerCut, cut_at, same_end
 
-from headwater.data.prepare import Options, prepare
-from headwater.data.prepared import PreparedSettings
-from headwater.data.stream import TextSource
-from headwater.data.text import TextSettings
-from headwater.errors import HeadwaterError
-from headwater.training.loop import train
+from headwater.util.errors import HeadwaterError
+from headwater_lab.data.prepare import Options, prepare
+from headwater_lab.data.prepared import PreparedSettings
+from headwater_lab.data.stream import TextSource
+from headwater_lab.data.text import TextSettings
+from headwater_lab.training.loop import train
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_what_does_not_fit_together_is_refused(folders, tmp_path):
         PreparedSettings(source={}).build()
     with pytest.raises(HeadwaterError, match=r"fewer than one row of data\.context=100000"):
         PreparedSettings(source=str(folders["web"]), context=100_000).build()
-    from headwater.data.tokenizer import train_tokenizer
+    from headwater_lab.data.tokenizer import train_tokenizer
 
     train_tokenizer(["alpha omega " * 9], 300).save_pretrained(tmp_path / "bpe")
     prepare(TextSource(str(tmp_path / "web-text")), tmp_path / "other", str(tmp_path / "bpe"), Options(held_out=0.2))

@@ -13,10 +13,9 @@ from safetensors.torch import save_file
 from trials import PowerCut, cut_at
 
 import processes
-from headwater.errors import HeadwaterError
 from headwater.models.causal_lm import HeadwaterForCausalLM
-from headwater.records import Notice, read_record
-from headwater.training.checkpoint import (
+from headwater.util.errors import HeadwaterError
+from headwater_lab.training.checkpoint import (
     damage,
     history_of,
     load_model,
@@ -24,10 +23,11 @@ from headwater.training.checkpoint import (
     optimizer_tensors,
     restore,
 )
-from headwater.training.loop import train
-from headwater.training.places import checkpoints
-from headwater.training.run_folder import MARK
-from headwater.training.saving import Saver
+from headwater_lab.training.loop import train
+from headwater_lab.training.places import checkpoints
+from headwater_lab.training.records import Notice, read_record
+from headwater_lab.training.run_folder import MARK
+from headwater_lab.training.saving import Saver
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:
@@ -65,7 +65,7 @@ class TestForeignFolders:
         assert contents(project) == before
 
     def test_stages_are_refused_there_too(self, recipe, project):
-        from headwater.training.stages import train_stages
+        from headwater_lab.training.stages import train_stages
 
         before = contents(project)
         made = recipe(stages=[{"name": "on", "training": {"steps": 2}}])
@@ -145,7 +145,7 @@ class TestOwnFolders:
     def test_a_finished_run_that_was_killed_before_it_tidied_up_does_so_later(self, recipe, tmp_path, monkeypatch):
         every = {"save_every": 2, "keep_checkpoints": 1}
         with monkeypatch.context() as patched:
-            patched.setattr("headwater.training.loop.prune", lambda *arguments: None)
+            patched.setattr("headwater_lab.training.loop.prune", lambda *arguments: None)
             train(recipe(reporting=every), tmp_path / "run")
         assert len(checkpoints(tmp_path / "run")) == 6
         train(recipe(reporting=every), tmp_path / "run", resume=True)
@@ -157,7 +157,7 @@ class TestStrays:
 
     @pytest.fixture(scope="class")
     def cut(self, tmp_path_factory):
-        from headwater.recipe import parse
+        from headwater_lab.recipe.schema import parse
 
         folder = tmp_path_factory.mktemp("strays")
         (folder / "corpus").mkdir()
@@ -214,7 +214,7 @@ def test_every_optimiser_goes_on_as_if_it_had_never_stopped(kind, options, tmp_p
     from lightning_fabric import Fabric
 
     from conftest import config
-    from headwater.training.checkpoint import Progress
+    from headwater_lab.training.checkpoint import Progress
 
     def take(model, optimizer, steps):
         for step in steps:

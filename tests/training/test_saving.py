@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file
 from trials import PowerCut, same_end
 
-from headwater.errors import HeadwaterError
-from headwater.records import read_record
-from headwater.training import saving
-from headwater.training.loop import train
-from headwater.training.places import checkpoints, step_of
+from headwater.util.errors import HeadwaterError
+from headwater_lab.training import saving
+from headwater_lab.training.loop import train
+from headwater_lab.training.places import checkpoints, step_of
+from headwater_lab.training.records import read_record
 
 PATIENCE = 60.0
 

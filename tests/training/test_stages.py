@@ -7,16 +7,16 @@ import pytest
 import yaml
 
 from headwater import HeadwaterError
-from headwater.compare import levels, pool, run_trials, trials_of
-from headwater.compare.pool import Outcome
-from headwater.recipe import load_recipe, parse
-from headwater.records import read_record
-from headwater.report import comparisons, write_report
-from headwater.report.comparison import differ_in_cost
-from headwater.training.checkpoint import optimizer_state
-from headwater.training.loop import train
-from headwater.training.places import newest_checkpoint
-from headwater.training.stages import chain, train_stages
+from headwater_lab.comparison import levels, pool, run_trials, trials_of
+from headwater_lab.comparison.pool import Outcome
+from headwater_lab.recipe.schema import load_recipe, parse
+from headwater_lab.reports import comparisons, write_report
+from headwater_lab.reports.comparison import differ_in_cost
+from headwater_lab.training.checkpoint import optimizer_state
+from headwater_lab.training.loop import train
+from headwater_lab.training.places import newest_checkpoint
+from headwater_lab.training.records import read_record
+from headwater_lab.training.stages import chain, train_stages
 
 PAIRS = {"mechanisms": {"pattention": {"attention_pairs": 5, "ffn_pairs": 9}}, "residual_dropout": 0.0}
 STAGES = [

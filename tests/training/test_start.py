@@ -10,15 +10,15 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from headwater import HeadwaterError, HeadwaterForCausalLM
-from headwater.errors import Interrupted
 from headwater.growth import TauAnnealing, pairs_of
 from headwater.growth.pairs import maps_of
-from headwater.records import read_record
-from headwater.training.checkpoint import history_of, optimizer_state, write_model
-from headwater.training.loop import TrainingRun, train
-from headwater.training.places import newest_checkpoint
-from headwater.training.start import begin, prepare
+from headwater.util.errors import Interrupted
 from headwater_lab import grow
+from headwater_lab.training.checkpoint import history_of, optimizer_state, write_model
+from headwater_lab.training.loop import TrainingRun, train
+from headwater_lab.training.places import newest_checkpoint
+from headwater_lab.training.records import read_record
+from headwater_lab.training.start import begin, prepare
 
 PAIRS = {"mechanisms": {"pattention": {"attention_pairs": 5, "ffn_pairs": 9}}, "residual_dropout": 0.0}
 TO = {"attention_pairs": 12, "ffn_pairs": 20}
@@ -123,7 +123,7 @@ def test_optimiser_state_goes_on_for_old_rows_and_is_fresh_for_new_ones(
 
 
 def state_of(run: TrainingRun) -> dict[str, torch.Tensor]:
-    from headwater.training.checkpoint import optimizer_tensors
+    from headwater_lab.training.checkpoint import optimizer_tensors
 
     return {name: tensor.clone() for name, tensor in optimizer_tensors(run.model, run.setup.optimizers).items()}
 

@@ -13,19 +13,19 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 from trials import PowerCut, cut_at, same_end
 
-from headwater import priced
-from headwater.cli import main
-from headwater.errors import HeadwaterError
+from headwater.config.vision import HeadwaterVisionConfig
 from headwater.nn.loss import smoothed
-from headwater.prediction import load_for_prediction, predict
-from headwater.recipe import AnyData, Start, parse
-from headwater.records import Event, Experiment, read_record
-from headwater.training.averaging import Average
-from headwater.training.checkpoint import load_model
-from headwater.training.loop import train
-from headwater.training.places import checkpoints, newest_checkpoint
-from headwater.training.refit import changes_for, check_classes, refitting
-from headwater.vision_config import HeadwaterVisionConfig
+from headwater.util.errors import HeadwaterError
+from headwater_lab.cli import main
+from headwater_lab.recipe.schema import AnyData, Start, parse
+from headwater_lab.serving.prediction import load_for_prediction, predict
+from headwater_lab.training import estimate as priced
+from headwater_lab.training.averaging import Average
+from headwater_lab.training.checkpoint import load_model
+from headwater_lab.training.loop import train
+from headwater_lab.training.places import checkpoints, newest_checkpoint
+from headwater_lab.training.records import Event, Experiment, read_record
+from headwater_lab.training.refit import changes_for, check_classes, refitting
 
 # Without torchvision images are not changed.
 AUGMENTED = dict(crop=[0.5, 1.0], flip=0.5, rand_augment=[9.0, 0.5], erase=0.3, mixup=0.8, cutmix=1.0)

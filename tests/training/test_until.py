@@ -3,9 +3,9 @@
 import pytest
 from trials import same_end
 
-from headwater.records import read_record
-from headwater.training.loop import train
-from headwater.training.places import checkpoints
+from headwater_lab.training.loop import train
+from headwater_lab.training.places import checkpoints
+from headwater_lab.training.records import read_record
 
 
 @pytest.mark.slow

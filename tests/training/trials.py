@@ -3,8 +3,8 @@
 import torch
 from safetensors.torch import load_file
 
-from headwater.records import read_record
-from headwater.training.places import checkpoints
+from headwater_lab.training.places import checkpoints
+from headwater_lab.training.records import read_record
 
 
 class PowerCut(Exception):

@@ -12,12 +12,12 @@ from torch import _dynamo
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FSDPModule
 
-from headwater.errors import HeadwaterError, Interrupted
 from headwater.models.compiling import compile_model
-from headwater.recipe import parse
-from headwater.training import setup
-from headwater.training.loop import TrainingRun, train
-from headwater.training.saving import Shard
+from headwater.util.errors import HeadwaterError, Interrupted
+from headwater_lab.recipe.schema import parse
+from headwater_lab.training import setup
+from headwater_lab.training.loop import TrainingRun, train
+from headwater_lab.training.saving import Shard
 
 seeds: list[int] = []
 # Before each forward pass, how many parameters have a gradient that is whole in this process.

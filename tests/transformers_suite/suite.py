@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 from transformers.testing_utils import _TEXT_MODEL_TESTER_DEFAULTS
 
 from headwater import HeadwaterConfig, HeadwaterForCausalLM, HeadwaterModel
-from headwater.registry import REGISTRY
+from headwater.plugins.registry import REGISTRY
 
 MIXINS = mixins()
 CONFIGURATIONS: dict[str, dict[str, Any]] = {

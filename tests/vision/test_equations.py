@@ -12,7 +12,7 @@ from images import image_model, images, vision_config
 
 from conftest import assert_near
 from headwater import HeadwaterError
-from headwater.registry import REGISTRY, resolve
+from headwater.plugins.registry import REGISTRY, resolve
 from headwater.testing.naive import reference
 
 POSITIONS = ("learned", "sincos", "rope", "none")

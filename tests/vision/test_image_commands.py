@@ -8,9 +8,10 @@ from images import image_model, images
 from transformers import AutoModelForImageClassification, ViTConfig, ViTForImageClassification, ViTImageProcessor
 
 from conftest import assert_near
-from headwater import HeadwaterForImageClassification, api
+from headwater import HeadwaterForImageClassification
 from headwater.testing import disturb
-from headwater.training.checkpoint import load_model, write_model
+from headwater_lab import api
+from headwater_lab.training.checkpoint import load_model, write_model
 
 PAIRS = {"pattention": {"attention_pairs": 8, "ffn_pairs": 16}}
 SIZE = {"height": 9, "width": 16}

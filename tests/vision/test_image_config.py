@@ -9,9 +9,9 @@ from huggingface_hub.errors import StrictDataclassError
 from images import image_model, images, vision_config
 
 from headwater import HeadwaterError, HeadwaterForImageClassification, HeadwaterVisionConfig
-from headwater.errors import sentence
 from headwater.mechanisms import Mechanism
-from headwater.registry import MECHANISMS
+from headwater.plugins.registry import MECHANISMS
+from headwater.util.errors import sentence
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_bench_train_of_images(run, options):
 
 
 def test_less_is_stored_than_by_transformers():
-    from headwater.bench.training import image_pair, stored_by_pair
+    from headwater_lab.bench.training import image_pair, stored_by_pair
 
     pair = image_pair(layers=2, width=128, image_size=32, patch_size=4, batch_size=2)
     ours, theirs = stored_by_pair(pair, "32-true")

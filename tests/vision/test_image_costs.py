@@ -7,10 +7,12 @@ import torch
 from images import vision_config
 from torch.utils.flop_counter import FlopCounterMode
 
-from headwater import HeadwaterError, HeadwaterForImageClassification, api, cost
-from headwater.hardware import hardware
-from headwater.price import price
-from headwater.registry import REGISTRY, resolve
+from headwater import HeadwaterError, HeadwaterForImageClassification
+from headwater.cost import counts as cost
+from headwater.cost import price
+from headwater.cost.hardware import hardware
+from headwater.plugins.registry import REGISTRY, resolve
+from headwater_lab import api
 
 BASES = {
     "vanilla": {},

@@ -16,8 +16,8 @@ from transformers import (
 )
 
 from headwater import HeadwaterError, HeadwaterForImageClassification, HeadwaterVisionConfig
-from headwater.registry import resolve
-from headwater.retrofit import FAMILIES, add_mechanisms, from_transformers, to_transformers
+from headwater.conversion import FAMILIES, add_mechanisms, from_transformers, to_transformers
+from headwater.plugins.registry import resolve
 from headwater.testing import disturb
 
 SIZES = dict(

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from headwater.errors import HeadwaterError
-from headwater.price import price
-from headwater.priced import planned
+from headwater.cost import price
+from headwater.util.errors import HeadwaterError
+from headwater_lab.training.estimate import planned
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 

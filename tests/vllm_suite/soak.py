@@ -19,8 +19,8 @@ import torch
 from suite import GPT2, GQA, NGRAMS, build, inside, start
 from vllm import SamplingParams
 
-from headwater.cost import cache_bytes_per_token
-from headwater.paging.pages import Page
+from headwater.cost.counts import cache_bytes_per_token
+from headwater.engines.pages import Page
 
 MECHANISMS = [
     {},

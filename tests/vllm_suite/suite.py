@@ -42,15 +42,15 @@ from vllm.lora.request import LoRARequest
 from vllm.triton_utils import dispatcher
 
 from headwater import HeadwaterConfig, HeadwaterError, HeadwaterForCausalLM
-from headwater.bench.serving import bench_serving
-from headwater.cost import cache_bytes_per_token
-from headwater.export import export
-from headwater.paging.paged import Lookback
-from headwater.paging.pages import Page
-from headwater.serving.vllm import engine, register
-from headwater.serving.vllm.engine import CPUEngine
-from headwater.serving.vllm.flash import FlashEngine
+from headwater.conversion.export import export
+from headwater.cost.counts import cache_bytes_per_token
+from headwater.engines.paged import Lookback
+from headwater.engines.pages import Page
+from headwater.integrations.vllm import engine, register
+from headwater.integrations.vllm.engine import CPUEngine
+from headwater.integrations.vllm.flash import FlashEngine
 from headwater.testing.models import disturb
+from headwater_lab.bench.serving import bench_serving
 
 SIZES: dict[str, Any] = dict(
     vocab_size=97,
@@ -353,8 +353,8 @@ def test_blocks_as_flash_attention_reads_them(mechanisms, changes, tmp_path, mon
         calls.append({*given, "fa_version"} <= {one.arg for one in (*args.args, *args.kwonlyargs)})
         return as_described(**given)
 
-    monkeypatch.setattr("headwater.serving.vllm.flash.kernel", kernel)
-    monkeypatch.setattr("headwater.serving.vllm.engine.CPUEngine", FlashEngine)
+    monkeypatch.setattr("headwater.integrations.vllm.flash.kernel", kernel)
+    monkeypatch.setattr("headwater.integrations.vllm.engine.CPUEngine", FlashEngine)
     model, rows = build(mechanisms, **changes), prompts()
     model.save_pretrained(tmp_path)
     assert right(model, rows, continued(start(tmp_path), rows)) == len(rows)
@@ -462,7 +462,7 @@ def test_refused_before_anything_is_loaded(case, tmp_path, monkeypatch):
 
 def test_another_version_of_vllm_says_so_and_serves_other_models(monkeypatch, caplog):
     monkeypatch.setattr(vllm, "__version__", "0.33.1")
-    monkeypatch.setitem(sys.modules, "headwater.serving.vllm.checks", None)  # cannot be imported
+    monkeypatch.setitem(sys.modules, "headwater.integrations.vllm.checks", None)  # cannot be imported
     with caplog.at_level("WARNING", "vllm"):
         monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
         register()

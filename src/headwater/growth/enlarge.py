@@ -1,6 +1,6 @@
 """Make a model deeper and wider: from a `Larger` to its config, its tensors and its optimizer's state.
 
-Each parameter has axes (`headwater.enlarging.Dim`), those of mechanisms by their own word. Along each axis a new entry
+Each parameter has axes (`headwater.mechanisms.enlarging.Dim`), those of mechanisms by their own word. Along each axis a new entry
 is a copy of an old one, zero, or as in a fresh model of the new size; all the ways of `methods` differ in this alone.
 """
 
@@ -14,17 +14,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headwater.config import HeadwaterConfig
-from headwater.enlarging import READS, SAME, WRITES, Dim, Larger
-from headwater.errors import HeadwaterError
+from headwater.config.plan import EMBEDDING, LayerPlan, Source
+from headwater.config.text import HeadwaterConfig
+from headwater.config.vision import HeadwaterVisionConfig
 from headwater.growth.methods import NewSizes, growth_of
 from headwater.growth.pairs import Model
 from headwater.mechanisms.base import Map, owner_of
+from headwater.mechanisms.enlarging import READS, SAME, WRITES, Dim, Larger
 from headwater.nn.norm import RMSNorm
-from headwater.plan import EMBEDDING, LayerPlan, Source
-from headwater.registry import resolve
-from headwater.seeding import generator
-from headwater.vision_config import HeadwaterVisionConfig
+from headwater.plugins.registry import resolve
+from headwater.util.errors import HeadwaterError
+from headwater.util.seeding import generator
 
 QUERIES, KEYS, VALUES, UNITS = (Dim(of) for of in ("q", "k", "v", "units"))
 # The linear layers of a block, with their outputs and inputs.
@@ -135,7 +135,7 @@ def carried(state: dict[str, Tensor], model: Model, large: Model, sizes: NewSize
 
     Where the function is kept, what copies write has a share of the old gradient, and factors on copies have all of it.
     What layers that add nothing are made from has no gradient yet. New elements have an average of zero, and of squares
-    the mean of the old ones (see `headwater.training.trained.enlarged`). A parameter with no counterpart has been
+    the mean of the old ones (see `headwater_lab.training.trained.enlarged`). A parameter with no counterpart has been
     stepped 0 times, and nothing else: `training.checkpoint.begin_with` begins its averages.
     """
     growth, _ = planned(model.config, sizes, method)

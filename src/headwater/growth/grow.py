@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from headwater.config import HeadwaterConfig
-from headwater.errors import HeadwaterError
+from headwater.config.text import HeadwaterConfig
 from headwater.growth.enlarge import enlarged, enlarged_config
 from headwater.growth.methods import NewSizes, ways
 from headwater.growth.pairs import KeyInit, Model, TauPolicy, add_pairs, added_config, has_pairs
 from headwater.models.quantization import check_full_precision
+from headwater.util.errors import HeadwaterError
 
 
 def grow(

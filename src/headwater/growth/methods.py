@@ -24,9 +24,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headwater.config import MOST, HeadwaterConfig
-from headwater.enlarging import Larger
-from headwater.errors import HeadwaterError, either, nearest
+from headwater.config.text import MOST, HeadwaterConfig
+from headwater.mechanisms.enlarging import Larger
+from headwater.util.errors import HeadwaterError, either, nearest
 
 DEEPER = ("identity", "stack", "interleave")
 WIDER = ("exact", "hypercloning", "lemon", "net2net")

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args
 import torch
 from torch import Tensor, nn
 
-from headwater.config import HeadwaterConfig
-from headwater.errors import HeadwaterError
+from headwater.config.text import HeadwaterConfig
 from headwater.growth.methods import check_whole
 from headwater.mechanisms.base import Map
 from headwater.mechanisms.pattention import Pattention, default_tau, unreadable
 from headwater.nn.block import Block
-from headwater.seeding import generator
+from headwater.util.errors import HeadwaterError
+from headwater.util.seeding import generator
 
 if TYPE_CHECKING:
     from headwater.models.causal_lm import HeadwaterForCausalLM

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from headwater.errors import HeadwaterError
+from headwater.util.errors import HeadwaterError
 
 VARIABLE = "HEADWATER_KERNELS"
 MEASURED, PLAIN = "measured", "plain"

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from headwater.errors import HeadwaterError
 from headwater.kernels import PLAIN
 from headwater.kernels.choose import bucket, timed
+from headwater.util.errors import HeadwaterError
 
 # The name under which it is registered.
 MATMUL = "matmul"

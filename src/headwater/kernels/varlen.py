@@ -24,8 +24,8 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from headwater.errors import HeadwaterError
 from headwater.kernels.attention import LEFT_OUT
+from headwater.util.errors import HeadwaterError
 
 # The name under which it is registered.
 VARLEN = "varlen"

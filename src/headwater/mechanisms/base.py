@@ -38,13 +38,13 @@ from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 
-from headwater.enlarging import Dim, Larger
-from headwater.errors import HeadwaterError, either, nearest
-from headwater.plan import STAGES, LayerPlan, Part, Source
-from headwater.registry import MECHANISMS
+from headwater.config.plan import STAGES, LayerPlan, Part, Source
+from headwater.mechanisms.enlarging import Dim, Larger
+from headwater.plugins.registry import MECHANISMS
+from headwater.util.errors import HeadwaterError, either, nearest
 
 if TYPE_CHECKING:
-    from headwater.config import HeadwaterConfig
+    from headwater.config.text import HeadwaterConfig
 
 # The linear layers of a block that a mechanism may replace; "feed_forward" is the whole feed-forward.
 Map = Literal["query", "key", "value", "output", "feed_forward"]
@@ -264,7 +264,7 @@ class Mechanism(nn.Module):
     # True if it looks up tokens by id. Then `Context.ids` is set, the module of `shared` is called with the ids, and
     # the model raises an error if it is called with `inputs_embeds`.
     reads_ids: ClassVar[bool] = False
-    # For models that are split over processes (`headwater.serving`, `headwater.titan_model`). True if within attention
+    # For models that are split over processes (`headwater_lab.serving`, `headwater.integrations.torchtitan`). True if within attention
     # each head is computed from that head and the layer's input; `axes` says which entries of a parameter belong to
     # which.
     per_head: ClassVar[bool] = False
@@ -462,7 +462,7 @@ class Mechanism(nn.Module):
         """`options`, those the user gave, with whose keys and values are shared chosen by how alike they are.
 
         keys, values: [layers, layers], 1 for alike and 0 for unrelated, as measured in a trained model
-        (`headwater.retrofit.convert.similarity`). None: nothing is left to choose.
+        (`headwater.conversion.convert.similarity`). None: nothing is left to choose.
         """
         return None
 
@@ -498,7 +498,7 @@ class Mechanism(nn.Module):
     def scalars(*shape: int) -> nn.Parameter:
         """An uninitialized parameter in fp32 (in fp64 models, fp64), whatever precision the model is built in.
 
-        Derive from `headwater.precision.KeepsPrecision` too, so that casting the model does not round it.
+        Derive from `headwater.mechanisms.precision.KeepsPrecision` too, so that casting the model does not round it.
         """
         return nn.Parameter(torch.empty(shape, dtype=torch.promote_types(torch.get_default_dtype(), torch.float32)))
 

@@ -11,7 +11,7 @@ of K / N (GQA, arXiv 2305.13245, section 2.1), which is the head of the mean of 
     k_h ← (1 - w)·k_h + w·(N / K)·Σ_{h' in the group of h} k_h'        v likewise
 
 The weight is that of value residual (arXiv 2410.17897) as a schedule: it is not learned, and moves linearly over the
-steps of a run whose recipe says `convert: {anneal: true}`. `headwater.retrofit.finished` then makes the goal. Until
+steps of a run whose recipe says `convert: {anneal: true}`. `headwater.conversion.finished` then makes the goal. Until
 then every layer stores all of its keys and values.
 """
 
@@ -24,15 +24,15 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
-from headwater.enlarging import Larger
-from headwater.errors import HeadwaterError
+from headwater.config.plan import Attends, LayerPlan, Part, Source
 from headwater.mechanisms.base import KV, Context, Mechanism, Shown, Step
-from headwater.plan import Attends, LayerPlan, Part, Source
-from headwater.precision import KeepsPrecision
-from headwater.registry import MECHANISMS, in_order
+from headwater.mechanisms.enlarging import Larger
+from headwater.mechanisms.precision import KeepsPrecision
+from headwater.plugins.registry import MECHANISMS, in_order
+from headwater.util.errors import HeadwaterError
 
 if TYPE_CHECKING:
-    from headwater.config import HeadwaterConfig
+    from headwater.config.text import HeadwaterConfig
 
 
 def _kept(plans: Sequence[LayerPlan]) -> set[tuple[str, int, int]]:

@@ -22,14 +22,14 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
-from headwater.enlarging import READS, SAME, Dim, Larger
-from headwater.errors import HeadwaterError
+from headwater.config.plan import LayerPlan, Source
 from headwater.mechanisms.base import AttentionInputs, Context, Cost, Mechanism
+from headwater.mechanisms.enlarging import READS, SAME, Dim, Larger
 from headwater.mechanisms.receivers import check_receivers, receivers
-from headwater.plan import LayerPlan, Source
+from headwater.util.errors import HeadwaterError
 
 if TYPE_CHECKING:
-    from headwater.config import HeadwaterConfig
+    from headwater.config.text import HeadwaterConfig
 
 DepthVariant = Literal["attnres", "inkling_2"]
 Summed = Literal["additions", "states"]

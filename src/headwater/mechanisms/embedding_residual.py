@@ -18,15 +18,15 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
-from headwater.enlarging import SAME, Dim, Larger
+from headwater.config.plan import EMBEDDING, LayerPlan, Source
 from headwater.mechanisms.base import Context, Cost, Mechanism, Shown
+from headwater.mechanisms.enlarging import SAME, Dim, Larger
+from headwater.mechanisms.precision import KeepsPrecision
 from headwater.mechanisms.receivers import check_layers, is_chosen, moved_layers
 from headwater.mechanisms.weighted_sum import weighted_sum
-from headwater.plan import EMBEDDING, LayerPlan, Source
-from headwater.precision import KeepsPrecision
 
 if TYPE_CHECKING:
-    from headwater.config import HeadwaterConfig
+    from headwater.config.text import HeadwaterConfig
 
 
 class EmbeddingResidual(KeepsPrecision, Mechanism):

@@ -27,15 +27,15 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
-from headwater.enlarging import SAME, Dim, Larger
-from headwater.errors import HeadwaterError, nearest
+from headwater.config.plan import LayerPlan, Part, Source
 from headwater.mechanisms.base import KV, Ancestors, Context, Cost, Mechanism, Shown, Tail
+from headwater.mechanisms.enlarging import SAME, Dim, Larger
+from headwater.mechanisms.precision import KeepsPrecision
 from headwater.mechanisms.shift import earlier, shift
-from headwater.plan import LayerPlan, Part, Source
-from headwater.precision import KeepsPrecision
+from headwater.util.errors import HeadwaterError, nearest
 
 if TYPE_CHECKING:
-    from headwater.config import HeadwaterConfig
+    from headwater.config.text import HeadwaterConfig
 
 ShiftVariant = Literal["free", "gate", "clamped", "half_heads", "half_channels"]
 HALVES = "half_heads", "half_channels"

@@ -11,7 +11,7 @@
 
 What is shared is what the source layer itself attends to: after its own mechanisms, norm and RoPE. A layer that shares
 has no projections, no scalars of other mechanisms and no cache for it. Layers at the end that all share run, in a
-prompt, for the last token alone (`headwater.planning.output_only_from`).
+prompt, for the last token alone (`headwater.config.planner.output_only_from`).
 
 Departures: YOCO's lower half has a window, which the model's `sliding_layers` give it here, or a recurrence, which is
 not built. Its shared keys and values have a norm of their own; here they are those of layer L/2, made from the same
@@ -27,13 +27,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
-from headwater.enlarging import Larger
-from headwater.errors import HeadwaterError
+from headwater.config.plan import LayerPlan
 from headwater.mechanisms.base import Mechanism
-from headwater.plan import LayerPlan
+from headwater.mechanisms.enlarging import Larger
+from headwater.util.errors import HeadwaterError
 
 if TYPE_CHECKING:
-    from headwater.config import HeadwaterConfig
+    from headwater.config.text import HeadwaterConfig
 
 LayerMap = Literal["cross_layer", "yoco", "last", "own"]
 

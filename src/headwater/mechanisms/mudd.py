@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
-from headwater.enlarging import READS, SAME, Dim, Larger
-from headwater.errors import HeadwaterError
+from headwater.config.plan import LayerPlan, Source
 from headwater.kernels.norm import can_fuse_rms_norm, fused_rms_norm
 from headwater.mechanisms.base import AttentionInputs, Context, Cost, Mechanism, Shown
-from headwater.plan import LayerPlan, Source
-from headwater.precision import KeepsPrecision
+from headwater.mechanisms.enlarging import READS, SAME, Dim, Larger
+from headwater.mechanisms.precision import KeepsPrecision
+from headwater.util.errors import HeadwaterError
 
 if TYPE_CHECKING:
-    from headwater.config import HeadwaterConfig
+    from headwater.config.text import HeadwaterConfig
 
 # The inner width over the number of weights, after the last block.
 WIDER = 4

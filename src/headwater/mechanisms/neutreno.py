@@ -18,14 +18,14 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
-from headwater.enlarging import SAME, Dim, Larger
-from headwater.errors import HeadwaterError
+from headwater.config.plan import Heads, LayerPlan, Source
 from headwater.mechanisms.base import Context, Cost, Mechanism, Shown
-from headwater.plan import Heads, LayerPlan, Source
-from headwater.precision import KeepsPrecision
+from headwater.mechanisms.enlarging import SAME, Dim, Larger
+from headwater.mechanisms.precision import KeepsPrecision
+from headwater.util.errors import HeadwaterError
 
 if TYPE_CHECKING:
-    from headwater.config import HeadwaterConfig
+    from headwater.config.text import HeadwaterConfig
 
 FIRST = Source("raw", "v", 0)
 

@@ -32,16 +32,16 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
-from headwater.enlarging import SAME, WRITES, Dim, Larger
-from headwater.errors import HeadwaterError
+from headwater.config.plan import Kept, LayerPlan, Source
 from headwater.mechanisms.base import KV, Ancestors, Context, Cost, Mechanism, Shown, Tail
+from headwater.mechanisms.enlarging import SAME, WRITES, Dim, Larger
+from headwater.mechanisms.precision import KeepsPrecision
 from headwater.mechanisms.receivers import check_layers, layers_with_values
 from headwater.mechanisms.shift import earlier
-from headwater.plan import Kept, LayerPlan, Source
-from headwater.precision import KeepsPrecision
+from headwater.util.errors import HeadwaterError
 
 if TYPE_CHECKING:
-    from headwater.config import HeadwaterConfig
+    from headwater.config.text import HeadwaterConfig
 
 Opened = Literal["none", "scalar", "match"]
 Combine = Literal["concat", "sum"]

@@ -17,14 +17,14 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
-from headwater.enlarging import READS, Dim, Larger
-from headwater.errors import HeadwaterError
+from headwater.config.plan import LayerPlan
 from headwater.mechanisms.base import Context, Cost, Mechanism
+from headwater.mechanisms.enlarging import READS, Dim, Larger
 from headwater.mechanisms.receivers import check_channels, check_layers, is_chosen, moved_layers
-from headwater.plan import LayerPlan
+from headwater.util.errors import HeadwaterError
 
 if TYPE_CHECKING:
-    from headwater.config import HeadwaterConfig
+    from headwater.config.text import HeadwaterConfig
 
 
 class OutputGate(Mechanism):

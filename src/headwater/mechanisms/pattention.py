@@ -36,16 +36,16 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
-from headwater.enlarging import SAME, Dim, Larger
-from headwater.errors import HeadwaterError, nearest
+from headwater.config.plan import LayerPlan, Source
 from headwater.kernels import applies
 from headwater.kernels.pattention import fused_pattention
 from headwater.mechanisms.base import Cost, Group, Map, Mechanism, Processes, Shown, Step
-from headwater.plan import LayerPlan, Source
-from headwater.precision import KeepsPrecision
+from headwater.mechanisms.enlarging import SAME, Dim, Larger
+from headwater.mechanisms.precision import KeepsPrecision
+from headwater.util.errors import HeadwaterError, nearest
 
 if TYPE_CHECKING:
-    from headwater.config import HeadwaterConfig
+    from headwater.config.text import HeadwaterConfig
 
 ScoreFunction = Literal["l2_norm_gelu", "gelu_l2_norm", "l1_norm_gelu", "gelu_l1_norm", "exp_l1_norm", "softmax"]
 Gelu = Literal["erf", "tanh"]

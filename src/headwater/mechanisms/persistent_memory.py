@@ -22,14 +22,14 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
-from headwater.enlarging import SAME, Dim, Larger
-from headwater.errors import HeadwaterError
+from headwater.config.plan import LayerPlan
 from headwater.mechanisms.base import KV, Context, Cost, Mechanism
+from headwater.mechanisms.enlarging import SAME, Dim, Larger
 from headwater.mechanisms.receivers import check_layers, is_chosen, moved_layers
-from headwater.plan import LayerPlan
+from headwater.util.errors import HeadwaterError
 
 if TYPE_CHECKING:
-    from headwater.config import HeadwaterConfig
+    from headwater.config.text import HeadwaterConfig
 
 
 class PersistentMemory(Mechanism):

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from headwater.enlarging import Larger
-from headwater.errors import HeadwaterError
+from headwater.mechanisms.enlarging import Larger
+from headwater.util.errors import HeadwaterError
 
 if TYPE_CHECKING:
-    from headwater.config import HeadwaterConfig
-    from headwater.plan import LayerPlan
+    from headwater.config.plan import LayerPlan
+    from headwater.config.text import HeadwaterConfig
 
 
 def receivers(options: dict[str, Any], config: "HeadwaterConfig") -> list[int]:

@@ -31,16 +31,16 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
-from headwater.enlarging import READS, SAME, Dim, Larger
-from headwater.errors import HeadwaterError, nearest
+from headwater.config.plan import Kept, LayerPlan, Outer, Source, Stage
 from headwater.mechanisms.base import KV, Ancestors, Context, Cost, Hidden, Mechanism, Shown, Tail
+from headwater.mechanisms.enlarging import READS, SAME, Dim, Larger
+from headwater.mechanisms.precision import KeepsPrecision
 from headwater.mechanisms.receivers import check_layers, is_chosen, moved_layers
 from headwater.mechanisms.shift import dynamic_shift, shift
-from headwater.plan import Kept, LayerPlan, Outer, Source, Stage
-from headwater.precision import KeepsPrecision
+from headwater.util.errors import HeadwaterError, nearest
 
 if TYPE_CHECKING:
-    from headwater.config import HeadwaterConfig
+    from headwater.config.text import HeadwaterConfig
 
 Site = Literal[
     "queries",

@@ -21,13 +21,13 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
-from headwater.enlarging import Larger
-from headwater.errors import HeadwaterError
+from headwater.config.plan import LayerPlan
 from headwater.mechanisms.base import Mechanism
-from headwater.plan import LayerPlan
+from headwater.mechanisms.enlarging import Larger
+from headwater.util.errors import HeadwaterError
 
 if TYPE_CHECKING:
-    from headwater.config import HeadwaterConfig
+    from headwater.config.text import HeadwaterConfig
 
 
 class SkipLayer(Mechanism):

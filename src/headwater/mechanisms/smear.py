@@ -17,16 +17,16 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
-from headwater.enlarging import SAME, Dim, Larger
-from headwater.errors import HeadwaterError
+from headwater.config.plan import LayerPlan, Source
 from headwater.mechanisms.base import Ancestors, Context, Cost, Mechanism, Shown, Tail
+from headwater.mechanisms.enlarging import SAME, Dim, Larger
+from headwater.mechanisms.precision import KeepsPrecision
 from headwater.mechanisms.receivers import check_channels
 from headwater.mechanisms.shift import earlier
-from headwater.plan import LayerPlan, Source
-from headwater.precision import KeepsPrecision
+from headwater.util.errors import HeadwaterError
 
 if TYPE_CHECKING:
-    from headwater.config import HeadwaterConfig
+    from headwater.config.text import HeadwaterConfig
 
 
 class Smear(KeepsPrecision, Mechanism):

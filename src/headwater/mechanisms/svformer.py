@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
-from headwater.enlarging import Larger
-from headwater.errors import HeadwaterError
+from headwater.config.plan import LayerPlan
 from headwater.mechanisms.base import Mechanism
+from headwater.mechanisms.enlarging import Larger
 from headwater.mechanisms.receivers import check_receivers, moved_receivers, receivers
-from headwater.plan import LayerPlan
+from headwater.util.errors import HeadwaterError
 
 if TYPE_CHECKING:
-    from headwater.config import HeadwaterConfig
+    from headwater.config.text import HeadwaterConfig
 
 
 class SVFormer(Mechanism):

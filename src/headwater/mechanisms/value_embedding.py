@@ -20,15 +20,15 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
-from headwater.enlarging import SAME, Dim, Larger
-from headwater.errors import HeadwaterError
+from headwater.config.plan import Heads, LayerPlan, Source, choose
 from headwater.mechanisms.base import KV, Context, Cost, Mechanism, Shown
+from headwater.mechanisms.enlarging import SAME, Dim, Larger
+from headwater.mechanisms.precision import KeepsPrecision
 from headwater.mechanisms.receivers import check_channels, check_layers, is_chosen, layers_with_values
-from headwater.plan import Heads, LayerPlan, Source, choose
-from headwater.precision import KeepsPrecision
+from headwater.util.errors import HeadwaterError
 
 if TYPE_CHECKING:
-    from headwater.config import HeadwaterConfig
+    from headwater.config.text import HeadwaterConfig
 
 Gate = Literal["sigmoid", "scalar", "none"]
 SHARED = Source("shared", "value_embedding", -1)

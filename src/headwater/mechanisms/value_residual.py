@@ -28,16 +28,16 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
-from headwater.enlarging import SAME, Dim, Larger
-from headwater.errors import HeadwaterError, nearest
+from headwater.config.plan import LayerPlan, Source, Stage, choose
 from headwater.mechanisms.base import KV, Context, Cost, Mechanism, Shown
+from headwater.mechanisms.enlarging import SAME, Dim, Larger
+from headwater.mechanisms.precision import KeepsPrecision
 from headwater.mechanisms.receivers import check_receivers, moved_receivers, receivers
 from headwater.mechanisms.weighted_sum import weighted_sum
-from headwater.plan import LayerPlan, Source, Stage, choose
-from headwater.precision import KeepsPrecision
+from headwater.util.errors import HeadwaterError, nearest
 
 if TYPE_CHECKING:
-    from headwater.config import HeadwaterConfig
+    from headwater.config.text import HeadwaterConfig
 
 Mode = Literal["identity", "constant", "sparse", "learnable", "learnable_plus", "dense"]
 Target = Literal["values", "queries", "keys", "probabilities", "hidden"]

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
-from headwater.errors import HeadwaterError
+from headwater.util.errors import HeadwaterError
 
 # The name of the tail that holds the positions of the tokens in the other tails.
 POSITIONS = "positions"

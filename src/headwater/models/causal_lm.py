@@ -16,13 +16,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
-from headwater.config import HeadwaterConfig
-from headwater.errors import HeadwaterError
+from headwater.config.plan import Source
+from headwater.config.planner import output_only_from
+from headwater.config.text import HeadwaterConfig
 from headwater.kernels.attention import MATMUL
 from headwater.kernels.choose import measured
 from headwater.kernels.linear import packed
 from headwater.kernels.varlen import VARLEN
-from headwater.layout import IS_EXPORTED
 from headwater.mechanisms.base import Ancestors
 from headwater.models.cache import restart  # the module registers the cache layers, too
 from headwater.models.pretrained import HeadwaterPreTrainedModel, shared_modules
@@ -50,9 +50,9 @@ from headwater.nn.masking import (
 )
 from headwater.nn.norm import make_norm
 from headwater.nn.position import RotaryEmbedding, document_lengths, for_heads
-from headwater.plan import Source
-from headwater.planning import output_only_from
-from headwater.registry import resolve
+from headwater.plugins.registry import resolve
+from headwater.util.errors import HeadwaterError
+from headwater.util.layout import IS_EXPORTED
 
 # The argument of `forward` by which some engines with paged attention are recognized: their attention layers.
 # transformers' own is recognized by its cache, and others, such as vLLM from 0.32 on, by the attention function they

@@ -21,12 +21,12 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-from headwater.errors import HeadwaterError
 from headwater.kernels.choose import measured
 from headwater.kernels.linear import packed
 from headwater.models.cache import HeadwaterStaticSlidingLayer
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.compiling import silence_tf32_advice
+from headwater.util.errors import HeadwaterError
 
 # Maximum tokens of a prompt, since attention to all of them takes quadratic memory.
 LONGEST = 2**16

@@ -15,16 +15,16 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATIO
 from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
-from headwater.errors import HeadwaterError
-from headwater.layout import IS_EXPORTED
+from headwater.config.plan import Source
+from headwater.config.vision import HeadwaterVisionConfig
 from headwater.models.pretrained import HeadwaterPreTrainedModel, shared_modules
 from headwater.models.stack import Stack
 from headwater.nn.loss import classification_loss
 from headwater.nn.masking import reach
 from headwater.nn.norm import make_norm
 from headwater.nn.patches import patches, raster_positions, resized, rotary, sincos
-from headwater.plan import Source
-from headwater.vision_config import HeadwaterVisionConfig
+from headwater.util.errors import HeadwaterError
+from headwater.util.layout import IS_EXPORTED
 
 
 class HeadwaterImagePreTrainedModel(HeadwaterPreTrainedModel):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from headwater.config import HeadwaterConfig
+from headwater.config.text import HeadwaterConfig
+from headwater.config.vision import HeadwaterVisionConfig
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.image_classification import HeadwaterForImageClassification
-from headwater.vision_config import HeadwaterVisionConfig
 
 AnyModel = HeadwaterForCausalLM | HeadwaterForImageClassification
 # What the config.json of a headwater model says.

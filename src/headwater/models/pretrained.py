@@ -10,18 +10,19 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_utils import load_state_dict
 
-from headwater import kernels, remote_code
-from headwater.config import HeadwaterConfig
-from headwater.errors import HeadwaterError, either
+from headwater import kernels
+from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.base import Mechanism, Named, owner_of
+from headwater.mechanisms.precision import KeepsPrecision
 from headwater.models.quantization import BESIDE, check_quantized
 from headwater.models.token_tables import check_resizable, resize_token_tables
+from headwater.models.weights import check_kinds, is_plain, kinds_of, stored_kinds, unwrapped_names
 from headwater.nn.attention import Attention
 from headwater.nn.block import Block
-from headwater.precision import KeepsPrecision
-from headwater.registry import resolve
-from headwater.seeding import generator
-from headwater.weights import check_kinds, is_plain, kinds_of, stored_kinds, unwrapped_names
+from headwater.plugins import remote_code
+from headwater.plugins.registry import resolve
+from headwater.util.errors import HeadwaterError, either
+from headwater.util.seeding import generator
 
 
 class HeadwaterPreTrainedModel(PreTrainedModel):

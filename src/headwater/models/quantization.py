@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import Mechanism
+from headwater.util.errors import HeadwaterError
 
 # Qualified names of linear layers' weights, and of the parameters that mechanisms have in their place.
 MAPS = r"re:(.*\.)?([a-z]+_proj\.weight|([a-z]+_proj|mlp)\.(frozen_)?(key|value))"

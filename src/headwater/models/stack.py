@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
+from headwater.config.plan import EMBEDDING, Kind, LayerPlan, Source
 from headwater.nn.block import Block
-from headwater.plan import EMBEDDING, Kind, LayerPlan, Source
 
 if TYPE_CHECKING:
-    from headwater.config import HeadwaterConfig
+    from headwater.config.text import HeadwaterConfig
 
 OfKind = dict[bool, dict[str, Any]]
 # By kind of source, the dimension of the new tokens; None: it has all tokens or none.

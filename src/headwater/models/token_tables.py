@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from headwater.config import HeadwaterConfig
-from headwater.errors import HeadwaterError
+from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.base import owner_of
-from headwater.seeding import generator
+from headwater.util.errors import HeadwaterError
+from headwater.util.seeding import generator
 
 
 def check_resizable(model: PreTrainedModel, new: int) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from headwater.errors import HeadwaterError
+from headwater.config.plan import HeadGroup, Heads, Inner, LayerPlan, Source, Stage
 from headwater.kernels.attention import FEW
 from headwater.mechanisms.base import KV, Ancestors, Context, Mechanism, Named, Tail
 from headwater.nn.attention_kernel import attention_kernel, attention_weights, eager_attention, read_values
@@ -30,13 +30,13 @@ from headwater.nn.linear import apply_linear
 from headwater.nn.norm import make_norm
 from headwater.nn.position import rotate
 from headwater.nn.projection import make_map
-from headwater.plan import HeadGroup, Heads, Inner, LayerPlan, Source, Stage
-from headwater.registry import resolve
+from headwater.plugins.registry import resolve
+from headwater.util.errors import HeadwaterError
 
 if TYPE_CHECKING:
     from transformers import Cache
 
-    from headwater.config import HeadwaterConfig
+    from headwater.config.text import HeadwaterConfig
 
 
 class Engine(ABC):

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from headwater.config.plan import EMBEDDING, LayerPlan, Outer, Part, Source
 from headwater.mechanisms.base import AttentionInputs, Context, Hidden, Named, PartTail
 from headwater.nn.attention import Attention, tail_of
 from headwater.nn.cache_name import CACHE
 from headwater.nn.feed_forward import make_feed_forward
 from headwater.nn.norm import make_norm
-from headwater.plan import EMBEDDING, LayerPlan, Outer, Part, Source
-from headwater.registry import resolve
+from headwater.plugins.registry import resolve
 
 if TYPE_CHECKING:
-    from headwater.config import HeadwaterConfig
+    from headwater.config.text import HeadwaterConfig
 
 X = TypeVar("X", Tensor, AttentionInputs, Hidden)
 

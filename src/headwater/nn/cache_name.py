@@ -13,7 +13,7 @@ from transformers import Cache
 from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from headwater.errors import HeadwaterError
+from headwater.util.errors import HeadwaterError
 
 # The installed transformers' name of it: an argument of `forward` and `generate`, and a field of what they return.
 CACHE = "cache" if "cache" in {field.name for field in fields(BaseModelOutputWithPast)} else "past_key_values"

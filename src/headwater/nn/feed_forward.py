@@ -17,7 +17,7 @@ from headwater.nn.linear import apply_linear
 from headwater.nn.projection import own_map
 
 if TYPE_CHECKING:
-    from headwater.config import HeadwaterConfig
+    from headwater.config.text import HeadwaterConfig
 
 
 class FeedForward(nn.Module):

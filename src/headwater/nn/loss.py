@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from headwater.errors import HeadwaterError
 from headwater.kernels.loss import can_fuse_loss, target_log_probabilities
+from headwater.util.errors import HeadwaterError
 
 
 def causal_lm_loss(

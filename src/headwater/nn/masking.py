@@ -23,15 +23,15 @@ from torch.nn.attention.flex_attention import create_mask
 from transformers import Cache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from headwater.errors import HeadwaterError
 from headwater.kernels.attention import MATMUL
 from headwater.kernels.varlen import VARLEN
 from headwater.mechanisms.base import Ancestors
 from headwater.nn.cache_name import CACHE, one_cache
 from headwater.nn.position import alibi_slopes
+from headwater.util.errors import HeadwaterError
 
 if TYPE_CHECKING:
-    from headwater.config import HeadwaterConfig
+    from headwater.config.text import HeadwaterConfig
 
 
 # Kernels whose masks are boolean.

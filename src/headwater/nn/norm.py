@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from headwater.kernels.norm import can_fuse_rms_norm, fused_rms_norm
 
 if TYPE_CHECKING:
-    from headwater.config import HeadwaterConfig
+    from headwater.config.text import HeadwaterConfig
 
 
 class RMSNorm(nn.Module):

@@ -11,10 +11,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from headwater.kernels import applies
 from headwater.kernels.rotary import fused_rotate
-from headwater.precision import KeepsPrecision
+from headwater.mechanisms.precision import KeepsPrecision
 
 if TYPE_CHECKING:
-    from headwater.config import HeadwaterConfig
+    from headwater.config.text import HeadwaterConfig
 
 
 class RotaryEmbedding(KeepsPrecision):

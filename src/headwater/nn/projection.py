@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from headwater.mechanisms.base import Map
-from headwater.registry import resolve
+from headwater.plugins.registry import resolve
 
 if TYPE_CHECKING:
-    from headwater.config import HeadwaterConfig
+    from headwater.config.text import HeadwaterConfig
 
 
 def make_map(

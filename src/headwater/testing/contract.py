@@ -17,17 +17,16 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, StaticCache
 
-from headwater import cost
-from headwater.config import HeadwaterConfig
-from headwater.errors import HeadwaterError
+from headwater.config.text import HeadwaterConfig
+from headwater.conversion import add_mechanisms
+from headwater.cost import counts as cost
+from headwater.engines.pages import check_servable
 from headwater.mechanisms.base import Mechanism
 from headwater.models.cache import cache_bytes
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.nn.cache_name import cache_of
-from headwater.outside import trust_names_in
-from headwater.paging.pages import check_servable
-from headwater.registry import MECHANISMS, REGISTRY, resolve
-from headwater.retrofit import add_mechanisms
+from headwater.plugins.outside import trust_names_in
+from headwater.plugins.registry import MECHANISMS, REGISTRY, resolve
 from headwater.testing.measures import HeadsAlone, Operations, kept_per_token, outside_attention
 from headwater.testing.models import (
     assert_near,
@@ -42,6 +41,7 @@ from headwater.testing.models import (
 from headwater.testing.naive import Reference
 from headwater.testing.served import Server, prompts
 from headwater.testing.trees import Tree, batch, part
+from headwater.util.errors import HeadwaterError
 
 # The base models for the tests.
 BASES: dict[str, dict[str, Any]] = {

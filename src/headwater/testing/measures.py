@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headwater.config import HeadwaterConfig
-from headwater.enlarging import of_heads
+from headwater.config.plan import Source
+from headwater.config.text import HeadwaterConfig
+from headwater.engines.heads import SomeHeads
+from headwater.engines.split import SomeOutputs, channels
+from headwater.mechanisms.enlarging import of_heads
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.nn.attention import Attention
-from headwater.paging.heads import SomeHeads
-from headwater.paging.split import SomeOutputs, channels
-from headwater.plan import Source
 
 
 def kept_by_autograd(

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from headwater.engines.paged import FlatBatch, PagedEngine
+from headwater.engines.pages import Page
+from headwater.engines.split import Portion
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.nn.attention import Attention
 from headwater.nn.attention_kernel import eager_attention
-from headwater.paging.paged import FlatBatch, PagedEngine
-from headwater.paging.pages import Page
-from headwater.paging.split import Portion
 
 
 class NaiveEngine(PagedEngine):

@@ -1,7 +1,0 @@
-"""`python -m headwater` is the command line, as `torchrun -m headwater` needs it."""
-
-from importlib import import_module
-
-from headwater.layout import COMMAND_LINE
-
-import_module(COMMAND_LINE).main()

@@ -1,0 +1,225 @@
+"""config -> one `LayerPlan` per layer: the only place that decides which layer owns what. Pure Python.
+
+Each mechanism states from which layer each head takes keys and values (`share`), and where it acts (`plan`). From that
+follows what to build: a layer projects and stores only the heads that some layer attends to.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any, Literal, NamedTuple
+
+from headwater.config.plan import EMBEDDING, Attends, HeadGroup, LayerPlan, PlannedConfig, Source, choose
+from headwater.plugins.registry import resolve
+from headwater.util.errors import HeadwaterError
+
+# Of keys and of values, in `Attends` and `Source`.
+Letter = Literal["k", "v"]
+
+# The latest plans, by the classes and the bytes of all that they are made from, since a config's fields may be set at
+# any time. Building one model asks for its plan many times.
+_LATEST: OrderedDict[Hashable, tuple[LayerPlan, ...]] = OrderedDict()
+_MOST = 16
+
+
+def plan_layers(config: PlannedConfig) -> tuple[LayerPlan, ...]:
+    """The plans of all layers. Mechanisms are asked in the config's order: first what they share, then the rest.
+
+    Raises `HeadwaterError` for a mechanism that cannot be found.
+    """
+    try:
+        key = tuple(map(resolve, config.mechanisms)), pickle.dumps(vars(config))
+    except (pickle.PicklingError, AttributeError, TypeError):  # something of the user's own is attached to the config
+        return _plan_layers(config)
+    if (plans := _LATEST.get(key)) is None:
+        plans = _LATEST[key] = _plan_layers(config)
+        if len(_LATEST) > _MOST:
+            _LATEST.popitem(last=False)
+    return plans
+
+
+def _plan_layers(config: PlannedConfig) -> tuple[LayerPlan, ...]:
+    plans = _settle(_share(config))
+    for name, options in config.mechanisms.items():
+        plans = resolve(name).planned(options, config, plans)
+    for plan in plans:
+        _check_inside(config, plan)
+        for source in plan.reads:
+            _check_alike(config, plan.index, source)
+    wanted = {source for plan in plans for source in plan.reads}
+    return tuple(
+        replace(plan, exports=tuple(sorted(source for source in wanted if _gives(plan, source)))) for plan in plans
+    )
+
+
+def _share(config: PlannedConfig) -> list[LayerPlan]:
+    """The plans with what each head attends to: what the layer attends to from which it takes its keys or values.
+
+    Each mechanism sees layers that share nothing, so none depends on those listed before it. If several redirect a
+    head, the last one counts.
+    """
+    plans = [LayerPlan.vanilla(i, config.at(i).num_key_value_heads) for i in range(config.num_hidden_layers)]
+    redirecting = [
+        Redirection(name, redirected, resolve(name).chains(options))
+        for name, options in reversed(config.mechanisms.items())
+        if (redirected := _redirected(name, options, config, plans)) != plans
+    ]
+    if not redirecting:
+        return plans
+
+    def follow(layer: int, head: int, letter: Letter) -> int:
+        """The layer whose keys or values a head attends to. Those of lower layers are known."""
+        skipped = None
+        while (redirection := _redirection(redirecting, layer, head, letter, skipped)) is not None:
+            source = redirection.source(layer, head, letter)
+            _check_alike(config, layer, Source("bank", letter, source))
+            if redirection.chains:
+                return getattr(plans[source].attends[head], letter)
+            layer, skipped = source, redirection.name
+        return layer
+
+    for layer, plan in enumerate(plans):
+        attends = (Attends(follow(layer, head, "k"), follow(layer, head, "v")) for head in range(len(plan.attends)))
+        plans[layer] = replace(plan, attends=tuple(attends))
+    return plans
+
+
+class Redirection(NamedTuple):
+    """From which layers a mechanism lets heads take their keys and values: `attends` of its plans.
+
+    chains: as `Mechanism.chains`.
+    """
+
+    name: str
+    plans: Sequence[LayerPlan]
+    chains: bool
+
+    def source(self, layer: int, head: int, letter: Letter) -> int:
+        return getattr(self.plans[layer].attends[head], letter)
+
+
+def _redirection(
+    redirecting: Sequence[Redirection], layer: int, head: int, letter: Letter, skipped: str | None
+) -> Redirection | None:
+    """The first of those, but for the mechanism `skipped`, that lets a head take keys or values of another layer."""
+    for redirection in redirecting:
+        if redirection.name != skipped and redirection.source(layer, head, letter) != layer:
+            return redirection
+    return None
+
+
+def _redirected(
+    name: str, options: dict[str, Any], config: PlannedConfig, plans: list[LayerPlan]
+) -> Sequence[LayerPlan]:
+    """What a mechanism's `share` makes of plans.
+
+    Raises `HeadwaterError` if that is not one plan a layer, or names a layer that does not come before.
+    """
+    redirected = resolve(name).share(options, config, list(plans))
+    heads = [len(plan.attends) for plan in plans]
+    if not isinstance(redirected, list) or [len(getattr(plan, "attends", ())) for plan in redirected] != heads:
+        raise HeadwaterError(f"Mechanism {name!r}: share must return a list with the plan of each layer.")
+    for layer, plan in enumerate(redirected):
+        for source in {source for attends in plan.attends for source in attends}:
+            if not 0 <= source <= layer:
+                raise HeadwaterError(
+                    f"Mechanism {name!r}: layer {layer} cannot attend to keys or values of layer {source}; in share, "
+                    f"name a layer from 0 to {layer}."
+                )
+    return redirected
+
+
+def _gives(plan: LayerPlan, source: Source) -> bool:
+    return source.layer == plan.index or (source == EMBEDDING and bool(plan.at("embedded")))
+
+
+def _check_inside(config: PlannedConfig, plan: LayerPlan) -> None:
+    """Raise `HeadwaterError` if a mechanism acts inside a feed-forward that another one replaces."""
+    width = config.hidden_size
+    for inside in plan.at("feed_forward_hidden"):
+        for name, options in config.mechanisms.items():
+            if resolve(name).map_cost(options, config, plan.index, "feed_forward", width, width) is not None:
+                raise HeadwaterError(
+                    f"Mechanism {inside!r} acts inside the feed-forward of layer {plan.index}, which {name!r} "
+                    f"replaces; remove one of them, or what {inside!r} does there."
+                )
+
+
+def output_only_from(config: PlannedConfig) -> int:
+    """The first of the layers at the end that only tokens whose output is asked for have to go through.
+
+    Later tokens need nothing of what these layers make, and what they read of lower ones is there for all tokens (keys
+    and values as attended to) or token by token. The number of layers if there are none.
+    """
+    plans = config.layer_plans
+    first = len(plans)
+    if config.materialise:  # every layer caches keys and values
+        return first
+
+    def reads_what_ids_give(plan: LayerPlan) -> bool:
+        """Whether it reads a tensor for all layers that has a token's part at a place that only its maker knows."""
+        return any(source.kind == "shared" and resolve(source.part).reads_ids for source in plan.reads)
+
+    while first and plans[first - 1].leaves_nothing and not reads_what_ids_give(plans[first - 1]):
+        first -= 1
+    return first
+
+
+# In what layers must agree if one reads a tensor of the other, by its kind and part. Attention weights must belong to
+# the same tokens, and keys in a cache are already turned by RoPE.
+_HEADS = {"q": "num_attention_heads", "k": "num_key_value_heads", "v": "num_key_value_heads"}
+_ALIKE: dict[tuple[str, str], tuple[str, ...]] = {
+    **{(kind, part): (heads, "head_dim") for kind in ("raw", "local") for part, heads in _HEADS.items()},
+    **{("bank", part): (_HEADS[part], "head_dim", "sliding_window", "rope_parameters") for part in "kv"},
+    ("probabilities", "a"): ("num_attention_heads", "sliding_window"),
+}
+
+
+def _check_alike(config: PlannedConfig, layer: int, source: Source) -> None:
+    """Raise `HeadwaterError` if `layer` would read a tensor of a layer of another kind that does not fit it."""
+    if source.layer < 0 or config.slides(layer) == config.slides(source.layer):
+        return
+    reader, owner = config.at(layer), config.at(source.layer)
+    for name in _ALIKE.get(source[:2], ()):
+        wanted, value = getattr(reader, name), getattr(owner, name)
+        if value != wanted:
+            raise HeadwaterError(
+                f"Layer {layer} would read layer {source.layer}, whose {name} is {value!r} and not {wanted!r} "
+                "(sliding_layers); let layers of one kind share."
+            )
+
+
+def _settle(plans: list[LayerPlan]) -> list[LayerPlan]:
+    """The plans with what follows from `attends`: the heads that each layer stores, kernel calls, banks to read."""
+    k_heads: dict[int, set[int]] = {plan.index: set() for plan in plans}
+    v_heads: dict[int, set[int]] = {plan.index: set() for plan in plans}
+    for plan in plans:
+        for head, (k, v) in enumerate(plan.attends):
+            k_heads[k].add(head)
+            v_heads[v].add(head)
+    stored = [
+        replace(plan, k_heads=tuple(sorted(k_heads[plan.index])), v_heads=tuple(sorted(v_heads[plan.index])))
+        for plan in plans
+    ]
+
+    def withgroups_of(plan: LayerPlan) -> LayerPlan:
+        groups = groups_of(plan, stored)
+        banks = [s for g in groups for s in (Source("bank", "k", g.k), Source("bank", "v", g.v))]
+        plan = replace(plan, groups=groups)
+        return plan.reading(*(source for source in banks if source.layer != plan.index))
+
+    return [withgroups_of(plan) for plan in stored]
+
+
+def groups_of(plan: LayerPlan, stored: Sequence[LayerPlan]) -> tuple[HeadGroup, ...]:
+    """`attends` as calls of the kernel. stored: all plans, with the heads that each stores."""
+    groups = []
+    for (k, v), run in groupby(range(len(plan.attends)), key=lambda head: plan.attends[head]):
+        heads = list(run)
+        at = choose(heads, stored[k].k_heads), choose(heads, stored[v].v_heads)
+        groups.append(HeadGroup(heads[0], len(heads), k, v, *at))
+    return tuple(groups)

@@ -1,0 +1,667 @@
+"""`HeadwaterConfig`: one Hugging Face config for Llama-like and GPT-2-like bases, and the mechanisms on top."""
+
+import copy
+import difflib
+import json
+import os
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import StrictDataclassError
+from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from headwater.config.plan import LayerPlan
+from headwater.config.planner import plan_layers
+from headwater.plugins import outside, remote_code
+from headwater.plugins.registry import MECHANISMS, as_mapping, resolve
+from headwater.util.errors import HeadwaterError, nearest, sentence, shown, unusable
+
+# Activations that transformers is known to have. Looking up others in transformers takes longer than the other checks.
+_ACTIVATIONS = ("silu", "gelu", "gelu_new", "relu")
+# Fields that may differ between layers.
+_OF_LAYERS = ("num_attention_heads", "num_key_value_heads", "head_dim", "rope_parameters")
+# Kinds of cache layers, without and with a sliding window: transformers' own, for the usual K and V, and those of
+# models/cache.py for the rest.
+_ORDINARY = "full_attention", "sliding_attention"
+_OWN = "headwater_attention", "headwater_sliding_attention"
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
+# Limits that no real model reaches; planning, which lists every key/value head of every layer, would take forever.
+MOST = {"num_hidden_layers": 4096, "num_attention_heads": 4096, "num_key_value_heads": 4096}
+_MOST_ANYWHERE = 2**40
+_MOST_PLANNED = 2**17
+# A list of names becomes a mapping when a config is created, so type checkers need not know about lists.
+if TYPE_CHECKING:
+    _Mechanisms = dict[Any, Any]
+else:
+    _Mechanisms = dict | list
+# The fields that transformers' RoPE functions read.
+_ROPE_KEYS = (
+    "rope_type",
+    "rope_theta",
+    "partial_rotary_factor",
+    "factor",
+    "original_max_position_embeddings",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "truncate",
+    "mscale",
+    "mscale_all_dim",
+    "short_factor",
+    "long_factor",
+    "low_freq_factor",
+    "high_freq_factor",
+)
+# The types of those that are not numbers, also in words.
+_ROPE_TYPES: dict[str, tuple[type, str]] = {
+    "rope_type": (str, "a name"),
+    "truncate": (bool, "true or false"),
+    "short_factor": (list, "a list of numbers"),
+    "long_factor": (list, "a list of numbers"),
+}
+
+
+# This file does not postpone annotations: `@strict` checks types, not their names.
+@strict
+class HeadwaterConfig(PreTrainedConfig):
+    """Configuration of a headwater model. The defaults are Llama-like; `HeadwaterConfig.gpt2()` is GPT-2-like.
+
+    Sizes
+        vocab_size: number of tokens.
+        hidden_size: width D of the residual stream.
+        intermediate_size: width of the feed-forward; default 4·D, or 8/3·D rounded up to 64 if it is gated.
+        num_hidden_layers: depth L.
+        num_attention_heads: query heads H.
+        num_key_value_heads: key/value heads K, a divisor of H (GQA); default H.
+        head_dim: width d of a head; default D / H.
+        max_position_embeddings: the model's context; with learned positions, the size of their table.
+
+    Parts
+        feed_forward: "gated" (`down(act(gate(x)) * up(x))`, SwiGLU with act = silu) or "plain" (`down(act(up(x)))`).
+        hidden_act: any activation name of transformers.
+        norm: "rms_norm" or "layer_norm"; `norm_eps` is the epsilon of both.
+        norm_weight, norm_bias: whether norms have a weight, and LayerNorms a bias; False for both is the
+            non-parametric LayerNorm.
+        unit_offset_norm: RMSNorms multiply by 1 + weight, as in Gemma: half precision then rounds the distance from 1.
+        final_norm_weight, final_norm_bias: the same for the norm after the last block; default as the others.
+        output_norms: norms also of what attention and the feed-forward give, before it is added, as in Gemma 2.
+        embedding_norm: a norm of the embedding before the first block, as in nanochat.
+        embedding_scale: factor on the embedding; "width" is √D, as in Gemma.
+        position: "rope", "learned", "alibi" or "none".
+        rope_parameters: as in transformers: {"rope_type", "rope_theta", "partial_rotary_factor", "factor", …}.
+        parallel_residual: x + attention(norm1(x)) + feed_forward(norm2(x)), as in GPT-NeoX.
+        first_residual: False removes the residual connection around the first layer's attention (with
+            parallel_residual, around the first block), so that the embedding reaches later layers only through it:
+            the value-residual paper's test of V_0 against V_1.
+        qk_norm: a norm over each head's width on queries and keys, right after projection, as in Qwen3.
+        attention_scale: factor on the scores; default 1/√d.
+        attention_softcap: c in c·tanh(scores / c), before the mask, as in Gemma 2; default none. Eager attention only.
+        qkv_bias, output_bias, mlp_bias: biases of the query/key/value, attention output and feed-forward layers.
+        sliding_window: attend only to this many most recent tokens (2 or more), including the current one; default all.
+        sliding_layers: the layers that have that window; default all. The other layers attend to everything.
+        sliding_fields: fields with other values in `sliding_layers`: num_attention_heads, num_key_value_heads, head_dim
+            or rope_parameters.
+        tie_word_embeddings: the output head is the token embedding.
+        logit_scale: factor on the logits; "fan_in" is 1/√D, MaxText's choice for a tied embedding initialized with
+            N(0, 1).
+        logit_softcap: c in c·tanh(logits / c); default none.
+        embedding_dropout, attention_dropout, residual_dropout: probabilities, default 0.
+
+    Initialization
+        initializer_range: standard deviation of matrices and embeddings.
+        embedding_range: standard deviation of the token and position embeddings. Default: what a mechanism needs
+            (0.2 with Pattention, whose output does not depend on the size of its input, so that the first block's
+            drowns an embedding of 0.02; docs/fairness.md), else initializer_range. For a stored config without it:
+            initializer_range.
+        linear_init: "normal" draws linear layers with initializer_range, "fan_in" with 1/√inputs, as in MaxText.
+        scaled_residual_init: divide it by √(2·L) for the two layers that write to the residual stream, as in GPT-2.
+        initializer_seed: every parameter is drawn from (this seed, the parameter's qualified name), so models with
+            common parts have the same initial values in them, whatever else they contain.
+
+    Mechanisms
+        mechanisms: name -> options, in order of application, e.g.
+            `{"kv_shift": {}, "value_residual": {"mode": "learnable"}}`; or a list of names. See
+            `headwater.mechanisms`. Name an outside one as "package.module:Class", or by its package's entry point
+            (docs/extending.md). `headwater.plugins.outside` says which of these are imported.
+
+    Serving
+        materialise: gather ordinary keys and values for each layer before they are cached, for engines with their own
+            (paged) cache; the same function without the smaller cache. Not with mechanisms that keep raw tokens.
+
+    Raises `HeadwaterError` (or transformers' strict-dataclass error around it) with one sentence that says what
+    to change.
+    """
+
+    model_type = "headwater"
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]
+    # transformers may read `rope_theta` from any of these; a checkpoint always stores it in `rope_parameters`.
+    default_theta = 10_000.0
+    # What differs for images (vision_config.py): tokens see only earlier ones, and no residual branch is dropped whole.
+    is_causal = True
+    drop_path = 0.0
+
+    vocab_size: int = 50304
+    hidden_size: int = 768
+    intermediate_size: int | None = None
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    max_position_embeddings: int = 2048
+
+    feed_forward: Literal["gated", "plain"] = "gated"
+    hidden_act: str = "silu"
+    norm: Literal["rms_norm", "layer_norm"] = "rms_norm"
+    norm_eps: float | int = 1e-5
+    norm_weight: bool = True
+    norm_bias: bool = True
+    unit_offset_norm: bool = False
+    final_norm_weight: bool | None = None
+    final_norm_bias: bool | None = None
+    output_norms: bool = False
+    embedding_norm: bool = False
+    embedding_scale: float | int | Literal["width"] = 1.0
+    position: Literal["rope", "learned", "alibi", "none"] = "rope"
+    rope_parameters: dict | None = None
+    parallel_residual: bool = False
+    first_residual: bool = True
+    qk_norm: bool = False
+    attention_scale: float | int | None = None
+    attention_softcap: float | int | None = None
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    sliding_window: int | None = None
+    sliding_layers: list[int] | None = None
+    sliding_fields: dict | None = None
+    tie_word_embeddings: bool = False
+    logit_scale: float | int | Literal["fan_in"] = 1.0
+    logit_softcap: float | int | None = None
+    embedding_dropout: float | int = 0.0
+    attention_dropout: float | int = 0.0
+    residual_dropout: float | int = 0.0
+
+    initializer_range: float | int = 0.02
+    embedding_range: float | int | None = None
+    linear_init: Literal["normal", "fan_in"] = "normal"
+    scaled_residual_init: bool = False
+    initializer_seed: int = 0
+
+    mechanisms: _Mechanisms | None = None
+
+    materialise: bool = False
+
+    # Derived: the kind of cache layer each layer needs; `DynamicCache(config=…)` and `generate` build caches from it.
+    layer_types: list[str] | None = None
+
+    use_cache: bool = True
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+
+    # Fields have one name, and layers none of their own (`at` makes a layer's config), so nothing is lost of
+    # transformers' lookup, which takes a third of the time in which a small model is built.
+    __getattribute__ = object.__getattribute__
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        by_hand = "model_type" not in kwargs  # `to_dict` and files name their kind
+        if by_hand:
+            self._check_names(kwargs)
+            if self.position != "rope" and self.rope_parameters:
+                raise HeadwaterError(
+                    f"position {self.position!r} has no rope_parameters; leave them out, or set position to rope."
+                )
+        self._trust_program()
+        if not by_hand:
+            self._check_outside()
+        kwargs.setdefault("auto_map", {})  # TRL reads it from every config whose class is not transformers' own
+        super().__post_init__(**kwargs)
+        self.settle()
+        if by_hand and self.embedding_range is None:  # a file without it is older than this field
+            wanted = (resolve(name).embedding_range(options, self) for name, options in self.mechanisms.items())
+            self.embedding_range = next((std for std in wanted if std is not None), None)
+
+    @classmethod
+    def get_config_dict(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
+        """As in transformers, which `from_pretrained` of configs and models asks.
+
+        Raises `HeadwaterError` for another model's config, which would be read with defaults for what it lacks.
+        """
+        content, unused = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        kind = content.get("model_type", cls.model_type)
+        if kind != cls.model_type:
+            raise HeadwaterError(
+                f"{str(pretrained_model_name_or_path)!r} is a model of type {kind!r}, and {cls.__name__} describes "
+                f"those of type {cls.model_type!r}; load it with transformers' AutoModelForCausalLM or another Auto "
+                "class, or convert it with `headwater retrofit` first."
+            )
+        return content, unused
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As in transformers. Names that headwater does not know are kept and saved again.
+
+        trust: modules and names from outside that the file may name (`headwater.plugins.outside`), as in
+        `from_pretrained(folder, trust=["package.module"])`.
+        Raises `HeadwaterError` for a keyword that looks like a misspelt field.
+        """
+        outside.trust(kwargs.pop("trust", None) or ())
+        cls._check_kernels(config_dict)
+        cls._check_names(name for name in kwargs if name not in config_dict and not hasattr(cls, name))
+        return super().from_dict(config_dict | {"model_type": cls.model_type}, **kwargs)
+
+    @classmethod
+    def _check_kernels(cls, config_dict: dict[str, Any]) -> None:
+        """Raise `HeadwaterError` if a file names an attention kernel of the hub, which is code to download and run."""
+        for field, kernel in config_dict.items():
+            if "attn_implementation" in field and "/" in str(kernel):
+                raise HeadwaterError(
+                    f"A config's {field} names the kernel {shown(kernel)}, which would be downloaded and run; remove "
+                    "it, and pass attn_implementation if you trust that kernel."
+                )
+
+    @classmethod
+    def field_names(cls) -> tuple[str, ...]:
+        """The fields of this kind of config that are headwater's own, derived ones included."""
+        return tuple(HeadwaterConfig.__annotations__)
+
+    @classmethod
+    def _check_names(cls, names: Iterable[str]) -> None:
+        for name in names:
+            if close := difflib.get_close_matches(name, cls.field_names(), n=1, cutoff=0.8):
+                raise HeadwaterError(f"{cls.__name__} has no field {name!r}; did you mean {close[0]!r}?")
+
+    def _trust_program(self) -> None:
+        """Trust the names of outside mechanisms that a program of the user's has written."""
+        names = [name for name in outside.names_in(self.mechanisms) if not MECHANISMS.has(name)]
+        if names and outside.is_made_by_program():
+            outside.trust(names)
+
+    def _check_outside(self) -> None:
+        """Raise `HeadwaterError` if a file names an outside mechanism that is missing, or that it may not import
+        (`headwater.plugins.outside`).
+        """
+        for name in as_mapping(self.mechanisms) or {}:
+            if isinstance(name, str) and not MECHANISMS.has(name):
+                resolve(name)
+
+    def settle(self) -> None:
+        """Fill in defaults, derive what follows from the fields, and check everything; models call it before they are
+        built, since fields may have been set after the config was created.
+
+        Raises `HeadwaterError` if fields, including mechanisms, contradict each other.
+        """
+        for name in _SIZES:
+            size, most = getattr(self, name), MOST.get(name, _MOST_ANYWHERE)
+            if size is not None and not 1 <= size <= most:
+                bound = "at least 1" if size < 1 else f"at most {most:,}"
+                raise HeadwaterError(f"{name} must be {bound}, not {shown(size)}.")
+        if self.head_dim is None:
+            if self.hidden_size % self.num_attention_heads:
+                raise HeadwaterError(
+                    f"hidden_size {self.hidden_size} is not divisible by num_attention_heads "
+                    f"{self.num_attention_heads}; change one of them, or give head_dim."
+                )
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.num_hidden_layers * self.num_key_value_heads > _MOST_PLANNED:
+            raise HeadwaterError(
+                f"{self.num_hidden_layers:,} layers of {self.num_key_value_heads:,} key/value heads are more than any "
+                "model has; lower num_hidden_layers or num_key_value_heads."
+            )
+        if self.intermediate_size is None:
+            gated = self.feed_forward == "gated"
+            self.intermediate_size = -(-8 * self.hidden_size // 3 // 64) * 64 if gated else 4 * self.hidden_size
+        if self.logit_scale == "fan_in":
+            self.logit_scale = self.hidden_size**-0.5
+        if self.embedding_scale == "width":
+            self.embedding_scale = self.hidden_size**0.5
+        self.final_norm_weight = self.norm_weight if self.final_norm_weight is None else self.final_norm_weight
+        self.final_norm_bias = self.norm_bias if self.final_norm_bias is None else self.final_norm_bias
+        self._check_heads()
+        self._settle_sliding()
+        if self.position == "rope":
+            self.settle_rope()
+        else:
+            self.rope_parameters = None
+        # Options are stored with their defaults filled in, so that a saved config says what the model does.
+        given = as_mapping(self.mechanisms) or {}
+        named = [(_name_of(str(name)), options) for name, options in given.items()]
+        self.mechanisms = {name: self._complete_options(name, options) for name, options in named}
+        if len(self.mechanisms) < len(named):
+            raise HeadwaterError(f"mechanisms has a repeated name: {', '.join(map(str, given))}; name each once.")
+        for name, options in self.mechanisms.items():
+            resolve(name).validate(options, self)
+        plans = self.layer_plans
+        keepers, s = _keepers(plans)
+        if self.materialise and keepers:
+            raise HeadwaterError(
+                f"materialise=True leaves only keys and values in the cache, and {keepers} keep{s} raw tokens beside "
+                f"them; set materialise=False, or remove {keepers}."
+            )
+        # A field and not a property, because compiled code reads it and cannot trace the plan. It follows from the rest
+        # of the config, whatever a file says. With a sliding window, where our growing layer has no advantage,
+        # transformers' layers are used if they suit all such layers; never a mixture, since layers that attend to each
+        # other must use the same slots, and transformers' static layer rolls while ours does not.
+        usual = self.materialise, self.materialise or all(p.is_ordinary for p in plans if self.slides(p.index))
+        kinds = [(_ORDINARY if usual[slides] else _OWN)[slides] for slides in (False, True)]
+        self.layer_types = [kinds[self.slides(plan.index)] for plan in plans]
+        self.validate_architecture()  # `@strict` calls it too, but wraps what it raises
+
+    def _settle_sliding(self) -> None:
+        """Check `sliding_layers` and `sliding_fields`. Raises `HeadwaterError`."""
+        if self.sliding_layers is not None:
+            self.sliding_layers = sorted(set(self.sliding_layers))
+            if self.sliding_window is None or not self.sliding_layers:
+                raise HeadwaterError("sliding_layers names the layers with a sliding_window; set both, or neither.")
+            if not 0 <= self.sliding_layers[0] <= self.sliding_layers[-1] < self.num_hidden_layers:
+                raise HeadwaterError(
+                    f"sliding_layers must lie between 0 and {self.num_hidden_layers - 1}, not at {self.sliding_layers}."
+                )
+            if len(self.sliding_layers) == self.num_hidden_layers:
+                self.sliding_layers = None
+        if not self.sliding_fields:
+            self.sliding_fields = None
+            return
+        if self.sliding_layers is None:
+            raise HeadwaterError(
+                "sliding_fields differ in sliding_layers, which are some of the layers; name those, or set the fields "
+                "themselves."
+            )
+        for name in self.sliding_fields:
+            if name not in _OF_LAYERS:
+                raise HeadwaterError(f"sliding_fields has no field {name!r}; {nearest(str(name), _OF_LAYERS)}")
+        inside = self.at(self.sliding_layers[0])
+        for name in _OF_LAYERS[:3]:
+            size = getattr(inside, name)
+            if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= MOST.get(name, _MOST_ANYWHERE):
+                raise HeadwaterError(f"sliding_fields.{name} must be a whole number above 0, not {shown(size)}.")
+        inside._check_heads()
+        if inside.rope_parameters is not None and not isinstance(inside.rope_parameters, dict):
+            raise HeadwaterError(
+                f"sliding_fields.rope_parameters must be a mapping, not {shown(inside.rope_parameters)}."
+            )
+        if self.position == "rope":
+            inside.settle_rope()
+            if "rope_parameters" in self.sliding_fields:
+                self.sliding_fields = self.sliding_fields | {"rope_parameters": inside.rope_parameters}
+            inside._check_rope()
+        elif "rope_parameters" in self.sliding_fields:
+            raise HeadwaterError(
+                f"position {self.position!r} has no rope_parameters; leave them out of sliding_fields."
+            )
+
+    def _complete_options(self, name: str, options: dict[str, Any]) -> dict[str, Any]:
+        kind = resolve(name)
+        return kind.complete_options(kind.options(options), self)
+
+    def slides(self, layer: int) -> bool:
+        """Whether a layer has the sliding window."""
+        return self.sliding_window is not None and (self.sliding_layers is None or layer in self.sliding_layers)
+
+    def at(self, layer: int) -> "HeadwaterConfig":
+        """The config as one layer sees it, where layers differ; else this one."""
+        if self.sliding_layers is None:
+            return self
+        slides = layer in self.sliding_layers
+        own = (self.sliding_fields or {}) if slides else {"sliding_window": None}
+        made = copy.copy(self)
+        made.__class__ = LayerConfig
+        made.__dict__.update(own, sliding_layers=None, sliding_fields=None, whole=self)
+        return made
+
+    @property
+    def per_layer_config(self) -> list["HeadwaterConfig"]:
+        """The config as each layer sees it, by which transformers sizes static caches; it cannot be set."""
+        return [self.at(layer) for layer in range(self.num_hidden_layers)]
+
+    @per_layer_config.setter
+    def per_layer_config(self, given: Any) -> None:
+        if given is not None:
+            raise HeadwaterError(
+                "headwater's layers do not read per_layer_config; give fields of some layers as sliding_fields, and "
+                "the layers of a mechanism as its options."
+            )
+
+    @property
+    def kinds(self) -> dict[bool, int]:
+        """The first layer of each kind there is, by whether it has the sliding window."""
+        layers = {self.slides(layer): layer for layer in reversed(range(self.num_hidden_layers))}
+        return dict(sorted(layers.items()))
+
+    def settle_rope(self) -> None:
+        """Fill in what `rope_parameters` leaves out."""
+        self.rope_parameters = dict(self.rope_parameters or {})
+        if self.rope_parameters.get("rope_theta") is None:
+            self.rope_parameters["rope_theta"] = self.default_theta
+        self.standardize_rope_params()
+
+    def check_paged(self) -> None:
+        """Raise `HeadwaterError` if an engine with its own paged cache cannot run this model exactly."""
+        plans = self.layer_plans
+        keepers, s = _keepers(plans)
+        if keepers:
+            raise HeadwaterError(
+                f"{keepers} look{s} back to raw tokens, which an engine with paged attention cannot keep, so its "
+                "output would be wrong; use generate, which keeps them."
+            )
+        possible, reason = self.attention_kernels
+        if possible is not None:
+            raise HeadwaterError(
+                f"{reason} needs masks or attention weights, which an engine with paged attention does not provide; "
+                "use generate."
+            )
+        kind = (self.rope_parameters or {}).get("rope_type")
+        if kind in ("dynamic", "longrope"):
+            raise HeadwaterError(
+                f"The frequencies of rope_type {kind!r} follow the longest sequence of a call, but an engine with "
+                "paged attention batches many requests into one call; use generate."
+            )
+        if not self.materialise:
+            raise HeadwaterError(
+                "An engine with paged attention keeps ordinary keys and values for each layer; load the model with "
+                "materialise=True, or write such a checkpoint with headwater export --materialise (exact, without the "
+                "smaller cache)."
+            )
+
+    def validate_architecture(self) -> None:
+        """Called by `@strict` after construction and before saving."""
+        self._check_heads()
+        if self.sliding_window is not None and self.sliding_window < 2:
+            raise HeadwaterError(
+                f"sliding_window must be at least 2, not {self.sliding_window}; leave it out for none."
+            )
+        for name in ("embedding_dropout", "attention_dropout", "residual_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise HeadwaterError(f"{name} is a probability below 1, not {getattr(self, name)}.")
+        for name in ("norm_eps", "initializer_range", "embedding_range"):
+            if getattr(self, name) is not None and not 0 <= getattr(self, name) < float("inf"):
+                raise HeadwaterError(f"{name} must be zero or more and finite, not {getattr(self, name)}.")
+        for name in ("logit_scale", "embedding_scale", "attention_scale", "attention_softcap", "logit_softcap"):
+            given = getattr(self, name)
+            if given is not None and not isinstance(given, str) and not 0 < given < float("inf"):
+                raise HeadwaterError(f"{name} must be above zero and finite, not {given}.")
+        if self.unit_offset_norm and (self.norm != "rms_norm" or not self.norm_weight):
+            raise HeadwaterError("unit_offset_norm needs an RMSNorm with a weight; set norm=rms_norm and norm_weight.")
+        if (found := unusable({name: getattr(self, name) for name in self.field_names()})) is not None:
+            raise HeadwaterError(f"{'.'.join(found[0])}: {found[1]}.")
+        if self.hidden_act not in _ACTIVATIONS:
+            from transformers.activations import ACT2FN
+
+            if self.hidden_act not in ACT2FN:
+                raise HeadwaterError(
+                    f"There is no activation named {self.hidden_act!r}; {nearest(self.hidden_act, ACT2FN)}"
+                )
+        if self.position == "rope":
+            self._check_rope()
+        for name, options in self.mechanisms.items():
+            resolve(name).validate(options, self)
+
+    def _check_heads(self) -> None:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise HeadwaterError(
+                f"num_attention_heads {self.num_attention_heads} is not divisible by num_key_value_heads "
+                f"{self.num_key_value_heads}; change one of them."
+            )
+
+    def _check_rope(self) -> None:
+        given = self.rope_parameters
+        kind, part = given["rope_type"], given.get("partial_rotary_factor", 1.0)
+        for key, value in given.items():
+            if key not in _ROPE_KEYS:
+                raise HeadwaterError(f"rope_parameters has no field {key!r}; {nearest(str(key), _ROPE_KEYS)}")
+            wanted, words = _ROPE_TYPES.get(key, ((int, float), "a number"))
+            nothing = value is None and key not in ("rope_type", "rope_theta", "factor", "partial_rotary_factor")
+            flag = isinstance(value, bool) and wanted is not bool
+            if not nothing and (flag or not isinstance(value, wanted)):
+                raise HeadwaterError(f"rope_parameters.{key} must be {words}, not {shown(value)}.")
+        if kind not in ("default", *ROPE_INIT_FUNCTIONS):
+            raise HeadwaterError(f"There is no rope_type {kind!r}; {nearest(kind, ['default', *ROPE_INIT_FUNCTIONS])}")
+        for name, value in given.items():
+            if name.startswith("rope_theta") and not 0 < value < float("inf"):
+                raise HeadwaterError(f"{name} must be above zero and finite, not {value}.")
+        if not 0 < part <= 1:
+            raise HeadwaterError(
+                f"partial_rotary_factor must be a fraction of the head's width, above 0 and at most 1, not {part}."
+            )
+        if self.rotary_dim % 2:
+            raise HeadwaterError(
+                f"RoPE rotates pairs of channels, but head_dim {self.head_dim} with partial_rotary_factor {part} gives "
+                f"{self.rotary_dim}; make it even."
+            )
+        if kind != "default":
+            try:
+                frequencies, _ = ROPE_INIT_FUNCTIONS[kind](self)
+                if not frequencies.is_meta and not bool(frequencies.isfinite().all()):
+                    raise ZeroDivisionError("some are not finite")
+            except KeyError as error:
+                raise HeadwaterError(f"rope_type {kind!r} needs {error} in rope_parameters.") from error
+            except Exception as error:  # transformers' functions fail for zeros and lists of a wrong length
+                raise HeadwaterError(
+                    f"rope_type {kind!r} makes no frequencies from these rope_parameters: {sentence(error)}."
+                ) from error
+
+    def validate_rope(self) -> None:
+        """transformers' check of `rope_parameters`, only for RoPE."""
+        if self.position == "rope":
+            super().validate_rope()
+
+    def validate_layer_type(self) -> None:
+        """transformers' check knows only its own cache layers; ours register themselves in models/cache.py."""
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str | type = "AutoConfig") -> None:
+        """As in transformers, which would copy only this file; here saving writes all the code that the models need.
+
+        Raises `HeadwaterError` for an auto class other than "AutoConfig".
+        """
+        if not remote_code.register(cls, auto_class):
+            super().register_for_auto_class(auto_class)
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
+        """As in transformers, with the code next to the config if needed (see `remote_code`)."""
+        remote_code.add_to(self, save_directory)
+        try:
+            super().save_pretrained(save_directory, push_to_hub, **kwargs)
+        except StrictDataclassError as error:
+            raise HeadwaterError(f"This config cannot be saved: {sentence(error)}") from error
+
+    def to_json_string(self, use_diff: bool = True) -> str:
+        """As in transformers, which sorts all keys; but mechanisms keep their order and derived fields are left out."""
+        content = json.loads(super().to_json_string(use_diff))
+        content.pop("layer_types", None)  # derived, and with types that plain transformers does not know
+        if not content.get("auto_map"):
+            content.pop("auto_map", None)
+        if content.get("mechanisms"):
+            content["mechanisms"] = {name: content["mechanisms"][name] for name in self.mechanisms or {}}
+        return json.dumps(content, indent=2) + "\n"
+
+    @property
+    def layer_plans(self) -> tuple[LayerPlan, ...]:
+        """One plan per layer: what it projects, stores and reads."""
+        return plan_layers(self)
+
+    @property
+    def attention_kernels(self) -> tuple[tuple[str, ...] | None, str]:
+        """The values of `attn_implementation` that support this config (None: all), and what limits them."""
+        limits = {
+            f"Mechanism {name!r} with its options": resolve(name).kernels(options)
+            for name, options in self.mechanisms.items()
+        }
+        limits["ALiBi"] = ("sdpa", "eager", "matmul") if self.position == "alibi" else None
+        limits["attention_softcap"] = ("eager",) if self.attention_softcap is not None else None
+        known = {reason: kernels for reason, kernels in limits.items() if kernels is not None}
+        if not known:
+            return None, ""
+        reason, fewest = min(known.items(), key=lambda limit: len(limit[1]))
+        return tuple(name for name in fewest if all(name in kernels for kernels in known.values())), reason
+
+    @property
+    def rotary_dim(self) -> int:
+        """Channels of a head that RoPE rotates."""
+        return int(self.head_dim * (self.rope_parameters or {}).get("partial_rotary_factor", 1.0))
+
+    @classmethod
+    def gpt2(cls, **changes: Any) -> Self:
+        """A GPT-2-like config: LayerNorm, learned positions, GELU, biases, tied embeddings. `changes` override."""
+        base: dict[str, Any] = dict(
+            norm="layer_norm",
+            position="learned",
+            feed_forward="plain",
+            hidden_act="gelu_new",
+            qkv_bias=True,
+            output_bias=True,
+            mlp_bias=True,
+            tie_word_embeddings=True,
+            scaled_residual_init=True,
+            max_position_embeddings=1024,
+        )
+        return cls(**(base | changes))
+
+
+class _OfLayer:
+    whole: HeadwaterConfig
+
+    @property
+    def layer_plans(self) -> tuple[LayerPlan, ...]:
+        return self.whole.layer_plans
+
+    @property
+    def _attn_implementation(self) -> str | None:
+        return self.whole._attn_implementation
+
+
+class LayerConfig(_OfLayer, HeadwaterConfig):
+    """The config of one layer, where layers differ; `HeadwaterConfig.at` makes it. It is never stored.
+
+    What is not a layer's own, such as the plans and the attention kernel, is the whole config's.
+    """
+
+
+def _name_of(name: str) -> str:
+    """The one name by which a mechanism is known, for any of its names. Raises `HeadwaterError`."""
+    kind = resolve(name)
+    known = MECHANISMS.name_of(kind)
+    # A name added by a test or a notebook takes precedence.
+    known = name if MECHANISMS.has(name) or name in MECHANISMS.added else known
+    if kind.name() != known:
+        raise HeadwaterError(f"Mechanism {known!r} calls itself {kind.name()!r}; remove name() from its class.")
+    return known
+
+
+def _keepers(plans: Iterable[LayerPlan]) -> tuple[str, str]:
+    """The mechanisms that keep raw tokens beside the cache, in words, and the ending of their verb."""
+    names = list(dict.fromkeys(mechanism for plan in plans for *_, mechanism in plan.tails))
+    return " and ".join(names), "" if len(names) > 1 else "s"

@@ -1,0 +1,173 @@
+"""Add mechanisms to a trained model without changing its function.
+
+Each mechanism states its own identity (`Mechanism.identity`).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any, TypeVar, get_args
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from headwater.config.plan import LayerPlan
+from headwater.config.text import HeadwaterConfig
+from headwater.conversion.families import assemble, own_tensors
+from headwater.mechanisms.base import Map
+from headwater.models.pretrained import HeadwaterPreTrainedModel
+from headwater.plugins.registry import as_mapping, in_order, resolve
+from headwater.util.errors import HeadwaterError
+from headwater.util.seeding import generator
+
+Grafted = TypeVar("Grafted", bound=HeadwaterPreTrainedModel)
+
+
+def add_mechanisms(model: Grafted, mechanisms: Any, allow_change: bool = False) -> Grafted:
+    """A copy of `model` with more mechanisms, each initialized as the identity.
+
+    Parameters of `model` are copied, dtype and device kept; new ones start as the mechanism says. New
+    mechanisms go where the registry's order has them; existing ones keep their order.
+
+    mechanisms: name -> options, or a list of names; any option that the identity does not determine may be set.
+    allow_change: also add mechanisms or options that change the function; parameters that the model no longer
+        has are left out.
+
+    Raises `HeadwaterError` for an unknown mechanism, one the model has, one that contradicts the rest, one that
+    replaces linear maps, and without `allow_change` one that would change the model's function.
+    """
+    if not isinstance(asked := as_mapping(mechanisms), dict):
+        raise HeadwaterError(f"mechanisms must be names, or name -> options, not {mechanisms!r}.")
+    config = copy.deepcopy(model.config)
+    present = config.mechanisms or {}
+    if "blend" in present:
+        raise HeadwaterError(
+            "The model is on its way to a smaller cache, and what it goes over to would lack the new mechanism; finish "
+            "the conversion first."
+        )
+    added = {name: _options(name, given, config, allow_change) for name, given in asked.items()}
+    config.mechanisms = in_order(present | added, present)
+    config.settle()
+    possible, _ = config.attention_kernels
+    if possible is not None and config._attn_implementation not in possible:
+        config._attn_implementation = None  # the model then chooses one that can
+    return assemble(type(model), config, tensors_of(model, config), model)
+
+
+def _options(name: str, given: dict[str, Any] | None, config: HeadwaterConfig, allow_change: bool) -> dict[str, Any]:
+    """The options with which a mechanism is added."""
+    kind = resolve(name)
+    if name in (config.mechanisms or {}):
+        raise HeadwaterError(f"The model already has mechanism {name!r}; leave it out.")
+    options, width = kind.options(given), config.hidden_size
+    if any(kind.map_cost(options, config, 0, part, width, width) is not None for part in get_args(Map)):
+        raise HeadwaterError(
+            f"Mechanism {name!r} replaces the model's linear layers and cannot be added to them; convert them with "
+            f"--parameter-tokens."
+        )
+    identity = kind.identity(given or {})
+    if identity is None and not allow_change:
+        raise HeadwaterError(
+            f"Mechanism {name!r} with these options changes what the model computes; choose others, or allow it with "
+            f"--allow-change (allow_change=True)."
+        )
+    return options if identity is None else identity
+
+
+def tensors_of(model: HeadwaterPreTrainedModel, config: HeadwaterConfig) -> dict[str, Tensor]:
+    """All tensors of a model with `config`: copies of those that `model` has, initial values for the others."""
+    with torch.device("meta"), no_init_weights():
+        skeleton = type(model)(config)
+    have, plans = own_tensors(model), list(zip(model.config.layer_plans, config.layer_plans, strict=True))
+    tensors = {}
+    for name, wanted in own_tensors(skeleton).items():
+        if name in have:
+            tensors[name] = kept_heads(name, have[name], wanted.shape, plans)
+            continue
+        place, _, parameter = name.rpartition(".")
+        module: Any = skeleton.get_submodule(place)
+        qualified = f"{module._qualified_name}.{parameter}"
+        if skeleton.owner(qualified)[0] is None:
+            raise HeadwaterError(
+                f"With these mechanisms the model needs {name!r}, which it does not have; leave out what shares its "
+                "keys and values."
+            )
+        draw = generator(config.initializer_seed, qualified)
+        tensors[name] = skeleton.initial_value(module, parameter, qualified, draw)
+    return tensors
+
+
+def kept_heads(name: str, tensor: Tensor, shape: torch.Size, plans: list[tuple[LayerPlan, LayerPlan]]) -> Tensor:
+    """A copy of the model's own tensor, or of the part for heads that are still built."""
+    if tensor.shape == shape:
+        return tensor.detach().clone()
+    parts = set()
+    for before, after in (plan for plan in plans if f".layers.{plan[0].index}." in f".{name}"):
+        for had, has in ((before.k_heads, after.k_heads), (before.v_heads, after.v_heads)):
+            for dim, size in enumerate(tensor.shape[: len(shape)]):
+                fits = shape == (*tensor.shape[:dim], size * len(has) // max(1, len(had)), *tensor.shape[dim + 1 :])
+                if fits and set(has) <= set(had):
+                    parts.add((dim, len(had), tuple(had.index(head) for head in has)))
+    if len(parts) != 1:
+        raise HeadwaterError(
+            f"With these mechanisms {name!r} would have shape {list(shape)}, but it has {list(tensor.shape)}; remove "
+            f"the mechanism that changes it."
+        )
+    ((dim, heads, at),) = parts
+    chosen = tensor.detach().unflatten(dim, (heads, -1)).index_select(dim, torch.tensor(at, device=tensor.device))
+    return chosen.flatten(dim, dim + 1)
+
+
+@torch.no_grad()
+def function_change(before: PreTrainedModel, after: PreTrainedModel, input_ids: Tensor) -> dict[str, float]:
+    """How much two models differ on `input_ids` [B, T], T ≥ 2, or on images [B, C, H, W], without dropout.
+
+    logits: the largest difference of logits, relative to the largest logit of `before`. kl: the mean over tokens or
+    images of the Kullback-Leibler divergence of `after`'s distribution from `before`'s, in nats. Of text also
+    loss_before, loss_after: the mean loss of predicting the next token, in nats.
+
+    Raises `HeadwaterError` for rows of one token, and for models of different vocabularies or classes.
+    """
+    of_images = input_ids.is_floating_point()
+    if not of_images and input_ids.shape[1] < 2:
+        raise HeadwaterError("Rows of one token have no next one to predict; pass rows of two or more.")
+    modes = {model: model.training for model in (before, after)}
+    try:
+        rows = [_compare(before.eval(), after.eval(), row[None]) for row in input_ids]
+    finally:
+        for model, mode in modes.items():
+            model.train(mode)
+    difference, largest, kl, *losses = zip(*rows, strict=True)
+    means = (sum(values) / len(rows) for values in (kl, *losses))
+    names = ("logits", "kl") if of_images else ("logits", "kl", "loss_before", "loss_after")
+    return dict(zip(names, (_share(max(difference), max(largest)), *means), strict=True))
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else math.inf if part else 0.0
+
+
+def _compare(before: PreTrainedModel, after: PreTrainedModel, ids: Tensor) -> tuple[float, ...]:
+    """One row: largest difference, largest logit, mean divergence, and of text both losses."""
+    if of_images := ids.is_floating_point():
+        logits = [model(pixel_values=ids.to(model.device)).logits for model in (before, after)]
+    else:
+        logits = [model(ids.to(model.device), use_cache=False).logits[0] for model in (before, after)]
+    old, new = (x.to(logits[0].device, torch.promote_types(x.dtype, torch.float32)) for x in logits)
+    if old.shape != new.shape:
+        raise HeadwaterError(
+            f"The models' vocabularies have {old.shape[-1]} and {new.shape[-1]} tokens, so they cannot be compared; "
+            f"use two with the same vocabulary."
+            if not of_images
+            else f"The models have {old.shape[-1]} and {new.shape[-1]} classes, so they cannot be compared; use two "
+            "with the same classes."
+        )
+    p, q = old.log_softmax(-1), new.log_softmax(-1)
+    losses = []
+    if not of_images:
+        losses = [nn.functional.nll_loss(x[:-1], ids[0, 1:].to(p.device)) for x in (p, q)]
+    measured = ((old - new).abs().max(), old.abs().max(), (p.exp() * (p - q)).sum(-1).mean(), *losses)
+    return tuple(value.item() for value in measured)

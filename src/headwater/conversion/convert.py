@@ -1,0 +1,414 @@
+"""From a trained model to one with a smaller cache: shared layers, or fewer key/value heads.
+
+    blended     the model with `blend`, which mixes its keys and values with those of the smaller model, the goal; at
+                weight 0 the function is unchanged
+    finished    the goal itself, once the weight is 1: the same function without what no head attends to any more
+    aligned     before either, the same function in other coordinates, in which what is to be shared or pooled is as
+                alike as it can be without changing it
+    similarity  how alike the layers' keys and values are, for the choice of who shares with whom
+
+A head's values may be turned by any orthogonal matrix R if the output projection is turned back, its keys if the
+queries are turned with them; under RoPE only within the pairs of channels that RoPE turns, with which it commutes. A
+layer's own values and those it is to take are nearest for R = U·Wᵀ, where U·S·Wᵀ = Σ_t v_t·v'_tᵀ (orthogonal
+Procrustes), and its keys, as complex numbers z, for the angle of Σ_t conj(z_t)·z'_t. Heads that are to be pooled are
+turned towards the first of their group (for GQA as in arXiv 2412.20677).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from transformers.initialization import no_init_weights
+
+from headwater.config.text import HeadwaterConfig
+from headwater.conversion.add import add_mechanisms, kept_heads, tensors_of
+from headwater.conversion.families import assemble, own_tensors
+from headwater.mechanisms.blend import Blend
+from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.nn.attention import Attention
+from headwater.plugins.registry import as_mapping, resolve
+from headwater.util.errors import HeadwaterError
+
+BLEND = Blend.name()
+
+
+class Similarity(NamedTuple):
+    """How alike layers are: [layers, layers] each, 1 for alike and 0 for unrelated; see `similarity`."""
+
+    keys: Tensor
+    values: Tensor
+
+
+def blended_config(
+    config: HeadwaterConfig, mechanisms: Any = None, num_key_value_heads: int | None = None, weight: float = 0.0
+) -> HeadwaterConfig:
+    """The config of `blended`. Raises `HeadwaterError` if the goal contradicts it, or shares nothing."""
+    if way_of(config) is not None:
+        raise HeadwaterError("The model is being converted already; finish that first (finish_conversion: true).")
+    if not isinstance(config, HeadwaterConfig) or not config.is_causal:
+        raise HeadwaterError("Only text models have a cache to make smaller; convert one of these.")
+    given = {"mechanisms": as_mapping(mechanisms) or None, "num_key_value_heads": num_key_value_heads}
+    made = copy.deepcopy(config)
+    made.mechanisms = {BLEND: given | {"weight": weight}} | (config.mechanisms or {})
+    made.settle()
+    return made
+
+
+def way_of(config: HeadwaterConfig) -> dict[str, Any] | None:
+    """The options of `blend`, which say what a model goes over to; None if it does not."""
+    return (config.mechanisms or {}).get(BLEND)
+
+
+def check_conversion(config: HeadwaterConfig) -> None:
+    """Raise `HeadwaterError` if a blended model of this config cannot be finished; no weights are needed."""
+    with torch.device("meta"), no_init_weights():
+        model, narrow = HeadwaterForCausalLM(config), HeadwaterForCausalLM(narrow_config(config))
+    _check_pooling(model)
+    tensors_of(narrow, finished_config(config))
+
+
+def finished_config(config: HeadwaterConfig) -> HeadwaterConfig:
+    """The config of `finished`. Raises `HeadwaterError` if the model is not being converted."""
+    if (options := way_of(config)) is None:
+        raise HeadwaterError(
+            "The model is not being converted, so there is nothing to finish; leave out finish_conversion."
+        )
+    return Blend.goal(options, config)
+
+
+def blended(
+    model: HeadwaterForCausalLM,
+    mechanisms: Any = None,
+    num_key_value_heads: int | None = None,
+    weight: float = 0.0,
+) -> HeadwaterForCausalLM:
+    """A copy of `model` whose keys and values are mixed with those of a model with these `mechanisms` and heads.
+
+    weight: how far it is on its way, 0 to 1. At 0 the function is unchanged.
+    Raises `HeadwaterError` for mechanisms that contradict the model, share nothing, or cannot be had with its own.
+    """
+    config = blended_config(model.config, mechanisms, num_key_value_heads, weight)
+    config._attn_implementation = model.config._attn_implementation
+    with torch.device("meta"), no_init_weights():
+        names = {name for name in own_tensors(HeadwaterForCausalLM(config)) if f".{BLEND}." in name}
+    tensors = {name: tensor.detach().clone() for name, tensor in own_tensors(model).items()}
+    made = assemble(type(model), config, tensors | {name: torch.full((1,), weight) for name in names}, model)
+    _check_pooling(made)
+    return made
+
+
+def finished(model: HeadwaterForCausalLM) -> HeadwaterForCausalLM:
+    """The goal of a blended model: the same function as at weight 1, with a smaller cache.
+
+    Raises `HeadwaterError` if it is still on its way, or was never blended.
+    """
+    finished_config(model.config)  # which says so if there is none
+    options = way_of(model.config)
+    assert options is not None
+    weights = {float(module.weight) for module in model.modules() if isinstance(module, Blend)}
+    if min(weights, default=1.0) < 1:
+        raise HeadwaterError(
+            f"The conversion is {min(weights):.0%} complete; train on until its weight is 1 "
+            "(convert: {anneal: true})."
+        )
+    config = narrow_config(model.config)
+    config._attn_implementation = model.config._attn_implementation
+    own = {name: tensor for name, tensor in own_tensors(model).items() if f".{BLEND}." not in name}
+    pooled = assemble(type(model), config, pooled_tensors(own, model.config), model)
+    given = options["mechanisms"]
+    return add_mechanisms(pooled, given, allow_change=True) if given else pooled
+
+
+def narrow_config(config: HeadwaterConfig) -> HeadwaterConfig:
+    """The config of a blended model's goal as far as its heads are concerned: no layers share."""
+    options = way_of(config)
+    assert options is not None
+    made = Blend.without(config)
+    made.num_key_value_heads = options["num_key_value_heads"] or made.num_key_value_heads
+    made.settle()
+    return made
+
+
+def group_of(config: HeadwaterConfig) -> int:
+    """How many key/value heads of a blended model become one."""
+    return Blend.group_of(way_of(config) or {}, config)
+
+
+def mean_of(name: str, heads: Tensor) -> Tensor:
+    """One head of each group: weights [groups, heads, …] -> [groups, …]."""
+    return heads.mean(1)
+
+
+def state_of_mean(name: str, heads: Tensor) -> Tensor:
+    """The same for Adam's averages. Each head's gradient is that of the mean, divided by how many heads there are."""
+    return heads.mean(1) * float(heads.shape[1]) ** (2 if name.endswith("exp_avg_sq") else 1)
+
+
+def pooled_tensors(
+    tensors: Mapping[str, Tensor], config: HeadwaterConfig, pool: Callable[[str, Tensor], Tensor] = mean_of
+) -> dict[str, Tensor]:
+    """Tensors of a blended model, by name; those of its key and value projections with one head for each group."""
+    group, heads = group_of(config), int(config.num_key_value_heads or 0)
+    if group == 1:
+        return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+    def made(name: str, x: Tensor) -> Tensor:
+        if not (".k_proj." in name or ".v_proj." in name) or x.ndim == 0 or x.shape[0] % heads:
+            return x.detach().clone()
+        return pool(name, x.detach().unflatten(0, (heads // group, group, -1))).flatten(0, 1)
+
+    return {name: made(name, tensor) for name, tensor in tensors.items()}
+
+
+def finished_state(state: Mapping[str, Tensor], before: HeadwaterForCausalLM, after: HeadwaterForCausalLM) -> dict:
+    """The optimizer's state, by name, for `after`, which is `before` finished."""
+    config, shapes = before.config, {name: parameter.shape for name, parameter in after.named_parameters()}
+    plans = list(zip(narrow_config(config).layer_plans, after.config.layer_plans, strict=True))
+    found = {}
+    for name, tensor in pooled_tensors(state, config, state_of_mean).items():
+        parameter = name.removeprefix("optimizer.").rpartition(".")[0]
+        if tensor.shape == (1,) and parameter in shapes:
+            found[name] = tensor
+        elif parameter in shapes:
+            found[name] = kept_heads(parameter, tensor, shapes[parameter], plans)
+    return found
+
+
+def _check_pooling(model: HeadwaterForCausalLM) -> None:
+    """Raise `HeadwaterError` if heads are to be pooled that have more of their own than linear projections."""
+    if group_of(model.config) == 1:
+        return
+    config = narrow_config(model.config)
+    with torch.device("meta"), no_init_weights():
+        goal = own_tensors(HeadwaterForCausalLM(config))
+    have = pooled_tensors(own_tensors(model), model.config)
+    for name, tensor in have.items():
+        if f".{BLEND}." in name:
+            continue
+        if name not in goal or goal[name].shape != tensor.shape:
+            raise HeadwaterError(
+                f"{name!r} is not a plain linear map to key/value heads, so they cannot be pooled; let layers share "
+                "instead, and leave num_key_value_heads out."
+            )
+
+
+# How alike
+
+
+@contextmanager
+def _projections(model: HeadwaterForCausalLM) -> Iterator[list[dict[str, list[Tensor]]]]:
+    """What the layers' key and value projections give during forward passes, [tokens, heads, d] of each row."""
+    found: list[dict[str, list[Tensor]]] = [{"k": [], "v": []} for _ in model.model.layers]
+    handles = []
+    for layer, attention in enumerate(_attentions(model)):
+        for part, keep in found[layer].items():
+            width, module = attention.head_dim, getattr(attention, f"{part}_proj")
+
+            def hook(_: Any, inputs: Any, output: Tensor, keep: list[Tensor] = keep, width: int = width) -> None:
+                wide = torch.promote_types(output.dtype, torch.float32)
+                keep.append(output.detach().to(wide).flatten(0, -2).unflatten(-1, (-1, width)))
+
+            if module is not None:
+                handles.append(module.register_forward_hook(hook))
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _attentions(model: HeadwaterForCausalLM) -> list[Attention]:
+    return [cast(Any, block).self_attn for block in model.model.layers]
+
+
+@torch.no_grad()
+def samples(model: HeadwaterForCausalLM, rows: Tensor) -> list[dict[str, Tensor]]:
+    """Keys "k" and values "v" of each layer as projected for rows of tokens, [tokens, heads, d] each."""
+    mode = model.training
+    with _projections(model) as found:
+        for row in rows:
+            model.eval()(row[None].to(model.device), use_cache=False)
+    model.train(mode)
+    return [{part: torch.cat(parts) for part, parts in layer.items() if parts} for layer in found]
+
+
+def similarity(model: HeadwaterForCausalLM, rows: Tensor) -> Similarity:
+    """For each two layers, how much of one's keys or values is left if the other's take their place.
+
+    Element [l, s] is 1 - Σ‖x_l - x_s‖² / Σ(‖x_l‖² + ‖x_s‖²), over tokens and heads, after both were turned to be as
+    alike as they can be (see `align`).
+    """
+    _check_comparable(model.config)
+    made = samples(model, rows)
+    turns = can_turn(model)
+
+    def table(part: str) -> Tensor:
+        xs = [layer[part] for layer in made]
+        alike = torch.eye(len(xs))
+        for later in range(len(xs)):
+            for source in range(later):
+                own, other = xs[later], xs[source]
+                if turns[part]:
+                    own = turned(own, rotations(own, other, _spun(model, part)))
+                both = own.square().sum() + other.square().sum()
+                alike[later, source] = alike[source, later] = float(1 - (own - other).square().sum() / both)
+        return alike
+
+    return Similarity(table("k"), table("v"))
+
+
+def _check_comparable(config: HeadwaterConfig) -> None:
+    if config.sliding_layers is not None:
+        raise HeadwaterError(
+            "The model has layers of two kinds (sliding_layers), whose keys and values are not compared; say which "
+            "layers share."
+        )
+
+
+# Turning
+
+
+def can_turn(model: HeadwaterForCausalLM) -> dict[str, bool]:
+    """Whether keys "k" and values "v" can be turned without changing the function: with linear projections, no
+    mechanism or norm between them and attention, and layers of one kind."""
+    of_one_kind = model.config.sliding_layers is None
+    plain = of_one_kind and not ((model.config.mechanisms or {}).keys() - {BLEND})
+    plain = plain and all(
+        isinstance(getattr(attention, name), nn.Linear)
+        for attention in _attentions(model)
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj")
+    )
+    return {"k": plain and not model.config.qk_norm, "v": plain}
+
+
+def _spun(model: HeadwaterForCausalLM, part: str) -> int:
+    """How many of a head's channels RoPE turns, of this part."""
+    return model.config.rotary_dim if part == "k" and model.config.position == "rope" else 0
+
+
+def rotations(own: Tensor, other: Tensor, spun: int = 0) -> Tensor:
+    """The orthogonal matrices R, [heads, d, d], for which own·R is nearest to other, both [tokens, heads, d].
+
+    spun: how many channels RoPE rotates; of these, only the two of a pair may mix.
+    """
+    covariance = torch.einsum("thi,thj->hij", own.double(), other.double())
+    made = torch.zeros_like(covariance)
+    if spun:
+        half = spun // 2
+        first, second = torch.arange(half), torch.arange(half, spun)
+        cos = covariance[:, first, first] + covariance[:, second, second]
+        sin = covariance[:, first, second] - covariance[:, second, first]
+        length = (cos.square() + sin.square()).sqrt()
+        cos, sin = (torch.where(length > 0, x / length, fill) for x, fill in ((cos, 1.0), (sin, 0.0)))
+        made[:, first, first], made[:, second, second] = cos, cos
+        made[:, first, second], made[:, second, first] = sin, -sin
+    if spun < covariance.shape[-1]:
+        left, _, right = torch.linalg.svd(covariance[:, spun:, spun:])
+        made[:, spun:, spun:] = left @ right
+    return made
+
+
+def turned(x: Tensor, matrices: Tensor) -> Tensor:
+    """x [tokens, heads, d], each head times its matrix."""
+    return torch.einsum("thi,hij->thj", x, matrices.to(x.dtype))
+
+
+@torch.no_grad()
+def align(
+    model: HeadwaterForCausalLM, rows: Tensor, mechanisms: Any = None, num_key_value_heads: int | None = None
+) -> bool:
+    """Turn the model's keys and values as near to those that `blended` is to mix them with as turning brings them, on
+    `rows` of tokens [B, T]; the function stays. Returns whether anything could be turned."""
+    config = blended_config(model.config, mechanisms, num_key_value_heads)
+    parts = [part for part, can in can_turn(model).items() if can]
+    if not parts:
+        return False
+    have = samples(model, rows)
+    group, goal = group_of(config), finished_config(config)
+    for layer, attention in enumerate(_attentions(model)):
+        for part in parts:
+            x = have[layer][part]
+            heads = x.shape[1]
+            if group > 1:  # towards the first of the group, which stays
+                first = torch.arange(heads) // group * group
+                x = _turn(attention, part, x, x[:, first], _spun(model, part), torch.arange(heads) != first)
+            sources = [getattr(goal.layer_plans[layer].attends[head // group], part) for head in range(heads)]
+            if any(source != layer for source in sources):
+                wanted = torch.stack([_pooled(have[s][part], group)[:, h] for h, s in enumerate(sources)], dim=1)
+                own = _pooled(x, group)
+                given = torch.tensor([source != layer for source in sources])
+                matrices = _chosen(rotations(own, wanted, _spun(model, part)), given)
+                x = turned(x, matrices)
+                _apply(attention, part, matrices)
+            have[layer][part] = x
+    return True
+
+
+def _pooled(x: Tensor, group: int) -> Tensor:
+    return x if group == 1 else x.unflatten(1, (-1, group)).mean(2).repeat_interleave(group, dim=1)
+
+
+def _turn(attention: Attention, part: str, x: Tensor, wanted: Tensor, spun: int, which: Tensor) -> Tensor:
+    matrices = _chosen(rotations(x, wanted, spun), which)
+    _apply(attention, part, matrices)
+    return turned(x, matrices)
+
+
+def _chosen(matrices: Tensor, which: Tensor) -> Tensor:
+    """The matrices of the chosen heads, and the identity for the others."""
+    same = torch.eye(matrices.shape[-1], dtype=matrices.dtype, device=matrices.device)
+    return torch.where(which[:, None, None].to(matrices.device), matrices, same)
+
+
+def _apply(attention: Attention, part: str, matrices: Tensor) -> None:
+    """Turn a layer's keys, and its queries with them; or its values, and what the output projection reads back."""
+    of_queries = matrices.repeat_interleave(attention.num_key_value_groups, dim=0)
+    _rows(cast(nn.Linear, getattr(attention, f"{part}_proj")), matrices)
+    if part == "k":
+        _rows(cast(nn.Linear, attention.q_proj), of_queries)
+        return
+    weight = cast(nn.Linear, attention.o_proj).weight
+    heads = weight.double().unflatten(1, (len(of_queries), -1))
+    weight.copy_(torch.einsum("ohi,hij->ohj", heads, of_queries.to(weight.device)).flatten(1))
+
+
+def _rows(linear: nn.Linear, matrices: Tensor) -> None:
+    """What a linear layer gives, each head times its matrix."""
+    for parameter in (linear.weight, linear.bias):
+        if parameter is not None:
+            heads = parameter.double().unflatten(0, (len(matrices), -1))
+            parameter.copy_(torch.einsum("hi...,hij->hj...", heads, matrices.to(parameter.device)).flatten(0, 1))
+
+
+# Choosing
+
+
+def check_choice(config: HeadwaterConfig, mechanisms: Any) -> None:
+    """Raise `HeadwaterError`, before the model runs, if `similarity` or `chosen` would."""
+    _check_comparable(config)
+    alike = torch.eye(config.num_hidden_layers)
+    chosen(config, mechanisms, Similarity(alike, alike))
+
+
+def chosen(config: HeadwaterConfig, mechanisms: Any, alike: Similarity) -> dict[str, dict[str, Any]]:
+    """`mechanisms` with the options that the user left out as each chooses them by the layers' similarity.
+
+    Raises `HeadwaterError` if none of them has anything to choose.
+    """
+    given = as_mapping(mechanisms) or {}
+    made, found = {}, False
+    for name, options in given.items():
+        options = options or {}
+        better = resolve(name).by_similarity(options, config, alike.keys, alike.values)
+        made[name], found = options if better is None else better, found or better is not None
+    if not found:
+        raise HeadwaterError(
+            f"{', '.join(given) or 'Fewer heads'} with these options cannot be chosen by similarity; leave out "
+            "choose_layers."
+        )
+    return made

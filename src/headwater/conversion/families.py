@@ -1,0 +1,816 @@
+"""Convert models of transformers' families to headwater's and back, with the same logits.
+
+A family is two tables, read in both directions: which of its config's fields is which of ours, and which of its tensors
+is which of ours. There are also fields of ours that have one value in the whole family (`fixed`), and fields
+of theirs that headwater supports at only one value (`required`). A config is written with these tables and read back:
+any difference is something that the family cannot express.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
+from transformers import (
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    GemmaForCausalLM,
+    GPT2LMHeadModel,
+    GPTNeoXForCausalLM,
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    NanoChatForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+    VaultGemmaForCausalLM,
+)
+
+from headwater.config.text import HeadwaterConfig
+from headwater.config.vision import HeadwaterVisionConfig
+from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.models.load import (
+    CONFIG,
+    build,
+    check_finite,
+    config_from,
+    model_type,
+    read_config,
+    read_weights,
+    reading,
+    weight_files,
+)
+from headwater.models.pretrained import HeadwaterPreTrainedModel
+from headwater.models.quantization import check_full_precision
+from headwater.plugins.outside import trust_names_in
+from headwater.plugins.registry import Registry
+from headwater.util.errors import HeadwaterError, either, nearest, sentence
+from headwater.util.files import local
+from headwater.util.hub import check_reachable
+
+# In old checkpoints of GPT-2, and in no model any more.
+_OLD_BUFFER = ".attn.masked_bias"
+
+
+@dataclass(frozen=True)
+class Link:
+    """One module of theirs, and those of ours that it is; `{}` is the layer.
+
+    transposed: its matrix is [in, out], as in Conv1D.
+    interleaved: the rows of our modules alternate head by head, [H, modules, d]; otherwise they follow one another.
+    backwards: RoPE turns its heads the other way, which is ours with the two halves of each head exchanged.
+    convolves: its weight is a convolution's, [out, C, h, w], and ours a matrix.
+    bare: it is no module but a parameter, [1, n, D], and ours an embedding's weight.
+    """
+
+    theirs: str
+    ours: tuple[str, ...]
+    transposed: bool = False
+    interleaved: bool = False
+    backwards: bool = False
+    convolves: bool = False
+    bare: bool = False
+
+    def split(self, tensor: Tensor, config: HeadwaterConfig) -> tuple[Tensor, ...]:
+        """Their weight or bias -> one for each of our modules."""
+        if self.bare or (self.convolves and tensor.ndim == 4):
+            return (tensor.flatten(0, 1) if self.bare else tensor.flatten(1),)
+        if self.backwards:
+            return (halves_exchanged(tensor, config),)
+        tensor = tensor.mT if self.transposed and tensor.ndim == 2 else tensor
+        if self.interleaved:
+            parts = tensor.unflatten(0, (config.num_attention_heads, len(self.ours), -1)).unbind(1)
+            return tuple(x.flatten(0, 1) for x in parts)
+        return tensor.chunk(len(self.ours))
+
+    def join(self, tensors: list[Tensor], config: HeadwaterConfig) -> Tensor:
+        """The weights or biases of our modules -> theirs."""
+        if self.interleaved:
+            heads = (config.num_attention_heads, -1)
+            return torch.stack([x.unflatten(0, heads) for x in tensors], dim=1).flatten(0, 2)
+        tensor = torch.cat(tensors)
+        if self.backwards:
+            return halves_exchanged(tensor, config)
+        if self.bare:
+            return tensor[None]
+        if self.convolves and tensor.ndim == 2:
+            return tensor.unflatten(1, (config.num_channels, *config.patch_shape))
+        return tensor.mT if self.transposed and tensor.ndim == 2 else tensor
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family of transformers.
+
+    model: its causal language model, or its image classifier.
+    fields: field of our config -> field of its config.
+    fixed: fields of our config that are the same in the whole family.
+    required: fields of its config that ours has no counterpart of, with the value at which both are the same.
+    windowed: fields of its config that a sliding window needs besides.
+    partial_rope: whether RoPE may apply to only a part of each head.
+    rope_types: the kinds of RoPE with which both are the same; None: all.
+    read_more: its config -> fields of ours that are no field of its own. write_more: our config -> fields of its.
+    links: its modules.
+    ours: our model.
+    """
+
+    model: type[PreTrainedModel]
+    fields: dict[str, str]
+    fixed: dict[str, Any]
+    links: tuple[Link, ...]
+    required: dict[str, Any] = field(default_factory=dict)
+    windowed: dict[str, Any] = field(default_factory=dict)
+    partial_rope: bool = False
+    rope_types: tuple[str, ...] | None = None
+    read_more: Callable[[PreTrainedConfig], dict[str, Any]] | None = None
+    write_more: Callable[[HeadwaterConfig], dict[str, Any]] | None = None
+    ours: type[HeadwaterPreTrainedModel] = HeadwaterForCausalLM
+
+    @property
+    def name(self) -> str:
+        return self.model.config_class.model_type
+
+    def modules(self, layers: int) -> Iterator[Link]:
+        """The links of a model, expanded for each layer."""
+        for link in self.links:
+            for layer in range(layers if "{}" in link.theirs else 1):
+                yield replace(
+                    link, theirs=link.theirs.format(layer), ours=tuple(name.format(layer) for name in link.ours)
+                )
+
+    def read_config(self, config: PreTrainedConfig) -> HeadwaterConfig:
+        """Their config as ours. Raises `HeadwaterError` for what headwater cannot express."""
+        if getattr(config, "quantization_config", None) is not None:
+            raise HeadwaterError(
+                "This model is quantized, but headwater has no quantized linear layers; use the unquantized model."
+            )
+        for name, value in self.required.items():
+            if getattr(config, name, None) not in (value, None):
+                raise HeadwaterError(
+                    f"A {self.name} model with {name}={getattr(config, name)} is not supported; use one with "
+                    f"{name}={value}."
+                )
+        given = {ours: getattr(config, theirs, None) for ours, theirs in self.fields.items()}
+        if "sliding_window" in given:
+            given |= self._window(config)
+        given |= {} if self.read_more is None else self.read_more(config)
+        if "rope_parameters" in given:
+            given["rope_parameters"] = self._rope(given["rope_parameters"] or {})
+        given = {name: value for name, value in given.items() if value is not None}
+        try:
+            return self.ours.config_class(**self.fixed, **given, dtype=config.dtype)
+        except (HeadwaterError, StrictDataclassError, TypeError) as error:
+            raise HeadwaterError(f"This {self.name} model is not supported: {sentence(error)}") from error
+
+    def _window(self, config: PreTrainedConfig) -> dict[str, Any]:
+        kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+        if len(set(kinds)) > 1 and not _has_kinds(type(config)):
+            raise HeadwaterError(
+                f"A {self.name} model has a sliding window in all layers or in none, whatever its layer_types say; "
+                "remove them."
+            )
+        layers = [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"]
+        if config.sliding_window is None or not layers:
+            return {"sliding_window": None}
+        return {"sliding_layers": layers if len(layers) < len(kinds) else None}
+
+    def _rope(self, given: dict[str, Any]) -> dict[str, Any]:
+        if any(isinstance(value, dict) for value in given.values()):
+            raise HeadwaterError(
+                f"This {self.name} model's rope_parameters differ between layers; use one whose layers all share them."
+            )
+        if self.rope_types is not None and given.get("rope_type", "default") not in self.rope_types:
+            raise HeadwaterError(
+                f"A {self.name} model norms queries and keys after RoPE, which with rope_type {given['rope_type']!r} "
+                f"is not what headwater computes; use one with {either(self.rope_types)}."
+            )
+        # "type" is what "rope_type" was called, and stays beside it.
+        rope = {name: value for name, value in given.items() if name != "type" and value is not None}
+        if not self.partial_rope and rope.pop("partial_rotary_factor", 1.0) != 1.0:
+            raise HeadwaterError(
+                f"A {self.name} model applies RoPE to whole heads, whatever its rope_parameters say; remove "
+                f"partial_rotary_factor from them."
+            )
+        return rope
+
+    def write_config(self, config: HeadwaterConfig) -> PreTrainedConfig:
+        """Our config as theirs. Raises `HeadwaterError` naming the first field that the family cannot express."""
+        try:
+            written = self._written(config)
+            read = self.read_config(written)
+        except (HeadwaterError, StrictDataclassError, ValueError, TypeError) as error:
+            raise HeadwaterError(
+                f"The model's config cannot be written in the {self.name} format: {sentence(error)}"
+            ) from error
+        for name in _compared(config):
+            ours, theirs = _comparable(config, name), _comparable(read, name)
+            if ours != theirs:
+                raise HeadwaterError(
+                    f"A {self.name} model cannot have {name} {ours!r}, only {theirs!r}; change it, or choose another "
+                    "family."
+                )
+        return written
+
+    def _written(self, config: HeadwaterConfig) -> PreTrainedConfig:
+        given = self.required | {theirs: getattr(config, ours) for ours, theirs in self.fields.items()}
+        if self.partial_rope:  # their default is another part
+            given["rope_parameters"] = {"partial_rotary_factor": 1.0} | (config.rope_parameters or {})
+        make = self.model.config_class
+        if config.sliding_window is not None:
+            given |= self.windowed
+            if config.sliding_layers is not None and _has_kinds(make):
+                given["layer_types"] = _layer_types(config)
+        given |= {} if self.write_more is None else self.write_more(config)
+        if not hasattr(make, "head_dim") and config.head_dim == config.hidden_size / config.num_attention_heads:
+            given.pop("head_dim", None)  # read where it is given, but no field of its own
+        return make(**copy.deepcopy(given), dtype=config.dtype)
+
+    def read_tensors(self, tensors: dict[str, Tensor], config: HeadwaterConfig) -> dict[str, Tensor]:
+        """Their tensors as copies under our names; `config` is ours. Raises `HeadwaterError` for an unknown one."""
+        links = {link.theirs: link for link in self.modules(config.num_hidden_layers)}
+        read = {}
+        for name, tensor in tensors.items():
+            module, _, kind = (name, "", "weight") if name in links else name.rpartition(".")
+            if module not in links:
+                raise HeadwaterError(
+                    f"This model has a tensor {name!r}, which a plain {self.name} model does not have; merge or "
+                    f"remove what was added to it."
+                )
+            link = links[module]
+            for ours, part in zip(link.ours, link.split(tensor, config), strict=True):
+                read[f"{ours}.{kind}"] = _copy(part)
+        return read
+
+    def write_tensors(self, tensors: dict[str, Tensor], config: HeadwaterConfig) -> dict[str, Tensor]:
+        """Our tensors as copies under their names."""
+        written = {}
+        for link in self.modules(config.num_hidden_layers):
+            for kind in ("weight", "bias"):
+                parts = [tensors[name] for name in (f"{ours}.{kind}" for ours in link.ours) if name in tensors]
+                if parts:
+                    name = link.theirs if link.bare else f"{link.theirs}.{kind}"
+                    written[name] = _copy(link.join(parts, config))
+        return written
+
+
+def from_transformers(source: str | Path | PreTrainedModel, family: str | None = None) -> Any:
+    """Convert a model of one of `FAMILIES` to headwater's, with the same logits.
+
+    source: a checkpoint's folder or its name on the Hugging Face hub (its dtype is kept, none of its code is run), or
+        a model, which is not changed.
+    family: the name of its `Family`, "package.module:NAME" for an outside one; default: its model_type.
+
+    Raises `HeadwaterError` for an unknown family, a missing checkpoint, tensors that do not match its config, and
+    features of the family that headwater does not support.
+    """
+    trust_names_in(family)
+    model = source if isinstance(source, PreTrainedModel) else load_transformers(source, family)
+    known = _family(family or model.config.model_type, model.config.to_dict())
+    if not isinstance(model, known.model):
+        raise HeadwaterError(_other_head(type(model).__name__, known))
+    config = known.read_config(model.config)
+    tensors = known.read_tensors(own_tensors(model), config)
+    return assemble(known.ours, config, tensors, model)
+
+
+def to_transformers(model: HeadwaterPreTrainedModel, family: str) -> PreTrainedModel:
+    """Convert the model to the family `family`, with the same logits; it is not changed.
+
+    Raises `HeadwaterError` for an unknown family and, naming the first, for a field of the model's config that the
+    family cannot express, such as its mechanisms.
+    """
+    trust_names_in(family)
+    chosen = _family(family)
+    if not isinstance(model, chosen.ours):
+        raise HeadwaterError(f"A {type(model).__name__} has no {chosen.name} format; choose a family of its kind.")
+    config = chosen.write_config(model.config)
+    made = assemble(chosen.model, config, chosen.write_tensors(own_tensors(model), model.config), model)
+    # Saved under the names that the family's checkpoints have, which are not always those of its modules.
+    vars(made).pop("_weight_conversions", None)
+    return made
+
+
+def assemble(
+    kind: type[PreTrainedModel], config: PreTrainedConfig, tensors: dict[str, Tensor], like: PreTrainedModel
+) -> Any:
+    """A model of class `kind` with these `tensors`, and the device, mode and generation config of `like`.
+
+    The model may use the memory of the tensors. Raises `HeadwaterError` if they do not match the config.
+    """
+    model, found = kind.from_pretrained(
+        None,
+        config=config,
+        state_dict=tensors,
+        dtype=like.dtype,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+    )
+    _check(found, "The model")
+    model.name_or_path = model.config.name_or_path = ""  # transformers writes "None" there
+    if like.can_generate():
+        model.generation_config = copy.deepcopy(like.generation_config)
+    return model.to(like.device).train(like.training)
+
+
+def _family(name: str, config: dict[str, Any] | None = None) -> Family:
+    """config: what the config of a model of an unknown family says, for the reason why there is none."""
+    if not isinstance(name, str) or not (":" in name or name in _REGISTRY.names):
+        if part := _foreign_part(str(name), config or {}):
+            raise HeadwaterError(f"Models of type {name!r} cannot be converted: headwater has no {part}.")
+        advice = _OTHER_WAYS.get(str(name)) or nearest(str(name), _REGISTRY.names)
+        raise HeadwaterError(f"Models of type {name!r} cannot be converted; {advice}")
+    return _REGISTRY.resolve(name)
+
+
+def check_family(name: str) -> None:
+    """Raise `HeadwaterError` unless a family that a file names exists, and is headwater's own, installed or trusted."""
+    _family(name)
+
+
+def _of_checkpoint(family: str | None, kind: str, config: dict[str, Any]) -> Family:
+    """The family of a checkpoint: the one that is asked for, else that of its config.json, whose type is `kind`."""
+    if family and kind not in _OTHER_WAYS:
+        return _family(family)
+    known = _family(kind, config)
+    # Of text, the model without its head says so by the weights, and one whose head is tied to the embedding is whole.
+    saved = config.get("architectures")
+    if known.ours is not HeadwaterForCausalLM and saved and known.model.__name__ not in saved:
+        raise HeadwaterError(_other_head(str(saved[0]), known))
+    return known
+
+
+def _other_head(name: str, known: Family) -> str:
+    what = "language-model head" if known.ours is HeadwaterForCausalLM else "classifier of the class token alone"
+    return f"A {name} has no {what}; use a {known.model.__name__}."
+
+
+def _foreign_part(name: str, config: dict[str, Any]) -> str | None:
+    """What a model of another family has and headwater's models have not, in words; None if that is not known."""
+    nested = [config.get(field) for field in ("text_config", "ffn_config")]
+    said = config | {field: value for part in nested if isinstance(part, dict) for field, value in part.items()}
+    experts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts")
+    if name.endswith("_moe") or any(isinstance(said.get(field), int) and said[field] > 1 for field in experts):
+        return "mixture of experts"
+    if said.get("kv_lora_rank"):
+        return "multi-head latent attention"
+    return next((part for start, part in _FOREIGN_PARTS.items() if name.startswith(start)), None)
+
+
+_FOREIGN_PARTS = {
+    "gemma3n": "AltUp, LAuReL and embeddings for each layer",
+    "gemma4": "norms of values, scales of blocks and embeddings for each layer",
+    "recurrent_gemma": "recurrent layers",
+    "mamba": "state-space layers",
+}
+# How a model that is no family's can be read all the same.
+_OTHER_WAYS = {
+    "baichuan_m1": "read it with --layout kv-shifting, or in Python with read_foreign.",
+    "gemma3": (
+        "only Gemma 3's text model is supported: save the language_model and lm_head as a Gemma3ForCausalLM, and "
+        "convert that."
+    ),
+}
+
+
+def load_transformers(source: str | Path, family: str | None = None) -> PreTrainedModel:
+    """A checkpoint of one of `FAMILIES` as transformers' own model, every tensor checked.
+
+    family: as in `from_transformers`. Weights are read once its config has been found to be one that headwater can
+    express. Raises `HeadwaterError` as `from_transformers` does.
+    """
+    trust_names_in(family)
+    place, folder = str(source), local(source)
+    try:
+        if folder.is_dir():
+            known, theirs, _ = _configs_in(folder, family)
+            tensors = read_weights(weight_files(folder, pickled=True))
+            model, found = build(known.model, theirs, tensors, folder)
+        else:
+            check_reachable("model", place)
+            with reading("it", "use an intact checkpoint"):
+                said = PreTrainedConfig.get_config_dict(place)[0]
+                known = _of_checkpoint(family, said.get("model_type", "none"), said)
+                theirs = known.model.config_class.from_pretrained(place)
+                known.read_config(theirs)
+                model, found = known.model.from_pretrained(
+                    place,
+                    config=theirs,
+                    dtype="auto",
+                    weights_only=True,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,  # they are named below
+                )
+    except HeadwaterError as error:
+        raise HeadwaterError(f"{place!r} cannot be loaded: {error}") from error
+    _check(found, repr(place))
+    check_finite(own_tensors(model), repr(place))
+    return model
+
+
+def config_of(folder: Path) -> HeadwaterConfig:
+    """The config of a model of any of `FAMILIES`, or of headwater's own, as ours; its weights are not read.
+
+    Raises `HeadwaterError` as `from_transformers` does.
+    """
+    if model_type(folder) in (HeadwaterConfig.model_type, HeadwaterVisionConfig.model_type):
+        return read_config(folder)
+    try:
+        return _configs_in(folder)[2]
+    except HeadwaterError as error:
+        raise HeadwaterError(f"{str(folder)!r} cannot be loaded: {error}") from error
+
+
+def _configs_in(folder: Path, family: str | None = None) -> tuple[Family, PreTrainedConfig, HeadwaterConfig]:
+    """The family of a checkpoint's folder, its config, and the same as ours."""
+    kind = model_type(folder)
+    if kind is None:
+        raise HeadwaterError(f"it is not a checkpoint: it has no {CONFIG} that says what model it is.")
+    known = _of_checkpoint(family, kind, PreTrainedConfig.get_config_dict(folder)[0])
+    theirs = config_from(known.model.config_class, folder)
+    return known, theirs, known.read_config(theirs)
+
+
+def _check(found: dict[str, Iterable[Any]], owner: str) -> None:
+    """Raise `HeadwaterError` naming the first tensor that is not as the config of `owner` asks for."""
+    for kind, what in (
+        ("mismatched_keys", "has a different shape than its config requires"),
+        ("missing_keys", "is missing"),
+        ("unexpected_keys", "has no place in its config"),
+    ):
+        names = sorted(str(entry if isinstance(entry, str) else entry[0]) for entry in found.get(kind) or ())
+        names = [name for name in names if not name.endswith(_OLD_BUFFER)]
+        if names:
+            raise HeadwaterError(
+                f"{owner} does not match its config: {names[0]!r} {what}; use a complete checkpoint with its own "
+                f"config."
+            )
+
+
+def own_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The model's tensors, a tied one once. Raises `HeadwaterError` if they are quantized."""
+    check_full_precision(model)
+    tied = set(model.all_tied_weights_keys)
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def halves_exchanged(tensor: Tensor, config: HeadwaterConfig) -> Tensor:
+    """Rows of heads, [heads·d, …], with the second half of each head before the first."""
+    width = config.head_dim
+    assert width is not None, "settled"
+    return tensor.unflatten(0, (-1, width)).roll(width // 2, 1).flatten(0, 1)
+
+
+def _has_kinds(config: type[PreTrainedConfig]) -> bool:
+    """Whether layers of such models may differ in whether they have a sliding window."""
+    return any("layer_types" in vars(kind).get("__annotations__", ()) for kind in config.__mro__)
+
+
+def _layer_types(config: HeadwaterConfig) -> list[str]:
+    layers = range(config.num_hidden_layers)
+    return ["sliding_attention" if config.slides(layer) else "full_attention" for layer in layers]
+
+
+# Initialization and serving are not part of a model's function.
+_BESIDE = {
+    "layer_types",
+    "materialise",
+    "scaled_residual_init",
+    "embedding_range",
+    "linear_init",
+    "initializer_seed",
+}
+
+
+def _compared(config: HeadwaterConfig) -> list[str]:
+    """The fields in which two equal models agree."""
+    unread = {"norm_bias", "final_norm_bias"} if config.norm == "rms_norm" else set()
+    return [name for name in config.field_names() if name not in _BESIDE | unread]
+
+
+def _comparable(config: HeadwaterConfig, name: str) -> Any:
+    value = getattr(config, name)
+    return {"partial_rotary_factor": 1.0} | value if name == "rope_parameters" and value else value
+
+
+# The tables.
+
+
+def same(*names: str) -> dict[str, str]:
+    """Fields, or modules, that have the same name in both."""
+    return {name: name for name in names}
+
+
+def plain(names: dict[str, str]) -> tuple[Link, ...]:
+    """Modules of theirs, each of which is one of ours."""
+    return tuple(Link(theirs, (ours,)) for theirs, ours in names.items())
+
+
+_EVERYWHERE = same(
+    "vocab_size",
+    "tie_word_embeddings",
+    "initializer_range",
+    "use_cache",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
+_SIZES = same("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+
+# What only some families have.
+_PLAIN = dict(
+    unit_offset_norm=False,
+    output_norms=False,
+    embedding_norm=False,
+    embedding_scale=1.0,
+    attention_scale=None,
+    attention_softcap=None,
+    logit_softcap=None,
+    sliding_fields=None,
+)
+
+# GPT-2 and GPT-NeoX: LayerNorm, a plain feed-forward, one map for queries, keys and values, as many heads of each.
+_LAYER_NORM = _PLAIN | dict(
+    feed_forward="plain",
+    norm="layer_norm",
+    norm_weight=True,
+    norm_bias=True,
+    final_norm_weight=True,
+    final_norm_bias=True,
+    first_residual=True,
+    logit_scale=1.0,
+    qk_norm=False,
+    mlp_bias=True,
+    mechanisms={},
+)
+LAYER = "model.layers.{}."
+_QKV = tuple(f"{LAYER}self_attn.{part}_proj" for part in "qkv")
+
+_GPT2 = Family(
+    model=GPT2LMHeadModel,
+    fields=_EVERYWHERE
+    | dict(
+        hidden_size="n_embd",
+        intermediate_size="n_inner",
+        num_hidden_layers="n_layer",
+        num_attention_heads="n_head",
+        max_position_embeddings="n_positions",
+        hidden_act="activation_function",
+        norm_eps="layer_norm_epsilon",
+        embedding_dropout="embd_pdrop",
+        attention_dropout="attn_pdrop",
+        residual_dropout="resid_pdrop",
+    ),
+    fixed=_LAYER_NORM | dict(position="learned", parallel_residual=False, qkv_bias=True, output_bias=True),
+    # `reorder_and_upcast_attn` changes the precision of scores, not the function.
+    required=dict(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False),
+    links=(
+        *plain(
+            {
+                "transformer.wte": "model.embed_tokens",
+                "transformer.wpe": "model.embed_positions",
+                "transformer.h.{}.ln_1": f"{LAYER}input_layernorm",
+                "transformer.h.{}.ln_2": f"{LAYER}post_attention_layernorm",
+                "transformer.ln_f": "model.norm",
+                "lm_head": "lm_head",
+            }
+        ),
+        Link("transformer.h.{}.attn.c_attn", _QKV, transposed=True),
+        Link("transformer.h.{}.attn.c_proj", (f"{LAYER}self_attn.o_proj",), transposed=True),
+        Link("transformer.h.{}.mlp.c_fc", (f"{LAYER}mlp.up_proj",), transposed=True),
+        Link("transformer.h.{}.mlp.c_proj", (f"{LAYER}mlp.down_proj",), transposed=True),
+    ),
+)
+
+_GPT_NEOX = Family(
+    model=GPTNeoXForCausalLM,
+    fields=_EVERYWHERE
+    | _SIZES
+    | same("hidden_act", "attention_dropout", "rope_parameters")
+    | dict(
+        norm_eps="layer_norm_eps",
+        parallel_residual="use_parallel_residual",
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        embedding_dropout="hidden_dropout",
+        residual_dropout="hidden_dropout",
+    ),
+    fixed=_LAYER_NORM | dict(position="rope"),
+    partial_rope=True,
+    links=(
+        *plain(
+            {
+                "gpt_neox.embed_in": "model.embed_tokens",
+                "gpt_neox.layers.{}.input_layernorm": f"{LAYER}input_layernorm",
+                "gpt_neox.layers.{}.post_attention_layernorm": f"{LAYER}post_attention_layernorm",
+                "gpt_neox.layers.{}.attention.dense": f"{LAYER}self_attn.o_proj",
+                "gpt_neox.layers.{}.mlp.dense_h_to_4h": f"{LAYER}mlp.up_proj",
+                "gpt_neox.layers.{}.mlp.dense_4h_to_h": f"{LAYER}mlp.down_proj",
+                "gpt_neox.final_layer_norm": "model.norm",
+                "lm_head": "lm_head",
+            }
+        ),
+        Link("gpt_neox.layers.{}.attention.query_key_value", _QKV, interleaved=True),
+    ),
+)
+
+# The others: RMSNorm, a gated feed-forward, RoPE over whole heads, and modules that are named as ours.
+_LLAMA = Family(
+    model=LlamaForCausalLM,
+    fields=_EVERYWHERE
+    | _SIZES
+    | same("num_key_value_heads", "head_dim", "hidden_act", "attention_dropout", "rope_parameters", "mlp_bias")
+    | dict(norm_eps="rms_norm_eps", qkv_bias="attention_bias", output_bias="attention_bias"),
+    fixed=_PLAIN
+    | dict(
+        feed_forward="gated",
+        norm="rms_norm",
+        norm_weight=True,
+        final_norm_weight=True,
+        position="rope",
+        parallel_residual=False,
+        first_residual=True,
+        logit_scale=1.0,
+        qk_norm=False,
+        embedding_dropout=0.0,
+        residual_dropout=0.0,
+        mechanisms={},
+    ),
+    required=dict(pretraining_tp=1),
+    links=plain(
+        same(
+            "model.embed_tokens",
+            f"{LAYER}input_layernorm",
+            *_QKV,
+            f"{LAYER}self_attn.o_proj",
+            f"{LAYER}post_attention_layernorm",
+            *(f"{LAYER}mlp.{part}_proj" for part in ("gate", "up", "down")),
+            "model.norm",
+            "lm_head",
+        )
+    ),
+)
+
+
+def _like_llama(
+    model: type[PreTrainedModel], without: set[str], fields: tuple[str, ...], fixed: dict[str, Any], **changes: Any
+) -> Family:
+    """Llama's family with some fields fixed, and some added."""
+    kept = {ours: theirs for ours, theirs in _LLAMA.fields.items() if ours not in without}
+    return replace(_LLAMA, model=model, fields=kept | same(*fields), fixed=_LLAMA.fixed | fixed, required={}, **changes)
+
+
+def _without(table: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in table.items() if name not in names}
+
+
+# nanochat as transformers has it: norms without weights, also of the embedding and of queries and keys. Those come
+# after RoPE there, which keeps the norm of what it turns.
+_NANOCHAT = _like_llama(
+    NanoChatForCausalLM,
+    {"mlp_bias"},
+    (),
+    dict(
+        feed_forward="plain",
+        mlp_bias=False,
+        norm_weight=False,
+        final_norm_weight=False,
+        embedding_norm=True,
+        qk_norm=True,
+    ),
+    rope_types=("default", "linear", "dynamic", "llama3"),
+    links=(
+        *plain(
+            same("model.embed_tokens", f"{LAYER}self_attn.v_proj", f"{LAYER}self_attn.o_proj", "lm_head")
+            | {f"{LAYER}mlp.fc1": f"{LAYER}mlp.up_proj", f"{LAYER}mlp.fc2": f"{LAYER}mlp.down_proj"}
+        ),
+        *(Link(name, (name,), backwards=True) for name in _QKV[:2]),
+    ),
+)
+
+_NANOCHAT = replace(
+    _NANOCHAT,
+    fields=_NANOCHAT.fields | dict(logit_softcap="final_logit_softcapping"),
+    fixed=_without(_NANOCHAT.fixed, "logit_softcap"),
+)
+
+# Gemma's dense families: weights of norms from one, the embedding times √D.
+_GEMMA = _like_llama(
+    GemmaForCausalLM,
+    {"mlp_bias"},
+    (),
+    dict(mlp_bias=False, unit_offset_norm=True, embedding_scale="width"),
+)
+_GEMMA = replace(_GEMMA, required=dict(use_bidirectional_attention=False))
+
+
+def _gemma2_fields(theirs: PreTrainedConfig) -> dict[str, Any]:
+    scalar = theirs.query_pre_attn_scalar
+    return {"attention_scale": None if scalar == theirs.head_dim else scalar**-0.5}
+
+
+def _gemma2_written(ours: HeadwaterConfig) -> dict[str, Any]:
+    scale = ours.attention_scale
+    scalar = ours.head_dim if scale is None else round(scale**-2)
+    return {"query_pre_attn_scalar": scalar, "layer_types": _layer_types(ours)}
+
+
+def _gemma3_fields(theirs: PreTrainedConfig) -> dict[str, Any]:
+    rope = {kind: theirs.rope_parameters[kind] for kind in sorted(set(theirs.layer_types))}
+    given = _gemma2_fields(theirs) | {"rope_parameters": next(iter(rope.values()))}
+    if len(rope) > 1 and theirs.sliding_window is not None and rope["sliding_attention"] != rope["full_attention"]:
+        given["sliding_fields"] = {"rope_parameters": rope["sliding_attention"]}
+    return given
+
+
+def _gemma3_written(ours: HeadwaterConfig) -> dict[str, Any]:
+    sliding = (ours.sliding_fields or {}).get("rope_parameters", ours.rope_parameters)
+    rope = {"full_attention": ours.rope_parameters, "sliding_attention": sliding}
+    return _gemma2_written(ours) | {"rope_parameters": rope}
+
+
+_GEMMA_NORMS = {
+    f"{LAYER}post_attention_layernorm": f"{LAYER}attention_output_norm",
+    f"{LAYER}pre_feedforward_layernorm": f"{LAYER}post_attention_layernorm",
+    f"{LAYER}post_feedforward_layernorm": f"{LAYER}feed_forward_output_norm",
+}
+_GEMMA2 = replace(
+    _GEMMA,
+    model=Gemma2ForCausalLM,
+    fields=_GEMMA.fields
+    | same("sliding_window")
+    | dict(
+        hidden_act="hidden_activation",
+        attention_softcap="attn_logit_softcapping",
+        logit_softcap="final_logit_softcapping",
+    ),
+    fixed=_without(_GEMMA.fixed, "attention_scale", "attention_softcap", "logit_softcap") | dict(output_norms=True),
+    read_more=_gemma2_fields,
+    write_more=_gemma2_written,
+    links=(
+        *(link for link in _LLAMA.links if "post_attention_layernorm" not in link.theirs),
+        *plain(_GEMMA_NORMS),
+    ),
+)
+_VAULT_GEMMA = replace(
+    _GEMMA2,
+    model=VaultGemmaForCausalLM,
+    fixed=_GEMMA2.fixed | dict(output_norms=False),
+    required={},
+    links=tuple(link for link in _GEMMA2.links if "output_norm" not in link.ours[0]),
+)
+# Its attn_logit_softcapping is a field that no module reads.
+_GEMMA3 = replace(
+    _GEMMA2,
+    model=Gemma3ForCausalLM,
+    fields=_without(_GEMMA2.fields, "attention_softcap"),
+    fixed=_without(_GEMMA2.fixed, "sliding_fields") | dict(attention_softcap=None, qk_norm=True),
+    read_more=_gemma3_fields,
+    write_more=_gemma3_written,
+    links=_GEMMA2.links + plain(same(f"{LAYER}self_attn.q_norm", f"{LAYER}self_attn.k_norm")),
+)
+
+_BIASES = {"qkv_bias", "output_bias", "mlp_bias"}
+_WINDOW = dict(use_sliding_window=True, max_window_layers=0)
+
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (
+        _GPT2,
+        _LLAMA,
+        _like_llama(MistralForCausalLM, _BIASES, ("sliding_window",), dict.fromkeys(_BIASES, False)),
+        _like_llama(
+            Qwen2ForCausalLM,
+            _BIASES,
+            ("sliding_window",),
+            dict(qkv_bias=True, output_bias=False, mlp_bias=False),
+            windowed=_WINDOW,
+        ),
+        _like_llama(
+            Qwen3ForCausalLM,
+            {"mlp_bias"},
+            ("sliding_window",),
+            dict(mlp_bias=False, qk_norm=True),
+            windowed=_WINDOW,
+            links=_LLAMA.links + plain(same(f"{LAYER}self_attn.q_norm", f"{LAYER}self_attn.k_norm")),
+        ),
+        _GPT_NEOX,
+        _NANOCHAT,
+        _GEMMA,
+        _GEMMA2,
+        _VAULT_GEMMA,
+        _GEMMA3,
+    )
+}
+_REGISTRY = Registry("family of models", "headwater.families", {}, "Family")
+_REGISTRY.added = FAMILIES

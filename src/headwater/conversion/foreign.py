@@ -1,0 +1,580 @@
+"""Checkpoints of the papers' own code, read into headwater models.
+
+    tokenformer   github.com/Haiyang-W/TokenFormer: GPT-NeoX's layout with parameter tokens
+    resformer     github.com/Zcchill/Value-Residual-Learning: Llama as transformers names it, and mixing fixed in code
+    kv-shifting   arXiv 2411.19574, appendix F, a listing: `K` and `V` of the attention in a Llama-like model; and
+                  Baichuan-M1, a model of the same company with the same convolution
+    nanochat      github.com/karpathy/nanochat: value embeddings, the embedding in every layer, windows
+
+Sizes are those of the tensors; what tensors cannot tell comes from keywords, else from a config beside them, else from
+the paper. docs/foreign-checkpoints.md has every name with its source, and says which are certain.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import yaml
+from torch import Tensor
+
+from headwater.config.text import HeadwaterConfig
+from headwater.conversion.families import halves_exchanged
+from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.models.load import CONFIG, PICKLED, WEIGHTS, check_finite, indexed, read_tensors, read_text, reading
+from headwater.models.weights import KINDS, is_plain, unwrapped
+from headwater.plugins.registry import as_mapping
+from headwater.util.errors import HeadwaterError, nearest, shown
+
+Tensors = dict[str, Tensor]
+# A tensor's name in the checkpoint, and what makes the model's tensor from it.
+TensorSource = tuple[str, Callable[[Tensor], Tensor]]
+
+# Fields that keywords may set; the rest of a config is derived.
+FIELDS = HeadwaterConfig.__annotations__.keys() - {"layer_types"}
+EMBEDDING = "model.embed_tokens.weight"
+NEOX_EMBEDDING = "sequential.0.word_embeddings.weight"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one kind of checkpoint is read.
+
+    embedding: the name of the token embedding.
+    tidy: the tensors, under the layout's plain names.
+    fields: (tensors, what keywords and a config beside them say) -> the fields of a `HeadwaterConfig`.
+    source: (name in the headwater model, its config) -> where the tensor comes from; None where from nothing.
+    """
+
+    embedding: str
+    tidy: Callable[[Tensors], Tensors]
+    fields: Callable[[Tensors, dict[str, Any]], dict[str, Any]]
+    source: Callable[[str, HeadwaterConfig], TensorSource | None]
+
+
+def read_foreign(path: str | Path, layout: str | None = None, **config: Any) -> HeadwaterForCausalLM:
+    """A model with the weights of a checkpoint of a paper's own code, in the precision of its embedding; eval mode.
+
+    path: a file of tensors (.safetensors, .pt, .bin, .pth), or a folder with one, or with its shards and their index.
+        Nothing in it is executed.
+    layout: a name in `LAYOUTS`, such as "tokenformer" or "kv-shifting"; recognized from the tensors' names if None. A
+        ResFormer's tensors have Llama's names, so its layout must be given.
+    config: fields of `HeadwaterConfig` that override the checkpoint's. Of `mechanisms`, those named here are used,
+        and options that are left out are as found: `mechanisms={"pattention": {"score": "gelu_l2_norm"}}`.
+
+    Raises `HeadwaterError` with one sentence that names the first tensor that is missing, unknown or of a wrong shape,
+    or says what else to change.
+    """
+    path = _newest(Path(path))
+    for name in config:
+        if name not in FIELDS:
+            raise HeadwaterError(f"HeadwaterConfig has no field {name!r}; {nearest(name, FIELDS)}")
+    given = as_mapping(config.pop("mechanisms", None))
+    if not isinstance(given, dict | None):
+        raise HeadwaterError(f"mechanisms must map names to options, or list names, not {shown(given)}.")
+    tensors = _tensors(path)
+    known = _known(layout, tensors, path)
+    with reading(f"The checkpoint {str(path)!r}"):
+        tensors = known.tidy(tensors)
+    beside = _beside(path)
+    with reading(f"The checkpoint {str(path)!r}", "correct its config, or the fields that were passed"):
+        fields = known.fields(tensors, beside | config)
+        found = fields.pop("mechanisms")
+        mechanisms = found if given is None else {name: found.get(name, {}) | (given[name] or {}) for name in given}
+        # Built in the checkpoint's precision, so that constants such as τ are no less precise than in the code it is
+        # from.
+        model: HeadwaterForCausalLM = HeadwaterForCausalLM._from_config(
+            HeadwaterConfig(**(fields | config), mechanisms=mechanisms), dtype=tensors[known.embedding].dtype
+        )
+        return _fill(model, tensors, known).eval()
+
+
+def _known(layout: str | None, tensors: Tensors, path: Path) -> Layout:
+    if layout is None:
+        layout = next((name for name, seen in SEEN.items() if any(re.search(seen, tensor) for tensor in tensors)), None)
+        if layout is None:
+            raise HeadwaterError(
+                f"The tensors of {str(path)!r} match no layout that can be recognized by names. If it is a Hugging "
+                "Face model, name its folder, with its config.json; if not, read it with headwater retrofit --layout "
+                f"(layout=), one of {', '.join(LAYOUTS)} (a ResFormer looks like any Llama)."
+            )
+    if layout not in LAYOUTS:
+        raise HeadwaterError(f"There is no layout {layout!r}; {nearest(layout, LAYOUTS)}")
+    return LAYOUTS[layout]
+
+
+def _fill(model: HeadwaterForCausalLM, tensors: Tensors, layout: Layout) -> HeadwaterForCausalLM:
+    """The model with the tensors copied in. Raises `HeadwaterError` if names or shapes do not match."""
+    sources = {name: layout.source(name, model.config) for name in model.state_dict()}
+    used = {name: source for name, source in sources.items() if source is not None}
+    for name, _ in used.values():
+        _take(tensors, name)
+    wanted = {name for name, _ in used.values()}
+    if model.config.tie_word_embeddings:
+        wanted.add("lm_head.weight")  # which may be written out all the same
+    for name in tensors:
+        if name not in wanted:
+            raise HeadwaterError(
+                f"The checkpoint has a tensor {name!r} that is not part of this layout; remove it if the function "
+                f"does not need it, or add the config it belongs to."
+            )
+    for name, target in model.state_dict().items():
+        if name in used:
+            foreign, make = used[name]
+            given = make(tensors[foreign])
+            if given.shape != target.shape:
+                raise HeadwaterError(
+                    f"Tensor {foreign!r} has the shape {list(tensors[foreign].shape)}, which does not match "
+                    f"{list(target.shape)} of {name}; check the sizes in the config and the keywords."
+                )
+            target.copy_(given)
+    return model
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _take(tensors: Tensors, name: str) -> Tensor:
+    if name not in tensors:
+        raise HeadwaterError(f"The checkpoint has no tensor {name!r}; use an intact checkpoint of this layout.")
+    return tensors[name]
+
+
+def _matrix(tensors: Tensors, name: str) -> tuple[int, int]:
+    shape = _take(tensors, name).shape
+    if len(shape) != 2:
+        raise HeadwaterError(f"Tensor {name!r} has the shape {list(shape)} but should be a matrix; check the file.")
+    return shape[0], shape[1]
+
+
+def _layers(tensors: Tensors, pattern: str) -> int:
+    found = [int(match[1]) for name in tensors if (match := re.match(pattern, name))]
+    if not found:
+        raise HeadwaterError("The checkpoint has no layers with this layout's names; choose another layout.")
+    return max(found) + 1
+
+
+def _heads(found: dict[str, Any], width: int, known: Mapping[int, int]) -> int | None:
+    """Query heads as a config says, else those of the authors' own configs of this width; None if there is none."""
+    return found.get("num_attention_heads", known.get(width))
+
+
+# TokenFormer
+
+# Θ by the names of the authors' code. Its "softmax" is the exponential over its L1 norm, times n.
+SCORES = {"l2_norm_gelu": "l2_norm_gelu", "gelu_l2_norm": "gelu_l2_norm", "softmax": "exp_l1_norm"}
+MAPS = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "proj"}
+# Heads by width in the authors' configs.
+TOKENFORMER_HEADS = {768: 12, 1024: 16, 1280: 16, 1536: 16}
+
+
+def _neox_fields(tensors: Tensors, found: dict[str, Any]) -> dict[str, Any]:
+    found = {name.replace("-", "_"): value for name, value in found.items()}
+    vocabulary, width = _matrix(tensors, NEOX_EMBEDDING)
+    # The embedding is module 0, module 1 turns it round, the blocks follow.
+    depth = _layers(tensors, r"sequential\.(\d+)\.attention\.") - 2
+    _refuse(found, pos_emb="rotary", use_mup=False)
+    score = found.get("norm_activation_type", "l2_norm_gelu")
+    if score not in SCORES:
+        raise HeadwaterError(f"There is no norm_activation_type {score!r}; {nearest(str(score), SCORES)}")
+    pairs: dict[str, Any] = {}
+    for option, part in (
+        ("query_pairs", "attention.query"),
+        ("key_pairs", "attention.key"),
+        ("value_pairs", "attention.value"),
+        ("output_pairs", "attention.proj"),
+        ("ffn_pairs", "mlp"),
+    ):
+        pairs[option] = _matrix(tensors, f"sequential.2.{part}.key_param_tokens")[0]
+    window = found.get("sliding_window_width")
+    return dict(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        num_hidden_layers=depth,
+        num_attention_heads=_said(_heads(found, width, TOKENFORMER_HEADS), width),
+        max_position_embeddings=found.get("max_position_embeddings", 2048),
+        norm="layer_norm",
+        norm_eps=float(found.get("layernorm_epsilon", 1e-5)),
+        norm_weight="sequential.2.input_layernorm.weight" in tensors,
+        norm_bias="sequential.2.input_layernorm.bias" in tensors,
+        final_norm_weight=f"sequential.{depth + 3}.norm.weight" in tensors,
+        final_norm_bias=f"sequential.{depth + 3}.norm.bias" in tensors,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": float(found.get("rotary_emb_base", 10_000)),
+            "partial_rotary_factor": float(found.get("rotary_pct", 0.25)),
+        },
+        # flash-attn counts the tokens before the current one.
+        sliding_window=None if window is None else window + 1,
+        tie_word_embeddings=f"sequential.{depth + 4}.final_linear.weight" not in tensors,
+        embedding_range=0.02,
+        mechanisms={"pattention": {"score": SCORES[score], **pairs}},
+    )
+
+
+def _refuse(found: dict[str, Any], **only: Any) -> None:
+    """Raise `HeadwaterError` if a config has another value than the supported one."""
+    for name, value in only.items():
+        if found.get(name, value) != value:
+            raise HeadwaterError(f"The checkpoint's config has {name} {found[name]!r}; only {value!r} is supported.")
+
+
+def _neox_source(name: str, config: HeadwaterConfig) -> TensorSource | None:
+    depth = config.num_hidden_layers
+    if name.endswith("scale.tau"):  # √n, or n for the exponential, as the model begins with
+        return None
+    if name == "lm_head.weight":
+        return None if config.tie_word_embeddings else (f"sequential.{depth + 4}.final_linear.weight", _same)
+    if name == EMBEDDING:
+        return NEOX_EMBEDDING, _same
+    name = name.replace("model.norm.", f"sequential.{depth + 3}.norm.")
+    name = re.sub(r"^model\.layers\.(\d+)\.", lambda layer: f"sequential.{int(layer[1]) + 2}.", name)
+    name = re.sub(r"self_attn\.(\w+)\.", lambda part: f"attention.{MAPS[part[1]]}.", name)
+    return re.sub(r"\.(key|value)$", r".\1_param_tokens", name), _same
+
+
+# Llama's layout: ResFormer and KV shifting
+
+RESFORMER_HEADS = {512: 8}
+
+
+def _weights_alone(tensors: Tensors) -> Tensors:
+    """The tensors without old buffers of RoPE."""
+    return {name: tensor for name, tensor in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
+
+
+def _llama_fields(
+    tensors: Tensors, found: dict[str, Any], theta: float, width_of_head: int | None, heads: int | None, layer: int = 0
+) -> dict[str, Any]:
+    """The base model. What the tensors say of heads: one of the width of a head and the number of query heads.
+
+    layer: the one that says it.
+    """
+    first = f"model.layers.{layer}"
+    vocabulary, width = _matrix(tensors, EMBEDDING)
+    queries, keys = (_matrix(tensors, f"{first}.self_attn.{part}_proj.weight")[0] for part in "qk")
+    if width_of_head is None:
+        width_of_head = found.get("head_dim") or queries // _said(heads, width)
+    rope = dict(found.get("rope_parameters") or found.get("rope_scaling") or {})
+    rope.setdefault("rope_type", rope.pop("type", "default"))
+    rope.setdefault("rope_theta", float(found.get("rope_theta", theta)))
+    return dict(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=_matrix(tensors, f"{first}.mlp.up_proj.weight")[0],
+        num_hidden_layers=_layers(tensors, r"model\.layers\.(\d+)\."),
+        num_attention_heads=max(1, queries // width_of_head),
+        num_key_value_heads=max(1, keys // width_of_head),
+        head_dim=width_of_head,
+        max_position_embeddings=found.get("max_position_embeddings", 2048),
+        hidden_act=found.get("hidden_act", "silu"),
+        norm_eps=float(found.get("rms_norm_eps", 1e-5)),
+        rope_parameters=rope,
+        qkv_bias=f"{first}.self_attn.q_proj.bias" in tensors,
+        output_bias=f"{first}.self_attn.o_proj.bias" in tensors,
+        mlp_bias=f"{first}.mlp.up_proj.bias" in tensors,
+        tie_word_embeddings=bool(found.get("tie_word_embeddings")) or "lm_head.weight" not in tensors,
+    )
+
+
+def _said(heads: int | None, width: int) -> int:
+    if heads is None:
+        raise HeadwaterError(
+            f"The tensors do not show how many heads there are at width {width}; pass num_attention_heads, or add "
+            f"the model's config to its folder."
+        )
+    return heads
+
+
+def _resformer_fields(tensors: Tensors, found: dict[str, Any]) -> dict[str, Any]:
+    width = _matrix(tensors, EMBEDDING)[1]
+    fields = _llama_fields(tensors, found, 10_000.0, None, _heads(found, width, RESFORMER_HEADS))
+    # The one form that tensors show: layers after the first have no values of their own.
+    values = [name for name in tensors if name.endswith("self_attn.v_proj.weight")]
+    mechanisms: dict[str, Any] = {"value_residual": {"mode": "identity"}}
+    if len(values) == 1 and fields["num_hidden_layers"] > 1:
+        mechanisms = {"svformer": {}}
+    return fields | dict(mechanisms=mechanisms)
+
+
+def _llama_source(name: str, config: HeadwaterConfig) -> TensorSource | None:
+    return None if name == "lm_head.weight" and config.tie_word_embeddings else (name, _same)
+
+
+def _shift_tidy(tensors: Tensors) -> Tensors:
+    """Names as of the listing in a Llama, of Baichuan-M1's code too.
+
+    There `conv_k` and `conv_v` [1, 1, K, 1, window] are the taps, `W_pack` holds queries above keys above values, and
+    the head's rows are brought to length 1 when it is used.
+    """
+    tidy, fused = {}, any(name.endswith("self_attn.conv_k") for name in tensors)
+    for name, tensor in _weights_alone(tensors).items():
+        if re.search(r"self_attn\.conv_[kv]$", name) and tensor.ndim == 5:
+            tidy[re.sub(r"conv_([kv])$", lambda part: part[1].upper(), name)] = tensor[0, 0, :, 0]
+        elif name.endswith("self_attn.W_pack.weight") and tensor.ndim == 2:
+            width = tensor.shape[1]
+            rest = (len(tensor) - width) // 2
+            for part, rows in zip("qkv", tensor.split([width, rest, len(tensor) - width - rest]), strict=True):
+                tidy[name.replace("W_pack", f"{part}_proj")] = rows
+        elif name == "lm_head.weight" and fused:
+            tidy[name] = torch.nn.functional.normalize(tensor, dim=-1)
+        else:
+            tidy[name] = tensor
+    return tidy
+
+
+def _shift_fields(tensors: Tensors, found: dict[str, Any]) -> dict[str, Any]:
+    depth = _layers(tensors, r"model\.layers\.(\d+)\.")
+    sliding = sorted(set(found.get("sliding_window_layers") or ()))
+    full = next((layer for layer in range(depth) if layer not in sliding), 0)
+    if sliding and found.get("sliding_window") is None:
+        raise HeadwaterError("The config names sliding_window_layers without a sliding_window; pass sliding_window.")
+    options, width_of_head = _shift_options(tensors, full)
+    fields = _llama_fields(tensors, found, 100_000.0, width_of_head, None, full)
+    fields |= dict(mechanisms={"kv_shift": options})
+    if sliding:
+        fields |= dict(sliding_window=found["sliding_window"])
+    if sliding and len(sliding) < depth:
+        _, width_of_head = _shift_options(tensors, sliding[0])
+        inside = _llama_fields(tensors, found, 100_000.0, width_of_head, None, sliding[0])
+        differing = {name: inside[name] for name in OF_HEADS if inside[name] != fields[name]}
+        fields |= dict(sliding_layers=sliding, sliding_fields=differing or None)
+    return fields
+
+
+OF_HEADS = "num_attention_heads", "num_key_value_heads", "head_dim"
+
+
+def _shift_options(tensors: Tensors, layer: int) -> tuple[dict[str, Any], int]:
+    """What the taps of a layer say: the options of the shift, and the width of a head."""
+    taps = {part: tensors.get(f"model.layers.{layer}.self_attn.{part}") for part in "KV"}
+    shapes = {part: given.shape for part, given in taps.items() if given is not None}
+    if not shapes or any(len(shape) != 2 for shape in shapes.values()) or len(set(shapes.values())) > 1:
+        raise HeadwaterError(
+            "KV shifting's K and V of a layer must both be [key/value heads, window], or one of them missing, not "
+            f"{ ({part: list(shape) for part, shape in shapes.items()}) }."
+        )
+    heads, window = next(iter(shapes.values()))
+    width_of_head = _matrix(tensors, f"model.layers.{layer}.self_attn.k_proj.weight")[0] // heads
+    return {"keys": "K" in shapes, "values": "V" in shapes, "window": window}, width_of_head
+
+
+def _shift_source(name: str, config: HeadwaterConfig) -> TensorSource | None:
+    if match := re.fullmatch(r"(.*\.self_attn)\.mechanisms\.kv_shift\.(alpha|beta)", name):
+        # The listing's last column weighs the current token; our first row does.
+        return f"{match[1]}.{'K' if match[2] == 'alpha' else 'V'}", lambda taps: taps.flip(1).T
+    return _llama_source(name, config)
+
+
+# nanochat
+
+NANOCHAT_EMBEDDING = "transformer.wte.weight"
+GATE = r"transformer\.h\.\d+\.attn\.ve_gate\.weight"
+
+
+class Version(NamedTuple):
+    """What the code of a version of nanochat does that its tensors do not show.
+
+    scale: of the value embeddings' gate. sharpness: factor on the scores, beside 1/√d. short: the context -> how many
+    earlier tokens a short window has.
+    """
+
+    scale: float
+    theta: float
+    sharpness: float
+    short: Callable[[int], int]
+
+
+# By the channels that the gate of value embeddings reads; 0 without one.
+VERSIONS = {
+    0: Version(2.0, 10_000.0, 1.0, lambda context: context // 2),
+    32: Version(2.0, 10_000.0, 1.0, lambda context: context // 2),
+    12: Version(3.0, 100_000.0, 1.15**2, lambda context: -(-context // 3 // 128) * 128),
+}
+# With a smeared embedding.
+LATEST = Version(3.0, 100_000.0, 1.2**2, lambda context: -(-context // 4 // 128) * 128)
+
+
+def _nanochat_tidy(tensors: Tensors) -> Tensors:
+    """With the scalars of each layer, x_0's before the stream's, and an embedding as precise as the head."""
+    tidy = dict(tensors)
+    if "resid_lambdas" in tidy and "x0_lambdas" in tidy:
+        own, first = tidy.pop("resid_lambdas"), tidy.pop("x0_lambdas")
+        tidy |= {f"lambdas.{i}": torch.stack(pair) for i, pair in enumerate(zip(first, own, strict=True))}
+    if "lm_head.weight" in tidy:
+        precise = tidy["lm_head.weight"].dtype
+        tables = [name for name in tidy if name == NANOCHAT_EMBEDDING or name.startswith("value_embeds.")]
+        tidy |= {name: tidy[name].to(precise) for name in tables}
+    return tidy
+
+
+def _nanochat_fields(tensors: Tensors, found: dict[str, Any]) -> dict[str, Any]:
+    rows, width = _matrix(tensors, NANOCHAT_EMBEDDING)
+    depth = _layers(tensors, r"transformer\.h\.(\d+)\.")
+    heads = found.get("num_attention_heads", found.get("n_head")) or max(1, width // 128)
+    width_of_head = width // heads
+    tables = [layer for layer in range(depth) if f"value_embeds.{layer}.weight" in tensors]
+    gates = {tensor.shape[-1] for name, tensor in tensors.items() if re.fullmatch(GATE, name)}
+    channels = max(gates, default=0)
+    if len(gates) > 1 or channels not in VERSIONS or bool(tables) != bool(gates):
+        raise HeadwaterError(
+            f"Gates of value embeddings read {sorted(gates)} channels, and those of nanochat 32 or, later, 12; use a "
+            "checkpoint of its master branch."
+        )
+    smears = "smear_gate.weight" in tensors
+    version = LATEST if smears else VERSIONS[channels]
+    context = found.get("sequence_len", found.get("max_position_embeddings", 2048))
+    pattern = str(found.get("window_pattern", "L")).upper()
+    short = [layer for layer in range(depth - 1) if pattern[layer % len(pattern)] == "S"]
+    mechanisms: dict[str, Any] = {"embedding_residual": {}} if "lambdas.0" in tensors else {}
+    if tables:
+        mechanisms["value_embedding"] = {"layers": tables, "channels": channels, "scale": version.scale}
+    if smears:
+        mechanisms |= {"smear": {"channels": tensors["smear_gate.weight"].shape[-1]}, "backout": {}}
+    return dict(
+        vocab_size=found.get("vocab_size", rows),
+        hidden_size=width,
+        intermediate_size=_matrix(tensors, "transformer.h.0.mlp.c_fc.weight")[0],
+        num_hidden_layers=depth,
+        num_attention_heads=heads,
+        num_key_value_heads=max(1, _matrix(tensors, "transformer.h.0.attn.c_k.weight")[0] // width_of_head),
+        head_dim=width_of_head,
+        max_position_embeddings=context,
+        feed_forward="plain",
+        hidden_act="relu2",
+        norm_eps=torch.finfo(torch.float32).eps,
+        norm_weight=False,
+        embedding_norm=True,
+        qk_norm=True,
+        rope_parameters={"rope_type": "default", "rope_theta": version.theta},
+        attention_scale=None if version.sharpness == 1 else version.sharpness * width_of_head**-0.5,
+        # Its windows do not count the token itself.
+        sliding_window=version.short(context) + 1 if short else None,
+        sliding_layers=short or None,
+        logit_softcap=15.0,
+        mechanisms=mechanisms,
+    )
+
+
+def _nanochat_source(name: str, config: HeadwaterConfig) -> TensorSource | None:
+    def known(tensor: Tensor) -> Tensor:  # the rest pads the vocabulary
+        return tensor[: config.vocab_size]
+
+    def turned(tensor: Tensor) -> Tensor:
+        return halves_exchanged(tensor, config)
+
+    if name in (EMBEDDING, "lm_head.weight"):
+        return NANOCHAT_EMBEDDING if name == EMBEDDING else name, known
+    layer, _, part = name.removeprefix("model.layers.").partition(".")
+    if part == "mechanisms.embedding_residual.lambdas":
+        return f"lambdas.{layer}", _same
+    if part.endswith("value_embedding.table.weight"):
+        return f"value_embeds.{layer}.weight", known
+    if part in NANOCHAT_ONCE:
+        return NANOCHAT_ONCE[part], _same
+    there = f"transformer.h.{layer}."
+    return there + NANOCHAT_PARTS.get(part, part), turned if part in NANOCHAT_TURNED else _same
+
+
+NANOCHAT_ONCE = {
+    "mechanisms.smear.gate.weight": "smear_gate.weight",
+    "mechanisms.smear.strength": "smear_lambda",
+    "mechanisms.backout.strength": "backout_lambda",
+}
+NANOCHAT_TURNED = "self_attn.q_proj.weight", "self_attn.k_proj.weight"
+NANOCHAT_PARTS = {
+    "self_attn.q_proj.weight": "attn.c_q.weight",
+    "self_attn.k_proj.weight": "attn.c_k.weight",
+    "self_attn.v_proj.weight": "attn.c_v.weight",
+    "self_attn.o_proj.weight": "attn.c_proj.weight",
+    "self_attn.mechanisms.value_embedding.gate.weight": "attn.ve_gate.weight",
+    "mlp.up_proj.weight": "mlp.c_fc.weight",
+    "mlp.down_proj.weight": "mlp.c_proj.weight",
+}
+
+
+LAYOUTS = {
+    "tokenformer": Layout(NEOX_EMBEDDING, _weights_alone, _neox_fields, _neox_source),
+    "resformer": Layout(EMBEDDING, _weights_alone, _resformer_fields, _llama_source),
+    "kv-shifting": Layout(EMBEDDING, _shift_tidy, _shift_fields, _shift_source),
+    "nanochat": Layout(NANOCHAT_EMBEDDING, _nanochat_tidy, _nanochat_fields, _nanochat_source),
+}
+# What only this layout's names have.
+SEEN = {
+    "tokenformer": r"\.key_param_tokens$",
+    "kv-shifting": r"\.self_attn\.([KV]|conv_[kv])$",
+    "nanochat": r"^transformer\.h\.\d+\.attn\.c_q\.weight$",
+}
+
+
+# Files
+
+
+def _newest(path: Path) -> Path:
+    """The newest checkpoint in a folder of nanochat's, model_NNNNNN.pt; another path as it is."""
+    steps = sorted(path.glob("model_*.pt"), key=lambda file: (len(file.name), file.name)) if path.is_dir() else []
+    return steps[-1] if steps and _meta(steps[-1]).is_file() else path
+
+
+def _meta(file: Path) -> Path:
+    """What nanochat writes beside a checkpoint."""
+    return file.with_name(f"meta_{file.stem.removeprefix('model_')}.json")
+
+
+def _tensors(path: Path) -> Tensors:
+    """All tensors of a file or folder, by their names without what wrappers put into them."""
+    tensors: Tensors = {}
+    for file in _files(path):
+        for name, tensor in unwrapped(read_tensors(file), repr(str(file))).items():
+            if not is_plain(tensor.dtype):
+                raise HeadwaterError(
+                    f"{name!r} in {str(file)!r} is stored as {str(tensor.dtype).removeprefix('torch.')}, which is no "
+                    f"weight; save only the weights, as {KINDS}."
+                )
+            if name in tensors:
+                raise HeadwaterError(f"Tensor {name!r} of {str(path)!r} occurs twice; keep one of the two files.")
+            tensors[name] = tensor
+    if not tensors:
+        raise HeadwaterError(f"There are no tensors in {str(path)!r}; name a checkpoint.")
+    check_finite(tensors, repr(str(path)))
+    return tensors
+
+
+def _files(path: Path) -> list[Path]:
+    """The files that hold the tensors of a checkpoint."""
+    if path.is_file():
+        return [path]
+    for index in (f"{WEIGHTS}.index.json", f"{PICKLED}.index.json"):
+        if (path / index).is_file():
+            return indexed(path / index)
+    for endings in ((".safetensors",), (".bin", ".pt", ".pth")):
+        found = sorted(file for file in path.glob("*") if file.suffix in endings and file.is_file())
+        if len(found) > 1:
+            raise HeadwaterError(
+                f"{str(path)!r} has several files of tensors and no index; name one, such as {found[0].name!r}."
+            )
+        if found:
+            return found
+    raise HeadwaterError(f"There is no file of tensors at {str(path)!r}; name one, or a folder that contains one.")
+
+
+def _beside(path: Path) -> dict[str, Any]:
+    """The configs of a checkpoint: config.json, or the YAML files of GPT-NeoX, merged."""
+    folder = path if path.is_dir() else path.parent
+    files = [file for file in (folder / CONFIG, _meta(path)) if file.is_file()]
+    files = files or sorted(file for place in (folder, folder / "configs") for file in place.glob("*.y*ml"))
+    found: dict[str, Any] = {}
+    for file in files:
+        with reading(f"The config {str(file)!r}", "correct or remove it"):
+            text = read_text(file)
+            content = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
+        if not isinstance(content, dict):
+            raise HeadwaterError(f"The config {str(file)!r} is not a mapping; correct or remove it.")
+        found |= content.get("model_config", content)
+    return found

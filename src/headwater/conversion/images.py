@@ -1,0 +1,90 @@
+"""The families of image models: ViT and DeiT. Checkpoints of DeiT without distillation are ViTs by their config."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from transformers import DeiTForImageClassification, ViTForImageClassification
+
+from headwater.conversion.families import LAYER, Family, Link, plain, same
+from headwater.models.image_classification import HeadwaterForImageClassification
+
+
+def _links(base: str) -> tuple[Link, ...]:
+    layer = f"{base}.layers.{{}}."
+    maps = {f"{layer}attention.{part}_proj": f"{LAYER}self_attn.{part}_proj" for part in "qkvo"}
+    return (
+        Link(f"{base}.embeddings.cls_token", ("model.class_token",), bare=True),
+        Link(f"{base}.embeddings.position_embeddings", ("model.embed_positions",), bare=True),
+        Link(f"{base}.embeddings.patch_embeddings.projection", ("model.embed_patches",), convolves=True),
+        *plain(
+            maps
+            | {
+                f"{layer}layernorm_before": f"{LAYER}input_layernorm",
+                f"{layer}layernorm_after": f"{LAYER}post_attention_layernorm",
+                f"{layer}mlp.fc1": f"{LAYER}mlp.up_proj",
+                f"{layer}mlp.fc2": f"{LAYER}mlp.down_proj",
+                f"{base}.layernorm": "model.norm",
+                "classifier": "classifier",
+            }
+        ),
+    )
+
+
+VIT = Family(
+    model=ViTForImageClassification,
+    ours=HeadwaterForImageClassification,
+    fields=same(
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "hidden_act",
+        "initializer_range",
+        "image_size",
+        "patch_size",
+        "num_channels",
+        "qkv_bias",
+        "id2label",
+        "label2id",
+    )
+    | dict(
+        norm_eps="layer_norm_eps",
+        embedding_dropout="hidden_dropout_prob",
+        residual_dropout="hidden_dropout_prob",
+        attention_dropout="attention_probs_dropout_prob",
+    ),
+    fixed=dict(
+        pooling="token",
+        register_tokens=0,
+        position="learned",
+        patch_bias=True,
+        drop_path=0.0,
+        stop_at_rows=False,
+        feed_forward="plain",
+        norm="layer_norm",
+        norm_weight=True,
+        norm_bias=True,
+        final_norm_weight=True,
+        final_norm_bias=True,
+        parallel_residual=False,
+        first_residual=True,
+        unit_offset_norm=False,
+        output_norms=False,
+        attention_scale=None,
+        attention_softcap=None,
+        qk_norm=False,
+        output_bias=True,
+        mlp_bias=True,
+        mechanisms={},
+    ),
+    links=_links("vit"),
+)
+
+# Its distillation token is a register: only the classifier of the class token is ours.
+DEIT = replace(
+    VIT,
+    model=DeiTForImageClassification,
+    fixed=VIT.fixed | dict(register_tokens=1),
+    links=(*_links("deit"), Link("deit.embeddings.distillation_token", ("model.registers",), bare=True)),
+)

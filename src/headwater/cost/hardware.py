@@ -1,0 +1,251 @@
+"""What a device can do: named accelerators by their data sheets, and this machine by measurement."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from headwater.util.errors import HeadwaterError, nearest, shown
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One device.
+
+    flops: matmul FLOP/s in bf16, dense, accumulated in fp32. flops_fp32: the same in fp32, without TF32. memory: bytes.
+    bandwidth: memory bandwidth in bytes/s. source: where the figures are from. driver: a pattern for the names that the
+    driver gives this device; variants with other figures do not match. flops_fp64: None if unknown.
+    """
+
+    name: str
+    flops: float
+    flops_fp32: float
+    memory: float
+    bandwidth: float
+    source: str
+    driver: str = ""
+    flops_fp64: float | None = None
+
+    def peak(self, precision: str) -> float:
+        """FLOP/s of matmuls in a precision, named as in recipes. Raises `HeadwaterError` if it is unknown."""
+        found = {"32-true": self.flops_fp32, "64-true": self.flops_fp64}.get(precision, self.flops)
+        if found is None:
+            raise HeadwaterError(f"The peak of {self.name} in {precision} is unknown; choose another precision.")
+        return found
+
+
+def _sheet(
+    name: str,
+    tflops: float,
+    tflops_fp32: float,
+    gigabytes: float,
+    gigabytes_per_s: float,
+    source: str,
+    driver: str = "",
+    tflops_fp64: float | None = None,
+) -> Hardware:
+    double = None if tflops_fp64 is None else tflops_fp64 * 1e12
+    figures = (tflops * 1e12, tflops_fp32 * 1e12, gigabytes * 1e9, gigabytes_per_s * 1e9)
+    return Hardware(name, *figures, source, driver, double)
+
+
+# bf16 TFLOP/s, fp32 TFLOP/s, GB, GB/s; at the end fp64 TFLOP/s, where matrix units have it. Where a sheet prints sparse
+# tensor figures ("with sparsity"), half of them.
+KNOWN = {
+    device.name: device
+    for device in (
+        _sheet("A100-40", 312, 19.5, 40, 1555, "NVIDIA A100 data sheet, SXM 40 GB", r"A100-(SXM4|PCIE)-40GB", 19.5),
+        _sheet("A100-80", 312, 19.5, 80, 2039, "NVIDIA A100 data sheet, SXM 80 GB", r"A100-SXM4-80GB", 19.5),
+        _sheet("A100-PCIe", 312, 19.5, 80, 1935, "NVIDIA A100 data sheet, PCIe 80 GB", r"A100 80GB PCIe", 19.5),
+        _sheet("H100", 989.4, 66.9, 80, 3350, "NVIDIA H100 data sheet, SXM", r"H100( 80GB HBM3)?", 66.9),
+        _sheet("H100-PCIe", 756.5, 51.2, 80, 2000, "NVIDIA H100 data sheet, PCIe", r"H100 PCIe", 51.2),
+        _sheet("H100-NVL", 835.5, 60, 94, 3900, "NVIDIA H100 NVL data sheet, one of the pair", r"H100 NVL", 60),
+        _sheet("H200", 989.4, 66.9, 141, 4800, "NVIDIA H200 data sheet, SXM", r"H200", 66.9),
+        _sheet("B200", 2250, 75, 180, 8000, "NVIDIA HGX B200 data sheet, an eighth of the board", r"B200", 37),
+        _sheet("L40S", 362, 91.6, 48, 864, "NVIDIA L40S data sheet", r"L40S"),
+        _sheet("RTX-4090", 165.2, 82.6, 24, 1008, "NVIDIA Ada GPU architecture, appendix A", r"RTX 4090"),
+        _sheet("MI300X", 1307.4, 163.4, 192, 5300, "AMD Instinct MI300X data sheet", r"MI300X( VF)?", 163.4),
+    )
+}
+THIS = "this"
+
+
+def hardware(name: str) -> Hardware:
+    """The device of that name, in any case; "this" is measured. Raises `HeadwaterError` for an unknown name."""
+    if name.lower() == THIS:
+        return measure()
+    for known, device in KNOWN.items():
+        if known.lower() == name.lower():
+            return device
+    raise HeadwaterError(f"There is no hardware named {name!r}; {nearest(name.upper(), [*KNOWN, THIS])}")
+
+
+def measure() -> Hardware:
+    """This machine, in about 3 s: its first CUDA device, or all CPU threads that PyTorch is set to.
+
+    The best of repeated square matmuls and of copies, which read and write every byte once. Memory is the device's, or
+    the machine's. Other work on the machine lowers the figures.
+    """
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda" if cuda else "cpu")
+    length = 2**32 if cuda else 2**28  # long reads: short ones come from a GPU's cache
+    source, target = (torch.ones(length, dtype=torch.uint8, device=device) for _ in range(2))
+    bandwidth = 2 * length / best(lambda: target.copy_(source), device)
+    threads = torch.get_num_threads()
+    here = f"this machine, {threads} CPU thread{'s' if threads > 1 else ''}"
+    name = torch.cuda.get_device_properties(device).name if cuda else here
+    half, full, double = (matmul_flops(device, dtype) for dtype in (torch.bfloat16, torch.float32, torch.float64))
+    return Hardware(name, half, full, memory_of(device), bandwidth, "measured", flops_fp64=double)
+
+
+def usable_device(name: str) -> str:
+    """The name of a device, if tensors on it have values that can be read. Raises `HeadwaterError` for any other."""
+    try:
+        torch.zeros(1, device=name).tolist()  # the device "meta" has shapes alone
+    except Exception as error:  # each kind of device has its own
+        raise HeadwaterError(
+            f"PyTorch cannot use the device {shown(name)} here; leave out --device to use what is available."
+        ) from error
+    return name
+
+
+def cores() -> int:
+    """CPU cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def set_threads(count: int) -> None:
+    """Let PyTorch compute with `count` CPU threads. Raises `HeadwaterError` if so many cannot be started.
+
+    The libraries below PyTorch end the process where a thread cannot be started, so it is tried before.
+    """
+    done = threading.Event()
+    started: list[threading.Thread] = []
+    try:
+        for _ in range(count - 1):
+            thread = threading.Thread(target=done.wait, daemon=True)
+            thread.start()
+            started.append(thread)
+    except RuntimeError as error:
+        raise HeadwaterError(
+            f"Only {len(started) + 1} of {count} threads can be started here; set training.threads lower, or raise the "
+            "limit (ulimit -u)."
+        ) from error
+    finally:
+        done.set()
+        for thread in started:
+            thread.join()
+    torch.set_num_threads(count)
+
+
+def memory_of(device: torch.device) -> float:
+    """Bytes of memory of a device, or of the machine."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def available_memory() -> float:
+    """Bytes of the machine's memory that this process could still take, within its container's limit (Linux).
+
+    Elsewhere all of the machine's memory.
+    """
+    free = [memory_of(torch.device("cpu"))]
+    with suppress(OSError, ValueError, LookupError):
+        known = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        free.append(int(known["MemAvailable"].split()[0]) * 1024)
+    with suppress(OSError, ValueError, LookupError):
+        own = Path("/proc/self/cgroup").read_text().split("::", 1)[1].splitlines()[0]
+        group = Path("/sys/fs/cgroup") / own.lstrip("/")
+        used = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        taken = int((group / "memory.current").read_text()) - int(used["inactive_file"])  # files can be read again
+        free.append(int((group / "memory.max").read_text()) - taken)
+    return min(free)
+
+
+def sheet_of(driver: str) -> Hardware | None:
+    """The data sheet of a device by its driver's name, e.g. "NVIDIA A100-SXM4-80GB"; None if unknown."""
+    name = re.sub(r"^(NVIDIA|AMD)( GeForce| Instinct)? ", "", driver)
+    return next((known for known in KNOWN.values() if known.driver and re.fullmatch(known.driver, name)), None)
+
+
+def c_compiler() -> str | None:
+    """What Triton builds its launchers with, chosen as it chooses: $CC, else gcc, else clang. None: there is none."""
+    names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    return next((path for name in names if (path := shutil.which(name)) is not None), None)
+
+
+def peak_of(device: torch.device, precision: str) -> float:
+    """FLOP/s of matmuls on a device in a precision: by its data sheet if it is known, else measured in half a second.
+
+    A CPU is measured with the threads PyTorch is set to.
+    """
+    if device.type == "cuda" and (sheet := sheet_of(torch.cuda.get_device_properties(device).name)) is not None:
+        with suppress(HeadwaterError):
+            return sheet.peak(precision)
+    kinds = {"32-true": torch.float32, "64-true": torch.float64}
+    return matmul_flops(device, kinds.get(precision, torch.bfloat16))
+
+
+@contextmanager
+def tf32(allowed: bool) -> Iterator[None]:
+    """Inside, whether matmuls of fp32 on a GPU may round their inputs to TF32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if allowed else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def matmul_flops(device: torch.device, dtype: torch.dtype, rounded: bool = False) -> float:
+    """FLOP/s of the best of repeated square matmuls. rounded: fp32 in TF32 where the device has it."""
+    size = 8192 if device.type == "cuda" else 1024
+    draw = torch.Generator(device).manual_seed(0)
+    a, b = (torch.randn(size, size, dtype=dtype, device=device, generator=draw) for _ in range(2))
+    out = torch.empty_like(a)
+    with tf32(rounded) if dtype == torch.float32 else nullcontext():
+        return 2 * size**3 / best(lambda: torch.mm(a, b, out=out), device)
+
+
+def best(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds of the fastest run, after a warm-up run; half a second of runs, at least two."""
+    times: list[float] = []
+    begun = time.perf_counter()
+    while len(times) < 3 or time.perf_counter() - begun < 0.5:
+        times.append(_seconds_on_gpu(run, device) if device.type == "cuda" else seconds(run))
+    return min(times[1:])
+
+
+def seconds(run: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+def _seconds_on_gpu(run: Callable[[], object], device: torch.device) -> float:
+    """By the GPU's clock, of a run queued behind another, so that the time of its launch is not part of it."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with torch.cuda.device(device):
+        run()
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def read_bandwidth(device: str = "cpu") -> float:
+    """Bytes/s at which the device's memory is read: the best of ten long sums, after one not counted."""
+    x = torch.ones(2**27 if torch.device(device).type == "cpu" else 2**30, device=device)
+    times = [seconds(lambda: float(x.sum())) for _ in range(11)]
+    return x.numel() * x.element_size() / min(times[1:])

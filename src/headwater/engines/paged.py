@@ -1,0 +1,213 @@
+"""The model's side of a paged cache: which bytes of which block each token reads and writes.
+
+A server's batch is flat: N new tokens of R sequences, one sequence after another. `FlatBatch` says where in the cache
+they are, `PagedEngine` is what the model is given as `past_key_values`, and a subclass brings the kernel.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headwater.engines.pages import ALIGNED, Page, Room
+from headwater.nn.attention import Attention, Engine, taken
+from headwater.nn.position import alibi_slopes
+from headwater.util.errors import HeadwaterError
+
+if TYPE_CHECKING:
+    from headwater.config.text import HeadwaterConfig
+
+
+class FlatBatch:
+    """N new tokens of R sequences.
+
+    starts [R + 1]: where in the batch each sequence's new tokens begin, and N. lengths [R]: of each sequence, these
+    included. table [R, blocks]: the blocks of each sequence.
+    """
+
+    def __init__(self, starts: Tensor, lengths: Tensor, table: Tensor, block_size: int) -> None:
+        starts, lengths = starts.long(), lengths.long()
+        self.table, self.block_size, self.ends = table.long(), block_size, lengths
+        counts = starts.diff()
+        self.first = lengths - counts  # the position of each sequence's first new token
+        self.sequence = torch.repeat_interleave(torch.arange(len(counts), device=starts.device), counts)  # [N]
+        self.count = len(self.sequence)
+        self.within = torch.arange(self.count, device=starts.device) - starts[self.sequence]  # among its new tokens
+        self.position = self.first[self.sequence] + self.within
+        self.known: dict[tuple[int, int], Lookback] = {}
+
+    @cached_property
+    def block(self) -> Tensor:
+        """Each token's block, [N]."""
+        return self.table[self.sequence, self.position // self.block_size]
+
+    @cached_property
+    def offset(self) -> Tensor:
+        """Each token's place in its block, [N]."""
+        return self.position % self.block_size
+
+    def lookback(self, length: int, slots: int) -> Lookback:
+        """Where the `length` tokens before each are, if a block keeps the last `slots` of its tokens."""
+        if (length, slots) not in self.known:
+            self.known[length, slots] = self._lookback(length, slots)
+        return self.known[length, slots]
+
+    def _lookback(self, length: int, slots: int) -> Lookback:
+        size, device = self.block_size, self.position.device
+        back = torch.arange(length, 0, -1, device=device)
+        # From the cache: the tokens before each sequence's first new one, oldest first.
+        position = self.first[:, None] - back  # [R, length]
+        there = position.clamp(min=0)
+        block = self.table.gather(1, there // size)
+        own = there // size == (self.first // size)[:, None]
+        # Of what each token looks back to: a new token, or one from the cache, or none.
+        wanted = self.within[:, None] - back  # [N, length], counted from its sequence's first new token
+        held = self.count + self.sequence[:, None] * length + wanted + length
+        index = torch.where(wanted >= 0, torch.arange(self.count, device=device)[:, None] - back, held)
+        index = torch.where(self.position[:, None] < back, self.count + len(self.ends) * length, index)
+        # Of a sequence's new tokens in one block, the last `slots` are kept.
+        last = torch.minimum(self.ends[self.sequence] - 1, (self.position // size + 1) * size - 1)
+        kept = (self.position > last - slots).nonzero().flatten()
+        return Lookback(
+            (block, there % size % slots), own[:, :, None], index, kept, (self.block[kept], self.offset[kept] % slots)
+        )
+
+
+class Lookback(NamedTuple):
+    """How tokens find those before them.
+
+    there: block and slot of what each sequence needs from the cache, [R, length] each. own: whether it is in the block
+    that the sequence's first new token goes into, [R, length, 1]. wanted [N, length]: among the new tokens, those from
+    the cache, and zero. kept: the new tokens that the cache keeps; into: their blocks and slots.
+    """
+
+    there: tuple[Tensor, Tensor]
+    own: Tensor
+    wanted: Tensor
+    kept: Tensor
+    into: tuple[Tensor, Tensor]
+
+    def before(self, x: Tensor, region: Tensor) -> Tensor:
+        """x [N, n] -> the tokens before each, [N, length, n], oldest first; keeps what later steps need.
+
+        region: [blocks, slots, n]. A sequence's own block is read before the new tokens overwrite it. Blocks before it
+        are full, and sequences with the same prefix share them: the tokens in them may be written in this very step.
+        """
+        old = region[self.there]
+        region[self.into] = x[self.kept]
+        found = torch.where(self.own, old, region[self.there])
+        return torch.cat((x, found.flatten(0, 1), x.new_zeros(1, x.shape[1])))[self.wanted]
+
+
+class RawTokens:
+    """The raw tokens of one layer (`Tail`), in the room that the page has for them."""
+
+    def __init__(self, engine: PagedEngine, layer: int) -> None:
+        self.engine = engine
+        room = engine.page.rooms.get(layer, Room(layer, 0, 0))  # of a process whose heads keep none
+        self.layer, self.free, self.end = layer, room.first, room.first + room.size
+        self.places: dict[str, int] = {}
+
+    def before(self, name: str, x: Tensor, length: int, everything: bool = False) -> Tensor:
+        """As `Tail.before`, of x [N, heads, 1, d]."""
+        engine, (count, heads, _, width) = self.engine, x.shape
+        if engine.memory is None or engine.batch is None or x.numel() == 0:
+            return x.new_zeros(count, heads, length, width)
+        flat = x.reshape(count, heads * width)
+        slots = engine.page.slots(length)
+        region = engine.bytes_of(self.place(name, flat, length), slots * heads * width, x.dtype)
+        found = engine.batch.lookback(length, slots).before(flat, region.unflatten(1, (slots, -1)))
+        return found.unflatten(2, (heads, width)).transpose(1, 2)
+
+    def place(self, name: str, x: Tensor, length: int) -> int:
+        """The first byte of a tail in a block. Raises `HeadwaterError` if the plan has no room for it."""
+        if name not in self.places:
+            size = self.engine.page.raw(length, x.shape[1], x.element_size())
+            if self.free + size > self.end:
+                raise HeadwaterError(
+                    f"The raw tokens {name!r} of layer {self.layer} need {size} bytes in a block, for which the plan "
+                    "leaves no room; state them as tails in the mechanism's plan()."
+                )
+            self.places[name] = self.free
+            self.free += size
+        return self.places[name]
+
+
+class PagedEngine(Engine):
+    """A cache of blocks as `Page` lays them out, and attention over it.
+
+    memory: uint8 [blocks, bytes], set once; batch: set before each forward pass. Without them nothing is kept, and
+    attention gives zeros: a dry run.
+    """
+
+    def __init__(self, config: HeadwaterConfig, page: Page, slopes: Tensor | None = None) -> None:
+        """slopes: ALiBi's, of each query head, where every layer has only some of them; default: those of all heads."""
+        self.config, self.page = config, page
+        self.slopes = slopes
+        self.memory: Tensor | None = None
+        self.batch: FlatBatch | None = None
+        self.views: dict[tuple[int, str], Tensor] = {}
+        self.layers = [RawTokens(self, plan.index) if plan.tails else None for plan in config.layer_plans]
+
+    def bind(self, memory: Tensor) -> None:
+        """Use this memory. Raises `HeadwaterError` if its blocks have another size than the page."""
+        if memory.shape[1] != self.page.size:
+            raise HeadwaterError(f"A block has {self.page.size} bytes, and this cache's blocks have {memory.shape[1]}.")
+        assert memory.dtype == torch.uint8
+        assert memory.stride(0) % ALIGNED == 0
+        self.memory, self.views = memory, {}
+
+    def release(self) -> None:
+        """Let go of the memory."""
+        self.memory, self.batch, self.views = None, None, {}
+
+    def bytes_of(self, first: int, numbers: int, dtype: torch.dtype) -> Tensor:
+        """A part of each block as numbers of a dtype, [blocks, numbers]."""
+        assert self.memory is not None
+        return self.memory[:, first : first + numbers * dtype.itemsize].view(dtype)
+
+    def store(self, layer: int, part: str, dtype: torch.dtype) -> Tensor:
+        """The keys or values of one layer, [blocks, heads, block_size, d]."""
+        if (layer, part) not in self.views:
+            at, size = self.page.stores[layer, part], self.page.block_size
+            numbers = self.bytes_of(at.first, at.heads * size * at.width, dtype)
+            self.views[layer, part] = numbers.unflatten(1, (at.heads, size, at.width))
+        return self.views[layer, part]
+
+    def attend(self, attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.memory is None or self.batch is None:
+            return torch.zeros_like(q).transpose(1, 2)
+        layer, per_key = attention.layer_idx, attention.num_key_value_groups
+        q, k, v = q[:, :, 0], k[:, :, 0], v[:, :, 0]
+        self.write(layer, k, v)
+        read = []
+        for group in attention.plan.groups:
+            first, end = group.first * per_key, (group.first + group.size) * per_key
+            keys = taken(self.store(group.k, "k", q.dtype), group.k_heads)
+            values = taken(self.store(group.v, "v", q.dtype), group.v_heads)
+            read.append(self.read(attention, q[:, first:end], keys, values, first))
+        return (read[0] if len(read) == 1 else torch.cat(read, dim=1)).unsqueeze(1)
+
+    def slopes_of(self, attention: Attention, first: int, count: int) -> Tensor | None:
+        """ALiBi's slopes of `count` of a layer's query heads, from `first` on, in fp32; None without ALiBi."""
+        if self.config.position != "alibi":
+            return None
+        slopes = self.slopes
+        if slopes is None:
+            slopes = alibi_slopes(len(attention.plan.attends) * attention.num_key_value_groups, torch.float32)
+        return slopes[first : first + count]
+
+    @abstractmethod
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Store the new tokens' keys and values, [N, heads, d] each; heads: those the layer stores, possibly none."""
+
+    @abstractmethod
+    def read(self, attention: Attention, q: Tensor, keys: Tensor, values: Tensor, first: int) -> Tensor:
+        """What each head of q [N, h, d] reads from keys and values [blocks, heads, block_size, d], [N, h, d].
+
+        first: which of the layer's query heads is the first one.
+        """

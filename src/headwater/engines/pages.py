@@ -1,0 +1,139 @@
+"""What one block of a server's cache holds, from the plan alone. Pure Python.
+
+A block has room for `block_size` tokens of one sequence: first the keys of each layer that stores any, then the values,
+each head apart; then the raw tokens of mechanisms that look back. A block is laid out by the plan alone: `materialise`
+is for engines with a cache of their own, and changes nothing here.
+
+Of raw tokens a block keeps the last `length` + `spare` ones written to it. A sequence that continues in another block,
+or from a prefix that it shares, finds them at the end of the block before; one whose last tokens are taken back
+(speculation) finds those before, as long as `spare` is as many as may be taken back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from headwater.config.plan import Stage
+from headwater.cost.counts import ID, kept_numbers
+from headwater.plugins.registry import resolve
+from headwater.util.errors import HeadwaterError
+
+if TYPE_CHECKING:
+    from headwater.config.text import HeadwaterConfig
+
+# What `Attention` does not do where a server attends.
+INSIDE_KERNEL: tuple[Stage, ...] = ("gathered", "beside", "probabilities")
+# Keys, values and raw tokens of any type begin at multiples of this many bytes, as FlashAttention reads them.
+ALIGNED = 16
+
+
+class Store(NamedTuple):
+    """The keys or values of one layer: `heads` heads of `width` numbers a token, from byte `first` of a block on."""
+
+    layer: int
+    part: Literal["k", "v"]
+    heads: int
+    width: int
+    first: int
+
+
+class Room(NamedTuple):
+    """The raw tokens of one layer: `size` bytes, from byte `first` of a block on."""
+
+    layer: int
+    first: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Page:
+    """One block of the cache.
+
+    config: the model. block_size: tokens. element: bytes of a number. spare: how many tokens may be taken back. least:
+    bytes it has at least, where the blocks of several processes are to be alike.
+    """
+
+    config: HeadwaterConfig
+    block_size: int
+    element: int = 4
+    spare: int = 0
+    least: int = 0
+
+    @cached_property
+    def stores(self) -> dict[tuple[int, str], Store]:
+        """By layer and part."""
+        found: dict[tuple[int, str], Store] = {}
+        first = 0
+        for part, layer, heads in self._stored():
+            width = self.config.at(layer).head_dim
+            found[layer, part] = Store(layer, part, heads, width, first)
+            first += heads * width * self.block_size * self.element
+        return found
+
+    def _stored(self) -> Iterator[tuple[Literal["k", "v"], int, int]]:
+        plans = self.config.layer_plans
+        yield from (("k", plan.index, len(plan.k_heads)) for plan in plans if plan.k_heads)
+        yield from (("v", plan.index, len(plan.v_heads)) for plan in plans if plan.v_heads)
+
+    @cached_property
+    def rooms(self) -> dict[int, Room]:
+        """By layer, of those with raw tokens."""
+        found, first = {}, self.history
+        for plan in self.config.layer_plans:
+            numbers = kept_numbers(self.config, plan)
+            size = 0
+            for part, length, _ in plan.tails:
+                pieces = len(plan.inputs) if part == "input" else 1  # each of attention's inputs apart
+                size += pieces * self.raw(length, numbers[part] // pieces, ID if part == "id" else self.element)
+            if size:
+                found[plan.index] = Room(plan.index, first, size)
+                first += size
+        return found
+
+    def slots(self, length: int) -> int:
+        """How many raw tokens a block keeps for a mechanism that looks `length` tokens back."""
+        return length + self.spare
+
+    def raw(self, length: int, numbers: int, element: int) -> int:
+        """Bytes of the raw tokens of one tail, of this many numbers each."""
+        return -(-self.slots(length) * numbers * element // ALIGNED) * ALIGNED
+
+    @cached_property
+    def history(self) -> int:
+        """Bytes of keys and values in a block."""
+        return sum(store.heads * store.width for store in self.stores.values()) * self.block_size * self.element
+
+    @cached_property
+    def size(self) -> int:
+        """Bytes of a block."""
+        size = max(self.least, self.history + sum(room.size for room in self.rooms.values()))
+        return -(-size // ALIGNED) * ALIGNED
+
+
+def check_servable(config: HeadwaterConfig) -> None:
+    """Raise `HeadwaterError` if a server with paged attention cannot run this model exactly."""
+    if not config.is_causal:
+        raise HeadwaterError("A server generates text, and this is an image model; use headwater predict.")
+    for name, options in config.mechanisms.items():
+        if resolve(name).kernels(options) is not None:
+            raise HeadwaterError(
+                f"Mechanism {name!r} with its options needs masks or attention weights, which a server's attention "
+                "kernels do not give; serve this model with headwater serve, without --engine."
+            )
+    for plan in config.layer_plans:
+        for stage in INSIDE_KERNEL:
+            if acting := plan.at(stage):
+                raise HeadwaterError(
+                    f"Mechanism {acting[0]!r} acts at the stage {stage!r}, between the cache and what heads read, "
+                    "which a server's attention kernel does alone; serve this model with headwater serve, without "
+                    "--engine."
+                )
+    kind = (config.rope_parameters or {}).get("rope_type")
+    if config.position == "rope" and kind in ("dynamic", "longrope"):
+        raise HeadwaterError(
+            f"The frequencies of rope_type {kind!r} follow the longest sequence of a call, but a server batches many "
+            "requests into one call; serve this model with headwater serve, without --engine."
+        )

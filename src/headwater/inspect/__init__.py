@@ -1,7 +1,0 @@
-"""Look inside a trained model: scalars, attention, reads from other layers, parameter tokens that fire."""
-
-from headwater.inspect.inspection import Inspection, check_alike, inspect_model, to_json, write_json
-from headwater.inspect.pictures import draw
-from headwater.inspect.tables import tables
-
-__all__ = ["Inspection", "check_alike", "draw", "inspect_model", "tables", "to_json", "write_json"]

@@ -1,0 +1,93 @@
+"""What a model cannot do under torchtitan's parallelisms, one sentence each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headwater.config.text import HeadwaterConfig
+from headwater.plugins.registry import resolve
+from headwater.util.errors import HeadwaterError
+
+DROPOUTS = ("embedding_dropout", "attention_dropout", "residual_dropout")
+
+
+def check(config: HeadwaterConfig, parallelism: Any, length: int) -> None:
+    """Raise `HeadwaterError` if a model cannot be trained so.
+
+    parallelism: torchtitan's section of that name. length: tokens in a row.
+    """
+    heads = parallelism.tensor_parallel_degree * parallelism.context_parallel_degree
+    tensor, context = parallelism.tensor_parallel_degree > 1, parallelism.context_parallel_degree > 1
+    if parallelism.spmd_backend != "partial_dtensor":
+        raise HeadwaterError(
+            f"headwater models are not split by torchtitan's backend {parallelism.spmd_backend!r}; set "
+            "parallelism.spmd_backend to partial_dtensor."
+        )
+    if parallelism.expert_parallel_degree > 1:
+        raise HeadwaterError("headwater models have no experts; leave parallelism.expert_parallel_degree at 1.")
+    if tensor and parallelism.enable_sequence_parallel:
+        raise HeadwaterError(
+            "headwater models keep the residual stream whole under tensor parallelism; give "
+            "--parallelism.no-enable-sequence-parallel."
+        )
+    if context and parallelism.context_parallel_load_balancer is not None:
+        raise HeadwaterError(
+            "Context parallelism of headwater models splits a row into consecutive parts, which are balanced as they "
+            "are; set parallelism.context_parallel_load_balancer to None."
+        )
+    for name in ("sliding_layers", "embedding_scale", "embedding_norm", "logit_softcap"):
+        if getattr(config, name) not in (None, 1, False):
+            raise HeadwaterError(
+                f"headwater models with {name} are not trained by torchtitan; leave it out, or train with headwater."
+            )
+    if dropping := [name for name in DROPOUTS if getattr(config, name)]:
+        raise HeadwaterError(
+            f"torchtitan's trainer draws the same random numbers in every process, so that {dropping[0]} would drop "
+            "the same of different rows; set it to 0."
+        )
+    if config.position == "learned" and length > config.max_position_embeddings:
+        raise HeadwaterError(
+            f"A row of {length} tokens is longer than the model's {config.max_position_embeddings} learned positions; "
+            "lower training.seq_len, or raise max_position_embeddings."
+        )
+    if parallelism.pipeline_parallel_degree > 1 and config.tie_word_embeddings:
+        raise HeadwaterError(
+            "A tied output head needs the embedding, which is in a pipeline's first stage; set "
+            "tie_word_embeddings=false, or pipeline_parallel_degree to 1."
+        )
+    if heads > 1:
+        check_heads(config, tensor, context, heads)
+    if tensor:
+        if inside := [name for plan in config.layer_plans for name in plan.at("feed_forward_hidden")]:
+            raise HeadwaterError(
+                f"Mechanism {inside[0]!r} acts inside the feed-forward, of which a process has a part of the channels "
+                "under tensor parallelism; set tensor_parallel_degree to 1."
+            )
+        for name in ("vocab_size", "intermediate_size"):
+            if getattr(config, name) % parallelism.tensor_parallel_degree:
+                raise HeadwaterError(
+                    f"{name} {getattr(config, name)} is not divisible by tensor_parallel_degree "
+                    f"{parallelism.tensor_parallel_degree}; change one of them."
+                )
+
+
+def check_heads(config: HeadwaterConfig, tensor: bool, context: bool, parts: int) -> None:
+    """Raise `HeadwaterError` if the heads of attention cannot be split over `parts` processes."""
+    how = " and ".join(["tensor"] * tensor + ["context"] * context)
+    if config.num_key_value_heads % parts:
+        raise HeadwaterError(
+            f"{config.num_key_value_heads} key/value heads cannot be divided among {parts} processes of {how} "
+            "parallelism; lower its degree."
+        )
+    for name in config.mechanisms:
+        mechanism = resolve(name)
+        if not (mechanism.per_token and mechanism.splits(config.mechanisms[name])):
+            raise HeadwaterError(
+                f"Mechanism {name!r} does not say that heads and tokens can be split over processes; set per_head and "
+                f"per_token in its class (docs/extending.md), or train without {how} parallelism."
+            )
+        if context and mechanism.reads_ids:
+            raise HeadwaterError(
+                f"Mechanism {name!r} reads tokens by their ids, of which a process has a part under context "
+                "parallelism; set context_parallel_degree to 1."
+            )

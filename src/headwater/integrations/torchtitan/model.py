@@ -1,0 +1,246 @@
+"""A headwater model as torchtitan's trainer sees it: its config, its parts by torchtitan's names, its state dict."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torchtitan.models.common.linear import Linear as TitanLinear
+from torchtitan.protocols.model import BaseModel
+from torchtitan.protocols.module import ModuleDict
+from torchtitan.protocols.state_dict_adapter import StateDictAdapter
+
+from headwater.config.plan import Source
+from headwater.config.text import HeadwaterConfig
+from headwater.cost.counts import training_flops_per_token
+from headwater.integrations.torchtitan.limits import check
+from headwater.mechanisms.precision import KeepsPrecision
+from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.models.stack import last_readers, run
+from headwater.nn.linear import model_linears
+from headwater.nn.masking import attention_mask_for, reach
+from headwater.nn.masking import positions as counted
+from headwater.nn.position import for_heads
+from headwater.util.errors import HeadwaterError
+from headwater.util.seeding import generator
+
+# torchtitan's names of a model's parts, and ours.
+NAMES = {
+    "tok_embeddings": "model.embed_tokens",
+    "embed_positions": "model.embed_positions",
+    "layers": "model.layers",
+    "mechanisms": "model.mechanisms",
+    "norm": "model.norm",
+    "lm_head": "lm_head",
+}
+OURS = {ours: theirs for theirs, ours in NAMES.items()}
+TIED = "lm_head.weight"
+# What torchtitan's checkpointing wrapper adds to the names of a block's parameters.
+WRAPPED = "_checkpoint_wrapped_module."
+
+
+class TitanModel(BaseModel):
+    """The parts of a `HeadwaterForCausalLM`, by torchtitan's names: any of them may be missing in a pipeline's stage.
+
+    The parameters keep their shapes, so that a checkpoint is the same whatever it was trained on.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseModel.Config):
+        headwater: HeadwaterConfig
+        """The model."""
+        linears: Linears
+        """Its linear layers; a converter of torchtitan, such as that to float8, replaces some of them."""
+
+        @property
+        def layers(self) -> range:
+            """One for each block; torchtitan counts them."""
+            return range(self.headwater.num_hidden_layers)
+
+        def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
+            """Raise `HeadwaterError` for what the trainer's config asks of the model and it cannot do."""
+            check(self.headwater, config.parallelism, config.training.seq_len)
+            takes = inspect.signature(PipelineScheduleSingle.step).parameters
+            if config.parallelism.pipeline_parallel_degree > 1 and "arg_mbs" not in takes:
+                raise HeadwaterError(
+                    f"torchtitan's trainer runs pipelines as PyTorch {torch.__version__} cannot; set "
+                    "parallelism.pipeline_parallel_degree to 1, or install a newer PyTorch."
+                )
+            if config.parallelism.context_parallel_degree > 1 and hasattr(config.dataloader, "positions"):
+                config.dataloader.positions = True  # a process has a part of the row, and must know which
+
+        def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
+            """The number of parameters, and the FLOPs of a training step per token of rows of `seq_len` tokens."""
+            return sum(p.numel() for p in model.parameters()), int(training_flops_per_token(self.headwater, seq_len))
+
+    # Set by the trainer where the loss applies the head itself, a chunk of tokens at a time.
+    _skip_lm_head = False
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        whole = HeadwaterForCausalLM(config.headwater)
+        self.settings: HeadwaterConfig = whole.config  # its kernel of attention is chosen
+        for place, converted in config.linears.converted():
+            parent, _, name = ours_of(place).rpartition(".")
+            whole.get_submodule(parent).register_module(name, converted.build())
+        if self.settings.tie_word_embeddings:
+            whole.lm_head.weight = whole.model.embed_tokens.weight
+        model = whole.model
+        self.tok_embeddings: nn.Embedding | None = model.embed_tokens
+        self.embed_positions: nn.Embedding | None = model.embed_positions
+        self.rotary_emb: nn.Module | None = model.rotary_emb
+        self.dropout: nn.Module | None = model.dropout
+        self.layers = ModuleDict({str(number): block for number, block in enumerate(model.layers)})
+        self.mechanisms = ModuleDict({key: model.mechanisms[key] for key in model.mechanisms.names.values()})
+        self.norm: nn.Module | None = model.norm
+        self.lm_head: nn.Module | None = whole.lm_head
+        self.enable_weight_tying = self.settings.tie_word_embeddings
+        self.keys = dict(model.mechanisms.names)
+        self.last_reader = last_readers(self.settings.layer_plans)
+        self.tail, self.reads_ids = model.tail, model.reads_ids
+        # Set where the tokens of a row are split over processes.
+        self.context_mesh: DeviceMesh | None = None
+        # Called when the parameters are on their device.
+        self.after_init: Callable[[nn.Module], None] | None = None
+
+    def verify_module_protocol(self) -> None:
+        """Blocks and what is in them are modules of PyTorch, which torchtitan's own sharding never looks into."""
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, attention_masks: Any = None) -> Tensor:
+        """tokens: ids [B, T], or the previous stage's output [B, T, D]. positions: [B, T]; a document starts at 0.
+
+        Returns logits [B, T, V]; the last block's output without a head, and normed where the loss applies the head.
+        """
+        x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
+        own = positions
+        if self.context_mesh is not None and positions is not None:
+            shards = DTensor.from_local(positions, self.context_mesh, [Shard(1)], run_check=False)
+            positions = shards.redistribute(placements=[Replicate()]).to_local()
+        length = x.shape[1] if positions is None else positions.shape[1]
+        counts = counted(None, 0, length, x.device) if positions is None else positions
+        row = x[:, :1, :0].expand(-1, length, -1)  # a whole row's shape, dtype and device
+        if self.embed_positions is not None:
+            x = x + self.embed_positions(counts if own is None else own)
+        if self.dropout is not None:
+            x = self.dropout(x)
+        looks_back = None if self.tail == 0 or positions is None else reach(positions, None, 0, self.tail)
+        x = run(
+            self.layers.values(),
+            self.last_reader,
+            x,
+            self.shared_tensors(tokens),
+            position_embeddings=None if self.rotary_emb is None else for_heads(*self.rotary_emb(row, counts)),
+            attention_mask=attention_mask_for(self.settings, row, None, None, positions),
+            reach=looks_back,
+            token_ids=tokens if self.reads_ids else None,
+        )
+        if self.norm is None:
+            return x
+        x = self.norm(x)
+        if self.settings.logit_scale != 1:
+            x = x * float(self.settings.logit_scale)
+        return x if self._skip_lm_head or self.lm_head is None else self.lm_head(x)
+
+    def shared_tensors(self, tokens: Tensor) -> dict[Source, Tensor]:
+        """As `HeadwaterModel.shared_tensors`."""
+        held = {name: self.mechanisms[key] for name, key in self.keys.items() if key in self.mechanisms}
+        return {
+            Source("shared", name, -1): module(tokens) if name in self.reads_ids else module()
+            for name, module in held.items()
+        }
+
+    @torch.no_grad()
+    def init_states(self, *, buffer_device: torch.device | None = None) -> None:
+        """Give every parameter the value that it has in a new `HeadwaterForCausalLM`, whatever the processes."""
+        if self.enable_weight_tying and self.tok_embeddings is not None and self.lm_head is not None:
+            self.lm_head.weight = self.tok_embeddings.weight  # moved to a device, each became its own
+        with torch.device("meta"):
+            whole = HeadwaterForCausalLM(self.settings)
+        for name, parameter in self.named_parameters():
+            place, _, inner = ours_of(name.replace(WRAPPED, "")).rpartition(".")
+            module = whole.get_submodule(place)
+            qualified = f"{module._qualified_name}.{inner}"
+            draw = generator(self.settings.initializer_seed, qualified)
+            value = whole.initial_value(module, inner, qualified, draw)
+            if isinstance(parameter, DTensor):  # each process draws the whole tensor and keeps its shard
+                value = value.to(parameter.device)
+                value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            parameter.copy_(value)
+        for module in self.modules():
+            if isinstance(module, KeepsPrecision):
+                for name, value in module.constants().items():
+                    module.get_buffer(name).copy_(value)
+        if self.after_init is not None:
+            self.after_init(self)
+
+
+class Linears:
+    """The linear layers of a model as torchtitan's configs, by torchtitan's names, for its converters.
+
+    Those inside mechanisms are not among them, nor what a mechanism puts in the place of one, such as parameter tokens.
+    """
+
+    def __init__(self, config: HeadwaterConfig) -> None:
+        with torch.device("meta"):
+            whole = HeadwaterForCausalLM(config)
+        for name, module in model_linears(whole):
+            bias = module.bias is not None
+            found = TitanLinear.Config(in_features=module.in_features, out_features=module.out_features, bias=bias)
+            vars(self)[theirs_of(name)] = found
+
+    def traverse(
+        self, config_cls: type, *, recurse: bool = False, _prefix: str = ""
+    ) -> Iterator[tuple[str, Any, object, str]]:
+        """As torchtitan's configs: (name, config, the object that holds it, its attribute there)."""
+        for name, found in list(vars(self).items()):
+            if isinstance(found, config_cls):
+                yield name, found, self, name
+
+    def converted(self) -> Iterator[tuple[str, Any]]:
+        """The layers that a converter has replaced, by name."""
+        return ((name, found) for name, found in vars(self).items() if type(found) is not TitanLinear.Config)
+
+    def to_dict(self) -> dict[str, str]:
+        """For torchtitan's logs."""
+        return {name: type(found).__qualname__ for name, found in self.converted()}
+
+
+def ours_of(name: str) -> str:
+    """Our name of a parameter or module that torchtitan knows as `name`."""
+    first, dot, rest = name.partition(".")
+    return NAMES[first] + dot + rest
+
+
+def theirs_of(name: str) -> str:
+    """The inverse of `ours_of`."""
+    for ours, theirs in OURS.items():
+        if name == ours or name.startswith(f"{ours}."):
+            return theirs + name.removeprefix(ours)
+    raise KeyError(name)
+
+
+class TitanAdapter(StateDictAdapter):
+    """torchtitan's names <-> those of a headwater checkpoint. The tensors are the same."""
+
+    def __init__(self, model_config: TitanModel.Config, hf_assets_path: str | None) -> None:
+        super().__init__(model_config, hf_assets_path)
+        self.tied = model_config.headwater.tie_word_embeddings
+
+    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """A model's state dict, by our names; a tied head is left out."""
+        return {ours_of(name): x for name, x in state_dict.items() if not (self.tied and name == TIED)}
+
+    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The inverse of `to_hf`."""
+        found = {theirs_of(name): x for name, x in hf_state_dict.items()}
+        if self.tied and "tok_embeddings.weight" in found:
+            found[TIED] = found["tok_embeddings.weight"]
+        return found

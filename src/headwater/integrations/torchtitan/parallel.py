@@ -1,0 +1,542 @@
+"""The parallel plan: which process holds which part of a model, and what travels between them.
+
+    tensor     Each process computes some heads of every attention and some columns of every feed-forward. The residual
+               stream is whole in all of them. Embedding and output head are split by tokens of the vocabulary.
+    context    Each process has consecutive tokens of a row. Within attention, between the projections, it has all
+               tokens of some heads instead, so that a mechanism that looks at earlier tokens finds them.
+    FSDP2      as torchtitan's own models: one group a block, one for the head.
+
+Under the first two, attention is built once more from plans of the process's own heads (`paging.heads.narrowed`).
+Parameters keep their shapes and names: they become DTensors, of which the code of a module sees its own part (`seen`).
+Within attention a replicated parameter or tensor has a different gradient in each process, and what counts is the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.compile import apply_compile
+from torchtitan.distributed.fsdp import (
+    disable_fsdp_gradient_division,
+    enable_fsdp_symm_mem,
+    get_fsdp_reshard_after_forward_policy,
+)
+
+from headwater.config.plan import LayerPlan
+from headwater.config.text import HeadwaterConfig
+from headwater.engines.heads import SomeHeads
+from headwater.integrations.torchtitan.limits import check
+from headwater.integrations.torchtitan.model import TitanModel
+from headwater.mechanisms.base import Mechanism, Named
+from headwater.mechanisms.enlarging import of_heads
+from headwater.mechanisms.precision import KeepsPrecision
+from headwater.models.compiling import expect_layers
+from headwater.nn.attention import Attention
+from headwater.nn.block import Block
+from headwater.nn.feed_forward import FeedForward
+from headwater.util.errors import HeadwaterError
+
+View = Callable[[Tensor], Tensor]
+
+
+class Placing(NamedTuple):
+    """Which part of a parameter a process has, over the processes of tensor parallelism.
+
+    at: split or replicated. gradient: what a process computes of its part's gradient: all of it, or a summand. then:
+    what the module sees, from its part.
+    """
+
+    at: Placement = Replicate()
+    gradient: Placement = Replicate()
+    then: View | None = None
+
+
+SUMMAND = Placing(gradient=Partial())
+Placings = dict[tuple[nn.Module, str], Placing]
+
+
+def parallelize(
+    model: TitanModel,
+    *,
+    parallel_dims: ParallelDims,
+    training: Any,
+    parallelism: Any,
+    compile_config: Any,
+    ac_config: Any,
+    dump_folder: str,
+) -> TitanModel:
+    """Apply torchtitan's parallelisms to a model, or to a pipeline's stage, on the meta device; returns it.
+
+    The arguments are those of torchtitan's own functions. Raises `HeadwaterError` for what `limits.check` refuses, and
+    for mechanisms whose heads cannot be split as the plans would have it.
+    """
+    check(model.settings, parallelism, training.seq_len)
+    blocks = [cast(Block, block) for block in model.layers.values()]
+    tensor = parallel_dims.get_optional_mesh("tp")
+    context = parallel_dims.get_optional_mesh("cp")
+    compiles = compile_config.enable and "model" in compile_config.components
+    if compiles and (tensor is not None or context is not None):
+        raise HeadwaterError(
+            "Blocks whose heads are split over processes are not compiled yet; set compile.enable to false, or train "
+            "without tensor and context parallelism."
+        )
+    model.context_mesh = context
+    names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
+    data = parallel_dims.get_mesh(names)
+    everything = data if tensor is None else parallel_dims.get_mesh([*names, "tp"])
+
+    parts: Placings = {}
+    if tensor is not None or context is not None:
+        split = SplitHeads(model.settings, tensor, context, parts)
+        for block in blocks:
+            split.attention(block)
+    if tensor is not None:
+        for block in blocks:
+            split_feed_forward(block, tensor, parts)
+        split_vocabulary(model, tensor, parts)
+    kept = distribute(model, parts, tensor, everything)
+    if kept and training.enable_cpu_offload:
+        raise HeadwaterError(
+            "The mechanisms' scalars stay on the device, unsharded; set training.enable_cpu_offload to false."
+        )
+    if ac_config is not None:
+        ac_config.build(dump_folder=dump_folder).apply(model)
+    if compiles:
+        expect_layers(model.settings.num_hidden_layers)
+        apply_compile(model, compile_config=compile_config, parallel_dims=parallel_dims)
+    policy = MixedPrecisionPolicy(
+        param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
+        reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
+        cast_forward_inputs=False,
+    )
+    if any(parameter.dtype == torch.float64 for parameter in model.parameters()):
+        policy = MixedPrecisionPolicy()
+    always = parallelism.fsdp_reshard_after_forward == "always"
+    after_forward = get_fsdp_reshard_after_forward_policy(
+        parallelism.fsdp_reshard_after_forward, parallel_dims.pp_enabled
+    )
+    shard(model, data, policy, after_forward, always, kept, offload=training.enable_cpu_offload)
+    if parallelism.enable_fsdp_symm_mem:
+        enable_fsdp_symm_mem(model)
+    return model
+
+
+def shard(
+    model: TitanModel,
+    mesh: DeviceMesh,
+    policy: MixedPrecisionPolicy,
+    after_forward: bool,
+    always: bool,
+    kept: set[nn.Parameter],
+    offload: bool,
+) -> None:
+    """FSDP2: a group for each block, one for the embedding, one for norm and head (all three if they are tied).
+
+    after_forward: whether a block's parameters are freed after its forward pass; always: the head's too. kept: not
+    sharded. Gradients are summed, since the loss is divided by the tokens of all processes.
+    """
+    rest: dict[str, Any] = dict(
+        mesh=mesh,
+        mp_policy=policy,
+        ignored_params=kept,
+        offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
+    )
+    ends = [module for module in (model.norm, model.lm_head) if module is not None]
+    if model.enable_weight_tying:
+        ends.insert(0, cast(nn.Module, model.tok_embeddings))
+    elif model.tok_embeddings is not None:
+        fully_shard(model.tok_embeddings, **rest, reshard_after_forward=after_forward)
+    if ends:
+        fully_shard(ends, **rest, reshard_after_forward=always)
+    for block in model.layers.values():
+        fully_shard(block, **rest, reshard_after_forward=after_forward)
+    fully_shard(model, **rest)
+    disable_fsdp_gradient_division(model)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):  # otherwise they would be multiplied by 1 first, which gloo cannot
+            module.set_force_sum_reduction_for_comms(True)
+
+
+# Which part of its parameters a module sees
+
+
+def distribute(
+    model: TitanModel, parts: Placings, tensor: DeviceMesh | None, everything: DeviceMesh
+) -> set[nn.Parameter]:
+    """Turn parameters into DTensors, of which modules see their own part; returns those that FSDP2 must not touch.
+
+    These stay in fp32 and whole in every process, and `Totals` adds up their gradients: FSDP2 needs one dtype for what
+    it gathers together, and would round them with the rest. parts: of all that are not simply replicated.
+    """
+    kept: set[nn.Parameter] = set()
+    known: dict[nn.Parameter, nn.Parameter] = {}  # a tied table has two owners
+    for module in model.modules():
+        scalars = isinstance(module, KeepsPrecision)
+        for name, old in list(module.named_parameters(recurse=False)):
+            part = parts.get((module, name), Placing())
+            if scalars:
+                mesh = everything
+                at: list[Placement] = [Replicate()] * everything.ndim
+                gradient: list[Placement] = [Partial()] * everything.ndim
+                if tensor is not None:
+                    gradient[-1] = part.gradient
+            elif tensor is not None:
+                mesh, at, gradient = tensor, [part.at], [part.gradient]
+            else:
+                if part.then is not None:
+                    seen(module, name, None, part.then)
+                continue
+            if old not in known:
+                # Every process has the whole of it, so nothing is sent.
+                new = distribute_tensor(old.detach(), mesh, at, src_data_rank=None)
+                known[old] = nn.Parameter(new, requires_grad=old.requires_grad)
+            module.register_parameter(name, known[old])
+            seen(module, name, gradient, part.then)
+            if scalars:
+                kept.add(known[old])
+    if kept:
+        model.after_init = Totals(everything, parts).watch
+    return kept
+
+
+class Totals:
+    """Sums the gradients of the parameters that FSDP2 does not touch over the processes, at the end of each backward.
+
+    All in one message and in one order, since the processes may not have computed them in the same.
+    """
+
+    def __init__(self, mesh: DeviceMesh, parts: Placings) -> None:
+        self.mesh, self.parts = mesh, parts
+        self.parameters: list[nn.Parameter] = []
+        self.pending: dict[int, Tensor] = {}
+
+    def watch(self, model: nn.Module) -> None:
+        """Called when the parameters are where they stay."""
+        first = "tp" not in (self.mesh.mesh_dim_names or ()) or self.mesh.get_local_rank("tp") == 0
+        for module in model.modules():
+            if not isinstance(module, KeepsPrecision):
+                continue
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter.requires_grad:
+                    # A gradient that each process of tensor parallelism has computed in full counts once.
+                    counts = first or self.parts.get((module, name), Placing()).gradient.is_partial()
+                    parameter.register_hook(partial(self.take, len(self.parameters), counts))
+                    self.parameters.append(parameter)
+
+    def take(self, number: int, counts: bool, gradient: Tensor) -> Tensor:
+        if not self.pending:
+            torch.autograd.Variable._execution_engine.queue_callback(self.add)
+        own = cast(DTensor, gradient).to_local()
+        self.pending[number] = own if counts else torch.zeros_like(own)
+        return torch.zeros_like(self.parameters[number])
+
+    @torch.no_grad()
+    def add(self) -> None:
+        locals_ = [cast(DTensor, one).to_local() for one in self.parameters]
+        flat = torch.cat([self.pending.get(i, torch.zeros_like(x)).flatten() for i, x in enumerate(locals_)])
+        for dim in range(self.mesh.ndim):
+            dist.all_reduce(flat, group=self.mesh.get_group(dim))
+        for parameter, own in zip(self.parameters, flat.split([x.numel() for x in locals_]), strict=True):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            cast(DTensor, parameter.grad).to_local().add_(own.view(parameter.shape))
+        self.pending.clear()
+
+
+def seen(module: nn.Module, name: str, gradient: Sequence[Placement] | None, then: View | None) -> None:
+    """From now on, the code of `module` sees its own part in the place of a parameter.
+
+    State dicts, optimizers and FSDP2 see the parameter itself. gradient: what this process computes of it, for each
+    dimension of the mesh; None: the parameter is not a DTensor in a forward pass.
+    """
+    kind: Any = type(module)
+    module.__class__ = seeing(kind, name, None if gradient is None else tuple(gradient), then)
+
+
+@cache
+def seeing(kind: type, name: str, gradient: tuple[Placement, ...] | None, then: View | None) -> type:
+    """A class of modules; the same for all layers, so that they share one compiled graph."""
+
+    def read(self: nn.Module) -> Tensor | None:
+        parameter: Tensor | None = self._parameters[name]
+        if isinstance(parameter, DTensor):
+            if gradient is None or parameter.device_mesh.ndim != len(gradient):
+                return parameter  # sharded by FSDP2: this is not a forward pass
+            parameter = parameter.to_local(grad_placements=gradient)
+        return parameter if then is None or parameter is None else then(parameter)
+
+    return type(kind.__name__, (kind,), {name: property(read)})
+
+
+# What travels over the processes of tensor parallelism. Autograd does the reverse.
+
+
+def shared(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The same x in every process, whose gradient is the sum of theirs."""
+    whole = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+    return whole.to_local(grad_placements=[Partial()])
+
+
+def summed(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The sum of the processes' x, in every process."""
+    return moved(x, mesh, Partial(), Replicate())
+
+
+def moved(
+    x: Tensor, mesh: DeviceMesh, source: Placement, target: Placement, gradient: Placement | None = None
+) -> Tensor:
+    """x, placed as `source` says, placed as `target` says. gradient: what a process computes of it; default: all."""
+    there = DTensor.from_local(x, mesh, [source], run_check=False).redistribute(placements=[target])
+    return there.to_local(grad_placements=None if gradient is None else [gradient])
+
+
+def chunk(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """This process's share of the last dimension."""
+    size = x.shape[-1] // mesh.size()
+    return x.narrow(-1, mesh.get_local_rank() * size, size)
+
+
+# Attention
+
+
+class SplitHeads:
+    """The heads of every attention, split over the processes of tensor and context parallelism."""
+
+    def __init__(
+        self, config: HeadwaterConfig, tensor: DeviceMesh | None, context: DeviceMesh | None, parts: Placings
+    ) -> None:
+        self.config, self.tensor, self.context, self.parts = config, tensor, context, parts
+        number, count = 0, 1
+        for mesh in (tensor, context):
+            if mesh is not None:
+                number, count = number * mesh.size() + mesh.get_local_rank(), count * mesh.size()
+        self.heads = SomeHeads.share(config, number, count)
+
+    def attention(self, block: Block) -> None:
+        """Replace a block's attention by one of this process's heads."""
+        plan, whole = block.plan, block.self_attn
+        try:
+            with torch.device("meta"):
+                mine = OwnHeads(self.heads.narrow, self.heads.narrow.layer_plans[plan.index])
+        except KeyError as error:  # a tensor of another layer that this process's part of a mechanism would read
+            raise unsplittable(plan, list(whole.mechanisms.names)) from error
+        for name, module in whole.mechanisms.named():
+            self.mechanism(name, cast(Mechanism, module), mine.mechanisms, plan)
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"):
+            setattr(mine, name, getattr(whole, name))
+            for inner in getattr(whole, name).modules() if getattr(whole, name) is not None else ():
+                if name != "o_proj":
+                    self.parts.update({(inner, one): SUMMAND for one, _ in inner.named_parameters(recurse=False)})
+        everything = tuple(range(self.config.num_key_value_heads))
+        self.projection(mine.q_proj, None)
+        self.projection(mine.k_proj, None if plan.k_heads == everything else plan.k_heads)
+        self.projection(mine.v_proj, None if plan.v_heads == everything else plan.v_heads)
+        self.output(mine.o_proj)
+        mine.register_forward_pre_hook(self.entering(plan), with_kwargs=True)
+        mine.stores_some = not plan.k_heads == plan.v_heads == everything
+        in_order(mine, whole)
+        block.self_attn = mine
+
+    def mechanism(self, name: str, whole: Mechanism, narrow: Named, plan: LayerPlan) -> None:
+        """Give a mechanism's module of this process's heads the parameters of all heads, of which it sees its own."""
+        mine = narrow[name]
+        chosen = self.heads.places(plan)
+        wanted = {place: tuple(parameter.shape) for place, parameter in mine.named_parameters()}
+        for place, parameter in whole.named_parameters():
+            shape, then = parameter.shape, None
+            if (entries := of_heads(whole.axes(place), shape, chosen)) is not None:
+                dim, index = entries
+                shape, then = torch.Size((*shape[:dim], len(index), *shape[dim + 1 :])), Picked(dim, tuple(index))
+            if wanted.pop(place, shape if shape.numel() == 0 else None) != shape:
+                raise unsplittable(plan, [name])
+            owner, _, last = place.rpartition(".")
+            module = mine.get_submodule(owner)
+            setattr(module, last, parameter)
+            self.parts[module, last] = Placing(gradient=Partial(), then=then)
+        if wanted:
+            raise unsplittable(plan, [name])
+
+    def projection(self, module: nn.Module | None, stored: tuple[int, ...] | None) -> None:
+        """What a query, key or value map gives: [B, T, heads·d] of this process's heads and all tokens.
+
+        stored: the heads that a map of the whole model gives; None: all.
+        """
+        if module is None:
+            return
+        tensor, context, d = self.tensor, self.context, self.config.head_dim
+        columns = tensor is not None and stored is None and isinstance(module, nn.Linear)
+        if columns:
+            self.parts.update({(module, name): Placing(Shard(0), Shard(0)) for name in ("weight", "bias")})
+        own = [at for at, head in enumerate(stored or ()) if head in self.heads.heads]
+
+        def hook(_: nn.Module, given: Any, y: Tensor) -> Tensor:
+            if stored is not None:
+                if context is not None:
+                    y = moved(y, context, Shard(1), Replicate(), Partial())
+                return y.unflatten(2, (-1, d))[:, :, own].flatten(2)
+            if tensor is not None and not columns:
+                y = chunk(y, tensor)
+            return y if context is None else moved(y, context, Shard(1), Shard(2))
+
+        module.register_forward_hook(hook)
+
+    def output(self, module: nn.Module) -> None:
+        """The output map: from this process's heads and all tokens to its own tokens, the same for all heads."""
+        tensor, context = self.tensor, self.context
+        rows = tensor is not None and isinstance(module, nn.Linear)
+
+        def before(_: nn.Module, given: tuple[Tensor]) -> tuple[Tensor]:
+            x = given[0]
+            if context is not None:
+                x = moved(x, context, Shard(2), Shard(1))
+            if tensor is not None and not rows:
+                x = moved(x, tensor, Shard(2), Replicate())
+            return (x,)
+
+        module.register_forward_pre_hook(before)
+        if tensor is not None and rows:
+            split_rows(module, tensor, self.parts)
+
+    def entering(self, plan: LayerPlan) -> Callable[..., Any]:
+        """What reaches attention: the stream and what all layers share, whole; a mask, of this process's heads."""
+        tensor, queries, heads = self.tensor, self.heads.queries, self.config.num_attention_heads
+        common = [True, *(source.kind in ("stream", "shared") for source in plan.reads)]
+
+        def hook(_: nn.Module, given: tuple[Tensor, ...], named: dict[str, Any]) -> tuple[Any, Any]:
+            if tensor is not None:
+                given = tuple(shared(x, tensor) if one else x for x, one in zip(given, common, strict=True))
+                inputs = {name: named[name] for name in ("key_input", "value_input") if name in named}
+                named = named | {name: shared(x, tensor) for name, x in inputs.items()}
+            mask = named.get("attention_mask")
+            if isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[1] == heads > 1:
+                named = named | {"attention_mask": mask[:, queries.start : queries.stop]}
+            return given, named
+
+        return hook
+
+
+class OwnHeads(Attention):
+    """Attention of the heads that a process has.
+
+    Where the layer stores keys or values of some heads only, and none of this process's read them, their parameters
+    would have no gradient here, and the other processes would wait for it: the output then depends on them, by nothing.
+    """
+
+    stores_some = False
+
+    def project(self, *inputs: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().project(*inputs)
+        return (q + nothing(k, v).to(q.dtype), k, v) if self.stores_some else (q, k, v)
+
+    def forward(self, *given: Tensor, **named: Any) -> tuple[Tensor | None, ...]:
+        out, *rest = super().forward(*given, **named)
+        if self.stores_some:
+            inner = [(one, name) for one in self.mechanisms.modules() for name in one._parameters]
+            seen_ = [getattr(one, name) for one, name in inner]
+            out = out + nothing(*(x for x in seen_ if x is not None)).to(out.dtype)
+        return out, *rest
+
+
+def in_order(mine: nn.Module, whole: nn.Module) -> None:
+    """Order children and parameters as in `whole`: FSDP2 gathers them in this order, in all processes."""
+    for name, module in whole.named_modules():
+        own = mine.get_submodule(name)
+        for held, wanted in ((own._modules, module._modules), (own._parameters, module._parameters)):
+            assert held.keys() <= wanted.keys(), f"{name}: {held.keys()} are not those of {wanted.keys()}"
+            ordered = {key: held[key] for key in wanted if key in held}
+            held.clear()
+            held.update(ordered)
+
+
+def nothing(*tensors: Tensor) -> Tensor:
+    """Zero, as a function of these."""
+    return torch.cat([x.flatten()[:0].float() for x in tensors]).sum() if tensors else torch.zeros(())
+
+
+@dataclass(frozen=True)
+class Picked:
+    """Reads some entries of a dimension."""
+
+    dim: int
+    entries: tuple[int, ...]
+
+    def __call__(self, parameter: Tensor, /) -> Tensor:
+        return parameter[(slice(None),) * self.dim + (list(self.entries),)]
+
+
+@dataclass(frozen=True)
+class Divided:
+    """Reads 1/by of a parameter."""
+
+    by: int
+
+    def __call__(self, parameter: Tensor, /) -> Tensor:
+        return parameter / self.by
+
+
+def unsplittable(plan: LayerPlan, names: Sequence[str]) -> HeadwaterError:
+    return HeadwaterError(
+        f"In layer {plan.index}, {' and '.join(map(repr, names))} does not treat all heads alike, so that they cannot "
+        "be split over processes; train without tensor and context parallelism."
+    )
+
+
+# The rest of the model
+
+
+def split_rows(module: nn.Module, mesh: DeviceMesh, parts: Placings) -> None:
+    """A linear layer whose input is split over the processes: its weight by columns, its output summed."""
+    parts[module, "weight"] = Placing(Shard(1), Shard(1))
+    parts[module, "bias"] = Placing(gradient=Partial(), then=Divided(mesh.size()))  # each adds it
+    module.register_forward_hook(lambda _, given, y: summed(y, mesh))
+
+
+def split_feed_forward(block: Block, mesh: DeviceMesh, parts: Placings) -> None:
+    """A feed-forward of linear layers by its inner columns; every process computes the whole of any other."""
+    module = block.mlp
+    if not isinstance(module, FeedForward):
+        return
+    for one in (module.gate_proj, module.up_proj):
+        if one is not None:
+            parts.update({(one, name): Placing(Shard(0), Shard(0)) for name in ("weight", "bias")})
+    split_rows(module.down_proj, mesh, parts)
+    module.register_forward_pre_hook(lambda _, given: (shared(given[0], mesh),))
+
+
+def split_vocabulary(model: TitanModel, mesh: DeviceMesh, parts: Placings) -> None:
+    """Embedding and head by tokens of the vocabulary. The logits are a DTensor, which torchtitan's losses take."""
+    if model.tok_embeddings is not None:
+        table = model.tok_embeddings
+        table.__class__ = Vocabulary
+        cast(Vocabulary, table).mesh = mesh
+        parts[table, "weight"] = Placing(Shard(0), Shard(0))
+    if model.lm_head is not None:
+        parts[model.lm_head, "weight"] = Placing(Shard(0), Shard(0))
+        model.lm_head.register_forward_pre_hook(lambda _, given: (shared(given[0], mesh),))
+        model.lm_head.register_forward_hook(
+            lambda _, given, y: DTensor.from_local(y, mesh, [Shard(2)], run_check=False)
+        )
+
+
+class Vocabulary(nn.Embedding):
+    """An embedding of which this process has consecutive tokens."""
+
+    mesh: DeviceMesh
+
+    def forward(self, ids: Tensor) -> Tensor:
+        table = self.weight
+        own = ids - self.mesh.get_local_rank() * len(table)
+        absent = (own < 0) | (own >= len(table))
+        found = nn.functional.embedding(own.masked_fill(absent, 0), table)
+        return summed(found.masked_fill(absent[..., None], 0), self.mesh)

@@ -1,0 +1,84 @@
+"""Pipeline stages: which blocks are cut apart, and which models cannot be."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from torchtitan.distributed.pipeline_parallel import (
+    _generate_llm_fqn_per_model_part,
+    _get_pipeline_metadata,
+    pipeline_llm,
+)
+
+from headwater.config.planner import plan_layers
+from headwater.config.text import HeadwaterConfig
+from headwater.integrations.torchtitan.model import TitanModel
+from headwater.util.errors import HeadwaterError
+
+
+def pipeline(model: TitanModel, *, parallelism: Any, parallel_dims: Any, model_config: Any, **rest: Any) -> Any:
+    """torchtitan's `pipeline_llm`, after what it does not know about: what a model has beside its blocks.
+
+    Raises `HeadwaterError` if a block would read what a block of an earlier stage computed.
+    """
+    stages = parallelism.module_fqns_per_model_part
+    if stages is None:
+        stages = _generate_llm_fqn_per_model_part(*_get_pipeline_metadata(parallel_dims, parallelism, model_config))
+    check_cuts(model.settings, stages)
+    named = [name for name, _ in model.named_children() if name in ("embed_positions", "dropout")]
+    named += [f"mechanisms.{key}" for key in model.mechanisms]
+    stages = [
+        [*stage, *(named if number == 0 else []), *(["rotary_emb"] if model.rotary_emb is not None else [])]
+        for number, stage in enumerate(stages)
+    ]
+    return pipeline_llm(
+        model,
+        parallelism=dataclasses.replace(parallelism, module_fqns_per_model_part=stages),
+        parallel_dims=parallel_dims,
+        model_config=model_config,
+        **rest,
+    )
+
+
+def check_cuts(config: HeadwaterConfig, stages: Sequence[Sequence[str]]) -> None:
+    """Raise `HeadwaterError` if a block reads a tensor of a block, or of the embedding, that is in another stage.
+
+    stages: torchtitan's names of what each stage has.
+    """
+    stage_of = {
+        int(name.removeprefix("layers.")): number
+        for number, names in enumerate(stages)
+        for name in names
+        if name.startswith("layers.")
+    }
+    stage_of[-1] = 0
+
+    def crossing(config: HeadwaterConfig) -> tuple[int, int] | None:
+        """The first block that reads from another stage, and where it reads."""
+        for plan in plan_layers(config):
+            for source in plan.reads:
+                if stage_of[source.layer] != stage_of[plan.index]:
+                    return plan.index, source.layer
+        return None
+
+    found = crossing(config)
+    if found is None:
+        return
+    guilty = [name for name in config.mechanisms if crossing(_with(config, name)) is not None]
+    block, source = found
+    raise HeadwaterError(
+        f"A pipeline's stages pass on the residual stream alone, and {' and '.join(guilty or config.mechanisms)} reads "
+        f"in block {block} what {f'block {source}' if source >= 0 else 'the first stage'} computed; set "
+        "pipeline_parallel_degree to 1, or cut the stages so that these blocks are in one "
+        "(module_fqns_per_model_part)."
+    )
+
+
+def _with(config: HeadwaterConfig, name: str) -> HeadwaterConfig:
+    """The same config with this mechanism alone."""
+    alone = copy.copy(config)
+    alone.__dict__["mechanisms"] = {name: config.mechanisms[name]}
+    return alone

@@ -1,0 +1,33 @@
+"""headwater's models in vLLM: a plugin, of its entry points `vllm.general_plugins`.
+
+With headwater installed beside vLLM, `vllm serve CHECKPOINT` and `LLM(model=CHECKPOINT)` serve a model of headwater
+with the smaller cache that its plan promises. See docs/serving.md.
+"""
+
+import logging
+
+from headwater.integrations.vllm.version import other_version
+
+ARCHITECTURE = "HeadwaterForCausalLM"
+
+
+def register() -> None:
+    """Tell vLLM of the model's class, its config, and what is checked before any process starts.
+
+    vLLM calls this in each of its processes, for other models too: so nothing is refused here.
+    """
+    import vllm
+    from vllm import ModelRegistry
+
+    from headwater.models import causal_lm  # noqa: F401  registers the config with transformers
+
+    ModelRegistry.register_model(ARCHITECTURE, f"{__name__}.model:ServedModel")
+    if (other := other_version(vllm.__version__)) is not None:
+        # Its parts may be elsewhere, and then an import would end vLLM for all models.
+        logging.getLogger("vllm").warning(other)
+        return
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+
+    from headwater.integrations.vllm.checks import Checks
+
+    MODELS_CONFIG_MAP[ARCHITECTURE] = Checks

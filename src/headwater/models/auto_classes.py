@@ -1,0 +1,67 @@
+"""Register headwater's models with transformers' Auto classes once both are imported, in any order.
+
+`import headwater` alone imports neither transformers nor the models. If transformers' Auto classes are
+loaded already, the models are registered at once; otherwise an import hook does it later. Since the models import
+much of transformers, the hook waits until no import of either package is in progress and modules are complete.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from types import ModuleType
+
+from headwater.util.layout import is_ours, top_package
+
+# Every Auto class imports this module, and nothing else that headwater's config needs does.
+AUTO = "transformers.models.auto.configuration_auto"
+MODELS = "headwater.models.causal_lm", "headwater.models.image_classification"  # register themselves
+
+
+def register() -> None:
+    """Register the models with transformers' Auto classes, now or when those are imported."""
+    if AUTO in sys.modules:
+        _import_models()
+    else:
+        sys.meta_path.insert(0, _Hook())
+
+
+class _Hook:
+    """Delegates to the other finders, and checks after each import whether to register.
+
+    It is a `MetaPathFinder`, whose module takes longer to import than all of this package.
+    """
+
+    def __init__(self) -> None:
+        self.under_way: set[str] = set()
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if not is_ours(name) and top_package(name) != "transformers":
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
+        if spec is not None and isinstance(spec.loader, SourceFileLoader):
+            run = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                self.under_way.add(name)
+                try:
+                    run(module)
+                finally:
+                    self.under_way.discard(name)
+                self.look()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+    def look(self) -> None:
+        if AUTO in sys.modules and not self.under_way and self in sys.meta_path:
+            sys.meta_path.remove(self)
+            _import_models()
+
+
+def _import_models() -> None:
+    for module in MODELS:
+        import_module(module)

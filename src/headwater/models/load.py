@@ -1,0 +1,479 @@
+"""Read users' files: JSON, tensors, configs, models, tokenizers. Any problem in a file raises one `HeadwaterError`.
+
+Files are found by name, never by listing a folder. No code stored in a file is run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pickle
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from headwater.config.text import HeadwaterConfig
+from headwater.config.vision import HeadwaterVisionConfig
+from headwater.models.weights import check_kinds, kinds_of, unwrapped
+from headwater.plugins.outside import check_link
+from headwater.util.deadline import SECONDS, SECONDS_TO_LOAD, within
+from headwater.util.errors import HeadwaterError, sentence, shown
+from headwater.util.files import absence, read_bytes
+
+if TYPE_CHECKING:
+    from transformers import (
+        GenerationConfig,
+        PreTrainedConfig,
+        PreTrainedModel,
+        PreTrainedTokenizerBase,
+        PreTrainedTokenizerFast,
+    )
+
+CONFIG, GENERATION, WEIGHTS = "config.json", "generation_config.json", "model.safetensors"
+PICKLED = "pytorch_model.bin"
+# The shards that the processes of a run have written.
+SHARDS = "shard-*.safetensors"
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_LAYERS = ("num_hidden_layers", "n_layer")
+# What a config.json may set beside the fields of its config's class.
+_SETTABLE = {
+    *("model_type", "name_or_path", "num_labels", "output_attentions", "per_layer_config", "rope_scaling"),
+    *("torch_dtype", "use_return_dict"),
+}
+_KERNEL = "_attn_implementation"
+# Where transformers looks for the configs of a model's parts.
+_COMPOSITE = ("decoder", "generator", "text_config", "text_encoder", "attn_implementation")
+_LONGEST = 200
+_MOST_LABELS = 10**6
+_TRIED = "A use of a tokenizer, since some errors in its files show only then."
+# Names of files that some library reads as part of a model or tokenizer.
+OPENED = re.compile(r".*\.(safetensors|json|bin|pth?|ckpt|model|jinja|py)|vocab\.txt|merges\.txt|chat_templates")
+
+
+@contextmanager
+def reading(what: str, advice: str = "use an intact one") -> Iterator[None]:
+    """Turn any error of the libraries that read files into one sentence: "`what` cannot be read: …"."""
+    try:
+        yield
+    except HeadwaterError:
+        raise
+    except BaseException as error:
+        # Rust panics are not Exceptions.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise HeadwaterError(f"{what} cannot be read: {reason(error)}; {advice}.") from error
+
+
+def reason(error: BaseException) -> str:
+    """Why something could not be read: an error's message in one line, without its full stop."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    if isinstance(error, pickle.UnpicklingError) or "weights_only" in str(error):
+        return "it contains more than tensors, and reading it would run code"
+    if isinstance(error, KeyError):
+        name = error.args[0] if error.args else None
+        return f"it has no {name!r}" if isinstance(name, str) else "it is damaged, or another kind of file"
+    said = (sentence(error) or type(error).__name__).rstrip(".:;")
+    return said if len(said) <= _LONGEST else f"{said[:_LONGEST]} …"
+
+
+def read_text(file: Path) -> str:
+    """Read a UTF-8 text file. Raises `HeadwaterError` if there is none."""
+    if not file.is_file():
+        raise HeadwaterError(f"{absence(file, 'file')}; use an intact checkpoint.")
+    with reading(repr(str(file))):
+        return read_bytes(file).decode("utf-8-sig")
+
+
+def check_regular(folder: Path) -> None:
+    """Raise `HeadwaterError` if a folder has, under the name of a file that libraries open, a pipe, a device, or a link
+    that leads nowhere: they would wait for ever, or read without an end. Also for a link to a file elsewhere that the
+    user does not trust, since its content would be copied into what is written.
+    """
+    with reading(repr(str(folder))):
+        paths = sorted(path for path in folder.iterdir() if OPENED.fullmatch(path.name))
+        paths += sorted((folder / "chat_templates").glob("*.jinja"))
+        for path in paths:
+            if not path.is_file() and not path.is_dir():
+                raise HeadwaterError(f"{str(path)!r} is not a file; use an intact checkpoint.")
+            check_link(path, path.parent)
+
+
+def read_json(file: Path) -> Any:
+    """The content of a JSON file. Raises `HeadwaterError`."""
+    with reading(repr(str(file))):
+        return json.loads(read_text(file))
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises `HeadwaterError` for any other content."""
+    content = read_json(file)
+    if not isinstance(content, dict):
+        raise HeadwaterError(f"{str(file)!r} does not contain a JSON object; use an intact checkpoint.")
+    return content
+
+
+def model_type(folder: Path) -> str | None:
+    """The model_type in a folder's config.json; None if there is none. Raises `HeadwaterError`."""
+    if not os.path.lexists(folder / CONFIG):
+        return None
+    kind = read_object(folder / CONFIG).get("model_type")
+    if kind is not None and not isinstance(kind, str):
+        raise HeadwaterError(f"The model_type in {str(folder / CONFIG)!r} is not a name; use an intact checkpoint.")
+    return kind
+
+
+def read_config(folder: Path) -> HeadwaterConfig:
+    """The config of a headwater checkpoint, of text or images. Raises `HeadwaterError`."""
+    of_images = model_type(folder) == HeadwaterVisionConfig.model_type
+    return config_from(HeadwaterVisionConfig if of_images else HeadwaterConfig, folder)
+
+
+def config_from(kind: type[PreTrainedConfig], folder: Path) -> Any:
+    """The config.json of a folder as a config of class `kind`. Raises `HeadwaterError`."""
+    file = folder / CONFIG
+    if not os.path.lexists(file):
+        raise HeadwaterError(f"{str(folder)!r} is not a checkpoint: it has no {CONFIG}.")
+    check_layers(folder)
+    content = read_object(file)
+    check_names(kind, content, file)
+    with reading(f"The {CONFIG} in {str(folder)!r}", "correct it, or use an intact checkpoint"):
+        config = kind.from_dict(content)
+        config.return_dict = True  # other fields only matter to direct callers of the model
+        return config
+
+
+def check_names(kind: type[PreTrainedConfig], content: Mapping[str, Any], file: Path) -> None:
+    """Raise `HeadwaterError` for a name that would replace a part of the config's class, such as a method or a plan of
+    transformers, or that makes transformers take the config of headwater's model for one of several models.
+    """
+    from transformers import PreTrainedConfig
+
+    is_own = issubclass(kind, HeadwaterConfig)
+    fields = {field.name for field in dataclasses.fields(kind)} | _SETTABLE | (set() if is_own else {_KERNEL})
+    for name in content:
+        composite = is_own and name in _COMPOSITE
+        if composite or (name not in fields and hasattr(kind if is_own else PreTrainedConfig, name)):
+            raise HeadwaterError(f"{str(file)!r} sets {shown(name)}, which is not a field of a model; remove it.")
+
+
+def check_layers(folder: Path) -> None:
+    """Raise `HeadwaterError` if config.json has more layers than the weights, or endless labels: transformers lists
+    both one by one, which would take forever. Also for what `check_regular` finds.
+    """
+    check_regular(folder)
+    content = read_object(folder / CONFIG)
+    for name in (_KERNEL, "attn_implementation"):
+        if "/" in str(content.get(name)):
+            raise HeadwaterError(
+                f"{str(folder / CONFIG)!r} names a kernel on the hub, {shown(content[name])}: code that is not run; "
+                f"remove {name}."
+            )
+    if isinstance(labels := content.get("num_labels"), int) and labels > _MOST_LABELS:
+        raise HeadwaterError(f"{str(folder / CONFIG)!r} says {labels} num_labels; correct it.")
+    layers = next((content[name] for name in _LAYERS if name in content), None)
+    if isinstance(layers, int) and layers > max(1000, (tensors := sum(map(len, _headers(folder))))):
+        raise HeadwaterError(
+            f"{str(folder / CONFIG)!r} says {layers} layers, but the weights have only {tensors} tensors; correct it."
+        )
+
+
+def check_size(skeleton: PreTrainedModel, stored: int, folder: Path) -> None:
+    """Raise `HeadwaterError` if a model on the meta device needs far more numbers than are `stored`."""
+    wanted = sum(parameter.numel() for parameter in skeleton.parameters())
+    if wanted > 2 * stored:  # transformers' own list names missing or mismatched tensors
+        raise HeadwaterError(
+            f"The weights in {str(folder)!r} do not match its {CONFIG}: it needs {wanted:,} numbers, but there are "
+            f"at most {stored:,}; use an intact checkpoint with its own config."
+        )
+
+
+def read_generation_config(folder: Path) -> GenerationConfig | None:
+    """The generation_config.json of a folder; None if there is none. Raises `HeadwaterError`."""
+    file = folder / GENERATION
+    if not os.path.lexists(file):
+        return None
+    from transformers import GenerationConfig
+
+    read_object(file)
+    with reading(repr(str(file)), "correct it, or remove it"):
+        return GenerationConfig.from_pretrained(folder)
+
+
+# Weights
+
+
+def weight_files(folder: Path, pickled: bool = False) -> list[Path]:
+    """The files of a folder's weights: model.safetensors, the shards in its index, or processes' shards.
+
+    pickled: also accept pytorch_model.bin or its index; `read_weights` runs no code from them.
+    Raises `HeadwaterError` if there are none, and for an index that names files outside the folder.
+    """
+    kinds = (WEIGHTS, PICKLED) if pickled else (WEIGHTS,)
+    for name in kinds:
+        if (folder / name).is_file():
+            return [folder / name]
+        if os.path.lexists(folder / f"{name}.index.json"):
+            return indexed(folder / f"{name}.index.json")
+    if shards := sorted(folder.glob(SHARDS)):
+        return shards
+    if any(os.path.lexists(folder / f"{PICKLED}{ending}") for ending in ("", ".index.json")):
+        raise HeadwaterError(
+            f"The weights in {str(folder)!r} are a pickle, {PICKLED}, which only `headwater retrofit` reads; convert "
+            f"them with it, or with transformers' save_pretrained."
+        )
+    raise HeadwaterError(f"{str(folder)!r} has no weights ({WEIGHTS}); use an intact checkpoint.")
+
+
+def indexed(index: Path) -> list[Path]:
+    """The shards that an index names. Raises `HeadwaterError` unless all are in its folder."""
+    places = read_object(index).get("weight_map")
+    if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
+        raise HeadwaterError(f"{str(index)!r} is not an index of shards; use an intact checkpoint.")
+    files = []
+    for name in sorted(set(places.values())):
+        with reading(repr(str(index))):
+            beside = re.search(r"[/\\\0]", name) is None and (index.parent / name).is_file()
+        if not beside:
+            raise HeadwaterError(
+                f"{str(index)!r} names a shard {name!r} that is not in its folder; use an intact checkpoint."
+            )
+        files.append(index.parent / name)
+    return files
+
+
+def read_weights(files: Iterable[Path]) -> dict[str, Tensor]:
+    """All tensors of these files by name. Raises `HeadwaterError`, also for weights that are not finite tensors."""
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        for name, tensor in read_tensors(file).items():
+            if name in tensors:
+                raise HeadwaterError(
+                    f"Tensor {name!r} is in {str(file)!r} for a second time; use an intact checkpoint."
+                )
+            tensors[name] = tensor
+    return tensors
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """The tensors of one file by name, safetensors or what `torch.load(weights_only=True)` reads, alone or under
+    "module", "state_dict" or "model". Raises `HeadwaterError`.
+    """
+    if not file.is_file():
+        raise HeadwaterError(f"{absence(file, 'file')}; use an intact checkpoint.")
+    with reading(repr(str(file)), "use an intact checkpoint, with its weights as safetensors"):
+        with file.open("rb") as stream:
+            if stream.read(4) == b"GGUF":
+                raise HeadwaterError(
+                    f"{str(file)!r} is a GGUF file, which is not supported; use the safetensors it was made from."
+                )
+        if file.suffix == ".safetensors":
+            return load_file(file)
+        content: Any = torch.load(file, map_location="cpu", weights_only=True)
+    for name in ("module", "state_dict", "model"):
+        if isinstance(content, Mapping) and isinstance(content.get(name), Mapping):
+            content = content[name]
+    if not isinstance(content, Mapping) or not all(isinstance(name, str) for name in content):
+        raise HeadwaterError(f"{str(file)!r} contains no named tensors; save a state dict.")
+    for name, tensor in content.items():
+        plain = isinstance(tensor, Tensor) and tensor.layout is torch.strided and tensor.device.type == "cpu"
+        # One number can stand for terabytes of them.
+        if not plain or tensor.is_quantized or tensor.untyped_storage().nbytes() < tensor.nbytes:
+            raise HeadwaterError(f"{name!r} in {str(file)!r} is not a weight tensor; save only the weights.")
+    return dict(content)
+
+
+def check_finite(tensors: Mapping[str, Tensor], where: str) -> None:
+    """Raise `HeadwaterError` naming the first weight that is not finite."""
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point():
+            wide = tensor if tensor.itemsize > 1 else tensor.float()  # 8 bits have no isfinite
+            if not bool(wide.isfinite().all()):
+                raise HeadwaterError(
+                    f"The weights in {where} are not all finite: {name!r} contains NaN or infinity; use an earlier "
+                    f"checkpoint."
+                )
+
+
+def build(
+    kind: type[PreTrainedModel], config: PreTrainedConfig, tensors: dict[str, Tensor], folder: Path
+) -> tuple[Any, dict[str, Any]]:
+    """(a model of class `kind` with these tensors, in its config's dtype, else theirs; transformers' list of
+    mismatches). The model may use the memory of the tensors.
+
+    Raises `HeadwaterError`, before allocating memory, for tensors that are no weights, and for a config that needs more
+    numbers than there are.
+    """
+    from transformers.initialization import no_init_weights
+
+    with reading(f"The checkpoint {str(folder)!r}", "use an intact checkpoint"):
+        with torch.device("meta"), no_init_weights():
+            skeleton = kind(config)
+            skeleton.tie_weights()
+        tensors = unwrapped(tensors, repr(str(folder)), skeleton.state_dict())
+        if getattr(config, "quantization_config", None) is None:
+            check_kinds(kinds_of(tensors), repr(str(folder)), skeleton)
+        check_size(skeleton, sum(tensor.numel() for tensor in tensors.values()), folder)
+        model, found = kind.from_pretrained(
+            None,
+            config=config,
+            state_dict=tensors,
+            dtype="auto",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are in the list
+        )
+    model.name_or_path = model.config.name_or_path = str(folder)
+    if (generation := read_generation_config(folder)) is not None:
+        model.generation_config = generation
+    return model, found
+
+
+def _headers(folder: Path) -> Iterator[list[str]]:
+    """The names of the tensors in each file of weights, if they can be found without reading all of it."""
+    from safetensors import safe_open
+
+    for file in weight_files(folder, pickled=True):
+        if file.suffix == ".safetensors":
+            with reading(repr(str(file)), "use an intact checkpoint"), safe_open(file, framework="pt") as opened:
+                yield list(opened.keys())
+
+
+# Tokenizers
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder has any of the files a tokenizer is read from."""
+    return any(os.path.lexists(folder / name) for name in TOKENIZER)
+
+
+# Tokens that end a text, and those that end a message, which end a text too if there is no other.
+TEXT_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<|endofsentence|>", "<eos>", "[EOS]")
+TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eot|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|eom_id|>", "<|return|>")
+
+
+def local_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer in a folder, or in a file as the tokenizers library writes it; none of its code runs.
+
+    Can raise anything for damaged files.
+    """
+    described = ("tokenizer_config.json", "special_tokens_map.json")
+    is_bare = path.is_file() or not any(os.path.lexists(path / name) for name in described)
+    is_bare = is_bare and (path.is_file() or (path / "tokenizer.json").is_file())
+    if is_bare and not (path / CONFIG).is_file():
+        return bare_tokenizer(path)
+    tokenizer = auto_tokenizer(str(path))
+    if is_bare and tokenizer.eos_token is None and tokenizer.bos_token is None:  # the model's type names none either
+        return bare_tokenizer(path)
+    return tokenizer
+
+
+def auto_tokenizer(source: str) -> PreTrainedTokenizerBase:
+    """The tokenizer that transformers finds in a folder or on the hub, without code of its own."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+
+
+def bare_tokenizer(path: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer in a tokenizer.json, or in a folder with one, with the end of text that its special tokens name.
+
+    A chat_template.jinja beside it is its chat template. Raises `HeadwaterError` if it cannot be read, and if several
+    of its tokens could end a text.
+    """
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    file = path / "tokenizer.json" if path.is_dir() else path
+    with reading(f"The tokenizer {str(file)!r}", "name a tokenizer.json, or its folder"):
+        read = Tokenizer.from_str(read_text(file))
+    special = {token.content for token in read.get_added_tokens_decoder().values() if token.special}
+    texts, turns = ([end for end in ends if end in special] for ends in (TEXT_ENDS, TURN_ENDS))
+    ends = texts or turns
+    if len(ends) > 1:
+        raise HeadwaterError(
+            f"The tokenizer {str(file)!r} has several tokens that could end a text, {' and '.join(ends)}; say which in "
+            f'a tokenizer_config.json beside it: {{"eos_token": "{ends[0]}"}}.'
+        )
+    unknown = getattr(read.model, "unk_token", None)
+    names = {"eos_token": ends[0] if ends else None, "unk_token": unknown}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=read,
+        clean_up_tokenization_spaces=False,
+        **{name: token for name, token in names.items() if token},
+    )
+    if (template := file.with_name("chat_template.jinja")).is_file():
+        tokenizer.chat_template = read_text(template)
+    return tokenizer
+
+
+def read_tokenizer(folder: Path, vocabulary: int | None = None) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a folder; None if there is none.
+
+    vocabulary: the number of tokens that the model knows. Raises `HeadwaterError` if the tokenizer cannot be read,
+    needs its own code, or produces tokens that the model does not know.
+    """
+    if not has_tokenizer(folder):
+        return None
+    where = f"The tokenizer in {str(folder)!r}"
+    with reading(where, "replace or remove its files"):
+        try:
+            tokenizer = open_tokenizer(folder)
+        except ValueError as error:
+            if "trust_remote_code" in str(error):
+                raise HeadwaterError(
+                    f"{where} cannot be read: it needs its own code, which is not run; replace or remove its files."
+                ) from error
+            raise
+        check_vocabulary(tokenizer, vocabulary, where)
+    return tokenizer
+
+
+def open_tokenizer(source: Path | str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder, of a tokenizer.json, or of a name on the hub, once it has encoded a sentence.
+
+    Raises `HeadwaterError` for a folder with files that are no files, or one that takes too long. Any other problem
+    raises what the libraries raise: see `reading`.
+    """
+    if isinstance(source, Path) and source.is_dir():
+        check_regular(source)
+        _check_names(source / "tokenizer_config.json")
+
+    def load() -> PreTrainedTokenizerBase:
+        return local_tokenizer(source) if isinstance(source, Path) else auto_tokenizer(source)
+
+    def encode() -> object:
+        return tokenizer.decode(tokenizer(_TRIED, add_special_tokens=False).input_ids)
+
+    where = f"The tokenizer in {str(source)!r}"
+    tokenizer = within(SECONDS_TO_LOAD, load, f"{where} needs more than {SECONDS_TO_LOAD:g} seconds to be loaded")
+    within(SECONDS, encode, f"{where} needs more than {SECONDS:g} seconds for a sentence")
+    return tokenizer
+
+
+def _check_names(file: Path) -> None:
+    """Raise `HeadwaterError` if a tokenizer's config says that it is in a file of another folder."""
+    if not file.exists():
+        return
+    names: Any = read_object(file).get("fast_tokenizer_files")
+    with reading(repr(str(file)), "correct it"):
+        if any("/" in name or "\\" in name for name in names or ()):
+            raise HeadwaterError(f"{str(file)!r} names files outside its folder: {shown(names)}; correct it.")
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocabulary: int | None, where: str) -> None:
+    """Raise `HeadwaterError` if a tokenizer produces tokens that a model with this vocabulary does not know."""
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if largest < 0 or (vocabulary is not None and largest >= vocabulary):
+        raise HeadwaterError(
+            f"{where} produces tokens up to {largest}, but the model knows only {vocabulary}, from 0; use the "
+            f"tokenizer it was trained with."
+            if largest >= 0
+            else f"{where} knows no tokens; replace or remove its files."
+        )

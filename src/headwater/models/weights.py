@@ -1,0 +1,96 @@
+"""Stored weights before they enter a model: the names that wrappers changed, and tensors that are no weights."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from headwater.util.errors import HeadwaterError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# Path elements that torch.compile, DDP, FSDP and activation checkpointing insert into the names of parameters.
+WRAPPERS = frozenset({"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+KINDS = "float16, bfloat16, float32 or float64"
+
+
+def unwrapped_names(names: Iterable[str], where: str, known: Collection[str] = ()) -> dict[str, str]:
+    """Map each name to itself without the path elements in `WRAPPERS`.
+
+    known: names that stay as they are, since a module may really be called "module".
+    Raises `HeadwaterError` if two tensors get the same name.
+    """
+    plain: dict[str, str] = {}
+    sources: dict[str, str] = {}
+    for name in names:
+        path = name.split(".")
+        bare = name if name in known else ".".join(part for part in path if part not in WRAPPERS) or name
+        if bare in sources:
+            raise HeadwaterError(
+                f"{sources[bare]!r} and {name!r} in {where} are one tensor, {bare!r}, without the names of wrappers; "
+                "keep one of the two."
+            )
+        sources[bare], plain[name] = name, bare
+    return plain
+
+
+def unwrapped(tensors: Mapping[str, Any], where: str, known: Collection[str] = ()) -> dict[str, Any]:
+    """The same tensors by their names of `unwrapped_names`. Raises `HeadwaterError` as it does."""
+    names = unwrapped_names(tensors, where, known)
+    return {names[name]: tensor for name, tensor in tensors.items()}
+
+
+def check_kinds(kinds: Mapping[str, torch.dtype], where: str, model: nn.Module) -> None:
+    """Raise `HeadwaterError` naming the first tensor that is not of floating-point numbers of at least 16 bits.
+
+    PyTorch would convert it silently when it is copied into a parameter, and lose what it means.
+
+    kinds: the stored dtypes by name. model: which they are for. Its buffers of integers may be stored too, and tensors
+        that transformers ignores in it, such as masks in old checkpoints.
+    """
+    integers = {name for name, tensor in model.state_dict().items() if not tensor.is_floating_point()}
+    ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    for name, kind in kinds.items():
+        exempt = name in integers or any(pattern.search(name) for pattern in ignored)
+        if not exempt and not is_plain(kind):
+            raise HeadwaterError(
+                f"The weights in {where} cannot be used: {name!r} is stored as {str(kind).removeprefix('torch.')}, and "
+                f"a weight must be {KINDS}; save it so, or restore the quantization_config in config.json if a "
+                "quantizer wrote it."
+            )
+
+
+def is_plain(kind: torch.dtype) -> bool:
+    """Whether tensors of this dtype are weights as they are: real numbers of at least 16 bits."""
+    return kind.is_floating_point and kind.itemsize > 1
+
+
+def kinds_of(tensors: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
+    """The dtype of each tensor by name."""
+    return {name: tensor.dtype for name, tensor in tensors.items()}
+
+
+def stored_kinds(files: Iterable[Path | str]) -> dict[str, torch.dtype]:
+    """The dtype of each tensor in files of weights by name. Numbers of safetensors are not read; no code is run."""
+    kinds: dict[str, torch.dtype] = {}
+    for file in files:
+        if str(file).endswith(".safetensors"):
+            with safe_open(file, framework="pt") as opened:
+                kinds |= {name: opened.get_tensor(name).dtype for name in opened.keys()}  # noqa: SIM118  no mapping
+        else:
+            content = torch.load(file, map_location="meta", weights_only=True)
+            kinds |= {name: tensor.dtype for name, tensor in content.items() if isinstance(tensor, Tensor)}
+    return kinds
+
+
+def check_files(files: Iterable[Path | str], where: str, model: PreTrainedModel) -> None:
+    """Raise `HeadwaterError` as `check_kinds` does, unless `model`'s config says that they are quantized."""
+    if getattr(model.config, "quantization_config", None) is None:
+        check_kinds(stored_kinds(files), where, model)

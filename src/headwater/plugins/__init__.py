@@ -1,0 +1,1 @@
+"""Registries of names, and code from outside."""

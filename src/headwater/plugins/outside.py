@@ -1,0 +1,283 @@
+"""Import "package.module:attribute", and decide which of these names may be imported, and which files read.
+
+An import runs code, and a name may be anyone's: it may stand in a checkpoint's config or history, or in the recipe of a
+record. So may the path of a private file. So only what the user trusts is imported, or read outside the current folder:
+
+- names that the user wrote: on the command line, in a recipe that was named or passed, in a program's own config
+  (`trust_names_in`);
+- modules, names and paths that the user passed as `--trust NAME` or `trust=["NAME"]` (`trust`).
+
+Beside these, a name may mean a class that the program has imported already, if it derives from one of headwater's
+(`loaded`). Entry points are installed, and `headwater.plugins.registry` finds them without this module.
+
+The list is in the environment of this process, so that those which it starts trust the same. It ends with them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from headwater.util.errors import HeadwaterError, NotTrusted, shown
+from headwater.util.layout import is_ours, top_package
+
+# Separated by commas: "package.module", "package.module:attribute" or paths.
+VARIABLE = "HEADWATER_TRUST"
+_PART = r"[^\W\d]\w*(?:\.[^\W\d]\w*)*"
+_NAME = re.compile(f"{_PART}:{_PART}")
+# What runs between a program and the checks of a config that it makes.
+_CONSTRUCTION = (
+    __name__,
+    "headwater.config.text",
+    "headwater.config.vision",
+    "headwater.config.presets",
+    "headwater.testing.models",
+)
+_CONSTRUCTOR = ("transformers.configuration_utils", "__init__")
+_MODULE_OR_NAME = re.compile(f"{_PART}(?::{_PART})?")
+
+
+def trust(names: Iterable[str]) -> None:
+    """Let files name these from now on: "package.module", with what is below it, "package.module:attribute", or the
+    path of data, with what is below it.
+
+    Raises `HeadwaterError` for what is none of them.
+    """
+    names = [names] if isinstance(names, str) else list(names)
+    for name in names:
+        if not isinstance(name, str) or not (_MODULE_OR_NAME.fullmatch(name) or _is_path(name)):
+            raise HeadwaterError(
+                f"{shown(name)} cannot be trusted; name a package.module, a package.module:Class or a path, without a "
+                f"comma."
+            )
+    os.environ[VARIABLE] = ",".join(dict.fromkeys([*_trusted(), *names]))
+
+
+def trust_names_in(values: Any) -> None:
+    """Trust every "package.module:attribute", and every path out of the current folder, in nested values that the user
+    wrote, keys of mappings included.
+    """
+    if names := [text for text in _texts_in(values) if _NAME.fullmatch(text) or _is_elsewhere(text)]:
+        trust(names)
+
+
+def names_in(values: Any) -> Iterator[str]:
+    """Every "package.module:attribute" in nested values, keys of mappings included."""
+    return (text for text in _texts_in(values) if _NAME.fullmatch(text))
+
+
+def may_read(path: str) -> bool:
+    """Whether a path that a file names is below the current folder and not hidden, or the user trusts it."""
+    return not _leads_out(path) or _is_trusted_path(path)
+
+
+def check_paths(values: Any) -> None:
+    """Raise `NotTrusted` for the first path that may not be read among a file's settings of data or of a recipe, nested
+    values with keys of mappings included.
+    """
+    for path in _texts_in(values):
+        if not may_read(path):
+            raise NotTrusted(
+                f"A file names {shown(path)}, which is not below the current folder; if it may be read, add "
+                f"--trust {shlex.quote(path)} (in Python: trust=[{path!r}])."
+            )
+
+
+def is_trusted(name: str) -> bool:
+    """Whether the user trusts a name: as it stands, or by its module or a package above."""
+    return name in _trusted() or _module_is_trusted(name.partition(":")[0])
+
+
+def imported(name: str, what: str, base: str | None = None) -> Any:
+    """The attribute that "package.module:attribute" names.
+
+    what: the kind of object, for messages. base: the name of the class of headwater's that it derives from, or is an
+    instance of.
+    Raises `NotTrusted` if the user does not trust it, and `HeadwaterError` if there is none or its import fails.
+    """
+    if not _NAME.fullmatch(name):
+        raise HeadwaterError(f"The {what} {name!r} is not a valid name; write package.module:Class.")
+    if not is_trusted(name):
+        if base is not None and (thing := loaded(name, base)) is not None:
+            return thing
+        raise _refusal(name, what)
+    module, _, attribute = name.partition(":")
+    with _importable(module):
+        _check_exists(module, name, what)
+        try:
+            parent = importlib.import_module(module)
+        except Exception as error:  # the module can raise anything
+            reason = " ".join(str(error).split())
+            raise HeadwaterError(
+                f"The {what} {name!r} cannot be imported: {type(error).__name__}: {reason}; correct {module!r}."
+            ) from error
+    try:
+        thing = functools.reduce(getattr, attribute.split("."), parent)
+    except AttributeError as error:
+        raise HeadwaterError(f"The module {module!r} has no {attribute!r}, which the {what} {name!r} names.") from error
+    if name not in _trusted() and not _is_defined_in(thing, module):
+        raise _refusal(name, what)
+    return thing
+
+
+def loaded(name: str, base: str) -> Any:
+    """What a name means in a module that is imported already, if it derives from headwater's class `base` or is an
+    instance of it; else None. No code runs: not even a module's `__getattr__`.
+    """
+    module, _, attribute = name.partition(":")
+    thing: Any = sys.modules.get(module)
+    for part in attribute.split("."):
+        if not isinstance(thing, ModuleType if thing is sys.modules.get(module) else type):
+            return None
+        thing = vars(thing).get(part)
+    kind = thing if isinstance(thing, type) else type(thing)
+    bases = type.__dict__["__mro__"].__get__(kind)
+    ours = any(each.__name__ == base and is_ours(each.__module__) for each in bases)
+    return thing if ours else None
+
+
+def check_link(path: Path, folder: Path) -> None:
+    """Raise `NotTrusted` if a file in a folder is a link out of it, other than to the files of the hub's cache, and the
+    user does not trust where it leads.
+    """
+    real, inside = path.resolve(), folder.resolve()
+    cached = [above.parent / "blobs" for above in (inside, *inside.parents) if above.name == "snapshots"]
+    if any(real.is_relative_to(place) for place in (inside, *cached)) or _is_trusted_path(str(real)):
+        return
+    raise NotTrusted(
+        f"{str(path)!r} is a link to {shown(str(real))}, outside its folder; if it may be read, add --trust "
+        f"{shlex.quote(str(real))} (in Python: trust=[{str(real)!r}])."
+    )
+
+
+def is_made_by_program() -> bool:
+    """Whether the config under construction is written in a program of the user's.
+
+    It is not if a function of headwater or transformers is among the callers, other than the config's own: these make
+    configs of what is in files, also inside other models' configs.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__"))
+        constructs = module in _CONSTRUCTION or (module, frame.f_code.co_name) == _CONSTRUCTOR
+        if (is_ours(module) or top_package(module) == "transformers") and not constructs:
+            return False
+        frame = frame.f_back
+    return True
+
+
+def source_of(module: str) -> Path | None:
+    """The file of a module's source; None if it has none, as in a notebook."""
+    known = sys.modules.get(module)
+    file = getattr(known, "__file__", None)
+    return Path(file) if file and file.endswith(".py") and Path(file).is_file() and module != "__main__" else None
+
+
+def _trusted() -> list[str]:
+    return [name for name in os.environ.get(VARIABLE, "").split(",") if name]
+
+
+def _texts_in(values: Any) -> Iterator[str]:
+    if isinstance(values, str):
+        yield values
+    elif isinstance(values, Mapping):
+        for key, value in values.items():
+            yield from _texts_in(key)
+            yield from _texts_in(value)
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _texts_in(value)
+
+
+def _leads_out(name: str) -> bool:
+    """Whether a name is a path that does not stay below the current folder as it is written, or a hidden one there."""
+    parts = Path(name).parts
+    if not parts or "\0" in name:
+        return False
+    if name.startswith("~") or Path(name).is_absolute() or ".." in parts:
+        return True
+    return any(part.startswith(".") for part in parts) or not _is_below(name, os.curdir)
+
+
+def _is_trusted_path(path: str) -> bool:
+    """Whether the user trusts a path: as it stands, or by a folder above."""
+    return any(path == known or _is_below(path, known) for known in _trusted())
+
+
+def _is_elsewhere(name: str) -> bool:
+    """Whether a name is a path out of the current folder, other than a folder around it, such as the title "/"."""
+    return _is_path(name) and _leads_out(name) and not _is_below(os.curdir, name)
+
+
+def _is_below(path: str, folder: str) -> bool:
+    """Whether a path is a folder or in it, once links are followed."""
+    real_path, real_folder = (os.path.realpath(os.path.expanduser(name)) for name in (path, folder))
+    return Path(real_path).is_relative_to(real_folder)
+
+
+def _is_path(name: str) -> bool:
+    """Whether a name is a path that can be trusted."""
+    return "," not in name and "\0" not in name and (_leads_out(name) or os.path.lexists(name))
+
+
+def _module_is_trusted(module: str) -> bool:
+    parts = module.split(".")
+    return not {".".join(parts[:end]) for end in range(1, len(parts) + 1)}.isdisjoint(_trusted())
+
+
+def _is_defined_in(thing: Any, module: str) -> bool:
+    """Whether code is of the module's own package, not something that the module has imported, such as os.system."""
+    if isinstance(thing, ModuleType):
+        return False
+    if not callable(thing):
+        return True
+    return str(getattr(thing, "__module__", None)).split(".")[0] == module.split(".")[0]
+
+
+def _refusal(name: str, what: str) -> NotTrusted:
+    return NotTrusted(
+        f"A file names the {what} {name!r}, which is code that is not headwater's; if you trust it, add --trust {name} "
+        f"(in Python: trust=[{name!r}])."
+    )
+
+
+@contextmanager
+def _importable(module: str) -> Iterator[None]:
+    """Within this context the current folder is on Python's path too, if the module is not elsewhere.
+
+    It is last there, so that it hides nothing installed, and taken away again, so that nobody else's import finds a
+    file in it.
+    """
+    top = module.split(".")[0]
+    if top in sys.modules or importlib.util.find_spec(top) is not None:
+        yield
+        return
+    folder = os.getcwd()
+    sys.path.append(folder)
+    try:
+        yield
+    finally:
+        for at in reversed(range(len(sys.path))):
+            if sys.path[at] == folder:
+                del sys.path[at]
+                break
+
+
+def _check_exists(module: str, name: str, what: str) -> None:
+    top = module.split(".")[0]
+    if top not in sys.modules and importlib.util.find_spec(top) is None:
+        raise HeadwaterError(
+            f"The {what} {name!r} needs the module {top!r}, which is not installed; install its package, or set "
+            "PYTHONPATH to its folder."
+        )

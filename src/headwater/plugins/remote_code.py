@@ -1,0 +1,281 @@
+"""The code that goes into a checkpoint, so that transformers loads it where headwater is not installed.
+
+transformers copies such code (`trust_remote_code=True`) into one folder, and follows only imports of the form
+`from .name import …`. So each module becomes one file beside the weights, headwater.nn.attention ->
+headwater_nn_attention.py, with its imports rewritten, and one entry file names them all. Which modules are needed is
+read off their sources: imports (inside functions and for type checkers too), and strings of the form
+"package.module:Class", which is how the registry, and `EXPORTED` below, name theirs. A mechanism from outside the
+package comes along: its module and those of its own package, as headwater_outside_….py.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from importlib import import_module
+from importlib.metadata import packages_distributions
+from importlib.util import find_spec, resolve_name
+from pathlib import Path
+from typing import Any
+
+from headwater.plugins.outside import source_of
+from headwater.plugins.registry import MECHANISMS
+from headwater.util.errors import HeadwaterError
+from headwater.util.layout import IS_EXPORTED, LIBRARY, package_folder, top_package
+
+ENTRY = "modeling_headwater"
+# What the Auto classes of transformers find in an exported checkpoint. One entry file for all: in a local folder each
+# entry file gets its own copy of the code, and the config's classes would not be the model's.
+OF_TEXT = {
+    "AutoConfig": "headwater.config.text:HeadwaterConfig",
+    "AutoModel": "headwater.models.causal_lm:HeadwaterModel",
+    "AutoModelForCausalLM": "headwater.models.causal_lm:HeadwaterForCausalLM",
+}
+OF_IMAGES = {
+    "AutoConfig": "headwater.config.vision:HeadwaterVisionConfig",
+    "AutoModel": "headwater.models.image_classification:HeadwaterImageModel",
+    "AutoModelForImageClassification": "headwater.models.image_classification:HeadwaterForImageClassification",
+}
+EXPORTED = [*OF_TEXT.items(), *OF_IMAGES.items()]
+
+_registered: set[type] = set()
+
+
+def auto_class_of(cls: type) -> str | None:
+    """The Auto class for which `cls` is exported; None if it is not one of ours, or somebody's subclass."""
+    for auto, target in EXPORTED:
+        module, _, name = target.partition(":")
+        if (cls.__module__, cls.__name__) == (resolve_name(module, __package__), name):
+            return auto
+    return None
+
+
+def auto_map_of(config: Any) -> dict[str, str]:
+    """What the Auto classes find in an exported checkpoint with this config: Auto class -> "file.Class"."""
+    kinds = OF_TEXT if getattr(config, "is_causal", True) else OF_IMAGES
+    return {auto: f"{ENTRY}.{target.partition(':')[2]}" for auto, target in kinds.items()}
+
+
+def register(cls: type, auto_class: str | type) -> bool:
+    """Let all that is saved with the config class of `cls` carry the code; False, and nothing done, if it is not ours.
+
+    Raises `HeadwaterError` if `cls` is exported for another Auto class.
+    """
+    asked, ours = auto_class if isinstance(auto_class, str) else auto_class.__name__, auto_class_of(cls)
+    if ours is None:
+        return False
+    if asked != ours:
+        raise HeadwaterError(f"{cls.__name__} is exported for {ours}, not for {asked}; register it for {ours!r}.")
+    _registered.add(getattr(cls, "config_class", cls))
+    return True
+
+
+def add_to(config: Any, folder: str | os.PathLike[str]) -> None:
+    """Write the code into `folder` and point `config` to it, if its class is registered or it points there already.
+
+    The latter keeps models loaded from an exported checkpoint exported when they are saved.
+    """
+    auto_map = getattr(config, "auto_map", None) or {}
+    if type(config) in _registered:
+        # Other people's classes keep their entries; ours in another repository become ours in this folder.
+        ours = auto_map_of(config)
+        ours = {name: here for name, here in ours.items() if str(auto_map.get(name, here)).split("--")[-1] == here}
+        config.auto_map = auto_map = auto_map | ours
+    if any(str(target).startswith(f"{ENTRY}.") for target in auto_map.values()):
+        write_code(folder, brought_along(config))
+
+
+def brought_along(config: Any) -> dict[str, str]:
+    """The mechanisms of a config from outside the package: name -> "module:Class"."""
+    if IS_EXPORTED:
+        return {}
+    kinds = {name: MECHANISMS.resolve(name) for name in getattr(config, "mechanisms", None) or {}}
+    return {
+        name: f"{kind.__module__}:{kind.__qualname__}" for name, kind in kinds.items() if not _is_ours(kind.__module__)
+    }
+
+
+def write_code(folder: str | os.PathLike[str], outside: Mapping[str, str] | None = None) -> None:
+    """Write the code that the exported classes need into `folder`, which is made if it is missing.
+
+    outside: mechanisms to include, see `brought_along`. Raises `HeadwaterError` if the code of one cannot be included.
+    """
+    files = code(outside)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+def code(outside: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The files of the exported code: name -> text. outside: mechanisms to include, see `brought_along`.
+
+    Raises `HeadwaterError` for an import that has no flat form, and for a mechanism whose code cannot be included.
+    """
+    if IS_EXPORTED:  # copied unchanged
+        here = Path(__file__).parent
+        copies = [here / f"{ENTRY}.py", *sorted(here.glob(f"{LIBRARY}_*.py"))]
+        return {file.name: file.read_text(encoding="utf-8") for file in copies}
+    return _files(outside) if outside else dict(_own_files())
+
+
+@functools.cache
+def _own_files() -> dict[str, str]:
+    """The package's alone, made once: a model that is registered has them written with every save."""
+    return _files({})
+
+
+def _files(outside: Mapping[str, str]) -> dict[str, str]:
+    sources: dict[str, str] = {}
+    waiting = [__name__, *(target.partition(":")[0] for target in outside.values())]
+    while waiting:
+        module = waiting.pop()
+        if module not in sources:
+            sources[module] = _path(module).read_text(encoding="utf-8")
+            tree = ast.parse(sources[module])
+            if not _is_ours(module):
+                _check_carried(module, tree)
+            waiting += [name for _, _, names in _edits(module, tree, {}) for name in names]
+    sources = dict(sorted(sources.items()))
+
+    # Cache layers register under a name in a table that the whole process shares. With a digest of the code in it, the
+    # installed package and checkpoints of other versions keep theirs.
+    digest = hashlib.sha256("".join(sources.values()).encode()).hexdigest()[:8]
+    kinds = {name: f"{name}_{digest}" for source in sources.values() for name in _layer_types(ast.parse(source))}
+    files = {f"{_flat(module)}.py": _rewritten(module, source, kinds) for module, source in sources.items()}
+    if outside:
+        files[f"{_flat(MECHANISMS.__module__)}.py"] += "".join(
+            f'\nREGISTRY["{name}"] = ".{_flat(target.partition(":")[0])}:{target.partition(":")[2]}"\n'
+            for name, target in outside.items()
+        )
+    return {f"{ENTRY}.py": _entry(sources), **files}
+
+
+def _entry(modules: Iterable[str]) -> str:
+    """The file that the Auto classes open: the exported classes, and every file by name, for transformers to copy."""
+    names = sorted(target.partition(":")[2] for _, target in EXPORTED)
+    lines = ['"""A headwater model as remote code, written by headwater\'s export."""', ""]
+    for module in modules:
+        here = [target.partition(":")[2] for _, target in EXPORTED if target.startswith(f"{module}:")]
+        lines.append(f"from .{_flat(module)} import {', '.join(here) or '__name__ as _'}")
+    return "\n".join([*lines, "", f"__all__ = {names}", ""])
+
+
+def _rewritten(module: str, source: str, kinds: dict[str, str]) -> str:
+    text = source.encode()  # ast counts columns in bytes
+    starts = [0]
+    for line in text.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    edits = [
+        (starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset, new)
+        for node, new, _ in _edits(module, ast.parse(text), kinds)
+    ]
+    for start, end, new in sorted(edits, reverse=True):
+        text = text[:start] + new.encode() + text[end:]
+    return f"# Written from {module} by headwater's export.\n{text.decode()}"
+
+
+def _edits(module: str, tree: ast.Module, kinds: dict[str, str]) -> Iterator[tuple[Any, str, list[str]]]:
+    """What changes in a module: (node, text in its place, modules of the package that it names)."""
+    package = module if _path(module).name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] in (LIBRARY, module.split(".")[0]):
+                    raise HeadwaterError(
+                        f"{module}: write import {alias.name} as from … import …, which has a flat form."
+                    )
+        elif isinstance(node, ast.ImportFrom):
+            source = resolve_name("." * node.level + (node.module or ""), package)
+            if source.split(".")[0] in (LIBRARY, module.split(".")[0]):
+                if node.level == 0 and source == LIBRARY and not _is_ours(module):
+                    yield node, *_from_package(node)
+                    continue
+                modules = [alias for alias in node.names if _is_module(f"{source}.{alias.name}")]
+                others = [alias for alias in node.names if alias not in modules]
+                new = [f"from .{_flat(source)} import {', '.join(map(ast.unparse, others))}"] if others else []
+                new += [f"from . import {_flat(f'{source}.{a.name}')} as {a.asname or a.name}" for a in modules]
+                yield node, "; ".join(new), [f"{source}.{a.name}" for a in modules] + [source] * bool(others)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if match := re.fullmatch(rf"({LIBRARY}(?:\.\w+)+):(\w+)", node.value):
+                yield node, f'".{_flat(match[1])}:{match[2]}"', [match[1]]
+            elif node.value in kinds:
+                yield node, f'"{kinds[node.value]}"', []
+
+
+def _layer_types(tree: ast.Module) -> set[str]:
+    """The names under which cache layers register: strings assigned to `_layer_type`."""
+    return {
+        node.value.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and "_layer_type" in map(ast.unparse, node.targets)
+        if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    }
+
+
+def _from_package(node: ast.ImportFrom) -> tuple[str, list[str]]:
+    """Rewrites `from headwater import …`: each name is imported from where it is defined."""
+    package, new, names = import_module(LIBRARY), [], []
+    for alias in node.names:
+        if _is_module(f"{LIBRARY}.{alias.name}"):
+            home, what = f"{LIBRARY}.{alias.name}", ""
+            new.append(f"from . import {_flat(home)} as {alias.asname or alias.name}")
+        else:
+            home, what = getattr(package, alias.name).__module__, ast.unparse(alias)
+            new.append(f"from .{_flat(home)} import {what}")
+        names.append(home)
+    return "; ".join(new), names
+
+
+def _check_carried(module: str, tree: ast.Module) -> None:
+    """Raise `HeadwaterError` if an outside module imports something that is neither included nor installable."""
+    own = {LIBRARY, module.split(".")[0]}
+    known = packages_distributions()
+    for node in ast.walk(tree):
+        given = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            given = [node.module]
+        for name in given:
+            top = name.split(".")[0]
+            if top not in own and top not in sys.stdlib_module_names and top not in known:
+                raise HeadwaterError(
+                    f"{module} imports {name}, a neighboring file that would be missing from the checkpoint; put "
+                    f"both into one package or one file."
+                )
+
+
+def _is_ours(module: str) -> bool:
+    return top_package(module) == LIBRARY
+
+
+def _path(module: str) -> Path:
+    if not _is_ours(module):
+        if (source := source_of(module)) is not None:
+            return source
+        spec = None if module == "__main__" else find_spec(module)
+        if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+            raise HeadwaterError(
+                f"A mechanism is defined in {module!r}, which is not a file, so it cannot be saved with a "
+                f"checkpoint; move its class to a module."
+            )
+        return Path(spec.origin)
+    path = package_folder(__name__).joinpath(*module.split(".")[1:])
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def _is_module(name: str) -> bool:
+    if _is_ours(name):
+        return _path(name).exists()
+    try:
+        return find_spec(name) is not None
+    except ImportError:  # its parent is not a package
+        return False
+
+
+def _flat(module: str) -> str:
+    return ("" if _is_ours(module) else f"{LIBRARY}_outside_") + module.replace(".", "_")

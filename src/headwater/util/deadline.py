@@ -1,0 +1,75 @@
+"""Work that is given up if it takes far too long, such as that of tokenizers that others made.
+
+A pattern in tokenizer.json can need longer than the age of the universe for a line of text, and a chat template can be
+an endless loop.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from headwater.util.errors import HeadwaterError
+
+T = TypeVar("T")
+
+# The most that a tokenizer may take to be loaded, and for a million characters or fewer.
+SECONDS_TO_LOAD, SECONDS = 120.0, 10.0
+MEGABYTE = 10**6
+
+
+def encode_in_time(encode: Callable[[Sequence[str]], Sequence[T]], texts: Sequence[str]) -> list[T]:
+    """`encode` of the texts. Raises `HeadwaterError` if it takes more than `SECONDS` for a megabyte of them.
+
+    The first megabyte comes first and alone, then twice as much each time, so that this is soon known.
+    """
+    if texts and len(texts[0]) > 2 * MEGABYTE:
+        _timed(encode, [texts[0][:MEGABYTE]])
+    results: list[T] = []
+    first, most = 0, MEGABYTE
+    while first < len(texts):
+        last, size = first + 1, len(texts[first])
+        while last < len(texts) and size + len(texts[last]) <= most:
+            size += len(texts[last])
+            last += 1
+        results += _timed(encode, texts[first:last])
+        first, most = last, 2 * most
+    return results
+
+
+def _timed(encode: Callable[[Sequence[str]], Sequence[T]], texts: Sequence[str]) -> Sequence[T]:
+    seconds = SECONDS * max(1.0, sum(map(len, texts)) / MEGABYTE)
+    what = f"The tokenizer needs more than {SECONDS:g} seconds for a megabyte of this text"
+    return within(seconds, lambda: encode(texts), what)
+
+
+def within(seconds: float, work: Callable[[], T], what: str) -> T:
+    """The result of `work`, done in a thread of its own. Raises its errors, and `HeadwaterError` if it takes longer.
+
+    Both the clock and the process's computing time count, so that a busy machine is no reason. The thread cannot be
+    stopped: it ends with the process.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:  # also the panics of Rust libraries, which are no Exceptions
+            errors.append(error)
+
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), name="tokenizer", daemon=True)
+    begun, computed = time.monotonic(), time.process_time()
+    thread.start()
+    while True:
+        thread.join(max(0.1, seconds - (time.monotonic() - begun)))
+        if not thread.is_alive():
+            break
+        if time.monotonic() - begun > seconds and time.process_time() - computed > seconds:
+            raise HeadwaterError(f"{what}; use another tokenizer.")
+    if errors:
+        raise errors[0]
+    return results[0]

@@ -1,0 +1,75 @@
+"""The one exception that users should see, and helpers for its message."""
+
+import difflib
+import reprlib
+from collections.abc import Iterable, Sequence
+from math import isfinite
+from typing import Any
+
+LARGEST = 2**63
+
+
+class HeadwaterError(ValueError):
+    """An error that the user can fix. The message is one sentence that says what to change.
+
+    The command line prints it to stderr and exits with status 2; library users catch it as a `ValueError`.
+    """
+
+
+class Diverged(HeadwaterError):
+    """The loss or the weights of a run stopped being finite. In a comparison that is a result, not a failure."""
+
+
+class NotTrusted(HeadwaterError):
+    """A file names code that is not headwater's and that the user has not trusted (`headwater.plugins.outside`)."""
+
+
+class Interrupted(Exception):
+    """Stopped on request, with everything saved. The message says how to resume."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of an "unknown name" message: the nearest known name, or all of them if none is near."""
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"did you mean {close[0]!r}?" if close else f"known names: {', '.join(known)}."
+
+
+def either(names: Sequence[str]) -> str:
+    """The names as alternatives: a; a or b; a, b or c."""
+    return f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else names[0]
+
+
+def sentence(error: BaseException) -> str:
+    """An error's message in one line; for one wrapped by a strict dataclass, the inner message."""
+    inner = error if isinstance(error, HeadwaterError) else error.__cause__ or error
+    return " ".join(str(inner).split())
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message that is not empty, or the error's name: some have no message."""
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).strip()
+
+
+def unusable(value: Any) -> tuple[tuple[str, ...], str] | None:
+    """The first invalid number inside a value: where it is, and what is wrong with it."""
+    if isinstance(value, dict | list | tuple):
+        for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            if (found := unusable(inner)) is not None:
+                return (str(name), *found[0]), found[1]
+    elif isinstance(value, float) and not isfinite(value):
+        return (), f"{value} is not a finite number"
+    elif isinstance(value, int) and not -LARGEST <= value < LARGEST:
+        return (), f"{shown(value)} is beyond 64 bits"
+    return None
+
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 120
+_short.maxlong = 40
+_short.maxdict = _short.maxlist = 8
+
+
+def shown(value: Any) -> str:
+    """A value for a message: on one line, cut if it is long."""
+    return _short.repr(value)

@@ -1,0 +1,103 @@
+"""Which extra installs what, and the error for a missing module.
+
+A module that headwater imports and Python does not find is looked up here last: whichever function a program calls, the
+error names the command that installs it, as the commands do. Imports by other packages are left alone.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Collection, Sequence
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+
+from headwater.util.errors import HeadwaterError
+from headwater.util.layout import is_ours
+
+# Modules by the extra of pyproject.toml that installs them. Dependencies of torch and transformers are always there.
+MODULES = {
+    "vision": ("torchvision", "PIL", "sklearn", "matplotlib", "rendercv_fonts"),
+    "train": ("lightning_fabric", "datasets", "pyarrow", "tensorboard", "filelock"),
+    "report": ("scipy", "matplotlib", "plotly", "jinja2"),
+    "evaluate": ("lm_eval",),
+    "wandb": ("wandb",),
+    "titan": ("torchtitan",),
+    "vllm": ("vllm",),
+}
+# Extras that are made of others.
+_MADE_OF = {"compare": ("train", "report"), "evaluate": ("train", "report", "evaluate"), "titan": ("train", "titan")}
+_EXTRA_OF = {module: extra for extra, modules in MODULES.items() for module in modules}
+
+
+class MissingExtra(HeadwaterError, ModuleNotFoundError):
+    """A package that an extra brings is not installed. what: its name, or what needs several of them."""
+
+    def __init__(self, what: str, extra: str) -> None:
+        super().__init__(
+            f"This needs {what}, which is not installed; install it with: pip install 'headwater[{extra}]'"
+        )
+        self.what, self.extra, self.name = what, extra, what
+
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        return type(self), (self.what, self.extra)
+
+
+class _LastFinder:
+    """Finds nothing: by the time that it is asked, no other finder has the module."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        if name in _EXTRA_OF and is_ours(_importer()):
+            raise MissingExtra(name.replace("_", "-"), _EXTRA_OF[name])
+
+
+class _TorchvisionFinder:
+    """Finds nothing either, but lets a torchvision for GPUs be imported beside a PyTorch for CPUs.
+
+    torchvision's compiled operators cannot be loaded then, and its import ends in "operator torchvision::nms does not
+    exist". The package index has only that torchvision for Linux, and transforms need none of the operators.
+    """
+
+    library: object = None
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        if name != "torchvision" or self.library is not None:
+            return
+        import torch
+
+        spec = PathFinder.find_spec(name, path)
+        if spec is None or spec.origin is None or torch.version.cuda or torch.version.hip:
+            return
+        version = Path(spec.origin).with_name("version.py")
+        if version.is_file() and re.search(r"__version__ = '[^']*\+(cu|rocm)", version.read_text()):
+            library = torch.library.Library(name, "DEF")
+            for operator in ("nms", "qnms"):
+                library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            self.library = library  # which removes its operators when it is freed
+
+
+def _importer() -> str:
+    """The module that is importing something."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__") in (__name__, "importlib._bootstrap"):
+        frame = frame.f_back
+    return str(frame.f_globals.get("__name__"))
+
+
+def check(extra: str, spared: Collection[str] = ()) -> None:
+    """Raise `MissingExtra` where a package of an extra is missing, before there is work to lose.
+
+    spared: modules that this work does not need.
+    """
+    for part in _MADE_OF.get(extra, (extra,)):
+        for module in MODULES[part]:
+            if module not in spared and find_spec(module) is None:
+                raise MissingExtra(module.replace("_", "-"), extra)
+
+
+def look_after_imports() -> None:
+    """From now on, say which extra brings what headwater imports and is not there."""
+    sys.meta_path.insert(0, _TorchvisionFinder())
+    sys.meta_path.append(_LastFinder())

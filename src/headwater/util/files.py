@@ -1,0 +1,271 @@
+"""Atomic files and folders: checksums, and writing to a temporary name before renaming."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+import secrets
+import shutil
+import stat
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from io import BufferedReader
+from pathlib import Path
+from stat import S_ISREG
+
+from headwater.util.errors import HeadwaterError
+
+STAGING = ".writing-"
+# File systems allow 255 bytes, and a temporary file has a longer name than its target.
+NAME_BYTES = 200
+# Rust libraries (safetensors, tokenizers) raise plain exceptions that end like this.
+_OS_ERROR = re.compile(r"\(os error (\d+)\)|[Nn]o space left")
+_FULL = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk is full for this user (a quota)",
+    errno.EFBIG: "the disk is full, or a limit on the size of files is reached (ulimit -f)",
+}
+# "s3://bucket"; as a Path it has lost a slash. A single letter is a drive of Windows.
+_ADDRESS = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]+:/")
+
+
+def is_file_name(text: str) -> bool:
+    """Whether a text can be the name of one file or folder: printable, not a path and not hidden."""
+    return (
+        text.isprintable()
+        and text == text.strip()
+        and not text.startswith(".")
+        and not set(text) & {"/", "\\"}
+        and 0 < len(text.encode()) <= NAME_BYTES
+    )
+
+
+def file_name(text: str) -> str:
+    """A file name for a text: the text if possible, else its letters and a checksum."""
+    if is_file_name(text):
+        return text
+    kept = re.sub(r"[\W_]+", "-", text).strip("-").encode()[: NAME_BYTES // 2].decode(errors="ignore")
+    return f"{kept}-{zlib.crc32(text.encode(errors='surrogatepass')):08x}".lstrip("-")
+
+
+def open_regular(file: str | os.PathLike[str]) -> BufferedReader:
+    """Open a regular file, or a link to one, for reading. Raises `OSError` for anything else, without waiting.
+
+    A pipe would wait for its writer, and a device may have no end.
+    """
+    descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    try:
+        if not S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(file))
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_bytes(file: str | os.PathLike[str]) -> bytes:
+    """The content of a regular file. Raises `OSError`, also for anything that is no regular file."""
+    with open_regular(file) as stream:
+        return stream.read()
+
+
+def is_inside(path: Path, folder: Path) -> bool:
+    """Whether a path lies in a folder when all links are followed."""
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
+
+
+def sha256_of(file: Path) -> str:
+    """SHA-256 of a regular file's content, in hex. Raises `OSError`."""
+    with open_regular(file) as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def flush(path: Path) -> None:
+    """Sync a file or folder to the disk, so that a rename never precedes the content."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def is_address(text: str | Path) -> bool:
+    """Whether a path that a user wrote is an address, such as s3://bucket/run."""
+    return _ADDRESS.match(str(text)) is not None
+
+
+def check_local(path: str | Path, name: str = "") -> None:
+    """Raise `HeadwaterError` for an address where a path is needed, and for text that no path can be.
+
+    name: of the option, argument or field.
+    """
+    shown = f"{name and f'{name}: '}{ascii(str(path)) if not str(path).isprintable() else repr(str(path))}"
+    if is_address(path):
+        raise HeadwaterError(
+            f"{shown} is an address, but headwater reads and writes local files only; give a local path."
+        )
+    try:
+        is_path = b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:
+        is_path = False
+    if not is_path:
+        raise HeadwaterError(f"{shown} has characters that no path can have; give another name.")
+
+
+def local(path: str | Path, name: str = "") -> Path:
+    """A path as a `Path`. Raises `HeadwaterError` for an address. name: of the argument."""
+    check_local(path, name)
+    return Path(path)
+
+
+def absence(path: str | Path, wanted: str = "file or folder") -> str:
+    """Why a path is not the wanted kind of file, as a sentence without its full stop.
+
+    A path that exists is not called missing: it may be of another kind, a link to nothing, or in a closed folder.
+    """
+    check_local(path)
+    name = repr(str(path))
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        if os.path.islink(path):
+            return f"{name} is a link to {os.readlink(path)!r}, which does not exist"
+        return f"There is no {wanted} {name}"
+    except (OSError, ValueError) as error:
+        return f"{name} cannot be read: {getattr(error, 'strerror', None) or error}"
+    kind = "a folder" if stat.S_ISDIR(mode) else "a file" if stat.S_ISREG(mode) else "a device, a pipe or a socket"
+    return f"{name} is {kind}, not a {wanted}" if kind.removeprefix("a ") not in wanted else f"{name} cannot be used"
+
+
+@contextmanager
+def replacing(file: Path) -> Iterator[Path]:
+    """A temporary name beside `file`; what is there is synced and takes the name `file` when the block ends.
+
+    Readers see the old content or the new. If the block raises, the old content stays. An `OSError` names the file.
+    """
+    check_local(file)
+    # A name of its own, so that two processes that write the same file cannot mix their contents.
+    beside = file.with_name(f"{STAGING}{file.name[: NAME_BYTES // 4]}-{secrets.token_hex(4)}")
+    try:
+        yield beside
+        flush(beside)
+        beside.replace(file)
+    except OSError as error:
+        if error.filename in (None, str(beside)):
+            error.filename, error.filename2 = str(file), None
+        raise
+    finally:
+        with suppress(OSError):
+            beside.unlink()
+
+
+def replace_text(file: Path, text: str) -> None:
+    """Replace a file atomically: readers see the old content or the new."""
+    with replacing(file) as beside:
+        beside.write_text(text, encoding="utf-8", newline="\n")
+
+
+def settled(path: Path) -> Path:
+    """A path that means the same before and after its parent folders are created: "new/../x" becomes "x".
+
+    Raises `HeadwaterError` for an address.
+    """
+    check_local(path)
+    return Path(os.path.realpath(path)) if ".." in path.parts else path
+
+
+def missing_folders(folder: Path) -> list[Path]:
+    """A folder and its parents, as far as they do not exist; the deepest first."""
+    return [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
+
+
+def remove_empty(folders: Iterable[Path]) -> None:
+    """Remove folders, the deepest first, up to the first that is not empty."""
+    with suppress(OSError):
+        for path in folders:
+            path.rmdir()
+
+
+def check_free(target: Path) -> None:
+    """Raise `HeadwaterError` if a folder that is to be made exists and is not empty."""
+    target = settled(target)
+    if (target.is_symlink() or target.exists()) and (not target.is_dir() or any(target.iterdir())):
+        if Path.cwd().is_relative_to(os.path.realpath(target)):
+            raise HeadwaterError(f"{str(target)!r} is the current folder, or holds it; choose a new folder.")
+        raise HeadwaterError(f"{str(target)!r} already exists; remove it, or choose another folder.")
+
+
+@contextmanager
+def explaining(explain: Callable[[str], str]) -> Iterator[None]:
+    """Turn disk errors into a `HeadwaterError` with the message that `explain` makes from the reason."""
+    try:
+        yield
+    except HeadwaterError:
+        raise
+    except Exception as error:
+        if (problem := disk_problem(error)) is None:
+            raise
+        raise HeadwaterError(explain(problem)) from error
+
+
+@contextmanager
+def staged(target: Path, size: int = 0, explain: Callable[[str], str] | None = None) -> Iterator[Path]:
+    """A temporary folder that is synced and renamed to `target` when the block ends without an error.
+
+    If the block raises, the folder is removed. If the process is killed, it stays, with a hidden name. If several
+    processes write the same target, the first to finish wins.
+
+    size: bytes that will be written; checked against the free space first.
+    explain: makes the message for a disk error from the reason.
+    Raises `HeadwaterError` if the target exists and is not empty, before or after the block, and for disk errors.
+    """
+    check_free(target)
+    target = target.absolute()
+    with explaining(explain or (lambda problem: f"{str(target)!r} could not be written: {problem}.")):
+        yield from _staged(target, size)
+
+
+def _staged(target: Path, size: int) -> Iterator[Path]:
+    folder = target.with_name(f"{STAGING}{target.name}-{secrets.token_hex(4)}")
+    new = missing_folders(target.parent)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir()
+        check_room(folder, size)
+        yield folder
+        for path in folder.rglob("*"):
+            flush(path)
+        flush(folder)
+        try:
+            folder.rename(target)
+        except OSError:
+            check_free(target)  # another process was faster
+            raise
+        flush(target.parent)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        remove_empty(new)  # not if the target is in them
+
+
+def check_room(folder: Path, size: int) -> None:
+    """Raise `OSError` if less than `size` bytes are free on the disk of `folder`."""
+    free = shutil.disk_usage(folder).free
+    if free < size:
+        raise OSError(
+            errno.ENOSPC, f"it needs {size / 1e6:,.1f} MB, but only {free / 1e6:,.1f} MB are free on that disk"
+        )
+
+
+def disk_problem(error: BaseException) -> str | None:
+    """A disk error in words; None for any other error."""
+    text = (str(error).splitlines() or [type(error).__name__])[0]
+    said = _OS_ERROR.search(text)
+    if not isinstance(error, OSError) and not said:
+        return None
+    number = getattr(error, "errno", None) or (int(said[1]) if said and said[1] else None)
+    if number in _FULL or "o space left" in text:
+        return _FULL.get(number or 0, _FULL[errno.ENOSPC]) + (f": {error.strerror}" if "MB are free" in text else "")  # type: ignore[attr-defined]
+    return getattr(error, "strerror", None) or text

@@ -1,0 +1,34 @@
+"""The names and folders of headwater's own code, and how to start it: everything else asks this module.
+
+It goes into exported checkpoints, where the code lies flat in a package of transformers' making.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+LIBRARY, LABORATORY = "headwater", "headwater_lab"
+# The import packages of this distribution.
+PACKAGES = frozenset({LIBRARY, LABORATORY})
+# The package whose `main` is the command line; an interrupt there ends a command in order.
+COMMAND_LINE = "headwater_lab.cli"
+# What starts the command line, after the path of Python. -P: look for no modules in the current folder.
+RUN = ("-P", "-m", LIBRARY)
+# Whether this is the code of an exported checkpoint. Its classes differ from those that other packages use.
+IS_EXPORTED = __name__.partition(".")[0] != LIBRARY
+
+
+def top_package(module: str) -> str:
+    """The import package that a module belongs to: "headwater" of "headwater.nn.block"."""
+    return module.partition(".")[0]
+
+
+def is_ours(module: str) -> bool:
+    """Whether a module is part of this distribution."""
+    return top_package(module) in PACKAGES
+
+
+def package_folder(module: str) -> Path:
+    """The folder of the import package that an imported module belongs to."""
+    return Path(str(sys.modules[top_package(module)].__file__)).parent

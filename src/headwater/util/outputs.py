@@ -1,0 +1,86 @@
+"""Files under a name that the user chose, or in the user's folder: only those that headwater wrote are replaced.
+
+What headwater writes says so itself: JSON by its first key, pages by their generator, pictures by their metadata.
+Formats of pictures without metadata, such as JPEG, are written but never replaced.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headwater.util.drawing import default_style
+from headwater.util.errors import HeadwaterError
+from headwater.util.files import check_local, explaining, replace_text, replacing
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_AUTHOR = "headwater"
+_METADATA = {"png": "Software", "svg": "Creator", "pdf": "Creator", "ps": "Creator", "eps": "Creator"}
+_MARKS = (
+    b'<meta name="generator" content="headwater">',
+    b"tEXtSoftware\0headwater",  # PNG
+    b"<dc:title>headwater</dc:title>",  # SVG
+    b"/Creator (headwater)",  # PDF
+    b"%%Creator: headwater\n",  # PostScript
+)
+_JSON = re.compile(rb'\{\s*"headwater":')
+# Bytes at the beginning and end of a file in which it says who wrote it.
+_NEAR = 2**14
+
+
+def check_replaceable(file: Path) -> None:
+    """Raise `HeadwaterError` unless a file can be written: nothing is there, or a file that headwater wrote."""
+    check_local(file)
+    if not os.path.lexists(file):
+        return
+    if file.is_symlink():
+        raise HeadwaterError(f"{str(file)!r} is a link, which is not replaced; choose another name.")
+    if not file.is_file():
+        what = "a folder" if file.is_dir() else "not a regular file"
+        raise HeadwaterError(f"{str(file)!r} cannot be written: it is {what}; choose another name.")
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise HeadwaterError(f"{str(file)!r} cannot be read: {error.strerror}; choose another name.") from error
+    if _JSON.match(content) or any(mark in content[:_NEAR] + content[-_NEAR:] for mark in _MARKS):
+        return
+    raise HeadwaterError(
+        f"{str(file)!r} already exists, and headwater did not write it; choose another name, or move it away."
+    )
+
+
+def write_json(file: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file whose first key is "headwater". Raises `HeadwaterError` for another's file, or if it cannot be
+    written."""
+    write_text(file, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write JSON or a page that says who wrote it. Raises `HeadwaterError` for another's file, or if it cannot be
+    written."""
+    check_replaceable(file)
+    with explaining(lambda problem: f"{str(file)!r} could not be written: {problem}."):
+        replace_text(file, text)
+
+
+def save_figure(figure: Figure, file: Path, dpi: int) -> Path:
+    """Draw a figure to a file, in the format of its suffix; returns its path.
+
+    Raises `HeadwaterError` for another's file, for a suffix that no picture has, or if it cannot be written.
+    """
+    check_replaceable(file)
+    kind = file.suffix.removeprefix(".").lower()
+    with explaining(lambda problem: f"{str(file)!r} could not be written: {problem}."), replacing(file) as beside:
+        try:
+            more: dict[str, Any] = {"metadata": {_METADATA[kind]: _AUTHOR}} if kind in _METADATA else {}
+            with default_style():
+                figure.savefig(beside, dpi=dpi, format=kind, **more)
+        except ValueError as error:  # a suffix that no picture has
+            raise HeadwaterError(f"{str(file)!r} cannot be drawn: {error}") from error
+    return file

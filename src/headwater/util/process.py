@@ -1,0 +1,149 @@
+"""The command line as a process: signals, standard streams, the working directory.
+
+`headwater` imports this before anything that takes time. It acts only if the process is the command line,
+not in a program that uses the library.
+"""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import gc
+import io
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import PurePath
+from types import FrameType
+
+from headwater.util.layout import COMMAND_LINE, LIBRARY
+
+
+def is_command() -> bool:
+    """Whether this process was started as `headwater …` or `python -m headwater …`."""
+    try:
+        started = sys.orig_argv[-len(sys.argv)]  # the script or module, before the arguments
+    except (AttributeError, IndexError):
+        return False
+    return PurePath(started).stem in (LIBRARY, f"-m{LIBRARY}")
+
+
+def begin() -> None:
+    """Set up a command-line process, before anything else."""
+    gc.set_threshold(50_000, 20, 20)  # garbage collection during imports takes a tenth of a command's start-up time
+    os.environ["PYTHONSAFEPATH"] = "1"  # processes that this one starts look for no modules in the current folder
+    _open_streams()
+    for name, least in (("COLUMNS", 20), ("LINES", 1)):
+        if not _is_size(os.environ.get(name, ""), least):
+            os.environ.pop(name, None)  # too narrow to print anything, or too large for rich
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) != signal.SIG_IGN:  # as shells do for background jobs
+                signal.signal(number, _stop)
+    atexit.register(_finish)  # registered first, so called last
+    try:
+        os.getcwd()
+    except OSError:
+        print("headwater: The working directory no longer exists; change to one that does.", file=sys.stderr)
+        sys.exit(2)
+
+
+def _is_size(text: str, least: int) -> bool:
+    """Whether a variable is a terminal's width or height: an ASCII number of at most four digits."""
+    return text.isascii() and text.isdigit() and len(text) <= 4 and int(text) >= least
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    """Stop with `KeyboardInterrupt`, which gives exit code 130.
+
+    Outside a command, exit at once: nothing is lost, and an interrupted import leaves modules incomplete.
+    """
+    within = False
+    while frame is not None:
+        name = frame.f_globals.get("__name__")
+        if name == "importlib._bootstrap":
+            os._exit(130)
+        within = within or (name == COMMAND_LINE and frame.f_code.co_name == "main")
+        frame = frame.f_back
+    if not within:
+        os._exit(130)
+    raise KeyboardInterrupt
+
+
+@contextmanager
+def stop_requests() -> Iterator[threading.Event]:
+    """An event that SIGINT and SIGTERM set, so that a step can be finished and saved; a second signal stops at once.
+
+    Signals that are ignored stay ignored: a shell starts background jobs with SIGINT ignored. Outside the main thread,
+    where Python handles no signals, the event is never set.
+    """
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+
+    def request(number: int, frame: object) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+
+    heard = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, request) for number in heard}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _open_streams() -> None:
+    """Standard streams that are there, and that print any text: as \\xe9 where the encoding has no é."""
+    # Otherwise the next opened files would take the file descriptors of closed streams.
+    while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(opened)
+    sys.stdin = sys.stdin or open(0, encoding="utf-8")  # noqa: SIM115
+    sys.stdout = sys.stdout or open(1, "w", encoding="utf-8")  # noqa: SIM115
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8")  # as files are read
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    encoding = sys.stderr.encoding if sys.stderr else "utf-8"
+    sys.stderr = _Aside(
+        open(2, "wb", closefd=False),  # noqa: SIM115
+        encoding=encoding,
+        errors="backslashreplace",
+        line_buffering=True,
+    )
+
+
+class _Aside(io.TextIOWrapper):
+    """Standard error whose reader may go away without ending the run."""
+
+    def write(self, text: str, /) -> int:
+        with suppress(OSError):
+            super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            super().flush()
+
+
+def _finish() -> None:
+    """At exit: flush the output, and set the exit code if that fails."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # it ends anyway
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        if error.errno != errno.EPIPE:  # the reader closed the pipe
+            print(f"headwater: The output could not be written: {error.strerror}.", file=sys.stderr)
+        os._exit(1 if error.errno == errno.EPIPE else 2)
+
+
+if is_command():
+    begin()

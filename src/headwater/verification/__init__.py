@@ -1,0 +1,22 @@
+"""Whether decoding with a cache says what the model without one says: every way of decoding, of any causal model.
+
+`watch` calls a model and watches its layers, `ways` are the ways of decoding, `verdicts` runs them in each precision;
+`own` is for headwater's models.
+"""
+
+from headwater.verification.own import tiny, verify
+from headwater.verification.sources import open_model
+from headwater.verification.verdicts import Verified, as_data, versions
+from headwater.verification.ways import WAYS, Parting, Way
+
+__all__ = [
+    "WAYS",
+    "Parting",
+    "Verified",
+    "Way",
+    "as_data",
+    "open_model",
+    "tiny",
+    "verify",
+    "versions",
+]

@@ -1,0 +1,112 @@
+"""headwater's own models: small ones of each mechanism, and what else must hold of their cache."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Collection
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import DynamicCache, PreTrainedModel
+
+from headwater.config.text import HeadwaterConfig
+from headwater.cost import counts as cost
+from headwater.models.cache import cache_bytes
+from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.util.errors import HeadwaterError
+from headwater.verification.verdicts import EXACT, Verified, verify_twice
+from headwater.verification.watch import Subject
+from headwater.verification.ways import LONGEST, PROMPT, WAYS, Probe, Way, packed
+
+# What fp64 differs by at most without a mistake: these models make no constants in fp32.
+OWN_EXACT = 1e-9
+
+
+def tiny(mechanisms: dict[str, dict], layers: int = 4, seed: int = 0) -> HeadwaterForCausalLM | None:
+    """A small fp64 model with perturbed parameters (zeros and ones would hide bugs); None if the config is invalid."""
+    try:
+        config = HeadwaterConfig(
+            vocab_size=97,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=1024,
+            initializer_seed=seed,
+            mechanisms=mechanisms,
+        )
+    except (HeadwaterError, StrictDataclassError):
+        return None
+    model = HeadwaterForCausalLM(config)
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=draw))
+    kernels, _ = config.attention_kernels
+    if kernels is not None:
+        model.set_attn_implementation(kernels[0])
+    return model.double().eval()
+
+
+def _materialised(probe: Probe) -> None:
+    """With ordinary keys and values in every layer and a cache that knows nothing of this library."""
+    model = probe.subject.model
+    config = copy.deepcopy(model.config)
+    config.materialise = True
+    ordinary = HeadwaterForCausalLM._from_config(config, attn_implementation=model.config._attn_implementation)
+    ordinary.to(model.dtype).load_state_dict(model.state_dict())
+    probe.subject = Subject(ordinary.eval())
+    feed = probe.feed(range(len(probe.texts.ids)), cache=DynamicCache())
+    for tokens in (7, 1, 4):
+        feed.read(tokens)
+    feed.read()
+
+
+def _bytes(probe: Probe) -> None:
+    feed = probe.feed(range(len(probe.texts.ids)))
+    feed.read(PROMPT)
+    model = probe.subject.model
+    planned = cost.cache_bytes(model.config, PROMPT, len(feed.rows), model.dtype.itemsize)
+    probe.tell(0, PROMPT - 1, abs(cache_bytes(feed.cache) - planned) / planned)
+
+
+OWN_WAYS = [
+    Way("materialised", "ordinary keys and values in every layer, and transformers' own cache", _materialised),
+    Way("cache bytes", "the cache holds as many bytes as planned", _bytes),
+]
+
+
+def ways_of(model: PreTrainedModel) -> list[Way]:
+    """All ways of decoding that apply to a class of models."""
+    if not isinstance(model, HeadwaterForCausalLM):
+        return WAYS
+    promised = [
+        dataclasses.replace(way, run=lambda probe: packed(probe, promised=True)) if way.name == "packing" else way
+        for way in WAYS
+    ]
+    return [*promised, *OWN_WAYS]
+
+
+def verify(
+    model: PreTrainedModel,
+    seed: int = 0,
+    ways: Collection[str] | None = None,
+) -> list[Verified]:
+    """Compare every way of decoding with one uncached forward pass of the same tokens.
+
+    What differs is tried again with other texts, and counts only if it differs again.
+
+    model: any causal language model with transformers' interface, on the CPU; it is not changed. It runs in fp64, where
+    only a mistake exceeds 1e-6, if it can; in fp32; and in bf16. ways: the names of those to run; default: all that
+    apply.
+    Raises `HeadwaterError` for a model with too few learned positions, and for one that cannot read ids alone.
+    """
+    config = model.config
+    positions = getattr(config, "max_position_embeddings", LONGEST)
+    if getattr(config, "position", None) == "learned" and positions < LONGEST:
+        raise HeadwaterError(f"Verifying needs {LONGEST} positions, but this model has only {positions} learned ones.")
+    wanted = [way for way in ways_of(model) if ways is None or way.name in ways]
+    exact_to = OWN_EXACT if isinstance(model, HeadwaterForCausalLM) else EXACT
+    return verify_twice(model, seed, wanted, exact_to)

@@ -1,0 +1,223 @@
+"""What verifying a model finds: for each way of decoding, whether it says what the model without a cache says."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from headwater.util.errors import HeadwaterError
+from headwater.verification.watch import Seen, Subject
+from headwater.verification.ways import CAUSAL, WAYS, DoesNotApply, Parting, Probe, Way, texts_for
+
+# In fp64, constants that a model made in fp32 exceed 1e-9, and only a mistake exceeds `EXACT`; in fp32, the rounding of
+# an ill-conditioned model may exceed `ROUNDED`.
+EXACT, ROUNDED = 1e-6, 1e-4
+BF16 = "bf16"
+
+
+@dataclass(frozen=True)
+class Verified:
+    """One way of decoding with one model.
+
+    ok: whether it is the model without a cache; None if it raised an error, or does not apply: `why`. error: largest
+    difference of logits, relative to the largest logit, in fp64, if the model runs in fp64; rounded: in fp32. parting:
+    the first token and layer that differ, if any. only_rounded: it differs in fp32, not in fp64.
+    """
+
+    check: str
+    ok: bool | None
+    error: float | None = None
+    rounded: float | None = None
+    parting: Parting | None = None
+    why: str | None = None
+    only_rounded: bool = False
+
+
+def versions() -> dict[str, str]:
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__.partition("+")[0],
+        "transformers": transformers.__version__,
+    }
+
+
+def as_data(found: Sequence[Verified]) -> list[dict[str, Any]]:
+    """Verdicts for JSON; fields without a value are left out, and infinity is a string."""
+    return [
+        {
+            key: str(value) if isinstance(value, float) and value == float("inf") else value
+            for key, value in dataclasses.asdict(one).items()
+            if (value is not None and value is not False) or key == "ok"
+        }
+        for one in found
+    ]
+
+
+def sentence(error: BaseException) -> str:
+    """An exception as one line."""
+    text = " ".join(str(error).split())
+    if isinstance(error, DoesNotApply | HeadwaterError):
+        return text
+    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
+
+
+def verify_model(
+    model: PreTrainedModel, seed: int = 0, ways: Sequence[Way] | None = None, exact_to: float = EXACT
+) -> list[Verified]:
+    """Compare every way of decoding with one uncached forward pass, in fp64 and fp32, then bf16.
+
+    exact_to: the largest difference in fp64 that is not a mistake.
+    `model` is not changed.
+
+    Raises `HeadwaterError` for a model that has no uncached forward pass of ids alone.
+    """
+    ways = WAYS if ways is None else ways
+    rounded = _Precision.of(model, torch.float32, seed, ROUNDED)
+    exact = _Precision.of(model, torch.float64, seed, exact_to)
+    judge = exact if exact.subject is not None else rounded
+    if judge.subject is None:
+        raise HeadwaterError(f"{type(model).__name__} cannot read ids alone: {rounded.why or exact.why}")
+    found: list[Verified] = []
+    for way in ways:
+        if found and found[0].check == CAUSAL and found[0].ok is False:
+            found.append(Verified(way.name, None, why="logits depend on later tokens even without a cache"))
+            continue
+        errors: dict[str, Any] = {}
+        one = judge.run(way)
+        if judge is exact:
+            errors["error"] = one.error
+            if not way.generates and rounded.subject is not None:
+                other = rounded.run(way)
+                errors["rounded"] = other.error
+                errors["only_rounded"] = bool(one.ok) and other.ok is False
+        else:
+            errors["error"], errors["rounded"] = None, one.error
+        found.append(dataclasses.replace(one, **errors))
+    if not found or found[0].check != CAUSAL or found[0].ok:
+        found.append(_bf16(model, judge, seed))
+    else:
+        found.append(Verified(BF16, None, why=found[-1].why))
+    return found
+
+
+def verify_twice(
+    model: PreTrainedModel, seed: int = 0, ways: Sequence[Way] | None = None, exact_to: float = EXACT
+) -> list[Verified]:
+    """`verify_model`, where a way differs only if it does so again with other texts."""
+    ways = WAYS if ways is None else ways
+    first = verify_model(model, seed, ways, exact_to)
+    differing = {verdict.check for verdict in first if verdict.ok is False}
+    if not differing:
+        return first
+    if CAUSAL not in differing:  # with it, the other ways have not run
+        ways = [way for way in ways if way.name in differing]
+    second = verify_model(model, seed + 1, ways, exact_to)
+    return confirmed(first, second)
+
+
+def confirmed(first: Sequence[Verified], second: Sequence[Verified]) -> list[Verified]:
+    """Verdicts in which a way differs only if it does so both times: once may be a tie broken by chance."""
+    again = {verdict.check: verdict for verdict in second}
+    chance = {verdict.check for verdict in first if verdict.ok is False and again[verdict.check].ok is not False}
+    why = "differs for one seed and not for the next: perhaps a tie, of which each way takes another side"
+    return [
+        dataclasses.replace(verdict, ok=None, why=why, parting=None)
+        if verdict.check in chance
+        else again[verdict.check]
+        if CAUSAL in chance
+        else verdict
+        for verdict in first
+    ]
+
+
+class _Precision:
+    """A copy of a model in one dtype, its texts, and the tolerance that its own rounding asks for."""
+
+    def __init__(self, subject: Subject | None, why: str | None, seed: int, tolerance: float) -> None:
+        self.subject, self.why, self.tolerance = subject, why, tolerance
+        if subject is None:
+            return
+        try:
+            self.texts = texts_for(subject, seed)
+        except Exception as error:
+            self.subject, self.why = None, sentence(error)
+            return
+        if not self.texts.alone.logits.isfinite().all():
+            self.subject, self.why = None, "its logits are not finite"
+            return
+        if subject.positions:  # some models begin at another number than 0
+            probe = Probe(subject, self.texts, self.tolerance)
+            try:
+                probe.feed(range(len(self.texts.ids))).read(use_cache=False)
+                subject.positions = probe.parting is None
+            except Exception:
+                subject.positions = False
+        # How far two evaluations without a cache are apart that ought to be the same.
+        noise = self.run(next(way for way in WAYS if way.name == CAUSAL)).error
+        if noise is not None and noise <= self.tolerance:
+            self.tolerance = max(self.tolerance, 100 * noise)
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, dtype: torch.dtype, seed: int, tolerance: float) -> _Precision:
+        try:
+            subject = Subject(copy.deepcopy(model).to(dtype).eval())
+            if dtype == torch.float64 and hasattr(subject.model, "set_experts_implementation"):
+                subject.model.set_experts_implementation("eager")  # the kernels for experts take no fp64
+        except HeadwaterError:
+            raise
+        except Exception as error:
+            return cls(None, sentence(error), seed, tolerance)
+        return cls(subject, None, seed, tolerance)
+
+    def run(self, way: Way) -> Verified:
+        assert self.subject is not None
+        probe = Probe(self.subject, self.texts, self.tolerance)
+        try:
+            way.run(probe)
+        except Exception as error:
+            if probe.parting is None:
+                return Verified(way.name, None, why=sentence(error))
+        return Verified(way.name, probe.parting is None, probe.error, parting=probe.parting)
+
+
+class _Kept(Probe):
+    """Keeps the logits of each call, and compares nothing."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.made: list[torch.Tensor] = []
+
+    def compare(self, seen: Seen, spans: Any, packed: bool = False) -> None:
+        self.made.append(seen.logits.double())
+
+
+def _bf16(model: PreTrainedModel, judge: _Precision, seed: int) -> Verified:
+    """With a cache in bf16, relative to how far bf16 without a cache is from the same model in full precision."""
+    try:
+        half = Subject(copy.deepcopy(model).to(torch.bfloat16).eval())
+        assert judge.subject is not None
+        half.positions = judge.subject.positions
+        alone = half(judge.texts.ids, use_cache=False)[0].logits.double()
+        probe = _Kept(half, judge.texts, math.inf)
+        feed = probe.feed(range(len(judge.texts.ids)))
+        for tokens in (6, 1, 2, 1, 7, 3):
+            feed.read(tokens)
+    except Exception as raised:
+        return Verified(BF16, None, why=sentence(raised))
+    true = judge.texts.alone.logits.double()
+    uncached, cached = ((one - true).square().mean(dim=(0, 2)).sqrt() for one in (alone, torch.cat(probe.made, dim=1)))
+    size = float(true.square().mean().sqrt())
+    error = float(cached.square().mean().sqrt()) / size
+    ok = error <= 3 * float(uncached.square().mean().sqrt()) / size + 0.02
+    # Of all rows; the token that is worst against bf16 without a cache.
+    parting = None if ok else Parting(0, int((cached - 3 * uncached).argmax()))
+    return Verified(BF16, ok, rounded=error, parting=parting)

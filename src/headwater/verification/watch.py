@@ -1,0 +1,181 @@
+"""A causal language model as the ways of decoding call it: its cache, its positions, what each of its layers writes.
+
+Any class of transformers, or with its interface: `forward(input_ids, …)` returns logits and, with `use_cache`, a cache
+that the next call takes under the same name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from headwater.nn.cache_name import CACHE
+from headwater.util.errors import HeadwaterError
+
+# What models call the cache that they return and take; before transformers 5.24 not all had one name.
+CACHES = (*dict.fromkeys((CACHE, "past_key_values", "cache_params")), "state", "mems", "past_buckets_states")
+
+
+class Double(TorchFunctionMode):
+    """Makes fp64 of every fp32 that is asked for by name.
+
+    Most models compute norms, softmax and rotary embeddings in fp32, whatever the dtype of their weights. Rounding
+    there would hide what fp64 is run for: with it, two orders of summation differ by 1e-7 and not by 1e-15.
+    """
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.float:
+            function = torch.Tensor.double
+        args = tuple(torch.float64 if one is torch.float32 else one for one in args)
+        kwargs = {key: torch.float64 if one is torch.float32 else one for key, one in (kwargs or {}).items()}
+        return function(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def in_double(wanted: bool) -> Iterator[None]:
+    """In this context, models compute in fp64 throughout, if `wanted`."""
+    if not wanted:
+        yield
+        return
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with Double():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One call: logits [B, T, V] and what each layer wrote [B, T, …], by name, in the order of the forward pass."""
+
+    logits: Tensor
+    layers: dict[str, Tensor] = field(repr=False)
+
+
+class Subject:
+    """A model to verify. It is used in its own dtype, in evaluation mode.
+
+    Raises `HeadwaterError` if its forward takes no `input_ids`.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.takes = set(inspect.signature(model.forward).parameters)
+        if "input_ids" not in self.takes:
+            raise HeadwaterError(f"{type(model).__name__} takes no input_ids; verify a text model.")
+        self.cache_name = next((name for name in CACHES if name in self.takes), None)
+        self.dtype = next(model.parameters()).dtype
+        self.blocks = _blocks(model)
+        self.positions = "position_ids" in self.takes  # and they count from 0, which is tried
+        self.whole_mask = _takes_whole_mask(model)
+
+    @property
+    def config(self) -> Any:
+        """The config of the text model."""
+        return self.model.config.get_text_config(decoder=True)
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        ids: Tensor,
+        cache: Any = None,
+        *,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        use_cache: bool = True,
+        **more: Any,
+    ) -> tuple[Seen, Any]:
+        """Logits and layers of one call, and the cache for the next.
+
+        ids: [B, T]. mask: [B, everything so far]. positions: [B, T], left out where the model takes none.
+        """
+        given: dict[str, Any] = {"input_ids": ids, **more}
+        if mask is not None and "attention_mask" in self.takes:
+            given["attention_mask"] = mask if self.whole_mask else mask[:, -ids.shape[1] :]
+        if positions is not None and self.positions:
+            given["position_ids"] = positions
+        if "use_cache" in self.takes:
+            given["use_cache"] = use_cache
+        if cache is not None:
+            if self.cache_name is None:
+                raise HeadwaterError(f"{type(self.model).__name__} takes no cache")
+            given[self.cache_name] = cache
+        layers: dict[str, Tensor] = {}
+        with in_double(self.dtype == torch.float64), self._watching(ids, layers):
+            made = self.model(**given)
+        logits = made.logits
+        if logits.shape[:2] != ids.shape:
+            raise HeadwaterError(f"logits of shape {list(logits.shape)} for ids of shape {list(ids.shape)}")
+        if use_cache and self.cache_name is not None:
+            cache = getattr(made, self.cache_name, None)
+        return Seen(logits, layers), cache
+
+    @contextlib.contextmanager
+    def _watching(self, ids: Tensor, layers: dict[str, Tensor]) -> Iterator[None]:
+        def watch(name: str) -> Any:
+            def hook(module: nn.Module, args: Any, made: Any) -> None:
+                wrote = made[0] if isinstance(made, tuple | list) and made else made
+                if isinstance(wrote, Tensor) and wrote.ndim >= 3 and wrote.shape[:2] == ids.shape:
+                    times = sum(key.partition(" ")[0] == name for key in layers)  # some models run a layer repeatedly
+                    # A copy: some layers write into it later.
+                    layers[f"{name} (pass {times + 1})" if times else name] = wrote.detach().clone()
+
+            return hook
+
+        hooks = [block.register_forward_hook(watch(name)) for name, block in self.blocks]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def _takes_whole_mask(model: PreTrainedModel) -> bool:
+    """Whether calls with a cache take the mask of all tokens so far, as most models do.
+
+    Mamba's first models take that of the call's own tokens, and make `generate` pass none after the prefill.
+    """
+    ids = torch.ones(1, 3, dtype=torch.long)
+    try:
+        given = model.prepare_inputs_for_generation(
+            ids, next_sequence_length=1, attention_mask=ids, use_cache=True, is_first_iteration=False
+        )
+    except Exception:
+        return True
+    return not getattr(model, "_is_stateful", False) or given.get("attention_mask") is not None
+
+
+def _blocks(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
+    """The embedding and the layers of the text model, by name: of all lists of modules, the longest (the outermost)."""
+    found: list[tuple[str, nn.Module]] = []
+    with contextlib.suppress(NotImplementedError, AttributeError):
+        embedding = model.get_input_embeddings()
+        found = [(name, module) for name, module in model.named_modules() if module is embedding]
+    lists = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and not {"vision", "visual", "audio"} & set(_words(name))
+    ]
+    if lists:
+        # The outermost of the longest: experts and heads lie within layers.
+        name, layers = max(lists, key=lambda one: (-one[0].count("."), len(one[1])))
+        wanted = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
+        for other, module in lists:
+            if len(module) == wanted and len(layers) != wanted:
+                name, layers = other, module
+        found += [(f"{name}.{number}", layer) for number, layer in enumerate(layers)]
+    return found
+
+
+def _words(name: str) -> list[str]:
+    return name.replace("_", ".").split(".")

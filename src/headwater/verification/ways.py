@@ -1,0 +1,563 @@
+"""The ways of decoding, each against one uncached forward pass.
+
+`WAYS` is the one table: a name, what is done, and a function of a `Probe`, which compares every call it makes. The
+texts are rows of random ids; the last begins like the first, so that one cached prefix can continue in two ways.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, GenerationConfig, StaticCache
+
+from headwater.nn.cache_name import CACHE, cache_of
+from headwater.verification.watch import Seen, Subject, in_double
+
+# Texts, their tokens, and how many of them the last text shares with the first.
+ROWS, LENGTH, SHARED = 4, 20, 12
+# Tokens that `generate` adds, and the longest row that results.
+PROMPT, NEW = 13, 8
+LONGEST = PROMPT + NEW + 3 + NEW
+# How many tokens of padding each row has on its left.
+PADS = (0, 5, LENGTH - 3)
+
+
+class DoesNotApply(Exception):
+    """A model says, or shows, that it cannot be used in some way."""
+
+
+@dataclass(frozen=True)
+class Parting:
+    """Where a way first parts from the model without a cache: a token, by its row in the batch (of packed documents,
+    the document) and its position in that row's text, and the first layer that writes something else there (None: it
+    cannot be seen, or only the logits differ).
+    """
+
+    row: int
+    position: int
+    layer: str | None = None
+
+
+@dataclass(frozen=True)
+class Texts:
+    """ids [ROWS, LENGTH], an id for padding, and what the model without a cache makes of them."""
+
+    ids: Tensor
+    pad: int
+    alone: Seen
+
+    @property
+    def scale(self) -> float:
+        return float(self.alone.logits.abs().max())
+
+
+def texts_for(subject: Subject, seed: int = 0) -> Texts:
+    """Random ids that are none of the model's special tokens, and one uncached forward pass of them."""
+    config = subject.config
+    special = {value for key, value in vars(config).items() if key.endswith(("_token_id", "_token_index"))}
+    allowed = torch.tensor([one for one in range(config.vocab_size) if one not in special])
+    allowed = allowed[min(5, len(allowed) // 2) :]
+    draw = torch.Generator().manual_seed(seed)
+    ids = allowed[torch.randint(len(allowed), (ROWS, LENGTH), generator=draw)]
+    ids[-1, :SHARED] = ids[0, :SHARED]
+    pad = getattr(config, "pad_token_id", None)
+    pad = pad if isinstance(pad, int) and 0 <= pad < config.vocab_size else int(allowed[0])
+    return Texts(ids, pad, subject(ids, use_cache=False)[0])
+
+
+class Probe:
+    """One way with one model: compares what calls return with the uncached pass, and keeps the first parting."""
+
+    def __init__(self, subject: Subject, texts: Texts, tolerance: float) -> None:
+        self.subject, self.texts, self.tolerance = subject, texts, tolerance
+        self.error = 0.0
+        self.parting: Parting | None = None
+
+    def compare(self, seen: Seen, spans: Sequence[tuple[int, int, int, int, int]], packed: bool = False) -> None:
+        """spans: (row, slot, text, position, length) of what a call returned: slots of its rows, and where in the
+        texts the same tokens are."""
+        first: tuple[int, int, int, int] | None = None
+        for row, slot, text, position, length in spans:
+            if length <= 0:
+                continue
+            here = seen.logits[row, slot : slot + length]
+            error = _errors(here, self.texts.alone.logits[text, position : position + length], self.texts.scale)
+            self.error = max(self.error, float(error.max()))
+            parted = (error > self.tolerance).nonzero()
+            if len(parted):
+                step = int(parted[0])
+                found = (position + step, row, slot + step, text)
+                first = found if first is None else min(first, found)
+        if first is not None and self.parting is None:
+            position, row, slot, text = first
+            self.parting = Parting(text if packed else row, position, self._layer(seen, row, slot, text, position))
+
+    def _layer(self, seen: Seen, row: int, slot: int, text: int, position: int) -> str | None:
+        for name, wrote in seen.layers.items():
+            alone = self.texts.alone.layers.get(name)
+            if alone is None or wrote.shape[2:] != alone.shape[2:]:
+                continue
+            scale = float(alone.abs().max())
+            if scale and float(_errors(wrote[row, slot][None], alone[text, position][None], scale)) > self.tolerance:
+                return name
+        return None
+
+    def tell(self, row: int, position: int, error: float) -> None:
+        """A comparison that was made elsewhere."""
+        self.error = max(self.error, error)
+        if error > self.tolerance and self.parting is None:
+            self.parting = Parting(row, position)
+
+    def cache(self) -> Any:
+        """An empty cache, as `generate` makes it; None: the model makes its own."""
+        supports = getattr(self.subject.model, "_supports_default_dynamic_cache", None)
+        if self.subject.cache_name in (CACHE, "past_key_values", "cache_params") and (supports is None or supports()):
+            return DynamicCache(config=self.subject.model.config)
+        return None
+
+    def feed(self, rows: Sequence[int], pads: Sequence[int] | None = None, **more: Any) -> Feed:
+        return Feed(self, rows, pads, **more)
+
+
+def _errors(one: Tensor, other: Tensor, scale: float) -> Tensor:
+    """The largest difference of each token, relative to `scale`; infinite where a number is not finite."""
+    difference = (one.double() - other.double()).abs().flatten(1).amax(1) / scale
+    return difference.nan_to_num(nan=math.inf)
+
+
+class Feed:
+    """A batch of texts, perhaps left-padded, of which some tokens have been read into a cache.
+
+    bare: the model is given ids and cache, without a mask or positions.
+    """
+
+    def __init__(
+        self,
+        probe: Probe,
+        rows: Sequence[int],
+        pads: Sequence[int] | None = None,
+        cache: Any = None,
+        bare: bool = False,
+    ) -> None:
+        self.probe, self.rows, self.bare = probe, list(rows), bare
+        self.pads = list(pads) if pads is not None else [0] * len(self.rows)
+        self.cache = probe.cache() if cache is None else cache
+        self.at = 0
+
+    def lines(self, rows: Sequence[int]) -> Tensor:
+        """ids [B, LENGTH], the pads on the left."""
+        texts = self.probe.texts
+        return torch.stack(
+            [
+                torch.cat((torch.full((pad,), texts.pad), texts.ids[text, : LENGTH - pad]))
+                for text, pad in zip(rows, self.pads, strict=True)
+            ]
+        )
+
+    def mask(self, until: int) -> Tensor:
+        return (torch.arange(until) >= torch.tensor(self.pads)[:, None]).long()
+
+    def read(self, tokens: int | None = None, wrong: Sequence[int] | None = None, use_cache: bool = True) -> None:
+        """Read the next tokens (default: all that are left). wrong: of these texts instead, without a comparison."""
+        until = LENGTH if tokens is None else self.at + tokens
+        mask = self.mask(until)
+        positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, 0)[:, self.at :]  # as `generate` counts them
+        given: dict[str, Any] = {} if self.bare else {"mask": mask, "positions": positions}
+        ids = self.lines(self.rows if wrong is None else wrong)[:, self.at : until]
+        seen, cache = self.probe.subject(ids, self.cache if use_cache else None, use_cache=use_cache, **given)
+        if use_cache:
+            if cache is None:
+                raise DoesNotApply("the model returns no cache")
+            self.cache = cache
+        if wrong is None:
+            spans = []
+            for row, (text, pad) in enumerate(zip(self.rows, self.pads, strict=True)):
+                begin = max(self.at, pad)
+                spans.append((row, begin - self.at, text, begin - pad, until - begin))
+            self.probe.compare(seen, spans)
+        self.at = until
+
+    def steps(self, tokens: int | None = None) -> None:
+        """Read tokens one by one."""
+        for _ in range(LENGTH - self.at if tokens is None else tokens):
+            self.read(1)
+
+    def chunks(self, size: int) -> None:
+        while self.at < LENGTH:
+            self.read(min(size, LENGTH - self.at))
+
+
+def _all(probe: Probe) -> list[int]:
+    return list(range(len(probe.texts.ids)))
+
+
+# Without a cache
+
+
+def _prefixes(probe: Probe) -> None:
+    for length in (1, 2, 7, SHARED, LENGTH - 1):
+        probe.feed(_all(probe)).read(length, use_cache=False)
+
+
+def _alone(probe: Probe) -> None:
+    for text in _all(probe):
+        probe.feed([text]).read(use_cache=False)
+
+
+def _padded(probe: Probe) -> None:
+    probe.feed(range(len(PADS)), PADS).read(use_cache=False)
+
+
+# Documents in one row, as DataCollatorWithFlattening packs them: (text, tokens).
+PACKED = ((0, 7), (1, 9), (2, 1), (3, 6))
+
+
+def packed(probe: Probe, every: bool = False, promised: bool = False) -> None:
+    """every: with all that says where documents begin. promised: the model says that it keeps documents apart."""
+    if "position_ids" not in probe.subject.takes:
+        raise DoesNotApply(f"{type(probe.subject.model).__name__} takes no position_ids")
+    if not probe.subject.positions:
+        raise DoesNotApply("its position_ids do not begin at 0")
+    ids = torch.cat([probe.texts.ids[text, :tokens] for text, tokens in PACKED])[None]
+    positions = torch.cat([torch.arange(tokens) for _, tokens in PACKED])[None]
+    more: dict[str, Any] = {}
+    if every:
+        begins = torch.tensor([0, *(tokens for _, tokens in PACKED)]).cumsum(0).int()
+        longest = max(tokens for _, tokens in PACKED)
+        number = torch.cat([torch.full((tokens,), text, dtype=torch.int32) for text, tokens in PACKED])[None]
+        more = dict(cu_seq_lens_q=begins, cu_seq_lens_k=begins, max_length_q=longest, max_length_k=longest)
+        more |= dict(seq_idx=number)
+        if "kwargs" not in probe.subject.takes:
+            more = {name: value for name, value in more.items() if name in probe.subject.takes}
+        if not more:
+            raise DoesNotApply(f"{type(probe.subject.model).__name__} takes no seq_idx or cu_seq_lens")
+    seen, _ = probe.subject(ids, positions=positions, use_cache=False, **more)
+    spans, slot = [], 0
+    for text, tokens in PACKED:
+        spans.append((0, slot, text, 0, tokens))
+        slot += tokens
+    found = Probe(probe.subject, probe.texts, probe.tolerance)
+    found.compare(seen, spans, packed=True)
+    if found.parting is not None and not promised:
+        # With a mask, transformers does not look for documents. If that changes nothing, the model never does.
+        joined, _ = probe.subject(ids, positions=positions, use_cache=False, mask=torch.ones_like(ids), **more)
+        if torch.equal(seen.logits, joined.logits):
+            raise DoesNotApply("it does not look for documents where position_ids restart: each sees those before")
+    probe.compare(seen, spans, packed=True)
+
+
+# With a cache
+
+
+def _one_by_one(probe: Probe) -> None:
+    probe.feed(_all(probe)).steps()
+
+
+def _in_chunks(size: int) -> Callable[[Probe], None]:
+    return lambda probe: probe.feed(_all(probe)).chunks(size)
+
+
+def _prefill(probe: Probe) -> None:
+    feed = probe.feed(_all(probe))
+    feed.read(SHARED)
+    feed.steps()
+
+
+def _mixed(probe: Probe) -> None:
+    feed = probe.feed(_all(probe))
+    for tokens in (6, 1, 2, 1, 7, 3):
+        feed.read(tokens)
+
+
+def _bare(probe: Probe) -> None:
+    feed = probe.feed(_all(probe), bare=True)
+    for tokens in (6, 1, 1, 9, 3):
+        feed.read(tokens)
+
+
+def _padded_steps(probe: Probe) -> None:
+    feed = probe.feed(range(len(PADS)), PADS)
+    feed.read(LENGTH - 2)  # the shortest row has one token then
+    feed.steps()
+
+
+def _padded_chunks(probe: Probe) -> None:
+    probe.feed(range(len(PADS)), PADS).chunks(4)
+
+
+def _crop(probe: Probe) -> None:
+    """As assisted decoding does: tokens that turn out wrong are read, and taken back."""
+    feed = probe.feed([0, 1, 2])
+    activate = getattr(feed.cache, "activate_past_recording", None)
+    if activate is not None:
+        activate()
+    feed.read(7)
+    for right, wrong in ((2, 3), (1, 1), (3, 5)):
+        feed.read(right)
+        feed.read(wrong, wrong=[1, 2, 0])
+        if not hasattr(feed.cache, "crop"):
+            raise DoesNotApply(f"{type(feed.cache).__name__} has no crop")
+        if getattr(feed.cache, "is_croppable", True) is False:
+            raise DoesNotApply("the cache says that it is not croppable")
+        feed.cache.crop(-wrong)
+        feed.at -= wrong
+    feed.steps()
+
+
+def _batch(feed: Feed, operation: str, given: Any, order: Sequence[int], rows: Sequence[int]) -> None:
+    change = getattr(feed.cache, operation, None)
+    if change is None:
+        raise DoesNotApply(f"{type(feed.cache).__name__} has no {operation}")
+    change(given)
+    feed.pads = [feed.pads[row] for row in order]
+    feed.rows = list(rows)
+
+
+def _reorder(probe: Probe) -> None:
+    """As beam search does: the first row's prefix continues in two ways, another row is dropped."""
+    feed = probe.feed([0, 1, 2])
+    feed.read(SHARED - 1)
+    feed.read(1)
+    _batch(feed, "reorder_cache", torch.tensor([2, 0, 0]), [2, 0, 0], [2, 0, 3])
+    feed.steps(3)
+    _batch(feed, "reorder_cache", torch.tensor([1, 2, 0]), [1, 2, 0], [0, 3, 2])
+    feed.read()
+
+
+def _selected(*order: int) -> Callable[[Probe], None]:
+    def run(probe: Probe) -> None:
+        feed = probe.feed([0, 1, 2])
+        feed.read(SHARED)
+        _batch(feed, "batch_select_indices", torch.tensor(order), order, order)
+        feed.steps(3)
+        feed.read()
+
+    return run
+
+
+def _repeat(probe: Probe) -> None:
+    feed = probe.feed([0, 1])
+    feed.read(SHARED)
+    _batch(feed, "batch_repeat_interleave", 2, [0, 0, 1, 1], [0, 3, 1, 1])
+    feed.steps(3)
+    feed.read()
+
+
+def _prefix(probe: Probe, tokens: int = 3) -> None:
+    """One row's prefix, cached once, continues in two ways, from copies of the cache."""
+    begun = probe.feed([0])
+    begun.read(SHARED)
+    kept = begun.cache
+    for text in (0, 3, 0):
+        feed = probe.feed([text], cache=copy.deepcopy(kept))
+        feed.at = SHARED
+        feed.read(tokens)
+        feed.steps(2)
+        feed.read()
+
+
+def _two_streams(probe: Probe) -> None:
+    """Two texts with a cache of their own each, in turn."""
+    feeds = [probe.feed([text]) for text in (1, 2)]
+    for feed in feeds:
+        feed.read(6)
+    for tokens in (1, 1, 2, 1, LENGTH - 11):
+        for feed in feeds:
+            feed.read(tokens)
+
+
+def _reset(probe: Probe) -> None:
+    first = probe.feed([1, 2])
+    first.read(9)
+    if not hasattr(first.cache, "reset"):
+        raise DoesNotApply(f"{type(first.cache).__name__} has no reset")
+    first.cache.reset()
+    second = probe.feed([0, 1], cache=first.cache)
+    second.read(6)
+    second.steps(3)
+    second.read()
+
+
+def _static_cache(probe: Probe) -> StaticCache:
+    if probe.cache() is None:
+        raise DoesNotApply("the model makes its own cache")
+    return StaticCache(config=probe.subject.model.config, max_cache_len=LENGTH + 4)
+
+
+def _static(probe: Probe) -> None:
+    feed = probe.feed(_all(probe), cache=_static_cache(probe))
+    feed.read(SHARED)
+    feed.steps()
+
+
+def _static_chunks(probe: Probe) -> None:
+    feed = probe.feed(_all(probe), cache=_static_cache(probe))
+    for tokens in (5, 1, 4, 3, 7):
+        feed.read(tokens)
+
+
+def _static_padded(probe: Probe) -> None:
+    feed = probe.feed(range(len(PADS)), PADS, cache=_static_cache(probe))
+    feed.read(LENGTH - 2)
+    feed.steps()
+
+
+# By `generate`. What it made is read once more, without a cache, each row alone.
+
+
+@contextlib.contextmanager
+def without_end(model: Any) -> Iterator[None]:
+    """In this context, `generate` ignores the model's stop settings, so all rows have one length."""
+    before = model.generation_config
+    model.generation_config = GenerationConfig(pad_token_id=0)
+    try:
+        yield
+    finally:
+        model.generation_config = before
+
+
+def _generate(probe: Probe, ids: Tensor, mask: Tensor | None = None, **options: Any) -> Any:
+    model = probe.subject.model
+    if not hasattr(model, "generate"):
+        raise DoesNotApply(f"{type(model).__name__} has no generate")
+    given: dict[str, Any] = dict(max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True, output_logits=True)
+    torch.manual_seed(0)
+    with without_end(model), in_double(probe.subject.dtype == torch.float64), torch.no_grad():
+        return model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids) if mask is None else mask,
+            pad_token_id=probe.texts.pad,
+            **(given | options),
+        )
+
+
+def _again(probe: Probe, made: Any, pads: Sequence[int], prompt: int, logits: bool = True) -> None:
+    """Compare logits (or only tokens) of `generate` with one uncached forward pass of each row."""
+    for row, line in enumerate(made.sequences):
+        tokens = line[pads[row] :]
+        new = len(line) - prompt
+        alone = probe.subject(tokens[None, :-1], use_cache=False)[0].logits[0, -new:].double()
+        scale = float(alone.abs().max())
+        if logits:
+            error = _errors(torch.stack([step[row] for step in made.logits]), alone, scale)
+        else:  # how much less likely the token is than the likeliest
+            error = (alone.amax(1) - alone.gather(1, tokens[-new:, None])[:, 0]) / scale
+        for step, one in enumerate(error.tolist()):
+            probe.tell(row, len(tokens) - new + step, one)
+
+
+def _greedy(probe: Probe, **options: Any) -> None:
+    ids = probe.texts.ids[:3, :PROMPT]
+    made = _generate(probe, ids, **options)
+    _again(probe, made, [0] * len(made.sequences), PROMPT)
+
+
+def _with(**options: Any) -> Callable[[Probe], None]:
+    return lambda probe: _greedy(probe, **options)
+
+
+def _generate_padded(probe: Probe) -> None:
+    pads = (0, 4, PROMPT - 1)
+    mask = (torch.arange(PROMPT) >= torch.tensor(pads)[:, None]).long()
+    ids = probe.texts.ids[:3, :PROMPT].masked_fill(mask == 0, probe.texts.pad)
+    _again(probe, _generate(probe, ids, mask), pads, PROMPT)
+
+
+def _beams(probe: Probe) -> None:
+    """The score of each beam is the sum of its tokens' log-probabilities."""
+    options: dict[str, Any] = dict(
+        num_beams=3, num_return_sequences=3, length_penalty=0.0, output_logits=False, output_scores=True
+    )
+    made = _generate(probe, probe.texts.ids[:2, :PROMPT], **options)
+    for row, tokens in enumerate(made.sequences):
+        alone = probe.subject(tokens[None, :-1], use_cache=False)[0].logits[0, PROMPT - 1 :]
+        score = alone.double().log_softmax(-1).gather(1, tokens[PROMPT:, None]).sum()
+        probe.tell(row, PROMPT, float(abs(score - made.sequences_scores[row]) / abs(score)))
+
+
+def _assisted(probe: Probe) -> None:
+    """With an assistant whose proposals are mostly rejected, because its parameters are different random ones."""
+    if getattr(probe.subject.model, "_is_stateful", False):
+        raise DoesNotApply(f"{type(probe.subject.model).__name__} is stateful: generate refuses an assistant")
+    assistant = copy.deepcopy(probe.subject.model)
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in assistant.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=draw, dtype=parameter.dtype))
+    made = _generate(probe, probe.texts.ids[:1, :PROMPT], assistant_model=assistant)
+    _again(probe, made, [0], PROMPT, logits=False)
+
+
+def _lookup(probe: Probe) -> None:
+    made = _generate(probe, probe.texts.ids[:1, :4].repeat(1, 3), prompt_lookup_num_tokens=3)
+    _again(probe, made, [0], 12, logits=False)
+
+
+def _turns(probe: Probe) -> None:
+    """A second turn that continues from the first one's cache."""
+    ids = probe.texts.ids[:3, :PROMPT]
+    first = _generate(probe, ids)
+    cache = cache_of(first)
+    if cache is None:
+        raise DoesNotApply(f"generate returns no {CACHE}")
+    longer = torch.cat((first.sequences, ids[:, :3]), dim=1)
+    made = _generate(probe, longer, **{CACHE: cache})
+    _again(probe, made, [0] * len(ids), longer.shape[1])
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way of decoding. generates: it runs `generate`, and once, not in each precision."""
+
+    name: str
+    what: str
+    run: Callable[[Probe], None]
+    generates: bool = False
+
+
+# The first is what the others rest on: a model whose uncached logits depend on later tokens has no cache to verify.
+CAUSAL = "prefixes"
+_STATIC: dict[str, Any] = dict(cache_implementation="static", disable_compile=True)
+WAYS = [
+    Way(CAUSAL, "beginnings of the texts, without a cache: later tokens change nothing", _prefixes),
+    Way("rows alone", "each row without the others, without a cache", _alone),
+    Way("padding", "rows of three lengths, padded on the left, without a cache", _padded),
+    Way("packing", "documents in one row whose position ids restart, without a cache", packed),
+    Way("packing+", "the same with seq_idx and cu_seq_lens", lambda probe: packed(probe, every=True)),
+    Way("1 by 1", "token by token", _one_by_one),
+    Way("prefill", f"{SHARED} tokens, then token by token", _prefill),
+    Way("chunks of 3", "prefill in chunks of 3", _in_chunks(3)),
+    Way("chunks of 8", "prefill in chunks of 8", _in_chunks(8)),
+    Way("mixed", "chunks of 6, 1, 2, 1, 7 and 3", _mixed),
+    Way("only cache", "chunks of 6, 1, 1, 9 and 3, without a mask or positions", _bare),
+    Way("padded, 1 by 1", "a left-padded batch, then token by token", _padded_steps),
+    Way("padded, chunks", "a left-padded batch in chunks of 4", _padded_chunks),
+    Way("crop", "wrong tokens are read and cropped, as in assisted decoding", _crop),
+    Way("reorder", "rows are reordered, as in beam search", _reorder),
+    Way("select", "fewer rows of the cache are kept", _selected(2, 0)),
+    Way("permute", "the rows of the cache are selected in another order", _selected(2, 0, 1)),
+    Way("repeat", "each row of the cache is repeated", _repeat),
+    Way("prefix reuse", "two copies of a cached prefix continue differently", _prefix),
+    Way("two streams", "two texts with a cache each, in turn", _two_streams),
+    Way("reset", "a used cache is reset, and used again", _reset),
+    Way("static", "a static cache, prefill, then token by token", _static),
+    Way("static, chunks", "a static cache in chunks", _static_chunks),
+    Way("static, padded", "a static cache with a left-padded batch", _static_padded),
+    Way("greedy", "generate", _greedy, True),
+    Way("generate, padded", "generate for a left-padded batch", _generate_padded, True),
+    Way("generate, chunked", "generate with prefill_chunk_size=4", _with(prefill_chunk_size=4), True),
+    Way("sampling", "generate, two samples a row", _with(do_sample=True, top_k=0, num_return_sequences=2), True),
+    Way("beams", "generate with 3 beams", _beams, True),
+    Way("assisted", "generate with an assistant", _assisted, True),
+    Way("prompt lookup", "generate with prompt_lookup_num_tokens=3", _lookup, True),
+    Way("second turn", "generate, continued with the returned cache", _turns, True),
+    Way("generate, static", "generate with a static cache", _with(**_STATIC), True),
+    Way("static, chunked", "the same with prefill_chunk_size=4", _with(**_STATIC, prefill_chunk_size=4), True),
+]

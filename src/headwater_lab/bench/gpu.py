@@ -1,0 +1,761 @@
+"""`headwater bench gpu`: measure headwater on a GPU, in at most nine minutes.
+
+Each phase is a separate process, so that an error or a missed deadline in one does not affect the others; after each
+one `gpu.json` is rewritten. It needs only torch and transformers. On a CPU it runs at tiny sizes, which
+checks the command but says nothing about speed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
+
+import torch
+import transformers
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.profiler import ProfilerActivity, profile
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from headwater import __version__
+from headwater.config.planner import plan_layers
+from headwater.config.presets import PRESETS
+from headwater.config.text import HeadwaterConfig
+from headwater.cost import counts as cost
+from headwater.cost.hardware import c_compiler, matmul_flops, peak_of, sheet_of, tf32
+from headwater.kernels.choose import cpu
+from headwater.kernels.varlen import VARLEN
+from headwater.mechanisms.precision import KeepsPrecision
+from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.models.compiling import compile_blocks, compile_model
+from headwater.models.decoding import Decoder
+from headwater.nn.masking import cu_seq_lens
+from headwater.plugins.registry import REGISTRY
+from headwater.util.errors import HeadwaterError, first_line, nearest
+from headwater.util.outputs import write_json
+from headwater_lab.bench.training import training_step, twins
+from headwater_lab.bench.waits import WaitError, no_waits
+
+Measurement = dict[str, Any]
+M = TypeVar("M", bound=PreTrainedModel)
+# Maximum share of the time for each phase; unused time goes to later phases.
+SHARES = {
+    "environment": 0.05,
+    "correctness": 0.21,
+    "training": 0.30,
+    "mechanisms": 0.20,
+    "decoding": 0.24,
+    "packing": 0.14,
+}
+BUDGET = 540.0
+ROWS, LOG = "rows.jsonl", "log"
+JSON = "gpu.json"
+WRONG = "WRONG"
+LATE = "skipped: no time left"
+# The preset of the recommended mechanisms.
+RECOMMENDED = "headwater-base"
+# Seconds at the end of the budget for ending a phase, writing the results and ending the command.
+RESERVE = 5.0
+# The Python code of a phase.
+RUN = ["-P", "-m", f"{__package__}.gpu"]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes to measure on a kind of device. Shapes are (layers, width, rows a step)."""
+
+    training: dict[str, tuple[int, int, int]]
+    context: int
+    packing: dict[int, int]  # context -> rows
+    mechanisms: tuple[int, int, int]
+    decoding: dict[str, tuple[int, int]]  # layers, width
+    batches: tuple[int, ...]
+    prompt: int
+    tokens: int
+    vocabulary: int
+    warm: int
+    steps: int
+    copied: int  # bytes
+    backend: str
+    least: float  # minimum seconds of a measurement that compiles, which is skipped if fewer are left
+
+
+ON_GPU = Sizes(
+    training={"124M": (12, 768, 64), "350M": (24, 1024, 32)},
+    context=1024,
+    packing={1024: 32, 4096: 8},
+    mechanisms=(12, 768, 32),
+    decoding={"1.5B": (28, 2048), "124M": (12, 768)},
+    batches=(1, 64),
+    prompt=512,
+    tokens=64,
+    vocabulary=50304,
+    warm=4,
+    steps=10,
+    copied=2**32,
+    backend="inductor",
+    least=15.0,
+)
+ON_CPU = Sizes(
+    training={"tiny": (2, 64, 2)},
+    context=32,
+    packing={32: 2},
+    mechanisms=(4, 64, 2),
+    decoding={"tiny": (2, 64)},
+    batches=(2,),
+    prompt=8,
+    tokens=6,
+    vocabulary=256,
+    warm=1,
+    steps=2,
+    copied=2**20,
+    backend="aot_eager",
+    least=0.0,
+)
+
+
+def bench_gpu(
+    out: Path,
+    *,
+    device: str = "cuda",
+    budget: float = BUDGET,
+    only: list[str] | None = None,
+    tell: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Run the phases, or `only` some, within `budget` seconds, and write gpu.json into `out` after each.
+
+    tell: called with progress lines. Returns the content of gpu.json: for each phase its status ("done", "cut",
+    "failed", "skipped"), seconds and rows. Raises `HeadwaterError` for an unknown phase.
+    """
+    begun = time.monotonic()
+    for name in only or ():
+        if name not in SHARES:
+            raise HeadwaterError(f"There is no phase named {name!r}; {nearest(name, SHARES)}")
+    out.mkdir(parents=True, exist_ok=True)
+    left = {name: share for name, share in SHARES.items() if not only or name in only}
+    results: dict[str, Any] = {"headwater": __version__, "device": device, "budget": budget, "phases": {}}
+    write_json(out / JSON, results)
+    for name in list(left):
+        remaining = budget - (time.monotonic() - begun) - RESERVE
+        allowed = remaining * left[name] / sum(left.values())
+        del left[name]
+        if allowed < 1:
+            phase: dict[str, Any] = {"status": "skipped", "seconds": 0.0, "rows": []}
+        else:
+            tell(f"{name}: at most {allowed:.0f} s")
+            with TemporaryDirectory() as folder:
+                phase = _apart(name, Path(folder), device, allowed)
+        results["phases"][name] = phase
+        tell(f"{name}: {phase['status']}, {phase['seconds']:.0f} s")
+        for row in phase["rows"]:
+            tell("  " + ", ".join(f"{column} {_shown(value)}" for column, value in row.items()))
+        write_json(out / JSON, results)
+    return results
+
+
+def _apart(name: str, folder: Path, device: str, seconds: float) -> dict[str, Any]:
+    """One phase in a separate process, ended at its deadline; its measurements until then are kept."""
+    rows, log = folder / ROWS, folder / LOG
+    started = time.monotonic()
+    # The deadline by the clock, which the process shares: its imports count.
+    command = [sys.executable, *RUN, name, str(rows), device, str(time.time() + seconds)]
+    with open(log, "w") as text:
+        # A separate session, so that processes of the phase, such as compilers, end with it.
+        process = subprocess.Popen(command, stdout=text, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            code = process.wait(seconds)
+            status = "done" if code == 0 else "failed"
+        except subprocess.TimeoutExpired:
+            status = "cut"
+        finally:
+            _end(process)
+    result: dict[str, Any] = {"status": status, "seconds": time.monotonic() - started, "rows": _read(rows)}
+    if status == "failed":
+        result["log"] = log.read_text(errors="replace").strip()
+        result["error"] = (result["log"].splitlines() or ["no output"])[-1]
+    return result
+
+
+def _end(process: subprocess.Popen) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _read(rows: Path) -> list[Measurement]:
+    """The rows that were written completely."""
+    found = []
+    for line in rows.read_text().splitlines() if rows.exists() else ():
+        try:
+            found.append(json.loads(line))
+        except ValueError:  # cut in the middle
+            break
+    return found
+
+
+def problems(found: dict[str, Any]) -> list[str]:
+    """Problems in the results: phases that failed, results that differ, measurements that raised errors."""
+    wrong = [f"{name}: {phase['error']}" for name, phase in found["phases"].items() if "error" in phase]
+    for name, phase in found["phases"].items():
+        for row in phase["rows"]:
+            outcome = row.get("outcome", "")
+            if outcome == WRONG or outcome.startswith("failed"):
+                wrong.append(f"{name}, {_about(row)}: {outcome}")
+    return wrong
+
+
+def _about(row: Measurement) -> str:
+    return ", ".join(str(value) for key, value in row.items() if isinstance(value, str) and key != "outcome")
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+# What runs inside a phase
+
+
+class Phase:
+    """The context of a phase: output for its rows, the device, the sizes, and the time left."""
+
+    def __init__(self, rows: Path, device: str, seconds: float) -> None:
+        self.rows, self.device = rows, torch.device(device)
+        self.sizes = ON_GPU if self.device.type == "cuda" else ON_CPU
+        self.deadline = time.monotonic() + seconds
+        self.on_gpu = self.device.type == "cuda"
+
+    def put(self, **row: Any) -> None:
+        """Keep a row, at once."""
+        with open(self.rows, "a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def attempt(self, measure: Callable[[], Measurement], *, brief: bool = False, **names: Any) -> None:
+        """One measurement as a row; if it fails, or there is no time, the row records that and the phase continues.
+
+        brief: it compiles nothing, so it may begin as long as there is any time.
+        """
+        if time.monotonic() > self.deadline - (0 if brief else self.sizes.least):
+            self.put(**names, outcome=LATE)
+            return
+        torch._dynamo.reset()
+        try:
+            self.put(**names, **measure())
+        except torch.OutOfMemoryError:
+            self.put(**names, outcome="skipped: not enough memory")
+        except Exception as error:
+            first = (str(error).strip().splitlines() or [""])[0]
+            self.put(**names, outcome=f"failed: {type(error).__name__}: {first[:300]}")
+        if self.on_gpu:
+            torch.cuda.empty_cache()
+
+    def seconds(self, run: Callable[[], object], times: int) -> float:
+        """Seconds a run, over `times` runs that nothing waits between."""
+        if not self.on_gpu:
+            started = time.perf_counter()
+            for _ in range(times):
+                run()
+            return (time.perf_counter() - started) / times
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start.record()
+        for _ in range(times):
+            run()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3 / times
+
+    def draw(self, *shape: int) -> Tensor:
+        """Random token ids."""
+        draw = torch.Generator().manual_seed(0)
+        return torch.randint(self.sizes.vocabulary, shape, generator=draw).to(self.device)
+
+
+def quickly(config: HeadwaterConfig, device: torch.device, dtype: torch.dtype = torch.float32) -> HeadwaterForCausalLM:
+    """A model with random weights, drawn on the device, since they do not affect speed."""
+    with torch.device("meta"):
+        model = HeadwaterForCausalLM(config)
+    return drawn(model, device, dtype)
+
+
+def drawn(model: M, device: torch.device, dtype: torch.dtype = torch.float32) -> M:
+    """A model without storage, on the device, with random weights drawn there."""
+    model.to(dtype).to_empty(device=device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.02) if parameter.ndim > 1 else parameter.fill_(1.0)
+        for module in model.modules():
+            if isinstance(module, KeepsPrecision):
+                for name, value in module.constants().items():
+                    module.get_buffer(name).copy_(value)
+    return model
+
+
+def combinations(names: Sequence[str] = tuple(REGISTRY)) -> dict[str, dict[str, dict]]:
+    """None, each mechanism alone, and together as many as can act in one model."""
+    alone: dict[str, dict[str, dict]] = {name: {name: {}} for name in names}
+    together: dict[str, dict] = {}
+    for name in names:
+        with suppress(HeadwaterError):
+            _small({**together, name: {}})
+            together[name] = {}
+    return {"none": {}, **alone, "together": together}
+
+
+def environment(phase: Phase) -> None:
+    """Versions, the device, its data sheet, and its measured copies and matmuls."""
+    device, name = phase.device, cpu()
+    facts: Measurement = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "C compiler": c_compiler() or "none",
+    }
+    if phase.on_gpu:
+        properties = torch.cuda.get_device_properties(device)
+        name = properties.name
+        facts |= {
+            "cuda": torch.version.cuda,
+            "memory, GiB": properties.total_memory / 2**30,
+            "processors": properties.multi_processor_count,
+        }
+    phase.put(device=name, **facts)
+    sheet = sheet_of(name)
+    if sheet is not None:
+        phase.put(sheet=sheet.source, **{"bf16, TFLOP/s": sheet.flops / 1e12, "bandwidth, GB/s": sheet.bandwidth / 1e9})
+    attempt = partial(phase.attempt, brief=True)
+    attempt(lambda: {"GB/s": bandwidth(phase) / 1e9}, measured="copy, bytes read and written")
+
+    def matmul(dtype: torch.dtype, rounded: bool) -> Measurement:
+        return {"TFLOP/s": matmul_flops(device, dtype, rounded) / 1e12}
+
+    kinds = {"bfloat16": (torch.bfloat16, False), "float32": (torch.float32, False)}
+    if phase.on_gpu:
+        kinds["float32 in TF32"] = (torch.float32, True)
+    for name, (dtype, rounded) in kinds.items():
+        attempt(partial(matmul, dtype, rounded), measured=f"matmul {name}")
+
+
+def bandwidth(phase: Phase) -> float:
+    """Bytes/s of a long copy, which reads and writes each byte once."""
+    source, target = (torch.ones(phase.sizes.copied // 4, device=phase.device) for _ in range(2))
+    target.copy_(source)
+    return 2 * source.nbytes / phase.seconds(lambda: target.copy_(source), 20)
+
+
+def correctness(phase: Phase) -> None:
+    """The contract on this device: cached = uncached, packed = separate, half precision near fp64, compiled = eager."""
+    every = combinations()
+    for name, mechanisms in every.items():
+        phase.attempt(partial(_checked, phase, mechanisms), brief=True, mechanisms=name)
+    for name, mechanisms in every.items():
+        phase.attempt(partial(_same_tokens, phase, mechanisms, False), brief=True, tokens=name)
+    both = [name for name in ("none", "together") if name in every]
+    for name in both:
+        phase.attempt(partial(_token_waits, phase, every[name]), brief=True, waits=f"decoding step, {name}")
+
+    # Compilation takes most of the time: that of as many mechanisms as fit, a minute or more.
+    def compiled(name: str) -> None:
+        phase.attempt(partial(_compiled, phase, every[name]), compiled=name)
+
+    for name in every:
+        if name in PRESETS[RECOMMENDED].fields["mechanisms"]:
+            compiled(name)
+    for name in both:
+        compiled(name)
+        phase.attempt(partial(_step_waits, phase, every[name]), waits=f"training step, {name}")
+        phase.attempt(partial(_same_tokens, phase, every[name], True), tokens=f"{name}, compiled")
+
+
+def _small(mechanisms: dict[str, dict]) -> HeadwaterConfig:
+    return HeadwaterConfig(
+        vocab_size=256,
+        hidden_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        mechanisms=mechanisms,
+    )
+
+
+@torch.no_grad()
+def _checked(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
+    config = _small(mechanisms)
+    model = HeadwaterForCausalLM(config).to(phase.device, torch.float64).eval()
+    ids = torch.randint(256, (2, 48), generator=torch.Generator().manual_seed(0)).to(phase.device)
+    whole = model(ids, use_cache=False).logits
+    cache, parts = DynamicCache(config=config), []
+    for chunk in ids.split([40, *[1] * 8], dim=1):
+        parts.append(model(chunk, past_key_values=cache).logits)
+    cached = float((torch.cat(parts, 1) - whole).abs().max())
+    positions = torch.cat((torch.arange(20), torch.arange(28))).to(phase.device)[None].expand(2, -1)
+    packed = model(ids, position_ids=positions, use_cache=False).logits
+    alone = torch.cat([model(part, use_cache=False).logits for part in ids.split([20, 28], 1)], 1)
+    apart = float((packed - alone).abs().max())
+    half = model.to(torch.bfloat16)(ids, use_cache=False).logits.double()
+    near = float((half - whole).square().mean().sqrt() / whole.square().mean().sqrt())
+    fine = cached < 1e-9 and apart < 1e-9 and near < 1e-2
+    return {"cached - whole": cached, "packed - apart": apart, "bf16, rms": near, "outcome": "ok" if fine else WRONG}
+
+
+def _same_tokens(phase: Phase, mechanisms: dict[str, dict], compiled: bool) -> Measurement:
+    """Tokens of a static cache, whose steps a GPU replays as a graph, against those without a cache."""
+    model = HeadwaterForCausalLM(_small(mechanisms)).to(phase.device, torch.float64).eval()
+    ids = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(0)).to(phase.device)
+    given = torch.ones_like(ids)
+    given[1, :5] = 0
+    static = Decoder(model, compiled, phase.sizes.backend)(ids, given, max_new_tokens=12)
+    plain = model.generate(
+        ids, attention_mask=given, max_new_tokens=12, do_sample=False, use_cache=False, pad_token_id=0
+    )
+    return {"outcome": "ok" if torch.equal(static, plain) else WRONG}
+
+
+def _step_waits(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
+    """Whether the host waits for the device within a training step; on a GPU, of packed rows."""
+    model = HeadwaterForCausalLM(_small(mechanisms)).to(phase.device)
+    ids = torch.randint(256, (2, 48), generator=torch.Generator().manual_seed(0)).to(phase.device)
+    # On a CPU, reading position ids to choose a mask costs nothing, and is done.
+    given = {"position_ids": _documents(2, 48, phase.device)["position_ids"]} if phase.on_gpu else None
+    return _waits(phase, _steps(phase, model, ids, given))
+
+
+def _token_waits(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
+    """The same of a step that decodes a token."""
+    model = HeadwaterForCausalLM(_small(mechanisms)).to(phase.device, torch.bfloat16).eval()
+    ids = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(0)).to(phase.device)
+    decoder = Decoder(model)
+    decoder(ids, max_new_tokens=8)
+    assert decoder.held is not None
+    with torch.no_grad():
+        return _waits(phase, decoder.held.advance)
+
+
+def _waits(phase: Phase, step: Callable[[], None]) -> Measurement:
+    for _ in range(2):  # the first compiles, and the optimizer makes its state
+        step()
+    try:
+        with no_waits(phase.device):
+            step()
+    except (RuntimeError, WaitError) as error:
+        return {"outcome": WRONG, "error": f"{type(error).__name__}: {first_line(error)[:300]}"}
+    return {"outcome": "ok"}
+
+
+def _compiled(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
+    model = HeadwaterForCausalLM(_small(mechanisms)).to(phase.device).train()
+    ids = torch.randint(256, (2, 64), generator=torch.Generator().manual_seed(0)).to(phase.device)
+
+    def gradients() -> Tensor:
+        model.zero_grad()
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        return torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None])
+
+    with tf32(False):  # or TF32 is compared with TF32
+        eager = gradients()
+        _count()
+        compile_blocks(model.model.layers, phase.sizes.backend)
+        found = gradients()
+    error = float((found - eager).norm() / eager.norm())
+    return {"gradients": error, **_count(), "outcome": "ok" if error < 1e-4 else WRONG}
+
+
+def _count() -> Measurement:
+    """Graphs and breaks since the last call."""
+    row = {
+        "graphs": counters["stats"]["unique_graphs"],
+        "breaks": sum(counters["graph_break"].values()),
+    }
+    counters.clear()
+    return row
+
+
+def _steps(
+    phase: Phase, model: PreTrainedModel, ids: Tensor, given: dict[str, Tensor] | None = None, whole: bool = False
+) -> Callable[[], None]:
+    """Training steps in bf16, compiled: by block, or as a whole. given: further inputs.
+
+    Output head and loss are compiled as one, so that no logits leave the graph.
+    """
+    backend, inputs = phase.sizes.backend, {"use_cache": False, **(given or {})}
+    if isinstance(model, HeadwaterForCausalLM) and not whole:  # as `headwater train` has it
+        compile_model(model, backend)
+        return training_step(model, lambda: model(ids, labels=ids, skip_logits=True, **inputs).loss, autocast=True)
+    body: Callable[..., Any] = model.model
+    if whole:
+        body = torch.compile(model.model, backend=backend)
+    else:
+        compile_blocks(model.model.layers, backend)
+
+    def loss_of(hidden: Tensor) -> Tensor:
+        return model.loss_function(logits=model.lm_head(hidden), labels=ids, vocab_size=model.config.vocab_size)
+
+    loss = torch.compile(loss_of, backend=backend)
+    return training_step(model, lambda: loss(body(ids, **inputs).last_hidden_state), autocast=True)
+
+
+def _config(phase: Phase, layers: int, width: int, context: int) -> HeadwaterConfig:
+    return HeadwaterConfig(
+        vocab_size=phase.sizes.vocabulary,
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64,
+        max_position_embeddings=context,
+    )
+
+
+def _timed_steps(phase: Phase, step: Callable[[], None], flops: float, tokens: int) -> Measurement:
+    """Speed of training steps. flops: of one step."""
+    _count()
+    started = time.perf_counter()
+    for _ in range(phase.sizes.warm):
+        step()
+    if phase.on_gpu:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    begun = time.perf_counter() - started
+    second = phase.seconds(step, phase.sizes.steps)
+    sheet = peak_of(phase.device, "bf16-mixed")
+    row: Measurement = {"ms a step": second * 1e3, "tokens/s": tokens / second, "MFU": flops / second / sheet}
+    if phase.on_gpu:
+        row["MFU, measured peak"] = flops / second / matmul_flops(phase.device, torch.bfloat16)
+        row["peak, GiB"] = torch.cuda.max_memory_allocated() / 2**30
+    return row | _shares(phase, step) | {"first steps, s": begun} | _count()
+
+
+# What names of kernels contain, by what they compute. Names of attention kernels contain those of the others too.
+KERNELS = {
+    "attention kernels": ("flash", "fmha", "sdpa", "flex_attention"),
+    "matmuls": ("gemm", "gemv", "nvjet", "cutlass", "cijk"),
+    "compiled kernels": ("triton",),
+}
+
+
+def _shares(phase: Phase, step: Callable[[], None], steps: int = 3) -> Measurement:
+    """Shares of the time of some steps: in which the device runs no kernel, and by kinds of kernels; of a GPU's, since
+    a CPU's have other names.
+
+    What was timed before is kept if the profiler fails: it says so, or there are no shares.
+    """
+    wait = torch.cuda.synchronize if phase.on_gpu else lambda: None
+    activities = [ProfilerActivity.CUDA if phase.on_gpu else ProfilerActivity.CPU]
+    wait()
+    try:
+        with profile(activities=activities):  # the first step takes longer under a profiler
+            step()
+            wait()
+        with profile(activities=activities) as seen:
+            started = time.perf_counter()
+            for _ in range(steps):
+                step()
+            wait()
+            passed = time.perf_counter() - started
+    except RuntimeError as error:
+        return {"shares": f"failed: {first_line(error)[:300]}"}
+    busy = dict.fromkeys((*KERNELS, "other kernels"), 0.0)
+    for event in seen.key_averages():
+        kinds = (kind for kind, parts in KERNELS.items() if any(part in event.key.lower() for part in parts))
+        spent = event.self_device_time_total if phase.on_gpu else event.self_cpu_time_total
+        busy[next(kinds, "other kernels")] += spent / 1e6 / passed
+    return {"idle": max(0.0, 1 - sum(busy.values())), **busy} if any(busy.values()) else {}
+
+
+def training(phase: Phase) -> None:
+    """Training steps at commonly published sizes, compiled by block and as a whole, and Llama's for comparison."""
+    sizes, context = phase.sizes, phase.sizes.context
+
+    def measure(shape: tuple[int, int, int], whole: bool = False, llama: bool = False) -> Measurement:
+        layers, width, rows = shape
+        config = _config(phase, layers, width, context)
+        model: PreTrainedModel = quickly(config, phase.device)
+        if llama:
+            del model
+            with torch.device(phase.device):
+                model = LlamaForCausalLM(_llama(config))
+        ids = phase.draw(rows, context)
+        flops = cost.training_flops_per_token(config, context) * ids.numel()
+        return _timed_steps(phase, _steps(phase, model, ids, whole=whole), flops, ids.numel())
+
+    for name, shape in sizes.training.items():
+        phase.attempt(partial(measure, shape), model=name, compiled="blocks")
+    first = next(iter(sizes.training))
+    shape = sizes.training[first]
+    phase.attempt(partial(measure, shape, llama=True), model=f"{first}, transformers' Llama", compiled="blocks")
+    phase.attempt(partial(measure, shape, whole=True), model=first, compiled="whole")
+
+
+def _llama(config: HeadwaterConfig) -> LlamaConfig:
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    shape = {name: getattr(config, name) for name in (*names, "max_position_embeddings")}
+    return LlamaConfig(**shape, bos_token_id=None, eos_token_id=None)
+
+
+def packing(phase: Phase) -> None:
+    """Rows of one document, and of several, by a mask, by its blocks, and document by document."""
+    layers, width, _ = next(iter(phase.sizes.training.values()))
+
+    def measure(context: int, rows: int, attention: str, packed: bool) -> Measurement:
+        config = _config(phase, layers, width, context)
+        model = quickly(config, phase.device)
+        model.set_attn_implementation(attention)
+        ids = phase.draw(rows, context)
+        flops = cost.training_flops_per_token(config, context) * ids.numel()
+        if not packed:
+            return _timed_steps(phase, _steps(phase, model, ids), flops, ids.numel())
+        given = _documents(rows, context, phase.device)
+        found: Measurement = {}
+        if attention == VARLEN:
+            found = _unlike_mask(phase, model, ids[:1])
+        else:
+            del given["cu_seq_lens_q"]
+        return found | _timed_steps(phase, _steps(phase, model, ids, given), flops, ids.numel())
+
+    for context, rows in phase.sizes.packing.items():
+        kinds = {"one document": ("sdpa", False), "packed, mask": ("sdpa", True), "packed, varlen": (VARLEN, True)}
+        if phase.on_gpu:  # on a CPU it has no backward pass
+            kinds["packed, flex"] = ("flex_attention", True)
+        for name, (attention, packed) in kinds.items():
+            phase.attempt(partial(measure, context, rows, attention, packed), context=context, rows=name)
+
+
+def _documents(rows: int, context: int, device: torch.device) -> dict[str, Tensor]:
+    """Three documents in each row."""
+    positions = (torch.arange(context) % max(1, context // 3 + 1))[None].expand(rows, -1)
+    borders = cu_seq_lens(positions)
+    assert borders is not None
+    return {"position_ids": positions.to(device), "cu_seq_lens_q": borders.to(device)}
+
+
+@torch.no_grad()
+def _unlike_mask(phase: Phase, model: HeadwaterForCausalLM, ids: Tensor) -> Measurement:
+    """How far the hidden states of a packed row, in bf16, are from those under a mask."""
+    rows, context = ids.shape
+    given = _documents(rows, context, phase.device)
+    found = []
+    with torch.autocast(ids.device.type, dtype=torch.bfloat16):
+        for attention in ("sdpa", VARLEN):
+            model.set_attn_implementation(attention)
+            found.append(model.model(ids, use_cache=False, **given).last_hidden_state.double())
+    apart = float((found[1] - found[0]).square().mean().sqrt() / found[0].square().mean().sqrt())
+    return {"from the mask, rms": apart, "outcome": "ok" if apart < 2e-2 else WRONG}
+
+
+def mechanisms(phase: Phase) -> None:
+    """A training step with each mechanism over one without it, in turn; first all of the preset's."""
+    layers, width, rows = phase.sizes.mechanisms
+    shape = dict(layers=layers, width=width, context=phase.sizes.context, vocabulary=phase.sizes.vocabulary)
+
+    def measure(given: dict[str, dict]) -> Measurement:
+        with torch.device("meta"):  # their own initialization, on the CPU, would take longer than the steps
+            empty = twins(given, **shape)
+        models = [drawn(model, phase.device) for model in empty]
+        ids = phase.draw(rows, phase.sizes.context)
+        steps = [_steps(phase, model, ids) for model in models]
+        for step in steps:
+            for _ in range(phase.sizes.warm):
+                step()
+        ratios = []
+        for turn in range(phase.sizes.steps):
+            order = (0, 1) if turn % 2 else (1, 0)
+            times = {index: phase.seconds(steps[index], 2) for index in order}
+            ratios.append(times[0] / times[1])
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        return {"ratio": middle, "quartiles": f"{low:.3f}–{high:.3f}", "ms without": times[1] * 1e3}
+
+    asked: dict[str, dict[str, dict]] = {name: {name: {}} for name in REGISTRY}
+    asked[RECOMMENDED] = PRESETS[RECOMMENDED].fields["mechanisms"]
+
+    def order(name: str) -> tuple[bool, int]:
+        """How many graphs they have at least decides last: one for each number of inputs."""
+        try:
+            config = HeadwaterConfig(num_hidden_layers=layers, mechanisms=asked[name])
+            graphs = len({len(plan.reads) for plan in plan_layers(config)})
+        except HeadwaterError:
+            graphs = layers  # it does not fit this model, as its row will say
+        return name != RECOMMENDED, graphs
+
+    for name in sorted(asked, key=order):
+        phase.attempt(partial(measure, asked[name]), mechanism=name)
+
+
+def decoding(phase: Phase) -> None:
+    """Time a generated token with a static cache, which a GPU replays as a graph, as a share of the bandwidth.
+
+    The step is recorded as it is, and compiled.
+    """
+    sizes = phase.sizes
+    given = bandwidth(phase)
+
+    def measure(layers: int, width: int, rows: int, compiled: bool) -> Measurement:
+        config = _config(phase, layers, width, sizes.prompt + sizes.tokens)
+        model = quickly(config, phase.device, torch.bfloat16).eval()
+        decoder, ids = Decoder(model, compiled, sizes.backend), phase.draw(rows, sizes.prompt)
+        times: list[float] = []  # when the tokens of each step were on the host
+
+        def note(new: Tensor) -> None:
+            times.append(time.perf_counter())
+
+        for _ in range(2):  # the first compiles and records
+            times.clear()
+            decoder(ids, max_new_tokens=sizes.tokens, watch=note)
+        second = (times[-1] - times[0]) / (len(times) - 1)
+        step = 2 * cost.weights_read(config) + rows * cost.cache_bytes_read(config, sizes.prompt + sizes.tokens // 2, 2)
+        row: Measurement = {
+            "ms a token": second * 1e3,
+            "tokens/s": rows / second,
+            "GB a step": step / 1e9,
+            "of the copy bandwidth": step / second / given,
+        }
+        decoder(ids, max_new_tokens=2)  # the cache has room again
+        assert decoder.held is not None
+        with torch.no_grad():
+            return row | _shares(phase, decoder.held.advance, 20)
+
+    # One compiled row first. Compilation takes a minute, so the steps that need none come next.
+    shapes = list(product(sizes.batches, sizes.decoding))
+    first, *others = [(shape, True) for shape in shapes]
+    for (rows, name), compiled in (first, *((shape, False) for shape in shapes), *others):
+        phase.attempt(
+            partial(measure, *sizes.decoding[name], rows, compiled),
+            model=name,
+            batch=rows,
+            step="compiled" if compiled else "as it is",
+        )
+
+
+PHASES: dict[str, Callable[[Phase], None]] = {
+    "environment": environment,
+    "correctness": correctness,
+    "training": training,
+    "mechanisms": mechanisms,
+    "decoding": decoding,
+    "packing": packing,
+}
+
+
+def main(name: str, rows: str, device: str, deadline: str) -> None:
+    """One phase, in the process that `bench_gpu` starts for it. deadline: by `time.time`."""
+    transformers.logging.set_verbosity_error()
+    if torch.device(device).index is not None:
+        torch.cuda.set_device(device)  # events, waits and peaks of memory are those of the current device
+    torch.manual_seed(0)
+    torch.set_float32_matmul_precision("high")
+    PHASES[name](Phase(Path(rows), device, float(deadline) - time.time()))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,273 @@
+"""Interleaved timings of training steps, against transformers and by mechanism, and what autograd stores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from headwater.config.text import HeadwaterConfig
+from headwater.config.vision import HeadwaterVisionConfig
+from headwater.conversion import to_transformers
+from headwater.kernels.scratch import keep_freed_memory
+from headwater.mechanisms.base import Mechanism
+from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.models.image_classification import HeadwaterForImageClassification
+from headwater.nn.masking import cu_seq_lens, takes_documents
+from headwater_lab.bench.decoding import shape_of
+from headwater_lab.bench.paired import PairedTimes, interleave
+
+CLASSES = 1000
+
+
+class ModelPair(NamedTuple):
+    """Two models whose training steps are compared, and the inputs of each, with labels."""
+
+    models: tuple[PreTrainedModel, PreTrainedModel]
+    inputs: tuple[dict[str, Any], dict[str, Any]]
+
+
+def text_pair(
+    base: Literal["llama", "gpt2"],
+    *,
+    layers: int = 8,
+    width: int = 256,
+    context: int = 256,
+    batch_size: int = 8,
+    vocabulary: int = 512,
+    attention: str = "sdpa",
+    documents: int | None = None,
+) -> ModelPair:
+    """headwater without mechanisms, and transformers' model of the same shape, on the same tokens.
+
+    Against Llama both start from the same weights. attention: headwater's; transformers' model has sdpa.
+    documents: rows are packed, with documents of this many tokens on average. Attention varlen is then told where they
+        begin; under the others, and in transformers' model, they are a mask.
+    """
+    torch.manual_seed(0)
+    ours, theirs = bases(base, layers=layers, width=width, context=context, vocabulary=vocabulary)
+    ours.set_attn_implementation(attention)
+    inputs = tuple(_tokens(batch_size, context, vocabulary) for _ in range(2))
+    if documents is not None:
+        positions = packed_positions(batch_size, context, documents)
+        for each in inputs:
+            each["position_ids"] = positions
+        if takes_documents(attention) and (borders := cu_seq_lens(positions)) is not None:
+            inputs[0]["cu_seq_lens_q"] = borders
+    return ModelPair((ours, theirs), (inputs[0], inputs[1]))
+
+
+def image_pair(
+    *,
+    layers: int = 8,
+    width: int = 256,
+    batch_size: int = 8,
+    attention: str = "sdpa",
+    image_size: int = 224,
+    patch_size: int = 16,
+) -> ModelPair:
+    """An image classifier without mechanisms and transformers' ViT, with the same weights on the same images."""
+    config = HeadwaterVisionConfig(
+        image_size=image_size,
+        patch_size=patch_size,
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=max(1, width // 64),
+        num_labels=CLASSES,
+    )
+    ours = HeadwaterForImageClassification(config)
+    theirs = to_transformers(ours, "vit")
+    ours.set_attn_implementation(attention)
+    draw = torch.Generator().manual_seed(0)
+    pixels = torch.randn(batch_size, 3, image_size, image_size, generator=draw)
+    inputs = {"pixel_values": pixels, "labels": torch.randint(CLASSES, (batch_size,), generator=draw)}
+    return ModelPair((ours, theirs), (inputs, inputs))
+
+
+def mechanism_pair(
+    mechanisms: dict[str, dict],
+    *,
+    layers: int = 8,
+    width: int = 256,
+    context: int = 256,
+    batch_size: int = 8,
+    vocabulary: int = 512,
+) -> ModelPair:
+    """A model with `mechanisms` and the one that it is compared with (`twins`), on the same tokens."""
+    inputs = _tokens(batch_size, context, vocabulary)
+    return ModelPair(
+        twins(mechanisms, layers=layers, width=width, context=context, vocabulary=vocabulary), (inputs, inputs)
+    )
+
+
+def _tokens(rows: int, context: int, vocabulary: int) -> dict[str, Any]:
+    ids = torch.randint(vocabulary, (rows, context), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "labels": ids, "use_cache": False}
+
+
+def time_pair(pair: ModelPair, precision: str, pairs: int, device: str = "cpu") -> PairedTimes:
+    """Time whole training steps of the two models in turn.
+
+    precision: "32-true", "bf16-true" (weights in bf16) or "bf16-mixed" (fp32 weights under autocast).
+    """
+    if device == "cpu":
+        keep_freed_memory()  # as training does
+
+    autocast = precision == "bf16-mixed"
+    first, second = (training_step(model, loss, autocast) for model, loss in _passes(pair, precision, device))
+
+    def waiting(step: Callable[[], None]) -> Callable[[], None]:
+        def step_and_wait() -> None:
+            step()
+            if torch.device(device).type == "cuda":
+                torch.cuda.synchronize()
+
+        return step_and_wait
+
+    return interleave(waiting(first), waiting(second), pairs)
+
+
+def stored_by_pair(pair: ModelPair, precision: str) -> tuple[int, int]:
+    """Bytes that autograd stores in a forward pass with its loss, by each model on a CPU.
+
+    The parameters are not counted; under autocast their casts to bf16 are.
+    """
+    sizes = []
+    for model, loss in _passes(pair, precision, "cpu"):
+        model.train()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16-mixed"):
+            sizes.append(saved_bytes(loss, model.parameters()))
+    return sizes[0], sizes[1]
+
+
+def _passes(pair: ModelPair, precision: str, device: str) -> list[tuple[PreTrainedModel, Callable[[], Tensor]]]:
+    """Each model of a pair on the device, and its forward pass to the loss."""
+    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    passes: list[tuple[PreTrainedModel, Callable[[], Tensor]]] = []
+    for model, inputs in zip(pair.models, pair.inputs, strict=True):
+        model.to(device, dtype)
+        moved = {
+            name: value.to(device, dtype if value.is_floating_point() else None) if isinstance(value, Tensor) else value
+            for name, value in inputs.items()
+        }
+        passes.append((model, partial(_loss, model, moved)))
+    return passes
+
+
+def _loss(model: Any, inputs: dict[str, Any]) -> Tensor:
+    return model(**inputs).loss
+
+
+def training_step(model: PreTrainedModel, loss: Callable[[], Tensor], autocast: bool) -> Callable[[], None]:
+    """One whole step, which does not wait for the device: forward, loss, backward, clipping, fused AdamW."""
+    kind = model.device.type
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=kind in ("cpu", "cuda"))
+    model.train()
+
+    def step() -> None:
+        with torch.autocast(kind, dtype=torch.bfloat16, enabled=autocast):
+            value = loss()
+        value.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def packed_positions(rows: int, context: int, documents: int) -> Tensor:
+    """Position ids [rows, context] of documents with `documents` tokens on average, geometrically distributed."""
+    starts = torch.rand(rows, context, generator=torch.Generator().manual_seed(0)) < 1 / documents
+    slot = torch.arange(context)
+    return slot - torch.where(starts, slot, 0).cummax(1).values
+
+
+def bases(
+    base: Literal["llama", "gpt2"], *, layers: int, width: int, context: int, vocabulary: int
+) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A headwater model without mechanisms and transformers' LlamaForCausalLM or GPT2LMHeadModel (no dropout)."""
+    ours: PreTrainedModel
+    theirs: PreTrainedModel
+    if base == "gpt2":
+        ours = HeadwaterForCausalLM(
+            HeadwaterConfig.gpt2(
+                vocab_size=vocabulary,
+                hidden_size=width,
+                intermediate_size=4 * width,
+                num_hidden_layers=layers,
+                num_attention_heads=width // 64,
+                max_position_embeddings=context,
+            )
+        )
+        theirs = GPT2LMHeadModel(
+            GPT2Config(
+                vocab_size=vocabulary,
+                n_embd=width,
+                n_layer=layers,
+                n_head=width // 64,
+                n_positions=context,
+                resid_pdrop=0.0,
+                embd_pdrop=0.0,
+                attn_pdrop=0.0,
+                bos_token_id=None,
+                eos_token_id=None,
+            )
+        )
+        return ours, theirs
+    shape = shape_of(layers, width, vocabulary, context)
+    ours = HeadwaterForCausalLM(HeadwaterConfig(**shape, norm_eps=1e-6))
+    theirs = LlamaForCausalLM(LlamaConfig(**shape, bos_token_id=None, eos_token_id=None))
+    theirs.load_state_dict(ours.state_dict())
+    return ours, theirs
+
+
+def twins(
+    mechanisms: dict[str, dict], *, layers: int, width: int, context: int, vocabulary: int
+) -> tuple[HeadwaterForCausalLM, HeadwaterForCausalLM]:
+    """A model with `mechanisms` and the one it is compared with, without them.
+
+    If a mechanism replaces linear layers, the other model has its `twin` instead, with the same matmuls.
+    """
+
+    def model(mechanisms: dict[str, dict]) -> HeadwaterForCausalLM:
+        config = HeadwaterConfig(
+            vocab_size=vocabulary,
+            hidden_size=width,
+            num_hidden_layers=layers,
+            num_attention_heads=width // 64,
+            max_position_embeddings=context,
+            mechanisms=mechanisms,
+        )
+        return HeadwaterForCausalLM(config)
+
+    ours, other = model(mechanisms), model({})
+    if any(_twin(module) is not None for module in ours.modules()):
+        other = model(mechanisms)
+        for parent in list(other.modules()):
+            for name, child in parent.named_children():
+                if (twin := _twin(child)) is not None:
+                    setattr(parent, name, twin)
+    return ours, other
+
+
+def _twin(module: nn.Module) -> nn.Module | None:
+    return module.twin() if isinstance(module, Mechanism) else None
+
+
+def saved_bytes(run: Callable[[], Tensor], excluded: Iterable[Tensor] = ()) -> int:
+    """Bytes that autograd stores while `run` computes its result, each storage once, without those of `excluded`."""
+    known = {tensor.untyped_storage().data_ptr() for tensor in excluded}
+    # The tensors are kept, so that no address is used twice.
+    stored: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        stored.setdefault(tensor.untyped_storage().data_ptr(), tensor.detach())
+        return tensor.detach()  # a graph that holds tensors of its own is never freed
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        run()
+    return sum(tensor.untyped_storage().nbytes() for address, tensor in stored.items() if address not in known)

@@ -1,0 +1,165 @@
+"""The command line. Each command parses, calls the library, and prints; errors become one sentence and exit code 2."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from headwater.util.errors import HeadwaterError, Interrupted, first_line
+from headwater.util.files import disk_problem
+from headwater.util.terminal import literal
+from headwater_lab.cli.common import LOOK, MAKE, TRAIN, USE, guarded, trusting
+
+# Each command by module and function, with an example, under its heading in --help. A group has no example.
+COMMANDS: dict[str, dict[str, str]] = {
+    TRAIN: {
+        "training:train": "train shakespeare training.steps=200 --out runs/mine",
+        "comparing:compare": "compare demo/induction demo/language --out runs/demo",
+        "reproducing:reproduce": "reproduce kv-shifting/figure-1a",
+        "data:data": "",
+    },
+    USE: {
+        "running:generate": 'generate runs/mine "First Citizen:" --max-new-tokens 100',
+        "predicting:predict": "predict runs/digits image.png",
+        "evaluating:evaluate": "evaluate runs/a runs/b --text 'texts/*.txt' --out eval.json",
+        "inspecting:inspect": "inspect runs/a runs/b --out runs/inside",
+        "verifying:verify": "verify runs/mine",
+        "running:serve": "serve runs/mine --port 8000",
+        "running:export": "export runs/mine --out exported",
+    },
+    MAKE: {
+        "growing:retrofit": "retrofit meta-llama/Llama-3.2-1B --mechanism NAME --out llama-more",
+        "converting:convert": "convert runs/llama --num-key-value-heads 1 --text 'texts/*.txt' --out runs/smaller",
+        "growing:grow": "grow runs/mine ffn_pairs=1024",
+        "growing:shrink": "shrink runs/mine --ffn-pairs 512",
+        "growing:merge": "merge runs/base runs/left runs/right",
+        "new:new": "",
+    },
+    LOOK: {
+        "planning:plan": "plan gpt2-124m tokenformer-124m --hardware H100 --tokens 300B",
+        "planning:init": "init tokenformer-124m num_hidden_layers=2",
+        "listing:list": "list presets",
+        "training:runs": "runs",
+        "comparing:report": "report runs/demo",
+        "bench:bench": "",
+        "doctoring:doctor": "doctor",
+    },
+}
+
+
+# Commands that read no files in which code from outside may be named.
+NAMELESS = ("list", "data", "new")
+
+
+class _Commands(Mapping[str, Any]):
+    """The commands by name, each imported when it is first looked up: to run one, the others are not needed."""
+
+    def __init__(self) -> None:
+        self.panels = {place.partition(":")[2]: panel for panel, commands in COMMANDS.items() for place in commands}
+        self.made: dict[str, Any] = {}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.panels)
+
+    def __len__(self) -> int:
+        return len(self.panels)
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self.made:
+            self.made[name] = self._make(name, self.panels[name])
+        return self.made[name]
+
+    def _make(self, name: str, panel: str) -> Any:
+        place, example = next(item for item in COMMANDS[panel].items() if item[0].endswith(f":{name}"))
+        command = getattr(import_module(f"{__name__}.{place.partition(':')[0]}"), name)
+        alone = typer.Typer(pretty_exceptions_enable=False)
+        if isinstance(command, typer.Typer):
+            alone.add_typer(command, name=name, rich_help_panel=panel)
+        else:
+            # `serve` passes unknown options to the server.
+            more = {"allow_extra_args": True, "ignore_unknown_options": True} if name == "serve" else {}
+            epilog = f"Example: headwater {example}"
+            alone.command(name, context_settings=more, rich_help_panel=panel, epilog=epilog)(command)
+        made = guarded(typer.main.get_group(alone).commands[name])
+        return made if name in NAMELESS else trusting(made)
+
+
+class _Group(TyperGroup):
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.commands = _Commands()  # type: ignore[assignment]  # none is ever added
+
+
+app = typer.Typer(
+    cls=_Group,
+    help="Train, compare and run Transformers whose keys and values also come from other tokens, layers or parameters.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from headwater import __version__
+
+        print(f"headwater {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def headwater(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Train, compare and run Transformers whose keys and values also come from other tokens, layers or parameters."""
+
+
+def not_encoded(error: UnicodeEncodeError) -> str:
+    """What to do about a text that cannot be written: often a path."""
+    text = ascii(error.object)
+    if any("\ud800" <= letter <= "\udfff" for letter in error.object[error.start : error.end]):
+        return f"{text} is not valid text: it has bytes that are not UTF-8, or half of a surrogate pair; rename it."
+    return (
+        f"{text} cannot be written in the encoding {error.encoding!r}; set PYTHONUTF8=1, or a UTF-8 locale such as "
+        "LANG=C.UTF-8."
+    )
+
+
+def main() -> None:
+    """Entry point: run a command, turn errors that the user can fix into one sentence."""
+    try:
+        typer.main.get_command(app)(standalone_mode=True)
+    except HeadwaterError as error:
+        print(f"headwater: {literal(str(error))}", file=sys.stderr)
+        sys.exit(2)
+    except UnicodeEncodeError as error:
+        print(f"headwater: {not_encoded(error)}", file=sys.stderr)
+        sys.exit(2)
+    except (MemoryError, RuntimeError) as error:
+        if "start new thread" in str(error):
+            print(
+                "headwater: No more threads can be started here; raise the limit (ulimit -u), or use fewer workers.",
+                file=sys.stderr,
+            )
+            sys.exit(2)
+        if not isinstance(error, MemoryError) and "allocate" not in str(error) and "out of memory" not in str(error):
+            raise
+        print(f"headwater: Not enough memory: {first_line(error)}", file=sys.stderr)
+        sys.exit(2)
+    except BrokenPipeError:  # the reader closed the pipe
+        sys.exit(1)
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        print(f"headwater: {literal(f'{disk_problem(error)}{where}')}", file=sys.stderr)
+        sys.exit(2)
+    except Interrupted as error:
+        print(f"headwater: {error}", file=sys.stderr)
+        sys.exit(130)
+    except KeyboardInterrupt:  # SIGINT or SIGTERM
+        sys.exit(130)

@@ -1,0 +1,356 @@
+"""`headwater grow`, `shrink`, `merge`, `retrofit`: make a new model from a trained one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headwater.util.errors import HeadwaterError, shown
+from headwater.util.terminal import lined
+from headwater_lab.cli.common import check_outside, err, mechanisms_of, new_folder, out, quiet, tell, tell_model
+from headwater_lab.cli.progress import measure_with_progress
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from headwater.models.causal_lm import HeadwaterForCausalLM
+    from headwater_lab.recipe.schema import Change
+    from headwater_lab.training.records import Event
+    from headwater_lab.training.trained import Trained
+
+# In a sample of a text.
+ROWS = 32
+
+Checkpoint = Annotated[Path, typer.Argument(help="A checkpoint's folder, or a run's (its newest checkpoint).")]
+AnyCheckpoint = Annotated[
+    str,
+    typer.Argument(
+        help="A checkpoint's or a run's folder, or a Hugging Face model: its folder, or its name on the hub."
+    ),
+]
+Out = Annotated[
+    Path | None, typer.Option("--out", file_okay=False, help="The new folder.", show_default="next to the source")
+]
+Pairs = Annotated[
+    int | None, typer.Option(help="Pairs of each attention projection after the change.", show_default=False)
+]
+FfnPairs = Annotated[int | None, typer.Option(help="Pairs of each feed-forward after the change.", show_default=False)]
+TextOption = Annotated[
+    Path | None,
+    typer.Option(help="Measure on this text; default: the model's training data.", show_default=False),
+]
+
+
+def grow(
+    command: typer.Context,
+    checkpoint: AnyCheckpoint,
+    fields: Annotated[
+        list[str] | None,
+        typer.Argument(
+            show_default=False,
+            help="What to grow, as `grow:` in a recipe has it: num_hidden_layers=16, hidden_size=512, ffn_pairs=1024, "
+            "method=lemon, …",
+        ),
+    ] = None,
+    out_folder: Out = None,
+) -> None:
+    """Make a trained model deeper or wider, or add parameter tokens, by default without changing its function."""
+    from headwater.cost.counts import check_memory
+    from headwater_lab.recipe.schema import changed_config
+    from headwater_lab.training.trained import changed, open_source
+
+    quiet()
+    change = _change_of(fields or [])
+    target = new_folder(out_folder, checkpoint, "grown")
+    try:
+        trained = open_source(checkpoint, with_state=True)
+    except HeadwaterError as error:
+        trained = open_source(checkpoint)  # which raises what is not about the state
+        tell(str(error))
+    check_memory(changed_config(trained.model.config, change))
+    ids, where = _some_rows(trained)
+    _say_converted(trained, ids, where)
+    made = changed(trained, change)
+    before, after = trained.model.num_parameters(), made.model.num_parameters()
+    out.print(
+        f"{before:,} → {after:,} parameters; {_said(_moved(trained.model, made.model, ids), where)}", soft_wrap=True
+    )
+    if any(not parameter.requires_grad for parameter in made.model.parameters()):
+        learning = sum(parameter.numel() for parameter in made.model.parameters() if parameter.requires_grad)
+        out.print(f"{learning:,} of them learn, the new pairs")
+    _write(target, made, made.model, None)
+
+
+def _change_of(fields: list[str]) -> Change:
+    """The growth that these fields describe. Raises `HeadwaterError`."""
+    from pydantic import ValidationError
+
+    from headwater_lab.recipe.schema import Change, values_of
+
+    try:
+        return Change.model_validate({"grow": values_of(fields)})
+    except ValidationError as error:
+        first = error.errors()[0]
+        if first["type"] == "value_error":
+            raise HeadwaterError(str(first["ctx"]["error"])) from error
+        message = f"{first['msg'][0].lower()}{first['msg'][1:]}, not {shown(first['input'])}."
+        raise HeadwaterError(f"{'.'.join(map(str, first['loc'][1:]))}: {message}") from error
+
+
+def shrink(
+    checkpoint: Checkpoint,
+    attention_pairs: Pairs = None,
+    ffn_pairs: FfnPairs = None,
+    text: TextOption = None,
+    rows: Annotated[int, typer.Option(min=4, max=2**16, help="Rows in the sample.")] = ROWS,
+    out_folder: Out = None,
+) -> None:
+    """Remove the parameter tokens that matter least, by mean |score|·‖V‖ over a sample."""
+    from headwater.growth import importance
+    from headwater.growth import shrink as without
+    from headwater_lab.training.records import Event
+    from headwater_lab.training.trained import changed_text, data_of, open_trained, sample_rows
+
+    quiet()
+    target = new_folder(out_folder, checkpoint, "shrunk")
+    trained = open_trained(checkpoint)
+    ids = sample_rows(trained, text, rows)
+    seen = len(ids) if text is None else len(ids) - len(ids) // 4
+    weights = importance(trained.model, ({trained.model.main_input_name: row[None]} for row in ids[:seen]))
+    model = without(trained.model, weights, attention_pairs, ffn_pairs)
+    before, after = trained.model.num_parameters(), model.num_parameters()
+    if text is None and (data := data_of(trained.history)) is not None:
+        if warning := changed_text(trained, data):
+            tell(warning)
+        name = data.metric
+        was, now = (
+            measure_with_progress(f"measuring the {which} model", one, data)[name]
+            for which, one in (("old", trained.model), ("new", model))
+        )
+        measured, said = {"before": was, "after": now}, f"held-out {name.replace('_', ' ')} {was:.4f} → {now:.4f}"
+    else:  # a text: the rest of it
+        measured = _moved(trained.model, model, ids[seen:])
+        said = f"{_said(measured)} (last quarter)"
+    out.print(f"{before:,} → {after:,} parameters; {said}", soft_wrap=True)
+    details = {"attention_pairs": attention_pairs, "ffn_pairs": ffn_pairs} | measured
+    _write(target, trained, model, Event(kind="shrunk", details=details))
+
+
+def merge(
+    base: Annotated[Path, typer.Argument(help="The checkpoint that the others were grown from.")],
+    grown: Annotated[list[Path], typer.Argument(help="Two or more grown copies of it, trained separately.")],
+    out_folder: Out = None,
+) -> None:
+    """Merge grown copies of one model that were trained separately, and measure all of them on each one's data."""
+    from headwater.growth import merge as joined
+    from headwater_lab.training.records import Event
+    from headwater_lab.training.trained import changed_text, data_of, open_trained
+
+    quiet()
+    target = new_folder(out_folder, base, "merged")
+    for path in grown:
+        check_outside(target, path)
+    root, copies = open_trained(base), [open_trained(path) for path in grown]
+    sources = []
+    for path, copy in zip(grown, copies, strict=True):
+        if copy.history[: len(root.history)] != root.history:
+            raise HeadwaterError(
+                f"{str(path)!r} was not grown from {str(base)!r}, according to its history; name its own base."
+            )
+        data = data_of(copy.history[len(root.history) :])
+        if data is None:
+            raise HeadwaterError(f"{str(path)!r} has not been trained since it was grown; train it, then merge.")
+        if warning := changed_text(copy, data):
+            tell(warning)
+        sources.append(data)
+    model = joined(root.model, *(copy.model for copy in copies))
+    models = {"base": root.model} | dict(zip(map(str, grown), (copy.model for copy in copies), strict=True))
+    models["merged"] = model
+    table = lined()
+    table.add_column("held-out measure", no_wrap=True)
+    columns: list[dict[str, float]] = []
+    for path, data in zip(grown, sources, strict=True):
+        table.add_column(f"{data.metric.replace('_', ' ')} on the data of {path}", justify="right")
+        columns.append(
+            {name: measure_with_progress(f"measuring {name}", one, data)[data.metric] for name, one in models.items()}
+        )
+    for name in models:
+        table.add_row(name, *(f"{column[name]:.4f}" for column in columns))
+    details = {"merged": [str(path) for path in grown], "metrics": columns}
+    before = [event for copy in copies for event in copy.history[len(root.history) :]]
+    root.history += before
+    out.print(table)
+    _write(target, root, model, Event(kind="merged", details=details))
+
+
+def retrofit(
+    source: Annotated[str, typer.Argument(help="A folder, a file of tensors, or a name on the Hugging Face hub.")],
+    mechanism: Annotated[
+        list[str] | None,
+        typer.Option(help='Mechanism to add: NAME, or "NAME={option: value}"; repeatable.', show_default=False),
+    ] = None,
+    allow_change: Annotated[
+        bool, typer.Option("--allow-change", help="Allow mechanisms that change what the model computes.")
+    ] = False,
+    parameter_tokens: Annotated[
+        bool, typer.Option("--parameter-tokens", help="Replace linear layers with parameter tokens (not exact).")
+    ] = False,
+    attention_pairs: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --parameter-tokens: pairs of each attention projection.", show_default=False),
+    ] = None,
+    ffn_pairs: Annotated[
+        int | None, typer.Option(min=1, help="With --parameter-tokens: pairs of each feed-forward.", show_default=False)
+    ] = None,
+    layout: Annotated[
+        str | None,
+        typer.Option(
+            help="An original checkpoint's layout: tokenformer, resformer, kv-shifting, nanochat.",
+            show_default=False,
+        ),
+    ] = None,
+    family: Annotated[
+        str | None,
+        typer.Option(help="The model's family; default: from its config.", show_default=False),
+    ] = None,
+    field: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="With --layout: a config field, key=value; repeatable.", show_default=False),
+    ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(help="Measure and fit on this text; default: Python's language reference.", show_default=False),
+    ] = None,
+    rows: Annotated[
+        int | None,
+        typer.Option(
+            min=4,
+            max=2**16,
+            help="Rows in the sample of --text, or that parameter tokens are fitted to.",
+            show_default=str(ROWS),
+        ),
+    ] = None,
+    out_folder: Out = None,
+) -> None:
+    """Convert a trained model to a headwater checkpoint, and add mechanisms without changing its logits."""
+    from headwater.conversion import add_mechanisms, to_parameter_tokens
+    from headwater_lab.recipe.schema import values_of
+    from headwater_lab.training.records import Event
+    from headwater_lab.training.trained import open_source, sample_rows
+
+    quiet()
+    if not parameter_tokens and (attention_pairs or ffn_pairs):
+        raise HeadwaterError("--attention-pairs and --ffn-pairs need --parameter-tokens; add it, or leave them out.")
+    if field and layout is None:
+        raise HeadwaterError("--set needs --layout.")
+    if family is not None and layout is not None:
+        raise HeadwaterError("--layout says what the model is, and so does --family; leave one out.")
+    if rows is not None and text is None and not parameter_tokens:
+        raise HeadwaterError("--rows is for --text, or for --parameter-tokens; leave it out.")
+    if allow_change and not mechanism:
+        raise HeadwaterError("--allow-change is about mechanisms to add; name one with --mechanism, or leave it out.")
+    rows = rows or ROWS
+    mechanisms = mechanisms_of(mechanism or [])
+    if parameter_tokens and text is None and layout is None and not _has_history(source):
+        raise HeadwaterError(
+            "--parameter-tokens needs a text to fit; pass one similar to the training data with --text FILE."
+        )
+    target = new_folder(out_folder, source, "headwater")
+    trained = open_source(source, layout, values_of(field or []), family)
+    model, details = trained.model, {}
+    if parameter_tokens and model.main_input_name == "pixel_values":
+        raise HeadwaterError("--parameter-tokens works only with text models; leave it out.")
+    _say_converted(trained, *_some_rows(trained, text, rows))
+    if parameter_tokens:
+        tokens, report = to_parameter_tokens(
+            model, sample_rows(trained, text, rows), attention_pairs=attention_pairs, ffn_pairs=ffn_pairs
+        )
+        _show(report)
+        details["parameter_tokens"] = {
+            name: getattr(report, name) for name in ("logits", "kl", "loss_before", "loss_after")
+        }
+        model = tokens
+    if mechanisms:
+        added = add_mechanisms(model, mechanisms, allow_change)
+        ids, where = _some_rows(trained, text, rows)
+        moved = _moved(model, added, ids)
+        new = added.num_parameters() - model.num_parameters()
+        out.print(f"{', '.join(mechanisms)} added, {new:+,} parameters: {_said(moved, where)}", soft_wrap=True)
+        details |= {"mechanisms": {name: (added.config.mechanisms or {})[name] for name in mechanisms}, "moved": moved}
+        model = added
+    event = Event(kind="retrofitted", details=details) if details else None
+    if event is None and not trained.foreign:
+        raise HeadwaterError(f"{source!r} is already a headwater model; add a mechanism with --mechanism NAME.")
+    _write(target, trained, model, event)
+
+
+def _has_history(source: str) -> bool:
+    """Whether a headwater checkpoint records its training data."""
+    from headwater_lab.training.checkpoint import history_of
+    from headwater_lab.training.places import newest_checkpoint
+
+    path = Path(source)
+    return path.is_dir() and any(event.kind == "trained" for event in history_of(newest_checkpoint(path)))
+
+
+def _some_rows(trained: Trained, text: Path | None = None, rows: int = ROWS) -> tuple[Tensor, str]:
+    """Rows of a text, or of one that is always available, and a description of them."""
+    from headwater_lab.training.trained import known_rows, sample_rows
+
+    if text is None:
+        return known_rows(trained)
+    ids = sample_rows(trained, text, rows)
+    return ids, f"{ids.numel():,} tokens of {text.name}"
+
+
+def _moved(before: PreTrainedModel, after: PreTrainedModel, ids: Tensor) -> dict[str, float]:
+    from headwater.conversion import function_change
+
+    return function_change(before, after, ids)
+
+
+def _say_converted(trained: Trained, ids: Tensor, where: str) -> None:
+    """What changed when another family's model became headwater's; that model is then let go."""
+    if trained.original is not None:
+        moved = _moved(trained.original, trained.model, ids)
+        out.print(f"{trained.original.config.model_type} → headwater: {_said(moved, where)}", soft_wrap=True)
+        trained.original = None
+
+
+def _said(moved: dict[str, float], where: str = "") -> str:
+    loss = ""
+    if "loss_before" in moved:  # not of images, which have no labels here
+        loss = f", loss {moved['loss_before']:.4f} → {moved['loss_after']:.4f} nats per token"
+    return (
+        f"logits differ by {moved['logits']:.1e} relative to the largest, KL {max(moved['kl'], 0.0):.1e}{loss}"
+        f"{where and f', on {where}'}"
+    )
+
+
+def _show(report: Any) -> None:
+    """How closely parameter tokens reproduce the linear layers they replace."""
+    table = lined("layer", "map", "pairs", "error, fitted", "held out", left=("map",))
+    for one in report.maps:
+        table.add_row(
+            str(one.layer), one.name.replace("_", "-"), f"{one.pairs:,}", f"{one.fitted:.1e}", f"{one.held_out:.1e}"
+        )
+    out.print(table)
+    moved = {name: getattr(report, name) for name in ("logits", "kl", "loss_before", "loss_after")}
+    out.print(
+        f"linear layers replaced by parameter tokens, fitted to {report.tokens:,} tokens: {_said(moved)} (held out)",
+        soft_wrap=True,
+    )
+
+
+def _write(target: Path, trained: Trained, model: HeadwaterForCausalLM, event: Event | None) -> None:
+    from headwater_lab.training.checkpoint import write_model
+
+    history = trained.history if event is None else [*trained.history, event]
+    write_model(target, model, trained.tokenizer, history, trained.state if event is None else None)
+    tell_model(target)
+    if trained.tokenizer is None:
+        what = "image processor" if model.main_input_name == "pixel_values" else "tokenizer"
+        err.print(f"The source has no {what}, so none is written.", style="dim")

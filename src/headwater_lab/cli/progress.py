@@ -1,0 +1,103 @@
+"""Progress of long commands: bars on a terminal, plain lines in a file or a pipe."""
+
+from __future__ import annotations
+
+import sys
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+from headwater.util.terminal import literal
+from headwater_lab.cli.common import err
+
+if TYPE_CHECKING:
+    from headwater.models.kinds import AnyModel
+    from headwater_lab.data.base import Data
+
+# Seconds between two lines of one task in a log. A task's first and last line are always printed.
+LINE_SECONDS = 10.0
+
+
+class ProgressReport(Progress):
+    """Progress of tasks on stderr: bars on a terminal; elsewhere, such as in a job's log, one plain line a report.
+
+    A line has the task's name, what is done of how much, `info` (for example the loss) and the time left. It is never
+    cut to the width of a terminal.
+    """
+
+    def __init__(self, *columns: ProgressColumn) -> None:
+        """columns: of a bar; default: name, bar, counts, info, time left."""
+        default = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[info]}", markup=False),
+            TimeRemainingColumn(),
+        )
+        super().__init__(*(columns or default), console=err, disable=not err.is_terminal)
+        self.printed: dict[TaskID, tuple[float, str]] = {}
+        self.is_running = False
+        self.stream = sys.stderr  # also while other libraries' output is silenced
+
+    def add_task(self, description: str, *args: Any, info: str = "", unit: str = "", **fields: Any) -> TaskID:
+        """Add a task as `Progress.add_task` does. unit: what is counted, for lines, such as "step"."""
+        task_id = super().add_task(description, *args, info=info, unit=unit, **fields)
+        self.print_line(task_id)
+        return task_id
+
+    def update(self, task_id: TaskID, **changes: Any) -> None:
+        super().update(task_id, **changes)
+        self.print_line(task_id)
+
+    def start(self) -> None:
+        super().start()
+        self.is_running = True
+
+    def stop(self) -> None:
+        if self.is_running and self.disable:
+            for task_id in self.task_ids:
+                self.print_line(task_id, is_last=True)
+        elif self.is_running:
+            super().stop()
+        self.is_running = False
+
+    def print_line(self, task_id: TaskID, is_last: bool = False) -> None:
+        """Print a task's line if there is no terminal, the last one is old enough, and the line is new."""
+        if not (self.disable and self.is_running):
+            return
+        task, now = self._tasks[task_id], time.monotonic()
+        printed, text = self.printed.get(task_id, (-LINE_SECONDS, ""))
+        if not is_last and task.visible and now - printed < LINE_SECONDS:
+            return
+        if (line := line_of(task)) != text:
+            self.printed[task_id] = now, line
+            print(literal(line), file=self.stream, flush=True)
+
+
+def line_of(task: Task) -> str:
+    """A task's progress as one line of text."""
+    count = f"{task.completed:,.0f}" if task.total is None else f"{task.completed:.0f}/{task.total:.0f}"
+    counted = f"{task.fields['unit']} {count}".strip() if task.total is not None or task.completed else ""
+    seconds = None if task.finished or not task.completed else task.time_remaining
+    left = "" if seconds is None else f"{timedelta(seconds=int(seconds))} left"
+    return "  ".join(filter(None, (task.description.strip(), counted, task.fields["info"], left)))
+
+
+def measure_with_progress(what: str, model: AnyModel, data: Data) -> dict[str, float]:
+    """Measure a model on the held-out data, with progress under the name `what`."""
+    from headwater_lab.training.trained import measure
+
+    with ProgressReport() as progress:
+        task_id = progress.add_task(what, total=None, unit="batch")
+        return measure(model, data, lambda: progress.update(task_id, advance=1))

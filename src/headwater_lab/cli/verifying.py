@@ -1,0 +1,154 @@
+"""`headwater verify`: whether decoding with a cache says what the model without one says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.text import Text
+
+from headwater.util.errors import HeadwaterError
+from headwater.util.terminal import lined
+from headwater_lab.cli.common import err, out, quiet
+from headwater_lab.cli.progress import ProgressReport
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from headwater.verification import Verified
+
+MARKS = {True: "✓", False: "✗", None: "–"}
+
+
+def verify(
+    checkpoint: Annotated[
+        Path | None,
+        typer.Argument(
+            help="A checkpoint's folder, or a run's, or one of a Hugging Face model; default: small random models of "
+            "each mechanism.",
+            show_default=False,
+        ),
+    ] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model",
+            help="Any causal language model: a folder, or organization/name on the Hugging Face hub; repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option("--trust-remote-code", help="Run code that comes with a model. Use it only for models you trust."),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the verdicts as JSON, and nothing else.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed for prompts and parameters.")] = 0,
+) -> None:
+    """Check every way of decoding against one pass without a cache. Exit code 1: some way silently differs."""
+    from headwater import verification as verifying
+    from headwater.models.kinds import MODEL_TYPES
+    from headwater.models.load import model_type
+    from headwater_lab.training.places import newest_checkpoint
+    from headwater_lab.training.trained import open_trained
+
+    quiet()
+    if checkpoint is not None and model:
+        raise HeadwaterError("Verify one of these at a time: a checkpoint, or --model.")
+    if checkpoint is not None and (kind := model_type(newest_checkpoint(checkpoint))) and kind not in MODEL_TYPES:
+        checkpoint, model = None, [str(checkpoint)]  # of another library
+    trained = None if checkpoint is None else open_trained(checkpoint).model
+    if trained is not None and not trained.config.is_causal:
+        raise HeadwaterError(f"{str(checkpoint)!r} is an image model, which has no cache to verify.")
+    found: dict[str, list[Verified]] = {}
+    with ProgressReport() as progress:
+        task = progress.add_task("verifying", total=None)
+        for name, one in _models(trained, model or [], trust_remote_code, seed):
+            progress.update(task, info=name)
+            found[name] = verifying.verify(one, seed)
+    failed = any(one.ok is False for ways in found.values() for one in ways)
+    if as_json:
+        models = [{"name": name, "ways": verifying.as_data(ways)} for name, ways in found.items()]
+        print(json.dumps({"versions": verifying.versions(), "seed": seed, "models": models}, ensure_ascii=False))
+    else:
+        _print(found, many=len(found) > 1 and not model)
+    if failed:
+        err.print("headwater: Decoding with a cache differs from decoding without one; see ✗ above.")
+        raise typer.Exit(1)
+
+
+def _models(
+    trained: PreTrainedModel | None, sources: list[str], trust_remote_code: bool, seed: int
+) -> Iterator[tuple[str, PreTrainedModel]]:
+    """Names and models, each made when its turn comes. Mechanisms that are invalid on their own have none."""
+    from headwater import verification as verifying
+    from headwater.plugins.registry import MECHANISMS
+
+    if trained is not None:
+        yield _name(trained.config.mechanisms or {}), trained
+    elif sources:
+        for source in sources:
+            yield source, verifying.open_model(source, trust_remote_code)
+    else:
+        choices: list[dict[str, Any]] = [{}, *({name: {}} for name in MECHANISMS.names)]
+        for mechanisms in choices:
+            if (model := verifying.tiny(mechanisms, seed=seed)) is not None:
+                yield _name(mechanisms), model
+
+
+def _name(mechanisms: dict[str, Any]) -> str:
+    return " + ".join(mechanisms) or "none"
+
+
+def _print(found: dict[str, list[Verified]], many: bool) -> None:
+    """The table; then, unless it covers many models, what each ✗ and – is about."""
+    numbers = {one.check: number for number, one in enumerate(next(iter(found.values()), []), 1)}
+    for ways in found.values():  # the longest, where some models have ways of their own
+        if len(ways) > len(numbers):
+            numbers = {one.check: number for number, one in enumerate(ways, 1)}
+    table = lined(title="Decoding with a cache against without")
+    table.add_column("mechanisms" if many else "model", no_wrap=True)
+    table.add_column(" ".join(f"{number:<5}" for number in range(1, len(numbers) + 1, 5)), no_wrap=True)
+    table.add_column("fp64", justify="right")
+    table.add_column("fp32", justify="right")
+    for name, ways in found.items():
+        marks = {one.check: MARKS[one.ok] for one in ways}
+        line = [marks.get(check, "–") for check in numbers]
+        exact = [one.error for one in ways if one.error is not None]
+        rounded = [one.rounded for one in ways if one.rounded is not None and one.check != "bf16"]
+        table.add_row(
+            name,
+            Text(" ".join("".join(line[first : first + 5]) for first in range(0, len(line), 5))),
+            f"{max(exact):.0e}" if exact else "–",
+            f"{max(rounded):.0e}" if rounded else "–",
+        )
+    out.print(table)
+    out.print("\n".join(_legend(list(numbers))))
+    out.print("✓ same as without a cache, ✗ differs, – raises an error or does not apply.", soft_wrap=True)
+    out.print("fp64, fp32: largest difference of logits, relative to the largest logit.", soft_wrap=True)
+    for name, ways in found.items():
+        for one in ways:
+            if one.ok is False or (one.ok is None and not many) or one.only_rounded:
+                out.print(f"{MARKS[one.ok]} {name}: {one.check}: {_where(one)}", soft_wrap=True)
+
+
+def _legend(names: list[str]) -> Iterator[str]:
+    """The names with their numbers, five a line, as the marks are grouped."""
+    cells = [f"{number:>2} {name}" for number, name in enumerate(names, 1)]
+    for first in range(0, len(cells), 5):
+        yield "".join(f"{cell:<23}" for cell in cells[first : first + 5]).rstrip()
+
+
+def _where(one: Verified) -> str:
+    """Where a way parts, or why it does not run."""
+    if one.ok is None:
+        return one.why or "does not apply"
+    error = one.rounded if one.error is None or one.only_rounded else one.error
+    if one.only_rounded:
+        return f"the same in fp64, but {error:.0e} off in fp32: rounding decides, as in a model that is ill-conditioned"
+    if one.parting is None:
+        return f"{error:.0e} off"
+    layer = f", first in {one.parting.layer}" if one.parting.layer else ""
+    return f"row {one.parting.row}, position {one.parting.position}{layer}; {error:.0e} off"

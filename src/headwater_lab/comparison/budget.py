@@ -1,0 +1,121 @@
+"""Arms that match the baseline: equal tokens or FLOPs by steps, equal parameters by the width of the feed-forward."""
+
+from __future__ import annotations
+
+from headwater.config.text import HeadwaterConfig
+from headwater.cost import counts as cost
+from headwater.plugins.registry import resolve
+from headwater.util.errors import HeadwaterError
+from headwater_lab.data.base import Data
+from headwater_lab.recipe.schema import Recipe
+
+# How far an arm may differ from the baseline's parameters, since the feed-forward's width is a whole number.
+TOLERANCE = 0.01
+
+
+def match_arms(recipe: Recipe) -> Recipe:
+    """The recipe with arms changed so that they cost the same as the baseline, as `compare.match` says (null then).
+
+    tokens: the number of steps. flops: the number of steps, of training FLOPs as `headwater plan` counts them.
+    parameters: the width of the feed-forward, or the pairs of what replaces it; to within 1 %.
+    Warm-ups do not change. Raises `HeadwaterError` if an arm cannot be made to fit.
+    """
+    section = recipe.compare
+    if section is None or section.match is None:
+        return recipe
+    fit = _Fit(recipe)
+    sizes: dict[str, dict] = {}
+    arms: dict[str, dict] = {}
+    for name, change in section.arms.items():
+        if not section.sizes:
+            arms[name] = change if name == section.baseline else _merge(change, fit(name, None))
+            continue
+        # A change that depends on the size goes with the size, under the arm's name.
+        arms[name] = change
+        for size, own in section.sizes.items():
+            fitted = {} if name == section.baseline else fit(name, size)
+            sizes.setdefault(size, dict(own)).setdefault("arms", {})
+            sizes[size]["arms"] = sizes[size]["arms"] | {name: _merge(own.get("arms", {}).get(name, {}), fitted)}
+    return recipe.model_copy(
+        update={"compare": section.model_copy(update={"arms": arms, "sizes": sizes, "match": None})}
+    )
+
+
+def _merge(change: dict, more: dict) -> dict:
+    return change | {section: change.get(section, {}) | fields for section, fields in more.items()}
+
+
+class _Fit:
+    """What an arm must change to cost the same as the baseline. Data are read once."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.built: dict[str, Data] = {}
+
+    def data(self, recipe: Recipe) -> Data:
+        key = recipe.data.model_dump_json()
+        if key not in self.built:
+            self.built[key] = recipe.data.build()
+        return self.built[key]
+
+    def __call__(self, name: str, size: str | None) -> dict:
+        """Of an arm, at a size."""
+        section = self.recipe.compare
+        assert section is not None
+        match = section.match
+        base, arm = (self.recipe.arm(one, section.seeds[0], size) for one in (section.baseline, name))
+        for one in (base, arm):
+            if one.stages or (one.start is not None and match != "tokens"):
+                what = "stages" if one.stages else "a model to start with"
+                raise HeadwaterError(
+                    f"compare.match={match} works only for whole runs from scratch, but {self.recipe.name!r} has "
+                    f"{what}; set sizes and steps yourself, and compare.match=null."
+                )
+        data, own = self.data(base), self.data(arm)
+        if match == "parameters":
+            wanted = sum(cost.parameters(base.config_for(data)).values())
+            return {"model": _resized(arm, own, wanted, name)}
+        budget = base.training.steps * _step_cost(base, data, match == "flops")
+        steps = round(budget / _step_cost(arm, own, match == "flops"))
+        if steps <= arm.training.warmup_steps:
+            raise HeadwaterError(
+                f"With equal {'FLOPs' if match == 'flops' else match}, arm {name!r} gets {steps} steps, no more than "
+                f"its {arm.training.warmup_steps} warm-up steps; give the baseline more steps."
+            )
+        return {"training": {"steps": steps}}
+
+
+def _step_cost(recipe: Recipe, data: Data, flops: bool) -> float:
+    count = recipe.training.batch_size * recipe.training.gradient_accumulation_steps * data.context
+    return count * (cost.training_flops(recipe.config_for(data), data.context) if flops else 1.0)
+
+
+def _resized(recipe: Recipe, data: Data, wanted: int, name: str) -> dict:
+    """The fields of `model:` whose parameters come closest to `wanted`."""
+    config = recipe.config_for(data)
+    mechanisms: dict = config.mechanisms or {}
+    given: dict = recipe.model.get("mechanisms") or mechanisms
+    own = {name: resolve(name).feed_forward_size(options) for name, options in mechanisms.items()}
+    mechanism, option = next(((name, option) for name, option in own.items() if option), (None, None))
+
+    def change(width: int) -> dict:
+        if mechanism is None:
+            return {"intermediate_size": width}
+        return {"mechanisms": given | {mechanism: (given.get(mechanism) or {}) | {option: width}}}
+
+    def parameters(width: int) -> int:
+        return sum(cost.parameters(_changed(recipe, data, change(width))).values())
+
+    # Parameters are linear in the width.
+    one, two = parameters(8), parameters(16)
+    width = round(8 + 8 * (wanted - one) / max(1, two - one))
+    if width < 1 or abs(parameters(width) - wanted) > TOLERANCE * wanted:
+        raise HeadwaterError(
+            f"No width of the feed-forward gives the arm {name!r} the baseline's {wanted:,} parameters; change its "
+            "other sizes, or set compare.match=tokens."
+        )
+    return change(width)
+
+
+def _changed(recipe: Recipe, data: Data, fields: dict) -> HeadwaterConfig:
+    return recipe.model_copy(update={"model": recipe.model | fields}).config_for(data)

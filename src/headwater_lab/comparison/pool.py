@@ -1,0 +1,274 @@
+"""Trials side by side in worker processes: finished ones are not repeated, interrupted ones resume."""
+
+from __future__ import annotations
+
+import os
+import queue
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headwater.cost.hardware import cores
+from headwater.util.errors import Diverged, HeadwaterError, Interrupted, NotTrusted
+from headwater.util.files import read_bytes
+from headwater.util.output_folder import keep
+from headwater.util.workers import Answer, Worker
+from headwater_lab.comparison.trials import Job, Trial, levels
+from headwater_lab.recipe.schema import Recipe
+from headwater_lab.training.places import checkpoints
+from headwater_lab.training.records import ENDED, RECORD, Experiment, RunRecord, read_record, write_record
+from headwater_lab.training.run_folder import METRICS
+from headwater_lab.training.stages import check_later_stages, finish
+
+OnChange = Callable[[Job, int, str], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The outcome of a trial or one of its jobs: a record, or the reason there is none.
+
+    A run that diverged has both, since that is a result.
+    """
+
+    label: str
+    record: RunRecord | None
+    error: str | None = None
+
+
+def run_trials(trials: list[Trial], workers: int | None = None, on_change: OnChange | None = None) -> list[Outcome]:
+    """Train the trials, `workers` at a time (default: one per GPU, else one per core), one thread each.
+
+    Finished trials are not repeated, and unfinished ones resume from their checkpoint. Stages that
+    several trials share are run once. A worker that dies is reported in its outcome; the others continue. Raises
+    `HeadwaterError` for a stage that cannot follow from the trial's checkpoint, and `Interrupted` after Ctrl-C.
+    on_change: called with (job, steps done, "running" | "finished" | "failed"), a few times a second.
+    """
+    for trial in {(each.experiment.arm, each.experiment.size): each for each in trials}.values():
+        if result_of(trial.jobs[0]) is None:  # else the checkpoint may have changed since
+            check_later_stages(trial.recipe)
+    report = on_change or (lambda job, step, status: None)
+    outcomes: dict[Path, Outcome] = {}
+    for level in levels(trials):
+        for trial in trials:
+            outcomes |= _in_vain(trial, outcomes)
+        for job in level:
+            if job.folder not in outcomes and (record := result_of(job)) is not None:
+                outcomes[job.folder] = Outcome(job.label, record, record.error)
+                report(job, job.steps, "finished")
+        if todo := [job for job in level if job.folder not in outcomes]:
+            outcomes |= _run_pool(todo, workers or default_workers(todo), report)
+    return [_joined(trial, outcomes) for trial in trials]
+
+
+def default_workers(jobs: list[Job]) -> int:
+    """One per GPU if the trials may use them, else one per core."""
+    return gpus() or cores() if all(job.recipe.training.device in ("auto", "cuda") for job in jobs) else cores()
+
+
+def gpus() -> int:
+    """GPUs of this machine, counted without initializing them."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _in_vain(trial: Trial, outcomes: dict[Path, Outcome]) -> dict[Path, Outcome]:
+    """The stages of a trial that cannot start, because an earlier one failed."""
+    failed = [place for place, job in enumerate(trial.jobs) if (o := outcomes.get(job.folder)) and _came_to_nothing(o)]
+    lost = trial.jobs[failed[0] + 1 :] if failed else []
+    return {job.folder: Outcome(job.label, None, "the stage before it failed") for job in lost}
+
+
+def _came_to_nothing(outcome: Outcome) -> bool:
+    return outcome.record is None or outcome.error is not None
+
+
+def _joined(trial: Trial, outcomes: dict[Path, Outcome]) -> Outcome:
+    """The outcome of a trial from those of its jobs; a trial with stages gets its record here."""
+    for job in trial.jobs:
+        outcome = outcomes[job.folder]
+        if not trial.recipe.stages:
+            return Outcome(trial.label, outcome.record, outcome.error)
+        if _came_to_nothing(outcome):
+            error = f"{job.label}: {outcome.error}"
+            return Outcome(trial.label, outcome.record and _diverged(trial, outcome.record, error), error)
+    runs = [(job.recipe, job.folder) for job in trial.jobs]
+    trial.folder.mkdir(parents=True, exist_ok=True)
+    return Outcome(trial.label, finish(trial.recipe, trial.folder, runs, trial.experiment))
+
+
+def _diverged(trial: Trial, record: RunRecord, error: str) -> RunRecord:
+    """Write the record of a trial with a diverged stage: that stage's record becomes the trial's."""
+    own = {"name": trial.recipe.name, "experiment": trial.experiment, "identity": trial.recipe.identity}
+    recipe = trial.recipe.model_dump(mode="json", exclude={"compare"})
+    record = record.model_copy(update={**own, "recipe": recipe, "error": error})
+    trial.folder.mkdir(parents=True, exist_ok=True)
+    write_record(record, trial.folder)
+    return record
+
+
+def _run_pool(jobs: list[Job], workers: int, report: OnChange) -> dict[Path, Outcome]:
+    """The outcomes of the jobs by their folders."""
+    pool = _Pool(min(workers, len(jobs)))
+    try:
+        outcomes = pool.run(jobs, report)
+    except KeyboardInterrupt:
+        raise Interrupted("Stopped; run the same command again to resume the remaining trials.") from None
+    finally:
+        pool.end()
+        for folder in (job.folder for job in jobs):
+            if (folder / RECORD).exists() or checkpoints(folder):  # else it was refused, and has left nothing
+                keep(folder)
+    return outcomes
+
+
+# Seconds that a trial may take to finish its step and save.
+SAVING = 60.0
+
+
+class _Pool:
+    """Workers by number, which determines the GPU: the replacement of a dead one gets the same."""
+
+    STARTS = 3  # consecutive workers that end before they are ready
+
+    def __init__(self, count: int) -> None:
+        self.count, self.gpus = count, gpus()
+        self.workers: dict[int, Worker] = {}
+        self.jobs: dict[Worker, Job] = {}  # the job of each
+        self.said: queue.SimpleQueue[tuple[Worker, Answer]] = queue.SimpleQueue()
+        self.ready: set[Worker] = set()
+        self.lost = 0  # consecutive workers that were never ready
+
+    def run(self, jobs: list[Job], report: OnChange) -> dict[Path, Outcome]:
+        """Train all jobs, in order, as workers become free."""
+        waiting, outcomes = deque(jobs), dict[Path, Outcome]()
+        looked = time.monotonic()
+        while len(outcomes) < len(jobs):
+            self.start(len(waiting))
+            with suppress(queue.Empty):
+                worker, answer = self.said.get(timeout=0.2)
+                if (job := self.jobs.pop(worker, None)) is not None:
+                    outcomes[job.folder] = outcome = _outcome(job, worker, answer)
+                    report(job, job.steps if outcome.record else 0, "finished" if outcome.record else "failed")
+                if answer is None:
+                    self.forget(worker)
+                    continue
+                self.ready.add(worker)
+                self.lost = 0
+                if waiting:
+                    self.jobs[worker] = waiting.popleft()
+                    worker.call(**_arguments(self.jobs[worker]))
+            if time.monotonic() - looked > 0.2:
+                looked = time.monotonic()
+                for job in self.jobs.values():
+                    report(job, _step(job), "running")
+        return outcomes
+
+    def start(self, waiting: int) -> None:
+        """Start workers for waiting jobs, up to the limit."""
+        starting = len(self.workers) - len(self.jobs)
+        free = [number for number in range(self.count) if number not in self.workers]
+        for number in free[: max(0, waiting - starting)]:
+            environment = _environment(number, self.gpus)
+            self.workers[number] = Worker(f"{__name__}:train_job", lambda *said: self.said.put(said), environment)
+
+    def forget(self, worker: Worker) -> None:
+        """Handle the end of a worker; raise `HeadwaterError` if none can be started."""
+        self.workers = {number: other for number, other in self.workers.items() if other is not worker}
+        self.lost += worker not in self.ready
+        if self.lost >= self.STARTS:
+            raise HeadwaterError(
+                f"{self.lost} worker processes in a row ended before they got a trial (the last: {worker.ending}); "
+                f"see their messages above, or try --workers 1, which needs less memory."
+            )
+
+    def end(self) -> None:
+        """End the workers; those in training save first. A second Ctrl-C ends them at once."""
+        workers = list(self.workers.values())
+        try:
+            for worker in self.jobs:
+                worker.request_stop()
+            until = time.monotonic() + SAVING
+            while self.jobs and time.monotonic() < until:
+                with suppress(queue.Empty):
+                    self.jobs.pop(self.said.get(timeout=0.2)[0], None)
+            for worker in workers:
+                worker.close()
+            for worker in workers:
+                worker.end()
+        finally:
+            for worker in workers:
+                worker.end(0)
+
+
+def result_of(job: Job) -> RunRecord | None:
+    """The job's record, if it has run to its end with the same settings."""
+    try:
+        record = read_record(job.folder)
+    except HeadwaterError:
+        return None
+    same = record.identity == job.recipe.identity
+    if not same and (record.status in ENDED or checkpoints(job.folder)):
+        raise HeadwaterError(
+            f"{str(job.folder)!r} holds a run with other settings; choose another --out, or remove it."
+        )
+    if not same:
+        return None
+    return record if record.status in ENDED else None
+
+
+def _environment(number: int, gpus: int) -> dict[str, str]:
+    """The environment of a worker: it sees only its own GPU, if there are any."""
+    if not gpus:
+        return {}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(gpu) for gpu in range(gpus)]
+    return {"CUDA_VISIBLE_DEVICES": names[number % gpus]}
+
+
+def _arguments(job: Job) -> dict[str, Any]:
+    return {
+        "recipe": job.recipe.model_dump(mode="json"),
+        "folder": str(job.folder),
+        "experiment": None if job.experiment is None else job.experiment.model_dump(mode="json"),
+    }
+
+
+def train_job(recipe: dict[str, Any], folder: str, experiment: dict[str, Any] | None) -> None:
+    """In the worker: train one model with one thread."""
+    import torch
+    from transformers.utils import logging
+
+    from headwater_lab.training.loop import train
+
+    logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    known = None if experiment is None else Experiment.model_validate(experiment)
+    train(Recipe.model_validate(recipe), Path(folder), resume=True, experiment=known)
+
+
+def _outcome(job: Job, worker: Worker, answer: Answer) -> Outcome:
+    if answer is None:
+        return Outcome(job.label, None, f"its worker process died ({worker.ending})")
+    kind, message = answer.get("error", (None, None))
+    if kind in (None, Diverged.__name__):
+        try:
+            return Outcome(job.label, read_record(job.folder), message)
+        except HeadwaterError as error:
+            return Outcome(job.label, None, str(error))
+    # A bug in one trial must not lose the others' results.
+    ours = kind in (HeadwaterError.__name__, NotTrusted.__name__, Interrupted.__name__)
+    return Outcome(job.label, None, message if ours else f"{kind}: {message}")
+
+
+def _step(job: Job) -> int:
+    """Steps done so far, from the last whole line of the run's log."""
+    try:
+        lines = read_bytes(job.folder / METRICS).splitlines()
+        return int(lines[-1].split(b'"step":')[1].split(b",")[0]) if lines else 0
+    except (OSError, IndexError, ValueError):
+        return 0

@@ -1,0 +1,248 @@
+"""What each arm of a comparison costs: counted, and timed against the baseline on this machine, turn by turn.
+
+The figures are in prices.json beside the runs (`Prices`). A figure is measured again if its arm, the baseline, the
+device or a version has changed.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+import tempfile
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from headwater import __version__
+from headwater.cost.hardware import set_threads
+from headwater.util.errors import HeadwaterError
+from headwater.util.files import file_name, replace_text
+from headwater_lab.recipe.schema import Recipe
+
+PRICES = "prices.json"
+# TimeRatio pairs of training steps, and of generations.
+STEPS, GENERATIONS = 24, 9
+# Most tokens of a timed generation: a quarter of the context, so that the cache is nearly full.
+TOKENS = 32
+
+Told = Callable[[str], None]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+
+class TimeRatio(_Part):
+    """A time and its ratio to the baseline's in the same turns."""
+
+    seconds: float
+    """Per token or image, median over the turns."""
+    ratio: float
+    """Median over the turns of this time divided by the baseline's."""
+    quartiles: tuple[float, float]
+    """Of the turns' ratios."""
+
+
+class ArmPrice(_Part):
+    """What one arm costs. For the baseline, the times are against a second copy of it, and show the noise."""
+
+    settings: str
+    """Identity of everything about the arm that a time depends on."""
+    against: str
+    """That of the baseline."""
+    parameters: int
+    flops: float
+    """Training FLOPs per token, or per image."""
+    cache: int
+    """Bytes that a token adds to the cache, in fp32."""
+    training: TimeRatio
+    """Of training, per token or image."""
+    decoding: TimeRatio | None
+    """Of generation with a nearly full cache, per token; null for images."""
+
+
+class Prices(_Part):
+    """The prices of a comparison at one size."""
+
+    device: str
+    """cpu, cuda or mps."""
+    device_name: str
+    """The GPU's or the processor's name."""
+    threads: int
+    torch: str
+    headwater: str
+    arms: dict[str, ArmPrice] = {}
+
+    @property
+    def place(self) -> tuple[str, str, int, str, str]:
+        return self.device, self.device_name, self.threads, self.torch, self.headwater
+
+
+def slug(name: str) -> str:
+    """A name for a folder: letters and digits of any script, or a checksum if there are none."""
+    return file_name(re.sub(r"[\W_]+", "-", name.lower()).strip("-") or f"{zlib.crc32(name.encode()):08x}")
+
+
+def folder_of(recipe: Recipe, size: str | None, out: Path) -> Path:
+    """The folder of a comparison's runs at one size."""
+    return out.joinpath(recipe.name, *([slug(size)] if size is not None else []))
+
+
+def timed_recipe(recipe: Recipe) -> Recipe:
+    """What is timed in place of a trial: the same work per step, whatever the seed, the rates and the steps.
+
+    Its identity is that of the price.
+    """
+    training = recipe.training.model_copy(
+        update={"steps": 1000, "learning_rate": 1e-5, "schedule": "constant", "warmup_steps": 0, "threads": None}
+    )
+    return recipe.model_copy(update={"seed": 0, "training": training, "compare": None})
+
+
+def read_prices(folder: Path, arms: Mapping[str, Recipe], baseline: str) -> Prices | None:
+    """The prices in a folder, without those of arms or of a baseline with other settings; None if there is no file.
+
+    Raises `HeadwaterError` for a damaged file.
+    """
+    found = stored(folder)
+    if found is None or baseline not in arms:
+        return None
+    against = timed_recipe(arms[baseline]).identity
+    kept = {name: price for name, price in found.arms.items() if name in arms and _fits(price, arms[name], against)}
+    return found.model_copy(update={"arms": kept})
+
+
+def stored(folder: Path) -> Prices | None:
+    """The prices in a comparison's folder; None if there are none. Raises `HeadwaterError` if they are damaged."""
+    file = folder / PRICES
+    if not file.is_file():
+        return None
+    try:
+        return Prices.model_validate_json(file.read_bytes())
+    except ValidationError as error:
+        raise HeadwaterError(f"{str(file)!r} is damaged; remove it, and measure again.") from error
+
+
+def _fits(price: ArmPrice, arm: Recipe, against: str) -> bool:
+    return price.against == against and price.settings == timed_recipe(arm).identity
+
+
+def check_priced(arms: Mapping[str, Recipe]) -> None:
+    """Raise `HeadwaterError` for recipes with stages, and for those of several devices, which cannot be timed."""
+    for name, recipe in arms.items():
+        if recipe.stages or recipe.training.devices * recipe.training.nodes > 1:
+            what = "stages" if recipe.stages else "several devices"
+            raise HeadwaterError(f"Prices are measured of whole runs on one device, but the arm {name!r} has {what}.")
+
+
+def measure(
+    arms: Mapping[str, Recipe],
+    baseline: str,
+    folder: Path,
+    tell: Told = lambda line: None,
+    beside: Sequence[Path] = (),
+) -> Prices:
+    """Time the arms that prices.json in `folder` lacks, one after the other, and write each at once; it keeps others.
+
+    arms: a recipe of each, of any seed. tell: called with a line for each arm that is timed. beside: folders of other
+    sizes; prices in them that were measured here, of the same work per step, are taken over. Prices against another
+    baseline are dropped. Raises `HeadwaterError` as `check_priced` does.
+    """
+    check_priced(arms)
+    threads = torch.get_num_threads()
+    own = arms[baseline].training.threads or 1  # as trials have
+    set_threads(own)
+    try:
+        here = _here(arms[baseline], own)
+        found = stored(folder)
+        if found is None or found.place != here.place:
+            found = here
+        against = timed_recipe(arms[baseline]).identity
+        found.arms = {name: price for name, price in found.arms.items() if price.against == against}
+        others = [one for one in map(stored, beside) if one is not None and one.place == here.place]
+        for name, recipe in arms.items():
+            if name not in found.arms or not _fits(found.arms[name], recipe, against):
+                there = [one.arms[name] for one in others if name in one.arms]
+                known = next((price for price in there if _fits(price, recipe, against)), None)
+                if known is None:
+                    tell(f"prices: {name} on {found.device_name}")
+                found.arms[name] = known or _price(recipe, arms[baseline])
+                replace_text(folder / PRICES, found.model_dump_json(indent=1) + "\n")
+    finally:
+        torch.set_num_threads(threads)
+    return found
+
+
+def _here(recipe: Recipe, threads: int) -> Prices:
+    from headwater_lab.training.records import device_name
+
+    device = _device(recipe)
+    return Prices(
+        device=device.type,
+        device_name=device_name(device),
+        threads=threads,
+        torch=torch.__version__,
+        headwater=__version__,
+    )
+
+
+def _device(recipe: Recipe) -> torch.device:
+    wanted = recipe.training.device
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    return torch.device(wanted)
+
+
+def _price(arm: Recipe, baseline: Recipe) -> ArmPrice:
+    from headwater.cost.counts import cache_bytes_per_token, training_flops
+    from headwater.models.kinds import is_of_images
+    from headwater_lab.bench.paired import interleave
+    from headwater_lab.training.loop import stepping
+
+    arm, baseline = timed_recipe(arm), timed_recipe(baseline)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        stepping(arm, Path(folder) / "a") as a,
+        stepping(baseline, Path(folder) / "b") as b,
+    ):
+        times = interleave(a.step, b.step, STEPS)
+        config, context = a.model.config, a.data.context
+        sizes = [one.units / one.steps for one in (a, b)]
+        training = _timed([t / sizes[0] for t in times.a], [t / sizes[1] for t in times.b])
+        parameters = sum(parameter.numel() for parameter in a.model.parameters())
+        configs = config, b.model.config
+    return ArmPrice(
+        settings=arm.identity,
+        against=baseline.identity,
+        parameters=parameters,
+        flops=training_flops(config, context),
+        cache=cache_bytes_per_token(config),
+        training=training,
+        decoding=None if is_of_images(config) else _decoding(configs, context, arm),
+    )
+
+
+def _decoding(configs: tuple, context: int, recipe: Recipe) -> TimeRatio:
+    """Greedy generation of the last tokens of a context, by models with random weights."""
+    from headwater.models.causal_lm import HeadwaterForCausalLM
+    from headwater_lab.bench.decoding import decode_in_turns
+
+    device = _device(recipe)
+    dtype = torch.bfloat16 if device.type == "cuda" and recipe.training.precision.startswith("bf16") else torch.float32
+    models = {name: HeadwaterForCausalLM(one).to(device, dtype).eval() for name, one in zip("ab", configs, strict=True)}
+    tokens = max(2, min(TOKENS, context // 4))
+    prompt = max(1, context - tokens)
+    vocabulary = min(config.vocab_size for config in configs)
+    ids = torch.randint(vocabulary, (1, prompt), generator=torch.Generator().manual_seed(0)).to(device)
+    seconds, _, _ = decode_in_turns(models, ids, tokens, GENERATIONS)
+    return _timed(seconds["a"], seconds["b"])
+
+
+def _timed(own: list[float], base: list[float]) -> TimeRatio:
+    from headwater_lab.bench.paired import PairedTimes
+
+    paired = PairedTimes(own, base)
+    return TimeRatio(seconds=statistics.median(own), ratio=paired.ratio, quartiles=paired.quartiles)

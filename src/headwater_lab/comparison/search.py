@@ -1,0 +1,114 @@
+"""Which combination of mechanisms is best at a budget: all valid ones, then the best ones again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from headwater.plugins.registry import MECHANISMS
+from headwater.util.errors import HeadwaterError
+from headwater_lab.comparison.trials import trials_of
+from headwater_lab.recipe.schema import Recipe, parse
+from headwater_lab.training.records import read_record
+
+VANILLA = "vanilla"
+SEEDS = [0, 1]  # of the selection
+FINAL_SEEDS = [10_000 + seed for seed in range(6)]  # none of the selection's
+FINALISTS = 2
+PAIRS = 2
+
+
+def candidates(
+    recipe: Recipe, mechanisms: Mapping[str, dict[str, Any]] | None
+) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """(arms that combine the mechanisms, vanilla first; reasons for invalid combinations, smaller ones first).
+
+    mechanisms: name -> options; default: all with their default options, alone and in pairs, since the combinations of
+        all are thousands. The recipe's own mechanisms are ignored. They act in the registry's order.
+
+    Raises `HeadwaterError` for a recipe with `stages` or `start`.
+    """
+    if recipe.stages or recipe.start is not None:
+        raise HeadwaterError(
+            f"--search trains each combination from scratch in a single run, but {recipe.name!r} has "
+            f"{'stages' if recipe.stages else 'a model to start with'}; use a recipe without."
+        )
+    data = recipe.data.build()
+    vanilla = {name: value for name, value in recipe.model.items() if name != "mechanisms"}
+    known = list(dict.fromkeys((*MECHANISMS.names, *(mechanisms or ()))))
+    order = [name for name in known if mechanisms is None or name in mechanisms]
+    arms: dict[str, dict[str, Any]] = {VANILLA: {"model": {"mechanisms": {}}}}
+    refused: dict[str, str] = {}
+    for size in range(1, (PAIRS if mechanisms is None else len(order)) + 1):
+        for chosen in combinations(order, size):
+            options = {name: (mechanisms or {}).get(name, {}) for name in chosen}
+            label = " + ".join(chosen)
+            try:
+                recipe.model_copy(update={"model": vanilla | {"mechanisms": options}}).config_for(data)
+                arms[label] = {"model": {"mechanisms": options}}
+            except HeadwaterError as error:
+                refused[label] = str(error)
+    return arms, refused
+
+
+def search_recipe(recipe: Recipe, arms: dict[str, dict[str, Any]]) -> Recipe:
+    """The comparison that chooses among the arms.
+
+    Of the recipe's own comparison it has the learning rates and `match`, by default equal parameters. Raises
+    `HeadwaterError` if there is nothing to choose.
+    """
+    names = [arm for arm in arms if arm != VANILLA]
+    if len(names) <= FINALISTS:
+        what = f"only {' and '.join(names)}" if names else "no mechanism"
+        raise HeadwaterError(
+            f"There is nothing to choose: besides {VANILLA} {what} is left; name more with --mechanism, or compare "
+            "them without --search."
+        )
+    settings = recipe.compare
+    section: dict[str, Any] = dict(arms=arms, baseline=VANILLA, seeds=SEEDS, match="parameters")
+    if settings is not None:
+        section |= {"match": settings.match or "parameters", "workers": settings.workers}
+        if settings.learning_rates:
+            section |= {"learning_rates": settings.learning_rates, "tuning_seeds": settings.tuning_seeds}
+    values = recipe.model_dump(mode="json")
+    values["model"].pop("mechanisms", None)
+    name = {"name": f"{recipe.name}-search", "title": f"{recipe.title or recipe.name}: the selection"}
+    return parse(values | name | {"compare": section}, "search")
+
+
+def best_arms(search: Recipe, out: Path) -> list[str]:
+    """The best arms of a finished search, best first, by the mean over seeds.
+
+    Excludes vanilla and any arm with a diverged run. Raises `HeadwaterError` if all have.
+    """
+    from headwater_lab.comparison.tuning import WORST, score
+
+    scores: dict[str, list[float]] = {}
+    for trial in trials_of(search, out):
+        scores.setdefault(trial.experiment.arm, []).append(score(read_record(trial.folder)))
+    means = {arm: sum(s) / len(s) for arm, s in scores.items() if arm != VANILLA and min(s) > WORST}
+    if not means:
+        raise HeadwaterError("Every combination diverged; lower training.learning_rate or compare.learning_rates.")
+    return sorted(means, key=lambda arm: means[arm], reverse=True)[:FINALISTS]
+
+
+def final_recipe(search: Recipe, out: Path, best: Sequence[str]) -> Recipe:
+    """The final test: the best arms against vanilla, with fresh seeds.
+
+    Each uses the learning rate that the search found for it.
+    """
+    section = search.compare
+    assert section is not None
+    rates = {
+        trial.experiment.arm: read_record(trial.folder).recipe["training"]["learning_rate"]
+        for trial in trials_of(search, out)
+    }
+    arms = {arm: section.arms[arm] | {"training": {"learning_rate": rates[arm]}} for arm in [VANILLA, *best]}
+    changes = {"arms": arms, "seeds": FINAL_SEEDS, "learning_rates": []}
+    name = {
+        "name": search.name.removesuffix("-search") + "-final",
+        "title": search.title.removesuffix(": the selection") + ": the best, tested on fresh seeds",
+    }
+    return search.model_copy(update=name | {"compare": section.model_copy(update=changes)})

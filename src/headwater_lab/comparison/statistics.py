@@ -1,0 +1,476 @@
+"""What saved trials say: paired differences, tests corrected for the number of arms, and the seeds still needed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Literal, NamedTuple
+
+import numpy as np
+from scipy import special, stats
+
+from headwater_lab.comparison.sequential import (
+    LEVEL,
+    ROUNDING,
+    SeedLook,
+    Standing,
+    critical_values,
+    inside,
+    looks,
+    standing,
+)
+from headwater_lab.training.records import HeldOutPoint, RunRecord, SeedPlan
+
+# The probability behind "more seeds would settle it".
+POWER = 0.8
+MOST = 10_000  # seeds; more are not reported
+
+Verdict = Literal["", "better", "worse", "equivalent", "inconclusive", "identical", "diverged"]
+
+
+@dataclass(frozen=True)
+class Paired:
+    """What a sample of paired differences says about their mean.
+
+    p: of a two-sided paired t test, by itself; None with fewer than two pairs. If all differences are one number,
+        apart from rounding, there is no spread for Student's t: p is then the sign test's, 2^(1-n), and 1 if
+        that number is 0.
+    level: the level at which Holm's procedure tests this difference, among those it was tested with.
+    interval: of confidence 1 - level: it excludes 0 exactly where the procedure finds a difference. None if it is
+        unbounded.
+    more: pairs still needed to find such a difference with a probability of 80 %; None where
+        it is found, where their number is unknown, and where it is above 10 000.
+    detectable: the difference that this many pairs with this spread would find with a probability of 80 %; None where
+        there is no spread.
+    looks, margin: of a comparison that adds seeds until it is decided; `interval` is then that of the last look, `p`
+        and `detectable` are None, and `more` counts seeds until any verdict.
+    """
+
+    differences: tuple[float, ...]
+    mean: float
+    p: float | None
+    level: float
+    interval: tuple[float, float] | None
+    more: int | None
+    detectable: float | None
+    looks: tuple[SeedLook, ...] = ()
+    margin: float | None = None
+
+    @property
+    def equivalent(self) -> bool:
+        return self.margin is not None and self.interval is not None and inside(self.interval, self.margin)
+
+    @property
+    def found(self) -> bool:
+        return self.interval is not None and (self.interval[0] > 0 or self.interval[1] < 0)
+
+
+def holm_tests(samples: Sequence[Sequence[float]], level: float = LEVEL) -> list[Paired | None]:
+    """Test several samples of paired differences, with Holm's correction for their number; None for empty ones.
+
+    If no models differ, one or more differences are found in at most `level` of all cases (for normal
+    differences).
+    """
+    tests = [_p(sample) for sample in samples]
+    levels = holm_levels(tests, level)
+    return [
+        _paired(tuple(map(float, sample)), tests[index], levels[index]) if len(sample) else None
+        for index, sample in enumerate(samples)
+    ]
+
+
+def holm_levels(tests: Sequence[float | None], level: float = LEVEL) -> list[float]:
+    """The level at which Holm's procedure tests each of several p values; None for a missing one.
+
+    The smallest is tested at level/m, the next at level/(m - 1), …, until one fails; the rest then fail too, and
+    get the level at which it failed.
+    """
+    levels = [level] * len(tests)
+    tested = [index for index, p in enumerate(tests) if p is not None]
+    if tested:
+        p = np.array([p for p in tests if p is not None])
+        order = np.argsort(p, kind="stable")
+        steps = level / np.arange(len(p), 0, -1)
+        passed = int(np.logical_and.accumulate(p[order] <= steps).sum())
+        for rank, place in enumerate(order):
+            levels[tested[place]] = float(steps[min(rank, passed, len(p) - 1)])
+    return levels
+
+
+def is_constant(differences: Sequence[float]) -> bool:
+    """Whether the differences are all the same number, apart from rounding."""
+    return float(np.ptp(differences)) <= ROUNDING * max(1.0, float(np.abs(differences).max()))
+
+
+def _zero(differences: Sequence[float]) -> bool:
+    return float(np.abs(differences).max()) <= ROUNDING
+
+
+def standard_error(differences: Sequence[float]) -> float:
+    """Standard error of the mean."""
+    return float(np.std(differences, ddof=1)) / math.sqrt(len(differences))
+
+
+def _p(differences: Sequence[float]) -> float | None:
+    if len(differences) < 2:
+        return None
+    if _zero(differences):
+        return 1.0
+    if is_constant(differences):
+        return float(stats.binomtest(len(differences), len(differences)).pvalue)
+    return float(2 * special.stdtr(len(differences) - 1, -abs(np.mean(differences)) / standard_error(differences)))
+
+
+def _paired(differences: tuple[float, ...], p: float | None, level: float) -> Paired:
+    mean = 0.0 if _zero(differences) else float(np.mean(differences))
+    interval: tuple[float, float] | None = None
+    more: int | None = None
+    detectable: float | None = None
+    if p is not None and is_constant(differences):
+        # Inverting the sign test: bounded only if that many equal signs are beyond chance.
+        interval = (mean, mean) if mean == 0 or p <= level else None
+    elif p is not None:
+        interval = t_interval(mean, standard_error(differences), len(differences) - 1, level)
+        spread = float(np.std(differences, ddof=1))
+        detectable = spread * _effect(len(differences), level)
+        if interval[0] <= 0 <= interval[1]:
+            more = more_pairs([abs(mean) / spread], len(differences), level)
+    return Paired(differences, mean, p, level, interval, more, detectable)
+
+
+def t_interval(mean: float, error: float, freedom: int, level: float) -> tuple[float, float]:
+    """Student's interval of confidence 1 - level."""
+    half = float(special.stdtrit(freedom, 1 - level / 2)) * error
+    return mean - half, mean + half
+
+
+def power(effect: float, pairs: int, level: float = LEVEL) -> float:
+    """Probability that a paired t test finds a difference of `effect` standard deviations (of the differences).
+
+    P(|T| > t), with T of the noncentral t distribution with pairs - 1 degrees of freedom and center effect·√pairs.
+    """
+    critical, center = special.stdtrit(pairs - 1, 1 - level / 2), effect * math.sqrt(pairs)
+    # Boost, which scipy asks, gives nan for some probabilities below 1e-15.
+    below, beyond = np.nan_to_num(special.nctdtr(pairs - 1, center, [critical, -critical]))
+    return float(1 - below + beyond)
+
+
+def _effect(pairs: int, level: float) -> float:
+    """The effect that `pairs` pairs find with probability `POWER`; with the wrong sign it is almost never found."""
+    center = special.nctdtrinc(pairs - 1, 1 - POWER, special.stdtrit(pairs - 1, 1 - level / 2))
+    return float(center) / math.sqrt(pairs)
+
+
+def more_pairs(effects: Sequence[float], pairs: int, level: float) -> int | None:
+    """Pairs still needed to find all effects at once with probability `POWER`; None if more than `MOST`.
+
+    The probabilities of missing each effect are added up, so the result is a lower bound on the power.
+    """
+
+    def chance(pairs: int) -> float:
+        return 1 - sum(1 - power(effect, pairs, level) for effect in effects)
+
+    if chance(MOST) < POWER:
+        return None
+    low, high = pairs, MOST  # bisection: power grows with the pairs
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if chance(middle) >= POWER else (middle, high)
+    return high - pairs
+
+
+class Reached(NamedTuple):
+    """The first evaluation at which a run reached a threshold, and what it had cost by then, with all before it.
+
+    seconds: a stage's wall-clock counts in proportion to its tokens; that of a checkpoint is unknown, and left out.
+    """
+
+    step: int
+    flops: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One arm over its seeds. Differences are arm - baseline, paired by seed.
+
+    runs: finished ones; mean, spread (standard deviation) and `reached` are theirs. diverged: seeds
+        that cannot be averaged, including those whose last result is not finite.
+    paired: None for the baseline, and where no seed is finished in both.
+    reached: where each finished run reached the threshold; None for one that never did. cheaper: the logarithms of the
+        FLOPs up to there over the baseline's, of the seeds in which both reached it.
+    learning_rate: None where runs differ in it.
+    """
+
+    arm: str
+    runs: int
+    mean: float | None
+    spread: float | None
+    paired: Paired | None
+    diverged: int
+    parameters: int
+    tokens: int
+    flops: float
+    tokens_per_second: float
+    cache_bytes_per_token: int
+    learning_rate: float | None
+    reached: list[Reached | None] | None
+    cheaper: Paired | None
+
+    @property
+    def steps_to_threshold(self) -> list[int | None] | None:
+        return None if self.reached is None else [None if one is None else one.step for one in self.reached]
+
+    @property
+    def difference(self) -> float | None:
+        return None if self.paired is None else self.paired.mean
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        return None if self.paired is None else self.paired.interval
+
+    def verdict(self, lower_is_better: bool) -> Verdict:
+        """The verdict on the arm compared with the baseline.
+
+        "better" or "worse" if the interval excludes 0; "identical" if no seed differs by more than rounding;
+        "equivalent" if the interval lies inside the margin, even if it excludes 0; "diverged" if any of its runs has,
+        since the mean of the others is then optimistic; else "inconclusive"; "" for the baseline and for an arm that
+        was given up.
+        """
+        if self.diverged:
+            return "diverged"
+        if self.paired is None:
+            return ""
+        enough = len(self.paired.differences) > 1 if self.paired.margin is None else self.paired.looks
+        if enough and _zero(self.paired.differences):
+            return "identical"
+        if self.paired.equivalent:
+            return "equivalent"
+        if not self.paired.found:
+            return "inconclusive"
+        return "better" if (self.paired.mean < 0) == lower_is_better else "worse"
+
+
+def summarize(
+    records: Sequence[RunRecord],
+    baseline: str,
+    threshold: float | Literal["baseline"] | None = None,
+    budgets: Sequence[str] = (),
+) -> list[Summary]:
+    """One summary per arm, in the order of first appearance, all tested together against the baseline.
+
+    threshold: of the deciding metric; "baseline": what the baseline ends with, seed by seed.
+    budgets: arms that are the baseline with other budgets, and are not tested.
+    Uses finished and diverged records; of comparisons that add seeds until they are decided, only
+    those up to the decision.
+    """
+    records = decisive(records, baseline)
+    arms = _by_arm(records)
+    finished = finished_runs(records)
+    plan, base = plan_of(records), finished.get(baseline, {})
+    if plan is not None:
+        tested = {arm: _sequential(one, plan) for arm, one in standings(records, baseline, plan).items()}
+    else:
+        others = {arm: runs for arm, runs in finished.items() if arm not in (baseline, *budgets)}
+        differences = {arm: _differences(runs, base) for arm, runs in others.items()}
+        tested = dict(zip(differences, holm_tests(list(differences.values())), strict=True))
+    ends = {seed: run.result for seed, run in base.items()}
+
+    def there(run: RunRecord) -> Reached | None:
+        return _reached(run, ends.get(run.seed) if threshold == "baseline" else threshold)
+
+    reached = {arm: {seed: there(run) for seed, run in runs.items()} for arm, runs in finished.items()}
+    untested = {baseline, *budgets}
+    ratios = {arm: _log_ratios(own, reached.get(baseline, {})) for arm, own in reached.items() if arm not in untested}
+    cheaper = judged_beside(ratios, plan)
+    return [
+        _summary(
+            arm, runs, finished[arm], tested.get(arm), None if threshold is None else reached[arm], cheaper.get(arm)
+        )
+        for arm, runs in arms.items()
+    ]
+
+
+def judged_beside(samples: Mapping[str, Sequence[float]], plan: SeedPlan | None) -> dict[str, Paired | None]:
+    """Tests of another quantity than the one compared, by arm.
+
+    With a plan, the number of seeds depends on the results: the interval is then the repeated one of the last look,
+    which holds wherever one stops; None below the plan's first look.
+    """
+    if plan is None:
+        return dict(zip(samples, holm_tests(list(samples.values())), strict=True))
+    level, found = LEVEL / len(plan.arms), dict.fromkeys(samples)
+    for arm, sample in samples.items():
+        if len(sample):
+            seen = looks(sample, level, plan.min_seeds, len(plan.seeds))
+            mean, interval = float(np.mean(sample)), seen[-1].interval if seen else None
+            found[arm] = Paired(tuple(sample), mean, None, level, interval, None, None)
+    return found
+
+
+def plan_of(records: Sequence[RunRecord]) -> SeedPlan | None:
+    """How the comparison adds seeds until it is decided; None if its seeds are fixed."""
+    return next((one.experiment.seed_plan for one in records if one.experiment and one.experiment.seed_plan), None)
+
+
+def decisive(records: Sequence[RunRecord], baseline: str) -> list[RunRecord]:
+    """The records that count: with a plan, an arm's up to its decision, and the baseline's up to the last of these.
+
+    How many seeds are trained beyond a decision depends on the number of workers, and must not change any result.
+    """
+    plan = plan_of(records)
+    if plan is None:
+        return list(records)
+    used = {arm: set(one.seeds) for arm, one in standings(records, baseline, plan).items()}
+    used[baseline] = set().union(*used.values())
+    used |= {arm: used[baseline] for arm in map(arm_of, records) if arm not in used}  # the baseline with other budgets
+    return [one for one in records if one.seed in used[arm_of(one)] or not used[arm_of(one)]]
+
+
+def standings(records: Sequence[RunRecord], baseline: str, plan: SeedPlan) -> dict[str, Standing]:
+    """Where each arm that is tested against the baseline stands."""
+    results = {
+        arm: {
+            run.seed: None if has_diverged(run) else run.result
+            for run in runs
+            if has_diverged(run) or (run.status == "finished" and run.result is not None)
+        }
+        for arm, runs in _by_arm(records).items()
+    }
+    base = results.pop(baseline, {})
+    return {arm: standing(plan, own, base) for arm, own in results.items() if arm in plan.arms}
+
+
+def arm_of(record: RunRecord) -> str:
+    """The arm of a run; the name of one that belongs to no comparison."""
+    return record.experiment.arm if record.experiment else record.name
+
+
+def _by_arm(records: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
+    arms: dict[str, list[RunRecord]] = {}
+    for record in records:
+        arms.setdefault(arm_of(record), []).append(record)
+    return arms
+
+
+def _sequential(one: Standing, plan: SeedPlan) -> Paired | None:
+    if not one.differences:
+        return None
+    d, level, last = one.differences, LEVEL / len(plan.arms), len(plan.seeds)
+    mean = 0.0 if _zero(d) else float(np.mean(d))
+    more = None
+    if one.looks and not one.decided and not is_constant(d):
+        # A fixed sample as strict as the last look, for whichever verdict is nearer.
+        spread, critical = float(np.std(d, ddof=1)), critical_values(level, plan.min_seeds, last)[-1]
+        strict = float(2 * special.stdtr(last - 1, -critical))
+        apart = [abs(mean) / spread]
+        within = [(plan.margin - side * mean) / spread for side in (1, -1)]
+        likely = [apart, within] if min(within) > 0 else [apart]
+        more = min((n for n in (more_pairs(one, len(d), strict) for one in likely) if n is not None), default=None)
+    interval = one.looks[-1].interval if one.looks else None
+    return Paired(tuple(d), mean, None, level, interval, more, None, tuple(one.looks), plan.margin)
+
+
+def finished_runs(records: Sequence[RunRecord]) -> dict[str, dict[int, RunRecord]]:
+    """By arm and seed, those that a mean can use."""
+    return {arm: _finished(runs) for arm, runs in _by_arm(records).items()}
+
+
+def flops_of(run: RunRecord) -> float:
+    """Of all stages, and of the checkpoint that it began with."""
+    return _flops(run, run.held_out[-1])
+
+
+def _reached(run: RunRecord, threshold: float | None) -> Reached | None:
+    point = None if threshold is None else _look(run, threshold)
+    if point is None:
+        return None
+    before, tokens, seconds = 0, 0, 0.0
+    for stage in run.stages or []:
+        if before + stage.steps >= point.step:
+            share = (point.tokens - tokens) / stage.tokens
+            return Reached(point.step, _flops(run, point), seconds + stage.seconds * share)
+        before, tokens, seconds = before + stage.steps, tokens + stage.tokens, seconds + stage.seconds
+    return Reached(point.step, _flops(run, point), run.seconds * point.tokens / run.tokens)
+
+
+def _flops(run: RunRecord, point: HeldOutPoint) -> float:
+    return point.flops + (run.origin.flops if run.origin else 0.0)
+
+
+def _log_ratios(arm: dict[int, Reached | None], base: dict[int, Reached | None]) -> list[float]:
+    """Of the FLOPs to the threshold, for the seeds in which both reach it."""
+    both = ((arm[seed], base.get(seed)) for seed in sorted(arm))
+    return [math.log(a.flops / b.flops) for a, b in both if a and b and a.flops and b.flops]
+
+
+def among(records: Sequence[RunRecord], arms: Sequence[str]) -> dict[tuple[str, str], Paired | None]:
+    """All pairs of `arms`, tested together: (first, second) -> first - second.
+
+    None if they have no seed in common.
+    """
+    finished = {
+        arm: _finished([record for record in records if record.experiment and record.experiment.arm == arm])
+        for arm in arms
+    }
+    pairs = list(combinations(arms, 2))
+    return dict(zip(pairs, holm_tests([_differences(finished[a], finished[b]) for a, b in pairs]), strict=True))
+
+
+def _finished(runs: Sequence[RunRecord]) -> dict[int, RunRecord]:
+    """By seed, an arm's records that a mean can use."""
+    return {r.seed: r for r in runs if r.status == "finished" and r.result is not None and not has_diverged(r)}
+
+
+def _differences(arm: dict[int, RunRecord], base: dict[int, RunRecord]) -> list[float]:
+    """For the seeds that both have."""
+    return [arm[seed].result - base[seed].result for seed in sorted(arm) if seed in base]  # type: ignore[operator]
+
+
+def has_diverged(run: RunRecord) -> bool:
+    return run.status == "diverged" or (run.status == "finished" and not math.isfinite(run.result or 0.0))
+
+
+def _summary(
+    arm: str,
+    runs: list[RunRecord],
+    finished: dict[int, RunRecord],
+    paired: Paired | None,
+    reached: dict[int, Reached | None] | None,
+    cheaper: Paired | None,
+) -> Summary:
+    results = np.array([run.result for run in finished.values()], dtype=float)
+    rates = {run.recipe.get("training", {}).get("learning_rate") for run in runs}
+    shown = next(iter(finished.values()), runs[0])
+    return Summary(
+        arm=arm,
+        runs=len(finished),
+        mean=float(results.mean()) if len(results) else None,
+        spread=float(results.std(ddof=1)) if len(results) > 1 else None,
+        paired=paired,
+        diverged=sum(map(has_diverged, runs)),
+        parameters=shown.parameters,
+        tokens=shown.tokens,
+        flops=shown.flops,
+        tokens_per_second=float(np.median([run.tokens_per_second for run in (finished or {0: shown}).values()])),
+        cache_bytes_per_token=shown.cache_bytes_per_token,
+        learning_rate=rates.pop() if len(rates) == 1 else None,
+        reached=None if reached is None else [*reached.values()],
+        cheaper=cheaper,
+    )
+
+
+def steps_to(record: RunRecord, threshold: float) -> int | None:
+    """The first evaluation at which the deciding metric reached the threshold; None if it never did."""
+    point = _look(record, threshold)
+    return None if point is None else point.step
+
+
+def _look(record: RunRecord, threshold: float) -> HeldOutPoint | None:
+    for point in record.held_out:
+        value = point.metrics[record.metric]
+        if (value <= threshold) if record.lower_is_better else (value >= threshold):
+            return point
+    return None

@@ -1,0 +1,168 @@
+"""What a comparison trains: an arm with a seed is a trial, and a trial is one job, or one for each of its stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import combinations
+from pathlib import Path
+
+from headwater.util.errors import HeadwaterError, nearest
+from headwater_lab.comparison.budget import match_arms
+from headwater_lab.comparison.prices import folder_of, slug
+from headwater_lab.recipe.schema import Compare, Recipe
+from headwater_lab.training.records import Experiment, SeedPlan
+from headwater_lab.training.stages import STAGES
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a trial: all of it, or one of its stages."""
+
+    recipe: Recipe
+    folder: Path
+    label: str
+    experiment: Experiment | None = None
+
+    @property
+    def steps(self) -> int:
+        """The step it ends at."""
+        return self.recipe.training.steps
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One arm with one seed (at one size, if there are several; at one learning rate, while that is being tuned)."""
+
+    experiment: Experiment
+    recipe: Recipe
+    folder: Path
+
+    @property
+    def jobs(self) -> list[Job]:
+        """The jobs to run, in order. Arms with identical first stages share them."""
+        if not self.recipe.stages:
+            return [Job(self.recipe, self.folder, self.label, self.experiment)]
+        parent = self.folder.parent / STAGES
+        places = self.recipe.chain(lambda name, recipe: parent / f"{name}-{recipe.seed}-{short_identity(recipe)}")
+        return [
+            Job(recipe, folder, f"stage {name} · seed {recipe.seed}")
+            for name, (recipe, folder) in zip(self.recipe.stage_names, places, strict=True)
+        ]
+
+    @property
+    def label(self) -> str:
+        return " · ".join(filter(None, (self.experiment.arm, self.experiment.size, f"seed {self.recipe.seed}")))
+
+
+def short_identity(recipe: Recipe) -> str:
+    """Eight digits of a recipe's identity, for the name of a folder."""
+    return recipe.identity.partition(":")[2][:8]
+
+
+def trials_of(recipe: Recipe, out: Path) -> list[Trial]:
+    """All trials of a recipe, seeds outermost, so that early results already compare the arms.
+
+    Raises `HeadwaterError` for a recipe that has nothing to compare, or that cannot be trained side by side.
+    """
+    if recipe.compare is None:
+        raise HeadwaterError(f"The recipe {recipe.name!r} has no compare section; add one, or use `headwater train`.")
+    if recipe.training.devices * recipe.training.nodes > 1:
+        raise HeadwaterError(
+            f"{recipe.name!r} trains each model on {recipe.training.devices * recipe.training.nodes} devices, and "
+            "compare gives each trial one process; train its arms with `headwater train --arm NAME seed=N` and then "
+            "`headwater report`, or set training.devices=1 and training.nodes=1."
+        )
+    section = recipe.compare
+    recipe = match_arms(recipe)
+    trials = [
+        trial_of(recipe, arm, seed, out, size)
+        for seed in section.all_seeds
+        for size in (section.sizes or [None])
+        for arm in section.arms
+    ]
+    for what, names in (("arms", section.arms), ("sizes", section.sizes)):
+        for one, other in combinations(names, 2):
+            if slug(one) == slug(other):
+                raise HeadwaterError(
+                    f"The {what} {one!r} and {other!r} of {recipe.name!r} differ only in case or punctuation, and "
+                    "their runs would share a folder; rename one."
+                )
+    return trials
+
+
+def trial_of(recipe: Recipe, arm: str, seed: int, out: Path, size: str | None = None) -> Trial:
+    """One arm of a recipe's comparison with one seed, in its folder below `out`. Raises `HeadwaterError`."""
+    recipe = match_arms(recipe)
+    assert recipe.compare is not None
+    if size is not None and not recipe.compare.sizes:
+        raise HeadwaterError(f"{recipe.name!r} compares at one size; leave out size {size!r}.")
+    if recipe.compare.sizes and size is None:
+        raise HeadwaterError(
+            f"{recipe.name!r} compares sizes; choose one with --size: {', '.join(recipe.compare.sizes)}."
+        )
+    if recipe.compare.sizes and size not in recipe.compare.sizes:
+        raise HeadwaterError(f"{recipe.name!r} has no size {size!r}; {nearest(str(size), recipe.compare.sizes)}")
+    experiment = Experiment(
+        name=recipe.name,
+        title=recipe.title,
+        arm=arm,
+        baseline=recipe.compare.baseline,
+        threshold=recipe.compare.threshold,
+        budget_arms=recipe.compare.budget_arms,
+        size=size,
+        seed_plan=plan_for(recipe.compare),
+    )
+    return Trial(experiment, recipe.arm(arm, seed, size), folder_of(recipe, size, out) / f"{slug(arm)}-{seed}")
+
+
+def plan_for(section: Compare) -> SeedPlan | None:
+    """How seeds are added until the comparison is decided; None for fixed seeds."""
+    if not section.sequential or section.margin is None:
+        return None
+    return SeedPlan(
+        seeds=section.all_seeds,
+        min_seeds=section.min_seeds,
+        margin=section.margin,
+        arms=[arm for arm in section.arms if arm not in (section.baseline, *section.budget_arms)],
+        baseline=section.baseline,
+    )
+
+
+def count_runs(section: Compare, parts: int | None = None) -> tuple[int, int]:
+    """The fewest and the most runs of a comparison that runs until it is decided, besides those that tune.
+
+    parts: arms at a size; default: all.
+    """
+    runs = parts or len(section.arms) * max(1, len(section.sizes))
+    return runs * section.min_seeds, runs * section.max_seeds
+
+
+def tuning_trial(recipe: Recipe, arm: str, rate: float, seed: int, out: Path) -> Trial:
+    """The trial of a learning rate, in a separate folder next to those of the comparison."""
+    trial = trial_of(recipe, arm, seed, out, next(iter(recipe.compare.sizes), None) if recipe.compare else None)
+    return Trial(
+        experiment=trial.experiment.model_copy(update={"phase": "tuning", "seed_plan": None}),
+        recipe=at_rate(trial.recipe, rate),
+        folder=out / recipe.name / "tuning" / f"{slug(arm)}-{rate:g}-{seed}",
+    )
+
+
+def at_rate(recipe: Recipe, rate: float) -> Recipe:
+    """The same trial at another learning rate."""
+    return recipe.model_copy(update={"training": recipe.training.model_copy(update={"learning_rate": rate})})
+
+
+def at_rates(trials: list[Trial], rates: dict[str, float]) -> list[Trial]:
+    """The trials, each at its arm's learning rate."""
+    return [replace(trial, recipe=at_rate(trial.recipe, rates[trial.experiment.arm])) for trial in trials]
+
+
+def levels(trials: list[Trial]) -> list[list[Job]]:
+    """All jobs, each once, ordered by dependency."""
+    found: list[dict[Path, Job]] = []
+    for trial in trials:
+        for depth, job in enumerate(trial.jobs):
+            if depth == len(found):
+                found.append({})
+            found[depth].setdefault(job.folder, job)
+    return [list(level.values()) for level in found]

@@ -1,0 +1,89 @@
+"""Each arm's learning rate: the best of those tried."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from headwater.util.errors import HeadwaterError
+from headwater_lab.comparison.pool import Outcome
+from headwater_lab.comparison.statistics import steps_to
+from headwater_lab.comparison.trials import Trial, tuning_trial
+from headwater_lab.recipe.schema import Recipe
+from headwater_lab.training.records import ENDED, RunRecord, read_record
+
+# The score of a diverged run.
+WORST = -1e30
+
+
+def tuning_trials(recipe: Recipe, out: Path) -> list[Trial]:
+    """Every arm at every learning rate with every tuning seed: the same budget for each arm."""
+    section = recipe.compare
+    assert section is not None
+    return [
+        tuning_trial(recipe, arm, rate, seed, out)
+        for seed in section.tuning_seeds
+        for arm in section.arms
+        for rate in section.learning_rates
+    ]
+
+
+def found_rate(recipe: Recipe, arm: str, out: Path) -> float | None:
+    """The best learning rate of an arm by the runs in `out`; None until they are finished, with these settings."""
+    outcomes = []
+    trials = [one for one in tuning_trials(recipe, out) if one.experiment.arm == arm]
+    for trial in trials:
+        try:
+            record = read_record(trial.folder)
+        except HeadwaterError:
+            return None
+        if record.status not in ENDED or record.identity != trial.recipe.identity:
+            return None
+        outcomes.append(Outcome(trial.label, record))
+    return best_rates(trials, outcomes)[arm]
+
+
+def best_rates(trials: Sequence[Trial], outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """The learning rate of each arm: the best mean of the deciding metric over the tuning seeds.
+
+    With a number as `compare.threshold` it is the one with the fewest steps to get there, on average; a run that never
+    does counts with all of its steps, and the metric decides among equals. A rate at which a run diverged ranks last;
+    on a tie, the smaller one wins. Raises `HeadwaterError` if an arm diverged at all of them, or a trial failed.
+    """
+    scores: dict[str, dict[float, list[tuple[float, float]]]] = {}
+    for trial, outcome in zip(trials, outcomes, strict=True):
+        if outcome.record is None:
+            raise HeadwaterError(
+                f"Tuning the learning rates needs every trial, but {outcome.label} failed: {outcome.error}"
+            )
+        rates = scores.setdefault(trial.experiment.arm, {})
+        pair = -_steps_needed(outcome.record, trial.experiment.threshold), score(outcome.record)
+        rates.setdefault(trial.recipe.training.learning_rate, []).append(pair)
+    found = {}
+    for arm, rates in scores.items():
+        ends = {rate: float(np.mean([end for _, end in values])) for rate, values in rates.items()}
+        if not (usable := [rate for rate in sorted(rates) if ends[rate] > WORST / len(trials)]):
+            raise HeadwaterError(
+                f"The arm {arm!r} diverged at every learning rate tried; add smaller ones to compare.learning_rates."
+            )
+        found[arm] = max(usable, key=lambda rate: (float(np.mean([steps for steps, _ in rates[rate]])), ends[rate]))
+    return found
+
+
+def _steps_needed(record: RunRecord, threshold: float | str | None) -> int:
+    """Steps to the threshold, at most those of the run; 0 if the threshold is no number."""
+    if not isinstance(threshold, int | float):
+        return 0
+    steps = steps_to(record, threshold)
+    return record.held_out[-1].step if steps is None and record.held_out else steps or 0
+
+
+def score(record: RunRecord) -> float:
+    """The deciding metric at the end with its sign so that more is better; `WORST` if diverged."""
+    result = record.result
+    if record.status == "diverged" or result is None or not math.isfinite(result):
+        return WORST
+    return -result if record.lower_is_better else result

@@ -1,0 +1,66 @@
+"""What a result is worth: the compute for which the baseline would have had it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from headwater_lab.comparison.statistics import Paired, decisive, finished_runs, flops_of, judged_beside, plan_of
+from headwater_lab.comparison.tuning import score
+from headwater_lab.training.records import RunRecord
+
+
+@dataclass(frozen=True)
+class Worth:
+    """What an arm's results are worth, seed by seed.
+
+    flops: its own, all stages and the checkpoint that it began with included; the mean over seeds.
+    factor: the logarithms of the worth over these; None where no seed has a curve of the baseline.
+    below, above: how many seeds end worse than the smallest budget of the baseline, or better than its largest. They
+        count as if at that budget, so the factor is then only a bound.
+    """
+
+    arm: str
+    flops: float
+    factor: Paired | None
+    below: int
+    above: int
+
+
+def worth_of(records: Sequence[RunRecord], baseline: str, budgets: Sequence[str]) -> list[Worth]:
+    """Each other arm's worth, all tested together.
+
+    budgets: arms that are the baseline with other budgets. Between their points, and the baseline's own, the result is
+    taken as linear in the logarithm of FLOPs, seed by seed; a larger budget that is no better is left out.
+    """
+    finished = finished_runs(decisive(records, baseline))
+    curves = _curves([finished.get(arm, {}) for arm in (baseline, *budgets)])
+    found, samples = [], {}
+    for arm, runs in finished.items():
+        if arm in (baseline, *budgets):
+            continue
+        there = [(run, curves[seed]) for seed, run in sorted(runs.items()) if seed in curves]
+        scores = [(score(run), curve[0]) for run, curve in there]
+        samples[arm] = [float(np.interp(score(run), *curve)) - math.log(flops_of(run)) for run, curve in there]
+        flops = float(np.mean([flops_of(run) for run in runs.values()])) if runs else math.nan
+        below, above = sum(own < of[0] for own, of in scores), sum(own > of[-1] for own, of in scores)
+        found.append((arm, flops, below, above))
+    tests = judged_beside(samples, plan_of(records))
+    return [Worth(arm, flops, tests[arm], *ends) for arm, flops, *ends in found]
+
+
+def _curves(arms: Sequence[dict[int, RunRecord]]) -> dict[int, tuple[list[float], list[float]]]:
+    """By seed, scores that rise and the logarithms of the FLOPs that they took, at two budgets or more."""
+    found = {}
+    for seed in arms[0]:
+        points = sorted((math.log(flops_of(runs[seed])), score(runs[seed])) for runs in arms if seed in runs)
+        rising = points[:1]
+        for point in points[1:]:
+            if point[1] > rising[-1][1]:
+                rising.append(point)
+        if len(rising) > 1:
+            found[seed] = [score for _, score in rising], [flops for flops, _ in rising]
+    return found

@@ -1,0 +1,99 @@
+"""The interface between training and any kind of data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from headwater.util.seeding import generator
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# input_ids [B, T], shift_labels [B, T] (the label of each position; -100 is ignored), and if documents start inside a
+# row, position_ids [B, T] that restart there or document_starts [B, T].
+# Of images: pixel_values [B, C, H, W], and labels, [B] or [B, classes].
+Batch = dict[str, Tensor]
+# What of a batch is no input of the model.
+LABELS = ("labels", "shift_labels")
+
+
+def main_input(batch: Batch) -> Tensor:
+    """Its tokens or pixels, one row after another."""
+    return batch["pixel_values"] if "pixel_values" in batch else batch["input_ids"]
+
+
+def units(batch: Batch) -> int:
+    """The number of its tokens or images."""
+    return len(batch["pixel_values"]) if "pixel_values" in batch else batch["input_ids"].numel()
+
+
+def labels_of(batch: Batch) -> int:
+    """How many labels the loss is a mean over."""
+    return len(batch["labels"]) if "pixel_values" in batch else int((batch["shift_labels"] != -100).sum())
+
+
+@dataclass(frozen=True)
+class Share:
+    """The rank of this process among `world`, and how all of them sum a tensor."""
+
+    rank: int = 0
+    world: int = 1
+    total: Callable[[Tensor], Tensor] = lambda tensor: tensor
+
+
+ALONE = Share()
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The result of one evaluation: named metrics, and for text the loss of each document."""
+
+    metrics: dict[str, float]
+    documents: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Data(Protocol):
+    """A source of training rows and of a held-out metric."""
+
+    vocab_size: int
+    context: int
+    # None if rows are not text.
+    tokenizer: PreTrainedTokenizerBase | None
+    # The deciding metric, and whether less of it is better.
+    metric: str
+    lower_is_better: bool
+    # Facts for the record: source, hash, sizes.
+    description: dict[str, Any]
+
+    def batches(self, seed: int, batch_size: int, start: int, share: Share = ALONE) -> Iterator[Batch]:
+        """An endless stream of batches, from row `start` of the order that `seed` determines.
+
+        batch_size: rows of a batch over all processes; this one gets its share of them, in order.
+        """
+        ...
+
+    def rows(self, seed: int, start: int, count: int) -> list[str]:
+        """The numbers of `count` rows from `start` on, with the stream's name if there are several."""
+        ...
+
+    def evaluate(self, logits: Callable[[Batch], Tensor], share: Share = ALONE) -> Evaluation:
+        """Measure a model, given as a function from a batch to logits [B, T, V], on the held-out data.
+
+        All processes call `logits` equally often, and all get the full result.
+        """
+        ...
+
+
+def shuffled(rows: int, seed: int, start: int, *key: str | int) -> Iterator[int]:
+    """An endless stream of row numbers: every epoch is a new permutation, a function of (seed, epoch, key)."""
+    epoch, position = divmod(start, rows)
+    while True:
+        order = torch.randperm(rows, generator=generator("order", seed, epoch, *key))[position:]
+        for part in order.split(2**16):  # a list of all of them would take four times the memory
+            yield from part.tolist()
+        epoch, position = epoch + 1, 0

@@ -1,0 +1,297 @@
+"""Conversations, from a column of messages: rendered by the tokenizer's chat template, trained on in the answers alone.
+
+An answer is what the model writes itself: the content of an assistant's message and the token that ends it. Its borders
+are those that the template marks ({% generation %} … {% endgeneration %}), else what a message adds to the conversation
+before it, with the template's generation prompt.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from tokenizers import Tokenizer, processors
+
+from headwater.models.load import TEXT_ENDS, TURN_ENDS
+from headwater.util.deadline import MEGABYTE, SECONDS, within
+from headwater.util.errors import HeadwaterError, first_line
+from headwater_lab.data.reading import TOOLS, WithTools
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ASSISTANT = "assistant"
+# Columns whose text is a conversation if it is JSON.
+COLUMNS = ("messages", "conversations")
+# Speakers in `conversations`, whose messages have `from` and `value`.
+ROLES = {"human": "user", "gpt": ASSISTANT}
+_MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+# The most characters that a template may write for one of a conversation's, beside a million.
+MOST_ADDED = 100
+
+# transformers keeps the marks of one text at a time.
+_RENDERING = threading.Lock()
+
+ChatMessage = dict[str, Any]
+Span = tuple[int, int]
+"""The first character, and that behind the last."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The token ids of a document. counts: which of them are trained on, bool; None: all. bytes: of text, in UTF-8,
+    that those stand for.
+    """
+
+    ids: np.ndarray
+    counts: np.ndarray | None
+    bytes: int
+
+
+def content_of(value: Any, column: str, where: str, row: int) -> tuple[str, bool] | None:
+    """(the text of a row, or its conversation as JSON; whether it is one); None if there is nothing to train on.
+
+    Raises `HeadwaterError` for anything else.
+    """
+    value, tools = value if isinstance(value, WithTools) else (value, None)
+    name = column.rpartition(".")[2]
+    if isinstance(value, str) and name in COLUMNS and value.lstrip().startswith("["):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return value, False
+    if value is None or isinstance(value, str):
+        return None if value is None else (value, False)
+    if isinstance(value, list) and all(isinstance(message, dict) for message in value):
+        try:
+            messages = [_message(message) for message in value]
+        except ValueError as error:
+            raise HeadwaterError(f"Column {column!r} of {where!r}: {error}, in row {row}; correct it.") from None
+        if any(message["content"] is None for message in messages):
+            return None
+        if messages and all(message["role"] != ASSISTANT for message in messages):
+            return None
+        return (as_text(messages, _functions(tools, where, row)) if messages else ""), True
+    raise HeadwaterError(
+        f"Column {column!r} of {where!r} holds {type(value).__name__}, not text, in row {row}; name another column."
+    )
+
+
+def as_text(messages: list[ChatMessage], tools: list[Any] | None = None) -> str:
+    """A conversation in JSON: its messages, or an object of messages and tools if it has tools."""
+    return json.dumps({"messages": messages, TOOLS: tools} if tools else messages, ensure_ascii=False)
+
+
+def as_fields(conversation: str) -> dict[str, Any]:
+    """The columns `messages` and, if it has any, `tools` of a conversation in JSON."""
+    value = json.loads(conversation)
+    return value if isinstance(value, dict) else {"messages": value}
+
+
+def _functions(tools: Any, where: str, row: int) -> list[Any] | None:
+    """The tools of a conversation: JSON objects, or such a list in JSON. Raises `HeadwaterError` for anything else."""
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except (ValueError, RecursionError) as error:
+            raise HeadwaterError(
+                f"Column {TOOLS!r} of {where!r} is no JSON in row {row}: {first_line(error)}; correct or remove it."
+            ) from None
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise HeadwaterError(
+            f"Column {TOOLS!r} of {where!r} must be a list of JSON objects, which describe functions, in row {row}; "
+            "correct or remove it."
+        )
+    return _without_nulls(tools) or None
+
+
+def _without_nulls(value: Any) -> Any:
+    """The value without fields that are null: tables of columns give each object the fields of all."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _message(message: dict[Any, Any]) -> ChatMessage:
+    """A message with a role and a content in text, None if it has none. Raises `ValueError`."""
+    fields = {str(name): value for name, value in message.items() if value is not None}
+    role = fields.pop("role", None) or ROLES.get(str(said := fields.pop("from", None)), said)
+    if not isinstance(role, str):
+        raise ValueError("a message has no role, such as user or assistant")
+    content = fields.pop("content", fields.pop("value", None))
+    if isinstance(content, list):
+        content = "".join(map(_text_part, content))
+    if content is None and "tool_calls" in fields:
+        content = ""
+    if content is not None and not isinstance(content, str):
+        raise ValueError(f"the content of a message is {type(content).__name__}, not text")
+    return {"role": role, "content": content, **fields}
+
+
+def _text_part(part: Any) -> str:
+    """The text of one part of a content. Raises `ValueError`."""
+    if isinstance(part, str):
+        return part
+    if isinstance(part, dict) and isinstance(part.get("text"), str) and part.get("type", "text") == "text":
+        return str(part["text"])
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    raise ValueError(f"a message has a part of type {kind}, and only text is trained on")
+
+
+def contents(conversation: str) -> str:
+    """What is said in a conversation given as JSON, a line for each message."""
+    return "\n".join(message["content"] for message in as_fields(conversation)["messages"])
+
+
+class ChatEncoder:
+    """Conversations -> token ids, as the chat template renders them, in any number of threads.
+
+    Raises `HeadwaterError` if the tokenizer has no template, or none that tells where answers begin.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, dtype: np.dtype) -> None:
+        self.tokenizer, self.dtype = tokenizer, dtype
+        if not tokenizer.chat_template:
+            raise HeadwaterError(
+                "The text holds conversations, and the tokenizer has no chat template to write them with; set "
+                "tokenizer.chat_template and save it to a folder with save_pretrained, or put a chat_template.jinja "
+                "beside its tokenizer.json."
+            )
+        if not getattr(tokenizer, "is_fast", False):
+            raise HeadwaterError(f"{type(tokenizer).__name__} has no tokenizer.json, which conversations need.")
+        try:
+            self.template = tokenizer.get_chat_template()
+        except ValueError as error:
+            raise HeadwaterError(f"The chat template cannot be used: {first_line(error)}") from error
+        self.backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        # Others shorten the offsets of tokens that begin with a space.
+        self.backend.post_processor = processors.ByteLevel(trim_offsets=False)
+        added = tokenizer.added_tokens_decoder
+        self.special = {id: token.content for id, token in added.items() if token.special}
+        self.ends = {end for end in (*TEXT_ENDS, *TURN_ENDS, tokenizer.eos_token) if end}
+        self.marks = re.compile("|".join(map(re.escape, {*self.ends, *self.special.values()})))
+
+    def __call__(self, conversation: str, where: str) -> Encoded:
+        """The tokens of a conversation given as JSON. where: its name in errors."""
+        fields = as_fields(conversation)
+        messages, tools = fields["messages"], fields.get(TOOLS)
+        if tools and TOOLS not in self.template:
+            raise HeadwaterError(
+                f"{where!r} has {TOOLS}, and the chat template does not write them; use another template, or remove "
+                "that column."
+            )
+        text, marked = self.render(messages, where, tools, marks=bool(_MARKED.search(self.template)))
+        answers = marked or self.differences(messages, text, where, tools)
+        spans = [span for span in (self.with_end(text, *answer) for answer in answers) if span[0] < span[1]]
+        if not spans and any(message["role"] == ASSISTANT and message["content"] for message in messages):
+            raise HeadwaterError(f"The chat template leaves out the answers of {where!r}; use another tokenizer.")
+        pieces = self.tokens(text, spans)
+        counts = np.concatenate([np.full(len(ids), counted) for ids, counted, _ in pieces])
+        counts[:1] = False  # nothing of the conversation predicts its first token
+        ids = np.concatenate([np.asarray(ids, dtype=self.dtype) for ids, _, _ in pieces])
+        size = sum(len(text[first:last].encode()) for first, last in spans)
+        return Encoded(ids, counts, size - sum(special for _, _, special in pieces))
+
+    def render(
+        self,
+        messages: list[ChatMessage],
+        where: str,
+        tools: list[Any] | None = None,
+        marks: bool = False,
+        prompt: bool = False,
+    ) -> tuple[str, list[Span]]:
+        """(the text of messages, the answers that the template marks). prompt: with the beginning of an answer."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        def work() -> Any:
+            return render_jinja_template(
+                [messages],
+                tools=tools,
+                chat_template=self.template,
+                return_assistant_tokens_mask=marks,
+                add_generation_prompt=prompt,
+                **self.tokenizer.special_tokens_map,
+            )
+
+        size = len(str(messages)) + len(str(tools or ""))
+        seconds = SECONDS * max(1.0, size / MEGABYTE)
+        try:
+            with _RENDERING:
+                texts, spans = within(seconds, work, f"The chat template needs more than {seconds:g} s for {where!r}")
+            if len(texts[0]) > MEGABYTE + MOST_ADDED * size:
+                raise HeadwaterError(
+                    f"The chat template writes {len(texts[0]):,} characters for {where!r}, which has {size:,}; use "
+                    f"another tokenizer."
+                )
+        except HeadwaterError:
+            raise
+        except Exception as error:  # a template can raise anything
+            raise HeadwaterError(
+                f"The chat template cannot write {where!r}: {first_line(error)}; correct that conversation, or use "
+                "another template."
+            ) from error
+        return texts[0], [(first, last) for first, last in spans[0]] if spans else []
+
+    def differences(
+        self, messages: list[ChatMessage], text: str, where: str, tools: list[Any] | None = None
+    ) -> Iterator[Span]:
+        """The answers in the text of a conversation, as what each adds to the messages before it."""
+        for index, message in enumerate(messages):
+            if message["role"] != ASSISTANT:
+                continue
+            try:
+                before, _ = self.render(messages[:index], where, tools, prompt=True)
+                prompted = before != self.render(messages[:index], where, tools)[0]
+            except HeadwaterError:
+                if index:
+                    raise
+                before, prompted = "", False  # many templates look at the first message
+            after, _ = self.render(messages[: index + 1], where, tools)
+            if not (text.startswith(after) and after.startswith(before)):
+                raise HeadwaterError(
+                    f"The chat template writes the beginning of {where!r} otherwise than the whole, so that its "
+                    "answers cannot be told apart; mark them in the template with {% generation %} and "
+                    "{% endgeneration %}."
+                )
+            first = len(before)
+            if not prompted:  # the name of who speaks may stand before the answer
+                said = text.find(message["content"].strip(), first, len(after))
+                first = said if said > first and text[first:said].strip() else first
+            yield first, len(after)
+
+    def with_end(self, text: str, first: int, last: int) -> Span:
+        """An answer up to the token that ends it, without the white space of the template behind that."""
+        *_, end = (0, *(match.end() for match in self.marks.finditer(text, first, last)))
+        if end and not text[end:last].strip():
+            return first, end
+        following = next((end for end in self.ends if text.startswith(end, last)), "")
+        return first, last + len(following)
+
+    def tokens(self, text: str, spans: list[Span]) -> list[tuple[list[int], bool, int]]:
+        """(ids, whether they are of an answer, the bytes of its special tokens) of each stretch of a text.
+
+        Where a token would reach over a border, the stretches are tokenized apart, as they are when a model answers.
+        """
+        borders = [0, *(border for span in spans for border in span), len(text)]
+        whole = self.backend.encode(text, add_special_tokens=False)
+        starts, ends = np.array(whole.offsets or [(0, 0)]).T
+        # How many tokens begin before each border; the last of them may end behind it.
+        counts = np.searchsorted(starts, borders)
+        if (ends[np.maximum(counts, 1) - 1] > borders)[1:].any():
+            stretches = (text[first:last] for first, last in pairwise(borders))
+            found = [self.backend.encode(stretch, add_special_tokens=False).ids for stretch in stretches]
+        else:
+            found = [whole.ids[first:last] for first, last in pairwise(counts)]
+        return [(ids, bool(n % 2), self._special_bytes(ids) if n % 2 else 0) for n, ids in enumerate(found)]
+
+    def _special_bytes(self, ids: list[int]) -> int:
+        return sum(len(self.special[id].encode()) for id in ids if id in self.special)

@@ -1,0 +1,358 @@
+"""From a source to documents: files, folders, globs, JSONL, parquet, Hugging Face datasets, the standard library.
+
+A document has an id and a text. Which documents are held out is decided by a hash, never by position: of the file's
+relative path where a document is a file, of the text where it is a row of a table or a piece of a long file.
+"""
+
+from __future__ import annotations
+
+import ast
+import fnmatch
+import glob
+import hashlib
+import itertools
+import os
+import platform
+import re
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headwater.plugins.outside import check_link
+from headwater.util.errors import HeadwaterError, first_line
+from headwater.util.files import absence
+from headwater.util.hub import check_reachable, is_path
+from headwater_lab.data.chat import content_of
+from headwater_lab.data.reading import (
+    DEFAULT,
+    MARK,
+    ROWS,
+    Columns,
+    encoded,
+    is_text,
+    local_path,
+    opened_text,
+    printable,
+    read_whole,
+    rows_of_tables,
+    table_kind,
+    table_rows,
+)
+
+STDLIB, TOPICS, DOCS = "python-stdlib", "python-topics", "python-docs"
+# A corpus with fewer files than this is cut into pieces, so that some can be held out.
+FEW_FILES = 20
+# Characters in a piece: at least PIECE, at most LONGEST_PIECE, which is less than a part of a stream (stream.LONGEST).
+PIECE = 16_384
+# In how many pieces to cut a text that would be one, and their fewest characters.
+FEW_PIECES, SHORTEST_PIECE = 10, 16
+LONGEST_PIECE = 4 * PIECE
+
+
+@dataclass(frozen=True)
+class Document:
+    """id: its name in records; key: the text or path that is hashed for the split.
+
+    is_chat: its text is a conversation in JSON, see `headwater_lab.data.chat`.
+    """
+
+    id: str
+    text: str
+    key: str
+    is_chat: bool = False
+
+    def fraction(self, purpose: str = "") -> float:
+        """A number in [0, 1) that depends only on the key (and its purpose)."""
+        return int.from_bytes(hashlib.sha256((self.key + purpose).encode()).digest()[:8], "big") / 2**64
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents in a fixed order, and what a record keeps about them."""
+
+    documents: list[Document]
+    facts: dict[str, Any]
+
+
+def read_corpus(source: str, text_column: str = "text") -> Corpus:
+    """All documents of `source`. Raises `HeadwaterError` if there are none.
+
+    source: "python-stdlib", its sources; "python-topics", the text of Python's language reference; "python-docs", that
+        and the docstrings of the sources; a file, folder or glob of text, JSONL or parquet files, compressed or not;
+        or a Hugging Face dataset ("name", "owner/name", either with ":split").
+    text_column: the column (or JSON field) that holds the text.
+    """
+    documents, skipped, empty = read_documents(source, text_column, "data.text_column")
+    if len({document.key for document in documents}) < FEW_FILES:
+        documents = cut(documents)
+    check_one_kind(source, {document.is_chat for document in documents})
+
+    content = hashlib.sha256()
+    for document in documents:
+        content.update(f"{document.id}\0{hashlib.sha256(document.text.encode()).hexdigest()}\n".encode())
+    facts: dict[str, Any] = {
+        "source": source,
+        "documents": len(documents),
+        "bytes": sum(len(document.text.encode()) for document in documents),
+        "sha256": content.hexdigest(),
+        "skipped_not_utf8": len(skipped),
+        "skipped_without_text": empty,
+    }
+    if source in (STDLIB, TOPICS, DOCS):
+        facts["python"] = platform.python_version()
+    return Corpus(documents, facts)
+
+
+def check_column_is_read(column: str, sources: Iterable[str], option: str) -> None:
+    """Raise `HeadwaterError` for a column other than the default if none of the sources is a table.
+
+    option: that names it.
+    """
+    sources = list(sources)
+    if column != DEFAULT and sources and not any(map(_has_rows, sources)):
+        raise HeadwaterError(f"{option} is for tables, and {sources[0]!r} has none; leave it out.")
+
+
+def _has_rows(source: str) -> bool:
+    """Whether a source has tables, or is a dataset."""
+    if source in (TOPICS, DOCS):
+        return False
+    files = local_files(source)
+    return files is None or any(map(table_kind, files[1]))
+
+
+def read_documents(source: str, column: str, option: str | None) -> tuple[list[Document], list[str], int]:
+    """(the documents of a source as `read_corpus` takes it, uncut; the names of files that are not text; how many
+    documents and rows have no text).
+
+    option: that sets the column of tables, if one does. Raises `HeadwaterError` if there are none.
+    """
+    skipped: list[str] = []
+    columns = Columns(column, text_option=option)
+    if source == TOPICS:
+        documents = topics()
+    elif source == DOCS:
+        documents = docstrings()
+    elif found := local_files(source):
+        documents = read_files(found[1], found[0], columns, skipped)
+    else:
+        documents = _hub_documents(source, columns)
+    held, empty = [], 0
+    for document in documents:
+        if document.text:
+            held.append(document)
+        empty += not document.text
+    columns.require(source)
+    if not held:
+        tail = f": none of its {len(skipped)} files is UTF-8 text" if skipped else ", or only empty files"
+        raise HeadwaterError(f"There is no text in {source!r}{tail}; give a file or folder with text.")
+    return held, skipped, empty
+
+
+def read_files(files: Iterable[Path], root: Path, columns: Columns, skipped: list[str]) -> Iterator[Document]:
+    """The documents of local files, empty ones for rows without text; files that are not text go to `skipped`."""
+    for file in files:
+        relative = name_in(file, root)
+        if table_kind(file):
+            for index, (_, value, _) in enumerate(table_rows(file, columns)):
+                yield row_document(value, columns.text, printable(str(file)), relative, index)
+        elif is_text(file):
+            with opened_text(file) as stream:
+                yield Document(relative, read_whole(file, stream).decode(), key=relative)
+        else:
+            skipped.append(relative)
+
+
+def name_in(file: Path, root: Path) -> str:
+    """A file's name in records: its path below `root`."""
+    return printable(file.relative_to(root).as_posix())
+
+
+def row_document(value: Any, column: str, where: str, name: str, row: int) -> Document:
+    """A row's document, without text if the row has none. Raises `HeadwaterError` if the value is no text."""
+    text, is_chat = content_of(value, column, where, row) or ("", False)
+    text = text.removeprefix(MARK.decode())
+    encoded(text, name := f"{name}:{row}")
+    return Document(name, text, key=text, is_chat=is_chat)
+
+
+def check_one_kind(source: str, kinds: set[bool]) -> None:
+    """Raise `HeadwaterError` if some documents are conversations, and some are not."""
+    if len(kinds) > 1:
+        raise HeadwaterError(
+            f"{source!r} has both conversations and plain text; keep them apart, and mix them by weight as prepared "
+            "folders."
+        )
+
+
+def _stdlib_files(root: Path) -> list[Path]:
+    """The standard library's own sources: no installed packages, no tests, no generated tables."""
+    unwanted = {"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data", "__pycache__"}
+
+    def wanted(file: Path) -> bool:
+        parts = file.relative_to(root).parts
+        if unwanted.intersection(parts) or file.name.startswith("_sysconfigdata"):
+            return False
+        return parts[0] != "encodings" or b"gencodec" not in file.read_bytes()
+
+    return sorted(file for file in root.rglob("*.py") if file.is_file() and wanted(file))
+
+
+def topics() -> Iterator[Document]:
+    """The language reference that `help()` reads from, a document for each topic."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        raise HeadwaterError(
+            "This Python has no pydoc_data, which python-topics reads; use another Python, or another source."
+        ) from None
+    for name, text in sorted(topics.items()):
+        yield Document(f"{name}.rst", text, key=name)
+
+
+def docstrings() -> Iterator[Document]:
+    """English: the standard library's docstrings, a document for each file, and the language reference."""
+    root = Path(sysconfig.get_path("stdlib"))
+    described = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for file in _stdlib_files(root):
+        found = [node for node in ast.walk(ast.parse(file.read_bytes())) if isinstance(node, described)]
+        found.sort(key=lambda node: getattr(node, "lineno", 0))
+        text = "\n\n".join(filter(None, map(ast.get_docstring, found)))
+        if text:
+            relative = name_in(file, root)
+            yield Document(relative, text + "\n", key=relative)
+    yield from topics()
+
+
+def local_files(source: str) -> tuple[Path, list[Path]] | None:
+    """The folder that names are relative to, and the files; None if `source` looks like a dataset's name.
+
+    Raises `HeadwaterError` if there are none, and for a link out of the folder that the user does not trust.
+    """
+    if source == STDLIB:
+        root = Path(sysconfig.get_path("stdlib"))
+        return root, _stdlib_files(root)
+    path = local_path(source)
+    if path.is_file():
+        return path.parent, [path]
+    if path.is_dir():
+        files = [file for file in _walk(path) if not _hidden(file.relative_to(path))]
+        if not files:
+            raise HeadwaterError(f"The folder {source!r} holds no files.")
+        for file in files:
+            if file.is_symlink():  # the folders above it are none
+                check_link(file, path)
+        return path, files
+    if path.exists():
+        raise HeadwaterError(f"{source!r} is not a regular file; save its contents to a file first.")
+    if glob.has_magic(source):
+        fixed = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts))
+        files = _matches(fixed, path.parts[len(fixed.parts) :])
+        if not files:
+            raise HeadwaterError(f"No file matches {source!r}.")
+        return fixed, files
+    if is_path(source) or re.fullmatch(r"\.[A-Za-z]\w{0,7}", path.suffix):
+        raise HeadwaterError(f"{absence(path)}.")
+    return None
+
+
+def _walk(folder: Path) -> list[Path]:
+    """All regular files below a folder, sorted. Links to folders are not followed: they may form loops."""
+
+    def refuse(error: OSError) -> None:
+        raise HeadwaterError(f"The folder {error.filename!r} cannot be read: {error.strerror}.") from error
+
+    found = (Path(where) / name for where, _, names in os.walk(folder, onerror=refuse) for name in names)
+    return sorted(file for file in found if file.is_file())
+
+
+def _hidden(relative: Path) -> bool:
+    return any(part.startswith(".") for part in relative.parts)
+
+
+def _matches(root: Path, pattern: tuple[str, ...]) -> list[Path]:
+    """The regular files below `root` that match a shell pattern. `**` does not follow links either."""
+    cut = pattern.index("**") if "**" in pattern else len(pattern)
+    names = glob.glob(str(Path(*pattern[:cut])), root_dir=root) if cut else [""]
+    found = [root / name for name in names]
+    if cut < len(pattern):
+        found = [
+            file
+            for folder in found
+            for file in (_walk(folder) if folder.is_dir() else [])
+            if _fits(file.relative_to(folder).parts, pattern[cut:])
+        ]
+    return sorted(file for file in set(found) if file.is_file())
+
+
+def _fits(parts: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
+    """Whether the parts of a path match those of a pattern; hidden names must be matched explicitly."""
+    if not parts or not pattern:
+        return not parts and not pattern
+    first, *rest = pattern
+    if first == "**":
+        inside = not parts[0].startswith(".") and (_fits(parts[1:], pattern) or (len(parts) == 1 and not rest))
+        return inside or _fits(parts, tuple(rest))
+    dotted = parts[0].startswith(".") and not first.startswith(".")
+    return not dotted and fnmatch.fnmatchcase(parts[0], first) and _fits(parts[1:], tuple(rest))
+
+
+def load_hub_rows(source: str, config: str | None = None, split: str | None = None, streaming: bool = False) -> Any:
+    """A dataset of the hub, "name" or "owner/name", either with ":split"; by default its split train."""
+    from datasets import load_dataset
+
+    name, _, named_split = source.partition(":")
+    check_reachable("dataset", name)
+    try:
+        return load_dataset(name, config, split=split or named_split or "train", streaming=streaming)
+    except Exception as error:  # a download or a dataset's layout can fail in many ways
+        raise HeadwaterError(f"The dataset {name!r} could not be loaded: {first_line(error)}") from error
+
+
+def _hub_documents(source: str, columns: Columns) -> Iterator[Document]:
+    tables = load_hub_rows(source).with_format("arrow").iter(batch_size=ROWS)
+    for index, (_, value, _) in enumerate(rows_of_tables(tables, columns, 0, Path(source))):
+        yield row_document(value, columns.text, source, source, index)
+
+
+def cut(documents: Iterable[Document]) -> list[Document]:
+    """The documents of a small corpus in pieces, so that some can be held out; shorter ones if it would be just one."""
+    documents = list(documents)
+    result = [piece for document in documents for piece in pieces(document)]
+    if len(result) == 1:
+        result = list(pieces(documents[0], max(SHORTEST_PIECE, len(documents[0].text) // FEW_PIECES)))
+    return result
+
+
+def pieces(document: Document, size: int | None = None) -> Iterator[Document]:
+    """Cut a long document at line ends into pieces of about `size` (`PIECE`) characters, each with its own key.
+
+    Conversations stay whole.
+    """
+    if document.is_chat:
+        yield document
+        return
+    start, count = 0, 0
+    text = document.text
+    while start < len(text):
+        end = piece_end(text, start, size=size)
+        piece = text[start:end]
+        yield Document(f"{document.id}#{count}", piece, key=piece)
+        start, count = end, count + 1
+
+
+def piece_end(text: str, start: int, ended: bool = True, size: int | None = None) -> int:
+    """Where the piece that begins at `start` ends: after a line end, else a space, else at its longest.
+
+    ended: whether this is all of the text; if not, -1 if more of it is needed to decide.
+    """
+    size = size or PIECE
+    longest = LONGEST_PIECE * size // PIECE
+    if len(text) == start or (not ended and len(text) - start < longest):
+        return -1
+    for mark in "\n", " ":
+        if (end := text.find(mark, start + size, start + longest)) >= 0:
+            return end + 1
+    return min(len(text), start + longest)

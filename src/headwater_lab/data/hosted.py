@@ -1,0 +1,71 @@
+"""Hugging Face datasets in a folder: what their own files may name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import yaml
+
+from headwater.models.load import read_object, read_text, reading
+from headwater.util.errors import HeadwaterError, shown
+
+# Where a dataset lists its files: in the head of its card, or in a file of its own.
+CARD, LIST = "README.md", ".huggingface.yaml"
+SAVED, SAVED_SPLITS, SAVED_INFO = "state.json", "dataset_dict.json", "dataset_info.json"
+
+
+def check_card(folder: Path) -> None:
+    """Raise `HeadwaterError` if a dataset lists files outside its folder."""
+    for name in (CARD, LIST):
+        file = folder / name
+        if not file.exists():
+            continue
+        text = read_text(file)
+        if name == CARD:
+            text = text.split("\n---", 1)[0].removeprefix("---") if text.startswith("---") else ""
+        with reading(repr(str(file)), "correct or remove it"):
+            content = yaml.safe_load(text)
+        for path in _strings(content.get("configs") if isinstance(content, dict) else None):
+            _check_inside(path, file)
+
+
+def check_saved(folder: Path) -> None:
+    """Raise `HeadwaterError` if a dataset of `save_to_disk` names splits or files outside its folder."""
+    splits = [folder]
+    if (folder / SAVED_SPLITS).exists():
+        names = read_object(folder / SAVED_SPLITS).get("splits")
+        for name in _strings(names):
+            _check_inside(name, folder / SAVED_SPLITS)
+        splits = [folder / name for name in _strings(names)]
+    for split in splits:
+        for file in (split / SAVED, split / SAVED_INFO):
+            content = read_object(file)
+            for name in _strings(content.get("_data_files")):
+                _check_inside(name, file)
+
+
+def downloads(name: str) -> list[Path]:
+    """The folders that the files of a dataset on the hub are downloaded and unpacked to."""
+    from datasets import config
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    hub = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="dataset")
+    return [hub, Path(config.HF_DATASETS_CACHE), Path(config.DOWNLOADED_DATASETS_PATH)]
+
+
+def _check_inside(name: str, file: Path) -> None:
+    path = PurePosixPath(name.replace("\\", "/"))
+    if path.is_absolute() or ".." in path.parts or "::" in name or "://" in name:
+        raise HeadwaterError(f"{str(file)!r} names {shown(name)}, which is outside its folder; correct it.")
+
+
+def _strings(content: Any) -> Iterator[str]:
+    """All texts in a value."""
+    if isinstance(content, str):
+        yield content
+    elif isinstance(content, dict | list):
+        for inner in content.values() if isinstance(content, dict) else content:
+            yield from _strings(inner)

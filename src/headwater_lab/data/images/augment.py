@@ -1,0 +1,157 @@
+"""Random changes to training images, by torchvision's v2 transforms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from headwater.util.settings import Settings
+from headwater_lab.data.images.randomness import drawing_from
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Probability = Annotated[float, Field(ge=0, le=1)]
+# RandAugment as the papers write it, (magnitude, deviation): operations per image, and the largest magnitude.
+OPERATIONS, LARGEST = 2, 10.0
+BINS = 31
+
+
+class Augmentation(Settings):
+    """`augmentation:` of image data. Nothing is changed by default. Transforms are applied in this order."""
+
+    crop: Annotated[tuple[float, float], Field(strict=False)] | None = None
+    """Crop a random part of this share of the area, least and largest, of an aspect ratio from 3/4 to 4/3, and resize
+    it (Inception's crop; ImageNet: [0.08, 1]). null takes the part that evaluation takes."""
+    flip: Probability = 0.0
+    """Probability of a horizontal flip."""
+    rand_augment: Annotated[tuple[float, float], Field(strict=False)] | None = None
+    """RandAugment (arXiv 1909.13719): two random operations of a magnitude drawn around the first number, of 10, with
+    the second as standard deviation."""
+    erase: Probability = 0.0
+    """Probability of random erasing (arXiv 1708.04896)."""
+    mixup: float = Field(default=0.0, ge=0, le=100)
+    """α of mixup (arXiv 1710.09412); 0 for none."""
+    cutmix: float = Field(default=0.0, ge=0, le=100)
+    """α of CutMix (arXiv 1905.04899); 0 for none. With mixup too, each image gets one of the two at random."""
+
+    @property
+    def draws(self) -> bool:
+        """Whether any transform is random, and torchvision is needed."""
+        settings = self.crop, self.rand_augment, self.flip, self.erase, self.mixup, self.cutmix
+        return any(setting not in (None, 0) for setting in settings)
+
+    @property
+    def back(self) -> int:
+        """1 if each row is mixed with the one before it, else 0."""
+        return int(bool(self.mixup or self.cutmix))
+
+    def model_post_init(self, context: Any) -> None:
+        if self.crop is not None and not 0 < self.crop[0] <= self.crop[1] <= 1:
+            raise ValueError(f"data.augmentation.crop is the least and the largest share of the area, not {self.crop}")
+        if self.rand_augment is not None and not (0 <= self.rand_augment[0] <= LARGEST and self.rand_augment[1] >= 0):
+            raise ValueError(
+                f"data.augmentation.rand_augment is a magnitude of 0 to 10 and a standard deviation, not "
+                f"{self.rand_augment}"
+            )
+
+
+class Changer:
+    """A function from an image and its generator to normalized pixels [C, H, W], changed at random."""
+
+    def __init__(
+        self,
+        settings: Augmentation,
+        size: tuple[int, int],
+        mean: Sequence[float],
+        std: Sequence[float],
+        shorter: int | None = None,
+    ) -> None:
+        """shorter: without a random crop, as for `fitted`."""
+        if settings.draws:
+            from torchvision.transforms import v2
+            from torchvision.transforms.v2 import InterpolationMode
+
+        self.draws, self.size = settings.draws, size
+        self.transforms: list[Callable[[Image], Image]] = [partial(fitted, size=size, shorter=shorter)]
+        if settings.crop is not None:
+            crop = v2.RandomResizedCrop(size, scale=settings.crop, interpolation=InterpolationMode.BICUBIC)
+            self.transforms = [crop]
+        if settings.flip:
+            self.transforms.append(v2.RandomHorizontalFlip(settings.flip))
+        if settings.rand_augment is not None:
+            by_level = [v2.RandAugment(OPERATIONS, level, BINS) for level in range(BINS)]
+            self.transforms.append(partial(_rand_augmented, by_level, settings))
+        self.erase = v2.RandomErasing(settings.erase) if settings.erase else None
+        self.mean, self.std = (np.array(each, np.float32).reshape(-1, 1, 1) for each in (mean, std))
+
+    def __call__(self, image: Image, draw: torch.Generator) -> Tensor:
+        with drawing_from(draw) if self.draws else nullcontext():
+            for transform in self.transforms:
+                image = transform(image)
+            # torchvision's conversion and normalization take longer than all the rest of a small image, and PyTorch's
+            # operations start threads of their own in each thread.
+            pixels = np.empty((len(self.mean), *self.size), np.float32)
+            np.divide(np.asarray(image).reshape(*self.size, -1).transpose(2, 0, 1), np.float32(255), out=pixels)
+            pixels -= self.mean
+            pixels /= self.std
+            found = torch.from_numpy(pixels)
+            return found if self.erase is None else self.erase(found)
+
+
+def fitted(image: Image, size: tuple[int, int], shorter: int | None) -> Image:
+    """An image of this height and width, as evaluation takes it: the whole one squeezed, or the center of one resized
+    to have a shorter side of `shorter` pixels."""
+    from PIL.Image import Resampling
+
+    height, width = size
+    if shorter is None:
+        return image if image.size == (width, height) else image.resize((width, height), Resampling.BICUBIC)
+    least = min(image.size)
+    image = image.resize((image.width * shorter // least, image.height * shorter // least), Resampling.BICUBIC)
+    left, top = (image.width - width) // 2, (image.height - height) // 2
+    return image.crop((left, top, left + width, top + height))
+
+
+def _rand_augmented(by_level: list[Any], settings: Augmentation, image: Image) -> Image:
+    assert settings.rand_augment is not None
+    magnitude, deviation = map(torch.tensor, settings.rand_augment)
+    level = torch.normal(magnitude, deviation).clamp(0, LARGEST) / LARGEST * (BINS - 1)
+    return by_level[round(float(level))](image)
+
+
+def mixed(
+    settings: Augmentation,
+    pixels: Tensor,
+    labels: Tensor,
+    classes: int,
+    draws: Sequence[Callable[[], torch.Generator]],
+) -> tuple[Tensor, Tensor]:
+    """Each row mixed with the one `settings.back` rows before it; the first rows have none, and are left out.
+
+    pixels [N, C, H, W] and labels [N] become [N - back, C, H, W] and probabilities [N - back, classes]. draws: for each
+    of those a generator with the same numbers whenever it is called.
+    """
+    from torchvision.transforms import v2
+
+    kinds = [kind(alpha=a, num_classes=classes) for kind, a in _mixes(v2, settings) if a]
+    images = torch.empty_like(pixels[settings.back :])
+    shares = torch.empty(len(images), classes)
+    for row, draw in enumerate(draws):
+        kind = kinds[int(torch.randint(len(kinds), (), generator=draw()))]
+        pair = [row, row + settings.back]
+        with drawing_from(draw()):
+            x, y = kind(pixels[pair], labels[pair])
+        images[row], shares[row] = x[1], y[1]
+    return images, shares
+
+
+def _mixes(v2: Any, settings: Augmentation) -> list[tuple[Any, float]]:
+    return [(v2.MixUp, settings.mixup), (v2.CutMix, settings.cutmix)]

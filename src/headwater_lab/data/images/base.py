@@ -1,0 +1,233 @@
+"""What kinds of image data share: their order, augmentation, evaluation and the image processor."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
+
+import torch
+from pydantic import Field, field_validator, model_validator
+from torch import Tensor
+from torch.nn import functional as F
+
+from headwater.util.errors import HeadwaterError
+from headwater.util.seeding import generator
+from headwater.util.settings import Settings
+from headwater_lab.data.base import ALONE, Batch, Evaluation, Share, shuffled
+from headwater_lab.data.images.augment import Augmentation, Changer, mixed
+from headwater_lab.data.images.loading import loaded
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from transformers import BaseImageProcessor
+
+# Numbers in a batch to evaluate on.
+PIXELS = 2**24
+MEAN, STD = 0.5, 0.5
+
+Pixels = Annotated[int, Field(ge=1, le=2**16)]
+
+
+class ImageSettings(Settings):
+    """Fields that all kinds of image data share."""
+
+    kind: str
+    image_size: Pixels | Annotated[list[Pixels], Field(min_length=2, max_length=2)]
+    """Height and width in pixels, one number or [height, width]; images are resized to it."""
+    channels: int = Field(default=3, ge=1, le=3)
+    """3: red, green and blue; gray images repeat their one channel. 1: gray; colors become their luma."""
+    augmentation: Augmentation = Augmentation()
+    """Random changes to training images; null for none."""
+    workers: int = Field(default=4, ge=0, le=256)
+    """Processes that read and augment images, for each one that trains, at most one per core; 0: the training thread.
+    No result depends on it."""
+
+    @field_validator("augmentation", mode="before")
+    @classmethod
+    def _none(cls, given: object) -> object:
+        return {} if given is None else given
+
+    @model_validator(mode="after")
+    def _channels_exist(self) -> ImageSettings:
+        if self.channels == 2:
+            raise ValueError("data.channels must be 1 (gray) or 3 (color), not 2")
+        return self
+
+    @property
+    def known_classes(self) -> int | None:
+        """How many classes there are, if the settings alone tell."""
+        return None
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width."""
+        return (self.image_size,) * 2 if isinstance(self.image_size, int) else (self.image_size[0], self.image_size[1])
+
+
+class UnreadableImage(HeadwaterError):
+    """A file that is no image, or a damaged one. The message names it."""
+
+
+class Images(Protocol):
+    """Numbered images, each with its class."""
+
+    labels: list[int]
+
+    def __len__(self) -> int: ...
+
+    def open(self, index: int, draw: torch.Generator) -> Image:
+        """An image, in the settings' channels; draw: for images that are made at random.
+
+        Raises `UnreadableImage`.
+        """
+        ...
+
+    def name(self, index: int) -> str:
+        """Its name for messages."""
+        ...
+
+
+class ImageData:
+    """See `headwater_lab.data.base.Data`. A row is an image; its batches are pixel_values [B, C, H, W] and labels.
+
+    labels: [B], numbers of classes; with mixup or CutMix [B, classes], the probability of each.
+    """
+
+    metric = "accuracy"
+    lower_is_better = False
+    tokenizer = None
+
+    def __init__(
+        self,
+        settings: ImageSettings,
+        train: Images,
+        held_out: Images,
+        classes: Sequence[str],
+        description: dict[str, Any],
+        *,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        crop_ratio: float | None = None,
+        notices: Sequence[str] = (),
+    ) -> None:
+        """mean, std: of pixels from 0 to 1, by channel; default 0.5. crop_ratio: the part of the shorter side that the
+        center crop takes; None takes the whole image, squeezed. notices: warnings for the record of a run that begins.
+        """
+        self.notices = list(notices)
+        self.reads_ahead = settings.workers > 0
+        self.settings, self.train, self.held_out, self.classes = settings, train, held_out, list(classes)
+        self.vocab_size, self.context = len(self.classes), 1  # the model makes tokens of an image
+        self.mean, self.std = list(mean or [MEAN] * settings.channels), list(std or [STD] * settings.channels)
+        shorter = None if crop_ratio is None else round(max(settings.size) / crop_ratio)
+        self.change = Changer(settings.augmentation, settings.size, self.mean, self.std, shorter)
+        self.processor = image_processor(settings.size, settings.channels, self.mean, self.std, shorter)
+        self.description = description | {
+            "train_images": len(train),
+            "held_out_images": len(held_out),
+            "classes": len(self.classes),
+        }
+
+    def order(self, seed: int, start: int) -> Iterator[tuple[int, int]]:
+        """An endless stream of (epoch, index), from row `start` on: a function of the seed."""
+        images = shuffled(len(self.train), seed, start)
+        return ((row // len(self.train), index) for row, index in zip(itertools.count(start), images, strict=False))
+
+    def batches(self, seed: int, batch_size: int, start: int, share: Share = ALONE) -> Iterator[Batch]:
+        own = range(share.rank * batch_size // share.world, (share.rank + 1) * batch_size // share.world)
+        return loaded(partial(self.read, seed, own), self.parts(seed, batch_size, start), self.settings.workers)
+
+    def parts(self, seed: int, batch_size: int, start: int) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+        """(number of its first row, its rows) of each batch; mixed rows come with the `back` rows before them."""
+        back = self.settings.augmentation.back
+        # The first rows of all have none before them, and take those behind.
+        earliest = list(itertools.islice(self.order(seed, 0), 2 * back))
+        order = self.order(seed, max(0, start - back))
+        before = [earliest[number + 2 * back] if number < 0 else next(order) for number in range(start - back, start)]
+        for first in itertools.count(start, batch_size):
+            rows = before + list(itertools.islice(order, batch_size))
+            yield first, rows
+            before = rows[len(rows) - back :]
+
+    def read(self, seed: int, own: range, part: tuple[int, list[tuple[int, int]]]) -> Batch:
+        """The rows `own` of a batch, one of `parts`. Raises `UnreadableImage`."""
+        (first, rows), settings = part, self.settings.augmentation
+        rows = rows[own.start : own.stop + settings.back]
+        pixels = torch.empty(len(rows), self.settings.channels, *self.settings.size)
+        for place, row in zip(pixels, rows, strict=True):
+            place.numpy()[...] = self.changed(seed, *row).numpy()
+        labels = torch.tensor([self.train.labels[index] for _, index in rows])
+        if settings.back:
+            draws = [partial(generator, "mix", seed, first + row) for row in own]
+            pixels, labels = mixed(settings, pixels, labels, len(self.classes), draws)
+        return {"pixel_values": pixels, "labels": labels}
+
+    def changed(self, seed: int, epoch: int, index: int) -> Tensor:
+        """The pixels [C, H, W] of a training image, as this epoch sees it."""
+        draw = generator("image", seed, epoch, index, 0)
+        return self.change(self.train.open(index, draw), draw)
+
+    def rows(self, seed: int, start: int, count: int) -> list[str]:
+        return [self.train.name(index) for _, index in itertools.islice(self.order(seed, start), count)]
+
+    def held_out_images(self, numbers: Sequence[int]) -> Batch:
+        """These held-out images, as every model sees them, whatever its seed. Raises `UnreadableImage`."""
+        images = [self.held_out.open(number, generator("held out", number)) for number in numbers]
+        labels = torch.tensor([self.held_out.labels[number] for number in numbers])
+        return {"pixel_values": self.processor(images=images, return_tensors="pt")["pixel_values"], "labels": labels}
+
+    def evaluate(self, logits: Callable[[Batch], Tensor], share: Share = ALONE) -> Evaluation:
+        """Accuracy (top-1), top-5 accuracy with more than five classes, and loss in nats per image."""
+        count = len(self.held_out)
+        size = max(1, min(1024, PIXELS // (self.settings.channels * self.settings.size[0] * self.settings.size[1])))
+        firsts = range(0, count, size)
+        ranks, nats = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
+        numbers = range(share.rank, -(-len(firsts) // share.world) * share.world, share.world)
+        # Models in several processes must run together: who has no images left repeats the last ones.
+        parts = [range(first, min(first + size, count)) for first in (firsts[min(n, len(firsts) - 1)] for n in numbers)]
+        workers = min(self.settings.workers, len(parts) - 1)
+        with closing(loaded(self.held_out_images, parts, workers)) as batches:
+            for number, part, batch in zip(numbers, parts, batches, strict=True):
+                scores, labels = logits(batch).float().cpu(), batch["labels"]
+                if number < len(firsts):
+                    own = slice(part.start, part.stop)
+                    right = scores.gather(1, labels[:, None])
+                    # Among equal scores the first class comes first, as argmax has it. What is no number is wrong.
+                    before = torch.arange(scores.shape[1]) < labels[:, None]
+                    better = ~(scores <= right) | ((scores == right) & before)
+                    ranks[own] = better.sum(1).double()
+                    nats[own] = F.cross_entropy(scores, labels, reduction="none").double()
+        ranks, nats = share.total(ranks), share.total(nats)
+        metrics = {"accuracy": float((ranks < 1).double().mean())}
+        if len(self.classes) > 5:
+            metrics["accuracy/top-5"] = float((ranks < 5).double().mean())
+        return Evaluation(metrics | {"loss": float(nats.mean())})
+
+
+def image_processor(
+    size: tuple[int, int],
+    channels: int,
+    mean: Sequence[float],
+    std: Sequence[float],
+    shorter: int | None = None,
+) -> BaseImageProcessor:
+    """What prepares images for a trained model, one of transformers' own; saved with the model.
+
+    shorter: the shorter side is resized to this many pixels before the center crop; None resizes the whole image,
+        whatever its aspect ratio.
+    """
+    # Pillow's resizing, as in training: torchvision's gives other pixels, and accuracy would depend on whether it is
+    # installed. It is saved under the name BitImageProcessor, so transformers reads it as whichever it has.
+    from transformers import BitImageProcessorPil
+
+    shape = {"height": size[0], "width": size[1]}
+    return BitImageProcessorPil(
+        size=shape if shorter is None else {"shortest_edge": shorter},
+        crop_size=shape,
+        do_center_crop=shorter is not None,
+        do_convert_rgb=channels == 3,
+        image_mean=list(mean),
+        image_std=list(std),
+    )

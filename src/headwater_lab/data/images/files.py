@@ -1,0 +1,388 @@
+"""Images of a Hugging Face dataset, or of folders: one for each class, also within train/ and val/, as ImageNet-1k."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+
+import torch
+from pydantic import Field
+
+from headwater.util import extras
+from headwater.util.errors import HeadwaterError, first_line, nearest, shown
+from headwater.util.files import is_inside
+from headwater.util.hub import check_reachable
+from headwater_lab.data.hosted import check_card, check_saved, downloads
+from headwater_lab.data.images.base import ImageData, ImageSettings, Pixels, UnreadableImage
+from headwater_lab.data.reading import local_path
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+# Names of the held-out split, the first that exists.
+SPLITS = ("validation", "val", "valid", "test")
+# ImageNet's, from which everybody's images are normalized.
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+class ImageFilesSettings(ImageSettings):
+    """`data:` of a recipe, with `kind: images`."""
+
+    kind: Literal["images"] = "images"
+    source: str
+    """A folder with a folder for each class, or with train/ and val/ of such folders; or a Hugging Face dataset: its
+    name, or a folder of parquet files or of `save_to_disk`."""
+    config: str | None = None
+    """The configuration of a dataset on the hub."""
+    split: str = "train"
+    """The split to train on; within a folder, the folder of it."""
+    held_out: str | Annotated[float, Field(gt=0, lt=1)] | None = None
+    """The split to evaluate on; or a share of the training images, chosen by hash. Default: the first of validation,
+    val, valid and test that exists, else 0.1."""
+    image_column: str = "image"
+    """A dataset's column of images."""
+    label_column: str = "label"
+    """A dataset's column of classes: ClassLabel, numbers from 0, or names."""
+    image_size: Pixels | Annotated[list[Pixels], Field(min_length=2, max_length=2)] = 224
+    """Height and width in pixels, one number or [height, width]. Images are resized to it."""
+    crop_ratio: Annotated[float, Field(gt=0, le=1)] | None = 0.875
+    """Evaluation takes the center crop, this part of the shorter side; null takes the whole image, squeezed. So does
+    training without `augmentation.crop`."""
+
+    def build(self) -> ImageData:
+        """Raises `HeadwaterError` for anything that is missing or does not fit."""
+        extras.check("vision", () if self.augmentation.draws else ("torchvision",))
+        folder = local_path(self.source)
+        is_local = folder.is_dir()
+        tables = is_local and any(chain(folder.glob("*.parquet"), folder.glob("*/*.parquet"), folder.glob("*.arrow")))
+        saved = is_local and any((folder / name).is_file() for name in ("dataset_info.json", "dataset_dict.json"))
+        if not is_local and (folder.exists() or folder.is_absolute()):
+            raise HeadwaterError(f"data.source: {shown(self.source)} is not a folder of images, nor a dataset's name.")
+        splits = (
+            _dataset_splits(self, folder, saved) if not is_local or tables or saved else _folder_splits(self, folder)
+        )
+        if self.split not in splits:
+            raise HeadwaterError(f"{self.source!r} has no split {self.split!r}; {nearest(self.split, splits)}")
+        held_out = self.held_out
+        if held_out is None:
+            held_out = next((name for name in SPLITS if name in splits and name != self.split), 0.1)
+        if isinstance(held_out, str) and held_out not in splits:
+            raise HeadwaterError(
+                f"data.held_out: {self.source!r} has no split {held_out!r}; {nearest(held_out, splits)}"
+            )
+        train = splits[self.split]()
+        other = splits[held_out]() if isinstance(held_out, str) else None
+        classes = _classes(train)
+        facts: dict[str, Any] = {"source": self.source}
+        sides = {"train": numbered(train, classes, self.channels)}
+        if other is not None:
+            sides["held out"] = numbered(other, classes, self.channels)
+        if other is None:
+            assert isinstance(held_out, float)
+            sides["train"], sides["held out"] = sides["train"].divided(held_out)
+        for name, side in sides.items():
+            if not len(side):
+                raise HeadwaterError(
+                    f"{self.source!r}: no images are left for {name}; use more images or other splits."
+                )
+        facts["sha256"] = hashlib.sha256("".join(side.digest for side in sides.values()).encode()).hexdigest()
+        notices = [notice for split in (train, other) if split is not None for notice in split.notices]
+        if unused := sorted(set(range(len(classes))) - set(sides["train"].labels)):
+            first = ", ".join(classes[number] for number in unused[:5])
+            notices.append(f"{len(unused)} of {len(classes)} classes have no image to train on: {first}.")
+        middle, spread = (list(values) if self.channels == 3 else [sum(values) / 3] for values in (MEAN, STD))
+        return ImageData(
+            self,
+            sides["train"],
+            sides["held out"],
+            classes,
+            facts,
+            mean=middle,
+            std=spread,
+            crop_ratio=self.crop_ratio,
+            notices=notices,
+        )
+
+
+class ImageSplit(NamedTuple):
+    """A part of a source.
+
+    where: for messages. read: the file, or the bytes of an image, by number. names: of the images. labels: numbers of
+    classes or their names, by image. classes: the names of the classes in order, if the source has them. notices:
+    warnings for the record. sizes: of the images in bytes, where their names are only numbers.
+    """
+
+    where: str
+    read: Callable[[int], Path | bytes]
+    names: Sequence[str]
+    labels: Sequence[Any]
+    classes: list[str] | None
+    notices: Sequence[str] = ()
+    sizes: Sequence[int] | None = None
+
+
+def _folder_splits(settings: ImageFilesSettings, folder: Path) -> dict[str, Callable[[], ImageSplit]]:
+    """The splits of a folder, not yet read. Raises `HeadwaterError` if its folders are neither splits nor classes."""
+    inside = {path.name: path for path in _folders(folder)}
+    if settings.split not in inside:
+        held_out = next((name for name in SPLITS if name in inside), None)
+        if held_out is None:
+            return {settings.split: lambda: _folder_split(folder)}
+        if not inside.keys() <= {"train", *SPLITS}:
+            raise HeadwaterError(
+                f"{settings.source!r} has the folders {', '.join(inside)}: {held_out!r} is the name of a split, and "
+                f"there is no {settings.split!r}; move the folders of classes into {settings.split!r}, or rename "
+                f"{held_out!r} if it is a class."
+            )
+    return {name: lambda path=path: _folder_split(path) for name, path in inside.items()}  # type: ignore[misc]
+
+
+def _folder_split(folder: Path) -> ImageSplit:
+    """A folder of folders, one for each class. Raises `HeadwaterError` if it has none, or one has no images."""
+    classes = [path.name for path in _folders(folder)]
+    if not classes:
+        raise HeadwaterError(
+            f"The folder {str(folder)!r} has no classes; put the images of each class into a folder of its name."
+        )
+    from headwater_lab.data.images.reading import suffixes
+
+    endings = suffixes()
+    files: list[Path] = []
+    labels: list[int] = []
+    left_out = [path for path in sorted(folder.iterdir()) if _is_file(path)]
+    for label, name in enumerate(classes):
+        every = sorted(filter(_is_file, (folder / name).rglob("*")))
+        own = [path for path in every if path.suffix.lower() in endings]
+        left_out += [path for path in every if path.suffix.lower() not in endings]
+        if not own:
+            raise HeadwaterError(
+                f"The class {name!r} in {str(folder)!r} has no images; add some, or remove its folder."
+            )
+        files += own
+        labels += [label] * len(own)
+    names = [path.relative_to(folder).as_posix() for path in files]
+    notices = []
+    if left_out:
+        notices.append(
+            f"Files in {str(folder)!r} that are left out, because they lie beside the classes' folders or have no "
+            f"suffix of an image: {len(left_out)}, {left_out[0].relative_to(folder).as_posix()!r} first."
+        )
+    return ImageSplit(str(folder), files.__getitem__, names, labels, classes, notices)
+
+
+def _is_file(path: Path) -> bool:
+    return not path.name.startswith(".") and path.is_file()
+
+
+def _folders(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+
+
+def _dataset_splits(settings: ImageFilesSettings, folder: Path, saved: bool) -> dict[str, Callable[[], ImageSplit]]:
+    """The splits of a Hugging Face dataset."""
+    from datasets import Dataset, load_dataset, load_from_disk
+
+    source = settings.source
+    local = folder.is_dir()
+    try:
+        if saved:
+            check_saved(folder)
+            found = load_from_disk(str(folder))
+        elif local:
+            check_card(folder)
+            found = _tables(folder, settings.config)
+        else:
+            check_reachable("dataset", source)
+            found = load_dataset(source, settings.config)
+    except HeadwaterError:
+        raise
+    except Exception as error:  # the many ways a download or a dataset's own layout can fail
+        raise HeadwaterError(f"The dataset {source!r} could not be loaded: {first_line(error)}") from error
+    found = {settings.split: found} if isinstance(found, Dataset) else dict(found)
+    roots = [folder] if local else downloads(source)
+    return {name: lambda name=name: _dataset_split(settings, name, found[name], roots) for name in found}  # type: ignore[misc]
+
+
+def _tables(folder: Path, config: str | None) -> Any:
+    """The splits of a folder of tables. Raises `HeadwaterError` if datasets would read files of another kind."""
+    from datasets import load_dataset_builder
+    from datasets.packaged_modules.arrow.arrow import Arrow
+    from datasets.packaged_modules.parquet.parquet import Parquet
+
+    builder = load_dataset_builder(str(folder), config)
+    if not isinstance(builder, Arrow | Parquet):
+        raise HeadwaterError(
+            f"Most files in {str(folder)!r} are neither parquet nor arrow; move those that are into a folder of theirs."
+        )
+    builder.download_and_prepare()
+    return builder.as_dataset()
+
+
+def _dataset_split(settings: ImageFilesSettings, name: str, rows: Any, roots: Sequence[Path]) -> ImageSplit:
+    """A split of a dataset. Raises `HeadwaterError` if a column is missing or of another kind.
+
+    roots: the folders that its rows may name files in.
+    """
+    from datasets import ClassLabel
+    from datasets import Image as ImageColumn
+    from datasets.features.features import require_decoding
+    from pyarrow import ArrowException
+
+    where = f"{settings.source}:{name}"
+    for field in ("image_column", "label_column"):
+        column = getattr(settings, field)
+        if column not in rows.column_names:
+            raise HeadwaterError(
+                f"data.{field}: {where!r} has no column {column!r}; {nearest(column, rows.column_names)}"
+            )
+    rows = rows.with_format(None)  # a saved dataset may have one
+    kind = rows.features[settings.label_column]
+    if require_decoding(kind):  # which would open files and addresses that the rows name
+        raise HeadwaterError(
+            f"data.label_column: {settings.label_column!r} of {where!r} holds {type(kind).__name__}, not classes; name "
+            "another column."
+        )
+    labels = rows[settings.label_column]
+    try:
+        images = rows.select_columns(settings.image_column).cast_column(
+            settings.image_column, ImageColumn(decode=False)
+        )
+    except (ArrowException, TypeError, ValueError) as error:
+        raise HeadwaterError(
+            f"data.image_column: {settings.image_column!r} of {where!r} has no images, but "
+            f"{rows.features[settings.image_column]}; name a column of images."
+        ) from error
+    read = partial(_read_row, images, settings.image_column, where, roots)
+    names = [f"row {number}" for number in range(len(rows))]
+    classes = list(kind.names) if isinstance(kind, ClassLabel) else None
+    return ImageSplit(where, read, names, list(labels), classes, sizes=_sizes(images, settings.image_column))
+
+
+def _sizes(rows: Any, column: str) -> list[int]:
+    """Bytes of each encoded image of a dataset, which are not read; 0 of one that is a file of its own, or missing."""
+    import pyarrow.compute as arrow
+
+    sizes: list[int] = []
+    for part in rows.with_format("arrow").iter(1000):  # of a shuffled dataset they are copied
+        lengths = arrow.binary_length(arrow.struct_field(part[column], "bytes"))
+        sizes += [size or 0 for size in lengths.to_pylist()]
+    return sizes
+
+
+def _read_row(rows: Any, column: str, where: str, roots: Sequence[Path], number: int) -> Path | bytes:
+    """The image of a row, or its file. Raises `UnreadableImage` if there is none, or it is not below one of `roots`."""
+    found = rows[number][column]
+    if not found or not (found.get("bytes") or found.get("path")):
+        raise UnreadableImage(f"Row {number} of {where!r} has no image.")
+    if found.get("bytes"):
+        return found["bytes"]
+    name = found["path"]
+    files = [root / name for root in roots]
+    inside = next((file for file, root in zip(files, roots, strict=True) if is_inside(file, root)), None)
+    if inside is None or "://" in name or "::" in name:
+        raise UnreadableImage(
+            f"Row {number} of {where!r} names {shown(name)}, which is not a file of the dataset; put the images into "
+            "its folder, or their bytes into its rows."
+        )
+    return inside
+
+
+def _classes(split: ImageSplit) -> list[str]:
+    """The names of a split's classes. Raises `HeadwaterError` for labels that are neither names nor numbers from 0."""
+    if split.classes is not None:
+        return split.classes
+    for name, label in zip(split.names, split.labels, strict=True):
+        if not isinstance(label, str | int) or (isinstance(label, int) and label < 0):
+            raise HeadwaterError(
+                f"The label {shown(label)} of {name} in {split.where!r} is neither a name nor a number from 0; correct "
+                "it or remove the image."
+            )
+    used = set(split.labels)
+    if not all(isinstance(label, int) and not isinstance(label, bool) for label in used):
+        return sorted(map(str, used))
+    count = max(used, default=-1) + 1
+    if count > 2 * len(used):
+        raise HeadwaterError(
+            f"The labels of {split.where!r} are {len(used)} of the numbers from 0 to {count - 1}, so most classes of "
+            "the model would have no images; number the labels without gaps, or make them names (strings)."
+        )
+    return [str(number) for number in range(count)]
+
+
+def numbered(split: ImageSplit, classes: list[str], channels: int) -> ImageFiles:
+    """Its images, with labels as numbers. Raises `HeadwaterError` for a label that is no class."""
+    numbers = {name: number for number, name in enumerate(classes)}
+    # What is a class's number in one split may be another's in the other, if a folder lacks a class.
+    own = dict(enumerate(split.classes or ()))
+    labels = []
+    for name, label in zip(split.names, split.labels, strict=True):
+        key = own.get(label, str(label))
+        if key not in numbers:
+            raise HeadwaterError(
+                f"The label {shown(label)} of {name} in {split.where!r} is out of range: there are {len(classes)} "
+                f"classes, {classes[0]!r} to {classes[-1]!r}; correct it or remove the image."
+            )
+        labels.append(numbers[key])
+    return ImageFiles(split, list(range(len(labels))), labels, channels)
+
+
+class ImageFiles:
+    """See `Images`. Files are read when an image is needed."""
+
+    def __init__(self, split: ImageSplit, numbers: list[int], labels: list[int], channels: int) -> None:
+        """numbers: of the images in the split; labels: of these."""
+        self.split, self.numbers, self.labels, self.channels = split, numbers, labels, channels
+
+    @property
+    def digest(self) -> str:
+        """Of names and labels, and of a dataset's rows their sizes; the pixels are not read.
+
+        Of files it has no size, so that a run resumes after a broken one was replaced.
+        """
+        names, sizes = self.split.names, self.split.sizes
+        listed = "\n".join(
+            f"{names[n]}\t{label}" if sizes is None else f"{names[n]}\t{label}\t{sizes[n]}"
+            for n, label in zip(self.numbers, self.labels, strict=True)
+        )
+        return hashlib.sha256(listed.encode(errors="surrogateescape")).hexdigest()
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def name(self, index: int) -> str:
+        return self.split.names[self.numbers[index]]
+
+    def open(self, index: int, draw: torch.Generator | None = None) -> Image:
+        from headwater_lab.data.images.reading import read_image
+
+        name = f"The image {self.name(index)!r} in {self.split.where!r}"
+        return read_image(self.split.read(self.numbers[index]), name, self.channels)
+
+    def chosen(self, indices: Sequence[int]) -> ImageFiles:
+        return ImageFiles(
+            self.split, [self.numbers[i] for i in indices], [self.labels[i] for i in indices], self.channels
+        )
+
+    def divided(self, share: float) -> tuple[ImageFiles, ImageFiles]:
+        """(to train on, held out): `share` of each class, at least one image, chosen by the names' hash.
+
+        Raises `HeadwaterError` for a class of one image.
+        """
+        by_class: dict[int, list[int]] = {}
+        for index, label in enumerate(self.labels):
+            by_class.setdefault(label, []).append(index)
+        held_out: set[int] = set()
+        for own in by_class.values():
+            if len(own) < 2:
+                raise HeadwaterError(
+                    f"{self.name(own[0])!r} is the only image of its class in {self.split.where!r}, so none can be "
+                    "held out; add some, or name a split in data.held_out."
+                )
+            own.sort(key=lambda index: hashlib.sha256(self.name(index).encode(errors="surrogateescape")).digest())
+            held_out.update(own[: min(max(1, round(share * len(own))), len(own) - 1)])
+        sides = ([i for i in range(len(self)) if (i in held_out) is out] for out in (False, True))
+        return tuple(map(self.chosen, sides))  # type: ignore[return-value]

@@ -1,0 +1,91 @@
+"""Batches of images read in other processes, by PyTorch's `DataLoader`."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from headwater.cost.hardware import cores
+from headwater.util.errors import HeadwaterError
+from headwater_lab.data.base import Batch
+
+T = TypeVar("T")
+
+
+def loaded(read: Callable[[T], Batch], parts: Iterable[T], workers: int) -> Generator[Batch, None, None]:
+    """`read` of each part, in order; `workers` processes, at most one per core, read ahead. 0: this process reads.
+
+    They start at once: those that begin in a thread cannot end well. The generator raises the `HeadwaterError`s of
+    `read`, and one if a process ends.
+    """
+    workers = min(workers, cores())
+    loader = DataLoader(
+        _Parts(read),
+        sampler=parts,
+        batch_size=None,
+        num_workers=workers,
+        collate_fn=_unchanged,
+        # Starts at once and copies nothing. Elsewhere Python chooses, and the data are pickled.
+        multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
+        generator=torch.Generator(),  # else it would draw from the global one, as training does
+    )
+    return _checked(_begun(loader))
+
+
+def _begun(loader: DataLoader[Batch | HeadwaterError]) -> Iterator[Batch | HeadwaterError]:
+    """The loader's batches, with its processes started.
+
+    Ctrl-C in a terminal reaches them too, and the parent still wants their batches to end a step: they inherit that it
+    is blocked. When one ends, PyTorch would raise an error from a signal, wherever the parent then is; without that,
+    whoever waits for the batch learns it, within five seconds.
+    """
+    if sys.platform == "win32" or threading.current_thread() is not threading.main_thread():
+        return iter(loader)  # no handler can be set
+    handler, blocked = signal.getsignal(signal.SIGCHLD), signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return iter(loader)
+    finally:
+        signal.signal(signal.SIGCHLD, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def _checked(batches: Iterator[Batch | HeadwaterError]) -> Generator[Batch, None, None]:
+    try:
+        for batch in batches:
+            if isinstance(batch, HeadwaterError):
+                raise batch
+            yield batch
+    except (RuntimeError, ConnectionError, EOFError) as error:
+        # One that is just ending still counts as alive, and only its connection is lost. "Caught": an error in `read`.
+        lost = not isinstance(error, RuntimeError) or "DataLoader worker (pid" in str(error)
+        if str(error).startswith("Caught") or not lost:
+            raise
+        raise HeadwaterError(
+            "A process that read images has ended, perhaps for want of memory; give the container more shared memory "
+            "(docker run --ipc=host), or set data.workers=0."
+        ) from error
+    finally:
+        del batches  # ends its processes, also where an error's traceback keeps this frame
+
+
+class _Parts(Dataset[Batch | HeadwaterError], Generic[T]):
+    """A dataset whose indices are parts. Errors for the user are returned, since `DataLoader` would add a traceback."""
+
+    def __init__(self, read: Callable[[T], Batch]) -> None:
+        self.read = read
+
+    def __getitem__(self, part: T) -> Batch | HeadwaterError:
+        try:
+            return self.read(part)
+        except HeadwaterError as error:
+            return error
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch

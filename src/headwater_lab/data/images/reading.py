@@ -1,0 +1,94 @@
+"""From files to images: what is accepted, how it is converted, and what is said about the rest."""
+
+from __future__ import annotations
+
+import functools
+import io
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+from PIL import Image as Pillow
+from PIL import ImageOps
+from PIL.Image import Image
+
+from headwater.util.errors import first_line
+from headwater.util.files import open_regular
+from headwater_lab.data.images.base import UnreadableImage
+
+# Pillow finds the format in the content, whatever a file is called. These are pixels, which Pillow reads by itself: for
+# EPS it would start Ghostscript, and formats such as WMF, HDF5, GRIB and BUFR are handed to what is installed for them.
+FORMATS = (
+    "AVIF", "BLP", "BMP", "CUR", "DDS", "DIB", "GIF", "ICNS", "ICO", "JPEG", "JPEG2000", "PCX", "PNG", "PPM", "PSD",
+    "QOI", "SGI", "TGA", "TIFF", "WEBP", "XBM", "XPM",
+)  # fmt: skip
+# Modes of Pillow that `converted` knows.
+GREY = ("1", "L", "LA", "La")
+DEEP = ("I;16", "I;16L", "I;16B", "I;16N")
+COLOR = ("P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB", "HSV")
+# Beyond this, a small file that unpacks to a huge image would fill the memory.
+MOST = 2**28
+# A line of pixels, resized until its shorter side has the wanted length, would too.
+LONGEST = 100
+
+
+def read_image(source: Path | bytes, name: str, channels: int) -> Image:
+    """An image of `channels`, by the rule of `converted`, turned as its camera says. Raises `UnreadableImage`.
+
+    name: for messages.
+    """
+    try:
+        with _content(source) as content, Pillow.open(content, formats=_known()) as opened:
+            if opened.width * opened.height > MOST:
+                raise UnreadableImage(
+                    f"{name} has {opened.width} x {opened.height} pixels, more than the {MOST:,} that are read."
+                )
+            if max(opened.size) > LONGEST * min(opened.size):
+                raise UnreadableImage(
+                    f"{name} has {opened.width} x {opened.height} pixels: one side is more than {LONGEST} times the "
+                    "other; crop it."
+                )
+            opened.load()
+            return converted(ImageOps.exif_transpose(opened), name, channels)
+    except (UnreadableImage, MemoryError):
+        raise
+    except Pillow.UnidentifiedImageError as error:
+        raise UnreadableImage(f"{name} is not an image in a format that is read, such as PNG or JPEG.") from error
+    except Exception as error:  # readers of broken images raise anything
+        said = getattr(error, "strerror", None) or first_line(error)
+        raise UnreadableImage(f"{name} cannot be read: {said.rstrip('.')}.") from error
+
+
+def _content(source: Path | bytes) -> IO[bytes]:
+    return io.BytesIO(source) if isinstance(source, bytes) else open_regular(source)
+
+
+@functools.cache
+def _known() -> list[str]:
+    """Those of `FORMATS` that this Pillow has."""
+    Pillow.init()
+    return [name for name in FORMATS if name in Pillow.OPEN]
+
+
+def suffixes() -> set[str]:
+    """The endings of names that images in these formats have, in lower case."""
+    known = _known()
+    return {
+        suffix
+        for suffix, kind in Pillow.registered_extensions().items()
+        if kind in known and Pillow.MIME.get(kind, "").startswith("image/")
+    }
+
+
+def converted(image: Image, name: str, channels: int) -> Image:
+    """An image with 3 channels (RGB) or 1 (gray).
+
+    Gray images repeat their channel; colors become gray by their luma (ITU-R 601-2). Transparency is dropped, not
+    blended, as transformers' and torchvision's loaders do. Of 16 bits, the upper 8 are kept. Of several frames, the
+    first is taken. Raises `UnreadableImage` for 32-bit and other modes.
+    """
+    if image.mode in DEEP:
+        image = Pillow.fromarray((np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8))
+    elif image.mode not in (*GREY, *COLOR):
+        raise UnreadableImage(f"{name} has pixels of Pillow's mode {image.mode!r}; save it with 8 bits per channel.")
+    return image.convert("RGB" if channels == 3 else "L")

@@ -1,0 +1,239 @@
+"""Language-model data: rows of tokens to train on, and loss and bits per byte on held-out documents."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, combinations, islice
+from os.path import normpath
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import torch
+from pydantic import model_validator
+from torch import Tensor
+
+from headwater.util.errors import HeadwaterError, nearest, shown
+from headwater.util.files import is_file_name
+from headwater.util.settings import Settings
+from headwater_lab.data.base import ALONE, Batch, Evaluation, Share
+from headwater_lab.data.chat import Encoded
+from headwater_lab.data.corpus import Document
+from headwater_lab.data.rows import RowLayout, Rows, Tokens
+from headwater_lab.data.tokenizer import Encoder, vocabulary
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Metrics of held-out text; for a domain, METRIC/NAME.
+METRICS = ("bits_per_byte", "loss")
+
+
+class HeldOutSettings(Settings):
+    """Evaluation fields that `kind: text` and `kind: prepared` share."""
+
+    held_out_domains: dict[str, str] | None = None
+    """Named domains to evaluate on, name -> source. Each is measured separately, and loss and bits per byte are their
+    plain means; null evaluates the held-out text of `source` as a whole."""
+    metric: str = METRICS[0]
+    """The deciding metric: bits_per_byte, loss, or one domain's, as loss/NAME."""
+
+    @model_validator(mode="after")
+    def _measurable(self) -> Self:
+        domains = self.held_out_domains
+        if domains == {}:
+            raise ValueError("data.held_out_domains is empty; name domains with their sources, or leave it out")
+        for name in domains or ():
+            if not is_file_name(name):
+                raise ValueError(
+                    f"data.held_out_domains: {shown(name)} is not a plain name; use letters, digits, spaces, dots "
+                    f"and dashes, without a slash or a leading dot"
+                )
+        for (one, source), (other, same) in combinations((domains or {}).items(), 2):
+            if normpath(source) == normpath(same):
+                raise ValueError(
+                    f"data.held_out_domains: {one!r} and {other!r} are the same source, {shown(source)}; name it once"
+                )
+        known = [*METRICS, *(f"{metric}/{name}" for name in domains or () for metric in METRICS)]
+        if self.metric not in known:
+            raise ValueError(f"data.metric: there is no metric {shown(self.metric)}; {nearest(self.metric, known)}")
+        return self
+
+
+class LanguageData:
+    """See `headwater_lab.data.base.Data`. Raises `HeadwaterError` if a stream is too short for one row.
+
+    streams: token streams by name, with their weights; each document starts with the tokenizer's separator.
+    held_out: documents to evaluate on, by the name of their stream or domain.
+    held_out_bytes: evaluate on at most about this many bytes of each domain; None for all.
+    domains: each is measured separately, and the overall result is their mean.
+    """
+
+    lower_is_better = True
+
+    def __init__(
+        self,
+        streams: Mapping[str, tuple[Tokens, float]],
+        held_out: Mapping[str, Sequence[Document]],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        context: int,
+        layout: RowLayout,
+        held_out_bytes: int | None,
+        description: dict[str, Any],
+        domains: bool = False,
+        metric: str = METRICS[0],
+    ) -> None:
+        self.context, self.tokenizer = context, tokenizer
+        self.domains, self.metric = domains, metric
+        self.vocab_size = vocabulary(tokenizer)
+        for name, (stream, _) in streams.items():
+            if stream.tokens <= context:
+                raise HeadwaterError(
+                    f"{name!r} has {stream.tokens} training tokens, fewer than one row of "
+                    f"data.context={context} + 1; use more text or a smaller context."
+                )
+        self.names = list(streams)
+        self.train = Rows(
+            [stream for stream, _ in streams.values()], [weight for _, weight in streams.values()], context, layout
+        )
+        self.encoder = Encoder(tokenizer)
+        if domains:  # in one order, however a recipe was written, so that sums are the same to the last bit
+            held_out = dict(sorted(held_out.items()))
+        groups = [[(name, document) for document in several] for name, several in held_out.items()]
+        self.held_out = [
+            HeldOut(name, document.id, self.excerpt(document, limit))
+            for group in (groups if domains else [list(chain(*groups))])
+            for (name, document), limit in zip(
+                group, limits([document for _, document in group], held_out_bytes), strict=True
+            )
+            if limit
+        ]
+        facts = self.facts(held_out) if domains else {}
+        if not self.held_out:
+            raise HeadwaterError(f"{', '.join(streams)}: no text was held out for evaluation; hold out a larger share.")
+        self.description = description | {
+            "train_tokens": sum(stream.tokens for stream, _ in streams.values()),
+            "held_out_documents": len(self.held_out),
+            "held_out_bytes": sum(one.bytes for one in self.held_out),
+            **facts,
+        }
+
+    def facts(self, domains: Iterable[str]) -> dict[str, Any]:
+        """What the record keeps about the domains. Raises `HeadwaterError` if one is too short to evaluate on."""
+        sizes, content = {}, hashlib.sha256()
+        for name in domains:
+            own = [one for one in self.held_out if one.stream == name]
+            tokens = sum(one.tokens for one in own)
+            if tokens < self.context:
+                raise HeadwaterError(
+                    f"The domain {name!r} has {tokens} held-out tokens, fewer than one row of "
+                    f"data.context={self.context}; use more text, a smaller context, or a larger data.held_out_bytes."
+                )
+            sizes[name] = {"documents": len(own), "bytes": sum(one.bytes for one in own), "tokens": tokens}
+            for one in own:
+                content.update(f"{name}\0{one.id}\0{hashlib.sha256(one.ids.tobytes()).hexdigest()}\n".encode())
+        return {"held_out_domains": sizes, "held_out_sha256": content.hexdigest()}
+
+    def excerpt(self, document: Document, limit: int) -> Encoded:
+        """`limit` bytes of a document, at a position set by its hash, cut between characters; a whole conversation.
+
+        Not from the beginning, because files begin alike, with licenses and imports.
+        """
+        if document.is_chat:
+            return self.encoder.documents([document])[0]
+        content = document.text.encode()
+        start = int(document.fraction("excerpt") * (len(content) - limit + 1))
+        text = content[start : start + limit].decode(errors="ignore")
+        return self.encoder.documents([Document(document.id, text, document.key)])[0]
+
+    def batches(self, seed: int, batch_size: int, start: int, share: Share = ALONE) -> Iterator[Batch]:
+        return self.train.batches(seed, batch_size, start, share.rank, share.world)
+
+    def rows(self, seed: int, start: int, count: int) -> list[str]:
+        chosen = islice(self.train.order(seed, start), count)
+        return [str(row) if len(self.names) == 1 else f"{self.names[stream]}:{row}" for stream, row in chosen]
+
+    def evaluate(self, logits: Callable[[Batch], Tensor], share: Share = ALONE) -> Evaluation:
+        """Bits per byte over the held-out excerpts, cut into rows that do not overlap: context grows along each row."""
+        owners, rows = [], []
+        for index, one in enumerate(self.held_out):
+            for start in range(0, len(one.ids) - 1, self.context):
+                owners.append(index)
+                both = np.stack((one.ids[:-1], one.labels))[:, start : start + self.context]
+                rows.append(np.pad(both, ((0, 0), (0, self.context - both.shape[1])), constant_values=-100))
+        nats = np.zeros(len(self.held_out))
+        size = max(1, 16_384 // self.context)
+        firsts = range(0, len(rows), size)
+        for turn in range(-(-len(firsts) // share.world)):
+            number = turn * share.world + share.rank
+            first = firsts[min(number, len(firsts) - 1)]  # models in several processes must run together
+            batch = torch.from_numpy(np.stack(rows[first : first + size], axis=1))
+            labels = batch[1]
+            scores = logits({"input_ids": batch[0].clamp(min=0)}).float().flatten(0, 1)
+            loss = torch.nn.functional.cross_entropy(scores, labels.to(scores.device).flatten(), reduction="none")
+            if number < len(firsts):
+                np.add.at(nats, owners[first : first + size], loss.view(labels.shape).double().sum(1).cpu().numpy())
+        nats = share.total(torch.from_numpy(nats)).numpy()
+        documents = [
+            {
+                "id": f"{one.stream}:{one.id}" if self.domains else one.id,
+                "bytes": one.bytes,
+                "tokens": one.tokens,
+                "nats": float(n),
+            }
+            for one, n in zip(self.held_out, nats, strict=True)
+        ]
+        metrics = {
+            "bits_per_byte": float(nats.sum()) / math.log(2) / sum(one.bytes for one in self.held_out),
+            "loss": float(nats.sum()) / sum(one.tokens for one in self.held_out),
+        }
+        if len(self.names) > 1 or self.domains:
+            for name in dict.fromkeys(one.stream for one in self.held_out):
+                own = [
+                    (n, one.bytes, one.tokens) for n, one in zip(nats, self.held_out, strict=True) if one.stream == name
+                ]
+                total, size, tokens = map(sum, zip(*own, strict=True))
+                metrics[f"bits_per_byte/{name}"] = float(total) / math.log(2) / size
+                if self.domains:
+                    metrics[f"loss/{name}"] = float(total) / tokens
+        if self.domains:
+            for metric in METRICS:
+                parts = [value for name, value in metrics.items() if name.startswith(f"{metric}/")]
+                metrics[metric] = sum(parts) / len(parts)
+        return Evaluation({self.metric: metrics[self.metric]} | metrics, documents)
+
+
+class HeldOut:
+    """An excerpt of a held-out document: its stream or domain, its id, its token ids, the label of each but the last,
+    and how many tokens are scored, with the bytes they stand for.
+    """
+
+    def __init__(self, stream: str, id: str, content: Encoded) -> None:
+        self.stream, self.id, self.bytes, self.ids = stream, id, content.bytes, content.ids.astype(np.int64)
+        self.labels = self.ids[1:] if content.counts is None else np.where(content.counts[1:], self.ids[1:], -100)
+        self.tokens = int((self.labels != -100).sum())
+
+
+def limits(documents: Sequence[Document], budget: int | None) -> list[int]:
+    """Bytes to use of each: of texts equal shares; whole conversations, in the order of their hashes, one at least."""
+    sizes = [len(document.text.encode()) for document in documents]
+    if not any(document.is_chat for document in documents):
+        return shares(sizes, budget)
+    used, left = [0] * len(documents), sum(sizes) if budget is None else budget
+    for turn, index in enumerate(sorted(range(len(documents)), key=lambda i: documents[i].fraction("excerpt"))):
+        if not turn or sizes[index] <= left:
+            used[index] = sizes[index]
+            left -= sizes[index]
+    return used
+
+
+def shares(sizes: Sequence[int], budget: int | None) -> list[int]:
+    """Bytes to use of each: equal shares of the budget; what short ones do not use goes to the others."""
+    left = sum(sizes) if budget is None else min(budget, sum(sizes))
+    limits = [0] * len(sizes)
+    for rank, index in enumerate(sorted(range(len(sizes)), key=lambda i: sizes[i])):
+        limits[index] = min(sizes[index], math.ceil(left / (len(sizes) - rank)))
+        left -= limits[index]
+    return limits

@@ -1,0 +1,659 @@
+"""Local files as bytes, text and rows. Any bad content raises a `HeadwaterError`.
+
+JSON is read by Python's own parser, a line at a time: it stops at deep nesting, where others overflow the stack.
+"""
+
+from __future__ import annotations
+
+import bz2
+import codecs
+import csv
+import io
+import itertools
+import json
+import lzma
+import unicodedata
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, AnyStr, NamedTuple
+
+from headwater.util.errors import HeadwaterError
+from headwater.util.files import check_local, open_regular
+
+TABLES = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+}
+# What may divide the fields of a line; the first is the usual one.
+DELIMITERS = {"csv": ",;\t|", "tsv": "\t,;|"}
+# The column that is read unless another is named, and the one with conversations that stands in for it.
+DEFAULT, MESSAGES = "text", "messages"
+# The column beside conversations with the functions that a model may call in them.
+TOOLS = "tools"
+MISSING = object()
+# Bytes read at a time.
+CHUNK = 2**22
+# The same for a compressed file, of its own bytes. They are unpacked to at most CHUNK bytes at a time, since they may
+# hold a million times as many.
+PACKED_CHUNK = 2**13
+# The most memory that a decoder may ask for, in bytes: a header can name a dictionary of gigabytes.
+MOST_DICTIONARY = 2**29
+# Rows of a parquet file at a time, fewer if they could take more bytes than this.
+ROWS = 64
+MOST_ROWS = 2**28
+# A longer line of JSON is an error: parsing needs several times its memory.
+LONGEST_LINE = 2**28
+# What is read whole may be this many times as large as its file, or LONGEST_LINE bytes.
+MOST_UNPACKED = 100
+# Number of columns to list when one is missing.
+NAMED_COLUMNS = 30
+# Rows that may lack the domain's column before the first that has it.
+FIRST_ROWS = 10_000
+MARK = codecs.BOM_UTF8
+
+
+class WithTools(NamedTuple):
+    """A row's value that may be a conversation, and that of the column `tools` beside it."""
+
+    value: Any
+    tools: Any
+
+
+class Columns:
+    """The columns to read of a source's rows, and whether any row so far has had them.
+
+    text: the column with the text. by: that with the domain's name. Both are dotted if nested: meta.text.
+    text_option, by_option: the options that set them; None if there is none.
+    """
+
+    def __init__(
+        self, text: str, by: str | None = None, text_option: str | None = "--text-column", by_option: str = "--by"
+    ) -> None:
+        self.text, self.by = text, by
+        self.options = {text: text_option, **({by: by_option} if by else {})}
+        # Columns that no row has had yet.
+        self.missing = dict.fromkeys(self.options)
+        # Names of columns in the rows so far, a few more than an error lists.
+        self.names: dict[str, None] = {}
+        self.rows = 0
+
+    def outermost(self, names: Iterable[str]) -> list[str]:
+        """Those columns of a table with these names that hold the wanted ones."""
+        names = set(names)
+        wanted = [*self.options, *([MESSAGES] if self.text == DEFAULT else []), _beside(self.text)]
+        return [c for name in wanted for c in (name, name.partition(".")[0]) if c in names][: 2 * len(wanted)]
+
+    def add_names(self, names: Iterable[str]) -> None:
+        """Note names for the error about a missing column."""
+        self.names |= dict.fromkeys(itertools.islice(names, NAMED_COLUMNS + 1 - len(self.names)))
+
+    def cells(self, row: dict[str, Any], where: str) -> tuple[Any, str | None]:
+        """(the text's value, None if the row has none; its domain). Raises `HeadwaterError` for one that is no name.
+
+        Conversations in a column `messages` stand in for a column `text`, the default, that a row lacks.
+        """
+        self.rows += 1
+        if self.missing and len(self.names) <= NAMED_COLUMNS:
+            self.add_names(_dotted(row))
+        if self.by in self.missing and self.rows > FIRST_ROWS:  # would all go into one domain
+            self.require(where)
+        text = _cell(row, self.text, where)
+        if text is MISSING and self.text == DEFAULT:
+            text = _conversation(row.get(MESSAGES, MISSING))
+        if text is not MISSING:
+            self.missing.pop(self.text, None)
+            tools = _cell(row, _beside(self.text), where)
+            text = WithTools(text, tools) if tools not in (MISSING, None, "") else text
+        return None if text is MISSING else text, self._domain(row, where)
+
+    def _domain(self, row: dict[str, Any], where: str) -> str | None:
+        if not self.by:
+            return None
+        value = _cell(row, self.by, where)
+        if value is not MISSING:
+            self.missing.pop(self.by, None)
+        if value is None or value is MISSING:
+            return "none"
+        if isinstance(value, dict | list):
+            inner = f"; its fields: {', '.join(map(str, value))}" if isinstance(value, dict) else ""
+            raise HeadwaterError(f"Column {self.by!r} of {where!r} holds {type(value).__name__}, not a name{inner}.")
+        encoded(name := str(value), f"column {self.by!r} of {where}")
+        return name
+
+    def require(self, where: str) -> None:
+        """Raise `HeadwaterError` if there were rows, and none of them had a column."""
+        for column in self.missing if self.rows else ():
+            names = [name if name.isprintable() else repr(name) for name in [*self.names][:NAMED_COLUMNS]]
+            more = ", …" if len(self.names) > NAMED_COLUMNS else ""
+            option = self.options[column]
+            advice = f"set {option} to one of" if option else "rename one of its columns"
+            raise HeadwaterError(f"{where!r} has no column {column!r}; {advice}: {', '.join(names)}{more}.")
+
+
+def _beside(column: str) -> str:
+    """The name of the column `tools` beside one of conversations, dotted if that is nested."""
+    outer, dot, _ = column.rpartition(".")
+    return outer + dot + TOOLS
+
+
+def _conversation(value: Any) -> Any:
+    """The value of a column `messages`; `MISSING` for text that is no JSON."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return MISSING
+    return value if value is None or isinstance(value, list) else MISSING
+
+
+def _cell(row: dict[str, Any], column: str, where: str) -> Any:
+    """The value of a column, dotted if nested; `MISSING` if the row has none. Raises `HeadwaterError`."""
+    if column in row:
+        return row[column]
+    value: Any = row
+    path = column.split(".")
+    for depth, name in enumerate(path):
+        if isinstance(value, str) and value.startswith("{"):  # nested, and written as text
+            value = json.loads(value)
+        if isinstance(value, list):
+            raise HeadwaterError(
+                f"Column {'.'.join(path[:depth])!r} of {where!r} is a list, so {column!r} is not one value a row; name "
+                "another column, or write one row for each item."
+            )
+        if not isinstance(value, dict) or name not in value:
+            return MISSING
+        value = value[name]
+    return value
+
+
+def _dotted(row: dict[str, Any]) -> Iterator[str]:
+    """The names of a row's columns, and of the fields inside them."""
+    for name, value in row.items():
+        if isinstance(value, dict) and value:
+            yield from (f"{name}.{inner}" for inner in value)
+        else:
+            yield str(name)
+
+
+def printable(name: str) -> str:
+    """A file's name with the bytes that are not UTF-8 escaped, so that it can be printed and stored."""
+    return name.encode(errors="backslashreplace").decode()
+
+
+def check_name(path: Path) -> None:
+    """Raise `HeadwaterError` for a folder whose name is not UTF-8: no tokenizer can be written to it."""
+    if (name := printable(str(path))) != str(path):
+        raise HeadwaterError(f"The name '{name}' is not UTF-8; name another folder.")
+
+
+def encoded(text: str, where: str) -> bytes:
+    """The text in UTF-8. Raises `HeadwaterError` if it contains half of a surrogate pair, which UTF-8 cannot encode."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise HeadwaterError(f"{where!r} contains half of a surrogate pair, which is not a character.") from error
+
+
+def local_path(name: str) -> Path:
+    """The path that a user wrote, with ~ expanded. Raises `HeadwaterError` for an invalid one."""
+    if not name:
+        raise HeadwaterError("The name of a file or folder is empty; pass a name.")
+    check_local(name)
+    try:
+        path = Path(name).expanduser()
+        path.is_file()
+    except RuntimeError as error:
+        raise HeadwaterError(f"The home folder in {name!r} is not known; write the full path.") from error
+    except OSError as error:
+        raise HeadwaterError(f"{name[:80]!r} cannot be read: {error.strerror}.") from error
+    return path
+
+
+def table_kind(file: Path) -> str | None:
+    """The kind of table that a file's name implies, compressed or not; None for text."""
+    name = file.with_suffix("") if file.suffix.lower() in PACKED else file
+    return TABLES.get(name.suffix.lower())
+
+
+def is_text(file: Path) -> bool:
+    """Whether the whole unpacked file is Unicode, as `opened_text` reads it, without NUL characters."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    with opened_text(file) as stream:
+        try:
+            while data := stream.read(CHUNK):
+                if b"\0" in data:
+                    return False
+                decoder.decode(data)
+            decoder.decode(b"", final=True)
+        except UnicodeDecodeError:
+            return False
+    return True
+
+
+@contextmanager
+def opened(file: Path) -> Iterator[IO[bytes]]:
+    """Open a file for reading in a `with`, unpacked by its suffix; reading errors become `HeadwaterError`."""
+    try:
+        unpacked = PACKED.get(file.suffix.lower())
+        with io.BufferedReader(unpacked(file), CHUNK) if unpacked else open_regular(file) as stream:
+            yield stream
+    except HeadwaterError:
+        raise
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise unreadable(file, error) from error
+
+
+@contextmanager
+def opened_text(file: Path) -> Iterator[IO[bytes]]:
+    """Open a text file as `opened` does, in UTF-8 without byte order marks, wherever they are."""
+    with opened(file) as stream:
+        yield io.BufferedReader(_Utf8(stream), CHUNK)
+
+
+def skip(stream: IO[bytes], size: int) -> None:
+    """Read up to byte `size` of a file from `opened_text`."""
+    while size and (data := stream.read(min(size, CHUNK))):
+        size -= len(data)
+
+
+def read_whole(file: Path, stream: IO[bytes]) -> bytes:
+    """The rest of a file from `opened`. Raises `HeadwaterError` if it unpacks to far more than there is of it."""
+    most = max(LONGEST_LINE, MOST_UNPACKED * file.stat().st_size)
+    pieces: list[bytes] = []
+    while data := stream.read(CHUNK):
+        pieces.append(data)
+        most -= len(data)
+        if most < 0:
+            raise HeadwaterError(
+                f"{_named(file)} unpacks to more than {MOST_UNPACKED} times its size, which is read at once; unpack "
+                "it, or read it with `headwater data prepare`."
+            )
+    return b"".join(pieces)
+
+
+def unreadable(file: Path, error: Exception) -> HeadwaterError:
+    """The error for a file that cannot be read."""
+    cause = error.__cause__ or error
+    text = (getattr(cause, "strerror", None) or str(cause) or type(cause).__name__).splitlines()[0]
+    if isinstance(error, EOFError) or text.startswith("Truncated"):
+        text = "it is truncated; copy it again"
+    kind = f" as {file.suffix[1:]}" if file.suffix.lower() in {**TABLES, **PACKED} else ""
+    return HeadwaterError(f"{_named(file)} cannot be read{kind}: {text[:300].rstrip('.')}.")
+
+
+def _named(file: Path) -> str:
+    return repr(printable(str(file)))
+
+
+class _Utf8(io.RawIOBase):
+    """Text in UTF-8: transcoded if it begins with a mark of UTF-16 or UTF-32, and without marks.
+
+    everywhere: also without those that are not at the beginning, as files that were joined have them.
+    """
+
+    def __init__(self, stream: IO[bytes], everywhere: bool = True) -> None:
+        self.stream, self.everywhere = stream, everywhere
+        self.decoder: codecs.IncrementalDecoder | None = None
+        self.begun = self.ended = False
+        self.held, self.left = b"", memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self.left:
+            if self.ended:
+                return 0
+            self.left = memoryview(self._next())
+        size = min(len(self.left), len(buffer))
+        buffer[:size], self.left = self.left[:size], self.left[size:]
+        return size
+
+    def _next(self) -> bytes:
+        data = self.stream.read(CHUNK)
+        self.ended = not data
+        first, self.begun = not self.begun, True
+        if first:
+            self.decoder = _transcoder(data)
+        if self.decoder is not None:
+            text = self.decoder.decode(data, final=self.ended)
+            if first:
+                _check_assigned(text)
+            data = text.encode()
+        if not self.everywhere:
+            return data.removeprefix(MARK) if first else data
+        data = self.held + data
+        # The beginning of a mark may be the last that was read.
+        cut = 0 if self.ended else next((n for n in (2, 1) if data.endswith(MARK[:n])), 0)
+        self.held = data[len(data) - cut :]
+        return data[: len(data) - cut].replace(MARK, b"")
+
+
+def _transcoder(data: bytes) -> codecs.IncrementalDecoder | None:
+    """What decodes text that begins with these bytes; None for UTF-8."""
+    for name in ("utf-32", "utf-16"):  # a mark of UTF-32 begins with that of UTF-16
+        marks = (getattr(codecs, f"BOM_{name.replace('-', '').upper()}_{order}") for order in ("LE", "BE"))
+        if data.startswith(tuple(marks)):
+            return codecs.getincrementaldecoder(name)()
+    return None
+
+
+def _check_assigned(text: str) -> None:
+    """Raise `UnicodeDecodeError` if this is no text: most binary data are possible UTF-16, of characters that do not
+    exist. Those beyond the first 2^16 are not looked at, since new ones are assigned each year.
+    """
+    for character in set(text):
+        if character < "\U00010000" and unicodedata.category(character) == "Cn":
+            raise UnicodeDecodeError("utf-16", character.encode("utf-16-le"), 0, 2, "no character")
+
+
+class _Unpacked(io.RawIOBase):
+    """Unpack a file of one or more streams, at most CHUNK bytes at a time. A truncated end or a damaged later stream is
+    an error; the readers of bz2 and xz in the standard library ignore one or the other."""
+
+    def __init__(self, file: Path, decompressor: Callable[[], Any]) -> None:
+        self.file, self.decompressor = open_regular(file), decompressor
+        self.stream: Any = None
+        self.left = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self.left:
+            data = b""
+            if self.stream is None or self.stream.eof:
+                # .gz and .xz may have zeros between streams and after the last.
+                data = (self.stream.unused_data if self.stream else b"").lstrip(b"\0") or self._packed()
+                while self.stream and data and not (data := data.lstrip(b"\0")):
+                    data = self._packed()
+                if not data and self.stream is None:
+                    raise EOFError
+                if not data:
+                    return 0
+                self.stream = self.decompressor()
+            elif self.stream.needs_input and not (data := self._packed()):
+                raise EOFError
+            try:
+                self.left = memoryview(self.stream.decompress(data, CHUNK))
+            except (zlib.error, lzma.LZMAError) as error:
+                raise OSError(str(error)) from error
+        size = min(len(self.left), len(buffer))
+        buffer[:size], self.left = self.left[:size], self.left[size:]
+        return size
+
+    def _packed(self) -> bytes:
+        return self.file.read(PACKED_CHUNK)
+
+    def close(self) -> None:
+        self.file.close()
+        super().close()
+
+
+class _Gzip:
+    """A decompressor with the interface of those of bz2 and lzma."""
+
+    def __init__(self) -> None:
+        self.stream = zlib.decompressobj(wbits=31)
+        self.is_full = False
+
+    @property
+    def eof(self) -> bool:
+        return self.stream.eof
+
+    @property
+    def unused_data(self) -> bytes:
+        return self.stream.unused_data
+
+    @property
+    def needs_input(self) -> bool:
+        return not self.is_full and not self.stream.unconsumed_tail
+
+    def decompress(self, data: bytes, most: int) -> bytes:
+        data = self.stream.decompress(self.stream.unconsumed_tail + data, most)
+        self.is_full = len(data) == most  # then some of what it has read may still be inside
+        return data
+
+
+def _zstd(file: Path) -> Any:
+    from pyarrow import CompressedInputStream, PythonFile
+
+    return CompressedInputStream(PythonFile(open_regular(file), mode="r"), "zstd")
+
+
+PACKED: dict[str, Callable[[Path], Any]] = {
+    ".gz": lambda file: _Unpacked(file, _Gzip),
+    ".bz2": lambda file: _Unpacked(file, bz2.BZ2Decompressor),
+    ".xz": lambda file: _Unpacked(file, lambda: lzma.LZMADecompressor(memlimit=MOST_DICTIONARY)),
+    ".zst": _zstd,
+}
+
+TableRow = tuple[int, Any, str | None]
+
+
+def table_rows(file: Path, columns: Columns, begin: int = 0) -> Iterator[TableRow]:
+    """(offset after the row, its text or None, its domain) from offset `begin` on, in bounded memory.
+
+    A `.json` file with one array is read whole. Raises `HeadwaterError`. A row without the column is no error here:
+    `columns.require` is one if all of them lack it.
+    """
+    kind, where = table_kind(file), printable(str(file))
+    if kind == "parquet":
+        with opened(file) as stream:
+            yield from rows_of_tables(parquet_tables(stream, file, columns), columns, begin, file)
+        return
+    with opened(file) as packed:
+        stream = io.BufferedReader(_Utf8(packed, everywhere=False), CHUNK)
+        read = csv_rows(stream, file, columns, begin) if kind in DELIMITERS else json_rows(stream, file, begin)
+        for number, row in read:
+            try:
+                text, domain = columns.cells(row, where)
+            except (ValueError, RecursionError) as error:
+                raise _bad_line(file, number, error) from error
+            yield number, text, domain
+
+
+def json_rows(stream: io.BufferedReader[Any], file: Path, begin: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(number, row) past the first `begin`. One row per line, since rows of real corpora do not share one schema."""
+    if table_kind(file) == "json" and stream.peek(64)[:64].lstrip()[:1] == b"[":
+        rows = enumerate(_parsed(file, 1, read_whole(file, stream)), 1)
+        numbered: Iterator[tuple[int, Any]] = itertools.islice(rows, begin, None)
+    else:
+        lines = itertools.islice(enumerate(_json_lines(stream, file), 1), begin, None)
+        numbered = ((number, _parsed(file, number, line)) for number, line in lines if line.strip())
+    for number, row in numbered:
+        if not isinstance(row, dict):
+            raise HeadwaterError(f"Line {number} of {_named(file)} is not a JSON object.")
+        yield number, row
+
+
+def _lines(stream: IO[AnyStr], file: Path) -> Iterator[AnyStr]:
+    """Lines of a file in bounded memory. Raises `HeadwaterError` for one longer than LONGEST_LINE."""
+    for number in itertools.count(1):
+        line = stream.readline(LONGEST_LINE + 1)
+        if not line:
+            return
+        if len(line) > LONGEST_LINE:
+            size = f"{LONGEST_LINE / 1e6:,.0f} MB"
+            raise HeadwaterError(f"Line {number} of {_named(file)} is longer than {size}; split that document.")
+        yield line
+
+
+def _json_lines(stream: IO[bytes], file: Path) -> Iterator[bytes]:
+    """Lines without byte order marks, which also divide lines of files that were joined."""
+    for line in _lines(stream, file):
+        if MARK in line:
+            line = line.removeprefix(MARK)
+            if MARK in line and not _is_json(line):
+                yield from line.split(MARK)
+                continue
+        yield line
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _parsed(file: Path, number: int, data: bytes) -> Any:
+    try:
+        return json.loads(data.decode())
+    except (ValueError, RecursionError) as error:
+        raise _bad_line(file, number, error) from error
+
+
+def _bad_line(file: Path, number: int, error: Exception) -> HeadwaterError:
+    if isinstance(error, HeadwaterError):
+        return error
+    text = "it is nested too deep" if isinstance(error, RecursionError) else str(error).splitlines()[0]
+    return HeadwaterError(f"{_named(file)} cannot be read as {table_kind(file)}: line {number}: {text[:300]}")
+
+
+def csv_rows(stream: IO[bytes], file: Path, columns: Columns, begin: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(number, row) past the first `begin`; the first line names the columns, and says what divides them."""
+    csv.field_size_limit(max(csv.field_size_limit(), LONGEST_LINE))
+    lines = _lines(io.TextIOWrapper(stream, encoding="utf-8", newline=""), file)
+    first = next(lines, "")
+    delimiter = _delimiter(first, DELIMITERS[table_kind(file) or "csv"], columns)
+    reader = csv.reader(_unmarked(first, lines), delimiter=delimiter, strict=True)
+    names: list[str] | None = None
+    number = 0
+    try:
+        for fields in reader:
+            if names is None:
+                names = [name.strip() for name in fields]
+                columns.add_names(names)
+                if twice := next((name for name in columns.outermost(names) if names.count(name) > 1), None):
+                    raise HeadwaterError(f"{_named(file)} has two columns {twice!r}; rename one of them.")
+                continue
+            if not fields:  # an empty line
+                continue
+            number += 1
+            if number <= begin:
+                continue
+            if len(fields) > len(names):
+                raise HeadwaterError(
+                    f"Line {reader.line_num} of {_named(file)} has {len(fields)} fields, and the first line names "
+                    f"{len(names)} columns; put text with {delimiter!r} or line ends in it between quotes."
+                )
+            yield number, dict(zip(names, fields, strict=False))
+    except csv.Error as error:
+        raise _bad_line(file, reader.line_num, error) from error
+
+
+def _unmarked(first: str, lines: Iterator[str]) -> Iterator[str]:
+    """The lines without byte order marks, and where files were joined, without the names of columns again."""
+    mark = MARK.decode()
+    again = mark + first.rstrip("\r\n")
+    yield first
+    for line in lines:
+        before, joined, behind = line.partition(again)
+        if joined and not behind.strip("\r\n"):
+            if before:
+                yield before + "\n"
+        else:
+            yield line.removeprefix(mark)
+
+
+def _delimiter(line: str, candidates: str, columns: Columns) -> str:
+    """What divides the names of the columns: with it, the wanted ones are among them, or there are most."""
+
+    def fit(delimiter: str) -> tuple[int, int]:
+        names = [name.strip() for name in next(csv.reader([line], delimiter=delimiter), [])]
+        return len(columns.outermost(names)), len(names)
+
+    return max(candidates, key=fit)
+
+
+def parquet_tables(stream: IO[bytes], file: Path, columns: Columns) -> Iterator[Any]:
+    """Tables of a file. Not read with datasets, which loads whole row groups: they can be as large as the file."""
+    from pyarrow.parquet import ParquetFile
+
+    with ParquetFile(stream, pre_buffer=False, buffer_size=2**20) as table:
+        schema = table.schema_arrow
+        columns.add_names(_fields(schema))
+        wanted = columns.outermost(schema.names)
+        rows = max(1, min(ROWS, MOST_ROWS // max(1, largest_value(stream, file, table.metadata))))
+        # The number of rows counts even if none of them has the column.
+        yield from table.iter_batches(batch_size=rows, columns=wanted or schema.names[:1])
+
+
+def _fields(schema: Any) -> Iterator[str]:
+    """The names of columns, and of the fields inside them."""
+    from pyarrow import types
+
+    for field in schema:
+        if types.is_struct(field.type) and field.type.num_fields:
+            yield from (f"{field.name}.{inner.name}" for inner in field.type)
+        else:
+            yield field.name
+
+
+def largest_value(stream: IO[bytes], file: Path, metadata: Any) -> int:
+    """The bytes that one value of a parquet file can take, by its dictionaries, the values that many rows may share.
+
+    A dictionary of kilobytes in the file may be one long value that each row repeats.
+    Raises `HeadwaterError` if a value can be longer than LONGEST_LINE.
+    """
+    largest = 0
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        for chunk in map(group.column, range(group.num_columns)):
+            if chunk.dictionary_page_offset is not None and stream.seekable():
+                stream.seek(chunk.dictionary_page_offset)
+                largest = max(largest, _page_size(stream.read(16)))
+            elif group.num_rows:
+                largest = max(largest, chunk.total_uncompressed_size // group.num_rows)
+    if largest > LONGEST_LINE:
+        raise HeadwaterError(
+            f"{_named(file)} may hold values of {largest / 1e6:,.0f} MB; split documents longer than "
+            f"{LONGEST_LINE / 1e6:,.0f} MB."
+        )
+    return largest
+
+
+def _page_size(header: bytes) -> int:
+    """The unpacked size of a page of a parquet file, from the begin of its header: a type and a size, as Thrift's
+    compact protocol writes them, each a byte that says what follows and seven bits a byte, zigzag."""
+    numbers, value, shift, begins = [], 0, 0, True
+    for byte in header:
+        if begins:
+            begins = False
+            continue
+        value, shift = value | (byte & 127) << shift, shift + 7
+        if byte < 128:
+            numbers.append(value >> 1)
+            value, shift, begins = 0, 0, True
+    return numbers[1] if len(numbers) > 1 else 0
+
+
+def rows_of_tables(tables: Iterable[Any], columns: Columns, begin: int, file: Path) -> Iterator[TableRow]:
+    """Rows of Arrow tables, past the first `begin`."""
+    number, where = 0, printable(str(file))
+    try:
+        for table in tables:
+            if not number:
+                columns.add_names(_fields(table.schema))
+            if number + len(table) <= begin:
+                number += len(table)
+                continue
+            names = columns.outermost(table.schema.names)
+            arrays = [table.column(name) for name in names]
+            for index in range(len(table)):
+                row = [array[index].as_py() for array in arrays]
+                number += 1
+                if number > begin:
+                    text, domain = columns.cells(dict(zip(names, row, strict=True)), where)
+                    yield number, text, domain
+    except HeadwaterError:
+        raise
+    except Exception as error:  # readers of parquet and of the network can raise anything
+        raise unreadable(file, error) from error

@@ -1,0 +1,127 @@
+"""Rows of tokens: streams of documents cut into rows, in an order set by the seed, for any number of processes.
+
+A row is `context` tokens of a stream, with one more for the last label. In packed rows (the default) the position ids
+restart where a document starts, so that neither attention nor a shift crosses from one document to the next. In
+contiguous rows, as nanoGPT's, attention crosses; the document starts go along, so that a shift still does not.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+
+from headwater.util.seeding import generator
+from headwater_lab.data.base import Batch, shuffled
+
+RowLayout = Literal["packed", "contiguous"]
+# Number of mixture draws to make at a time.
+BLOCK = 2**16
+
+
+class Tokens(Protocol):
+    """A stream of documents, one after another."""
+
+    tokens: int
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """The tokens [start, stop)."""
+        ...
+
+    def starts(self, start: int, stop: int) -> np.ndarray:
+        """The positions in [start, stop) at which a document starts, in order."""
+        ...
+
+    def counts(self, start: int, stop: int) -> np.ndarray | None:
+        """Which of the tokens [start, stop) are trained on, bool; None: all of the stream."""
+        ...
+
+
+class TokenArray:
+    """`Tokens` in memory."""
+
+    def __init__(self, documents: Sequence[np.ndarray], counts: Sequence[np.ndarray] | None = None) -> None:
+        """documents: the token ids of each. counts: which of them are trained on; None: all."""
+        self.stream = np.concatenate(documents)
+        self.borders = np.cumsum([0, *(len(document) for document in documents[:-1])])
+        self.tokens = len(self.stream)
+        self.counted = None if counts is None else np.concatenate(counts)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        return self.stream[start:stop]
+
+    def starts(self, start: int, stop: int) -> np.ndarray:
+        first, last = np.searchsorted(self.borders, (start, stop))
+        return self.borders[first:last]
+
+    def counts(self, start: int, stop: int) -> np.ndarray | None:
+        return None if self.counted is None else self.counted[start:stop]
+
+
+class Rows:
+    """The training rows of one stream, or of several mixed by weight.
+
+    streams: each holds one row or more. weights: how often a row comes from each, independently drawn for every row;
+    a stream that is used up starts again in a new order.
+    """
+
+    def __init__(self, streams: Sequence[Tokens], weights: Sequence[float], context: int, layout: RowLayout) -> None:
+        self.streams, self.context, self.layout = streams, context, layout
+        self.counts = [(stream.tokens - 1) // context for stream in streams]
+        self.borders = np.cumsum(weights) / np.sum(weights)
+
+    def order(self, seed: int, start: int) -> Iterator[tuple[int, int]]:
+        """An endless stream of (stream, row), from the `start`-th on: a function of the seed."""
+        if len(self.streams) == 1:
+            yield from ((0, row) for row in shuffled(self.counts[0], seed, start))
+            return
+        used = np.zeros(len(self.streams), dtype=np.int64)
+        for block in range(start // BLOCK):
+            used += np.bincount(self.draw(seed, block), minlength=len(used))
+        first = self.draw(seed, start // BLOCK)
+        used += np.bincount(first[: start % BLOCK], minlength=len(used))
+        orders = [
+            shuffled(count, seed, int(done), "stream", index)
+            for index, (count, done) in enumerate(zip(self.counts, used, strict=True))
+        ]
+        rest = (self.draw(seed, block) for block in itertools.count(start // BLOCK + 1))
+        for drawn in itertools.chain([first[start % BLOCK :]], rest):
+            for stream in drawn.tolist():
+                yield stream, next(orders[stream])
+
+    def draw(self, seed: int, block: int) -> np.ndarray:
+        """Which stream each of the rows block·BLOCK, … comes from."""
+        chance = torch.rand(BLOCK, generator=generator("mixture", seed, block), dtype=torch.float64).numpy()
+        return np.searchsorted(self.borders[:-1], chance, side="right")
+
+    def batches(self, seed: int, batch_size: int, start: int, rank: int, world: int) -> Iterator[Batch]:
+        """An endless stream of batches, of which process `rank` of `world` gets its share."""
+        order, share = self.order(seed, start), batch_size // world
+        while True:
+            chosen = list(itertools.islice(order, batch_size))
+            yield self.batch(chosen[rank * share : (rank + 1) * share])
+
+    def batch(self, rows: Sequence[tuple[int, int]]) -> Batch:
+        """The rows with these (stream, row) numbers."""
+        context = self.context
+        tokens = np.empty((len(rows), context + 1), dtype=np.int64)
+        ignored = np.zeros((len(rows), context), dtype=bool)
+        starts = np.zeros((len(rows), context), dtype=bool)
+        for index, (number, row) in enumerate(rows):
+            stream, begin = self.streams[number], row * context
+            tokens[index] = stream.read(begin, begin + context + 1)
+            starts[index, stream.starts(begin, begin + context) - begin] = True
+            if (counts := stream.counts(begin + 1, begin + context + 1)) is not None:
+                ignored[index] = ~counts
+        every, labels = torch.from_numpy(tokens), torch.from_numpy(np.where(ignored, -100, tokens[:, 1:]))
+        batch = {"input_ids": every[:, :-1].contiguous(), "shift_labels": labels}
+        if starts[:, 1:].any():
+            begins = torch.from_numpy(starts)
+            if self.layout == "contiguous":
+                return batch | {"document_starts": begins}
+            slot = torch.arange(context)
+            batch["position_ids"] = slot - torch.where(begins, slot, 0).cummax(1).values
+        return batch

@@ -1,0 +1,432 @@
+"""Prepared folders: token shards that are memory-mapped, and the manifest that describes them. See docs/data.md."""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from headwater.util.errors import HeadwaterError
+from headwater.util.files import absence, read_bytes, sha256_of
+from headwater_lab.data.chat import as_text
+from headwater_lab.data.corpus import Document
+from headwater_lab.data.reading import TOOLS
+from headwater_lab.data.sealed import damaged, read_sealed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MANIFEST = "manifest.json"
+# File in a folder that has one prepared folder per domain.
+DOMAINS = "domains.json"
+JOURNAL = "journal.json"
+EVALUATION = "evaluation.jsonl"
+TOKENIZER = "tokenizer"
+FORMAT_VERSION: Literal[2] = 2
+SPLITS: tuple[Literal["train"], Literal["held_out"]] = ("train", "held_out")
+
+ShardCount = Annotated[int, Field(ge=0)]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+# Names in files become paths, and must not lead out of the folder.
+Slug = Annotated[str, Field(pattern=r"^[a-z0-9-]*$")]
+FileName = Annotated[str, Field(pattern=r"^(\w[\w.-]*/)*\w[\w.-]*$")]
+
+
+class Facts(BaseModel):
+    """A part of a file that describes others: typed, closed, frozen."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class ShardFacts(Facts):
+    """One shard: `file`.tokens and `file`.borders."""
+
+    file: Annotated[str, Field(pattern=r"^(train|held_out)-[0-9]{5,9}\.tokens$")]
+    """Name of the token file."""
+    tokens: Annotated[int, Field(ge=1)]
+    documents: Annotated[int, Field(ge=1)]
+    sha256: Digest
+    borders_sha256: Digest
+    answers_sha256: Digest | None = None
+    """Of conversations."""
+
+    @property
+    def borders(self) -> str:
+        """Name of the file with the start of each document."""
+        return self.file.removesuffix(".tokens") + ".borders"
+
+    @property
+    def answers(self) -> str:
+        """Name of the file that says which tokens of conversations are trained on."""
+        return self.file.removesuffix(".tokens") + ".answers"
+
+    @property
+    def sums(self) -> dict[str, Digest]:
+        """Its files and their SHA-256."""
+        answers = {} if self.answers_sha256 is None else {self.answers: self.answers_sha256}
+        return {self.file: self.sha256, self.borders: self.borders_sha256, **answers}
+
+
+class SplitFacts(Facts):
+    """One split."""
+
+    documents: ShardCount
+    bytes: ShardCount
+    """Of text, in UTF-8; of conversations, of their answers."""
+    tokens: ShardCount
+    """With one separator per document."""
+    answer_tokens: ShardCount | None = None
+    """Of conversations: those that are trained on."""
+    shards: list[ShardFacts]
+
+    @property
+    def counted_tokens(self) -> int:
+        """Tokens that are trained on."""
+        return self.tokens if self.answer_tokens is None else self.answer_tokens
+
+    @model_validator(mode="after")
+    def _add_up(self) -> Self:
+        if self.tokens != sum(shard.tokens for shard in self.shards):
+            raise ValueError("its shards have a different number of tokens")
+        if self.documents != sum(shard.documents for shard in self.shards):
+            raise ValueError("its shards have a different number of documents")
+        return self
+
+
+class TokenizerFacts(Facts):
+    """The tokenizer that made the tokens; the folder holds a copy."""
+
+    name: str
+    sha256: Digest
+    """Of its tokenizer.json."""
+    vocabulary: Annotated[int, Field(ge=1)]
+    """One more than its largest id, including added tokens."""
+    files: dict[FileName, Digest]
+    """The SHA-256 of every file of the copy."""
+
+
+class Skipped(Facts):
+    """Content of the source that is not in the shards."""
+
+    empty: ShardCount = 0
+    """Documents without text."""
+    none: ShardCount = 0
+    """Rows without a text, and conversations without an answer."""
+    files: ShardCount = 0
+    """Files that are not UTF-8 text."""
+    names: list[str] = []
+    """The first of those files, 20 at most."""
+
+
+class EvaluationFacts(Facts):
+    """evaluation.jsonl."""
+
+    documents: ShardCount
+    bytes: ShardCount
+    """Of text, in UTF-8."""
+    sha256: Digest
+
+
+class Manifest(Facts):
+    """What a prepared folder contains, and what it was made from."""
+
+    format_version: Literal[2] = FORMAT_VERSION
+    headwater: str
+    """The version that wrote it."""
+    source: str
+    domain: str | None = None
+    """The value of the column that the corpus was split by."""
+    settings: dict[str, Any]
+    """Everything that affects the result."""
+    tokenizer: TokenizerFacts
+    separator: ShardCount
+    """The token before each document."""
+    dtype: Literal["uint16", "uint32"]
+    """Of the token files, little-endian."""
+    sha256: str
+    """Of the documents' names and texts, as in the record of a run on the same source."""
+    skipped: Skipped
+    """In the whole source, whatever the domain."""
+    train: SplitFacts
+    held_out: SplitFacts
+    evaluation: EvaluationFacts
+    check: Digest
+    """SHA-256 of the manifest with this field empty."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if "tokenizer.json" not in self.tokenizer.files:
+            raise ValueError("the tokenizer has no checksum")
+        if self.separator >= self.tokenizer.vocabulary:
+            raise ValueError("the separator is beyond the vocabulary")
+        return self
+
+    @property
+    def documents(self) -> int:
+        return self.train.documents + self.held_out.documents
+
+    @property
+    def bytes(self) -> int:
+        return self.train.bytes + self.held_out.bytes
+
+    @property
+    def numpy_dtype(self) -> np.dtype:
+        return np.dtype(self.dtype).newbyteorder("<")
+
+
+class Shards:
+    """One split of a prepared folder as one stream of tokens, memory-mapped; a shard is opened when first read."""
+
+    def __init__(self, folder: Path, facts: SplitFacts, dtype: np.dtype, vocabulary: int) -> None:
+        self.folder, self.facts, self.dtype, self.vocabulary = folder, facts, dtype, vocabulary
+        self.tokens, self.documents = facts.tokens, facts.documents
+        # Where each shard begins in the stream, and the end.
+        self.offsets = list(itertools.accumulate((shard.tokens for shard in facts.shards), initial=0))
+        self._open: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray | None]] = {}
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens [start, stop) of the stream, in the folder's dtype; a view of the file if one shard has them all.
+
+        Raises `HeadwaterError` for a token beyond the vocabulary: a model would read past the end of its embedding.
+        """
+        parts = [self._shard(i)[0][a:b] for i, a, b in self._spans(start, stop)]
+        tokens = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, self.dtype), *parts])
+        if len(tokens) and (largest := int(tokens.max())) >= self.vocabulary:
+            raise HeadwaterError(
+                f"{str(self.folder)!r} holds token {largest}, but its tokenizer has only {self.vocabulary}; find the "
+                f"damaged file with `headwater data show --check`."
+            )
+        return tokens
+
+    def starts(self, start: int, stop: int) -> np.ndarray:
+        """The positions in [start, stop) at which a document begins, int64 and sorted."""
+        found = [np.empty(0, np.int64)]
+        for i, a, b in self._spans(start, stop):
+            borders = self._shard(i)[1]
+            low, high = np.searchsorted(borders, (a, b))
+            found.append(borders[low:high].astype(np.int64) + self.offsets[i])
+        return np.concatenate(found)
+
+    def counts(self, start: int, stop: int) -> np.ndarray | None:
+        """Which of the tokens [start, stop) are trained on, bool; None: all of the stream."""
+        if self.facts.answer_tokens is None:
+            return None
+        files = [(self._shard(i)[2], a, b) for i, a, b in self._spans(start, stop)]
+        parts = [np.ones(b - a, bool) if answers is None else answers[a:b] != 0 for answers, a, b in files]
+        return np.concatenate([np.empty(0, bool), *parts])
+
+    def _spans(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """(shard, first, last + 1) for each shard that has some of [start, stop)."""
+        if not 0 <= start <= stop <= self.tokens:
+            raise IndexError(f"[{start}, {stop}) is not within {self.tokens} tokens")
+        index = bisect.bisect_right(self.offsets, start) - 1
+        while start < stop:
+            end = min(stop, self.offsets[index + 1])
+            yield index, start - self.offsets[index], end - self.offsets[index]
+            start, index = end, index + 1
+
+    def _shard(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        if index not in self._open:
+            shard = self.facts.shards[index]
+            tokens = self._mapped(shard.file, self.dtype, shard.tokens)
+            borders = self._mapped(shard.borders, np.dtype("<i8"), shard.documents)
+            if borders[0] != 0 or borders[-1] >= len(tokens) or (borders[1:] <= borders[:-1]).any():
+                raise damaged(self.folder / shard.borders)
+            answers = None
+            if shard.answers_sha256 is not None:
+                answers = self._mapped(shard.answers, np.dtype("u1"), shard.tokens)
+            self._open[index] = tokens, borders, answers
+        return self._open[index]
+
+    def _mapped(self, name: str, dtype: np.dtype, length: int) -> np.ndarray:
+        try:
+            mapped = np.memmap(self.folder / name, dtype=dtype, mode="r")
+        except (OSError, ValueError) as error:
+            raise damaged(self.folder / name) from error
+        if len(mapped) != length:
+            raise damaged(self.folder / name)
+        return mapped
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A memory map would be sent to a worker process as a copy of the file.
+        return self.__dict__ | {"_open": {}}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A prepared folder."""
+
+    folder: Path
+    manifest: Manifest
+    train: Shards
+    held_out: Shards
+
+    def evaluation(self) -> list[Document]:
+        """The documents kept as text for evaluation, sorted by id. Raises `HeadwaterError` if they were changed."""
+        file = self.folder / EVALUATION
+        try:
+            data = read_bytes(file)
+            rows = [json.loads(line) for line in data.decode().split("\n")[:-1]]
+            documents = [_evaluated(row) for row in rows]
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+            raise damaged(file) from error
+        if hashlib.sha256(data).hexdigest() != self.manifest.evaluation.sha256:
+            raise damaged(file)
+        return documents
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The folder's copy of the tokenizer. Raises `HeadwaterError` if it is not the one that made the tokens."""
+        from headwater_lab.data.tokenizer import load_tokenizer, separator, vocabulary
+
+        folder, facts = self.folder / TOKENIZER, self.manifest.tokenizer
+        tokenizer = load_tokenizer(str(folder))
+        if facts.vocabulary != vocabulary(tokenizer) or separator(tokenizer) != self.manifest.separator:
+            raise damaged(folder)
+        return tokenizer
+
+
+def _evaluated(row: dict[str, Any]) -> Document:
+    """The document in a line of evaluation.jsonl."""
+    if "messages" in row:
+        return Document(row["id"], as_text(row["messages"], row.get(TOOLS)), key=row["id"], is_chat=True)
+    return Document(row["id"], row["text"], key=row["id"])
+
+
+def open_all(folder: Path) -> list[Prepared]:
+    """A prepared folder, or those of all domains. Raises `HeadwaterError` as `open_prepared` does."""
+    domains = {} if (folder / MANIFEST).exists() else read_domains(folder)
+    for name, domain in domains.items():
+        if (manifest := read_manifest(folder / name)).domain != domain:
+            raise HeadwaterError(f"{str(folder / name)!r} holds {manifest.domain!r}, not {domain!r}; copy it again.")
+    return [open_prepared(folder / name) for name in domains] or [open_prepared(folder)]
+
+
+def open_prepared(folder: Path) -> Prepared:
+    """Open a prepared folder; of its shards, only the sizes are checked.
+
+    Raises `HeadwaterError` if it is not prepared or unfinished, or a file is missing or has the wrong size.
+    """
+    folder = Path(folder)
+    manifest = read_manifest(folder)
+    for file, size in _sizes(manifest):
+        path = folder / file
+        if not path.is_file():
+            raise HeadwaterError(f"{str(path)!r} is missing; copy it again, or prepare the folder again.")
+        if path.stat().st_size != size:
+            raise HeadwaterError(
+                f"{str(path)!r} has {path.stat().st_size} bytes, not {size}; copy it again, or prepare it again."
+            )
+    if not (folder / EVALUATION).is_file():
+        raise HeadwaterError(f"{str(folder / EVALUATION)!r} is missing; copy it again, or prepare the folder again.")
+    for name in _changed_tokenizer(folder, manifest.tokenizer):
+        raise damaged(folder / name)
+    dtype, vocabulary = manifest.numpy_dtype, manifest.tokenizer.vocabulary
+    splits = (Shards(folder, facts, dtype, vocabulary) for facts in (manifest.train, manifest.held_out))
+    return Prepared(folder, manifest, *splits)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Raises `HeadwaterError` if there is none, or it is damaged."""
+    if (values := read_sealed(folder / MANIFEST)) is not None:
+        return validated(Manifest, values, folder / MANIFEST)
+    if domains := read_domains(folder):
+        names = ", ".join(str(folder / name) for name in list(domains)[:8]) + (", …" if len(domains) > 8 else "")
+        raise HeadwaterError(f"{str(folder)!r} holds a prepared folder for each domain; name one or more of: {names}.")
+    if (folder / JOURNAL).exists():
+        raise HeadwaterError(f"{str(folder)!r} is not finished; run the same `headwater data prepare` again to resume.")
+    if not folder.is_dir():
+        raise HeadwaterError(f"{absence(folder, 'folder')}; make it with `headwater data prepare`.")
+    raise HeadwaterError(f"{str(folder)!r} has no {MANIFEST}; make it with `headwater data prepare`.")
+
+
+class Domains(Facts):
+    """domains.json: the settings of the split, and the value of the column for each folder."""
+
+    settings: dict[str, Any]
+    domains: dict[Slug, str]
+    check: Digest
+    """As in the manifest."""
+
+
+def read_domains(folder: Path) -> dict[str, str]:
+    """Folder name -> value of the column, of a corpus split by a column; empty if `folder` is not one.
+
+    Raises `HeadwaterError` if domains.json is damaged.
+    """
+    values = read_sealed(folder / DOMAINS)
+    return validated(Domains, values, folder / DOMAINS).domains if values is not None else {}
+
+
+M = TypeVar("M", bound=Facts)
+
+
+def validated(kind: type[M], values: dict[str, Any], file: Path) -> M:
+    """Parse a file. Raises `HeadwaterError` if it is invalid."""
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise HeadwaterError(
+            f"{str(file)!r} is not a file of format {FORMAT_VERSION}: {where}: {first['msg']}"
+        ) from error
+
+
+def check(prepared: Prepared) -> Iterator[str]:
+    """Names of the files whose content has changed, in order, as they are found, since it takes time.
+
+    The manifest's own checksum was compared when it was read.
+    """
+    manifest, sums = prepared.manifest, dict[str, str]()
+    for facts in (manifest.train, manifest.held_out):
+        for shard in facts.shards:
+            sums |= shard.sums
+    yield from _changed(prepared.folder, sums | {EVALUATION: manifest.evaluation.sha256})
+    yield from _changed_tokenizer(prepared.folder, manifest.tokenizer)
+
+
+def check_all(prepared: list[Prepared]) -> None:
+    """Check every file. Raises `HeadwaterError` with the names of those whose content has changed."""
+    if wrong := [str(one.folder / file) for one in prepared for file in check(one)]:
+        raise HeadwaterError(
+            f"Changed since they were written: {', '.join(wrong)}; copy them again, or prepare the folder again."
+        )
+
+
+def _changed(folder: Path, sums: Mapping[str, str]) -> Iterator[str]:
+    for name, digest in sums.items():
+        if not (folder / name).is_file() or sha256_of(folder / name) != digest:
+            yield name
+
+
+def _changed_tokenizer(folder: Path, facts: TokenizerFacts) -> Iterator[str]:
+    """Files of the tokenizer that were changed or added; an added one would be read too."""
+    named = {f"{TOKENIZER}/{name}": digest for name, digest in facts.files.items()}
+    yield from _changed(folder, named)
+    there = {f"{TOKENIZER}/{file.relative_to(folder / TOKENIZER).as_posix()}" for file in tokenizer_files(folder)}
+    yield from sorted(there - named.keys())
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """The files of a prepared folder's tokenizer, without hidden ones."""
+    return sorted(file for file in (folder / TOKENIZER).rglob("[!.]*") if not file.is_dir())
+
+
+def _sizes(manifest: Manifest) -> Iterator[tuple[str, int]]:
+    width = manifest.numpy_dtype.itemsize
+    for facts in (manifest.train, manifest.held_out):
+        for shard in facts.shards:
+            yield shard.file, shard.tokens * width
+            yield shard.borders, shard.documents * 8
+            if shard.answers_sha256 is not None:
+                yield shard.answers, shard.tokens

@@ -1,0 +1,376 @@
+"""A corpus as a stream: the documents of `read_corpus` one after another, in bounded memory, from any position.
+
+Files and shards are read in order. A document longer than `LONGEST` characters comes in parts, cut where a line ends.
+"""
+
+from __future__ import annotations
+
+import codecs
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from headwater_lab.data.corpus import (
+    FEW_FILES,
+    PIECE,
+    Document,
+    check_one_kind,
+    cut,
+    load_hub_rows,
+    local_files,
+    name_in,
+    piece_end,
+    row_document,
+)
+from headwater_lab.data.reading import (
+    CHUNK,
+    ROWS,
+    Columns,
+    TableRow,
+    encoded,
+    is_text,
+    opened_text,
+    rows_of_tables,
+    skip,
+    table_kind,
+    table_rows,
+    unreadable,
+)
+
+# Characters in a part of a long document: at least PART, at most LONGEST.
+PART = 2**18
+LONGEST = 2 * PART
+# Bytes to read at most to find out whether a corpus has fewer than FEW_FILES documents.
+FEW_BYTES = 2**26
+# Number of skipped files to name.
+NAMED = 20
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """What to read, and how to split it into documents."""
+
+    source: str
+    """As for `read_corpus`."""
+    text_column: str = "text"
+    config: str | None = None
+    """The configuration of a dataset on the hub."""
+    split: str | None = None
+    """Its split; default train."""
+    separator: str | None = None
+    """The line that separates documents of a text file."""
+    begins: str | None = None
+    """A regular expression for the line of a text file, or the row of a table, that begins a document."""
+    by: str | None = None
+    """The column, dotted if nested, with the name of a document's domain."""
+
+    @property
+    def columns(self) -> Columns:
+        return Columns(self.text_column, self.by)
+
+
+class StreamPosition(NamedTuple):
+    """Where a stream resumes, and what was skipped before."""
+
+    file: int = 0
+    """Files of a folder, shards of a dataset."""
+    offset: int = 0
+    """In bytes of a text file, in UTF-8 and without marks; in lines or rows of a table."""
+    number: int = 0
+    """The number, in its file or dataset, of the next document."""
+    pieces: bool | None = None
+    """Whether the whole corpus is cut into pieces; None until that is known."""
+    empty: int = 0
+    none: int = 0
+    skipped: int = 0
+    names: tuple[str, ...] = ()
+    """The first `NAMED` of the skipped files."""
+
+
+@dataclass(frozen=True)
+class DocumentPart:
+    """A document, or one part of a long one."""
+
+    id: str
+    text: str
+    data: bytes
+    """The text in UTF-8."""
+    key: str
+    """What the split is hashed from; of a long document within a text file, its first part."""
+    after: StreamPosition
+    """Where the stream continues after the document; only its last part says so."""
+    first: bool = True
+    last: bool = True
+    domain: str | None = None
+    is_chat: bool = False
+    """Its text is a conversation in JSON."""
+
+    @property
+    def document(self) -> Document:
+        return Document(self.id, self.text, self.key, self.is_chat)
+
+
+class Stream:
+    """Iterates over the parts of `source` from `place` on; `place` follows. Raises `HeadwaterError`."""
+
+    def __init__(self, source: TextSource, place: StreamPosition = StreamPosition()) -> None:  # noqa: B008
+        self.source, self.place = source, place
+        found = local_files(source.source)
+        self.root, self.files = found or (Path(), [])
+        self.shards = None if found else _hub_shards(source)
+        self.names = [name_in(file, self.root) for file in self.files]
+        texts = [file for file in self.files if not table_kind(file)]
+        self.marked = bool(source.separator or source.begins)
+        self.few_texts = bool(texts) and len(texts) == len(self.files) < FEW_FILES and place.pieces is not True
+        self.columns = source.columns
+        self.begun = place == StreamPosition()
+        self.kinds = set[bool]()
+
+    @property
+    def fingerprint(self) -> list[Any]:
+        """Names, sizes and times of the files, or the dataset's shards, which must not change in between."""
+        if self.shards is not None:
+            return [len(self.shards)]
+        try:
+            states = [file.stat() for file in self.files]
+        except OSError as error:
+            raise unreadable(Path(error.filename), error) from error
+        return [[name, state.st_size, state.st_mtime_ns] for name, state in zip(self.names, states, strict=True)]
+
+    def __iter__(self) -> Iterator[DocumentPart]:
+        if self.place.pieces is None and self.few_texts and not self.marked:
+            # A text that would be one piece is cut smaller, as a whole.
+            self.few_texts = len(list(itertools.islice(self._documents(), 2))) > 1
+            self.place = StreamPosition()
+        if self.place.pieces is None and (self.marked or self.few_texts):
+            self.place = self.place._replace(pieces=False)
+        if self.place.pieces is False:
+            yield from self._documents()
+            return
+
+        # Enough documents to tell whether there are FEW_FILES.
+        done = self.place.number if self.place.pieces else 0
+        self.place = StreamPosition()
+        documents = self._documents()
+        kept: list[DocumentPart] = []
+        keys: set[int] = set()
+        size = 0
+        for part in documents:
+            kept.append(part)
+            keys.add(hash(part.key))
+            size += len(part.data)
+            if len(keys) >= FEW_FILES or size > FEW_BYTES:
+                for held in kept:
+                    yield replace(held, after=held.after._replace(pieces=False))
+                del kept
+                self.place = self.place._replace(pieces=False)
+                yield from documents
+                return
+        for index, piece in enumerate(_pieces_of(kept)):
+            self.place = self.place._replace(file=0, offset=0, number=index + 1, pieces=True)
+            if index >= done:
+                yield replace(piece, after=self.place)
+
+    def _documents(self) -> Iterator[DocumentPart]:
+        """The parts from `self.place` on, in file order."""
+        if self.shards is not None:
+            for number in range(self.place.file, len(self.shards)):
+                tables = self.shards[number].with_format("arrow").iter(batch_size=ROWS)
+                rows = rows_of_tables(tables, self.columns, self.place.offset, Path(self.source.source))
+                yield from self._rows(rows, self.source.source)
+                self._move(file=number + 1, offset=0)  # rows are numbered across files
+            self._require_columns()
+            return
+        for number in range(self.place.file, len(self.files)):
+            file, name = self.files[number], self.names[number]
+            if table_kind(file):
+                yield from self._rows(table_rows(file, self.columns, self.place.offset), name)
+            elif self.place.offset or is_text(file):
+                yield from self._text(file, name)
+            else:
+                names = (*self.place.names, name)[:NAMED]
+                self._move(skipped=self.place.skipped + 1, names=names)
+            self._move(file=number + 1, offset=0, number=0)
+        self._require_columns()
+
+    def _require_columns(self) -> None:
+        """Raise `HeadwaterError` if no row had a column; a stream that was resumed does not know."""
+        if self.begun:
+            self.columns.require(self.source.source)
+
+    def _move(self, **fields: Any) -> None:
+        self.place = self.place._replace(**fields)
+
+    def _rows(self, rows: Iterator[TableRow], name: str) -> Iterator[DocumentPart]:
+        """rows: (offset after the row, text, domain)."""
+        begins = self.source.begins and re.compile(self.source.begins)
+        gathered: list[str] = []
+        first, owner = self.place.number, None
+        index = self.place.number
+        for offset, value, domain in rows:
+            document = row_document(value, self.source.text_column, name, name, index)
+            text = document.text
+            if text:
+                self.kinds.add(document.is_chat)
+                check_one_kind(self.source.source, self.kinds)
+            if not begins:
+                if not text:
+                    kind = "empty" if isinstance(value, str) or value == [] else "none"
+                    self._move(offset=offset, number=index + 1, **{kind: getattr(self.place, kind) + 1})
+                else:
+                    self._move(offset=offset, number=index + 1)
+                    yield from self._parts(f"{name}:{index}", text, domain, document.is_chat)
+                index += 1
+                continue
+            if re.match(begins, text) and gathered:
+                yield from self._parts(f"{name}:{first}", "".join(gathered), owner)
+                gathered = []
+            if not gathered:
+                first, owner = index, domain
+            gathered.append(text or " \n")  # an empty line, as it stood in the file
+            index += 1
+            self._move(offset=offset, number=index)
+        if gathered:
+            yield from self._parts(f"{name}:{first}", "".join(gathered), owner)
+
+    def _parts(self, name: str, text: str, domain: str | None, is_chat: bool = False) -> Iterator[DocumentPart]:
+        """A document in memory."""
+        data = encoded(text, name)
+        if len(text) <= LONGEST or is_chat:
+            yield DocumentPart(name, text, data, text, self.place, domain=domain, is_chat=is_chat)
+            return
+        start = 0
+        while start < len(text):
+            end = _part_end(text, start) if len(text) - start > LONGEST else len(text)
+            part = text[start:end]
+            yield DocumentPart(name, part, part.encode(), text, self.place, start == 0, end == len(text), domain)
+            start = end
+
+    def _text(self, file: Path, name: str) -> Iterator[DocumentPart]:
+        """The documents of a text file: pieces of it, the text between two marks, or the whole file."""
+        whole = not self.marked and not self.few_texts
+        border = self._border()
+        index, offset = self.place.number, self.place.offset
+        with opened_text(file) as stream:
+            skip(stream, offset)
+            text = _Window(stream)
+            first, key = True, ""
+            while True:
+                end, following = border(text)
+                known = end >= 0
+                if not known:
+                    end = following = len(text.buffer)
+                length = end - text.start
+                if length > LONGEST and (known or text.ended or length > LONGEST + PIECE):
+                    end = following = _part_end(text.buffer, text.start)
+                    length, last = end - text.start, False
+                elif known or text.ended:
+                    last = True
+                else:
+                    text.read()
+                    continue
+                part = text.buffer[text.start : end]
+                data = part.encode()
+                offset += len(data) if end == following else len(text.buffer[text.start : following].encode())
+                text.start = following
+                if first:
+                    key = name if whole else part
+                if part or not first:
+                    if last:
+                        self._move(offset=offset, number=index + 1)
+                    label = name if whole else f"{name}#{index}"
+                    yield DocumentPart(label, part, data, key, self.place, first, last)
+                    index += last
+                elif known or index == 0:  # nothing before a mark, or in the file
+                    self._move(offset=offset, empty=self.place.empty + 1)
+                first = last
+                if last and text.ended and text.start == len(text.buffer):
+                    return
+
+    def _border(self) -> Callable[[_Window], tuple[int, int]]:
+        """A function that finds where the window's first document ends and the next begins; -1 if not in the window."""
+        separator, begins = self.source.separator, self.source.begins
+        if separator is not None:
+            line = re.compile(rf"^{re.escape(separator)}\r?(?:\n|\Z)", re.MULTILINE)
+        elif begins is not None:
+            line = re.compile(begins, re.MULTILINE)
+        elif self.few_texts:
+            return lambda text: (end := piece_end(text.buffer, text.start, text.ended), end)
+        else:
+            return lambda text: (-1, -1)
+
+        def find(text: _Window) -> tuple[int, int]:
+            # A line that is not read to its end may continue.
+            complete = len(text.buffer) if text.ended else text.buffer.rfind("\n", text.start) + 1
+            start = max(text.start if separator is not None else text.start + 1, text.sought)
+            # `^` must look at the character before: the slice begins at a line's start only.
+            found = line.search(text.buffer, start, complete) if start < complete else None
+            if found is None:
+                text.sought = max(text.sought, complete)
+                return -1, -1
+            text.sought = found.start()
+            return found.start(), found.end() if separator is not None else found.start()
+
+        return find
+
+
+class _Window:
+    """Decoded text of a file; the unused part starts at `start`."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self.stream = stream
+        self.decoder = codecs.getincrementaldecoder("utf-8")()
+        self.buffer, self.start, self.ended = "", 0, False
+        # No border begins before this.
+        self.sought = 0
+
+    def read(self) -> None:
+        data = self.stream.read(CHUNK)
+        self.ended = not data
+        # One character before the start is kept, for `^`.
+        cut = max(0, self.start - 1)
+        self.buffer = self.buffer[cut:] + self.decoder.decode(data, final=self.ended)
+        self.start -= cut
+        self.sought = max(0, self.sought - cut)
+
+
+def _part_end(text: str, start: int) -> int:
+    """Where to cut a document so that byte-level BPE gives the same tokens: a line end between two that are not blank.
+
+    Else the first line end from PART characters on, else the first space, else after LONGEST characters.
+    """
+    if found := re.compile(r"(?<=\S)\n(?=\S)").search(text, start + PART, start + LONGEST):
+        return found.end()
+    if (end := text.find("\n", start + PART, start + LONGEST)) >= 0:
+        return end + 1
+    if (end := text.find(" ", start + PART, start + LONGEST)) >= 0:
+        return end
+    return start + LONGEST
+
+
+def _pieces_of(parts: list[DocumentPart]) -> Iterator[DocumentPart]:
+    """The documents of a small corpus cut into pieces, as `read_corpus` does."""
+    documents, domains = [], {}
+    for name, group in itertools.groupby(parts, key=lambda part: part.id):
+        several = list(group)
+        first = several[0]
+        documents.append(Document(name, "".join(part.text for part in several), first.key, first.is_chat))
+        domains[name] = first.domain
+    for piece in cut(documents):
+        yield DocumentPart(
+            piece.id,
+            piece.text,
+            piece.text.encode(),
+            piece.key,
+            StreamPosition(),
+            domain=domains[piece.id if piece.is_chat else piece.id.rpartition("#")[0]],
+            is_chat=piece.is_chat,
+        )
+
+
+def _hub_shards(source: TextSource) -> list[Any]:
+    rows = load_hub_rows(source.source, source.config, source.split, streaming=True)
+    return [rows.shard(num_shards=rows.num_shards, index=index) for index in range(rows.num_shards)]

@@ -1,0 +1,418 @@
+"""Grade-school arithmetic in the manner of iGSM: arXiv 2407.20311 (Ye et al.), section 3; arXiv 2411.19574, appendix I.
+
+A problem and its solution:
+
+    Bakery Cup = 4 . Farm Rope = Bakery Cup × 3 . Museum Lamp = Farm Rope - Bakery Cup . ? Museum Lamp :
+    Farm Rope = Bakery Cup × 3 = 4 × 3 = 12 . Museum Lamp = Farm Rope - Bakery Cup = 12 - 4 = 8 . <end>
+
+As in iGSM, quantities are named by two nouns (each Bakery's Cup), statements come in any order, some are not needed,
+and numbers are modulo 23. Differently: no quantity is the sum over a category, a step computes one operation, and
+statements are not English sentences.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from headwater.util.errors import HeadwaterError
+from headwater.util.seeding import generator
+from headwater_lab.data.base import ALONE, Batch, Evaluation, Share
+from headwater_lab.data.synthetic.base import SyntheticData, SyntheticSettings, certain
+
+PLACES = ("Airport", "Bakery", "Castle", "Farm", "Garden", "Hotel", "Library", "Museum")
+THINGS = ("Apple", "Book", "Chair", "Cup", "Lamp", "Pencil", "Rope", "Shelf")
+OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "×": operator.mul}
+MARKS = ("<pad>", "<end>", ".", "=", "?", ":", *OPERATIONS)
+MOST_UNNEEDED = 2
+# Maximum tokens of a stated number, a stated operation, a question, and a step of the solution.
+NUMBER, STATEMENT, QUESTION, STEP = 5, 9, 4, 15
+# Rows are padded to a multiple of this, to limit the number of shapes.
+BLOCK = 32
+
+QuantityName = tuple[str, str]
+Operand = QuantityName | int
+
+
+@dataclass(frozen=True)
+class Operation:
+    """left sign right, of which at least one is a quantity."""
+
+    left: Operand
+    sign: str
+    right: Operand
+
+
+Problem = tuple[dict[QuantityName, int | Operation], QuantityName]
+"""The statements about quantities, in order, and the quantity that is asked for."""
+
+
+class ArithmeticSettings(SyntheticSettings):
+    """`data:` of a recipe, with `kind: arithmetic`."""
+
+    kind: Literal["arithmetic"] = "arithmetic"
+    operations: int = Field(default=3, ge=1, le=24)
+    """The most operations a training problem needs; each number from 1 on is equally likely."""
+    extra_operations: int = Field(default=0, ge=0, le=6)
+    """A held-out problem needs exactly this many operations more than the hardest training problem."""
+    modulus: int = Field(default=23, ge=2, le=100)
+    """Numbers are from 0 to modulus - 1."""
+    held_out: int = Field(default=128, ge=1, le=2**20)
+    """Problems to evaluate on. The model writes a solution for each, without a cache."""
+
+    @property
+    def vocab_size(self) -> int:
+        return len(MARKS) + len(PLACES) + len(THINGS) + self.modulus
+
+    @property
+    def context(self) -> int:
+        """The longest possible row: every operation with its own number, and all unneeded statements."""
+        return self.width(self.operations + self.extra_operations)
+
+    def width(self, most: int) -> int:
+        """The longest row with at most this many operations."""
+        prompt = most * STATEMENT + (most + 1) * NUMBER + MOST_UNNEEDED * STATEMENT + QUESTION
+        return blocks(prompt + most * STEP + 1)
+
+    def build(self) -> ArithmeticData:
+        return ArithmeticData(self)
+
+
+class ArithmeticData(SyntheticData[ArithmeticSettings]):
+    """One problem per row, padded; labels only on the solution.
+
+    The solution contains each needed operation once, after those of its operands, the left one first, so the problem
+    determines every token. Accuracy is that of solutions the model writes greedily,
+    judged by `is_solved`; the loss is that of the given solution.
+    """
+
+    def __init__(self, settings: ArithmeticSettings) -> None:
+        super().__init__(settings)
+        numbers = [str(number) for number in range(settings.modulus)]
+        self.words = [*MARKS, *PLACES, *THINGS, *numbers]
+        self.ids = {word: token for token, word in enumerate(self.words)}
+
+    def sample(self, draw: torch.Generator, count: int) -> Batch:
+        chance = random.Random(int(torch.randint(2**62, (), generator=draw)))
+        most = self.settings.operations
+        return self.rows_of([self.problem(chance, chance.randint(1, most)) for _ in range(count)], most)
+
+    def held_out(self) -> Batch:
+        return self.rows_of(self.held_out_problems)
+
+    @functools.cached_property
+    def held_out_problems(self) -> list[Problem]:
+        draw = generator(self.settings.kind, "held out")
+        chance = random.Random(int(torch.randint(2**62, (), generator=draw)))
+        most = self.settings.operations + self.settings.extra_operations
+        return [self.problem(chance, most) for _ in range(self.settings.held_out)]
+
+    def problem(self, chance: random.Random, operations: int) -> Problem:
+        """A problem whose answer needs exactly `operations` operations."""
+        names = [(place, thing) for place in PLACES for thing in THINGS]
+        chance.shuffle(names)
+        results = [names.pop() for _ in range(operations)]  # each uses only earlier ones
+        slots: list[list[Operand | None]] = [[None, None] for _ in results]
+        for needed in range(operations - 2, -1, -1):  # a later one uses each but the last, which is asked for
+            later = range(needed + 1, operations)
+            free = [(user, side) for user in later for side in (0, 1) if slots[user][side] is None]
+            user, side = chance.choice(free)
+            slots[user][side] = results[needed]
+        stated: dict[QuantityName, int | Operation] = {}
+        for index, name in enumerate(results):
+            stated[name] = self.operation(chance, slots[index], results[:index], names, stated)
+        for _ in range(chance.randint(0, MOST_UNNEEDED)):
+            name = names.pop()
+            stated[name] = (
+                chance.randrange(self.settings.modulus)
+                if chance.random() < 0.5
+                else Operation(chance.choice(list(stated)), chance.choice(list(OPERATIONS)), self.number(chance))
+            )
+        order = list(stated)
+        chance.shuffle(order)
+        return {name: stated[name] for name in order}, results[-1]
+
+    def operation(
+        self,
+        chance: random.Random,
+        slots: list[Operand | None],
+        before: list[QuantityName],
+        names: list[QuantityName],
+        stated: dict[QuantityName, int | Operation],
+    ) -> Operation:
+        """Fill the open ones of two operands: a new stated number (half the time), a number or a known quantity."""
+        operands: list[Operand] = []
+        for side, operand in enumerate(slots):
+            other = operands[0] if side else slots[1]
+            kind = chance.random()
+            if operand is not None:
+                pass
+            elif 0.5 <= kind < 0.75 and isinstance(other, tuple):  # an operation needs at least one quantity
+                operand = self.number(chance)
+            elif kind >= 0.75 and (known := before + [name for name in stated if isinstance(stated[name], int)]):
+                operand = chance.choice(known)
+            else:
+                operand = names.pop()
+                stated[operand] = self.number(chance)
+            operands.append(operand)
+        return Operation(operands[0], chance.choice(list(OPERATIONS)), operands[1])
+
+    def number(self, chance: random.Random) -> int:
+        return chance.randrange(self.settings.modulus)
+
+    def rows_of(self, problems: list[Problem], most: int | None = None) -> Batch:
+        """Rows as long as the longest, or as any of at most `most` operations."""
+        prompts = [self.encode(prompt_of(problem)) for problem in problems]
+        solutions = [self.encode(solution_of(problem, self.settings.modulus)) for problem in problems]
+        longest = max((len(p) + len(s) for p, s in zip(prompts, solutions, strict=True)), default=1)
+        length = blocks(longest) if most is None else self.settings.width(most)
+        ids = torch.zeros(len(problems), length, dtype=torch.long)
+        labels = torch.full_like(ids, -100)
+        for row, (prompt, solution) in enumerate(zip(prompts, solutions, strict=True)):
+            ids[row, : len(prompt) + len(solution)] = torch.tensor(prompt + solution)
+            labels[row, len(prompt) - 1 : len(prompt) + len(solution) - 1] = torch.tensor(solution)
+        return {"input_ids": ids, "shift_labels": labels}
+
+    def prints(self, batch: Batch) -> Tensor:
+        """The same for the same statements in another order."""
+        problems = (parse_prompt(self.prompt_words(row)) for row in batch["input_ids"].tolist())
+        return torch.tensor([hash((frozenset(self.codes(stated)), self.codes_of(asked))) for stated, asked in problems])
+
+    def codes(self, stated: dict[QuantityName, int | Operation]) -> Iterator[tuple[int, ...]]:
+        """Statements as numbers, whose hash is the same in every process, unlike that of text."""
+        for name, value in stated.items():
+            yield (*self.codes_of(name), *self.encode(words_of(value)))
+
+    def codes_of(self, name: QuantityName) -> tuple[int, ...]:
+        return tuple(self.encode(list(name)))
+
+    def encode(self, words: list[str]) -> list[int]:
+        return [self.ids[word] for word in words]
+
+    def word(self, token: int) -> str:
+        return self.words[token]
+
+    def prompt_words(self, row: list[int]) -> list[str]:
+        """The words of a row up to the colon."""
+        return [self.words[token] for token in row[: row.index(self.ids[":"]) + 1]]
+
+    def readable(self, batch: Batch, row: int) -> str:
+        ids = batch["input_ids"][row].tolist()
+        return " ".join(self.words[token] for token in ids if token)
+
+    def evaluate(self, logits: Callable[[Batch], Tensor], share: Share = ALONE) -> Evaluation:
+        """Accuracy of the solutions the model writes to the held-out problems; the loss of the given ones."""
+        loss = super().evaluate(logits, share).metrics["loss"]
+        solved = [
+            is_solved(problem, self.written(row), self.settings.modulus)
+            for problem, row in zip(self.own(share), self.write(logits, share), strict=False)
+        ]
+        count = share.total(torch.tensor([sum(solved)], dtype=torch.float64))
+        return Evaluation({"accuracy": float(count) / self.settings.held_out, "loss": loss})
+
+    def own(self, share: Share) -> list[Problem]:
+        """The held-out problems of a process."""
+        return self.held_out_problems[share.rank :: share.world]
+
+    @torch.no_grad()
+    def write(self, logits: Callable[[Batch], Tensor], share: Share) -> list[list[int]]:
+        """Each problem of a process, with what the model writes after it, up to the end or the longest row.
+
+        Models in several processes must run together: all continue until the last has ended.
+        """
+        problems = self.own(share) or self.held_out_problems[:1]
+        rows = [self.encode(prompt_of(problem)) for problem in problems]
+        end = self.ids["<end>"]
+        open_rows = list(range(len(rows)))
+        while float(share.total(torch.tensor([float(len(open_rows))]))):
+            turn = open_rows or [0]
+            length = blocks(max(len(rows[row]) for row in turn))
+            ids = torch.tensor([rows[row] + [0] * (length - len(rows[row])) for row in turn])
+            last = torch.tensor([len(rows[row]) - 1 for row in turn])
+            scores = logits({"input_ids": ids})
+            chosen = scores[torch.arange(len(turn)), last.to(scores.device)].argmax(-1).tolist()
+            for row, token in zip(open_rows, chosen, strict=False):
+                rows[row].append(token)
+            open_rows = [row for row in open_rows if rows[row][-1] != end and len(rows[row]) < self.context]
+        return rows
+
+    def written(self, row: list[int]) -> list[str]:
+        """The words after the colon. A model may have more tokens than there are words."""
+        behind = row[row.index(self.ids[":"]) + 1 :]
+        return [self.words[token] if token < len(self.words) else "<pad>" for token in behind]
+
+    def solve(self, row: list[int]) -> list[int]:
+        """Parse the problem, solve it, and return the token of the solution at each position."""
+        answers = [0] * len(row)
+        colon = row.index(self.ids[":"])
+        answers[colon:] = self.answer(tuple(row[: colon + 1]))
+        return (answers + [0] * len(row))[: len(row)]
+
+    @functools.lru_cache(maxsize=4096)  # noqa: B019 - asked again for every token; lives as long as the data
+    def answer(self, prompt: tuple[int, ...]) -> list[int]:
+        problem = parse_prompt([self.words[token] for token in prompt])
+        return self.encode(solution_of(problem, self.settings.modulus))
+
+    def guess(self, batch: Batch) -> Tensor:
+        """Write one step, which claims the most frequent answer in training."""
+        value = str(self.usual_answer)
+        answers = torch.zeros_like(batch["input_ids"])
+        for index, row in enumerate(batch["input_ids"].tolist()):
+            colon = row.index(self.ids[":"])
+            name = self.prompt_words(row)[-3:-1]
+            step = self.encode([*name, "=", *name, "+", "0", "=", value, "+", "0", "=", value, ".", "<end>"])
+            end = min(len(row), colon + len(step))
+            answers[index, colon:end] = torch.tensor(step[: end - colon])
+        return certain(answers, self.vocab_size)
+
+    @functools.cached_property
+    def usual_answer(self) -> int:
+        batch = self.sample(generator(self.settings.kind, "frequencies"), 1024)
+        problems = (parse_prompt(self.prompt_words(row)) for row in batch["input_ids"].tolist())
+        answers = torch.tensor([value_of(problem, self.settings.modulus) for problem in problems])
+        return int(answers.bincount().argmax())
+
+
+def blocks(length: int) -> int:
+    """`length` and what pads it."""
+    return -(-length // BLOCK) * BLOCK
+
+
+def words_of(value: Operand | Operation) -> list[str]:
+    """A number, a name, or an operation, as words."""
+    if isinstance(value, Operation):
+        return [*words_of(value.left), value.sign, *words_of(value.right)]
+    return [str(value)] if isinstance(value, int) else list(value)
+
+
+def prompt_of(problem: Problem) -> list[str]:
+    stated, asked = problem
+    words = [word for name, value in stated.items() for word in (*name, "=", *words_of(value), ".")]
+    return [*words, "?", *asked, ":"]
+
+
+def steps_of(problem: Problem) -> list[QuantityName]:
+    """The operations that the answer needs, in the order of a solution."""
+    stated, asked = problem
+    done: list[QuantityName] = []
+
+    def need(name: QuantityName) -> None:
+        operation = stated[name]
+        if name in done or not isinstance(operation, Operation):
+            return
+        for operand in (operation.left, operation.right):
+            if isinstance(operand, tuple):
+                need(operand)
+        done.append(name)
+
+    need(asked)
+    return done
+
+
+def solution_of(problem: Problem, modulus: int) -> list[str]:
+    values = values_of(problem, modulus)
+    words = []
+    for name in steps_of(problem):
+        operation = problem[0][name]
+        assert isinstance(operation, Operation)
+        left, right = (str(o if isinstance(o, int) else values[o]) for o in (operation.left, operation.right))
+        words += [*name, "=", *words_of(operation), "=", left, operation.sign, right, "=", str(values[name]), "."]
+    return [*words, "<end>"]
+
+
+def values_of(problem: Problem, modulus: int) -> dict[QuantityName, int]:
+    """Execute the statements: the value of every quantity that the answer needs."""
+    stated = problem[0]
+    values = {name: value for name, value in stated.items() if isinstance(value, int)}
+
+    def value(operand: Operand) -> int:
+        return operand if isinstance(operand, int) else values[operand]
+
+    for name in steps_of(problem):
+        operation = stated[name]
+        assert isinstance(operation, Operation)
+        values[name] = OPERATIONS[operation.sign](value(operation.left), value(operation.right)) % modulus
+    return values
+
+
+def value_of(problem: Problem, modulus: int) -> int:
+    """The answer."""
+    return values_of(problem, modulus)[problem[1]]
+
+
+def parse_prompt(words: list[str]) -> Problem:
+    """Parse the output of `prompt_of`. Raises `HeadwaterError` if it is not a problem."""
+    *statements, question = split(words, ".")
+    stated: dict[QuantityName, int | Operation] = {}
+    for statement in statements:
+        sides = split(statement, "=")
+        name = parse_operand(sides[0])
+        value = parse_value(sides[1]) if len(sides) == 2 else None
+        if isinstance(name, int) or name is None or value is None or isinstance(value, tuple):
+            raise HeadwaterError(f"{' '.join(statement)!r} is not a statement.")
+        stated[name] = value
+    asked = parse_operand(question[1:-1])
+    if not isinstance(asked, tuple) or question[0] != "?" or question[-1] != ":":
+        raise HeadwaterError(f"{' '.join(question)!r} is not a question.")
+    return stated, asked
+
+
+def split(words: list[str], mark: str) -> list[list[str]]:
+    """`words` split at each `mark`, which is left out."""
+    parts: list[list[str]] = [[]]
+    for word in words:
+        if word == mark:
+            parts.append([])
+        else:
+            parts[-1].append(word)
+    return parts
+
+
+def parse_operand(words: list[str]) -> Operand | None:
+    """A number or a name; None for anything else."""
+    if len(words) == 1 and words[0].isdecimal():
+        return int(words[0])
+    if len(words) == 2 and words[0] in PLACES and words[1] in THINGS:
+        return words[0], words[1]
+    return None
+
+
+def parse_value(words: list[str]) -> Operand | Operation | None:
+    """A number, a name, or an operation on two of them; None for anything else."""
+    signs = [place for place, word in enumerate(words) if word in OPERATIONS]
+    if not signs:
+        return parse_operand(words)
+    left, right = parse_operand(words[: signs[0]]), parse_operand(words[signs[0] + 1 :])
+    return None if left is None or right is None else Operation(left, words[signs[0]], right)
+
+
+def is_solved(problem: Problem, written: list[str], modulus: int) -> bool:
+    """Whether any step computes what is asked, correctly (the rule of arXiv 2411.19574, appendix I).
+
+    A step is "name = operation = operation on numbers = number .". Its numbers are evaluated: the result must equal
+    both the number it states and the true answer. Anything else that was written does not matter.
+    """
+    answer = value_of(problem, modulus)
+    if "<end>" in written:
+        written = written[: written.index("<end>")]
+    for step in split(written, ".")[:-1]:  # nothing after the last full stop is a whole step
+        sides = split(step, "=")
+        if len(sides) != 4 or parse_operand(sides[0]) != problem[1]:
+            continue
+        named, operation, number = parse_value(sides[1]), parse_value(sides[2]), parse_operand(sides[3])
+        if not isinstance(named, Operation) or not isinstance(operation, Operation) or number != answer:
+            continue
+        left, right = operation.left, operation.right
+        if not (isinstance(left, int) and isinstance(right, int)):
+            continue
+        if OPERATIONS[operation.sign](left, right) % modulus == answer:
+            return True
+    return False

@@ -1,0 +1,234 @@
+"""What synthetic tasks share: the stream of rows, the held-out rows, the metric, and two reference values."""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, Self, TypeVar
+
+import torch
+from pydantic import model_validator
+from torch import Tensor
+from torch.nn import functional as F
+
+from headwater.util.errors import HeadwaterError
+from headwater.util.seeding import generator
+from headwater.util.settings import Settings
+from headwater_lab.data.base import ALONE, Batch, Evaluation, Share
+
+# Held-out rows go through the model in pieces of at most this many logits.
+LOGITS = 2**26
+# Maximum tokens of held-out rows; a solver in plain Python reads them too.
+MOST = 2**27
+# Rows drawn at a time: this many, and no more than take this many numbers.
+BLOCK, DRAWN = 256, 2**22
+# How often to redraw a row that equals a held-out one.
+TRIES = 100
+
+
+class SyntheticSettings(Settings):
+    """`data:` of a recipe for a synthetic task; each task has `vocab_size` and `length`, as a field or a property."""
+
+    kind: str
+    held_out: int
+
+    @model_validator(mode="after")
+    def _held_in_memory(self) -> Self:
+        if self.held_out * self.context > MOST:
+            raise ValueError(
+                f"data.held_out {self.held_out:,} rows of {self.context:,} tokens are too many to keep in memory; "
+                "lower one of the two"
+            )
+        return self
+
+    @property
+    def context(self) -> int:
+        """Tokens in a row of the model's input."""
+        return int(self.length)  # type: ignore[attr-defined]
+
+
+S = TypeVar("S", bound=SyntheticSettings)
+
+
+class SyntheticData(ABC, Generic[S]):
+    """A task whose rows are drawn as needed; see `headwater_lab.data.base.Data`.
+
+    A training row is a function of (seed, its number): rows are drawn in blocks of a fixed size, of which batches take
+    what they need. Training and accuracy use only positions whose label is determined by the row up to there (and a
+    fixed table): `shift_labels` is -100 elsewhere.
+    """
+
+    metric = "accuracy"
+    lower_is_better = False
+    tokenizer = None
+    # No training row equals a held-out one.
+    keeps_apart = True
+
+    def __init__(self, settings: S) -> None:
+        self.settings = settings
+        self.vocab_size: int = settings.vocab_size  # type: ignore[attr-defined]
+        self.context = settings.context
+        self.description: dict[str, Any] = settings.model_dump()
+        # Rows drawn at a time.
+        self.block = max(1, min(BLOCK, DRAWN // (self.context + self.vocab_size)))
+        self.drawn: tuple[tuple[int, int], Batch] | None = None
+
+    @abstractmethod
+    def sample(self, draw: torch.Generator, count: int) -> Batch:
+        """`count` rows: input_ids and shift_labels, both [count, T]."""
+
+    @abstractmethod
+    def solve(self, row: list[int]) -> list[int]:
+        """The next token at each position, from the row up to there: a solver that does not know how rows are drawn.
+
+        Its output at positions without a label is ignored.
+        """
+
+    def batches(self, seed: int, batch_size: int, start: int, share: Share = ALONE) -> Iterator[Batch]:
+        """Raises `HeadwaterError` if too many of the possible rows are held out, so that none is left to train on, and
+        as `held_out` does.
+        """
+        self.held_out()  # what cannot be evaluated is not trained first
+        own = slice(share.rank * batch_size // share.world, (share.rank + 1) * batch_size // share.world)
+        while True:
+            whole = self.training_rows(seed, start, batch_size)
+            yield {name: tensor[own] for name, tensor in whole.items()}
+            start += batch_size
+
+    def training_rows(self, seed: int, start: int, count: int) -> Batch:
+        """`count` rows from number `start` on."""
+        stop = start + count
+        parts = []
+        for number in range(start // self.block, -(-stop // self.block)):
+            first = number * self.block
+            rows = slice(max(start - first, 0), min(stop - first, self.block))
+            parts.append({name: tensor[rows] for name, tensor in self.drawn_block(seed, number).items()})
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+    def drawn_block(self, seed: int, number: int) -> Batch:
+        """A block of rows; those that equal a held-out row are drawn again. The last block is kept."""
+        if self.drawn is not None and self.drawn[0] == (seed, number):
+            return self.drawn[1]
+        self.drawn = (seed, number), self.draw_block(seed, number)
+        return self.drawn[1]
+
+    def draw_block(self, seed: int, number: int) -> Batch:
+        kind = self.settings.kind
+        batch = self.sample(generator(kind, seed, number), self.block)
+        if not self.keeps_apart:
+            return batch
+        for attempt in range(TRIES):
+            seen = torch.isin(self.prints(batch), self.held_out_prints)
+            if not bool(seen.any()):
+                return batch
+            again = self.sample(generator(kind, seed, number, attempt), int(seen.sum()))
+            batch = replaced(batch, seen, again)
+        raise HeadwaterError(
+            f"data: nearly every possible row of kind {kind} is among the {self.settings.held_out} held out; lower "
+            "data.held_out, or make the task larger."
+        )
+
+    def rows(self, seed: int, start: int, count: int) -> list[str]:
+        return [str(row) for row in range(start, start + count)]
+
+    def held_out(self) -> Batch:
+        """The rows that every model is evaluated on, whatever its seed. Raises `HeadwaterError` if none has a label."""
+        batch = self.sample(generator(self.settings.kind, "held out"), self.settings.held_out)
+        if not bool((batch["shift_labels"] != -100).any()):
+            raise HeadwaterError(
+                "data: no held-out row has anything to predict; raise data.held_out or the length of a row."
+            )
+        return batch
+
+    def prints(self, batch: Batch) -> Tensor:
+        """[B] int64: equal for rows that are the same exercise, otherwise different except with probability 2^-64."""
+        ids = batch["input_ids"]
+        weights = torch.randint(-(2**62), 2**62, (ids.shape[1],), generator=generator("prints"))
+        return (ids * weights).sum(1)
+
+    @functools.cached_property
+    def held_out_prints(self) -> Tensor:
+        return self.prints(self.held_out())
+
+    def parts(self, batch: Batch) -> dict[str, Tensor]:
+        """Positions [B, T] whose accuracy is measured separately: "k=3" becomes the metric "accuracy/k=3"."""
+        return {}
+
+    def evaluate(self, logits: Callable[[Batch], Tensor], share: Share = ALONE) -> Evaluation:
+        """Accuracy and loss (nats per label) at the labeled positions of the held-out rows."""
+        # Few enough for every process to evaluate them all.
+        batch = self.held_out()
+        labels = batch["shift_labels"]
+        size = max(1, LOGITS // (labels.shape[1] * self.vocab_size))
+        nats, right = 0.0, []
+        for piece in range(0, len(labels), size):
+            own = {name: tensor[piece : piece + size] for name, tensor in batch.items()}
+            scores = logits(own).float().cpu()
+            target = own["shift_labels"]
+            right.append(scores.argmax(-1) == target)
+            counted = int((target != -100).sum())
+            if counted:
+                nats += float(F.cross_entropy(scores.flatten(0, 1), target.flatten())) * counted
+        hits, counted_at = torch.cat(right), labels != -100
+        metrics = {"accuracy": share_of(hits, counted_at), "loss": nats / int(counted_at.sum())}
+        for name, where in self.parts(batch).items():
+            if bool((where & counted_at).any()):
+                metrics[f"accuracy/{name}"] = share_of(hits, where & counted_at)
+        return Evaluation(metrics)
+
+    def oracle(self, batch: Batch) -> Tensor:
+        """Logits [B, T, V] of the solver."""
+        answers = torch.tensor([self.solve(row) for row in batch["input_ids"].tolist()])
+        return certain(answers, self.vocab_size)
+
+    def guess(self, batch: Batch) -> Tensor:
+        """Logits [B, T, V] of a predictor that knows only how often each token is a label."""
+        return self.frequencies.log().expand(*batch["input_ids"].shape, -1)
+
+    @functools.cached_property
+    def frequencies(self) -> Tensor:
+        """[V]: how often each token is a label, among 1024 training rows, counted from 1."""
+        labels = self.sample(generator(self.settings.kind, "frequencies"), 1024)["shift_labels"]
+        return 1.0 + torch.bincount(labels[labels >= 0], minlength=self.vocab_size)
+
+    def sanity(self) -> dict[str, float]:
+        """The deciding metric of the guess and of the solver, computed like any model's."""
+        return {name: self.evaluate(model).metrics[self.metric] for name, model in self.references.items()}
+
+    @property
+    def references(self) -> dict[str, Callable[[Batch], Tensor]]:
+        return {"guess": self.guess, "oracle": self.oracle}
+
+    def word(self, token: int) -> str:
+        """A token as text."""
+        return str(token)
+
+    def readable(self, batch: Batch, row: int) -> str:
+        """A row as text, with an arrow to the label where there is one."""
+        pairs = zip(batch["input_ids"][row].tolist(), batch["shift_labels"][row].tolist(), strict=True)
+        return " ".join(self.word(x) + ("" if y < 0 else f"→{self.word(y)}") for x, y in pairs)
+
+
+def share_of(hits: Tensor, where: Tensor) -> float:
+    return float(hits[where].double().mean())
+
+
+def certain(answers: Tensor, vocab_size: int) -> Tensor:
+    """Logits [..., V] of a model that is certain of `answers`."""
+    return torch.zeros(*answers.shape, vocab_size).scatter_(-1, answers[..., None], 100.0)
+
+
+def replaced(batch: Batch, where: Tensor, rows: Batch) -> Batch:
+    """`batch` with the rows at which `where` is true taken from `rows`. Rows may differ in length, and are padded."""
+    width = max(batch["input_ids"].shape[1], rows["input_ids"].shape[1])
+    result = {}
+    for name, fill in (("input_ids", 0), ("shift_labels", -100)):
+        both = [F.pad(part[name], (0, width - part[name].shape[1]), value=fill) for part in (batch, rows)]
+        result[name] = both[0].index_put((where.nonzero()[:, 0],), both[1])
+    return result
+
+
+def distinct(draw: torch.Generator, rows: int, vocab_size: int, count: int) -> Tensor:
+    """[rows, count]: different tokens below `vocab_size` in each row, every choice and order of them equally likely."""
+    return torch.rand(rows, vocab_size, generator=draw).topk(count).indices

@@ -1,0 +1,104 @@
+"""hop-k, induction of several hops: arXiv 2402.09268 (Sanford et al.), section 4; arXiv 2411.19574, appendix H."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from headwater_lab.data.base import Batch
+from headwater_lab.data.synthetic.base import SyntheticData, SyntheticSettings
+
+
+class HopSettings(SyntheticSettings):
+    """`data:` of a recipe, with `kind: hop`."""
+
+    kind: Literal["hop"] = "hop"
+    hops: int = Field(default=4, ge=1, le=2**20)
+    """Maximum number of hops; a row asks for 0 to this many."""
+    alphabet: int = Field(default=4, ge=3, le=2**20)
+    """Number of different symbols. Neighbors always differ, so two symbols would only alternate."""
+    length: int = Field(default=64, ge=3, le=2**20)
+    """Symbols in a sequence; a row has one token more, which says how many hops."""
+    held_out: int = Field(default=1024, ge=1, le=2**20)
+    """Sequences to evaluate on."""
+
+    @property
+    def vocab_size(self) -> int:
+        """The symbols, "nothing", and a token for each number of hops."""
+        return self.alphabet + 1 + self.hops + 1
+
+    @property
+    def context(self) -> int:
+        return self.length + 1
+
+    def build(self) -> HopData:
+        return HopData(self)
+
+
+class HopData(SyntheticData[HopSettings]):
+    """k X_1 … X_n, and at each position i: hop_k(X)_i.
+
+        find^1(X, i) = max({0} ∪ {j ≤ i : X_{j-1} = X_i})      find^k(X, i) = find^1(X, find^{k-1}(X, i))
+        hop_k(X)_i   = X_{find^k(X, i)}, or "nothing" where that is 0
+
+    The first token is k, drawn uniformly from 0 to `hops`; accuracy is also measured for each k. hop_1 at i is what
+    followed the last occurrence of X_i, which for k = 1 is induction.
+    """
+
+    def sample(self, draw: torch.Generator, count: int) -> Batch:
+        alphabet, length, hops = self.settings.alphabet, self.settings.length, self.settings.hops
+        steps = torch.randint(1, alphabet, (count, length), generator=draw)
+        steps[:, 0] = torch.randint(alphabet, (count,), generator=draw)
+        symbols = steps.cumsum(1) % alphabet
+        asked = torch.randint(hops + 1, (count, 1), generator=draw)
+        find = self.find(symbols)
+        place = torch.arange(length + 1).expand(count, -1)
+        for hop in range(hops):
+            place = torch.where(asked > hop, find.gather(1, place), place)
+        # Place 0 is "nothing".
+        answers = torch.cat([torch.full((count, 1), alphabet), symbols], dim=1).gather(1, place)
+        answers[:, 0] = -100
+        return {"input_ids": torch.cat([alphabet + 1 + asked, symbols], dim=1), "shift_labels": answers}
+
+    def find(self, symbols: Tensor) -> Tensor:
+        """find^1 of all places [count, n + 1]; that of place 0 is 0."""
+        count, length = symbols.shape
+        after = torch.zeros(count, length, self.settings.alphabet, dtype=torch.long)
+        places = torch.arange(2, length + 1).expand(count, -1)
+        # Symbol X_{j-1} points to j, from j on.
+        after[:, 1:].scatter_(2, symbols[:, :-1, None], places[..., None])
+        latest = after.cummax(1).values.gather(2, symbols[..., None])[..., 0]
+        return torch.cat([torch.zeros(count, 1, dtype=torch.long), latest], dim=1)
+
+    def parts(self, batch: Batch) -> dict[str, Tensor]:
+        asked = batch["input_ids"][:, :1] - self.settings.alphabet - 1
+        everywhere = torch.ones_like(batch["input_ids"], dtype=torch.bool)
+        return {f"k={k}": everywhere & (asked == k) for k in range(self.settings.hops + 1)}
+
+    def solve(self, row: list[int]) -> list[int]:
+        """Hop by hop, each by looking back."""
+        hops, symbols = row[0] - self.settings.alphabet - 1, row[1:]
+        answers = [0]
+        for i in range(len(symbols)):
+            place: int | None = i
+            for _ in range(hops):
+                place = behind_last(symbols, place) if place is not None else None
+            answers.append(self.settings.alphabet if place is None else symbols[place])
+        return answers
+
+    def word(self, token: int) -> str:
+        alphabet = self.settings.alphabet
+        if token < alphabet:
+            return chr(ord("a") + token) if alphabet <= 26 else str(token)
+        return "⊥" if token == alphabet else f"k={token - alphabet - 1}"
+
+
+def behind_last(symbols: list[int], place: int) -> int | None:
+    """The position after the last earlier one with the same symbol."""
+    for j in range(place - 1, -1, -1):
+        if symbols[j] == symbols[place]:
+            return j + 1
+    return None

@@ -1,0 +1,129 @@
+"""Induction: after "… a b … a", say b. arXiv 2411.19574 (KV shifting), sections 2 and 3.2, figure 1, appendix D."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from headwater_lab.data.base import Batch
+from headwater_lab.data.synthetic.base import SyntheticData, SyntheticSettings, distinct
+
+
+class InductionSettings(SyntheticSettings):
+    """`data:` of a recipe, with `kind: induction`."""
+
+    kind: Literal["induction"] = "induction"
+    variant: Literal["chain", "periodic", "scattered"] = "chain"
+    """chain: a token seen before always determines the next one, so rows end in a cycle; periodic: a segment of half
+    the length, repeated; scattered: repeated pairs among new tokens, which no fixed lag predicts."""
+    vocab_size: int = Field(default=64, ge=2, le=2**20)
+    """Number of different tokens."""
+    length: int = Field(default=32, ge=3, le=2**20)
+    """Tokens in a sequence."""
+    held_out: int = Field(default=1024, ge=1, le=2**20)
+    """Sequences to evaluate on."""
+
+    @property
+    def distinct(self) -> int:
+        """The number of tokens of a row that must be different."""
+        return {"chain": 1, "periodic": self.length // 2, "scattered": self.length + 2}[self.variant]
+
+    @model_validator(mode="after")
+    def _enough_tokens(self) -> InductionSettings:
+        if self.vocab_size < self.distinct:
+            raise ValueError(
+                f"data.variant {self.variant} with data.length={self.length} needs data.vocab_size of "
+                f"{self.distinct} or more, not {self.vocab_size}."
+            )
+        return self
+
+    def build(self) -> InductionData:
+        return InductionData(self)
+
+
+class InductionData(SyntheticData[InductionSettings]):
+    """Rows in which an earlier token predicts the next one; labels are where it does.
+
+    chain: x_i = x_j implies x_{i+1} = x_{j+1}, everywhere. From the first repetition on the row is periodic, with a lag
+        of its own. Rows of one short cycle (a a a …: one in `vocab_size`) are among those held out and those trained
+        on; this form came first, and draws as it always did.
+    periodic: `length // 2` different tokens, repeated. The lag is the same in all rows, so that copying from there,
+        which looks at no token, does as well ([A] [B] [A] [B]; the paper's remark after theorem 3).
+    scattered: `length // 8` pairs a b, and then at each turn a known pair again (half of the time), a new pair (a
+        quarter) or a new token that is no part of a pair. Only an induction head tells b at the second a ([A] [B] [C]
+        [A] [B]). What follows b is free.
+
+    The paper's script (appendix D) is the chain; it pads rows to 512 with zeros and draws again where nothing repeats.
+    """
+
+    @property
+    def keeps_apart(self) -> bool:  # type: ignore[override]
+        return self.settings.variant != "chain"
+
+    def sample(self, draw: torch.Generator, count: int) -> Batch:
+        """`count` sequences; shift_labels is -100 where the next token cannot be told."""
+        make = {"chain": self.chain, "periodic": self.periodic, "scattered": self.scattered}[self.settings.variant]
+        row, known = make(draw, count)
+        labels = torch.where(known, row[:, 1:], -100)
+        return {"input_ids": row[:, :-1].contiguous(), "shift_labels": labels}
+
+    def chain(self, draw: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
+        """(tokens [count, T + 1], whether the token after each is known [count, T]); the other forms alike."""
+        vocab_size, length = self.settings.vocab_size, self.settings.length
+        fresh = torch.randint(vocab_size, (count, length + 1), generator=draw)
+        follower = torch.full((count, vocab_size), -1)
+        tokens = [fresh[:, 0]]
+        known = []
+        for t in range(length):
+            current = tokens[-1][:, None]
+            successor = follower.gather(1, current)[:, 0]
+            known.append(successor >= 0)
+            following = torch.where(known[-1], successor, fresh[:, t + 1])
+            follower.scatter_(1, current, following[:, None])
+            tokens.append(following)
+        return torch.stack(tokens, dim=1), torch.stack(known, dim=1)
+
+    def periodic(self, draw: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
+        length = self.settings.length
+        lag = length // 2
+        places = torch.arange(length + 1)
+        segment = distinct(draw, count, self.settings.vocab_size, lag)
+        return segment[:, places % lag], (places[:-1] >= lag).expand(count, -1)
+
+    def scattered(self, draw: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
+        length = self.settings.length
+        pool = distinct(draw, count, self.settings.vocab_size, self.settings.distinct)
+        turns = length + 1  # each adds one or two tokens
+        chance = torch.rand(count, turns, generator=draw)
+        # A row begins with new pairs: were there one or two to repeat, they would come at lag 2 or 4 most of the time.
+        chance[:, : max(1, length // 8)] = 0.0
+        new, repeat = chance < 0.25, chance >= 0.5
+        pairs = new.cumsum(1)
+        again = (torch.rand(count, turns, generator=draw) * pairs).long()
+        pair = torch.where(repeat, again, pairs - 1)
+        single = (~new & ~repeat).cumsum(1)
+        # Pairs take the pool from its front, single tokens from its back; what lies behind the row's end is cut off.
+        size = pool.shape[1]
+        first = pool.gather(1, torch.where(new | repeat, 2 * pair, size - single).clamp(0, size - 1))
+        second = pool.gather(1, (2 * pair + 1).clamp(0, size - 1))
+        step = torch.where(new | repeat, 2, 1)
+        place = step.cumsum(1) - step
+        row = torch.zeros(count, 2 * turns, dtype=torch.long)
+        known = torch.zeros(count, 2 * turns, dtype=torch.bool)
+        row.scatter_(1, place + step - 1, torch.where(step == 2, second, first))
+        row.scatter_(1, place, first)
+        known.scatter_(1, place, repeat)
+        return row[:, : length + 1], known[:, :length]
+
+    def solve(self, row: list[int]) -> list[int]:
+        """An induction head: what followed the token's last occurrence."""
+        followers: dict[int, int] = {}
+        answers = []
+        for i, token in enumerate(row):
+            if i:
+                followers[row[i - 1]] = token
+            answers.append(followers.get(token, 0))
+        return answers

@@ -1,0 +1,101 @@
+"""Text that is read and tokenized at the start of a run, for corpora that fit in memory."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from headwater.util.errors import HeadwaterError
+from headwater_lab.data.corpus import FEW_PIECES, Document, check_column_is_read, pieces, read_corpus
+from headwater_lab.data.language import HeldOutSettings, LanguageData
+from headwater_lab.data.rows import RowLayout, TokenArray
+from headwater_lab.data.tokenizer import Encoder, load_tokenizer
+
+
+class TextSettings(HeldOutSettings):
+    """`data:` of a recipe, with `kind: text`."""
+
+    kind: Literal["text"] = "text"
+    source: str
+    """Text, JSONL, CSV or parquet (path, folder or glob), a Hugging Face dataset, "python-stdlib", "python-topics" or
+    "python-docs"."""
+    text_column: str = "text"
+    """Column or JSON field that holds the text, dotted if nested, or conversations: lists of messages."""
+    tokenizer: str = "bytes"
+    """"bytes", a local folder or tokenizer.json, or a tokenizer's name on the Hugging Face hub."""
+    context: int = Field(default=256, ge=2, le=2**24)
+    """Tokens per row."""
+    row_layout: RowLayout = "packed"
+    """packed: attention and positions restart with each document; contiguous: across documents, as in nanoGPT."""
+    held_out: float = Field(default=0.1, gt=0, lt=1)
+    """Share of the documents to hold out, chosen by hash."""
+    held_out_bytes: int | None = Field(default=1_000_000, ge=1)
+    """Evaluate on at most about this many bytes (of each domain): an equal excerpt of each document, at a position set
+    by its hash; null for all."""
+
+    def build(self) -> LanguageData:
+        """Read the corpus and tokenize it. Raises `HeadwaterError` if it is too small."""
+        sources = [self.source, *(self.held_out_domains or {}).values()]
+        check_column_is_read(self.text_column, sources, "data.text_column")
+        corpus = read_corpus(self.source, self.text_column)
+        tokenizer = load_tokenizer(self.tokenizer)
+        # A corpus of two or more documents always has one on each side, whatever their hashes.
+        ordered = sorted(corpus.documents, key=Document.fraction)
+        count = sum(document.fraction() < self.held_out for document in ordered)
+        if len(ordered) < 2:
+            raise HeadwaterError(
+                f"{self.source!r} is one document of {len(ordered[0].text.encode())} bytes, too short to hold out "
+                f"part of it; use more text."
+            )
+        count = min(max(count, 1), len(ordered) - 1)
+        held_out, train = ordered[:count], ordered[count:]
+        train.sort(key=lambda document: document.id)
+        encoded = Encoder(tokenizer).documents(train)
+        counts = [one.counts for one in encoded if one.counts is not None]
+        tokens = TokenArray([one.ids for one in encoded], counts or None)
+        domains, left_out = self.domains(train, held_out)
+        return LanguageData(
+            {self.source: (tokens, 1.0)},
+            domains or {self.source: held_out},
+            tokenizer,
+            context=self.context,
+            layout=self.row_layout,
+            held_out_bytes=self.held_out_bytes,
+            description=corpus.facts
+            | {"tokenizer": self.tokenizer, "train_documents": len(train)}
+            | ({"left_out": left_out} if domains else {}),
+            domains=bool(domains),
+            metric=self.metric,
+        )
+
+    def domains(
+        self, train: list[Document], held_out: list[Document]
+    ) -> tuple[dict[str, list[Document]], dict[str, int]]:
+        """Each domain's documents that are not training data, and how many are. Raises `HeadwaterError` if all are.
+
+        They are identified by their text, cut like a small corpus, since a part of `source` may be cut where the
+        whole is not.
+        """
+        found: dict[str, list[Document]] = {}
+        left_out: dict[str, int] = {}
+        if self.held_out_domains is None:
+            return found, left_out
+        seen = {piece.text for document in train for piece in pieces(document)}
+        for name, source in self.held_out_domains.items():
+            if source == self.source:
+                found[name], left_out[name] = held_out, len(train)
+                continue
+            documents = read_corpus(source, self.text_column).documents
+            # A text that is one piece of `source` may be in several here, being cut smaller.
+            whole = "".join(document.text for document in documents[: FEW_PIECES + 1])
+            found[name] = [
+                one for one in documents if whole not in seen and not any(piece.text in seen for piece in pieces(one))
+            ]
+            left_out[name] = len(documents) - len(found[name])
+            if not found[name]:
+                raise HeadwaterError(
+                    f"The domain {name!r} is empty: all text of {source!r} is training data; use other text, or a "
+                    f"larger data.held_out."
+                )
+        return found, left_out

@@ -1,0 +1,198 @@
+"""Tokenizers: the built-in byte tokenizer, or any Hugging Face one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from headwater.models.load import has_tokenizer, open_tokenizer
+from headwater.util.deadline import encode_in_time
+from headwater.util.errors import HeadwaterError
+from headwater.util.hub import check_reachable
+from headwater_lab.data.chat import ChatEncoder, Encoded
+from headwater_lab.data.corpus import Document
+from headwater_lab.data.reading import local_path
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+END_OF_TEXT = "<|endoftext|>"
+# Tokens, for which memory is taken at once: several times those of the largest models.
+LARGEST_VOCABULARY = 2**22
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Token i is byte i of the text's UTF-8 form; 256 is the end of text. A plain Hugging Face tokenizer."""
+    # ByteLevel writes byte b as a printable stand-in character; the same table orders the vocabulary.
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    stand_in = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    tokenizer = Tokenizer(models.BPE(vocab={stand_in[byte]: byte for byte in range(256)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return _with_end(tokenizer)
+
+
+def train_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE with GPT-2's way of splitting text into words; token 0 is the end of text.
+
+    Decoding restores every text exactly. Raises `HeadwaterError` below 257 tokens, which are all bytes and the end of
+    text, and above `LARGEST_VOCABULARY`.
+    vocabulary: tokens, including the end of text; fewer if the texts have too few pairs to merge.
+    """
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if vocabulary <= len(alphabet):
+        raise HeadwaterError(f"A vocabulary of {vocabulary} has no room for 256 bytes and the end of text.")
+    if vocabulary > LARGEST_VOCABULARY:
+        raise HeadwaterError(f"A vocabulary of {vocabulary:,} is too large; use at most {LARGEST_VOCABULARY:,}.")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return _with_end(tokenizer)
+
+
+def _with_end(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """ "bytes", a local folder, or a name on the Hugging Face hub. Raises `HeadwaterError` if it cannot be loaded."""
+    if name == "bytes":
+        return byte_tokenizer()
+    tokenizer = read_tokenizer(name)
+    if separator(tokenizer) is None:
+        raise HeadwaterError(
+            f"The tokenizer {name!r} has neither an end-of-text nor a begin-of-text token to put between documents; "
+            'name one of its tokens beside its tokenizer.json, in tokenizer_config.json: {"eos_token": "…"}.'
+        )
+    return tokenizer
+
+
+def read_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer from a folder, a tokenizer.json or the hub; none of its code runs.
+
+    Raises `HeadwaterError` for any problem with its files.
+    """
+    path = local_path(str(source))
+    if not path.exists():
+        check_reachable("tokenizer", str(source))
+        path = Path(source)
+    with _one_sentence(f"No tokenizer could be loaded from {str(source)!r}"):
+        if path.is_dir() and not has_tokenizer(path):
+            raise HeadwaterError(f"The folder {str(source)!r} has no tokenizer: there is no tokenizer.json in it.")
+        tokenizer = open_tokenizer(path if path.exists() else str(source))
+        vocabulary(tokenizer)  # inspects it
+        return tokenizer
+
+
+def local_size(name: str | None) -> int | None:
+    """The vocabulary of a tokenizer as `load_tokenizer` takes it, if it is on this machine; else None."""
+    if name is None or (name != "bytes" and not local_path(name).exists()):
+        return None
+    return vocabulary(load_tokenizer(name))
+
+
+def vocabulary(tokenizer: PreTrainedTokenizerBase) -> int:
+    """One more than the largest id. For vocabularies with holes, `len(tokenizer)` is too small."""
+    return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=-1))
+
+
+def extends(tokenizer: PreTrainedTokenizerBase | None, other: PreTrainedTokenizerBase | None) -> bool:
+    """Whether a tokenizer has all tokens of another one under their ids, and perhaps more."""
+    if tokenizer is None or other is None:
+        return False
+    return other.get_vocab().items() <= tokenizer.get_vocab().items()
+
+
+@contextmanager
+def _one_sentence(what: str) -> Iterator[None]:
+    """Turn anything the tokenizers library raises into a `HeadwaterError`, even panics, which are no `Exception`s."""
+    try:
+        yield
+    except (HeadwaterError, KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
+        raise
+    except BaseException as error:
+        text = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise HeadwaterError(f"{what}: {text[:300].rstrip('.')}; use another, or create it again.") from error
+
+
+def separator(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The token before each document, which also ends the previous one."""
+    return tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.bos_token_id
+
+
+def encode_plainly(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """The ids of each text, without special tokens around it. Raises `HeadwaterError` as `encode_in_time`."""
+
+    def encode(texts: Sequence[str]) -> list[list[int]]:
+        return [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
+
+    with _one_sentence("The tokenizer cannot encode a text"):
+        return encode_in_time(encode, texts)
+
+
+class Encoder:
+    """Texts -> token ids, in any number of threads.
+
+    Text that spells a special token is plain text: otherwise it would start a new document.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        end = separator(tokenizer)
+        assert end is not None, "load_tokenizer looks for it"
+        self.tokenizer, self.separator, self.vocabulary = tokenizer, end, vocabulary(tokenizer)
+        self.dtype = np.dtype("<u2" if self.vocabulary <= 2**16 else "<u4")
+        self.is_bytes = tokenizer.get_vocab() == byte_tokenizer().get_vocab()
+        self.backend = None
+        if getattr(tokenizer, "is_fast", False):
+            with _one_sentence("The tokenizer cannot be used"):
+                self.backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+            self.backend.no_truncation()
+            self.backend.no_padding()
+            self.backend.encode_special_tokens = True
+
+    def __call__(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The ids of each text, without separators."""
+        if self.is_bytes:  # same result as calling the tokenizer, without the overhead
+            return [np.frombuffer(text.encode(), dtype=np.uint8).astype(self.dtype) for text in texts]
+        with _one_sentence("The tokenizer cannot encode a text"):
+            return [np.asarray(row, dtype=self.dtype) for row in encode_in_time(self._ids, texts)]
+
+    def _ids(self, texts: Sequence[str]) -> list[list[int]]:
+        if self.backend is None:
+            return self.tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True).input_ids
+        return [one.ids for one in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def documents(self, documents: Sequence[Document]) -> list[Encoded]:
+        """Documents with the separator before each, conversations as their template writes them."""
+        texts = iter(self([document.text for document in documents if not document.is_chat]))
+        return [
+            self.chat(document.text, document.id)
+            if document.is_chat
+            else Encoded(
+                np.concatenate(([self.separator], next(texts))).astype(self.dtype), None, len(document.text.encode())
+            )
+            for document in documents
+        ]
+
+    @cached_property
+    def chat(self) -> ChatEncoder:
+        return ChatEncoder(self.tokenizer, self.dtype)

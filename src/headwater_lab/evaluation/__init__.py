@@ -1,0 +1,9 @@
+"""Evaluate trained models, headwater's and others', on benchmarks and on text in one table.
+
+Benchmarks run through lm-evaluation-harness (`tasks`), text through sliding windows (`text`); both give each model's
+score on each item, so that two models are compared item by item (`paired`).
+"""
+
+from headwater_lab.evaluation.evaluation import EvaluationResult, evaluate, table, to_json
+
+__all__ = ["EvaluationResult", "evaluate", "table", "to_json"]

@@ -1,0 +1,181 @@
+"""Models to evaluate: headwater's checkpoints and runs, and any causal Hugging Face model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from headwater.config.text import HeadwaterConfig
+from headwater.models.load import check_finite, check_layers, check_size, model_type, read_config, reason, weight_files
+from headwater.models.weights import check_files
+from headwater.util.errors import HeadwaterError, first_line
+from headwater.util.hub import check_reachable
+from headwater_lab.data.tokenizer import separator
+from headwater_lab.training.checkpoint import check, history_of, load_model
+from headwater_lab.training.places import newest_checkpoint
+from headwater_lab.training.trained import tokenizer_of
+
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+# The limit for a model without its own, as in lm-evaluation-harness.
+CONTEXT = 2048
+PROBE = "Sphinx of black quartz,\n\tjudge my vow: 1234.5 + 67 = 1302; naïve 水源 🦉\r\n  def f(x): return x"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A model to evaluate, before its weights are read.
+
+    begin: the token before each document: headwater's separator for models trained by headwater, otherwise the
+    tokenizer's begin-of-text token, or else its end-of-text token.
+    own: whether it is a headwater checkpoint; adds_begin: whether its tokenizer decides what a prompt begins with.
+    """
+
+    name: str
+    source: str
+    config: Any
+    tokenizer: PreTrainedTokenizerBase
+    begin: int
+    own: bool
+    adds_begin: bool
+    trust_remote_code: bool
+
+    @cached_property
+    def skeleton(self) -> PreTrainedModel:
+        """The model without its weights. Raises `HeadwaterError` if it is not a causal language model."""
+        try:
+            with torch.device("meta"):
+                return AutoModelForCausalLM.from_config(self.config, trust_remote_code=self.trust_remote_code)
+        except HeadwaterError:
+            raise
+        except Exception as error:
+            if type(self.config) not in AutoModelForCausalLM._model_mapping:
+                raise HeadwaterError(
+                    f"{self.source!r} is a {self.config.model_type} model, not a causal language model; choose one "
+                    "that AutoModelForCausalLM loads."
+                ) from error
+            raise HeadwaterError(
+                f"The config of {self.source!r} describes no model that can be built: {reason(error)}; correct it."
+            ) from error
+
+    @property
+    def positions(self) -> int | None:
+        """The number of learned positions; None for a model without them."""
+        learned = [
+            module
+            for name, module in self.skeleton.named_modules()
+            if isinstance(module, nn.Embedding) and ("pos" in name.split(".")[-1] or name.split(".")[-1] == "wpe")
+        ]
+        return self.longest if learned else None
+
+    @property
+    def longest(self) -> int:
+        """Tokens it takes at a time by its config."""
+        found = (getattr(self.config, name, None) for name in ("n_positions", "max_position_embeddings", "n_ctx"))
+        return next((length for length in found if length), CONTEXT)
+
+    def load(self, device: str, dtype: str) -> PreTrainedModel:
+        """The model with its weights, in eval mode. Raises `HeadwaterError` if any are missing."""
+        if self.own:
+            check(Path(self.source))
+            model = load_model(Path(self.source))
+        else:
+            if (folder := Path(self.source)).is_dir():  # all files of its index are present
+                files = weight_files(folder, pickled=True)
+                check_size(self.skeleton, 2 * sum(file.stat().st_size for file in files), folder)  # of 4 bits or more
+                check_files(files, repr(self.source), self.skeleton)
+            try:
+                model, info = AutoModelForCausalLM.from_pretrained(
+                    self.source,
+                    dtype="auto",
+                    trust_remote_code=self.trust_remote_code,
+                    weights_only=True,
+                    output_loading_info=True,
+                )
+            except Exception as error:  # libraries can raise anything for damaged files
+                raise HeadwaterError(f"The checkpoint {self.source!r} cannot be loaded: {first_line(error)}") from error
+            model.config.return_dict = True
+            if missing := sorted(map(str, info.get("missing_keys") or ())):
+                raise HeadwaterError(
+                    f"The weights in {self.source!r} are incomplete: {len(missing)} are missing, including "
+                    f"{missing[0]}; use a complete checkpoint."
+                )
+            check_finite(model.state_dict(), repr(self.source))
+        return model.to(device, None if dtype == "auto" else getattr(torch, dtype)).eval()
+
+
+def candidates(sources: Sequence[str], trust_remote_code: bool = False) -> list[Candidate]:
+    """The models to evaluate, with unique names. Raises `HeadwaterError` for anything but a text model."""
+    places = [
+        str(newest_checkpoint(Path(source))) if Path(source).is_dir() else source.rstrip("/") for source in sources
+    ]
+    names = unique_names([source.rstrip("/") for source in sources])
+    return [_candidate(name, place, trust_remote_code) for name, place in zip(names, places, strict=True)]
+
+
+def _candidate(name: str, source: str, trust_remote_code: bool) -> Candidate:
+    path = Path(source)
+    local = path.is_dir()
+    if local and not (path / "config.json").is_file():
+        raise HeadwaterError(f"{source!r} is not a checkpoint: it has no config.json.")
+    if not local:
+        check_reachable("model", source)
+    own = local and model_type(path) == HeadwaterConfig.model_type
+    if local:
+        check_layers(path)
+    try:
+        config = read_config(path) if own else AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    except HeadwaterError:
+        raise
+    except Exception as error:  # as above
+        if "trust_remote_code" in str(error):
+            raise HeadwaterError(f"{source!r} needs its own code, which runs only with --trust-remote-code.") from error
+        raise HeadwaterError(f"The config of {source!r} cannot be read: {first_line(error)}") from error
+    tokenizer = tokenizer_of(path, config.vocab_size if own else None) if local else tokenizer_of(source)
+    if tokenizer is None and trust_remote_code:
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=True)
+    if tokenizer is None:
+        raise HeadwaterError(
+            f"{source!r} has no tokenizer, so it cannot read text; add its tokenizer's files to that folder."
+        )
+    trained_here = own and any(event.kind == "trained" for event in history_of(path))
+    begin = separator(tokenizer)
+    if not trained_here and tokenizer.bos_token_id is not None:
+        begin = tokenizer.bos_token_id
+    if begin is None:
+        raise HeadwaterError(
+            f"The tokenizer of {source!r} has neither an end-of-text nor a begin-of-text token to begin a document "
+            "with; add one with tokenizer.add_special_tokens."
+        )
+    candidate = Candidate(name, source, config, tokenizer, begin, own, not trained_here, trust_remote_code)
+    _ = candidate.skeleton
+    return candidate
+
+
+def unique_names(sources: Sequence[str]) -> list[str]:
+    """The last part of each path, with as many of those before it as it takes to be told from the others."""
+    names: list[str] = []
+    for index, source in enumerate(sources):
+        parts = Path(source).parts
+        others = [Path(other).parts for other in sources if other != source]
+        length = next((n for n in range(1, len(parts)) if all(o[-n:] != parts[-n:] for o in others)), len(parts))
+        name = "/".join(parts[-length:])
+        before = sources[:index].count(source)
+        names.append(f"{name} ({before + 1})" if before else name)
+    return names
+
+
+def same_tokenizer(one: Candidate, other: Candidate) -> bool:
+    """Whether two models cut a text into the same tokens."""
+    ours, theirs = one.tokenizer, other.tokenizer
+    return (
+        one.begin == other.begin
+        and ours.get_vocab() == theirs.get_vocab()
+        and ours(PROBE, add_special_tokens=False).input_ids == theirs(PROBE, add_special_tokens=False).input_ids
+    )

@@ -1,0 +1,306 @@
+"""Several models on the same tasks and texts: figures, paired differences, tables, JSON."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import headwater
+from headwater.cost.hardware import usable_device
+from headwater.kernels.choose import unmeasured
+from headwater.util.errors import HeadwaterError
+from headwater.util.terminal import Table, lined
+from headwater_lab.data.corpus import check_column_is_read
+from headwater_lab.data.tokenizer import Encoder
+from headwater_lab.evaluation import text as texts
+from headwater_lab.evaluation.candidates import CONTEXT, DTYPES, Candidate, candidates, same_tokenizer
+from headwater_lab.evaluation.paired import Difference, Items, difference
+from headwater_lab.evaluation.tasks import Tasks
+
+# The measures of a text, by the form and weight of `paired.Items`.
+MEASURES = {
+    "bits-per-byte": ("bits", "bytes"),
+    "loss": ("loss", "tokens"),
+    "perplexity": ("perplexity", "tokens"),
+}
+SEED = 1234  # lm-eval's own for examples in prompts
+
+
+@dataclass(frozen=True)
+class Figure:
+    """stderr: over the items; None if it cannot be computed."""
+
+    value: float
+    stderr: float | None
+    items: int | None
+
+
+@dataclass
+class ScoreRow:
+    """One figure of every model. shots: examples in the prompt, None for text; differences: from the first model."""
+
+    task: str
+    metric: str
+    shots: int | None
+    higher_is_better: bool | None
+    figures: dict[str, Figure] = field(default_factory=dict)
+    differences: list[Difference] = field(default_factory=list)
+    items: dict[str, Items | None] = field(default_factory=dict, repr=False)
+
+
+@dataclass
+class EvaluationResult:
+    """What `evaluate` found.
+
+    models: facts of each, by name. rows: its figures. tasks: versions and hashes as lm-eval gives them. texts: facts of
+    each text. settings, versions: what makes them again.
+    """
+
+    models: dict[str, dict[str, Any]]
+    rows: list[ScoreRow]
+    tasks: list[dict[str, Any]]
+    texts: list[dict[str, Any]]
+    settings: dict[str, Any]
+    versions: dict[str, str]
+
+
+def evaluate(
+    models: Sequence[str],
+    tasks: Sequence[str] = (),
+    *,
+    task_files: Path | None = None,
+    shots: int | None = None,
+    limit: int | None = None,
+    text: Sequence[str] = (),
+    text_column: str = "text",
+    context: int | None = None,
+    stride: int | None = None,
+    batch_size: int = 8,
+    device: str = "cpu",
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+    seed: int = SEED,
+    progress: bool = False,
+    on_windows: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> EvaluationResult:
+    """Measure models, one at a time, on tasks of lm-evaluation-harness and on texts; the first is the baseline.
+
+    models: headwater checkpoints or runs, folders or hub names of Hugging Face causal language models.
+    tasks: lm-eval's names, `name@shots`, or one of `tasks.GROUPS`; default: all of `task_files`.
+    shots: few-shot examples, for tasks that do not set them. limit: items of a task, and documents of a text.
+    text: files, folders, globs of text, JSONL, CSV or parquet, or datasets of the hub. text_column: that of tables.
+    context: tokens a model sees at a time; default for texts the most that all take, up to 2048, and for tasks each
+        model's own. stride: tokens that each window adds, default context // 2.
+    on_windows: called with (what, windows done, of how many) after each batch of a text.
+    Raises `HeadwaterError` for anything that is not there or does not fit together, before any model has run.
+    """
+    if not models:
+        raise HeadwaterError("Name at least one checkpoint or model to evaluate.")
+    if not (tasks or task_files or text):
+        raise HeadwaterError("Choose what to evaluate on: --tasks, --task-files or --text.")
+    check_column_is_read(text_column, text, "--text-column")
+    if dtype not in DTYPES:
+        raise HeadwaterError(f"--dtype must be one of {', '.join(DTYPES)}, not {dtype!r}.")
+    usable_device(device)
+    found = candidates(models, trust_remote_code)
+    measures = measures_of(found) if text else []
+    for one in found:
+        if context is not None and one.positions is not None and context > one.positions:
+            raise HeadwaterError(
+                f"{one.source!r} has only {one.positions} learned positions, but --context is {context}; use at most "
+                f"{one.positions}."
+            )
+    window = context or min(CONTEXT, *(one.longest for one in found))
+    stride = stride or max(1, window // 2)
+    if stride > window:
+        raise HeadwaterError(f"--stride {stride} is more than the {window} tokens of a window; use at most {window}.")
+    read = [texts.read_text(source, limit, text_column) for source in text]
+    ready = Tasks(tasks, task_files, shots) if tasks or task_files else None
+
+    result = EvaluationResult({}, [], [], [_text_facts(one) for one in read], {}, _versions(ready is not None))
+    result.settings = {
+        "tasks": list(tasks),
+        "shots": shots,
+        "limit": limit,
+        "batch_size": batch_size,
+        "context": context,
+        "window": window if text else None,
+        "stride": stride if text else None,
+        "text_column": text_column if text else None,
+        "dtype": dtype,
+        "device": device,
+        "seed": seed,
+        "measures": measures,
+    }
+    table_of: dict[tuple[str, str, int | None], ScoreRow] = {}
+
+    def put(
+        name: str, key: tuple[str, str, int | None], better: bool | None, value: Figure, items: Items | None
+    ) -> None:
+        row = table_of.setdefault(key, ScoreRow(*key, better))
+        row.figures[name], row.items[name] = value, items
+
+    for one in found:
+        model = one.load(device, dtype)
+        facts = result.models[one.name] = _facts(one, model)
+        with unmeasured():  # all models' linear layers use the same kernel, whatever was timed to be fast here
+            if ready is not None:
+                scores = ready.run(
+                    one,
+                    model,
+                    batch_size=batch_size,
+                    limit=limit,
+                    context=context,
+                    seed=seed,
+                    progress=progress,
+                )
+                for score in scores:
+                    count = None if score.items is None else len(score.items.values)
+                    put(
+                        one.name,
+                        (score.task, score.metric, score.shots),
+                        score.higher_is_better,
+                        Figure(score.value, score.stderr, count),
+                        score.items,
+                    )
+                    if score.facts not in result.tasks:
+                        result.tasks.append(score.facts)
+            for content in read:
+                ids = Encoder(one.tokenizer)([document.text for document in content.documents])
+                total = sum(sum(1 for _ in texts.windows(len(row), window, stride)) for row in ids)
+                done = 0
+
+                def on_batch(count: int, name: str = f"{one.name}: {content.name}", total: int = total) -> None:
+                    nonlocal done
+                    done += count
+                    on_windows(name, done, total)
+
+                likelihoods = texts.nats(
+                    model, ids, one.begin, context=window, stride=stride, batch_size=batch_size, on_batch=on_batch
+                )
+                tokens = np.array([len(row) for row in ids], dtype=float)
+                unknown = one.tokenizer.unk_token_id
+                facts.setdefault("texts", {})[content.name] = {
+                    "nats": -float(likelihoods.sum()),
+                    "tokens": int(tokens.sum()),
+                    "unknown_tokens": 0 if unknown is None else int(sum((row == unknown).sum() for row in ids)),
+                }
+                for measure in measures:
+                    form, weight = MEASURES[measure]
+                    items = Items(form, likelihoods, content.bytes if weight == "bytes" else tokens)
+                    value = Figure(items.figure, items.stderr, len(ids))
+                    put(one.name, (content.name, measure.replace("-", " "), None), False, value, items)
+        del model
+    result.rows = list(table_of.values())
+    for row in result.rows:
+        row.differences = _differences(row)
+    return result
+
+
+def measures_of(found: Sequence[Candidate]) -> list[str]:
+    """The measures by which the models can be compared on text: per token, they need one tokenizer."""
+    alike = all(same_tokenizer(found[0], other) for other in found[1:])
+    return list(MEASURES) if alike else ["bits-per-byte"]
+
+
+def _differences(row: ScoreRow) -> list[Difference]:
+    baseline, *others = row.items
+    ours = row.items[baseline]
+    return [
+        difference(name, items, baseline, ours)
+        for name in others
+        if ours is not None and (items := row.items[name]) is not None and len(items.values) == len(ours.values)
+    ]
+
+
+def _facts(one: Candidate, model: Any) -> dict[str, Any]:
+    begin = one.tokenizer.convert_ids_to_tokens(one.begin)
+    return {
+        "source": one.source,
+        "family": one.config.model_type,
+        "parameters": model.num_parameters(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "vocabulary": len(one.tokenizer),
+        "begins_with": begin,
+    }
+
+
+def _text_facts(one: texts.Text) -> dict[str, Any]:
+    return {
+        "text": one.name,
+        "documents": len(one.documents),
+        "bytes": int(one.bytes.sum()),
+        "skipped_not_utf8": one.skipped,
+    }
+
+
+def _versions(with_lm_eval: bool) -> dict[str, str]:
+    packages = ["torch", "transformers", *(["lm_eval"] if with_lm_eval else [])]
+    return {"headwater": headwater.__version__} | {name: importlib.metadata.version(name) for name in packages}
+
+
+def to_json(result: EvaluationResult) -> dict[str, Any]:
+    """All results as plain values, not rounded, without the items behind them."""
+    content = asdict(result)
+    for row in content["rows"]:
+        del row["items"]
+    return {"headwater": headwater.__version__, "format": 1} | _finite(content)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has neither infinities nor NaN."""
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(one) for one in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def table(result: EvaluationResult) -> list[Table]:
+    """The figures ± their standard errors, one column per model, and the paired differences if there are several."""
+    names = list(result.models)
+    tables = [_table(result.rows, names, lambda row, name: _said(row.figures[name]) if name in row.figures else "–")]
+    if len(names) > 1 and any(row.differences for row in result.rows):
+        known = {(id(row), one.model): one for row in result.rows for one in row.differences}
+
+        def cell(row: ScoreRow, name: str) -> str:
+            one = known.get((id(row), name))
+            return "–" if one is None else _said(Figure(one.value, one.stderr, None), "+") + _p(one.p)
+
+        tables.append(_table(result.rows, names[1:], cell, f" − {names[0]}"))
+    return tables
+
+
+def _table(
+    rows: Sequence[ScoreRow], names: Sequence[str], cell: Callable[[ScoreRow, str], str], tail: str = ""
+) -> Table:
+    made = lined()
+    for title in ("", "measure", "shots"):
+        made.add_column(title, justify="right" if title == "shots" else "left", no_wrap=title == "")
+    for name in names:
+        made.add_column(f"{name}{tail}", justify="right")
+    for row in rows:
+        arrow = "" if row.higher_is_better is None else " ↑" if row.higher_is_better else " ↓"
+        shots = "" if row.shots is None else str(row.shots)
+        made.add_row(row.task, f"{row.metric}{arrow}".strip(), shots, *(cell(row, name) for name in names))
+    return made
+
+
+def _said(figure: Figure, sign: str = "") -> str:
+    """Four decimals as in lm-eval, fewer for large numbers."""
+    size = max(abs(figure.value), figure.stderr or 0.0)
+    form = ".4f" if size < 100 else ",.1f" if size < 1e5 else ".3e"
+    error = "" if figure.stderr is None else f" ± {figure.stderr:{form}}"
+    return f"{figure.value:{sign}{form}}{error}"
+
+
+def _p(p: float | None) -> str:
+    return "" if p is None else "  p < 0.001" if p < 0.001 else f"  p = {p:.3f}"

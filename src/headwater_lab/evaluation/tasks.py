@@ -1,0 +1,301 @@
+"""Benchmarks through lm-evaluation-harness: its tasks, prompts, scoring and figures, with headwater's models."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from headwater.util.errors import HeadwaterError, first_line, nearest
+from headwater.util.extras import MissingExtra
+from headwater_lab.evaluation.candidates import Candidate
+from headwater_lab.evaluation.paired import Items
+
+# name[@shots][:metric,…] of each column. Metrics as in the tables of Pythia and Mamba, which TokenFormer continues: acc
+# for LAMBADA, PIQA, ARC-easy and WinoGrande; for HellaSwag and ARC-challenge acc_norm, by the answers' length.
+GROUPS = {
+    "tokenformer": (  # arXiv 2410.23168, Tables 1 and 9
+        "lambada_openai@0:perplexity,acc",
+        "hellaswag@0:acc_norm",
+        "piqa@0:acc",
+        "arc_easy@0:acc",
+        "arc_challenge@0:acc_norm",
+        "winogrande@0:acc",
+    ),
+    "kv-shifting": (  # arXiv 2411.19574, Table 2
+        "lambada_openai@0:acc",
+        "winogrande@0:acc",
+        "hellaswag@0:acc_norm",
+        "arc_easy@0:acc",
+        "arc_challenge@0:acc_norm",
+        "cmmlu@5:acc",
+        "mmlu@5:acc",
+        "hendrycks_math@0:exact_match",
+    ),
+    "mmlu-forms": ("mmlu_continuation@0:acc", "mmlu@0:acc", "mmlu@5:acc"),  # the same, Table 3
+}
+# Draws of lm-eval's bootstrap, for figures without a closed-form standard error.
+DRAWS = 1000
+# lm-eval's aggregations that are ratios of sums, and headwater's name for each.
+FORMS = {"mean": "mean", "perplexity": "perplexity", "weighted_perplexity": "perplexity", "bits_per_byte": "bits"}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A task or group of lm-eval's. shots: None for its own number; metrics: those to show, None for all."""
+
+    name: str
+    shots: int | None
+    metrics: tuple[str, ...] | None
+
+
+@dataclass(frozen=True)
+class Score:
+    """One figure of one model. items: the scores behind it; None for a figure that is not a ratio of sums."""
+
+    task: str
+    shots: int
+    metric: str
+    higher_is_better: bool | None
+    value: float
+    stderr: float | None
+    items: Items | None
+    facts: dict[str, Any]
+
+
+def parse(name: str, shots: int | None = None) -> list[Asked]:
+    """A name as the command line takes it, `name[@shots]`, or one of `GROUPS`."""
+    asked = []
+    for one in GROUPS.get(name, (name,)):
+        rest, _, metrics = one.partition(":") if name in GROUPS else (one, "", "")
+        task, _, number = rest.partition("@")
+        if number and not number.isdecimal():
+            raise HeadwaterError(f"--tasks takes NAME or NAME@SHOTS, e.g. mmlu@5, not {one!r}.")
+        given = int(number) if number else shots
+        asked.append(Asked(task, given, tuple(metrics.split(",")) if metrics else None))
+    return asked
+
+
+class Tasks:
+    """Load the requested tasks. Raises `HeadwaterError` for missing names, files and data.
+
+    files: a folder of local task files, or one of them; data files named in them are looked for from that folder.
+    """
+
+    def __init__(self, names: Sequence[str], files: Path | None = None, shots: int | None = None) -> None:
+        own = set() if files is None else local_tasks(files)
+        self.asked = [one for name in names or sorted(own) for one in parse(name, shots)]
+        self.folder = files.parent if files is not None and files.is_file() else files
+        quiet()
+        from lm_eval.tasks import TaskManager
+
+        wanted = {one.name for one in self.asked}
+        folder = None if self.folder is None else str(self.folder.resolve())
+        self.manager = TaskManager(include_path=folder, include_defaults=not wanted <= own)
+        for name in sorted(wanted - set(self.manager.all_tasks)):
+            raise HeadwaterError(f"There is no task {name!r}; {_near(name, [*self.manager.all_tasks, *GROUPS])}")
+        self.loaded = [(one, self._load(one)) for one in self.asked]
+
+    def _load(self, one: Asked) -> Any:
+        try:
+            with silence(), contextlib.chdir(self.folder or "."):
+                loaded = self.manager.load([one.name])
+        except ModuleNotFoundError as error:
+            raise HeadwaterError(f"The task {one.name!r} needs more packages: {first_line(error)}") from error
+        except Exception as error:  # lm-eval and datasets can raise anything for a task's file and dataset
+            if _is_network(error):
+                raise HeadwaterError(
+                    f"The task {one.name!r} needs data of the Hugging Face hub, which is not available here; pass "
+                    "local task files with --task-files, or set HF_HUB_OFFLINE=1 to use an earlier download."
+                ) from error
+            raise HeadwaterError(
+                f"The task {one.name!r} cannot be loaded: {type(error).__name__}: {first_line(error)}"
+            ) from error
+        for task in loaded["tasks"].values():
+            # As in lm-eval's own command, a task that says 0 stays at 0; others use the requested number.
+            if task.get_config("num_fewshot") is None or (one.shots is not None and task.get_config("num_fewshot")):
+                task.set_config(key="num_fewshot", value=one.shots or 0)
+        return loaded
+
+    def run(
+        self,
+        candidate: Candidate,
+        model: PreTrainedModel,
+        *,
+        batch_size: int,
+        limit: int | None,
+        context: int | None,
+        seed: int,
+        progress: bool,
+    ) -> Iterator[Score]:
+        """All figures of one model, in the requested order."""
+        quiet()
+        from lm_eval.evaluator import evaluate
+        from lm_eval.models.huggingface import HFLM
+
+        lm = HFLM(
+            pretrained=model,
+            tokenizer=candidate.tokenizer,
+            backend="causal",
+            batch_size=batch_size,
+            max_length=context,
+            prefix_token_id=candidate.begin,
+            add_bos_token=None if candidate.adds_begin else False,
+        )
+        for one, loaded in self.loaded:
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            torch.manual_seed(seed)
+            for task in loaded["tasks"].values():
+                task.set_fewshot_seed(seed=seed)
+            try:
+                with silence(progress):
+                    results = evaluate(lm, loaded, limit=limit, bootstrap_iters=DRAWS, log_samples=True)
+            except AssertionError as error:
+                raise HeadwaterError(
+                    f"The task {one.name!r} does not fit into the {lm.max_length} tokens of {candidate.name}: "
+                    f"{first_line(error)}"
+                ) from error
+            except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+                if isinstance(error, HeadwaterError):
+                    raise
+                raise HeadwaterError(
+                    f"The task {one.name!r} cannot be run: {type(error).__name__}: {first_line(error)}"
+                ) from error
+            yield from _scores(one, loaded, results)
+
+
+def _scores(one: Asked, loaded: Any, results: Any) -> Iterator[Score]:
+    """The figures of one call of lm-eval: those of a group if it has any, else of each task."""
+    from lm_eval.utils import hash_string
+
+    groups = [one.name] if one.name in results.get("groups", {}) else []
+    for name in groups or list(loaded["tasks"]):
+        members = list(loaded["tasks"]) if groups else [name]
+        table = (results["groups"] if groups else results["results"])[name]
+        samples = [sample for member in members for sample in results["samples"][member]]
+        facts = {
+            "task": name,
+            "versions": {member: results["versions"].get(member) for member in members},
+            "hashes": {
+                member: hash_string(
+                    "".join(s["doc_hash"] + s["prompt_hash"] + s["target_hash"] for s in results["samples"][member])
+                )
+                for member in members
+            },
+        }
+        task = loaded["tasks"][members[0]]
+        for key, value in table.items():
+            metric, _, filtered = key.partition(",")
+            wanted = one.metrics is None or metric in one.metrics
+            if not filtered or metric.endswith("_stderr") or not wanted or not isinstance(value, (int, float)):
+                continue
+            chosen = [sample for sample in samples if sample["filter"] == filtered]
+            items = _items(task.aggregation().get(metric), [sample.get(metric) for sample in chosen], value)
+            theirs = table.get(f"{metric}_stderr,{filtered}")
+            stderr = items.stderr if items is not None else theirs if isinstance(theirs, float) else None
+            yield Score(
+                task=name,
+                shots=int(results["n-shot"].get(members[0], 0)),
+                metric=metric if filtered == "none" else f"{metric}, {filtered}",
+                higher_is_better=results["higher_is_better"].get(members[0], {}).get(metric),
+                value=float(value),
+                stderr=stderr,
+                items=items,
+                facts=facts,
+            )
+
+
+def _items(aggregation: Any, scores: list[Any], value: float) -> Items | None:
+    """A figure's items, if it is a ratio of sums over them, checked against lm-eval's own figure."""
+    form = FORMS.get(getattr(aggregation, "__name__", ""))
+    if form is None or not scores or any(score is None for score in scores):
+        return None
+    try:
+        pairs = np.array([score if isinstance(score, (tuple, list)) else (score, 1.0) for score in scores], float)
+        items = Items(form, pairs[:, 0], pairs[:, 1])
+        return items if np.isclose(items.figure, value, rtol=1e-6) else None
+    except (ValueError, TypeError, IndexError):
+        return None
+
+
+def local_tasks(files: Path) -> set[str]:
+    """The names of all tasks in a task file or a folder of them. Raises `HeadwaterError` for an invalid one."""
+    if not files.exists():
+        raise HeadwaterError(f"There is no task file or folder {str(files)!r}.")
+    quiet()
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    names: set[str] = set()
+    found = sorted(files.rglob("*.yaml")) if files.is_dir() else [files]
+    for file in found:
+        try:
+            content = load_yaml(file, resolve_func=False)
+        except Exception as error:  # a parser's, or a missing include's
+            raise HeadwaterError(f"The task file {str(file)!r} cannot be read: {_joined(error)}") from error
+        # A file that names neither is one that others include.
+        names |= {content[kind] for kind in ("task", "group") if isinstance(content.get(kind), str)}
+    if not names:
+        raise HeadwaterError(f"There is no task in {str(files)!r}: no .yaml file there has a line `task: NAME`.")
+    return names
+
+
+def _is_network(error: BaseException) -> bool:
+    names = {
+        "ConnectionError",
+        "OfflineModeIsEnabled",
+        "DatasetNotFoundError",
+        "LocalEntryNotFoundError",
+        "ConnectError",
+    }
+    chain: BaseException | None = error
+    while chain is not None:
+        if type(chain).__name__ in names:
+            return True
+        chain = chain.__cause__ or chain.__context__
+    return False
+
+
+def _near(name: str, known: list[str]) -> str:
+    """Like `nearest`, but without listing thousands of names."""
+    said = nearest(name, known)
+    return said if said.startswith("did you") else "`lm_eval ls tasks` lists them all."
+
+
+def _joined(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def quiet() -> None:
+    """Import lm-eval without its messages. Raises `HeadwaterError` if it is not installed."""
+    # Read at every bootstrap: otherwise it starts one process per core.
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")
+    try:
+        import lm_eval.models.huggingface  # noqa: F401
+    except ModuleNotFoundError as error:  # also where lm-eval is there, without what its models need
+        raise MissingExtra(error.name or "lm-eval", "evaluate") from error
+    from datasets import disable_progress_bars
+
+    disable_progress_bars()
+    logging.getLogger("lm_eval").setLevel(logging.CRITICAL)
+
+
+@contextlib.contextmanager
+def silence(progress: bool = False) -> Iterator[None]:
+    """Silence lm-eval's output; `progress` shows its bars if stderr is a terminal."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        if not (progress and sys.stderr.isatty()):
+            stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        yield

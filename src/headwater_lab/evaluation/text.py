@@ -1,0 +1,99 @@
+"""How well a model predicts documents: sliding windows, each token scored once.
+
+A document is [begin, t_1, …, t_n], where `begin` is the start token; t_1 … t_n are all scored, and
+nothing is shared between documents. A window is `context` tokens of input. The first scores all its targets, each
+next one the `stride` targets that follow, with at least context − stride tokens before each; the last is as long as
+the others, and so overlaps more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from headwater.util.errors import HeadwaterError
+from headwater_lab.data.corpus import Document, read_documents
+
+
+@dataclass(frozen=True)
+class Text:
+    """Documents to evaluate on. bytes: of each in UTF-8. skipped: files that are not UTF-8 text."""
+
+    name: str
+    documents: list[Document]
+    skipped: int
+
+    @property
+    def bytes(self) -> np.ndarray:
+        return np.array([len(document.text.encode()) for document in self.documents], dtype=float)
+
+
+def read_text(source: str, limit: int | None = None, column: str = "text") -> Text:
+    """The first `limit` documents of a source as `headwater_lab.data.corpus.read_corpus` takes it; a file is one document.
+
+    column: that of tables with the text. Raises `HeadwaterError` if there is none, and for conversations, since each
+    model would write them with a template of its own.
+    """
+    documents, skipped, _ = read_documents(source, column, "--text-column")
+    if any(document.is_chat for document in documents):
+        raise HeadwaterError(
+            f"{source!r} holds conversations, which models are not compared on; name a column of text with "
+            "--text-column."
+        )
+    return Text(Path(source).name or source, documents[:limit], len(skipped))
+
+
+def windows(targets: int, context: int, stride: int) -> Iterator[tuple[int, int, int]]:
+    """(start, end, scored): tokens start … end−1 of a document go in, and the last `scored` predictions count."""
+    done = 0
+    while done < targets:
+        end = min(done + (stride if done else context), targets)
+        yield max(0, end - context), end, end - done
+        done = end
+
+
+@torch.no_grad()
+def nats(
+    model: PreTrainedModel,
+    documents: Sequence[np.ndarray],
+    begin: int,
+    *,
+    context: int,
+    stride: int,
+    batch_size: int,
+    on_batch: Callable[[int], None] = lambda windows: None,
+) -> np.ndarray:
+    """The log-likelihood of each document in nats (negative), summed in fp64; documents: token ids without `begin`.
+
+    Raises `HeadwaterError` for ids that the model does not have.
+    """
+    rows = [np.concatenate(([begin], ids)).astype(np.int64) for ids in documents]
+    known = model.get_input_embeddings().weight.shape[0]
+    if (largest := max((int(ids.max()) for ids in rows), default=0)) >= known:
+        raise HeadwaterError(
+            f"The tokenizer gives id {largest}, but the model has embeddings for only {known} tokens; use the "
+            "tokenizer that it was trained with."
+        )
+    parts = [(index, *window) for index, ids in enumerate(documents) for window in windows(len(ids), context, stride)]
+    parts.sort(key=lambda part: part[1] - part[2])  # group rows of similar length
+    total = np.zeros(len(rows))
+    for first in range(0, len(parts), batch_size):
+        batch = parts[first : first + batch_size]
+        longest = max(end - start for _, start, end, _ in batch)
+        inputs = torch.full((len(batch), longest), begin)
+        for row, (index, start, end, _) in enumerate(batch):
+            inputs[row, : end - start] = torch.from_numpy(rows[index][start:end])
+        logits = model(input_ids=inputs.to(model.device), use_cache=False).logits
+        for row, (index, start, end, scored) in enumerate(batch):
+            targets = torch.from_numpy(rows[index][end - scored + 1 : end + 1]).to(logits.device)
+            scores = logits[row, end - start - scored : end - start]
+            wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+            loss = torch.nn.functional.cross_entropy(wide, targets, reduction="none")
+            total[index] -= loss.double().sum().item()
+        on_batch(len(batch))
+    return total

@@ -1,0 +1,150 @@
+"""The images for an inspection, and what a model answers to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headwater.util.errors import HeadwaterError
+from headwater.util.seeding import generator
+from headwater_lab.data.images import ImageData
+from headwater_lab.inspection.sample import Sample
+from headwater_lab.training.trained import PROCESSOR, Trained, data_of
+
+if TYPE_CHECKING:
+    from headwater.config.vision import HeadwaterVisionConfig
+
+IMAGES = 64  # held-out images to read
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageSample(Sample):
+    """Images, and the class of each as its text; without classes, each image is a text of its own.
+
+    inputs: pixel_values [images, C, H, W]. names: of the images. labels: their classes, or None. grid: rows and columns
+    of patches; first: tokens before them. middle, spread: mean and deviation by which channels were normalized.
+    """
+
+    names: list[str]
+    labels: list[int] | None
+    grid: tuple[int, int]
+    first: int
+    middle: Sequence[float]
+    spread: Sequence[float]
+
+    @property
+    def length(self) -> int:
+        return self.first + self.grid[0] * self.grid[1]
+
+    def words(self, row: int, place: int, before: int = 0, after: int = 0) -> tuple[str, str, str]:
+        """A patch by its image, its row and its column, from 0."""
+        patch = divmod(place - self.first, self.grid[1])
+        where = f"row {patch[0]}, column {patch[1]}" if place >= self.first else f"token {place} before the patches"
+        return "", f"{self.names[row]}: {where}", ""
+
+    def picture(self, image: int) -> np.ndarray:
+        """The pixels of an image as the model gets them, [H, W, 3] or [H, W], from 0 to 1."""
+        return as_picture(self.inputs["pixel_values"][image], self.middle, self.spread)
+
+
+def as_picture(pixels: Tensor, middle: Sequence[float], spread: Sequence[float]) -> np.ndarray:
+    """Normalized pixels [C, H, W] with their mean and deviation again: [H, W, 3], or [H, W] if grey, from 0 to 1."""
+    mean, deviation = (torch.tensor(values).double().view(-1, 1, 1) for values in (middle, spread))
+    shown = (pixels.double() * deviation + mean).clamp(0, 1).permute(1, 2, 0).numpy()
+    return shown[..., 0] if shown.shape[-1] == 1 else shown
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What a model said of an image. label: its class, or None if unknown; probability: of the answer."""
+
+    name: str
+    label: str | None
+    answer: str
+    probability: float
+
+
+def sample_images(trained: Trained, files: Sequence[Path], count: int | None) -> ImageSample:
+    """These files; without files, `count` held-out images of the data the model was trained on, of all classes alike.
+
+    Raises `HeadwaterError` for files that are no images, and if there is nothing to read.
+    """
+    config = cast("HeadwaterVisionConfig", trained.model.config)
+    if files:
+        if count is not None:
+            raise HeadwaterError("--rows is the number of held-out images; leave it out beside --image.")
+        if config.num_channels not in (1, 3):
+            raise HeadwaterError(
+                f"Files have 1 or 3 channels, and {trained.source!r} takes {config.num_channels}; pass --scalars to "
+                "see only its scalars."
+            )
+        processor = trained.tokenizer
+        if processor is None:
+            raise HeadwaterError(
+                f"{trained.source!r} has no {PROCESSOR}, which says how images are prepared; save the image processor "
+                "there, or leave out --image."
+            )
+        from headwater_lab.data.images.reading import read_image  # which needs Pillow
+
+        images = [read_image(file, str(file), config.num_channels) for file in files]
+        pixels = processor(images=images, return_tensors="pt")["pixel_values"]
+        names, labels = [file.name for file in files], None
+        middle, spread = processor.image_mean, processor.image_std
+    else:
+        count = IMAGES if count is None else count
+        if count < 1:
+            raise HeadwaterError(f"--rows must be at least 1 image, not {count}.")
+        data = data_of(trained.history)
+        if not isinstance(data, ImageData):
+            raise HeadwaterError(
+                f"{trained.source!r} does not record its training data; pass images with --image FILE, or --scalars "
+                "to see only its scalars."
+            )
+        chosen = spread_over(data.held_out.labels, count)
+        pixels = data.held_out_images(chosen)["pixel_values"]
+        labels = [data.held_out.labels[number] for number in chosen]
+        names = [data.held_out.name(number) for number in chosen]
+        middle, spread = data.mean, data.std
+    grid = config.grid_of(*pixels.shape[2:])
+    if grid[0] * grid[1] < 2:
+        raise HeadwaterError("Images of one patch have no attention to look at; pass --scalars to see only scalars.")
+    classes = sorted(set(labels or ()))
+    return ImageSample(
+        {"pixel_values": pixels.to(trained.model.dtype)},
+        names if labels is None else [config.id2label[label] for label in classes],
+        torch.arange(len(names)) if labels is None else torch.tensor([classes.index(label) for label in labels]),
+        names=names,
+        labels=labels,
+        grid=grid,
+        first=config.first_patch,
+        middle=middle,
+        spread=spread,
+    )
+
+
+def spread_over(labels: Sequence[int], count: int) -> list[int]:
+    """The numbers of up to `count` images, in an order that takes one of each class in turn. Always the same ones."""
+    turns: dict[int, int] = {}
+    keyed = []
+    for place, number in enumerate(torch.randperm(len(labels), generator=generator("inspect", "images")).tolist()):
+        turn = turns[labels[number]] = turns.get(labels[number], -1) + 1
+        keyed.append((turn, labels[number], place, number))
+    return [number for *_, number in sorted(keyed)[:count]]
+
+
+def answered(logits: Tensor, sample: ImageSample, classes: dict[int, str]) -> list[Answered]:
+    """logits [images, classes]."""
+    probabilities, answers = logits.double().softmax(-1).max(-1)
+    labels = sample.labels if sample.labels is not None else [None] * len(sample.names)
+    return [
+        Answered(name, None if label is None else classes[label], classes[answer], probability)
+        for name, label, answer, probability in zip(
+            sample.names, labels, answers.tolist(), probabilities.tolist(), strict=True
+        )
+    ]

@@ -1,0 +1,213 @@
+"""The inspection of one checkpoint, as a dataclass and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from headwater import __version__
+from headwater.models.kinds import AnyModel, is_of_images
+from headwater.util import outputs
+from headwater.util.errors import HeadwaterError
+from headwater_lab.inspection.images import Answered, answered, sample_images
+from headwater_lab.inspection.sample import Sample, repeated, sample
+from headwater_lab.inspection.scalars import Census, Scalars, blocks, census, scalars
+from headwater_lab.inspection.watch import SHOWN, Induction, Read, answers, hooked, induction_scores, logits, read
+from headwater_lab.training.trained import Trained
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class InspectedText:
+    """The text that was read: names, rows and tokens per row.
+
+    logits_moved: how much inspection changes the logits of the first row, over the largest logit.
+    """
+
+    texts: list[str]
+    rows: int
+    context: int
+    logits_moved: float
+
+
+@dataclass(frozen=True)
+class InspectedImages:
+    """The images that were looked at.
+
+    classes: of these images, in the order of the model's; the images' names if their classes are unknown. patches: rows
+    and columns. tokens: the patches and those before them. logits_moved: as of `InspectedText`. pictures: of the first
+    images, [H, W] or [H, W, 3] from 0 to 1; not in the JSON.
+    """
+
+    classes: list[str]
+    patches: tuple[int, int]
+    tokens: int
+    images: list[Answered]
+    logits_moved: float
+    pictures: list[np.ndarray] = field(repr=False, compare=False)
+
+    @property
+    def right(self) -> float | None:
+        """The share of right answers; None if the classes are unknown."""
+        known = [image.label == image.answer for image in self.images if image.label is not None]
+        return sum(known) / len(known) if known else None
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """The inspection of one model. docs/inspect.md defines every figure.
+
+    attends: for each layer and query head, the layers whose keys and whose values a head attends to.
+    induction, text, images, read: None if only scalars were requested. Models of text have no `images`, models of
+    images neither `text` nor `induction`.
+    """
+
+    name: str
+    source: str
+    parameters: int
+    layers: int
+    query_heads: int
+    key_value_heads: int
+    mechanisms: dict[str, Any]
+    attends: list[list[tuple[int, int]]]
+    scalars: list[Scalars]
+    census: Census | None
+    induction: Induction | None = None
+    text: InspectedText | None = None
+    images: InspectedImages | None = None
+    read: Read | None = None
+
+    @property
+    def groups(self) -> list[str]:
+        """What parameter tokens are compared by: texts, or classes of images."""
+        return self.text.texts if self.text else self.images.classes if self.images else []
+
+    @property
+    def grouped_by(self) -> str:
+        """texts, classes or images."""
+        if self.images is None:
+            return "texts"
+        return "images" if self.images.right is None else "classes"
+
+    @property
+    def logits_moved(self) -> float:
+        """Zero if nothing was read."""
+        looked = self.text or self.images
+        return looked.logits_moved if looked else 0.0
+
+    @property
+    def attends_elsewhere(self) -> bool:
+        """Whether a head attends to the keys or values of another layer."""
+        return any(pair != (layer, layer) for layer, heads in enumerate(self.attends) for pair in heads)
+
+    @property
+    def skip_use(self) -> list[float]:
+        """By layer, the share of the heads that attend to another layer's keys or values in `read.use`."""
+        assert self.read is not None
+        return [
+            sum((use for use, pair in zip(uses, heads, strict=True) if pair != (layer, layer)), start=0.0)
+            for layer, (uses, heads) in enumerate(zip(self.read.use, self.attends, strict=True))
+        ]
+
+
+def inspect_model(
+    trained: Trained,
+    name: str,
+    texts: Sequence[Path] = (),
+    *,
+    images: Sequence[Path] = (),
+    rows: int | None = None,
+    context: int | None = None,
+    scalars_only: bool = False,
+) -> Inspection:
+    """Look inside a trained model without changing it.
+
+    texts: files to read; default: the model's latest training data. images: files for a model of images; default: the
+    held-out images of its training data. rows: rows of each text, default 16; or how many held-out images, default 64.
+    context: tokens per row; default: the data's, or at most 256 for a text. scalars_only: read neither text nor images,
+    only the scalars. Raises `HeadwaterError` if there is nothing to read, too little, or nothing that the model reads.
+    """
+    _check(trained, texts, images, context)
+    model = trained.model
+    config = model.config
+    facts: dict[str, Any] = dict(
+        name=name,
+        source=trained.source,
+        parameters=model.num_parameters(),
+        layers=config.num_hidden_layers,
+        query_heads=config.num_attention_heads,
+        key_value_heads=config.num_key_value_heads,
+        mechanisms=dict(config.mechanisms or {}),
+        attends=[
+            [(pair.k, pair.v) for pair in block.plan.attends for _ in range(block.self_attn.num_key_value_groups)]
+            for block in blocks(model)
+        ],
+        scalars=scalars(model),
+        census=census(model),
+    )
+    if scalars_only:
+        return Inspection(**facts)
+    if is_of_images(config):
+        seen = sample_images(trained, images, rows)
+        looked = InspectedImages(
+            seen.texts,
+            seen.grid,
+            seen.length,
+            answered(answers(model, seen), seen, config.id2label),
+            logits_moved(model, seen),
+            [seen.picture(image) for image in range(min(SHOWN, len(seen.names)))],
+        )
+        return Inspection(**facts, images=looked, read=read(model, seen))
+    rows_read = sample(trained, texts, rows, context)
+    text = InspectedText(rows_read.texts, len(rows_read.text_of), rows_read.length, logits_moved(model, rows_read))
+    found = read(model, rows_read)
+    return Inspection(**facts, induction=induction_scores(model, *repeated(model)), text=text, read=found)
+
+
+def logits_moved(model: AnyModel, sample: Sample) -> float:
+    """How much inspection changes the logits of the first row, over the largest logit."""
+    before = logits(model, sample)
+    with hooked(model):
+        under = logits(model, sample)
+    return float((under - before).abs().max() / before.abs().max().clamp(min=torch.finfo(before.dtype).tiny))
+
+
+def _check(trained: Trained, texts: Sequence[Path], images: Sequence[Path], context: int | None) -> None:
+    """Raises `HeadwaterError` for options that say nothing to this kind of model."""
+    if is_of_images(trained.model.config):
+        if texts or context is not None:
+            option = "--text" if texts else "--context"
+            raise HeadwaterError(f"{trained.source!r} is a model of images, and {option} is for text; pass --image.")
+    elif images:
+        raise HeadwaterError(f"{trained.source!r} is a model of text, and --image is for images; pass --text.")
+
+
+def check_alike(found: Sequence[Inspection]) -> None:
+    """Raises `HeadwaterError` if some have read text and others images, which measure different things."""
+    if any(one.text for one in found) and any(one.images for one in found):
+        raise HeadwaterError(
+            "Models of text and of images are measured on different things; inspect them apart, or pass --scalars."
+        )
+
+
+def to_json(found: Sequence[Inspection]) -> dict[str, Any]:
+    """The content of inspect.json: docs/inspect.md has the schema."""
+    return {"headwater": __version__, "schema_version": SCHEMA_VERSION, "models": [_json(one) for one in found]}
+
+
+def _json(one: Inspection) -> dict[str, Any]:
+    content = asdict(one) | ({} if one.read is None else {"skip_use": one.skip_use})
+    if one.images is not None:
+        del content["images"]["pictures"]
+    return content
+
+
+def write_json(found: Sequence[Inspection], file: Path) -> None:
+    """Raises `HeadwaterError` for a file that headwater did not write."""
+    outputs.write_json(file, to_json(found))

@@ -1,0 +1,124 @@
+"""The scalars of a model's mechanisms, as its forward pass uses them, and the census of shifted keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from headwater.mechanisms.base import Mechanism
+from headwater.models.kinds import AnyModel
+from headwater.nn.block import Block
+from headwater_lab.inspection.scores import composed
+
+
+@dataclass(frozen=True)
+class Scalars:
+    """The numbers of one symbol in one layer.
+
+    place: the linear layer they belong to ("q_proj", …, "mlp"); "" for those of a layer.
+    by: the unit: "kv head", "query head", "layer" (whose part of a sum they weigh; -1 is the
+        embedding), or "" for one number; at: the indices of these.
+    """
+
+    layer: int
+    mechanism: str
+    place: str
+    symbol: str
+    by: str
+    at: tuple[int, ...]
+    values: list[float]
+
+
+@dataclass(frozen=True)
+class Census:
+    """Key/value heads by which token's key and which token's value weighs more, KV shifting's Table 4.
+
+    current_key: α1 > α2; previous_key: otherwise; current_value: β1 > β2; previous_value: otherwise. With longer
+    windows the current token's weight is compared with the largest of the others. heads: those with both shifted.
+    """
+
+    heads: int
+    current_key_current_value: int
+    previous_key_current_value: int
+    current_key_previous_value: int
+    previous_key_previous_value: int
+
+
+def blocks(model: AnyModel) -> list[Block]:
+    return cast("list[Block]", list(model.model.layers))
+
+
+def mechanisms(block: Block) -> Iterator[tuple[str, Mechanism]]:
+    """(place, module) of each mechanism of a block; place is the linear layer it replaces, else ""."""
+    for path, module in block.named_modules():
+        if isinstance(module, Mechanism):
+            parent, _, name = path.rpartition(".")
+            yield "" if parent.endswith("mechanisms") else name, module
+
+
+@torch.no_grad()
+def scalars(model: AnyModel) -> list[Scalars]:
+    """All scalars of a model, layer by layer."""
+    # For tables read by token id, the first token's.
+    shared = model.model.shared_tensors(torch.zeros(1, 1, dtype=torch.long, device=model.device))
+    return [
+        Scalars(block.plan.index, module.name(), place, symbol, shown.by, shown.at, shown.values.tolist())
+        for block in blocks(model)
+        for place, module in mechanisms(block)
+        for symbol, shown in module.shown(block.plan, shared).items()
+    ]
+
+
+@torch.no_grad()
+def windows(block: Block, part: str) -> Tensor | None:
+    """How a layer mixes keys ("k") or values ("v") with those of earlier tokens, [window, its heads]; None if not."""
+    found: Tensor | None = None
+    for _, module in mechanisms(block):
+        window = module.windows().get(part)
+        if window is not None:
+            found = window if found is None else composed(found, window)
+    return found
+
+
+def census(model: AnyModel) -> Census | None:
+    """None for a model that does not mix both keys and values with those of earlier tokens."""
+    counts = {(key, value): 0 for key in (True, False) for value in (True, False)}
+    for block in blocks(model):
+        keys, values = (_by_head(block, part) for part in ("k", "v"))
+        for head in keys.keys() & values.keys():
+            counts[keys[head], values[head]] += 1
+    heads = sum(counts.values())
+    if not heads:
+        return None
+    return Census(heads, counts[True, True], counts[False, True], counts[True, False], counts[False, False])
+
+
+def _by_head(block: Block, part: str) -> dict[int, bool]:
+    """Key/value head -> whether the current token weighs more than any before."""
+    window = windows(block, part)
+    if window is None:
+        return {}
+    heads = block.plan.k_heads if part == "k" else block.plan.v_heads
+    return dict(zip(heads, (window[0] > window[1:].amax(0)).tolist(), strict=True))
+
+
+def value_taps(model: AnyModel) -> list[Tensor]:
+    """For each layer, the taps [window, H] of the values its query heads attend to, from any layer."""
+    everything = blocks(model)
+    found = [windows(block, "v") for block in everything]
+    result = []
+    for block in everything:
+        longest = max([1, *(len(window) for window in found if window is not None)])
+        taps = torch.zeros(longest, len(block.plan.attends), dtype=torch.float64)
+        for head, attended in enumerate(block.plan.attends):
+            window = found[attended.v]
+            if window is None:
+                taps[0, head] = 1
+            else:
+                taps[: len(window), head] = window[:, everything[attended.v].plan.v_heads.index(head)]
+        result.append(taps.repeat_interleave(block.self_attn.num_key_value_groups, dim=1))
+    return result

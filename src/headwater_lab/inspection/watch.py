@@ -1,0 +1,325 @@
+"""Run a model with hooks that measure each layer and keep only sums."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from headwater.models.kinds import AnyModel, is_of_images
+from headwater.nn.patches import raster_positions
+from headwater_lab.inspection.pairs import Firing, PairCounter
+from headwater_lab.inspection.sample import Sample, batch_size
+from headwater_lab.inspection.scalars import blocks, mechanisms, value_taps
+from headwater_lab.inspection.scores import effective, entropy, induction, previous, similarity
+
+PerHead = list[list[float]]  # [layers][query heads]
+PatchMap = list[list[float]]  # [rows of patches][columns]
+SHOWN = 6  # images whose attention is kept
+
+
+@dataclass(frozen=True)
+class Terms:
+    """A sum over several layers: each term's share of the total length, Σ‖x_i‖ / Σ_j Σ‖x_j‖, own last."""
+
+    layer: int
+    mechanism: str
+    names: list[str]
+    shares: list[float]
+
+
+@dataclass(frozen=True)
+class Look:
+    """Where an image's answer comes from: attention from the class token to each patch; without a class token, the mean
+    over the patches that attend.
+
+    layers: of each layer, the mean over its heads. heads: of the last layer, each head's.
+    """
+
+    layers: list[PatchMap]
+    heads: list[PatchMap]
+
+
+@dataclass(frozen=True)
+class Read:
+    """Measurements over the sample; [layers][query heads] where it says heads.
+
+    Of images, tokens are the patches and those before them; similarity is measured among patches only.
+
+    hidden: [layers + 1], mean cosine between a row's tokens at each block's input, and at the last one's output.
+    values: [layers], the same for the projected values; None if a layer projects none.
+    entropy: nats, by heads; normalized_entropy: over the log of how many tokens are seen, where that is above one.
+    first_token: attention to the document's first token; of images to the class token, None without one.
+    largest: of the row's slots the mean attention to the one that gets most; largest_at: which slot.
+    previous_token: attention to the token before, of images to the patch before in raster order;
+        previous_token_effective: the same to its value, which a mix of values may bring elsewhere.
+    beside: attention to learned pairs beside the tokens', 1 - Σ_s a_{t,s}; None if no layer has any.
+    use: share of a head in the lengths of what the heads add to the residual stream. With an output map that is not
+        linear, in the lengths of what they read.
+    looks: of the first images; empty for text.
+    """
+
+    hidden: list[float]
+    values: list[float | None]
+    entropy: PerHead
+    normalized_entropy: PerHead
+    first_token: PerHead | None
+    largest: PerHead
+    largest_at: list[list[int]]
+    previous_token: PerHead
+    previous_token_effective: PerHead
+    beside: PerHead | None
+    use: PerHead
+    terms: list[Terms]
+    maps: list[Firing]
+    looks: list[Look]
+
+
+@dataclass(frozen=True)
+class Induction:
+    """Induction scores by layers and query heads: attention, and the effective weight of the projected values."""
+
+    rows: int
+    period: int
+    attention: PerHead
+    effective: PerHead
+
+
+@dataclass
+class Sums:
+    """Sums by measure and layer, and their counts."""
+
+    total: dict[Any, Any] = field(default_factory=lambda: defaultdict(float))
+    count: dict[Any, Any] = field(default_factory=lambda: defaultdict(float))
+
+    def add(self, name: str, layer: int, total: Any, count: Any) -> None:
+        self.total[name, layer] += total
+        self.count[name, layer] += count
+
+    def mean(self, name: str, layer: int) -> Any:
+        mean = self.total[name, layer] / max(1, self.count[name, layer])
+        return mean.tolist() if isinstance(mean, Tensor) else mean
+
+
+@contextmanager
+def hooked(model: AnyModel) -> Iterator[Callable[..., None]]:
+    """In this context, the model runs with the kernel that returns attention weights, without gradient. It yields a
+    function that hooks a module until the end: (module, function of (module, inputs, named inputs, output)).
+    """
+    before, was_training = model.config._attn_implementation, model.training
+    model.set_attn_implementation("eager")
+    model.eval()
+    with ExitStack() as stack, torch.no_grad():
+        stack.callback(model.set_attn_implementation, before)
+        stack.callback(model.train, was_training)
+
+        def hook(module: nn.Module, function: Callable[..., None]) -> None:
+            stack.callback(module.register_forward_hook(function, with_kwargs=True).remove)
+
+        yield hook
+
+
+def induction_scores(model: AnyModel, sample: Sample, period: int) -> Induction:
+    """sample: rows of `period` tokens, twice."""
+    taps, sums = value_taps(model), Sums()
+    length = sample.length
+    since = torch.arange(length, device=model.device)[None]
+
+    def attention(layer: int, weights: Tensor) -> None:
+        sums.add("attention", layer, len(weights) * induction(weights, period), len(weights))
+        read = effective(weights, taps[layer], since)
+        sums.add("effective", layer, len(weights) * induction(read, period), len(weights))
+
+    with hooked(model) as hook:
+        for layer, block in enumerate(blocks(model)):
+            hook(block.self_attn, lambda _, __, ___, output, layer=layer: attention(layer, output[1]))
+        for batch, _ in sample.batches(batch_size(model, length)):
+            _run(model, batch)
+    layers = range(len(taps))
+    scores = ([sums.mean(name, layer) for layer in layers] for name in ("attention", "effective"))
+    return Induction(len(sample.text_of), period, *scores)
+
+
+def read(model: AnyModel, sample: Sample) -> Read:
+    """Run the model over the sample without changing it."""
+    watch = Watch(model, sample)
+    with hooked(model) as hook:
+        watch.put(hook)
+        for batch, first_row in sample.batches(batch_size(model, sample.length)):
+            watch.first_row, watch.sight = first_row, sight(model, batch)
+            _run(model, batch)
+    return watch.result()
+
+
+def logits(model: AnyModel, sample: Sample) -> Tensor:
+    """Of the first row."""
+    with torch.no_grad():
+        return _run(model, next(sample.batches(1))[0])
+
+
+def answers(model: AnyModel, sample: Sample) -> Tensor:
+    """The logits of all images, [images, classes]."""
+    with torch.no_grad():
+        return torch.cat([_run(model, batch) for batch, _ in sample.batches(batch_size(model, sample.length))]).cpu()
+
+
+def _run(model: AnyModel, batch: dict[str, Tensor]) -> Tensor:
+    inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
+    return model(**inputs, **({} if is_of_images(model.config) else {"use_cache": False})).logits
+
+
+class Sight(NamedTuple):
+    """What each token of a batch sees, [B, T] each.
+
+    sees: how many tokens. first: the slot of the first one. before: how many tokens of its document come before it, of
+    which mechanisms may see so many; they differ from those seen in rows in which attention crosses from one document
+    to the next. Of images: how many patches in raster order.
+    """
+
+    sees: Tensor
+    first: Tensor
+    before: Tensor
+
+
+def sight(model: AnyModel, batch: dict[str, Tensor]) -> Sight:
+    config, device = model.config, model.device
+    if is_of_images(config):
+        pixels = batch["pixel_values"]
+        before = raster_positions(config.grid_of(*pixels.shape[2:]), config.first_patch, config.stop_at_rows, device)
+        before = before.expand(len(pixels), -1)
+        return Sight(torch.full_like(before, before.shape[1]), torch.zeros_like(before), before)
+    ids = batch["input_ids"]
+    slot = torch.arange(ids.shape[1]).expand(ids.shape)
+    back = batch.get("position_ids", slot)
+    starts = batch.get("document_starts")
+    before = back if starts is None else torch.minimum(back, slot - torch.where(starts, slot, 0).cummax(1).values)
+    return Sight((back + 1).to(device), (slot - back).to(device), before.to(device))
+
+
+class Watch:
+    """The sums of `read`: one method per measurement."""
+
+    def __init__(self, model: AnyModel, sample: Sample) -> None:
+        self.model, self.sample, self.sums = model, sample, Sums()
+        self.taps = value_taps(model)
+        self.beside = [bool(block.self_attn.stages["beside"]) for block in blocks(model)]
+        self.pairs: dict[tuple[int, str], PairCounter] = {}
+        self.terms: dict[tuple[int, str], dict[str, float]] = {}
+        config = model.config
+        self.is_of_images = is_of_images(config)
+        self.has_class_token = self.is_of_images and config.pooling == "token"
+        self.first_patch = config.first_patch if self.is_of_images else 0
+        self.grid = config.grid_of(*sample.inputs["pixel_values"].shape[2:]) if self.is_of_images else (0, 0)
+        self.looks: dict[int, list[Tensor]] = defaultdict(list)  # by layer: [heads, rows, columns] of each image
+        # For the current batch.
+        self.first_row, self.sight = 0, Sight(*[torch.zeros(0)] * 3)
+
+    def put(self, hook: Callable[..., None]) -> None:
+        everything = blocks(self.model)
+        for layer, block in enumerate(everything):
+            hook(block, lambda _, inputs, __, ___, layer=layer: self.hidden(layer, inputs[0]))
+            hook(block.self_attn, lambda _, __, ___, output, layer=layer: self.attention(layer, output[1]))
+            hook(block.self_attn.o_proj, lambda _, inputs, __, ___, layer=layer: self.heads(layer, inputs[0]))
+            if block.self_attn.v_proj is not None:
+                hook(block.self_attn.v_proj, lambda _, __, ___, output, layer=layer: self.values(layer, output))
+            for place, module in mechanisms(block):
+                hook(
+                    module,
+                    lambda module, inputs, named, _, layer=layer, place=place: self.mechanism(
+                        layer, place, module, inputs, named
+                    ),
+                )
+        hook(everything[-1], lambda _, __, ___, output: self.hidden(len(everything), output[0]))
+
+    def hidden(self, layer: int, x: Tensor) -> None:
+        self.sums.add("hidden", layer, float(similarity(x[:, self.first_patch :]).sum()), len(x))
+
+    def values(self, layer: int, v: Tensor) -> None:
+        self.sums.add("values", layer, float(similarity(v[:, self.first_patch :]).sum()), len(v))
+
+    def attention(self, layer: int, weights: Tensor) -> None:
+        weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
+        rows, _, length, _ = weights.shape
+
+        def add(name: str, by_query: Tensor, count: Any = rows * length) -> None:
+            self.sums.add(name, layer, by_query.sum((0, 2), dtype=torch.float64), count)
+
+        window = self.model.config.at(layer).sliding_window
+        seen = (self.sight.sees if window is None else self.sight.sees.clamp(max=window))[:, None]
+        found = entropy(weights)
+        add("entropy", found)
+        add("normalized", torch.where(seen > 1, found / seen.clamp(min=2).log(), 0.0), int((seen > 1).sum()))
+        first = self.sight.first[:, None, :, None].expand(*weights.shape[:3], 1)
+        add("first", weights.gather(-1, first)[..., 0])
+        add("beside", 1 - weights.sum(-1) if self.beside[layer] else torch.zeros_like(found))
+        self.sums.add("slots", layer, weights.mean(2, dtype=torch.float64).sum(0), rows)
+        for name, a in (("previous", weights), ("effective", effective(weights, self.taps[layer], self.sight.before))):
+            total, count = previous(a, self.sight.before)
+            self.sums.add(name, layer, total, int(count))
+        if self.is_of_images:
+            asking = slice(0, 1) if self.has_class_token else slice(self.first_patch, None)
+            images = slice(0, max(0, SHOWN - self.first_row))
+            shown = weights[images, :, asking, self.first_patch :].mean(2)
+            self.looks[layer] += shown.unflatten(-1, self.grid).cpu()
+
+    def heads(self, layer: int, out: Tensor) -> None:
+        """out [B, T, H·d], the input of the output projection."""
+        block, width = blocks(self.model)[layer], self.model.config.at(layer).head_dim
+        parts = out.split(width, dim=-1)
+        output = block.self_attn.o_proj
+        if isinstance(output, nn.Linear):
+            parts = tuple(x @ w.T for x, w in zip(parts, output.weight.split(width, dim=1), strict=True))
+        lengths = torch.stack([part.double().norm(dim=-1) for part in parts], dim=-1)
+        shares = lengths / lengths.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+        self.sums.add("use", layer, shares.sum((0, 1)), shares.shape[0] * shares.shape[1])
+
+    def mechanism(self, layer: int, place: str, module: Any, inputs: tuple[Tensor, ...], named: dict[str, Any]) -> None:
+        for name, term in module.terms(*inputs, **named).items():
+            for label, one in zip(module.labels or ("",), term if module.labels else (term,), strict=True):
+                found = self.terms.setdefault((layer, f"{module.name()} {label}".strip()), {})
+                found[name] = found.get(name, 0.0) + float(one.norm(dim=-1).sum(dtype=torch.float64))
+        contributions = module.firing(*inputs)
+        if contributions is not None:
+            counter = self.pairs.setdefault((layer, place), PairCounter(self.sample))
+            counter.add(contributions, self.first_row)
+
+    def result(self) -> Read:
+        everything = blocks(self.model)
+        layers = range(len(everything))
+
+        def by_head(name: str) -> PerHead:
+            return [self.sums.mean(name, layer) for layer in layers]
+
+        slots = [torch.tensor(row, dtype=torch.float64) for row in by_head("slots")]
+        return Read(
+            hidden=[self.sums.mean("hidden", layer) for layer in range(len(everything) + 1)],
+            values=[
+                None if block.self_attn.v_proj is None else self.sums.mean("values", layer)
+                for layer, block in enumerate(everything)
+            ],
+            entropy=by_head("entropy"),
+            normalized_entropy=by_head("normalized"),
+            first_token=None if self.is_of_images and not self.has_class_token else by_head("first"),
+            largest=[row.amax(-1).tolist() for row in slots],
+            largest_at=[row.argmax(-1).tolist() for row in slots],
+            previous_token=by_head("previous"),
+            previous_token_effective=by_head("effective"),
+            beside=by_head("beside") if any(self.beside) else None,
+            use=by_head("use"),
+            terms=[
+                Terms(
+                    layer, mechanism, list(found), [length / (sum(found.values()) or 1.0) for length in found.values()]
+                )
+                for (layer, mechanism), found in self.terms.items()
+            ],
+            maps=[counter.result(layer, place) for (layer, place), counter in self.pairs.items()],
+            looks=[
+                Look([heads.mean(0).tolist() for heads in layers], layers[-1].tolist())
+                for layers in zip(*self.looks.values(), strict=True)
+            ],
+        )

@@ -1,0 +1,585 @@
+"""Whether a paper's claims replicate in our runs: each judged by an interval, all of a table together by Holm.
+
+Every claim is reduced to one number and a region: the number is estimated with an interval, and the claim
+
+    replicates           if the interval lies inside the region,
+    fails                if it lies entirely outside,
+    is inconclusive      if it overlaps the border, or there is no interval.
+
+    better, sooner, larger   mean paired difference over the seeds, region (0, ∞), Student's t
+    alike                    the same, region [-margin, margin]
+    no better                the same, region (-∞, margin]
+    than                     the three above of a difference less another: (a1 - b1) - (a2 - b2), each seed's of
+                             its four runs, so that what they share cancels; Student's t
+    gains                    log of the size of the baseline that equals the arm, region (log(1 + more), ∞), jackknife
+    loses                    the same, region (-∞, -log(1 + more))
+    reaches, never, …        share of the seeds, region (1/2, 1], the binomial (Clopper and Pearson)
+
+Where all differences are one number, 0 too, Student's t has no spread to go by: the interval is that number where so
+many seeds of one sign are beyond chance (sign test), and there is none otherwise. Parameters, tokens and FLOPs are
+counted, and no chance is in them: no test is made, and the interval is what the seeds have.
+
+Where a run has diverged, the mean is meaningless: only the runs that happened not to diverge remain. "better" then is
+the share of the seeds in which the arm is better, among those in which one is: one that diverged is worse than one that
+did not. The other claims about means are inconclusive.
+
+Holm's procedure knows a table alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from scipy import special, stats
+
+from headwater_lab.comparison.sequential import LEVEL, ROUNDING, SeedLook, looks
+from headwater_lab.comparison.statistics import (
+    has_diverged,
+    holm_levels,
+    is_constant,
+    more_pairs,
+    standard_error,
+    t_interval,
+)
+from headwater_lab.papers.measures import COUNTED, HALVES, Runs, incomparable, without
+from headwater_lab.papers.places import named
+from headwater_lab.papers.table import (
+    Alike,
+    Better,
+    Claim,
+    Diverges,
+    Gains,
+    NotBetter,
+    Ordered,
+    Pair,
+    Reaches,
+    Sooner,
+)
+
+ClaimVerdict = Literal["replicates", "fails", "inconclusive"]
+EvidenceKind = Literal["mean", "share", "more"]
+Interval = tuple[float, float]
+# log N'/N: anything that takes a larger one counts as unreachable.
+MOST = 100.0
+LUCKY = "a run diverged, and the mean of the others is meaningless"
+
+
+class Evidence(ABC):
+    """A number that a claim is about. region: where it must lie for the claim to replicate."""
+
+    region: Interval
+
+    @property
+    @abstractmethod
+    def estimate(self) -> float | None: ...
+
+    @property
+    @abstractmethod
+    def p(self) -> float | None:
+        """The smallest level at which the interval lies on one side of the region's borders; None: it never does."""
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """Seeds that it rests on."""
+
+    @abstractmethod
+    def interval(self, level: float) -> Interval | None:
+        """The interval of confidence 1 - level; None if it is unbounded."""
+
+    @property
+    def why(self) -> str:
+        """Why it is inconclusive, if that is clear before any test."""
+        return ""
+
+
+@dataclass(frozen=True)
+class Mean(Evidence):
+    """The mean of paired differences, one or more, signed as claimed. counted: they are exact."""
+
+    values: Sequence[float]
+    region: Interval = (0.0, math.inf)
+    counted: bool = False
+
+    @property
+    def estimate(self) -> float | None:
+        return float(np.mean(self.values))
+
+    @property
+    def size(self) -> int:
+        return len(self.values)
+
+    @property
+    def p(self) -> float | None:
+        if self.counted or self.size < 2:
+            return None
+        if is_constant(self.values):
+            return float(stats.binomtest(self.size, self.size).pvalue)
+        return _p_of_t(float(np.mean(self.values)), standard_error(self.values), self.size - 1, self.region)
+
+    def interval(self, level: float) -> Interval | None:
+        if self.counted:
+            return min(self.values), max(self.values)
+        if self.p is None:
+            return None
+        if is_constant(self.values):
+            return (min(self.values), max(self.values)) if self.p <= level else None
+        return t_interval(float(np.mean(self.values)), standard_error(self.values), self.size - 1, level)
+
+    def more(self, level: float) -> int | None:
+        """Seeds still needed to settle it: inside the region by all its borders, or beyond one of them."""
+        if self.p is None or is_constant(self.values):
+            return None
+        mean, spread = float(np.mean(self.values)), float(np.std(self.values, ddof=1))
+        effects = sorted(abs(mean - border) / spread for border in self.region if math.isfinite(border))
+        inside = self.region[0] < mean < self.region[1]
+        return more_pairs(effects if inside else effects[:1], self.size, level)
+
+    @property
+    def why(self) -> str:
+        if self.size == 1 and not self.counted:
+            return "one seed cannot separate an effect from chance"
+        return "" if np.abs(self.values).max() > ROUNDING else "no seed differs"
+
+
+@dataclass(frozen=True)
+class Repeated(Evidence):
+    """A mean that is looked at after every seed, from `first` to `last`; seeds after the decision do not count.
+
+    Its intervals hold at all looks together, at the level it is given (comparison/sequential.py).
+    """
+
+    values: Sequence[float]
+    region: Interval
+    first: int
+    last: int
+    level: float
+
+    @functools.cached_property
+    def look(self) -> SeedLook | None:
+        """The one that decides, else the last."""
+        seen = looks(self.values[: self.last], self.level, self.first, self.last)
+        decided = (one for one in seen if verdict_of(one.interval, self.region) != "inconclusive")
+        return next(decided, seen[-1] if seen else None)
+
+    @property
+    def undecided(self) -> bool:
+        return verdict_of(self.interval(self.level), self.region) == "inconclusive"
+
+    @property
+    def estimate(self) -> float | None:
+        return float(np.mean(self.values)) if self.look is None else self.look.mean
+
+    @property
+    def size(self) -> int:
+        return len(self.values) if self.look is None else self.look.pairs
+
+    @property
+    def p(self) -> float | None:
+        return None
+
+    def interval(self, level: float) -> Interval | None:
+        return None if self.look is None else self.look.interval
+
+
+@dataclass(frozen=True)
+class SeedShare(Evidence):
+    """How many of the seeds did as claimed."""
+
+    count: int
+    seeds: int
+    region: Interval = (0.5, math.inf)
+
+    @property
+    def estimate(self) -> float | None:
+        return self.count / self.seeds
+
+    @property
+    def size(self) -> int:
+        return self.seeds
+
+    @property
+    def p(self) -> float | None:
+        return float(stats.binomtest(self.count, self.seeds).pvalue)
+
+    def interval(self, level: float) -> Interval | None:
+        found = stats.binomtest(self.count, self.seeds).proportion_ci(1 - level)
+        return float(found.low), float(found.high)
+
+
+@dataclass(frozen=True)
+class Ratio(Evidence):
+    """log N'/N: by the fitted law, what size of the baseline equals the arm.
+
+    error: its standard error, with `freedom` degrees of freedom; None if the seeds do not determine it.
+    """
+
+    log: float
+    error: float | None
+    freedom: int
+    region: Interval
+
+    @property
+    def estimate(self) -> float | None:
+        return self.log if math.isfinite(self.log) else None
+
+    @property
+    def size(self) -> int:
+        return self.freedom + 1 if self.freedom else 0
+
+    @property
+    def p(self) -> float | None:
+        return None if self.error is None else _p_of_t(self.log, self.error, self.freedom, self.region)
+
+    def interval(self, level: float) -> Interval | None:
+        return None if self.error is None else t_interval(self.log, self.error, self.freedom, level)
+
+    @property
+    def why(self) -> str:
+        if math.isnan(self.log):
+            return "the baseline's losses do not fall with its size"
+        if math.isinf(self.log):
+            how = "no baseline, however large, has" if self.log > 0 else "a baseline of almost no size has"
+            return f"{how} its loss, by the fitted law"
+        return "the seeds do not determine the fitted law" if self.error is None else ""
+
+
+def _p_of_t(mean: float, error: float, freedom: int, region: Interval) -> float:
+    def tail(distance: float) -> float:
+        return float(special.stdtr(freedom, distance / error))
+
+    inside = max(tail(region[0] - mean), tail(mean - region[1]))
+    outside = min(tail(mean - region[0]), tail(region[1] - mean))
+    return min(1.0, 2 * min(inside, outside))
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A claim and what our runs say about it.
+
+    estimate, interval: of `what`, in words; the interval has confidence 1 - level, the level at which Holm's procedure
+        tests the claim among those of its table, or an even share of it for all looks. A mean difference, a share of
+        the seeds, or how much more of the baseline's size.
+    p: uncorrected. why: why it is inconclusive, or another remark. seeds: its number of seeds.
+    more: seeds still needed to settle it with a probability of 80 %, if mean and spread stay the same; None if it is
+        settled, needs more than 10 000, or has no mean.
+    """
+
+    says: str
+    what: str
+    kind: EvidenceKind
+    estimate: float | None
+    interval: Interval | None
+    level: float
+    p: float | None
+    verdict: ClaimVerdict
+    why: str
+    seeds: int
+    more: int | None = None
+
+
+@dataclass(frozen=True)
+class UntilDecided:
+    """Seeds are added until claims are decided. own: the runs of the recipes' own seeds; max_seeds: of a claim."""
+
+    own: Runs
+    max_seeds: int
+
+
+def judge(claims: Sequence[Claim], runs: Runs, until: UntilDecided | None = None) -> list[Judged]:
+    """Judge a table's claims. Claims about arms that this scale does not train are inconclusive.
+
+    With `until`, the level is divided evenly among the claims, since they stop at different numbers of seeds.
+    """
+    if until is None:
+        evidence = [_missing(claim, runs) or _evidence(claim, runs) for claim in claims]
+        levels = holm_levels([None if isinstance(one, str) else one[1].p for one in evidence])
+    else:
+        levels = [LEVEL / max(1, len(claims))] * len(claims)
+        evidence = [_repeated(claim, runs, until, LEVEL / len(claims)) for claim in claims]
+    judged = [_judged(claim, one, at) for claim, one, at in zip(claims, evidence, levels, strict=True)]
+    return [
+        replace(one, why="; ".join(filter(None, (one.why, other))))
+        for claim, one in zip(claims, judged, strict=True)
+        for other in [_otherwise(claim, runs)]
+    ]
+
+
+def _repeated(claim: Claim, runs: Runs, until: UntilDecided, level: float) -> tuple[str, Evidence] | str:
+    """A mean difference over all seeds; anything else over the recipe's own, at which it is looked at once."""
+    own = _missing(claim, until.own) or _evidence(claim, until.own)
+    if isinstance(own, str) or not isinstance(own[1], Mean) or own[1].counted:
+        return own
+    found = _evidence(claim, runs)
+    if isinstance(found, str) or not isinstance(found[1], Mean):
+        return own
+    mean, first = found[1], max(2, own[1].size)
+    return found[0], Repeated(mean.values, mean.region, first, max(first, until.max_seeds), level)
+
+
+def _missing(claim: Claim, runs: Runs) -> str:
+    """Which seeds a claim's arms lack, as one that failed: it may be the one that matters. "" if none, or all."""
+    told = []
+    for name in dict.fromkeys(named(claim)):
+        place, there = runs.places[name], runs.of(name)
+        if place is not None and there:
+            told.append(without(name, place, there))
+    return f"not trained: {'; '.join(filter(None, told))}" if any(told) else ""
+
+
+def still_undecided(claims: Sequence[Claim], runs: Runs, until: UntilDecided) -> list[Claim]:
+    """The undecided claims about mean differences, which another seed may decide, if none of their seeds is missing."""
+    left = []
+    for claim in claims:
+        found = _repeated(claim, runs, until, LEVEL / len(claims))
+        if isinstance(found, str) or not isinstance(found[1], Repeated) or not found[1].undecided:
+            continue
+        there = [place.seeds for name in named(claim) if (place := runs.places[name]) is not None]
+        common = set.intersection(*map(set, there))
+        if len(found[1].values) == len(common) < until.max_seeds:
+            left.append(claim)
+    return left
+
+
+def _otherwise(claim: Claim, runs: Runs) -> str:
+    """The parts of a claim's measure that are not measured as in the paper."""
+    measures = {measure for *_, measure in claim.pairs} if isinstance(claim, Pair) else set()
+    names = sorted({name for measure in measures for name in incomparable(runs.table, measure)})
+    return f"not measured as in the paper: {', '.join(names)}" if names else ""
+
+
+def _judged(claim: Claim, found: tuple[str, Evidence] | str, level: float) -> Judged:
+    if isinstance(found, str):
+        return Judged(claim.says, "", "mean", None, None, level, None, "inconclusive", found, 0)
+    what, evidence = found
+    estimate, interval = evidence.estimate, evidence.interval(level)
+    verdict = verdict_of(interval, evidence.region)
+    why = evidence.why
+    if verdict == "inconclusive" and not why:
+        why = _undecided(evidence)
+        if interval is None:
+            seeds = f"{evidence.size} seeds"
+            why = f"all {seeds} differ by exactly this amount, but {seeds} are too few to rule out chance"
+    if isinstance(evidence, Repeated) and interval is not None:
+        why = "; ".join(filter(None, (f"repeated interval, {evidence.size} seeds", why)))
+    if isinstance(evidence, Ratio):  # told as a share more
+        estimate = estimate and _expm1(estimate)
+        interval = interval and (_expm1(interval[0]), _expm1(interval[1]))
+    kind: EvidenceKind = (
+        "more" if isinstance(evidence, Ratio) else "share" if isinstance(evidence, SeedShare) else "mean"
+    )
+    more = evidence.more(level) if verdict == "inconclusive" and isinstance(evidence, Mean) else None
+    return Judged(claim.says, what, kind, estimate, interval, level, evidence.p, verdict, why, evidence.size, more)
+
+
+def _undecided(evidence: Evidence) -> str:
+    if isinstance(evidence, Ratio):
+        (border,) = filter(math.isfinite, evidence.region)
+        return f"the interval includes {math.expm1(border):+.0%}"
+    if math.isfinite(evidence.region[1]):
+        return "part of the interval is beyond the margin"
+    return f"the interval includes {'half' if isinstance(evidence, SeedShare) else '0'}"
+
+
+def _expm1(log: float) -> float:
+    return math.expm1(log) if log < MOST else math.inf
+
+
+def verdict_of(interval: Interval | None, region: Interval) -> ClaimVerdict:
+    """The region's borders belong to it if it has two (alike), and not if it is open to one side (more than)."""
+    if interval is None:
+        return "inconclusive"
+    low, high = interval
+    if math.isinf(region[1]):
+        return "replicates" if low > region[0] else "fails" if high <= region[0] else "inconclusive"
+    if low >= region[0] and high <= region[1]:
+        return "replicates"
+    return "fails" if high < region[0] or low > region[1] else "inconclusive"
+
+
+def _evidence(claim: Claim, runs: Runs) -> tuple[str, Evidence] | str:
+    """(what is estimated, evidence), or why there is none."""
+    for name in named(claim):
+        if runs.places[name] is None:
+            return f"{name} is not trained at this scale"
+        if not runs.of(name):
+            return f"there is no run of {name}"
+    if isinstance(claim, Pair) and claim.than is not None:
+        return _twice(claim, runs)
+    return KINDS[claim.test](claim, runs)
+
+
+def _twice(claim: Pair, runs: Runs) -> tuple[str, Evidence] | str:
+    """A difference of differences, for the seeds that all four arms have."""
+    names = named(claim)
+    seeds = set.intersection(*(set(runs.of(name)) for name in names))
+    if not seeds:
+        return "no seed was run for all of its arms"
+    if any(seeds & _diverged(runs, name) for name in names):
+        return LUCKY
+    units = [_unit(measure, runs, arm) for arm, _, measure in claim.pairs]
+    same = units[0] == units[1]
+    words, gains = [], []
+    for (arm, against, measure), unit in zip(claim.pairs, units, strict=True):
+        turned = not isinstance(claim, Alike) and runs.lower_is_better(measure, arm)
+        first, second = (against, arm) if turned else (arm, against)
+        gains.append(_differences(runs, measure, first, second))
+        words.append(f"({first} minus {second}{'' if same else f', {unit}'})")
+    what = " minus ".join(words) + (f", {units[0]}" if same else "")
+    values = [gains[0][seed] - gains[1][seed] for seed in sorted(seeds)]
+    counted = {measure for *_, measure in claim.pairs} <= COUNTED
+    if isinstance(claim, Better):
+        return what, Mean(values, counted=counted)
+    assert isinstance(claim, Alike | NotBetter)
+    low = -claim.margin if isinstance(claim, Alike) else -math.inf
+    return f"{what} (margin {claim.margin:g})", Mean(values, (low, claim.margin), counted)
+
+
+def _better(claim: Better | NotBetter, runs: Runs) -> tuple[str, Evidence] | str:
+    pairs = _common(runs, claim.arm, claim.against)
+    if not pairs:
+        return "no seed was run for both"
+    lower = runs.lower_is_better(claim.measure, claim.arm)
+    unit = _unit(claim.measure, runs, claim.arm)
+    differences = _differences(runs, claim.measure, claim.arm, claim.against, -1 if lower else 1)
+    arm, against = (pairs & _diverged(runs, name) for name in (claim.arm, claim.against))
+    if arm | against:
+        ahead = [value for seed, value in differences.items() if seed not in arm | against and abs(value) > ROUNDING]
+        won = sum(value > 0 for value in ahead) + len(against - arm)
+        decided = len(ahead) + len(against ^ arm)
+        if not decided:
+            return "no seed tells them apart: in each, both diverged or neither is better"
+        what = f"seeds in which {claim.arm} has {'less' if lower else 'more'} {unit}, or is not the one that diverged"
+        return what, SeedShare(won, decided)
+    what = f"{claim.against} minus {claim.arm}" if lower else f"{claim.arm} minus {claim.against}"
+    return f"{what}, {unit}", Mean(list(differences.values()), counted=claim.measure in COUNTED)
+
+
+def _alike(claim: Alike, runs: Runs) -> tuple[str, Evidence] | str:
+    if why := _no_mean(runs, claim.arm, claim.against):
+        return why
+    what = f"{claim.arm} minus {claim.against}, {_unit(claim.measure, runs, claim.arm)} (margin {claim.margin:g})"
+    values = list(_differences(runs, claim.measure, claim.arm, claim.against).values())
+    return what, Mean(values, (-claim.margin, claim.margin), claim.measure in COUNTED)
+
+
+def _no_better(claim: NotBetter, runs: Runs) -> tuple[str, Evidence] | str:
+    if why := _no_mean(runs, claim.arm, claim.against):
+        return why
+    found = (_sooner if claim.measure == "steps" else _better)(claim, runs)
+    if isinstance(found, str):
+        return found
+    what, evidence = found
+    assert isinstance(evidence, Mean)
+    return f"{what} (margin {claim.margin:g})", replace(evidence, region=(-math.inf, claim.margin))
+
+
+def _sooner(claim: Sooner | NotBetter, runs: Runs) -> tuple[str, Evidence] | str:
+    """Steps are counted up to the end of the shorter run."""
+    pairs = sorted(_common(runs, claim.arm, claim.against))
+    if not pairs:
+        return "no seed was run for both"
+    steps = {name: runs.steps(name) for name in (claim.arm, claim.against)}
+    there = {name: [of[seed] is not None for seed in pairs] for name, of in steps.items()}
+    if not any(map(any, there.values())):
+        return "neither gets there in any seed"
+    values = []
+    for seed in pairs:
+        end = min(runs.of(name)[seed].record.recipe["training"]["steps"] for name in steps)
+        arm, against = (end if (n := of[seed]) is None else min(n, end) for of in steps.values())
+        values.append(float(against - arm))
+    never = "" if all(map(all, there.values())) else " (never: all of its steps)"
+    return f"{claim.against} minus {claim.arm}, steps to get there{never}", Mean(values)
+
+
+def _reaches(claim: Reaches, runs: Runs) -> tuple[str, Evidence] | str:
+    steps = runs.steps(claim.arm)
+    never = claim.test == "never"
+    count = sum((n is None) == never for n in steps.values())
+    return f"seeds of {claim.arm} that {'never get there' if never else 'get there'}", SeedShare(count, len(steps))
+
+
+def _diverges(claim: Diverges, runs: Runs) -> tuple[str, Evidence] | str:
+    lost = runs.lost(claim.arm, claim.unlearned)
+    stays = claim.test == "stays"
+    count = sum(one != stays for one in lost.values())
+    return f"seeds of {claim.arm} that {'do not diverge' if stays else 'diverge'}", SeedShare(count, len(lost))
+
+
+def _gains(claim: Gains, runs: Runs) -> tuple[str, Evidence] | str:
+    found = runs.equal(f"{claim.arm} @ {claim.size}")
+    if isinstance(found, str):
+        return found
+    equal, axis = found
+    more = equal.more
+    log = math.log1p(more.value) if more.value > -1 else -math.inf if more.value == -1 else math.nan
+    if abs(log) > MOST:
+        log = math.copysign(math.inf, log)
+    known = more.error is not None and more.error > ROUNDING and math.isfinite(log)
+    beyond = "" if equal.inside else "; beyond the sizes trained"
+    what = f"how many more {axis} the baseline needs for the loss of {claim.arm} at {claim.size}{beyond}"
+    border = math.log1p(claim.more)
+    region = (border, math.inf) if claim.test == "gains" else (-math.inf, 0.0 - border)
+    return what, Ratio(log, more.error if known else None, more.freedom, region)
+
+
+def _larger(claim: Ordered, runs: Runs) -> tuple[str, Evidence] | str:
+    if _diverged(runs, claim.arm):
+        return LUCKY
+    first, second = runs.values(claim.first, claim.arm), runs.values(claim.second, claim.arm)
+    units = (_unit(measure, runs, claim.arm) for measure in (claim.first, claim.second))
+    what = f"{' minus '.join(units)}, {claim.arm}"
+    counted = {claim.first, claim.second} <= COUNTED
+    return what, Mean([first[seed] - second[seed] for seed in first], counted=counted)
+
+
+KINDS: Mapping[str, Callable[..., tuple[str, Evidence] | str]] = {
+    "better": _better,
+    "alike": _alike,
+    "no better": _no_better,
+    "sooner": _sooner,
+    "reaches": _reaches,
+    "never": _reaches,
+    "diverges": _diverges,
+    "stays": _diverges,
+    "gains": _gains,
+    "loses": _gains,
+    "larger": _larger,
+}
+
+
+def _common(runs: Runs, one: str, other: str) -> set[int]:
+    return runs.of(one).keys() & runs.of(other).keys()
+
+
+def _no_mean(runs: Runs, arm: str, against: str) -> str:
+    """Why the difference of two arms has no mean; "" if it has."""
+    seeds = _common(runs, arm, against)
+    if not seeds:
+        return "no seed was run for both"
+    return LUCKY if seeds & (_diverged(runs, arm) | _diverged(runs, against)) else ""
+
+
+def _diverged(runs: Runs, name: str) -> set[int]:
+    return {seed for seed, run in runs.of(name).items() if has_diverged(run.record)}
+
+
+def _differences(runs: Runs, measure: str, one: str, other: str, sign: int = 1) -> dict[int, float]:
+    """By seed."""
+    first, second = runs.values(measure, one), runs.values(measure, other)
+    return {seed: sign * (first[seed] - second[seed]) for seed in sorted(first.keys() & second.keys())}
+
+
+def _unit(measure: str, runs: Runs, name: str) -> str:
+    if measure == "result":
+        measure = next((run.record.metric for run in runs.of(name).values()), measure)
+    if measure in HALVES:
+        return f"accuracy over the {measure} half"
+    text = measure.removeprefix("census:").removeprefix("scalar:").removeprefix("task:").replace("_", " ")
+    return f"({text.replace('+', ' + ')})" if "+" in text else text

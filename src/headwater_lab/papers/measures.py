@@ -1,0 +1,279 @@
+"""The contents of a table's cells: measures of finished runs, seed by seed."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headwater.util.errors import HeadwaterError
+from headwater.util.files import read_bytes, replace_text
+from headwater_lab.comparison.prices import slug
+from headwater_lab.comparison.scaling import Axis, Equal, scaling_of
+from headwater_lab.comparison.statistics import has_diverged, steps_to
+from headwater_lab.evaluation.tasks import Asked, parse
+from headwater_lab.inspection.sample import sample
+from headwater_lab.inspection.scalars import Census, Scalars, census, scalars
+from headwater_lab.inspection.watch import read
+from headwater_lab.papers.places import FinishedRun, SizedArm, finished, of_law
+from headwater_lab.papers.table import Measure, Pair, PaperTable
+from headwater_lab.training.checkpoint import load_model
+from headwater_lab.training.places import newest_checkpoint
+from headwater_lab.training.records import RunRecord, changed_data
+from headwater_lab.training.trained import open_trained
+
+FACTS: dict[str, Callable[[RunRecord], float]] = {
+    "parameters": lambda record: record.parameters,
+    "tokens": lambda record: record.total_tokens,
+    "flops": lambda record: record.flops,
+    "total_flops": lambda record: record.total_flops,
+    "stage_flops": lambda record: record.stages[-1].flops if record.stages else record.flops,
+    "tokens_per_second": lambda record: record.tokens_per_second,
+    "cache": lambda record: record.cache_bytes_per_token,
+}
+# The only fact that is measured, and of which more is better.
+SPEED = "tokens_per_second"
+COUNTED = FACTS.keys() - {SPEED}
+HALVES = ("easier", "harder")
+# Rows of the model's training data, as `headwater inspect` reads by default.
+ROWS = 16
+
+
+@dataclass
+class Runs:
+    """The runs of a table: where they are, and what has been read from them.
+
+    unlearned: from a claim of divergence, the result of a model that has learned nothing.
+    """
+
+    table: PaperTable
+    places: Mapping[str, SizedArm | None]
+    out: Path
+    task_files: Path | None = None
+    device: str = "cpu"
+    found: dict[str, dict[int, FinishedRun]] = field(init=False)
+    _inside: dict[Path, tuple[Census | None, list[Scalars]]] = field(default_factory=dict)
+    _similarity: dict[Path, list[float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.found = {name: finished(place, self.out) for name, place in self.places.items() if place is not None}
+        if changed := changed_data(run.record for runs in self.found.values() for run in runs.values()):
+            raise HeadwaterError(changed)
+
+    def without_gaps(self, own: Runs) -> Runs:
+        """The same without what follows a seed that is missing, or that diverged and is not among an arm's `own`.
+
+        Leaving out such a seed alone could change a decision that rests on seeds in their order.
+        """
+        for name, runs in self.found.items():
+            place, first = self.places[name], own.places[name]
+            assert place is not None
+            assert first is not None
+            self.found[name] = {}
+            for seed in place.seeds:
+                if seed not in runs or (seed not in first.seeds and has_diverged(runs[seed].record)):
+                    break
+                self.found[name][seed] = runs[seed]
+        return self
+
+    def of(self, name: str) -> dict[int, FinishedRun]:
+        return self.found.get(name, {})
+
+    def lower_is_better(self, measure: Measure, name: str) -> bool:
+        if measure == "result":
+            return next((run.record.lower_is_better for run in self.of(name).values()), True)
+        if measure.startswith("task:"):
+            return "perplexity" in measure
+        more = ("accuracy", *HALVES, "hardest", "saved", "census", "scalar", SPEED)
+        return not measure.startswith(more)
+
+    def values(self, measure: Measure, name: str) -> dict[int, float]:
+        """Values by seed; diverged runs have none."""
+        return {
+            seed: self.value(measure, run)
+            for seed, run in self.of(name).items()
+            if not has_diverged(run.record) or measure in FACTS
+        }
+
+    def value(self, measure: Measure, run: FinishedRun) -> float:
+        """Raises `HeadwaterError` if the run has no such measure, or no checkpoint any more."""
+        kind, _, rest = measure.partition(":")
+        if kind == "task":
+            return self._task(run, rest)
+        if kind in ("census", "scalar"):
+            if run.checkpoints not in self._inside:  # a model is read once for all measures
+                model = load_model(newest_checkpoint(run.checkpoints))
+                self._inside[run.checkpoints] = census(model), scalars(model)
+            counted, learned = self._inside[run.checkpoints]
+            return _census(counted, rest, run) if kind == "census" else _scalar(learned, rest, run)
+        if kind == "similarity":
+            if run.checkpoints not in self._similarity:
+                trained = open_trained(run.checkpoints)
+                self._similarity[run.checkpoints] = read(trained.model, sample(trained, (), ROWS, None)).hidden
+            first, last = map(int, rest.split("-"))
+            return float(np.mean(self._similarity[run.checkpoints][first : last + 1]))
+        if measure in FACTS:
+            return float(FACTS[measure](run.record))
+        return _held_out(run.record, measure)
+
+    def steps(self, name: str) -> dict[int, int | None]:
+        """Steps to the recipe's threshold by seed; None if it was never reached."""
+        place = self.places[name]
+        assert place is not None
+        assert place.threshold is not None, f"{place.recipe.name} has no compare.threshold"
+        return {seed: steps_to(run.record, place.threshold) for seed, run in self.of(name).items()}
+
+    def lost(self, name: str, unlearned: float) -> dict[int, bool]:
+        """By seed whether a run diverged, or ended no better than one that has learned nothing."""
+        found = {}
+        for seed, run in self.of(name).items():
+            record = run.record
+            result = record.result
+            worse = result is not None and ((result >= unlearned) if record.lower_is_better else (result <= unlearned))
+            found[seed] = has_diverged(record) or worse
+        return found
+
+    @property
+    def unlearned(self) -> float:
+        """The threshold of claims of divergence; infinite without one."""
+        return next((c.unlearned for c in self.table.claims if c.test in ("diverges", "stays")), math.inf)
+
+    def equal(self, name: str) -> tuple[Equal, Axis] | str:
+        """By the fitted law: the baseline that equals an arm at a size, "ARM @ SIZE"; or why there is none."""
+        place = self.places[name]
+        assert place is not None
+        there = {one.name.partition(": ")[2]: (one, finished(one, self.out)) for one in of_law(place)}
+        if told := "; ".join(filter(None, (without(name, *one) for name, one in there.items()))):
+            return f"not trained: {told}"
+        records = [run.record for _, runs in there.values() for run in runs.values()]
+        if any(map(has_diverged, records)):
+            return "a run diverged, and a law of the others is meaningless"
+        try:
+            law = scaling_of(records)
+        except HeadwaterError as error:
+            return str(error)
+        found = [one for one in law.equals if (one.arm, one.size) == (place.arm, place.size)] if law else []
+        if law is None or not found:
+            return "a law needs three or more sizes, with the same seeds at each"
+        return found[0], law.axis
+
+    def _task(self, run: FinishedRun, rest: str) -> float:
+        """A figure of lm-evaluation-harness, stored with the run, so that it is evaluated once."""
+        name, _, metric = rest.rpartition(":")
+        figures = self._figures(run, name)
+        if metric != "mean":
+            (asked,) = parse(name)
+            return _figure(figures, asked, metric)
+        shown = [(asked, one) for asked in parse(name) for one in asked.metrics or () if "perplexity" not in one]
+        return float(np.mean([_figure(figures, asked, one) for asked, one in shown]))
+
+    @functools.cached_property
+    def _task_files(self) -> str:
+        """A checksum of the folder of task files."""
+        assert self.task_files is not None
+        digest = hashlib.sha256()
+        for path in sorted(path for path in self.task_files.rglob("*") if path.is_file()):
+            digest.update(f"{path.relative_to(self.task_files)}\0".encode() + path.read_bytes())
+        return digest.hexdigest()
+
+    def _figures(self, run: FinishedRun, name: str) -> list[dict[str, Any]]:
+        from headwater_lab.evaluation import evaluate
+
+        place = run.folder / f"evaluation-{slug(name)}.json"
+        of = {"identity": run.record.identity, "lm_eval": version("lm_eval")}
+        if self.task_files is not None:  # otherwise any files they were evaluated with
+            of["task_files"] = self._task_files
+        if place.exists():
+            saved = json.loads(read_bytes(place))
+            if of.items() <= saved["of"].items():
+                return list(saved["figures"])
+        found = evaluate([str(run.checkpoints)], [name], task_files=self.task_files, device=self.device)
+        figures = [
+            {
+                "task": row.task,
+                "metric": row.metric,
+                "shots": row.shots,
+                "value": next(iter(row.figures.values())).value,
+            }
+            for row in found.rows
+        ]
+        saved = {"of": of, "figures": figures, "versions": found.versions}
+        replace_text(place, json.dumps(saved, indent=1))
+        return figures
+
+
+def _figure(figures: Sequence[Mapping[str, Any]], asked: Asked, metric: str) -> float:
+    for one in figures:
+        if (one["task"], one["metric"]) == (asked.name, metric) and asked.shots in (None, one["shots"]):
+            return float(one["value"])
+    known = ", ".join(f"{one['task']} {one['metric']}" for one in figures)
+    raise HeadwaterError(f"The evaluation of {asked.name!r} has no {metric!r}; it has {known}.")
+
+
+def without(name: str, place: SizedArm, runs: Mapping[int, FinishedRun]) -> str:
+    """Which seeds of a place, called `name`, have no run; "" if all have one."""
+    left = sorted(set(place.seeds) - set(runs))
+    return f"seed{'s' if len(left) > 1 else ''} {', '.join(map(str, left))} of {name}" if left else ""
+
+
+def _held_out(record: RunRecord, measure: Measure) -> float:
+    measures = record.held_out[-1].metrics
+    if measure == "perplexity":
+        return math.exp(measures["loss"])
+    if measure in (*HALVES, "hardest"):
+        parts = [value for name, value in measures.items() if name.startswith("accuracy/")]
+        if len(parts) < 2:
+            raise HeadwaterError(
+                f"{record.name!r} has no measures accuracy/… from easy to hard; it has {', '.join(measures)}."
+            )
+        middle = -(-len(parts) // 2)
+        return float(np.mean({"easier": parts[:middle], "harder": parts[middle:]}.get(measure, parts[-1:])))
+    name = record.metric if measure == "result" else measure
+    if name not in measures:
+        raise HeadwaterError(f"{record.name!r} has no measure {name!r}; it has {', '.join(measures)}.")
+    return measures[name]
+
+
+def _census(found: Census | None, fields: str, run: FinishedRun) -> float:
+    if found is None:
+        raise HeadwaterError(f"{run.record.name!r} does not mix keys and values with those of earlier tokens.")
+    return float(sum(asdict(found)[name] for name in fields.split("+")))
+
+
+def _scalar(learned: list[Scalars], rest: str, run: FinishedRun) -> float:
+    symbol, _, layers = rest.partition(":")
+    first, last = map(int, layers.split("-"))
+    values = [v for one in learned if one.symbol == symbol and first <= one.layer <= last for v in one.values]
+    if not values:
+        raise HeadwaterError(f"{run.record.name!r} has no scalars {symbol} in layers {first} to {last}.")
+    return float(np.mean(values))
+
+
+def tasks_of(table: PaperTable) -> list[str]:
+    """The tasks and groups of tasks that a table's cells and claims need, as arguments of `evaluate`."""
+    asked = [
+        cell.measure or column.measure
+        for row in table.rows
+        for column, cell in zip(table.columns, row.cells, strict=True)
+        if cell.arm is not None
+    ]
+    asked += [measure for claim in table.claims if isinstance(claim, Pair) for *_, measure in claim.pairs]
+    names = [one.removeprefix("task:").rpartition(":")[0] for one in asked if one.startswith("task:")]
+    return list(dict.fromkeys(names))
+
+
+def incomparable(table: PaperTable, measure: Measure) -> list[str]:
+    """The columns not measured as in the paper that `measure` is, or averages."""
+    name, _, metric = measure.removeprefix("task:").rpartition(":")
+    over = {measure}
+    if measure.startswith("task:") and metric == "mean":
+        over = {f"task:{one.name}@{one.shots}:{shown}" for one in parse(name) for shown in one.metrics or ()}
+    return [column.name for column in table.columns if not column.comparable and column.measure in over]

@@ -1,0 +1,189 @@
+"""Where a table's arms are trained: recipe, size and folder."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from headwater.util.errors import HeadwaterError
+from headwater_lab.comparison import trial_of
+from headwater_lab.comparison.prices import slug
+from headwater_lab.comparison.trials import at_rate
+from headwater_lab.comparison.tuning import found_rate
+from headwater_lab.papers.table import Claim, Gains, Pair, PaperTable, ReferenceText, ScaleName, Sooner
+from headwater_lab.recipe.schema import Recipe
+from headwater_lab.training.places import checkpoints
+from headwater_lab.training.records import ENDED, RunRecord, read_record
+from headwater_lab.training.stages import chain
+
+REFERENCE = re.compile(r"(?:(?P<recipe>[\w.-]+): )?(?P<arm>.+?)(?: @ (?P<size>.+))?")
+# Marks the folder of a run of which only the record is there; see kept.py.
+RESTORED = ".restored"
+# Overrides of these do not change runs, so tables with and without them share runs; of the threshold, unless it chooses
+# learning rates.
+ASIDE = ("compare.seeds=", "compare.threshold=", "compare.workers=")
+
+
+@dataclass(frozen=True)
+class SizedArm:
+    """An arm of a recipe's comparison at one of its sizes; or a stage, for a recipe with stages and no comparison."""
+
+    recipe: Recipe
+    path: Path
+    arm: str
+    size: str | None = None
+
+    @property
+    def seeds(self) -> list[int]:
+        return self.recipe.compare.seeds if self.recipe.compare else [self.recipe.seed]
+
+    @property
+    def threshold(self) -> float | None:
+        given = self.recipe.compare.threshold if self.recipe.compare else None
+        return None if isinstance(given, str) else given
+
+    @property
+    def name(self) -> ReferenceText:
+        """Its name in a table with several recipes."""
+        return f"{self.recipe.name}: {self.arm}" + (f" @ {self.size}" if self.size is not None else "")
+
+    @property
+    def devices(self) -> int:
+        return self.recipe.training.devices * self.recipe.training.nodes
+
+    def folder(self, seed: int, out: Path) -> Path:
+        """The folder of one seed's run of a comparison, as `trial_of` names it."""
+        size = [slug(self.size)] if self.size is not None else []
+        return out.joinpath(self.recipe.name, *size, f"{slug(self.arm)}-{seed}")
+
+    def run(self, seed: int, out: Path) -> tuple[Recipe, Path]:
+        """The settings of one seed's run, and its folder below `out`."""
+        if self.recipe.compare:
+            trial = trial_of(self.recipe, self.arm, seed, out, self.size)
+            return trial.recipe, trial.folder
+        return chain(self.recipe, out / self.recipe.name)[self.recipe.stage_names.index(self.arm)]
+
+    def command(self, seed: int, out: Path, overrides: Sequence[str]) -> str:
+        """The command that trains one seed's run in its folder, on the recipe's number of devices."""
+        nodes, devices = self.recipe.training.nodes, self.recipe.training.devices
+        start = [] if self.devices == 1 else ["torchrun", f"--nnodes={nodes}", f"--nproc-per-node={devices}", "-m"]
+        parts = [*start, "headwater", "train", str(self.path), *overrides]
+        if self.recipe.compare is None:
+            return shlex.join([*parts, "--stage", self.arm, "--out", str(out / self.recipe.name)])
+        size = [] if self.size is None else ["--size", self.size]
+        return shlex.join([*parts, "--arm", self.arm, *size, f"seed={seed}", "--out", str(self.folder(seed, out))])
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """A finished or diverged run. checkpoints: the folder of its last stage's checkpoints."""
+
+    record: RunRecord
+    folder: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / self.record.stages[-1].folder if self.record.stages else self.folder
+
+    @property
+    def restored(self) -> bool:
+        """Whether only its record is there, from a file of `headwater reproduce --records`."""
+        return (self.folder / RESTORED).exists() and not checkpoints(self.checkpoints)
+
+
+def of_law(place: SizedArm) -> list[SizedArm]:
+    """What a law over sizes is fitted to: the arm of a comparison and its baseline, at every size."""
+    section = place.recipe.compare
+    assert section is not None
+    return [replace(place, arm=arm, size=size) for arm in (place.arm, section.baseline) for size in section.sizes]
+
+
+def named(claim: Claim | Pair) -> list[ReferenceText]:
+    """The arms that a claim names."""
+    if isinstance(claim, Gains):
+        return [f"{claim.arm} @ {claim.size}"]
+    if isinstance(claim, Pair):
+        return [name for arm, against, _ in claim.pairs for name in (arm, against)]
+    return [claim.arm, claim.against] if isinstance(claim, Sooner) else [claim.arm]
+
+
+def references(table: PaperTable) -> list[ReferenceText]:
+    """Every arm named by a cell or a claim, once each."""
+    found = [arm for row in table.rows for cell in row.cells for arm in (cell.arm, cell.minus, cell.over) if arm]
+    for claim in table.claims:
+        found += named(claim)
+    return list(dict.fromkeys(found))
+
+
+def places(
+    table: PaperTable, scale: ScaleName, recipes: Sequence[tuple[Path, Recipe]]
+) -> dict[ReferenceText, SizedArm | None]:
+    """Where each arm of the table is trained at a scale; None if it is not."""
+    return {one: place(table, scale, recipes, one) for one in references(table)}
+
+
+def place(
+    table: PaperTable, scale: ScaleName, recipes: Sequence[tuple[Path, Recipe]], reference: ReferenceText
+) -> SizedArm | None:
+    """Raises `HeadwaterError` if no recipe of the scale, or more than one, has the arm."""
+    there = table.scales[scale].arms.get(reference, reference)
+    if there is None:
+        return None
+    match = REFERENCE.fullmatch(there)
+    assert match is not None
+    arm, size = match["arm"], match["size"]
+    found = [
+        SizedArm(recipe, path, arm, size)
+        for path, recipe in recipes
+        if match["recipe"] in (None, recipe.name)
+        and arm in (recipe.compare.arms if recipe.compare else recipe.stage_names)
+    ]
+    if len(found) != 1:
+        names = ", ".join(recipe.name for _, recipe in recipes)
+        raise HeadwaterError(f"{there!r} is the name of {len(found)} arms in {names}; it should be that of one.")
+    sizes = found[0].recipe.compare.sizes if found[0].recipe.compare else {}
+    if (size not in sizes) if sizes else size is not None:
+        raise HeadwaterError(f"{there!r} should name one of the sizes {list(sizes)} of {found[0].recipe.name!r}.")
+    return found[0]
+
+
+def finished(place: SizedArm, out: Path) -> dict[int, FinishedRun]:
+    """The existing runs of a place, by seed: finished or diverged, with exactly these settings."""
+    found: dict[int, FinishedRun] = {}
+    tuned = place.recipe.compare is not None and place.recipe.compare.learning_rates
+    rate = found_rate(place.recipe, place.arm, out) if tuned and place.devices == 1 else None
+    for seed in place.seeds:
+        if place.recipe.compare and not place.folder(seed, out).is_dir():  # computing settings takes time
+            continue
+        recipe, folder = place.run(seed, out)
+        try:
+            record = read_record(folder)
+        except HeadwaterError:
+            continue
+        if tuned and place.devices > 1:  # started by hand, at the rate that somebody found best
+            rate = record.recipe["training"]["learning_rate"]
+        if tuned and rate is None:
+            continue
+        recipe = recipe if rate is None else at_rate(recipe, rate)
+        if record.status in ENDED and record.identity == recipe.identity:
+            found[seed] = FinishedRun(record, folder)
+    return found
+
+
+def trials_folder(out: Path, scale: ScaleName, overrides: Sequence[str], tuned: bool = False) -> Path:
+    """The folder of a scale's runs, which tables share; runs with overrides get their own.
+
+    tuned: learning rates are chosen before the comparison.
+    """
+    aside = tuple(one for one in ASIDE if not (tuned and one == "compare.threshold="))
+    deciding = sorted(one for one in overrides if not one.startswith(aside))
+    return out / scale / (f"trials-{short(' '.join(deciding))}" if deciding else "trials")
+
+
+def short(text: str) -> str:
+    """A digest of a text, for the name of a folder."""
+    return hashlib.sha256(text.encode()).hexdigest()[:8]

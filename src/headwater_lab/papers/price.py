@@ -1,0 +1,81 @@
+"""What a table costs at a scale, before anything is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from headwater.config.text import HeadwaterConfig
+from headwater.cost.counts import training_flops
+from headwater.cost.hardware import hardware
+from headwater_lab.data.tokenizer import byte_tokenizer
+from headwater_lab.papers.places import SizedArm
+from headwater_lab.papers.table import ScaleName
+from headwater_lab.recipe.schema import Recipe
+
+# FLOP/s of a core in fp32, and additional seconds per step: least squares of relative errors over 300 arms of widths 64
+# to 160, the fastest run of each, two at a time on an AMD EPYC (family 25, model 1). Most take 0.8 to 1.4 times that.
+CORE = 4e10
+STEP = 4e-2
+CORES = 2
+GPU = "H100"
+MFU = 0.4
+
+
+@dataclass(frozen=True)
+class TablePrice:
+    """Training FLOPs of runs; hours: of two CPU cores, or of one H100 at an MFU of 0.4."""
+
+    flops: float
+    hours: float
+    device: str
+
+
+def price(places: list[SizedArm], scale: ScaleName) -> TablePrice:
+    """The price of all runs of the places, and of those that tune their learning rates; shared stages count once."""
+    found: dict[tuple[str, str], tuple[float, int]] = {}
+    for place in places:
+        if place.recipe.compare is None:
+            for identity, flops, steps in list(stages(place.recipe))[: place.recipe.stage_names.index(place.arm) + 1]:
+                found[place.recipe.name, identity] = flops, steps
+        else:  # all seeds cost the same
+            section = place.recipe.compare
+            for identity, flops, steps in stages(place.recipe.arm(place.arm, place.seeds[0], place.size)):
+                found[place.recipe.name, identity] = flops * len(place.seeds), steps * len(place.seeds)
+            if section.learning_rates:  # tuned at the first size, for all
+                tries = len(section.learning_rates) * len(section.tuning_seeds)
+                first = next(iter(section.sizes), None)
+                for identity, flops, steps in stages(place.recipe.arm(place.arm, section.tuning_seeds[0], first)):
+                    found[place.recipe.name, identity] = flops * tries, steps * tries
+    total = sum(flops for flops, _ in found.values())
+    if scale == "cpu":
+        seconds = total / CORE + STEP * sum(steps for _, steps in found.values())
+        return TablePrice(total, seconds / (CORES * 3600), f"{CORES} cores")
+    return TablePrice(total, total / (hardware(GPU).peak("bf16-mixed") * MFU * 3600), GPU)
+
+
+def stages(recipe: Recipe) -> Iterator[tuple[str, float, int]]:
+    """Identity, training FLOPs and steps of each stage of a run. The data are not read for it."""
+    size = recipe.known_size or len(byte_tokenizer())
+    data: Any = SimpleNamespace(vocab_size=size, context=recipe.row_length, tokenizer=None)
+    config = recipe.config_for(data)
+    configs = [config, *(later for _, later in recipe.stage_configs(config))]
+    for (run, _), own in zip(recipe.chain(lambda name, _: Path(name)), configs, strict=True):
+        section = run.training
+        tokens = section.steps * section.batch_size * section.gradient_accumulation_steps * run.row_length
+        yield run.identity, tokens * _flops_per_token(own, run.row_length), section.steps
+
+
+_known: dict[tuple[str, int], float] = {}
+
+
+def _flops_per_token(config: HeadwaterConfig, length: int) -> float:
+    """Of training; the same for every seed, and runs differ mostly in that."""
+    settings = {name: value for name, value in config.to_dict().items() if name != "initializer_seed"}
+    key = repr(settings), length
+    if key not in _known:
+        _known[key] = training_flops(config, length)
+    return _known[key]

@@ -1,0 +1,307 @@
+"""A table or figure of a paper as data: its figures, the recipes that train it at each scale, and its claims.
+
+papers/tables/PAPER/TABLE.yaml, read into `PaperTable`.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import Field, ValidationError, model_validator
+
+from headwater.util.errors import HeadwaterError, nearest
+from headwater.util.settings import Settings
+
+TABLES = Path(__file__).parent / "tables"
+ScaleName = Literal["cpu", "gpu", "paper"]
+SCALES: tuple[ScaleName, ...] = ("cpu", "gpu", "paper")
+
+# What is measured: "result" is the recipe's deciding metric, "perplexity" e^loss, "steps" those to the recipe's
+# threshold; any other name is one of the held-out metrics (loss, bits_per_byte, accuracy, accuracy/k=3, …), a fact of
+# the run (parameters, tokens, flops, tokens_per_second, cache), "census:…" (see `headwater inspect`), or "task:NAME" or
+# "task:NAME:METRIC" (see `headwater evaluate`). Further:
+# "total_flops" with all stages before, "stage_flops" of the last stage alone;
+# "easier", "harder": means of the first and of the second half of the measures accuracy/…, which go from easy to hard,
+# and "hardest": the last of them; "diverged": how many seeds did, by the table's claim of it;
+# "saved": by the law over sizes, how much less of what they differ in an arm needs for the baseline's loss, 1 - N/N';
+# "census:FIELD" or "census:FIELD+FIELD", fields of `inspect.scalars.Census`, added up;
+# "scalar:SYMBOL:FROM-TO": mean of a scalar (`inspect.scalars.Scalars.symbol`) over these layers, ends included;
+# "similarity:FROM-TO": mean cosine between a row's tokens, going into these layers (`inspect.watch.Read.hidden`);
+# "task:GROUP:mean": mean over the tasks of one of `evaluate.tasks.GROUPS`, perplexities left out.
+Measure = str
+# "ARM", "ARM @ SIZE" where a recipe has sizes, and "RECIPE: ARM" where several recipes have arms of one name (RECIPE is
+# the recipe's name). Of a recipe with stages and without arms the stages are the arms.
+ReferenceText = str
+
+
+class Column(Settings):
+    """One column of the paper's table."""
+
+    name: str
+    """Its head, as printed."""
+    measure: Measure = "result"
+    """The measure of our runs."""
+    digits: int = 3
+    """Digits after the point."""
+    paper_digits: int | None = None
+    """Digits of the paper's figures, if different."""
+    times: float = 1.0
+    """Factor on our figures: 100 if the paper prints per cent."""
+    comparable: bool = True
+    """Whether ours is measured as in the paper. If not, cells say so instead, as do means over such columns and claims
+    about them."""
+
+
+class TableCell(Settings):
+    """One cell: the paper's figure, and ours."""
+
+    paper: float | str | None = None
+    """As printed; null if the paper has a curve without numbers."""
+    arm: ReferenceText | None = None
+    """The arm whose measure is shown; null if there is none."""
+    minus: ReferenceText | None = None
+    """Minus that of this arm."""
+    over: ReferenceText | None = None
+    """The increase over this arm, as a share of it."""
+    measure: Measure | None = None
+    """A measure other than the column's."""
+
+
+class Row(Settings):
+    label: str
+    cells: list[TableCell]
+
+
+class Than(Settings):
+    """The pair that a pair's difference is compared with; missing fields are the claim's."""
+
+    arm: ReferenceText | None = None
+    against: ReferenceText | None = None
+    measure: Measure | None = None
+
+
+class Pair(Settings):
+    """A claim about one arm against another, by a measure."""
+
+    says: str
+    arm: ReferenceText
+    against: ReferenceText
+    measure: Measure = "result"
+    than: Than | None = None
+    """Makes it a claim about a difference of differences: `arm` and `against`, minus this pair."""
+    said: list[str] = []
+    """What others have said about it in public, for or against: who, where, and their figures, in Markdown."""
+
+    @property
+    def pairs(self) -> list[tuple[ReferenceText, ReferenceText, Measure]]:
+        """(arm, against, measure) of the claim, and of what its difference is compared with."""
+        found = [(self.arm, self.against, self.measure)]
+        if self.than is not None:
+            found.append(
+                (self.than.arm or self.arm, self.than.against or self.against, self.than.measure or self.measure)
+            )
+        return found
+
+    @model_validator(mode="after")
+    def _apart(self) -> Pair:
+        if self.than is not None and len(set(self.pairs)) == 1:
+            raise ValueError("`than` names another arm, against or measure than the claim")
+        if self.than is not None and "steps" in {measure for *_, measure in self.pairs}:
+            raise ValueError("`than` does not work for steps: a run that never gets there has no difference to compare")
+        return self
+
+
+class Better(Pair):
+    """`arm` is better than `against`: seed by seed, in `measure`. With `than`: by more than the other pair's is."""
+
+    test: Literal["better"]
+
+
+class Alike(Pair):
+    """`arm` differs from `against` by no more than `margin`. With `than`: by what the other pair does, to `margin`."""
+
+    test: Literal["alike"]
+    margin: float = Field(gt=0)
+
+
+class NotBetter(Pair):
+    """`arm` is not better than `against` by more than `margin`; worse it may be. In steps to the threshold too.
+
+    With `than`: its lead is not larger than the other pair's by more than `margin`.
+    """
+
+    test: Literal["no better"]
+    margin: float = Field(gt=0)
+
+
+class Sooner(Settings):
+    """`arm` reaches the recipe's threshold in fewer steps than `against`."""
+
+    test: Literal["sooner"]
+    says: str
+    arm: ReferenceText
+    against: ReferenceText
+
+
+class Reaches(Settings):
+    """Most seeds of `arm` reach the recipe's threshold."""
+
+    test: Literal["reaches"]
+    says: str
+    arm: ReferenceText
+
+
+class Never(Settings):
+    """Most seeds of `arm` do not reach the recipe's threshold."""
+
+    test: Literal["never"]
+    says: str
+    arm: ReferenceText
+
+
+class Diverges(Settings):
+    """Most seeds of `arm` diverge: not finite, or at the end no better than `unlearned`."""
+
+    test: Literal["diverges", "stays"]
+    says: str
+    arm: ReferenceText
+    unlearned: float
+    """The deciding metric of a model that has learned nothing."""
+
+
+class Gains(Settings):
+    """gains: by the law fitted over sizes, `arm` equals a baseline with more than `more` more of what they differ in.
+
+    loses: it takes itself more than `more` more of that than the baseline that it equals.
+    """
+
+    test: Literal["gains", "loses"]
+    says: str
+    arm: ReferenceText
+    size: str
+    more: float = 0.0
+
+
+class Ordered(Settings):
+    """`measure` of `first` is larger than that of `second` within the same runs of `arm`, seed by seed."""
+
+    test: Literal["larger"]
+    says: str
+    arm: ReferenceText
+    first: Measure
+    second: Measure
+
+
+Claim = Annotated[
+    Better | Alike | NotBetter | Sooner | Reaches | Never | Diverges | Gains | Ordered, Field(discriminator="test")
+]
+
+
+class Scale(Settings):
+    """What a table trains at one scale: the recipes' arms that its cells and claims name."""
+
+    recipes: list[str] = []
+    """Files below recipes/."""
+    overrides: list[str] = []
+    """dotted.key=value, applied to each of them."""
+    arms: dict[str, ReferenceText | None] = {}
+    """The table's name of an arm (all of it: with " @ SIZE") -> its name in these recipes, where it is another; null:
+    not trained at this scale, so that its cells stay empty and claims about it untested."""
+    setting: str = ""
+    """How the setting differs from the paper's, in one or two sentences."""
+    words: dict[str, str] = {}
+    """The paper's name in claims -> its name here: "1.4B" -> "1.33M"."""
+    remarks: list[str] = []
+    """Remarks on results with these settings, and why a claim may fail there."""
+    nothing: str = ""
+    """Why the table is meaningless at this scale; then nothing is run."""
+    cannot_show: str = ""
+    """Why these runs cannot show what the paper claims, whatever the result; shown instead of verdicts, unless
+    overrides change the runs."""
+
+    @model_validator(mode="after")
+    def _one_or_the_other(self) -> Scale:
+        if bool(self.recipes) == bool(self.nothing):
+            raise ValueError("a scale has recipes, or says in `nothing` why it has none")
+        if self.nothing and self.cannot_show:
+            raise ValueError("`cannot_show` applies to what is run; a scale that runs nothing has `nothing`")
+        return self
+
+
+class PaperTable(Settings):
+    """A whole file."""
+
+    title: str
+    source: str
+    """Paper, arXiv number, section, table or figure."""
+    says: str
+    """What the paper concludes, in a sentence."""
+    columns: list[Column] = []
+    rows: list[Row] = []
+    claims: list[Claim] = []
+    computed: Literal["", "tokenformer_costs", "tokenformer_flops", "kv_shifting_dynamics", "kv_shifting_theorems"] = ""
+    """For a table without training: the function that computes its rows; then there are no scales."""
+    notes: list[str] = []
+    """Notes for readers: figures that the paper does not give, our own choices."""
+    scales: dict[ScaleName, Scale] = {}
+
+    @model_validator(mode="after")
+    def _whole(self) -> PaperTable:
+        for row in self.rows:
+            if len(row.cells) != len(self.columns):
+                raise ValueError(f"row {row.label!r} has {len(row.cells)} cells for {len(self.columns)} columns")
+        if bool(self.computed) == bool(self.scales):
+            raise ValueError("a table is computed or has scales")
+        if self.scales and set(self.scales) != set(SCALES):
+            raise ValueError(f"a table has the scales {', '.join(SCALES)}")
+        return self
+
+
+@functools.cache
+def tables() -> dict[str, PaperTable]:
+    """All tables by name, "PAPER/TABLE"."""
+    found: dict[str, PaperTable] = {}
+    for path in sorted(TABLES.rglob("*.yaml")):
+        name = path.relative_to(TABLES).with_suffix("").as_posix()
+        content: Any = yaml.load(path.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        try:
+            found[name] = PaperTable.model_validate(content)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise HeadwaterError(f"{name}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+    return found
+
+
+def table(name: str) -> PaperTable:
+    """The table "PAPER/TABLE". Raises `HeadwaterError` for an unknown name."""
+    if name not in tables():
+        if any(known.startswith(f"{name}/") for known in tables()):
+            raise HeadwaterError(f"{name!r} is a paper; name one of its tables: `headwater reproduce --list {name}`.")
+        guess = nearest(name, tables())
+        raise HeadwaterError(
+            f"There is no table {name!r}; {guess if len(guess) < 80 else '`headwater reproduce --list` lists them.'}"
+        )
+    return tables()[name]
+
+
+def counts_steps(table: PaperTable) -> bool:
+    """Whether it asks after how many steps runs reach their recipe's threshold."""
+    cells = {
+        cell.measure or column.measure
+        for row in table.rows
+        for column, cell in zip(table.columns, row.cells, strict=True)
+        if cell.arm is not None
+    }
+    return "steps" in cells or any(
+        claim.test in ("sooner", "reaches", "never") or getattr(claim, "measure", "") == "steps"
+        for claim in table.claims
+    )
+
+
+def reads_models(table: PaperTable) -> bool:
+    """Whether its cells and claims need the models of its runs, and not only their records."""
+    return re.search(r'"(?:task|census|scalar|similarity):', table.model_dump_json()) is not None

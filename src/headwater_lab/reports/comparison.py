@@ -1,0 +1,201 @@
+"""Saved records as comparisons: which runs belong together, and which of them count."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+from headwater.util.errors import HeadwaterError, nearest
+from headwater_lab.comparison.earlier import mixed
+from headwater_lab.comparison.statistics import Summary, arm_of, decisive, plan_of, summarize
+from headwater_lab.comparison.worth import Worth, worth_of
+from headwater_lab.training.records import RunRecord, SeedPlan, changed_data, read_record, record_files
+
+UNITS = {"bits_per_byte": "bits per byte", "loss": "nats per token"}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The runs of one experiment at one size.
+
+    budgets: arms that are the baseline with other budgets.
+    records: finished and diverged runs that count. The baseline's come first, then the other
+        arms', the best last, except for those without a mean.
+    tuning: the trials of learning rates, of all sizes; failed: runs that need attention; unfinished: runs that are
+        running or were interrupted. beyond: how many finished runs came after their arm was decided.
+    folders: of a finished run, by (arm, seed).
+    """
+
+    name: str
+    title: str
+    baseline: str
+    threshold: float | Literal["baseline"] | None
+    size: str | None
+    records: list[RunRecord]
+    budgets: list[str] = field(default_factory=list)
+    tuning: list[RunRecord] = field(default_factory=list)
+    failed: list[RunRecord] = field(default_factory=list)
+    unfinished: list[RunRecord] = field(default_factory=list)
+    folders: dict[tuple[str, int], Path] = field(default_factory=dict)
+    beyond: int = 0
+
+    @property
+    def plan(self) -> SeedPlan | None:
+        """How seeds were added until the comparison was decided; None if they were fixed."""
+        return plan_of(self.records)
+
+    @cached_property
+    def summaries(self) -> list[Summary]:
+        return summarize(self.records, self.baseline, self.threshold, self.budgets)
+
+    @cached_property
+    def worths(self) -> list[Worth]:
+        """What each arm's result is worth; none without `budgets`."""
+        return worth_of(self.records, self.baseline, self.budgets) if self.budgets else []
+
+    @property
+    def changed_data(self) -> str:
+        """A sentence if its runs had different data; "" if not."""
+        return changed_data(self.records)
+
+    @property
+    def arms(self) -> list[str]:
+        return list(dict.fromkeys(map(arm_of, self.records)))
+
+    @property
+    def seeds(self) -> list[int]:
+        return sorted({record.seed for record in self.records})
+
+    @property
+    def metric(self) -> str:
+        return self.records[0].metric
+
+    @property
+    def unit(self) -> str:
+        return unit(self.metric, self.trained_on)
+
+    @property
+    def trained_on(self) -> str:
+        """tokens or images."""
+        return self.records[0].unit
+
+    @property
+    def lower_is_better(self) -> bool:
+        return self.records[0].lower_is_better
+
+    @property
+    def domains(self) -> list[str]:
+        return next((record.domains for record in self.records if record.held_out), [])
+
+    @property
+    def heading(self) -> str:
+        """The title, with the size if there are several."""
+        return self.title if self.size is None else f"{self.title} · {self.size}"
+
+    def runs(self, arm: str) -> list[RunRecord]:
+        return [record for record in self.records if arm_of(record) == arm]
+
+    def finished(self, arm: str) -> list[RunRecord]:
+        return [record for record in self.runs(arm) if record.status == "finished"]
+
+
+def unit(metric: str, trained_on: str = "tokens") -> str:
+    """A metric in words. trained_on: tokens or images."""
+    of, _, domain = metric.partition("/")
+    units = UNITS | ({"loss": "nats per image"} if trained_on == "images" else {})
+    if of == "accuracy" and domain:
+        return f"{domain} accuracy"
+    return f"{units[of]} of {domain}" if domain and of in units else units.get(metric, metric.replace("_", " "))
+
+
+def comparisons(folder: Path, only: Collection[str] | None = None) -> list[Comparison]:
+    """The comparisons whose records are under `folder`, one for each size, the smaller first.
+
+    only: names of experiments; default all. Raises `HeadwaterError` if there are none with a finished run, and if runs
+    of one contradict each other: an arm with several settings, two runs of one seed, several baselines or plans.
+    """
+    groups: dict[tuple[str, str | None], list[tuple[RunRecord, Path]]] = {}
+    tuning: dict[str, list[RunRecord]] = {}
+    for path in record_files(folder):
+        record = read_record(path)
+        one = record.experiment
+        if one is None or (only is not None and one.name not in only):
+            continue
+        if one.phase == "tuning":
+            tuning.setdefault(one.name, []).append(record)
+        else:
+            groups.setdefault((one.name, one.size), []).append((record, path.parent))
+    found = [
+        _comparison(runs, tuning.get(name, []))
+        for (name, _), runs in groups.items()
+        if any(_is_finished(record) for record, _ in runs)
+    ]
+    names = list(dict.fromkeys(one.name for one in found))
+    for name in only or ():
+        if name not in names:
+            raise HeadwaterError(f"No run of {name!r} is finished under {str(folder)!r}; {nearest(name, names)}")
+    if not found:
+        raise HeadwaterError(
+            f"There are no finished runs of a comparison under {str(folder)!r}; train some with `headwater compare`."
+        )
+    return sorted(found, key=lambda one: (names.index(one.name), *_cost(one)))
+
+
+def _is_finished(record: RunRecord) -> bool:
+    return record.status == "finished" and record.result is not None
+
+
+def _cost(comparison: Comparison) -> tuple[int, int]:
+    return comparison.records[0].parameters, comparison.records[0].tokens
+
+
+def _comparison(runs: Sequence[tuple[RunRecord, Path]], tuning: list[RunRecord]) -> Comparison:
+    if wrong := mixed(runs):
+        raise HeadwaterError(
+            f"{wrong}, so no table can be made of both; report their folders one by one, or remove one."
+        )
+    records = [record for record, _ in runs]
+    first = next(filter(_is_finished, records)).experiment
+    assert first is not None
+    ended = [record for record in records if _is_finished(record) or record.status == "diverged"]
+    counted = decisive(ended, first.baseline)
+    measured = {_key(record) for record in ended}
+    means = {one.arm: one.mean for one in summarize(counted, first.baseline)}
+    sign = 1 if counted[0].lower_is_better else -1
+
+    def place(record: RunRecord) -> tuple[bool, bool, float, str, int]:
+        mean = means[arm_of(record)]
+        return arm_of(record) != first.baseline, mean is None, -sign * (mean or 0.0), arm_of(record), record.seed
+
+    return Comparison(
+        name=first.name,
+        title=first.title or first.name,
+        baseline=first.baseline,
+        threshold=first.threshold,
+        budgets=first.budget_arms,
+        size=first.size,
+        records=sorted(counted, key=place),
+        tuning=tuning,
+        failed=[record for record in records if record.status == "failed"],
+        unfinished=[r for r in records if r.status != "failed" and _key(r) not in measured],
+        folders={_key(record): folder for record, folder in runs if _is_finished(record)},
+        beyond=len(ended) - len(counted),
+    )
+
+
+def _key(record: RunRecord) -> tuple[str, int]:
+    return arm_of(record), record.seed
+
+
+def experiments(found: Sequence[Comparison]) -> list[list[Comparison]]:
+    """Comparisons grouped by name: the sizes of each."""
+    return [[one for one in found if one.name == name] for name in dict.fromkeys(one.name for one in found)]
+
+
+def differ_in_cost(records: Sequence[RunRecord]) -> bool:
+    """Whether runs differ in FLOPs per token, or started from trained models."""
+    rates = [record.flops / record.tokens for record in records if record.tokens]
+    return bool(rates) and (max(rates) > 1.02 * min(rates) or any(record.origin for record in records))

@@ -1,0 +1,126 @@
+"""Curves of runs and their means: held-out metric and training loss, by steps, tokens and FLOPs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from headwater_lab.reports.comparison import Comparison
+from headwater_lab.training.records import RunRecord, same_tokens
+
+What = Literal["held_out", "training"]
+# A held-out curve with fewer evaluations says less than the training loss.
+DENSE = 8
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One run, or the mean of several (then low and high are the range of the runs). NaN where a loss was not finite.
+
+    tokens, flops: including those of the model it started from.
+    """
+
+    seed: int | None
+    steps: list[int]
+    tokens: list[float]
+    flops: list[float]
+    values: list[float]
+    low: list[float]
+    high: list[float]
+
+
+@dataclass(frozen=True)
+class Curves:
+    """By arm: its runs and their mean. dense: the held-out curve has enough points to be shown first."""
+
+    held_out: dict[str, tuple[list[Curve], Curve]]
+    training: dict[str, tuple[list[Curve], Curve]]
+    dense: bool
+    unit: str
+    trained_on: str
+
+    def of(self, what: str) -> dict[str, tuple[list[Curve], Curve]]:
+        return self.held_out if what == "held_out" else self.training
+
+    def label(self, what: str) -> str:
+        one = self.trained_on.removesuffix("s")
+        return f"held-out {self.unit}" if what == "held_out" else f"training loss (nats per {one})"
+
+
+def arm_curves(comparison: Comparison) -> Curves:
+    by_arm = {arm: comparison.runs(arm) for arm in comparison.arms}
+    looks = [len(record.held_out) for arm in by_arm for record in comparison.finished(arm)]
+    # Losses per different tokens share no axis.
+    trained = same_tokens(comparison.records) and all(
+        record.curve for arm in by_arm for record in comparison.finished(arm)
+    )
+    return Curves(
+        held_out={arm: _with_mean([run_curve(run, "held_out") for run in runs]) for arm, runs in by_arm.items()},
+        training={arm: _with_mean([run_curve(run, "training") for run in runs]) for arm, runs in by_arm.items()}
+        if trained
+        else {},
+        dense=min(looks) >= DENSE or not trained,
+        unit=comparison.unit,
+        trained_on=comparison.trained_on,
+    )
+
+
+def run_curve(record: RunRecord, what: What) -> Curve:
+    points: Sequence[Any] = record.held_out if what == "held_out" else record.curve
+    before = record.origin
+    values = [float(p.metrics[record.metric] if what == "held_out" else p.loss) for p in points]
+    values = [value if math.isfinite(value) else math.nan for value in values]
+    return Curve(
+        record.seed,
+        [p.step for p in points],
+        [p.tokens + (before.tokens if before else 0) for p in points],
+        [p.flops + (before.flops if before else 0) for p in points],
+        values,
+        values,
+        values,
+    )
+
+
+def _with_mean(runs: list[Curve]) -> tuple[list[Curve], Curve]:
+    return runs, mean_of(runs)
+
+
+def mean_of(runs: Sequence[Curve]) -> Curve:
+    """The mean over the steps at which every run has a number."""
+    known = [{step: i for i, step in enumerate(run.steps) if not math.isnan(run.values[i])} for run in runs]
+    steps = sorted(set.intersection(*map(set, known))) if known else []
+
+    def rows(name: str) -> np.ndarray:
+        values = [[getattr(run, name)[at[step]] for step in steps] for run, at in zip(runs, known, strict=True)]
+        return np.array(values, dtype=float).reshape(len(runs), len(steps))
+
+    values = rows("values")
+    return Curve(
+        None,
+        steps,
+        rows("tokens").mean(0).tolist(),
+        rows("flops").mean(0).tolist(),
+        values.mean(0).tolist(),
+        values.min(0, initial=math.inf).tolist(),
+        values.max(0, initial=-math.inf).tolist(),
+    )
+
+
+def y_limits(comparison: Comparison, curves: Curves, what: str) -> tuple[float | None, float | None]:
+    """Limits without the first points of a curve, which would flatten the rest."""
+    if what == "held_out" and not comparison.lower_is_better:
+        return None, None
+    shown = [run.values for runs, _ in curves.of(what).values() for run in runs]
+    numbers = [[value for value in values if not math.isnan(value)] for values in shown]
+    numbers = [values for values in numbers if values]
+    if not numbers:
+        return None, None
+    low = min(map(min, numbers))
+    later = [values[max(1, len(values) // 8)] for values in numbers if len(values) > 1]
+    high = max(later, default=low)
+    # A little room; a logarithmic axis needs limits above 0.
+    return low - 0.03 * abs(low), max(high * 1.05, low + 1e-6)

@@ -1,0 +1,339 @@
+"""Figures of the page: what plotly draws, and what templates/report.js needs to switch axes, lines and colors.
+
+A trace's `meta` says the number of its arm and the views that show it; `customdata` has the steps,
+tokens and FLOPs of each point.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+
+from headwater_lab.comparison.scaling import Law, Scaling, predict
+from headwater_lab.comparison.statistics import finished_runs
+from headwater_lab.reports.comparison import Comparison, differ_in_cost, unit
+from headwater_lab.reports.curves import Curve, arm_curves, y_limits
+from headwater_lab.reports.styles import Style, styles
+from headwater_lab.reports.words import between, verdict
+
+# Maximum points to draw per curve, to keep the page small.
+POINTS = 400
+
+
+def axis_titles(comparison: Comparison) -> dict[str, str]:
+    return {"tokens": f"training {comparison.trained_on}", "flops": "training FLOPs"}
+
+
+HOVER = (
+    "%{fullData.name}<br><b>%{y:.4f}</b> at step %{customdata[0]:,}<br>"
+    "%{customdata[1]:,} %{meta.unit}, %{customdata[2]:.3g} FLOPs<extra></extra>"
+)
+
+
+@dataclass(frozen=True)
+class Switch:
+    """A group of buttons, one of which is pressed: the setting, and value -> label."""
+
+    sets: str
+    label: str
+    values: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A figure with its buttons and its legend."""
+
+    name: str
+    label: str
+    caption: str
+    figure: go.Figure
+    height: int
+    switches: list[Switch] = field(default_factory=list)
+    legend: dict[str, Style] = field(default_factory=dict)
+    state: dict[str, str] = field(default_factory=dict)
+    titles: dict[str, dict[str, str]] = field(default_factory=dict)
+    limits: dict[str, list[float] | None] = field(default_factory=dict)
+
+    @property
+    def json(self) -> str:
+        """Escaped for a script element: no `<` in it can end the element."""
+        figure = json.loads(self.figure.to_json())
+        content = figure | {"state": self.state, "titles": self.titles, "limits": self.limits}
+        return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def escape(text: str) -> str:
+    """Text escaped from plotly's markup and %{template}s."""
+    return html.escape(text).replace("{", "&#123;")
+
+
+LINEAR_OR_LOG = {"linear": "linear", "log": "log"}
+
+
+def curves_drawing(comparison: Comparison, name: str) -> Drawing:
+    """Held-out metric and training loss over training."""
+    curves = arm_curves(comparison)
+    look = styles(comparison.arms, comparison.baseline)
+    whats = [
+        what for what in ("held_out", "training") if any(len(mean.steps) > 1 for _, mean in curves.of(what).values())
+    ]
+    whats = whats or ["held_out"]
+    figure = _figure()
+    for what in whats:
+        for place, (arm, (runs, mean)) in enumerate(curves.of(what).items()):
+            meta = {"arm": place, "what": what, "ink": look[arm].baseline, "unit": comparison.trained_on}
+            figure.add_trace(_band(thinned(mean), look[arm], meta | {"view": "mean"}))
+            for run in runs:
+                figure.add_trace(_line(thinned(run), arm, look[arm], meta | {"view": "seed"}))
+            figure.add_trace(_line(thinned(mean), arm, look[arm], meta | {"view": "mean"}))
+    costs = differ_in_cost(comparison.records)
+    first = "training" if "training" in whats and not (curves.dense and "held_out" in whats) else "held_out"
+    switches = [
+        Switch("what", "curve", {"held_out": "held-out", "training": "training loss"}),
+        Switch("view", "lines", {"mean": "mean", "seed": "seeds", "both": "both"}),
+        Switch("x", "x", {"tokens": comparison.trained_on, "flops": "FLOPs"}),
+        Switch("xtype", "x axis", LINEAR_OR_LOG),
+        Switch("ytype", "y axis", LINEAR_OR_LOG),
+    ]
+    unneeded = {"what"} if len(whats) < 2 else set()
+    unneeded |= set() if costs else {"x"}
+    return Drawing(
+        name,
+        f"Curves of {comparison.heading}: {curves.label(first)} over training {comparison.trained_on}, one line for "
+        f"each arm: {'; '.join(_course(arm, mean) for arm, (_, mean) in curves.of(first).items())}.",
+        "Mean: over the points that all seeds of an arm have; the band, shown for up to four arms, is the range of "
+        f"its seeds. {comparison.trained_on.capitalize()} and FLOPs include those of the model that a run started "
+        f"from. Long curves are drawn with {POINTS} points.",
+        figure,
+        430,
+        [switch for switch in switches if switch.sets not in unneeded],
+        look,
+        {"what": first, "view": "mean", "x": "tokens", "xtype": "linear", "ytype": "linear"},
+        {"x": axis_titles(comparison), "what": {what: curves.label(what) for what in whats}},
+        {what: _limits(*y_limits(comparison, curves, what)) for what in whats},
+    )
+
+
+def _course(arm: str, mean: Curve) -> str:
+    if not mean.steps:
+        return f"{arm} has no step at which all its seeds have a value"
+    return (
+        f"{arm} from {mean.values[0]:.3f} at {mean.tokens[0]:,.0f} to {mean.values[-1]:.3f} at {mean.tokens[-1]:,.0f}"
+    )
+
+
+def _limits(low: float | None, high: float | None) -> list[float] | None:
+    return None if low is None or high is None else [low, high]
+
+
+def thinned(curve: Curve) -> Curve:
+    """At most `POINTS` points of it, including the first and the last."""
+    if len(curve.steps) <= POINTS:
+        return curve
+    kept = np.unique(np.linspace(0, len(curve.steps) - 1, POINTS).round().astype(int))
+    return Curve(
+        curve.seed,
+        [curve.steps[i] for i in kept],
+        *([values[i] for i in kept] for values in (curve.tokens, curve.flops, curve.values, curve.low, curve.high)),
+    )
+
+
+def _points(curve: Curve) -> list[list[float]]:
+    return [list(point) for point in zip(curve.steps, curve.tokens, curve.flops, strict=True)]
+
+
+def _line(curve: Curve, arm: str, style: Style, meta: dict[str, Any]) -> go.Scatter:
+    mean = curve.seed is None
+    return go.Scatter(
+        x=curve.tokens,
+        y=_numbers(curve.values),
+        customdata=_points(curve),
+        meta=meta,
+        name=escape(arm) + (", mean" if mean else f", seed {curve.seed}"),
+        mode="lines+markers" if mean or len(curve.steps) < 2 else "lines",
+        line={"color": style.color, "dash": style.dash, "width": 2.2 if mean else 1},
+        marker={"symbol": style.symbol, "size": 8, "color": style.color, "maxdisplayed": 9},
+        opacity=1 if mean else 0.55,
+        hovertemplate=HOVER,
+    )
+
+
+def _band(mean: Curve, style: Style, meta: dict[str, Any]) -> go.Scatter:
+    points = _points(mean)
+    return go.Scatter(
+        x=mean.tokens + mean.tokens[::-1],
+        y=mean.high + mean.low[::-1],
+        customdata=points + points[::-1],
+        meta=meta | {"band": True},
+        mode="lines",
+        line={"width": 0},
+        fill="toself",
+        fillcolor=_clear(style.color, 0.15),
+        hoverinfo="skip",
+    )
+
+
+def _clear(color: str, alpha: float) -> str:
+    red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
+    return f"rgba({red},{green},{blue},{alpha})"
+
+
+def _numbers(values: Sequence[float]) -> list[float | None]:
+    return [value if math.isfinite(value) else None for value in values]
+
+
+def _figure() -> go.Figure:
+    """Without a template: colors of text and grid follow the page."""
+    axis = {"automargin": True, "ticks": "outside", "zeroline": False}
+    return go.Figure(
+        layout={
+            "template": "none",
+            "showlegend": False,
+            "hovermode": "closest",
+            "margin": {"l": 8, "r": 14, "t": 12, "b": 8},
+            "paper_bgcolor": "rgba(0,0,0,0)",
+            "plot_bgcolor": "rgba(0,0,0,0)",
+            "xaxis": axis | {"exponentformat": "SI", "title": {"standoff": 8}},
+            "yaxis": axis | {"title": {"standoff": 8}},
+        }
+    )
+
+
+def differences_drawing(comparison: Comparison, name: str) -> Drawing | None:
+    """Paired differences from the baseline with their intervals; None if there are none."""
+    shown = [s for s in comparison.summaries if s.paired is not None]
+    if not shown:
+        return None
+    look = styles(comparison.arms, comparison.baseline)
+    figure = _figure()
+    told, reach = [], [0.0]
+    finished = finished_runs(comparison.records)
+    for place, s in enumerate(shown):
+        assert s.paired is not None
+        mean, style = s.paired.mean, look[s.arm]
+        low, high = s.interval or (mean, mean)
+        said = verdict(s, comparison)
+        interval = between(s.interval) if s.interval else "no interval"
+        # In the order of the differences: the plan's, if seeds are added until a question is decided.
+        order = comparison.plan.seeds if comparison.plan else sorted(finished[s.arm])
+        both = [seed for seed in order if seed in finished[s.arm] and seed in finished[comparison.baseline]]
+        seeds = both[: len(s.paired.differences)]
+        figure.add_trace(
+            go.Scatter(
+                x=list(s.paired.differences),
+                y=[place + 0.2] * len(seeds),
+                customdata=seeds,
+                meta={"ink": True},
+                mode="markers",
+                name=escape(s.arm),
+                marker={"size": 5, "symbol": "circle-open", "color": style.color},
+                hovertemplate="%{fullData.name}, seed %{customdata}<br><b>%{x:+.4f}</b><extra></extra>",
+            )
+        )
+        figure.add_trace(
+            go.Scatter(
+                x=[mean],
+                y=[place],
+                mode="markers",
+                name=escape(s.arm),
+                marker={"size": 11, "symbol": style.symbol, "color": style.color},
+                error_x={
+                    "type": "data", "symmetric": False, "array": [high - mean], "arrayminus": [mean - low],
+                    "color": style.color, "thickness": 2.5, "width": 5,
+                },
+                hovertemplate=f"%{{fullData.name}}<br><b>%{{x:+.4f}}</b> {interval}<br>{said}<extra></extra>",
+            )
+        )  # fmt: skip
+        told.append(f"{s.arm} {mean:+.3f}, {interval}, {said}")
+        reach += [low, high, *s.paired.differences]
+        figure.add_annotation(
+            text=f"<b>{escape(s.arm)}</b> {mean:+.3f} {escape(said)}",
+            x=0, xref="paper", xanchor="left", y=place - 0.36, yanchor="middle", showarrow=False,
+        )  # fmt: skip
+    better = "left" if comparison.lower_is_better else "right"
+    title = escape(f"{comparison.unit}, minus {comparison.baseline}")
+    # Every whole interval, and a little room for the marks at the ends.
+    room = 0.05 * (max(reach) - min(reach)) or 0.001
+    figure.update_xaxes(zeroline=True, zerolinewidth=2, range=[min(reach) - room, max(reach) + room], title_text=title)
+    figure.update_yaxes(
+        range=[len(shown) - 0.5, -0.62], showticklabels=False, ticks="", showgrid=False, fixedrange=True
+    )
+    return Drawing(
+        name,
+        f"Differences of {comparison.heading} from {comparison.baseline} in {comparison.unit}, with intervals: "
+        f"{'; '.join(told)}.",
+        f"Better is to the {better}. Rings are seeds, the mark is their mean, and the bar is its interval.",
+        figure,
+        84 + 54 * len(shown),
+    )
+
+
+def scaling_drawing(laws: Sequence[Scaling], name: str, title: str, arms: Sequence[str]) -> Drawing:
+    """Loss against size, and the fitted laws."""
+    first = laws[0]
+    look = styles(arms, first.baseline)
+    figure = _figure()
+    what = "parameters without embeddings" if first.axis == "parameters" else f"training {first.unit}"
+    for place, arm in enumerate(look):
+        if arm not in first.points:
+            continue
+        style, points = look[arm], first.points[arm]
+        at = np.geomspace(0.8 * min(n for n, _ in points), 1.25 * max(n for n, _ in points), 60)
+        meta = {"arm": place, "ink": style.baseline}
+        for law in (law for one in laws for law in one.laws if law.arm == arm):
+            figure.add_trace(
+                go.Scatter(
+                    x=at.tolist(),
+                    y=_numbers(predict(constants(law), at).tolist()),
+                    meta=meta | {"view": law.form},
+                    mode="lines",
+                    name=f"{escape(arm)}, {FORMS[law.form]}",
+                    line={"color": style.color, "width": 2 if law.form == "offset" else 1.2,
+                          "dash": "solid" if law.form == "offset" else "dot"},
+                    hovertemplate="%{fullData.name}<br><b>%{y:.4f}</b> at %{x:.4s}<extra></extra>",
+                )
+            )  # fmt: skip
+        figure.add_trace(
+            go.Scatter(
+                x=[n for n, _ in points],
+                y=[loss for _, loss in points],
+                meta=meta,
+                mode="markers",
+                name=escape(arm),
+                marker={"symbol": style.symbol, "size": 10, "color": style.color},
+                hovertemplate="%{fullData.name}<br><b>%{y:.4f}</b> at %{x:.4s}<extra></extra>",
+            )
+        )
+    figure.update_layout(xaxis={"type": "log", "title": {"text": what}}, yaxis={"type": "log"})
+    return Drawing(
+        name,
+        f"Loss of {title} against size, with fitted laws: "
+        + " ".join(line for law in laws for line in law.sentences()),
+        "Points: means over seeds. Lines: the laws, solid with an irreducible loss E, dotted without.",
+        figure,
+        430,
+        [
+            Switch("view", "law", {"both": "both", "offset": "with E", "kaplan": "without"}),
+            Switch("xtype", "x axis", LINEAR_OR_LOG),
+            Switch("ytype", "y axis", LINEAR_OR_LOG),
+        ],
+        {arm: style for arm, style in look.items() if arm in first.points},
+        {"view": "both", "xtype": "log", "ytype": "log"},
+        {"y": {"": unit(first.metric, first.unit)}},
+        {},
+    )
+
+
+FORMS = {"offset": "E + A/N^a", "kaplan": "A/N^a"}
+
+
+def constants(law: Law) -> np.ndarray:
+    """E, log A, a."""
+    return np.array([law.e.value, math.log(max(law.a.value, 1e-300)), law.exponent.value])

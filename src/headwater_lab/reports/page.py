@@ -1,0 +1,424 @@
+"""The page: one file that needs no network, with everything about the comparisons under a folder."""
+
+from __future__ import annotations
+
+import base64
+import re
+import zlib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from jinja2 import Environment, PackageLoader
+from plotly.offline import get_plotlyjs
+
+from headwater.util.errors import HeadwaterError
+from headwater.util.files import file_name
+from headwater.util.layout import top_package
+from headwater.util.outputs import check_replaceable, write_text
+from headwater_lab.comparison.scaling import Estimate, Law, scaling_of
+from headwater_lab.comparison.statistics import Summary
+from headwater_lab.reports.comparison import Comparison, arm_of, comparisons, experiments
+from headwater_lab.reports.figures import (
+    FORMS,
+    Drawing,
+    curves_drawing,
+    differences_drawing,
+    scaling_drawing,
+)
+from headwater_lab.reports.pictures import bars_picture, curves_picture, save
+from headwater_lab.reports.prices import prices_of, prices_table, unpriced, where_measured
+from headwater_lab.reports.recipes import differences, flat
+from headwater_lab.reports.words import (
+    COST_NOTE,
+    answer,
+    cells,
+    columns,
+    cost_columns,
+    counted,
+    differences_table,
+    domains_columns,
+    domains_note,
+    left_out,
+    listed,
+    note,
+    question,
+    reading,
+    target,
+    which_test,
+    worth_columns,
+    worth_note,
+)
+from headwater_lab.training.records import RunRecord
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+REPORT = "report.html"
+# A cell: its text, or (text, class): better, worse or soft.
+PageCell = str | tuple[str, str]
+
+
+@dataclass(frozen=True)
+class PageTable:
+    """A table of the page. rows: the first cell of each is its heading. text: words, not numbers, so left-aligned."""
+
+    caption: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[PageCell]]
+    text: bool = False
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture of the page, drawn on white; the dark page inverts it. png: its bytes in base64."""
+
+    caption: str
+    png: str
+
+
+@dataclass(frozen=True)
+class Head:
+    """The top of the page: a title, paragraphs (the question, verdicts), tables, and pictures."""
+
+    title: str
+    paragraphs: Sequence[str] = ()
+    tables: Sequence[PageTable] = ()
+    pictures: Sequence[Picture] = ()
+
+
+@dataclass(frozen=True)
+class Section:
+    """A section of an experiment, with its contents in display order."""
+
+    id: str
+    title: str
+    paragraphs: Sequence[str] = ()
+    drawing: Drawing | None = None
+    tables: Sequence[PageTable] = ()
+    code: Sequence[tuple[str, str, str]] = ()
+    """(label, text, name of the file to save it as, or "")"""
+    items: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Story:
+    """One experiment."""
+
+    id: str
+    title: str
+    question: str
+    answers: Sequence[str]
+    readings: Sequence[tuple[str, list[str]]]
+    parts: Sequence[Section]
+
+
+def write_report(
+    folder: Path,
+    *,
+    head: Head | None = None,
+    only: Collection[str] | None = None,
+    target: Path | None = None,
+) -> Path:
+    """The page of the comparisons under `folder`, and pictures NAME-curves.png and NAME-bars.png next to it.
+
+    head: the top of the page; default: the title of the one experiment. only: names of the experiments to include;
+    default: all; an empty list makes a page of just the head. target: default: `folder`/report.html.
+    Returns the page's path. Raises `HeadwaterError` if an experiment has no finished run.
+    """
+    target = target or folder / REPORT
+    found = [] if only is not None and not only else comparisons(folder, only)
+    pictures: dict[Path, Figure] = {}
+    for comparison in found:
+        beginning = target.parent / _slug(comparison)
+        pictures[Path(f"{beginning}-curves.png")] = curves_picture(comparison)
+        pictures[Path(f"{beginning}-bars.png")] = bars_picture(comparison)
+    for path in (target, *pictures):
+        check_replaceable(path)
+    for path, figure in pictures.items():
+        save(figure, path)
+    html = render([story(sizes) for sizes in experiments(found)], head)
+    write_text(target, html)
+    return target
+
+
+def _slug(comparison: Comparison) -> str:
+    """The name of a comparison in file names; an experiment's own name is kept if it is a valid file name."""
+    return file_name(comparison.name if comparison.size is None else f"{comparison.name}-{_id(comparison.size)}")
+
+
+def _id(text: str) -> str:
+    return re.sub(r"\W+", "-", text).strip("-").lower() or "x"
+
+
+def render(stories: Sequence[Story], head: Head | None = None) -> str:
+    """The page as HTML."""
+    loader = PackageLoader(top_package(__name__))
+    environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["bound"] = lambda text: text.replace(" %", "\N{NO-BREAK SPACE}%")
+    drawn = any(part.drawing for one in stories for part in one.parts)
+    plotly = get_plotlyjs() if drawn else ""
+    notice = re.search(r"Copyright.*", plotly)
+    packed = base64.b64encode(zlib.compress(plotly.encode(), 9)).decode() if drawn else ""
+    title = head.title if head else stories[0].title if len(stories) == 1 else " · ".join(s.title for s in stories)
+    values: dict[str, Any] = {
+        "title": title,
+        "head": head,
+        "stories": stories,
+        "level": 1 if head is None and len(stories) == 1 else 2,
+        "plotly": packed,
+        "notice": f"plotly.js, MIT license. {notice[0]}" if notice else "",
+        "css": (loader.get_source(environment, "report.css"))[0],
+        "js": (loader.get_source(environment, "report.js"))[0],
+        "encoded": lambda text: base64.b64encode(text.encode()).decode(),
+    }
+    return environment.get_template("report.html.j2").render(values)
+
+
+def story(sizes: Sequence[Comparison]) -> Story:
+    """Everything about one experiment, at one or more sizes."""
+    first = sizes[0]
+    name = _id(first.name)
+    several = len(sizes) > 1
+
+    def titled(what: str, one: Comparison) -> str:
+        return f"{what}, {one.size}" if several else what
+
+    def at(what: str, one: Comparison) -> str:
+        return f"{name}-{what}" + (f"-{_id(one.size or '')}" if several else "")
+
+    parts = []
+    for one in sizes:
+        parts.append(Section(at("curves", one), titled("Curves", one), drawing=curves_drawing(one, at("curves", one))))
+        tables = [results_table(one)]
+        if (costs := cost_columns(one))[1]:
+            tables.append(PageTable(f"What it costs to reach {target(one)}. {COST_NOTE}", *costs))
+        if (worths := worth_columns(one))[1]:
+            tables.append(PageTable(f"What each result is worth. {worth_note(one)}", *worths))
+        if (domains := domains_columns(one))[1]:
+            tables.append(PageTable(domains_note(one), *domains))
+        parts.append(Section(at("results", one), titled("Results", one), tables=tables))
+        if drawing := differences_drawing(one, at("differences", one)):
+            table = PageTable(f"Paired differences to {one.baseline}. {which_test(one)}", *differences_table(one))
+            parts.append(Section(at("differences", one), titled("Differences", one), drawing=drawing, tables=[table]))
+        if (prices := prices_part(one, at("prices", one), titled("Prices", one))) is not None:
+            parts.append(prices)
+    if first.tuning:
+        rates, edges = rates_table(sizes)
+        parts.append(Section(f"{name}-rates", "Learning rates", paragraphs=edges, tables=[rates]))
+    if (scaling := scaling_part(sizes, f"{name}-scaling")) is not None:
+        parts.append(scaling)
+    parts.append(commands_part(sizes, f"{name}-commands"))
+    parts.append(changes_part(sizes, f"{name}-changes"))
+    parts.append(
+        Section(f"{name}-environment", "Data and environment", tables=[data_table(first), machines_table(sizes)])
+    )
+    if told := notices(sizes):
+        parts.append(Section(f"{name}-warnings", f"Warnings ({len(told)})", items=told))
+    return Story(
+        id=name,
+        title=first.title,
+        question=question(first, sizes),
+        answers=[(f"{one.size}: " if several else "") + answer(one) for one in sizes],
+        readings=[(one.size or "", reading(one)) for one in sizes],
+        parts=parts,
+    )
+
+
+def results_table(comparison: Comparison) -> PageTable:
+    names = columns(comparison)
+    place = names.index("verdict")
+    rows: list[list[PageCell]] = []
+    for summary in comparison.summaries:
+        row: list[PageCell] = [*cells(summary, comparison)]
+        row[place] = (str(row[place]), _class(summary, comparison))
+        rows.append(row)
+    return PageTable(f"Held-out {comparison.unit} at the end. {note(comparison)}", names, rows)
+
+
+def _class(summary: Summary, comparison: Comparison) -> str:
+    said = summary.verdict(comparison.lower_is_better)
+    return {"better": "better", "worse": "worse", "diverged": "worse"}.get(said, "")
+
+
+def rates_table(sizes: Sequence[Comparison]) -> tuple[PageTable, list[str]]:
+    """The learning rates tried, with a note if a chosen one is at the edge and may not be the best."""
+    first = sizes[0]
+    scores: dict[str, dict[float, list[RunRecord]]] = {}
+    for record in first.tuning:
+        rate = float(record.recipe["training"]["learning_rate"])
+        scores.setdefault(arm_of(record), {}).setdefault(rate, []).append(record)
+    rates = sorted({rate for tried in scores.values() for rate in tried})
+    chosen = {s.arm: s.learning_rate for one in sizes for s in one.summaries}
+    rows: list[list[PageCell]] = []
+    edges = []
+    for arm in sorted(scores, key=lambda arm: first.arms.index(arm) if arm in first.arms else len(first.arms)):
+        row: list[PageCell] = [arm]
+        for rate in rates:
+            text = _tried(scores[arm].get(rate, []))
+            row.append((f"{text} chosen", "better") if rate == chosen.get(arm) else text)
+        rows.append(row)
+        tried = sorted(scores[arm])
+        rate = chosen.get(arm) or 0.0
+        if len(tried) > 1 and rate in (tried[0], tried[-1]):
+            edge, other = ("smallest", "smaller") if rate == tried[0] else ("largest", "larger")
+            edges.append(f"{arm}: {rate:g} is the {edge} rate tried; a {other} one may be better.")
+    seeds = sorted({record.seed for record in first.tuning})
+    caption = (
+        f"Mean held-out {first.unit} of every arm at every learning rate, over seed{'s' if len(seeds) > 1 else ''} "
+        f"{', '.join(map(str, seeds))}, which are not part of the comparison; each arm was then trained at its own "
+        f"best rate."
+    )
+    return PageTable(caption, ["", *(f"{rate:g}" for rate in rates)], rows), edges
+
+
+def _tried(records: Sequence[RunRecord]) -> str:
+    results = [record.result for record in records if record.status == "finished" and record.result is not None]
+    diverged = sum(record.status == "diverged" for record in records)
+    parts = [f"{sum(results) / len(results):.3f}"] if results else []
+    return ", ".join([*parts, *([f"diverged {diverged} of {len(records)}"] if diverged else [])])
+
+
+def prices_part(comparison: Comparison, name: str, title: str) -> Section | None:
+    """Gains against what they cost; None if that was not measured."""
+    prices = prices_of(comparison)
+    if prices is None:
+        return None
+    says = []
+    if left := unpriced(comparison, prices):
+        says = [f"No price, or one of other settings: {listed(left)}; `headwater bench prices` measures it."]
+    table = PageTable(f"What each arm costs. {where_measured(prices)}", *prices_table(comparison, prices))
+    return Section(name, title, says, tables=[table])
+
+
+def scaling_part(sizes: Sequence[Comparison], name: str) -> Section | None:
+    """Laws of loss against size, if there are three or more sizes."""
+    if len(sizes) < 3:
+        return None
+    records = [record for one in sizes for record in one.records]
+    try:
+        found = [scaling_of(records, "offset"), scaling_of(records, "kaplan")]
+    except HeadwaterError as error:
+        return Section(name, "Scaling", paragraphs=[str(error)])
+    laws = [one for one in found if one is not None]
+    if not laws:
+        return None
+    rows = [
+        [law.arm, FORMS[law.form], _offset(law), _estimate(law.a),
+         _estimate(law.exponent), f"{law.error:.2g}"]
+        for one in laws
+        for law in one.laws
+    ]  # fmt: skip
+    caption = (
+        "Fitted laws, L = E + A/N^a (Hoffmann et al., arXiv 2203.15556) and the same without E (Kaplan et al., arXiv "
+        "2001.08361). Intervals: 95 %, by the jackknife over the seeds. Error: root mean square of the residuals."
+        + (" With three sizes the first passes through all points, whatever its form." if len(sizes) == 3 else "")
+    )
+    drawing = scaling_drawing(laws, f"{name}-figure", sizes[0].title, sizes[0].arms)
+    items = [f"{FORMS[law.laws[0].form]}: {line}" for law in laws for line in law.sentences()]
+    table = PageTable(caption, ["", "law", "E", "A", "a", "error"], rows)
+    return Section(name, "Scaling", drawing=drawing, tables=[table], items=items)
+
+
+def _offset(law: Law) -> str:
+    if law.form == "kaplan":
+        return "0"
+    return _estimate(law.e) if law.e.value else "0, its bound"
+
+
+def _estimate(one: Estimate) -> str:
+    return f"{one.value:.4g}" + ("" if one.interval is None else f" [{one.interval[0]:.4g}, {one.interval[1]:.4g}]")
+
+
+def commands_part(sizes: Sequence[Comparison], name: str) -> Section:
+    """The baseline's recipe, and the command that trains it."""
+    first = sizes[0]
+    record = first.runs(first.baseline)[0] if first.runs(first.baseline) else first.records[0]
+    file = f"{_id(first.name)}.yaml"
+    says = (
+        f"The recipe of {arm_of(record)}, seed {record.seed}, as recorded; the changes of the other arms follow. "
+        f"`headwater train {file}` trains it."
+    )
+    return Section(
+        name, "Recipe", [says], code=[(file, yaml.safe_dump(record.recipe, sort_keys=False, allow_unicode=True), file)]
+    )
+
+
+def changes_part(sizes: Sequence[Comparison], name: str) -> Section:
+    """The changes of each arm and each size."""
+    tables = []
+    for one in sizes:
+        rows = [[arm, key, before, now] for arm, changed in differences(one).items() for key, before, now in changed]
+        caption = f"Changes of each arm to {one.baseline}" + (f", {one.size}" if one.size else "")
+        if rows:
+            tables.append(PageTable(f"{caption}.", ["", "field", one.baseline, "here"], rows, text=True))
+    if len(sizes) > 1:
+        firsts = [(one.runs(one.baseline) or one.records)[0] for one in sizes]
+        settings = [flat({k: v for k, v in first.recipe.items() if k != "name"}) for first in firsts]
+        keys = [key for key in dict.fromkeys(k for s in settings for k in s) if len({s.get(key) for s in settings}) > 1]
+        sized: list[list[PageCell]] = [[key, *(s.get(key, "–") for s in settings)] for key in keys if key != "seed"]
+        tables.append(
+            PageTable("Changes of each size.", ["field", *(str(one.size) for one in sizes)], sized, text=True)
+        )
+    return Section(name, "Changes", () if tables else ["The arms do not differ in their settings."], tables=tables)
+
+
+def data_table(comparison: Comparison) -> PageTable:
+    record = comparison.records[0]
+    facts = record.data | {"order of rows, seed " + str(record.seed): record.data_order}
+    return PageTable(
+        "Data",
+        ["", "value"],
+        [[key.replace("_", " "), _text(value)] for key, value in facts.items() if value != ""],
+        text=True,
+    )
+
+
+def _text(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def machines_table(sizes: Sequence[Comparison]) -> PageTable:
+    """The environment of the runs; one column per environment."""
+    records = sorted((r for one in sizes for r in one.records), key=lambda r: r.environment.model_dump_json())
+    places = [(key, list(runs)) for key, runs in groupby(records, key=lambda r: r.environment)]
+    rows: list[list[PageCell]] = []
+    for field in type(records[0].environment).model_fields:
+        values = [getattr(place, field) for place, _ in places]
+        rows.append([field.replace("_", " "), *("not recorded" if value is None else str(value) for value in values)])
+    rows.append(["runs", *(str(len(runs)) for _, runs in places)])
+    rows.append(["hours of training", *(f"{sum(r.seconds for r in runs) / 3600:.2f}" for _, runs in places)])
+    return PageTable(
+        "Environment",
+        ["", *("value" if len(places) == 1 else f"{i}" for i in range(1, len(places) + 1))],
+        rows,
+        text=True,
+    )
+
+
+def notices(sizes: Sequence[Comparison]) -> list[str]:
+    """Warnings: skipped steps, failures, unfinished runs."""
+    told = [one.changed_data for one in sizes if one.changed_data]
+    for one in sizes:
+        said: dict[tuple[int, str], list[str]] = {}
+        for record in one.records:
+            who = ", ".join(filter(None, (arm_of(record), one.size, f"seed {record.seed}")))
+            if record.skipped_steps:
+                told.append(
+                    f"{who}: {counted(record.skipped_steps, 'step')} skipped, because the loss or gradient was not "
+                    "finite."
+                )
+            if record.status == "diverged":
+                told.append(f"{who}: diverged. {record.error or ''}".strip())
+            for notice in record.notices:
+                said.setdefault((notice.step, notice.message), []).append(who)
+        for (step, message), those in said.items():  # what many runs say is said once
+            who = those[0] if len(those) == 1 else f"{those[0]} and {counted(len(those) - 1, 'other run')}"
+            told.append(f"{who}, step {step}: {message}")
+        told += left_out(one)
+        if one.beyond:
+            told.append(f"{counted(one.beyond, 'run')} came after the decision on their arm, and do not count.")
+    return told

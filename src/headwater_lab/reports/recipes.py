@@ -1,0 +1,43 @@
+"""Each arm's changes to the baseline's recipe."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from headwater_lab.reports.comparison import Comparison
+from headwater_lab.training.records import RunRecord
+
+# Fields that are not an arm's.
+NAMES = ("name", "title", "seed", "compare")
+
+
+def _settings(record: RunRecord) -> dict[str, Any]:
+    return {section: value for section, value in record.recipe.items() if section not in NAMES}
+
+
+def differences(comparison: Comparison) -> dict[str, list[tuple[str, str, str]]]:
+    """By arm: (field, the baseline's value, the arm's) of each recipe field that differs; "–" if it is not set."""
+    settings = {arm: flat(_settings(comparison.runs(arm)[0])) for arm in comparison.arms}
+    base = settings.get(comparison.baseline, {})
+    found = {}
+    for arm, own in settings.items():
+        if arm == comparison.baseline:
+            continue
+        keys = dict.fromkeys([*base, *own])
+        changed = [key for key in keys if base.get(key) != own.get(key) and not key.startswith("reporting.")]
+        found[arm] = [(key, base.get(key, "–"), own.get(key, "–")) for key in changed]
+    return found
+
+
+def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    """Dotted field -> value, as in YAML."""
+    found: dict[str, str] = {}
+    for key, value in settings.items():
+        if isinstance(value, dict) and value:
+            found |= flat(value, f"{prefix}{key}.")
+        elif value != {} or prefix:
+            text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10_000)
+            found[f"{prefix}{key}"] = text.removesuffix("\n").removesuffix("\n...").strip()
+    return found

@@ -1,0 +1,485 @@
+"""A comparison in tables and sentences that claim no more than its intervals support."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from headwater.util.terminal import Table, counted, lined
+from headwater_lab.comparison.sequential import skewed_error
+from headwater_lab.comparison.statistics import Paired, Summary, among
+from headwater_lab.comparison.worth import Worth
+from headwater_lab.reports.comparison import Comparison, differ_in_cost, unit
+
+# Beyond this many more seeds, report the detectable difference instead.
+MANY = 200
+RARE = (
+    "If an arm rarely fails at the task, the first seeds may not show it: with one run in ten, a fifth to a half of "
+    "the verdicts are wrong, in simulations."
+)
+SKEWED = "up to {:.0%} of verdicts are wrong if differences are strongly skewed, in simulations."
+
+
+def columns(comparison: Comparison) -> list[str]:
+    names = ["", f"{comparison.unit} ± sd", f"minus {comparison.baseline} [95 %]", "verdict"]
+    if comparison.threshold is not None:
+        names.append(f"steps to {target(comparison)}")
+    if _shows_seeds(comparison):
+        names.append("seeds")
+    names += ["parameters", f"{comparison.trained_on}/s"]
+    return names if comparison.trained_on == "images" else [*names, "cache B/token"]
+
+
+def cells(summary: Summary, comparison: Comparison) -> list[str]:
+    """One row of the table, as text."""
+    row = [summary.arm, _mean(summary), difference(summary), verdict(summary, comparison)]
+    if comparison.threshold is not None:
+        steps = summary.steps_to_threshold or []
+        row.append(", ".join("never" if n is None else str(n) for n in steps) if any(steps) else "never")
+    if _shows_seeds(comparison):
+        row.append(str(summary.runs))
+    row += [f"{summary.parameters:,}", f"{summary.tokens_per_second:,.0f}"]
+    return row if comparison.trained_on == "images" else [*row, f"{summary.cache_bytes_per_token:,}"]
+
+
+def _shows_seeds(comparison: Comparison) -> bool:
+    return comparison.plan is not None or len({s.runs for s in comparison.summaries}) > 1
+
+
+def target(comparison: Comparison) -> str:
+    """The threshold in words; "" without one."""
+    given = comparison.threshold
+    if given is None:
+        return ""
+    return f"the end of {comparison.baseline}" if isinstance(given, str) else f"{given:g}"
+
+
+def cost_columns(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
+    """What it cost each arm to reach the threshold: column names and rows; no rows where arms cost alike."""
+    names = [
+        "",
+        f"seeds that reach {target(comparison)}",
+        "FLOPs, all included",
+        f"over {comparison.baseline} [95 %]",
+        "seconds",
+    ]
+    if comparison.threshold is None or not differ_in_cost(comparison.records):
+        return names, []
+    rows = []
+    for summary in comparison.summaries:
+        found = [one for one in summary.reached or [] if one is not None]
+        counts = f"{len(found)} of {len(summary.reached or []) + summary.diverged}"
+        if not found:
+            rows.append([summary.arm, counts, "", "", ""])
+            continue
+        flops, seconds = (float(np.median([one[at] for one in found])) for at in (1, 2))
+        rows.append([summary.arm, counts, f"{flops:.3g}", times(summary.cheaper), f"{seconds:,.0f}"])
+    return names, rows
+
+
+def times(cheaper: Paired | None) -> str:
+    """A mean of logarithms of ratios as a factor, with its interval."""
+    if cheaper is None:
+        return ""
+    spread = "" if cheaper.interval is None else " [{:.2f}, {:.2f}]".format(*map(math.exp, cheaper.interval))
+    return f"×{math.exp(cheaper.mean):.2f}{spread}"
+
+
+COST_NOTE = (
+    "Medians over the seeds that reach it. FLOPs and seconds count all stages; of a checkpoint that a run began with, "
+    "the FLOPs alone. The factor is the geometric mean over seeds that reach it in both, tested as the differences "
+    "are; where seeds are missing it flatters the arm."
+)
+
+
+def worth_columns(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
+    """What each arm's result would have cost the baseline: column names and rows; no rows without budgets."""
+    names = ["", "FLOPs, all included", f"worth in FLOPs of {comparison.baseline} [95 %]"]
+    lost = {one.arm: f", without {counted(one.diverged)} that diverged" for one in comparison.summaries if one.diverged}
+    rows = [[one.arm, f"{one.flops:.3g}", f"{_worth(one)}{lost.get(one.arm, '')}"] for one in comparison.worths]
+    return names, rows
+
+
+def _worth(one: Worth) -> str:
+    if one.below and one.above:
+        return "outside the budgets, on both sides"
+    if one.factor is not None and (one.below or one.above):  # an interval would say more than is known
+        return f"at {'most' if one.below else 'least'} ×{math.exp(one.factor.mean):.2f}"
+    return times(one.factor)
+
+
+def worth_note(comparison: Comparison) -> str:
+    base = comparison.baseline
+    return (
+        f"The factor: for how many FLOPs, over the arm's own, {base} has the arm's result; above 1 the arm saves "
+        f"compute. Between {base} and {', '.join(comparison.budgets)}, linear in log FLOPs, seed by seed; beyond them "
+        "it is only a bound. The geometric mean over seeds, tested as the differences are."
+    )
+
+
+def cost_tables(comparison: Comparison) -> list[Table]:
+    """`cost_columns` and `worth_columns` for a terminal, where they have rows."""
+    every = (
+        (f"what it costs to reach {target(comparison)}", COST_NOTE, *cost_columns(comparison)),
+        ("what each result is worth", worth_note(comparison), *worth_columns(comparison)),
+    )
+    return [_table(f"{comparison.heading}: {what}", about, names, rows) for what, about, names, rows in every if rows]
+
+
+def _table(title: str, caption: str, names: list[str], rows: list[list[str]]) -> Table:
+    result = lined(*names, left=names[:1], title=title, caption=caption)
+    for row in rows:
+        result.add_row(*row)
+    return result
+
+
+def _mean(summary: Summary) -> str:
+    if summary.mean is None:
+        return ""
+    return f"{summary.mean:.3f}" + ("" if summary.spread is None else f" ± {summary.spread:.3f}")
+
+
+def difference(summary: Summary) -> str:
+    if summary.difference is None:
+        return ""
+    return f"{summary.difference:+.3f}" + ("" if summary.interval is None else f" {between(summary.interval)}")
+
+
+def between(interval: tuple[float, float]) -> str:
+    return f"[{interval[0]:+.3f}, {interval[1]:+.3f}]"
+
+
+def verdict(summary: Summary, comparison: Comparison) -> str:
+    if summary.diverged:
+        return f"diverged {summary.diverged} of {summary.runs + summary.diverged}"
+    return summary.verdict(comparison.lower_is_better)
+
+
+def table(comparison: Comparison) -> Table:
+    """The comparison for a terminal."""
+    rows = [cells(summary, comparison) for summary in comparison.summaries]
+    result = _table(comparison.heading, note(comparison), columns(comparison), rows)
+    for column in result.columns[:3]:
+        column.no_wrap = True
+    return result
+
+
+def domains_columns(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
+    """The deciding kind of metric in every domain, or all metrics of images: column names and rows, if any."""
+    shown = _beside(comparison)
+
+    def values(arm: str, measure: str) -> dict[int, float]:
+        looks = {run.seed: run.held_out[-1].metrics for run in comparison.finished(arm)}
+        return {seed: look[measure] for seed, look in looks.items() if measure in look}
+
+    def cell(arm: str, measure: str) -> str:
+        own, base = values(arm, measure), values(comparison.baseline, measure)
+        differences = [own[seed] - base[seed] for seed in own.keys() & base.keys()]
+        beside = f" ({np.mean(differences):+.3f})" if differences and arm != comparison.baseline else ""
+        return f"{np.mean(list(own.values())):.3f}{beside}" if own else ""
+
+    rows = [[arm, *(cell(arm, measure) for measure in shown.values())] for arm in comparison.arms]
+    return ["", *shown], rows if shown else []
+
+
+def _beside(comparison: Comparison) -> dict[str, str]:
+    """Column -> the metric in it."""
+    if comparison.trained_on == "images":
+        looks = [run.held_out[-1].metrics for arm in comparison.arms for run in comparison.finished(arm)]
+        names = {"accuracy": "top-1 accuracy", "loss": f"loss ({unit('loss', 'images')})"}
+        return {names.get(name, unit(name, "images")): name for look in looks for name in look}
+    kind = comparison.metric.partition("/")[0]
+    return {domain: f"{kind}/{domain}" for domain in comparison.domains}
+
+
+def domains_note(comparison: Comparison) -> str:
+    """The cells of the domains' table."""
+    if comparison.trained_on == "images":
+        return (
+            f"Held-out metrics at the end, mean over seeds; in brackets the mean difference from "
+            f"{comparison.baseline}, seed by seed, which is not tested."
+        )
+    return (
+        f"Held-out {unit(comparison.metric.partition('/')[0])} of each domain at the end, mean over seeds; in "
+        f"brackets the mean difference from {comparison.baseline}, seed by seed, which is not tested."
+    )
+
+
+def domains_table(comparison: Comparison) -> Table | None:
+    """The domains for a terminal; None if there are none."""
+    names, rows = domains_columns(comparison)
+    if not rows:
+        return None
+    result = lined(*names, left=names[:1], fold=True, caption=domains_note(comparison))
+    for row in rows:
+        result.add_row(*row)
+    return result
+
+
+def tested(comparison: Comparison) -> int:
+    """The number of arms tested together."""
+    if comparison.plan is not None:
+        return len(comparison.plan.arms)
+    return sum(s.paired is not None and s.paired.p is not None for s in comparison.summaries)
+
+
+def note(comparison: Comparison) -> str:
+    """A description of the test."""
+    seeds, arms = len(comparison.seeds), tested(comparison)
+    direction = "lower" if comparison.lower_is_better else "higher"
+    cache = "" if comparison.trained_on == "images" else "; cache in fp32"
+    if (plan := comparison.plan) is not None:
+        together = f" and all {arms} arms" if arms > 1 else ""
+        return (
+            f"{plan.min_seeds} to {counted(len(plan.seeds))} until decided, paired by seed; {direction} is better; "
+            f"interval: repeated confidence interval, 95 % for all looks{together} together; equivalent: inside "
+            f"±{plan.margin:g}{cache}."
+        )
+    test = "interval: paired Student's t, " + (f"at Holm's levels for {arms} arms" if arms > 1 else "95 %")
+    return f"{counted(seeds)}, paired by seed; {direction} is better; {test if arms else 'no test'}{cache}."
+
+
+def answer(comparison: Comparison) -> str:
+    """One sentence: the arm with the largest improvement, or that the comparison is inconclusive.
+
+    Whether that arm also beats the others follows from tests of all pairs (Holm).
+    """
+    if comparison.changed_data:
+        return comparison.changed_data
+    judged = {s.arm: (s, s.verdict(comparison.lower_is_better)) for s in comparison.summaries if s.paired is not None}
+    base, seeds = comparison.baseline, len(comparison.seeds)
+    if not judged:
+        others = [arm for arm in comparison.arms if arm != base]
+        what = "no other arm shares a seed with it" if others else "there is no other arm"
+        return f"Nothing can be compared with {base}: {what}."
+    better = [s for s, said in judged.values() if said == "better"]
+    if better:
+        best = max(better, key=lambda s: abs(s.difference or 0.0))
+        rivals = [s.arm for s, said in judged.values() if said in ("better", "inconclusive") and s is not best]
+        if comparison.plan is not None:  # their seeds stopped at different times, and were not compared on the way
+            return f"{best.arm} is better than {base} by {_size(best, comparison)}{_others(judged, best)}."
+        return f"{best.arm} is better than {base} by {_size(best, comparison)}{_among(best, rivals, comparison)}."
+    worse = [s for s, said in judged.values() if said == "worse"]
+    left = [s for s, said in judged.values() if said == "inconclusive"]
+    undecided = f"; {listed([s.arm for s in left])} {'is' if len(left) == 1 else 'are'} inconclusive" if left else ""
+    if worse:
+        worst = max(worse, key=lambda s: abs(s.difference or 0.0))
+        rest = _others(judged, worst) if comparison.plan is not None else undecided
+        return f"No arm was found better than {base}; {worst.arm} is worse by {_size(worst, comparison)}{rest}."
+    alike = [s.arm for s, said in judged.values() if said == "equivalent"]
+    if alike and comparison.plan is not None:
+        margin = f"{comparison.plan.margin:g} {comparison.unit}"
+        return f"{listed(alike)} and {base} are equivalent: they differ by less than {margin}{undecided}."
+    if left:
+        widest = max(left, key=lambda s: abs(s.difference or 0.0))
+        return (
+            f"The comparison with {base} is inconclusive after {counted(seeds)}: the largest difference is that of "
+            f"{widest.arm}, {difference(widest)} {comparison.unit}."
+        )
+    if any(said == "identical" for _, said in judged.values()):
+        return f"No arm differs from {base} in any digit."
+    return f"Nothing can be compared with {base}: runs of every other arm diverged."
+
+
+def _others(judged: Mapping[str, tuple[Summary, str]], but: Summary) -> str:
+    """The verdicts on the other arms of a comparison that was run until decided."""
+    words = {"better": "better too", "worse": "worse", "equivalent": "equivalent", "inconclusive": "inconclusive"}
+    arms = {what: [s.arm for s, said in judged.values() if said == what and s is not but] for what in words}
+    return "".join(f"; {words[what]}: {listed(names)}" for what, names in arms.items() if names)
+
+
+def _among(best: Summary, others: Sequence[str], comparison: Comparison) -> str:
+    """Whether the best arm also beats its rivals, those that were not found worse than the baseline."""
+    if not others:
+        return ""
+    tests = among(comparison.records, [best.arm, *others])
+    beaten: list[tuple[str, Paired | None]] = []
+    left: list[tuple[str, Paired | None]] = []
+    for other in others:
+        paired = tests[best.arm, other]
+        won = paired is not None and paired.found and (paired.mean < 0) == comparison.lower_is_better
+        (beaten if won else left).append((other, paired))
+    than = f"; it is better than {listed([arm for arm, _ in beaten])} too" if beaten else ""
+    if not left:
+        return than
+    nearest, paired = min(left, key=lambda one: math.inf if one[1] is None else abs(one[1].mean))
+    apart = f"{', but' if beaten else ';'} the comparison with {listed([arm for arm, _ in left])} is inconclusive"
+    if paired is None or paired.interval is None:
+        return than + apart
+    how = f"{best.arm} minus {nearest}: {paired.mean:+.3f} {between(paired.interval)}{missing(paired)}"
+    return f"{than}{apart} ({how})"
+
+
+def listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _size(summary: Summary, comparison: Comparison) -> str:
+    assert summary.paired is not None
+    assert summary.interval is not None
+    low, high = sorted(map(abs, summary.interval))
+    return (
+        f"{abs(summary.paired.mean):.3f} {comparison.unit} "
+        f"({_confidence(summary.paired)} interval {low:.3f} to {high:.3f}, "
+        f"{counted(len(summary.paired.differences))})"
+    )
+
+
+def _confidence(paired: Paired) -> str:
+    """That of an interval by itself: with several arms more than the 95 % of all of them together."""
+    return f"{100 * (1 - paired.level):.4g} %"
+
+
+def reading(comparison: Comparison) -> list[str]:
+    """A line for each arm that claims no more than the numbers support."""
+    untested = {comparison.baseline, *comparison.budgets}
+    return [_line(s, comparison) for s in comparison.summaries if s.arm not in untested or s.diverged]
+
+
+def left_out(comparison: Comparison) -> list[str]:
+    """A line for each run that is not in the tables, since it failed or has not ended."""
+    lines = [
+        f"{record.name}: failed, and not in the tables. {record.error or ''}".strip() for record in comparison.failed
+    ]
+    return lines + [f"{r.name}: {r.status}, not finished, and not in the tables." for r in comparison.unfinished]
+
+
+def _line(s: Summary, comparison: Comparison) -> str:
+    base, unit = comparison.baseline, comparison.unit
+    if s.diverged:
+        seeds = [str(run.seed) for run in comparison.runs(s.arm) if run.status == "diverged"]
+        others = f"only the {s.runs} run{'s' if s.runs > 1 else ''} that did not diverge"
+        left = f"; the means cover {others} and are therefore optimistic" if s.runs else ""
+        return f"{s.arm}: diverged {s.diverged} of {s.runs + s.diverged} (seeds {', '.join(seeds)}){left}."
+    if s.paired is None:
+        return f"{s.arm}: no seed in common with {base}, so no comparison."
+    said = s.verdict(comparison.lower_is_better)
+    if said == "identical":
+        return f"{s.arm}: identical to {base} in every digit of every seed."
+    start = f"{s.arm}: {s.paired.mean:+.3f} {unit} against {base}; {said}"
+    if s.interval is not None and said != "inconclusive":
+        after = "" if comparison.plan is None else f", after {counted(len(s.paired.differences))}"
+        return f"{start}, {_confidence(s.paired)} interval {s.interval[0]:+.3f} to {s.interval[1]:+.3f}{after}."
+    return f"{start}: {_why_inconclusive(s)}."
+
+
+def _why_inconclusive(s: Summary) -> str:
+    assert s.paired is not None
+    pairs = len(s.paired.differences)
+    if s.paired.margin is not None:
+        if s.interval is None:
+            return f"{counted(pairs)} are too few to tell"
+        return (
+            f"the interval {between(s.interval)} after {counted(pairs)} includes zero and reaches beyond the margin"
+            f"{missing(s.paired)}"
+        )
+    if s.paired.p is None:
+        return "one seed cannot separate an effect from chance"
+    if s.interval is None:
+        return f"all {pairs} seeds differ by exactly this amount, but {pairs} seeds are too few to rule out chance"
+    return f"the interval includes zero{missing(s.paired)}"
+
+
+def missing(paired: Paired) -> str:
+    """How many seeds would settle an inconclusive difference, or how large a difference would have been detected."""
+    more, seen = paired.more, paired.detectable
+    if more is not None and more <= MANY and paired.margin is not None:
+        return f"; about {counted(more, 'more seed')} would decide it, in a plan made for that many"
+    if more is not None and more <= MANY:
+        return (
+            f"; about {counted(more, 'more seed')} would settle a difference like this one, with a probability of 80 %"
+        )
+    return "" if seen is None else f"; a difference of {seen:.3g} would have been detected, with a probability of 80 %"
+
+
+def question(comparison: Comparison, sizes: Sequence[Comparison] = ()) -> str:
+    """One line: the arms, data, budget and number of seeds."""
+    others = [arm for arm in comparison.arms if arm != comparison.baseline]
+    records = [record for one in (sizes or [comparison]) for record in one.records]
+    first = records[0]
+    kind = first.recipe.get("data", {}).get("kind")
+    data = first.data.get("source") or (f"the task {kind}" if kind else "the recipe's data")
+    if comparison.domains and "/" not in comparison.metric:
+        data = f"{listed(comparison.domains)}, the plain mean over {counted(len(comparison.domains), 'domain')}"
+    over = counted(len(comparison.seeds)) + (" per arm" if comparison.plan is None else " at most")
+    parts = [
+        _asked(others, comparison.baseline),
+        f"Measured in {comparison.unit} ({'lower' if comparison.lower_is_better else 'higher'} is better) on held-out "
+        f"data of {data},",
+        f"after {span([record.tokens for record in records])} training {first.unit} and "
+        f"{span([record.flops for record in records], '.3g')} FLOPs per run, with {over}"
+        + (f", at {len(sizes)} sizes." if len(sizes) > 1 else "."),
+    ]
+    return " ".join(parts)
+
+
+def _asked(others: Sequence[str], baseline: str) -> str:
+    if not others:
+        return f"How good is {baseline}?"
+    if len(others) == 1:
+        return f"Is {others[0]} better than {baseline}?"
+    return f"Which of {listed(others)} are better than {baseline}?"
+
+
+def span(values: Sequence[float], form: str = ",") -> str:
+    """One number, or the lowest and the highest."""
+    low, high = min(values), max(values)
+    return f"{low:{form}}" if low == high else f"{low:{form}} to {high:{form}}"
+
+
+def differences_table(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
+    """Test results of every arm: column names and rows."""
+    names = ["", f"minus {comparison.baseline}", "interval", "its level", "p", "pairs", "more seeds", "detectable"]
+    if comparison.plan is not None:
+        names = [*names[:4], "pairs", "more seeds"]
+    rows = []
+    for s in comparison.summaries:
+        if s.paired is None:
+            continue
+        p = s.paired
+        interval = "" if p.interval is None else between(p.interval)
+        more = "" if p.more is None else f"{p.more:,}"
+        seen = "" if p.detectable is None else f"{p.detectable:.3g}"
+        level = "" if p.p is None else f"{100 * (1 - p.level):.4g} %"
+        chance = "" if p.p is None else f"{p.p:.2g}"
+        if comparison.plan is not None:
+            level = f"{100 * (1 - p.level):.4g} %"
+            rows.append([s.arm, f"{p.mean:+.4f}", interval, level, str(len(p.differences)), more])
+            continue
+        rows.append([s.arm, f"{p.mean:+.4f}", interval, level, chance, str(len(p.differences)), more, seen])
+    return names, rows
+
+
+def which_test(comparison: Comparison) -> str:
+    """A precise description of the test."""
+    arms = tested(comparison)
+    if (plan := comparison.plan) is not None:
+        share = f" divided among the {arms} arms," if arms > 1 else ""
+        skewed = skewed_error(plan)
+        return (
+            f"Seeds were added until each arm was decided, from {plan.min_seeds} to {len(plan.seeds)}. Intervals are "
+            f"repeated confidence intervals: with a probability of 95 %,{share} those of all looks contain the true "
+            f"difference, so looking after every seed does not make them wrong. An arm is decided when its interval "
+            f"excludes 0 (better, worse) or lies inside ±{plan.margin:g} (equivalent, even if it excludes 0); later "
+            f"runs do not count. More seeds: for a decision with a probability of 80 %."
+            + (f" With so few seeds, {SKEWED.format(skewed)}" if skewed is not None else "")
+            + ("" if comparison.lower_is_better else f" {RARE}")
+            + (" Each size is tested separately." if comparison.size is not None else "")
+        )
+    if not arms:
+        return "With fewer than two seeds in common with the baseline, nothing is tested."
+    together = (
+        f"Holm's correction over the {arms} arms of this table limits the probability that any of several identical "
+        f"arms is called better or worse to 5 %; each arm's interval has the level at which Holm tests it, so it "
+        f"excludes 0 exactly where a difference is found. "
+        if arms > 1
+        else ""
+    )
+    return (
+        f"Test: two-sided paired Student's t on the differences seed by seed, 95 %. {together}p is uncorrected. If "
+        f"all seeds differ by the same number, p is the sign test's. More seeds: how many would be needed to find "
+        f"such a difference with a probability of 80 %. Detectable: the difference that these seeds would find with "
+        f"a probability of 80 %." + (" Each size is tested separately." if comparison.size is not None else "")
+    )

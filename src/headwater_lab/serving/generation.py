@@ -1,0 +1,186 @@
+"""Loading a checkpoint, and continuing prompts with it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+from transformers import (
+    Cache,
+    DynamicCache,
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+    StopStringCriteria,
+    TextStreamer,
+)
+
+from headwater.models.cache import cache_bytes
+from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.models.decoding import LONGEST, Decoder
+from headwater.models.load import read_tokenizer
+from headwater.util.errors import HeadwaterError, shown
+from headwater_lab.data.tokenizer import encode_plainly, separator
+from headwater_lab.serving.stops import UntilStop, before_stop
+from headwater_lab.training.checkpoint import check, load_model
+from headwater_lab.training.places import newest_checkpoint
+
+
+def load_for_generation(path: Path) -> tuple[HeadwaterForCausalLM, PreTrainedTokenizerBase]:
+    """Model and tokenizer of a checkpoint folder, or of the newest checkpoint of a run. Raises `HeadwaterError`."""
+    path = newest_checkpoint(path)
+    check(path)
+    model = load_model(path)
+    tokenizer = read_tokenizer(path, model.config.vocab_size)
+    if tokenizer is None:
+        raise HeadwaterError(f"{str(path)!r} has no tokenizer: its model was not trained on text.")
+    if separator(tokenizer) is None:
+        raise HeadwaterError(
+            f"The tokenizer in {str(path)!r} has neither an end-of-text nor a begin-of-text token to start a text "
+            f"with; add its tokenizer_config.json, or use the tokenizer the model was trained with."
+        )
+    model.generation_config = GenerationConfig()  # `continue_prompts` reports what is needed
+    return model.eval(), tokenizer
+
+
+@dataclass(frozen=True)
+class Continued:
+    """The result of `continue_prompts`: each prompt's continuation, tokens generated, seconds, and the final cache's
+    bytes and reserved bytes.
+    """
+
+    texts: list[str]
+    tokens: int
+    seconds: float
+    cache_bytes: int
+    reserved_bytes: int
+
+
+def continue_prompts(
+    model: HeadwaterForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    *,
+    max_new_tokens: int = 200,
+    temperature: float = 0.8,
+    top_p: float = 0.95,
+    top_k: int = 0,
+    seed: int = 0,
+    stop: Sequence[str] = (),
+    stream: bool = False,
+    decoder: Decoder | None = None,
+) -> Continued:
+    """Continue `prompts` as one left-padded batch, each as the beginning of a document.
+
+    temperature: 0 is greedy. top_k: 0 is no limit. stop: a continuation ends before the first
+        of these strings.
+    stream: print a single prompt, and its continuation as it is generated.
+    decoder: continue with this one's static cache instead of a growing one; the texts are the same.
+    """
+    for text in (*prompts, *stop):
+        if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
+            raise HeadwaterError(f"A prompt or stop text has a lone surrogate, which is no text: {shown(text)}.")
+    if "" in stop:
+        raise HeadwaterError("A stop text is empty; leave it out.")
+    start = cast(int, separator(tokenizer))  # as `load_for_generation` has checked
+    rows = [[start, *ids] for ids in encode_plainly(tokenizer, prompts)]
+    longest = max(map(len, rows))
+    positions = model.config.max_position_embeddings
+    most = max(LONGEST, positions)
+    if longest > most:
+        raise HeadwaterError(f"A prompt has {longest:,} tokens, but the limit is {most:,}; pass only its end.")
+    if model.config.position == "learned" and longest + max_new_tokens > positions:
+        raise HeadwaterError(
+            f"A prompt of {longest} tokens and {max_new_tokens} new ones go beyond this model's {positions} learned "
+            f"positions; shorten the prompt, or set --max-new-tokens to at most {max(0, positions - longest)}."
+        )
+    ids = torch.tensor([[start] * (longest - len(row)) + row for row in rows], device=model.device)
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=model.device)
+    streamer = _Stream(tokenizer, stop) if stream else None
+    ends = {"pad_token_id": start, "eos_token_id": start}
+    started = time.perf_counter()
+    cache: Cache | None
+    if decoder is not None:
+        made = decoder(
+            ids,
+            mask,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            seed=seed,
+            watch=_watcher(tokenizer, ids, start, streamer, stop),
+            **ends,
+        )
+        cache = decoder.cache
+        if streamer is not None:
+            streamer.end()
+    else:
+        torch.manual_seed(seed)
+        cache = DynamicCache(config=model.config)
+        made = model.generate(
+            ids,
+            attention_mask=mask,
+            past_key_values=cache,
+            max_new_tokens=max_new_tokens,
+            streamer=streamer,
+            **ends,
+            **(
+                {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+                if temperature > 0
+                else {"do_sample": False}
+            ),
+            **({"stop_strings": list(stop), "tokenizer": tokenizer} if stop else {}),
+        )
+    seconds = time.perf_counter() - started
+    new = made[:, longest:]
+    texts = [tokenizer.decode(row, skip_special_tokens=True) for row in new]
+    texts = [before_stop(text, stop) for text in texts]
+    return Continued(texts, int(new.ne(start).sum()), seconds, cache_bytes(cache), cache_bytes(cache, reserved=True))
+
+
+def _watcher(
+    tokenizer: PreTrainedTokenizerBase, prompts: torch.Tensor, end: int, streamer: _Stream | None, stop: Sequence[str]
+) -> Callable[[torch.Tensor], bool]:
+    """What looks at each step's tokens on the host: prints them, and says when every row has ended or a stop text."""
+    if streamer is not None:
+        streamer.put(prompts.cpu())
+    at_stop = StopStringCriteria(tokenizer, list(stop)) if stop else None
+    seen: list[torch.Tensor] = []
+    over = torch.zeros(len(prompts), dtype=torch.bool)
+
+    def watch(tokens: torch.Tensor) -> bool:
+        if streamer is not None:
+            streamer.put(tokens)
+        if at_stop is None:
+            return False
+        seen.append(tokens)
+        over.logical_or_(at_stop(torch.stack(seen, dim=1), None) | (tokens == end))
+        return bool(over.all())
+
+    return watch
+
+
+class _Stream(TextStreamer):
+    """Print a prompt and its continuation, up to the first stop text.
+
+    Like transformers' streamer, it holds back a word until it is complete.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> None:
+        super().__init__(tokenizer, skip_special_tokens=True)
+        self.until = UntilStop(stop)
+        self.prompt: int | None = None  # characters of the prompt that are still to come
+
+    def put(self, value: torch.Tensor) -> None:
+        if self.prompt is None:
+            self.prompt = len(self.tokenizer.decode(value[0] if value.ndim > 1 else value, skip_special_tokens=True))
+        super().put(value)
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        prompt, new = text[: self.prompt], text[self.prompt :]
+        self.prompt = (self.prompt or 0) - len(prompt)
+        super().on_finalized_text(prompt + self.until.feed(new, stream_end), stream_end)

@@ -1,0 +1,54 @@
+"""Classes of images, by a trained model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from headwater.models.image_classification import HeadwaterForImageClassification
+from headwater.util.errors import HeadwaterError, shown
+from headwater_lab.training.checkpoint import check, load_model
+from headwater_lab.training.places import newest_checkpoint
+from headwater_lab.training.trained import PROCESSOR, image_processor_of
+
+if TYPE_CHECKING:
+    from transformers import BaseImageProcessor
+
+BATCH = 32
+
+
+def load_for_prediction(path: Path) -> tuple[HeadwaterForImageClassification, BaseImageProcessor]:
+    """Model and image processor of a checkpoint, or of the newest one of a run. Raises `HeadwaterError`."""
+    path = newest_checkpoint(path)
+    check(path)
+    model = load_model(path)
+    if not isinstance(model, HeadwaterForImageClassification):
+        raise HeadwaterError(f"{str(path)!r} is a text model, which `headwater generate` runs; name an image model.")
+    processor = image_processor_of(path)
+    if processor is None:
+        raise HeadwaterError(
+            f"{str(path)!r} has no {PROCESSOR}, which says how images are prepared; save the image processor there."
+        )
+    return model.eval(), processor
+
+
+@torch.no_grad()
+def predict(
+    model: HeadwaterForImageClassification, processor: BaseImageProcessor, images: Sequence[Path]
+) -> Iterator[dict[str, float]]:
+    """Each image's classes with their probabilities, the likeliest first.
+
+    Raises `HeadwaterError` for a file that is no image.
+    """
+    from headwater_lab.data.images.reading import read_image
+
+    config = model.config
+    for start in range(0, len(images), BATCH):
+        opened = [read_image(path, shown(str(path)), config.num_channels) for path in images[start : start + BATCH]]
+        pixels = processor(images=opened, return_tensors="pt")["pixel_values"].to(model.device, model.dtype)
+        for row in model(pixel_values=pixels).logits.double().softmax(-1).cpu():
+            order = row.argsort(descending=True, stable=True).tolist()
+            yield {config.id2label[number]: float(row[number]) for number in order}

@@ -1,0 +1,255 @@
+"""The fields of requests in the OpenAI form: what each may hold, and what the server cannot do.
+
+A field is honoured or refused by name, never ignored. A field that is listed with a single value is accepted with that
+value alone, because it changes nothing. `null` is the same as leaving a field out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from headwater.util.errors import HeadwaterError, shown
+
+# Bytes of a request's body, and answers (prompts times n) that one request can ask for.
+MOST_BYTES, MOST_ANSWERS = 2**22, 128
+MOST_STOPS = 16
+
+
+class RequestError(HeadwaterError):
+    """A request that the server refuses. field: the one that is wrong. status: the HTTP status."""
+
+    def __init__(self, field: str | None, message: str, status: int = 400) -> None:
+        super().__init__(message if field is None else f"{field}: {message}")
+        self.field, self.status = field, status
+
+
+def error_body(message: str, field: str | None = None, status: int = 400) -> dict[str, Any]:
+    """An error as OpenAI's clients read it."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    code = "model_not_found" if field == "model" and status == 404 else None
+    return {"error": {"message": message, "type": kind, "param": field, "code": code}}
+
+
+def _not_almost_greedy(temperature: float) -> float:
+    if 0 < temperature < 0.01:
+        raise ValueError("below 0.01, sampling is almost greedy; use 0 for greedy decoding")
+    return temperature
+
+
+def _stop_texts(stop: Any) -> list[str]:
+    stops = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stops, list) or not all(isinstance(text, str) and text for text in stops):
+        raise ValueError("should be a text, or a list of texts, none of them empty")
+    if len(stops) > MOST_STOPS:
+        raise ValueError(f"should have at most {MOST_STOPS} texts")
+    return stops
+
+
+def _token_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
+
+
+def _prompts(prompt: Any) -> list[str | list[int]]:
+    prompts = [prompt] if isinstance(prompt, str) or _token_ids(prompt) else prompt
+    if not isinstance(prompts, list) or not prompts:
+        raise ValueError("should be a text, a list of token ids, or a list of these that is not empty")
+    if not (all(isinstance(one, str) for one in prompts) or all(map(_token_ids, prompts))):
+        raise ValueError("should have texts alone, or lists of token ids alone, none of them empty")
+    return prompts
+
+
+class _Fields(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null(cls, content: Any) -> Any:
+        if not isinstance(content, dict):
+            return content
+        return {name: value for name, value in content.items() if value is not None or name not in cls.model_fields}
+
+
+Stop = Annotated[Any, AfterValidator(_stop_texts)]
+
+
+class StreamOptions(_Fields):
+    include_usage: bool = False
+
+
+class Sampling(_Fields):
+    """Fields of every route. top_k, min_p and repetition_penalty are those of transformers' `generate`."""
+
+    model: str | None = None
+    stream: bool = False
+    temperature: Annotated[float, Field(ge=0, le=2), AfterValidator(_not_almost_greedy)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    user: str | None = None  # a label for the client's own records
+
+
+class AnswerFields(Sampling):
+    """Fields of completions and chats."""
+
+    n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = None
+    stop: Stop = Field(default=None, validate_default=False)
+    stream_options: StreamOptions | None = None
+
+
+class Completion(AnswerFields):
+    prompt: Annotated[Any, AfterValidator(_prompts)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    best_of: Literal[1] | None = None
+    echo: Literal[False] | None = None
+    logprobs: None = None
+    suffix: Literal[""] | None = None
+
+
+class TextPart(_Fields):
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+
+
+class CalledFunction(_Fields):
+    name: str
+    arguments: str
+
+
+class ToolCall(_Fields):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(_Fields):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[Any, AfterValidator(lambda content: _content(content))] = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    # OpenAI's clients send answers back with these
+    type: Literal["message"] | None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    reasoning_content: None = None
+
+
+def _content(content: Any) -> Any:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
+        raise ValueError("should be a text, or a list of parts of type text")
+    return [TextPart.model_validate(part).model_dump() for part in content]
+
+
+class ToolFunction(_Fields):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Literal[False] | None = None
+
+
+class Tool(_Fields):
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class Chat(AnswerFields):
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    parallel_tool_calls: Literal[True] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    response_format: Annotated[dict[str, Any], AfterValidator(lambda given: _text_format(given))] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
+    logprobs: Literal[False] | None = None
+    top_logprobs: Literal[0] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    store: Literal[False] | None = None
+
+
+def _text_format(given: dict[str, Any]) -> dict[str, Any]:
+    if given != {"type": "text"}:
+        raise ValueError('only {"type": "text"} is supported by this server')
+    return given
+
+
+# The field that each route calls the number of new tokens, and where the text stands.
+LENGTHS = ("max_completion_tokens", "max_tokens")
+TEXTS = ("prompt", "messages")
+
+
+def read_json(body: bytes) -> dict[str, Any]:
+    """The fields of a request. Raises `RequestError` for a body that is no JSON object of valid text."""
+    if len(body) > MOST_BYTES:
+        raise RequestError(None, f"The request's body has {len(body):,} bytes; at most {MOST_BYTES:,} are read.")
+    try:
+        content = json.loads(body.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise RequestError(None, f"The request's body is not JSON: {error}.") from error
+    if not isinstance(content, dict):
+        raise RequestError(None, "The request's body should be a JSON object of fields.")
+    for name, value in content.items():
+        try:
+            json.dumps([name, value], ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise RequestError(ascii(name)[1:-1], "has a lone surrogate, which is no text") from error
+        except RecursionError as error:
+            raise RequestError(name, "has too many lists or objects inside each other") from error
+    return content
+
+
+def read_fields(fields: type[Sampling], content: dict[str, Any]) -> dict[str, Any]:
+    """A request's fields, checked, without those that are null. Raises `RequestError`, which names the field."""
+    try:
+        request = fields.model_validate(content).model_dump(exclude_none=True)
+    except ValidationError as error:
+        raise _refusal(error) from error
+    if "stream_options" in request and not request["stream"]:
+        raise RequestError("stream_options", "applies to streams; leave it out, or set stream to true")
+    if request["stream"] and len(request.get("prompt", [""])) * request.get("n", 1) > 1:
+        raise RequestError("n" if "n" in request else "prompt", "a stream has one answer; leave out n or stream")
+    if len(request.get("prompt", [""])) * request.get("n", 1) > MOST_ANSWERS:
+        raise RequestError("prompt", f"{MOST_ANSWERS} answers are the most, of all prompts together")
+    if "max_tokens" in request and "max_completion_tokens" in request:
+        raise RequestError("max_tokens", "is the old name of max_completion_tokens; leave one of them out")
+    return request
+
+
+def _refusal(error: ValidationError) -> RequestError:
+    """The first wrong field, as a sentence."""
+    first = error.errors(include_url=False)[0]
+    field = ".".join(str(part) for part in first["loc"]) or None
+    kind, values = first["type"], first.get("ctx", {})
+    if kind == "extra_forbidden":
+        message = "is not a field that this server reads; leave it out"
+    elif kind == "none_required":
+        message = "is not supported by this server; leave it out"
+    elif kind == "literal_error":
+        message = f"only {values['expected']} is supported by this server"
+    elif kind == "missing":
+        message = "is missing"
+    elif kind == "value_error":
+        message = str(values["error"])
+        message = message if "validation error" not in message else "should be a list of parts of type text"
+    else:
+        message = first["msg"].replace("Input should", "should")
+    return RequestError(field, f"{message}, not {shown(first['input'])}" if kind.endswith("equal") else message)
+
+
+def check_token_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
+    """Raise `RequestError` for ids that the model does not have."""
+    wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
+    if wrong is not None:
+        raise RequestError(field, f"has the token id {shown(wrong)}; this model's ids are 0 to {vocab_size - 1}")

@@ -1,0 +1,1 @@
+"""Recipes for torchtitan's trainer: `--module headwater_lab.titan --config RECIPE`. docs/titan.md."""

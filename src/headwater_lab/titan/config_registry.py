@@ -1,0 +1,197 @@
+"""What `--module headwater_lab.titan --config NAME` finds: NAME is a recipe, its file or its name, or a preset."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
+from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.config.configs import DebugConfig
+from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.trainer import Trainer
+
+from headwater.config.presets import PRESETS, preset
+from headwater.config.text import HeadwaterConfig
+from headwater.integrations.torchtitan import spec
+from headwater.integrations.torchtitan.model import theirs_of
+from headwater.mechanisms.base import Mechanism
+from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.plugins.registry import REGISTRY, resolve
+from headwater.util.errors import HeadwaterError
+from headwater_lab.recipe.schema import Recipe, find_recipe, load_recipe
+from headwater_lab.titan.data import NoTokenizer, RecipeLoader
+from headwater_lab.training.attention import set_attention
+from headwater_lab.training.optim import parameter_groups
+
+# torchtitan 0.3 calls this function by its name in PyTorch after 2.13.
+if not hasattr(dist, "set_timeout"):
+    dist.set_timeout = dist.distributed_c10d._set_pg_timeout  # type: ignore[attr-defined]
+
+
+def __getattr__(name: str) -> Callable[[], Trainer.Config]:
+    """The trainer's config for a preset or a recipe, as a function, which is what torchtitan looks up."""
+    if name.startswith("_"):
+        raise AttributeError(name)
+    return partial(of_preset, name) if name in PRESETS else partial(of_recipe, name)
+
+
+def of_preset(name: str) -> Trainer.Config:
+    """A preset's model, in bf16 with fp32 weights, and torchtitan's own data and defaults for the rest."""
+    from torchtitan.components.optimizer import default_adamw
+    from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
+
+    config = preset(name)
+    return Trainer.Config(
+        model_spec=spec(config, name),
+        dump_folder=f"runs/titan-{name}",
+        training=TrainingConfig(seq_len=config.max_position_embeddings, disable_cuda_graphs=True),
+        parallelism=parallelism(),
+        optimizer=default_adamw(),
+        loss=CrossEntropyLoss.Config(),
+        dataloader=HuggingFaceTextDataLoader.Config(dataset="c4"),
+        activation_checkpoint=None,
+    )
+
+
+def of_recipe(name: str) -> Trainer.Config:
+    """A recipe's model, data, optimizer and schedule.
+
+    Raises `HeadwaterError` if the recipe cannot be read, or asks for what torchtitan's trainer does not have.
+    """
+    recipe = load_recipe(find_recipe(name))
+    check_recipe(recipe)
+    training, reporting = recipe.training, recipe.reporting
+    data = recipe.data.build()
+    config = recipe.config_for(data)
+    check_hooks(config)
+    whole = training.batch_size
+    # torchtitan adds up the gradients of as many forward passes as the global batch takes.
+    local = max(1, whole // int(os.environ.get("WORLD_SIZE", "1")))
+    return Trainer.Config(
+        model_spec=spec(with_attention(config, training.attn_implementation), recipe.name),
+        hf_assets_path="",
+        dump_folder=f"runs/titan-{recipe.name}",
+        tokenizer=NoTokenizer.Config(),
+        dataloader=RecipeLoader.Config(recipe=name),
+        training=TrainingConfig(
+            local_batch_size=local,
+            global_batch_size=whole * training.gradient_accumulation_steps,
+            seq_len=data.context,
+            max_norm=float("inf") if training.max_grad_norm is None else training.max_grad_norm,
+            steps=training.steps,
+            disable_cuda_graphs=True,
+            dtype="bfloat16" if training.precision == "bf16-true" else "float32",
+            mixed_precision_param="float32" if training.precision == "32-true" else "bfloat16",
+        ),
+        parallelism=parallelism(),
+        optimizer=optimizer(recipe, config),
+        lr_scheduler=LRSchedulersContainer.Config(
+            warmup_steps=training.warmup_steps,
+            decay_ratio=0.0 if training.schedule == "constant" else None,
+            decay_type="cosine",
+            min_lr_factor=training.min_learning_rate_ratio,
+        ),
+        loss=CrossEntropyLoss.Config(),
+        compile=CompileConfig(enable=torch.cuda.is_available() if training.compile is None else training.compile),
+        activation_checkpoint=FullAC.Config() if training.gradient_checkpointing else None,
+        metrics=MetricsProcessor.Config(log_freq=reporting.log_every, enable_tensorboard=reporting.tensorboard),
+        checkpoint=CheckpointManager.Config(
+            enable=True,
+            interval=reporting.save_every or training.steps,
+            keep_latest_k=max(2, reporting.keep_checkpoints),
+        ),
+        debug=DebugConfig(seed=recipe.seed),
+    )
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """Raise `HeadwaterError` for what torchtitan's trainer would silently leave out."""
+    training = recipe.training
+    for section in ("start", "stages", "compare"):
+        if getattr(recipe, section):
+            raise HeadwaterError(
+                f"torchtitan's trainer trains one model from scratch, and this recipe has {section}; remove the "
+                "section, or use `headwater train` or `headwater compare`."
+            )
+    for field, known in {
+        "optimizer": ("adamw",),
+        "schedule": ("cosine", "constant"),
+        "z_loss": (0.0,),
+        "loss_chunk_tokens": (None,),
+        "trainable_mechanisms": (None,),
+        "ema_decay": (None,),
+        "distillation": (None,),
+        "precision": ("32-true", "bf16-mixed", "bf16-true"),
+    }.items():
+        if getattr(training, field) not in known:
+            raise HeadwaterError(
+                f"torchtitan's trainer does not support training.{field}={getattr(training, field)}; set "
+                f"it to {'null' if known[0] is None else known[0]}, or use `headwater train`."
+            )
+
+
+def check_hooks(config: HeadwaterConfig) -> None:
+    """Raise `HeadwaterError` for an outside mechanism with a hook per step, which torchtitan's trainer never calls."""
+    for name in config.mechanisms:
+        if name not in REGISTRY and resolve(name).before_training is not Mechanism.before_training:
+            raise HeadwaterError(
+                f"torchtitan's trainer does not call before_step, which {name!r} has; use `headwater train`."
+            )
+
+
+def parallelism() -> ParallelismConfig:
+    """The choices that headwater models need; the degrees are for the command line."""
+    return ParallelismConfig(
+        spmd_backend="partial_dtensor", enable_sequence_parallel=False, context_parallel_load_balancer=None
+    )
+
+
+def with_attention(config: HeadwaterConfig, name: str | None) -> HeadwaterConfig:
+    """The config with an attention kernel. Raises `HeadwaterError` if the model does not work with it."""
+    if name is not None:
+        with torch.device("meta"):
+            model = HeadwaterForCausalLM(config)
+        set_attention(model, name)
+        return model.config
+    return config
+
+
+def optimizer(recipe: Recipe, config: HeadwaterConfig) -> OptimizersContainer.Config:
+    """AdamW with the groups of `headwater train`: weight decay and the scalars' rate."""
+    training = recipe.training
+    with torch.device("meta"):
+        model = HeadwaterForCausalLM(config)
+    name_of = {parameter: name for name, parameter in model.named_parameters()}
+    found: dict[tuple[float, float], list[str]] = {}
+    for group in parameter_groups(model, training.weight_decay, training.weight_decay_on):
+        rate = training.learning_rate * (
+            training.scalar_learning_rate_multiplier if group["name"] == "scalars" else 1.0
+        )
+        rate *= group.get("rate", 1.0)
+        found.setdefault((rate, group["weight_decay"]), []).extend(name_of[one] for one in group["params"])
+    return OptimizersContainer.Config(
+        implementation="fused" if torch.cuda.is_available() else "for-loop",
+        param_groups=[
+            ParamGroupConfig(
+                pattern=pattern(names),
+                optimizer_name="AdamW",
+                optimizer_kwargs=dict(lr=rate, betas=training.betas, eps=training.epsilon, weight_decay=decay),
+            )
+            for (rate, decay), names in found.items()
+        ],
+    )
+
+
+def pattern(names: list[str]) -> str:
+    """A regular expression for exactly these parameters, as torchtitan names them, checkpointed or not."""
+    theirs = {re.escape(theirs_of(name)) for name in names}
+    theirs = {re.sub(r"^(layers\\\.\d+\\\.)", r"\1(?:_checkpoint_wrapped_module\\.)?", name) for name in theirs}
+    return f"^(?:{'|'.join(sorted(theirs))})$"

@@ -1,0 +1,93 @@
+"""A recipe's own rows for torchtitan's trainer, in the same order as `headwater train` reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.tokenizer import BaseTokenizer
+
+from headwater.util.errors import HeadwaterError
+from headwater_lab.data.base import Share
+from headwater_lab.recipe.schema import find_recipe, load_recipe
+
+
+class RecipeLoader(BaseDataLoader):
+    """The rows of a recipe's `data:`, each data-parallel process its share. Resumes at the row where it was saved."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):
+        recipe: str = ""
+        """A recipe's file or name."""
+        positions: bool = False
+        """Give positions with rows that are one document too, as context parallelism needs them."""
+
+    def __init__(
+        self, config: Config, *, dp_world_size: int, dp_rank: int, seq_len: int, local_batch_size: int, **unused: Any
+    ) -> None:
+        recipe = load_recipe(find_recipe(config.recipe))
+        self.data, self.seed = recipe.data.build(), recipe.seed
+        if seq_len != self.data.context:
+            raise HeadwaterError(
+                f"The recipe's rows have {self.data.context} tokens, not {seq_len}; change data.context in the recipe "
+                "instead of training.seq_len."
+            )
+        self.rows, self.local = recipe.training.batch_size, local_batch_size
+        if self.rows % (dp_world_size * local_batch_size):
+            raise HeadwaterError(
+                f"The recipe's batches of {self.rows} rows cannot be divided among {dp_world_size} processes of "
+                f"{local_batch_size} rows each; change training.local_batch_size."
+            )
+        self.share, self.positions = Share(dp_rank, dp_world_size), config.positions
+        self.row = self.part = 0  # the first row of the recipe's batch, and the part of it that comes next
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+        """Pairs of ids, with positions where documents start inside a row, and labels, [rows of this process, T]."""
+        for batch in self.data.batches(self.seed, self.rows, self.row, self.share):
+            if "document_starts" in batch:
+                raise HeadwaterError(
+                    "torchtitan's trainer takes no rows in which attention crosses from one document to the next and "
+                    "mechanisms do not; train this recipe with `headwater train`."
+                )
+            parts = self.rows // self.share.world // self.local
+            while self.part < parts:
+                rows = slice(self.part * self.local, (self.part + 1) * self.local)
+                self.part += 1
+                ids = batch["input_ids"][rows]
+                given = {"input": ids}
+                if "position_ids" in batch:
+                    given["positions"] = batch["position_ids"][rows]
+                elif self.positions:
+                    given["positions"] = torch.arange(ids.shape[1]).expand_as(ids).contiguous()
+                yield given, batch["shift_labels"][rows]
+            self.row, self.part = self.row + self.rows, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"row": self.row, "part": self.part}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.row, self.part = state_dict.get("row", 0), state_dict.get("part", 0)
+
+
+class NoTokenizer(BaseTokenizer):
+    """In the place of torchtitan's tokenizer: a recipe's rows are tokens already."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseTokenizer.Config):
+        pass
+
+    def __init__(self, config: Config, **unused: Any) -> None:
+        super().__init__()
+
+    def encode(self, *args: Any, **kwargs: Any) -> list[int]:
+        raise HeadwaterError("A recipe's rows are tokens already, and torchtitan has no tokenizer to encode text with.")
+
+    def decode(self, *args: Any, **kwargs: Any) -> str:
+        raise HeadwaterError("torchtitan has no tokenizer here; decode tokens with that of the recipe's data.")
+
+    def get_vocab_size(self) -> int:
+        return 0

@@ -1,0 +1,522 @@
+"""Checkpoints: a Hugging Face folder with what training needs to resume.
+
+    step-000400/
+      config.json, model.safetensors, generation_config.json, tokenizer files    load them with from_pretrained
+      training.safetensors    optimizer state by parameter name, running sums; with training.ema_decay the trained
+                              weights, since model.safetensors has their average
+      training.json           the run's progress: step, rows, tokens, …, recipe
+      history.json            what was done to the model: trained, grown, … (records.Event)
+      SHA256SUMS              of all these files; `sha256sum -c SHA256SUMS` checks them too
+
+A run whose parameters are sharded (FSDP) writes shard-*.safetensors instead of the two large files, one per process, in
+the safetensors format of torch.distributed.checkpoint: any number of processes can resume from them, and `headwater
+export` merges them into one model. Nothing is pickled in either format.
+
+A checkpoint is written under a temporary name and renamed, so one with its final name is complete; see `saving` for how
+a run does so. One that no run has written (`write_model`: grown, retrofitted, …) has no training.json; a run can start
+from it, but not resume it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.tensor import DTensor
+from transformers.initialization import no_init_weights
+
+from headwater.config.text import HeadwaterConfig
+from headwater.config.vision import HeadwaterVisionConfig
+from headwater.models.kinds import AnyModel, model_class
+from headwater.models.load import (
+    SHARDS,
+    build,
+    check_finite,
+    check_regular,
+    model_type,
+    read_config,
+    read_generation_config,
+    read_json,
+    read_object,
+    read_weights,
+    reading,
+    weight_files,
+)
+from headwater.models.weights import check_kinds, unwrapped_names
+from headwater.util.errors import HeadwaterError
+from headwater.util.files import STAGING, flush, read_bytes, sha256_of, staged
+from headwater_lab.training.places import FOLDER, checkpoints
+from headwater_lab.training.records import Event
+
+if TYPE_CHECKING:
+    from transformers import BaseImageProcessor, PreTrainedTokenizerBase
+
+    from headwater_lab.training.averaging import Average  # which needs the trainer's packages; serving does not
+
+FORMAT_VERSION = 2
+# What the names of tensors begin with that are the state of a run, not weights.
+OF_RUN = "optimizer.", "running.", "trained."
+TENSORS, FACTS, HISTORY, SUMS = "training.safetensors", "training.json", "history.json", "SHA256SUMS"
+_REMOVING, _DAMAGED = ".removing-", "damaged-"
+logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
+
+
+@dataclass
+class Progress:
+    """A run's progress.
+
+    rows: how many rows of the data's fixed order were used. order: a hash of all these rows in their order.
+    seconds: spent in training steps; waited: of these, for data. skipped: steps whose loss or gradient was not finite;
+    skipped_last: how many of them were the most recent ones. result: the deciding metric, if evaluated at this step.
+    kept: the state of mechanisms that act before each step, by the module's name. data: facts that reveal whether the
+    data have changed. run_id: the run's name in Weights & Biases.
+    """
+
+    step: int = 0
+    rows: int = 0
+    tokens: int = 0
+    order: str = ""
+    seconds: float = 0.0
+    waited: float = 0.0
+    skipped: int = 0
+    skipped_last: int = 0
+    result: float | None = None
+    kept: dict[str, Any] = field(default_factory=dict)
+    recipe: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    run_id: str = ""
+    format_version: int = FORMAT_VERSION
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+
+def newest_whole(run: Path, notice: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint whose checksums match; None if there are no checkpoints.
+
+    Newer ones, which are damaged, are renamed to damaged-…, with a warning. Raises `HeadwaterError` if all are damaged,
+    or for a checkpoint of another format. Nothing is renamed then.
+    """
+    damaged: list[tuple[Path, str]] = []
+    for path in reversed(checkpoints(run)):
+        if (problem := damage(path)) is not None:
+            damaged.append((path, problem))
+            continue
+        read_progress(path)
+        for newer, problem in damaged:
+            aside = newer.with_name(_DAMAGED + newer.name)
+            shutil.rmtree(aside, ignore_errors=True)  # an earlier damaged one of the same step
+            newer.rename(aside)
+            notice(f"The checkpoint {newer.name} is damaged ({problem}); using the one before it.")
+        return path
+    if damaged:
+        newest, problem = damaged[0]
+        raise HeadwaterError(
+            f"Every checkpoint in {str(run / FOLDER)!r} is damaged ({newest.name}: {problem}); start a new run with "
+            "another --out."
+        )
+    return None
+
+
+def damage(path: Path) -> str | None:
+    """What is wrong with the files of a checkpoint; None if they are unchanged."""
+    try:
+        sums = _listed(path)
+    except (OSError, ValueError):
+        return f"its {SUMS} cannot be read"
+    if "config.json" not in sums or any(Path(name).name != name for name in sums):
+        return f"its {SUMS} is incomplete"
+    for name in sums:
+        if not (path / name).is_file():
+            return f"{name} is missing"
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            actual = pool.map(sha256_of, [path / name for name in sums])
+            changed = [name for name, digest in zip(sums, actual, strict=True) if digest != sums[name]]
+    except OSError as error:
+        return f"its files cannot be read: {error.strerror}"
+    return f"{changed[0]} has changed since it was written" if changed else None
+
+
+def check(path: Path) -> None:
+    """Raise `HeadwaterError` if a checkpoint has checksums and they do not match."""
+    if not os.path.lexists(path / SUMS):
+        return
+    if (problem := damage(path)) is not None:
+        raise HeadwaterError(f"The checkpoint {str(path)!r} is damaged: {problem}; use the one before it.")
+
+
+def _listed(path: Path) -> dict[str, str]:
+    """The checksums of a checkpoint, by file name."""
+    lines = read_bytes(path / SUMS).decode("utf-8").splitlines()
+    return {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
+
+
+def write_model(
+    target: Path,
+    model: AnyModel,
+    tokenizer: PreTrainedTokenizerBase | BaseImageProcessor | None = None,
+    history: Sequence[Event] = (),
+    state: dict[str, Tensor] | None = None,
+) -> Path:
+    """Write a model that is not a run's to a new folder, atomically; returns the folder.
+
+    state: optimizer state by name, for a run that begins with the model and keeps it.
+    Raises `HeadwaterError` if the folder is not empty or the disk is full; nothing is left behind.
+    """
+    target = Path(target)
+    weights = model_tensors(model)
+    with staged(target, size_of(weights | (state or {}))) as folder:
+        write_parts(folder, model, tokenizer, history, weights, state)
+        write_sums(folder, sums_of(folder, [path.name for path in folder.iterdir()]))
+    return target
+
+
+def write_parts(
+    folder: Path,
+    model: AnyModel,
+    tokenizer: PreTrainedTokenizerBase | BaseImageProcessor | None,
+    history: Sequence[Event],
+    weights: Mapping[str, Tensor] | None,
+    state: Mapping[str, Tensor] | None,
+) -> None:
+    """Everything in a checkpoint except a run's progress.
+
+    weights: by their names in the model; None if the processes write them with the state.
+    """
+    if weights is not None:
+        model.save_pretrained(folder, state_dict=dict(weights))
+    else:
+        model.config.save_pretrained(folder)
+        if getattr(model, "generation_config", None) is not None:
+            model.generation_config.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    if state:
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, folder / TENSORS)
+    (folder / HISTORY).write_text(json.dumps([event.model_dump() for event in history], indent=1))
+
+
+def size_of(tensors: Mapping[str, Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def sums_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """Sync these files to the disk; returns their checksums."""
+    sums = {}
+    for name in names:
+        sums[name] = sha256_of(folder / name)
+        flush(folder / name)
+    return sums
+
+
+def write_sums(folder: Path, sums: Mapping[str, str]) -> None:
+    (folder / SUMS).write_text("".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items())))
+
+
+def prune(run: Path, keep: int, lower_is_better: bool) -> None:
+    """Remove all checkpoints but the newest `keep` and the one with the best result."""
+    whole = checkpoints(run)
+    results = {}
+    for path in whole:
+        with suppress(HeadwaterError):  # damaged, which `newest_whole` reports
+            if (result := read_progress(path).result) is not None:
+                results[path] = result
+    choose = min if lower_is_better else max
+    best = choose(results, key=lambda path: results[path]) if results else None
+    for old in whole[:-keep]:
+        if old != best:
+            remove(old)
+
+
+def remove(checkpoint: Path) -> None:
+    """Remove a checkpoint atomically, so that no part of it is ever taken for one."""
+    gone = checkpoint.with_name(_REMOVING + checkpoint.name)
+    if gone.exists():  # left by a killed process
+        shutil.rmtree(gone)
+    checkpoint.rename(gone)
+    shutil.rmtree(gone)
+
+
+def tidy(run: Path) -> None:
+    """Remove what a killed run was writing or removing in its folder and among its checkpoints."""
+    for leftover in run.glob(f"{STAGING}*"):
+        if leftover.is_file():
+            leftover.unlink(missing_ok=True)
+    for kind in (STAGING, _REMOVING):
+        for leftover in (run / FOLDER).glob(f"{kind}step-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def model_tensors(model: AnyModel) -> dict[str, Tensor]:
+    """Parameters and buffers by their names in model.safetensors; tied ones once."""
+    every = model.state_dict()
+    own = [name for name, _ in model.named_parameters()]
+    buffers = [name for name, _ in model.named_buffers() if name in every]
+    return {name: every[name] for name in own + buffers}
+
+
+def optimizer_tensors(
+    model: AnyModel, optimizers: Sequence[torch.optim.Optimizer], fill: bool = False
+) -> dict[str, Tensor]:
+    """The optimizers' state by parameter name. Single numbers are [1]: the sharded format has no 0-d tensors.
+
+    fill: before the first step, create state of the right shapes to read into. PyTorch does so by taking a step, so
+    the parameters must then be read too. Raises `HeadwaterError` for state that is not a tensor.
+    """
+    if not fill and not any(optimizer.state for optimizer in optimizers):
+        return {}
+    tensors = {}
+    every: dict[str, Any] = get_optimizer_state_dict(model, list(optimizers))["state"] if optimizers else {}  # type: ignore[assignment]
+    for parameter, state in every.items():
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                tensors[f"optimizer.{parameter}.{key}"] = value.reshape(1) if value.ndim == 0 else value
+            elif value is not None:
+                raise HeadwaterError(
+                    f"The optimizer's {key!r} is not a tensor and cannot be saved; use another optimizer."
+                )
+    return tensors
+
+
+def load_model(path: Path) -> AnyModel:
+    """The model of a checkpoint, every tensor checked; eval mode.
+
+    Raises `HeadwaterError` if this is not a headwater model, if the weights do not match its config, or if they are not
+    finite.
+    """
+    kind = model_type(path)
+    if kind not in (None, HeadwaterConfig.model_type, HeadwaterVisionConfig.model_type):
+        raise HeadwaterError(f"{str(path)!r} is a {kind} checkpoint; convert it with `headwater retrofit`.")
+    config = read_config(path)
+    files = weight_files(path)
+    if files[0].match(SHARDS):
+        model = _from_shards(path, config)
+    else:
+        model, found = build(model_class(config), config, read_weights(files), path)
+        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+            names = sorted(str(one if isinstance(one, str) else one[0]) for one in found.get(kind) or ())
+            if names:
+                raise HeadwaterError(
+                    f"The weights in {str(path)!r} do not match its config.json: {len(names)} "
+                    f"{kind.replace('_', ' ')}, {names[0]} first; use an intact checkpoint."
+                )
+    check_finite(model_tensors(model), repr(str(path)))
+    return model
+
+
+def _from_shards(path: Path, config: HeadwaterConfig) -> AnyModel:
+    stored = _stored(path)
+    with reading(f"The checkpoint {str(path)!r}"):
+        with torch.device("meta"), no_init_weights():
+            skeleton = model_class(config)(config)
+            skeleton.tie_weights()
+            sizes = {name: tensor.shape for name, tensor in model_tensors(skeleton).items()}
+        names = _names_in(path, skeleton)
+        for name, size in sizes.items():
+            if names[name] not in stored or stored[names[name]].size != size:
+                raise HeadwaterError(f"The weights in {str(path)!r} do not match its config.json: {name} first.")
+        model = model_class(config)(config)
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(stored[names[name]].properties.dtype)
+    _read_model(path, model, {}, distributed=False)
+    if (generation := read_generation_config(path)) is not None:
+        model.generation_config = generation
+    return model.eval()
+
+
+@functools.cache
+def _progress() -> TypeAdapter[Progress]:
+    """Validates progress when it is read; cached, since building it takes longer than reading."""
+    return TypeAdapter(Progress)
+
+
+def read_progress(path: Path) -> Progress:
+    """The progress of the run of checkpoint `path`. Raises `HeadwaterError` for a foreign or newer format."""
+    try:
+        facts = read_object(path / FACTS)
+        version = facts["format_version"]
+        if version == FORMAT_VERSION:
+            return _progress().validate_python(facts)
+    except (HeadwaterError, ValidationError, KeyError) as error:
+        raise HeadwaterError(f"{str(path)!r} cannot be resumed: its {FACTS} is missing or damaged.") from error
+    raise HeadwaterError(
+        f"{str(path)!r} has training format {version}, and this headwater reads {FORMAT_VERSION}; "
+        "use the version that wrote it."
+    )
+
+
+def restore(
+    path: Path,
+    model: AnyModel,
+    optimizers: Sequence[torch.optim.Optimizer],
+    running: dict[str, Tensor],
+    distributed: bool,
+    average: Average | None = None,
+) -> None:
+    """Restore parameters, optimizer state and running sums, however many processes wrote them.
+
+    distributed: whether the parameters are sharded; then all processes call it together. average: filled too.
+    Raises `HeadwaterError` if a tensor is missing, unknown, or of another shape.
+    """
+    stepped = any(name.startswith("optimizer.") for name in _stored(path))  # none before the first step not skipped
+    targets = optimizer_tensors(model, optimizers, fill=stepped)
+    targets |= {f"running.{name}": tensor.view(1) for name, tensor in running.items()}
+    if average is not None:
+        targets |= average.state
+    _read_model(path, model, targets, distributed)
+    _check_state(path, model_tensors(model) | targets)
+    if average is not None:
+        average.swap()  # the file of the model has the average
+
+
+def begin_with(path: Path, model: AnyModel, optimizers: Sequence[torch.optim.Optimizer], distributed: bool) -> None:
+    """Copy a checkpoint's tensors into a fresh model, and its optimizer state into `optimizers`, if given.
+
+    Raises `HeadwaterError` as `restore` does, and if there is no such state.
+    """
+    stored = _stored(path)
+    if optimizers and not any(name.startswith("optimizer.") for name in stored):
+        raise HeadwaterError(f"{str(path)!r} holds no optimizer state to keep; leave out start.optimizer_state=keep.")
+    state = optimizer_tensors(model, optimizers, fill=True)
+    if state.keys() - stored.keys():
+        # What growth made anew has been stepped 0 times: its averages are the zeros they were filled with.
+        counts = [f"optimizer.{name}.step" for name, _ in model.named_parameters()]
+        steps = {name: torch.zeros(1) for name in counts if name in stored}
+        _read(path, steps, distributed)
+        new = tuple(name.removesuffix("step") for name, count in steps.items() if not count.any())
+        state = {name: tensor for name, tensor in state.items() if name in stored or not name.startswith(new)}
+    if state.keys() - stored.keys():
+        raise HeadwaterError(
+            f"{str(path)!r} holds the state of another optimizer, or of part of the model; train with the same "
+            "training.optimizer, or leave out start.optimizer_state=keep."
+        )
+    _read_model(path, model, state, distributed)
+    _check_state(path, model_tensors(model) | state)
+
+
+def _check_state(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Raise `HeadwaterError` for weights or optimizer state that no run has written: training would seem to diverge."""
+    for name, tensor in tensors.items():
+        value = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if name.startswith("running.") or not value.is_floating_point():
+            continue
+        is_negative = name.endswith(".exp_avg_sq") and bool((value < 0).any())
+        if is_negative or not bool(value.isfinite().all()):
+            what = "optimizer state" if name.startswith("optimizer.") else "weights"
+            why = "a mean of squares is negative" if is_negative else "it contains NaN or infinity"
+            raise HeadwaterError(
+                f"The {what} in {str(path)!r} cannot be used: {why} in {name.removeprefix('optimizer.')!r}; "
+                "remove this checkpoint to continue from an earlier one, or start from an intact one."
+            )
+
+
+def history_of(path: Path) -> list[Event]:
+    """What was done to the model of checkpoint `path`; empty if not recorded. Raises `HeadwaterError`."""
+    if not os.path.lexists(path / HISTORY):
+        return []
+    events = read_json(path / HISTORY)
+    with reading(f"The {HISTORY} of {str(path)!r}", "use another checkpoint"):
+        return TypeAdapter(list[Event]).validate_python(events)
+
+
+def optimizer_state(path: Path) -> dict[str, Tensor]:
+    """The optimizer state in a checkpoint, unsharded, by name; empty if there is none."""
+    found = {
+        name: torch.empty(known.size, dtype=known.properties.dtype)
+        for name, known in _stored(path).items()
+        if name.startswith("optimizer.")
+    }
+    if found:
+        _read(path, found, distributed=False)
+    return found
+
+
+class _Named(FileSystem):
+    """A view of a folder that shows only these files."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        super().__init__()
+        self.files = files
+
+    def ls(self, path: str | os.PathLike) -> list[str]:
+        return [str(file) for file in self.files]
+
+
+def _reader(path: Path) -> HuggingFaceStorageReader:
+    """Reads only a checkpoint's own tensor files, no others in its folder."""
+    check_regular(path)
+    reader = HuggingFaceStorageReader(str(path))
+    rest = path / TENSORS
+    reader.fs = _Named([*weight_files(path), *([rest] if os.path.lexists(rest) else [])])
+    return reader
+
+
+def _stored(path: Path) -> dict[str, TensorStorageMetadata]:
+    """The tensors' metadata in a checkpoint. Raises `HeadwaterError` if its files cannot be read or are incomplete."""
+    with reading(f"The tensors in {str(path)!r}", "use an intact checkpoint"):
+        known: dict[str, Any] = _reader(path).read_metadata().state_dict_metadata
+        for name, tensor in known.items():
+            if sum(chunk.sizes.numel() for chunk in tensor.chunks) != tensor.size.numel():
+                raise HeadwaterError(f"{str(path)!r} lacks a part of {name!r}; use an intact checkpoint.")
+    return known
+
+
+def _names_in(path: Path, model: AnyModel) -> dict[str, str]:
+    """The name that each of the model's tensors has in a checkpoint's files, where wrappers may have changed it.
+
+    Raises `HeadwaterError` for weights in these files that are not the model's, or of another kind.
+    """
+    stored = {name: known for name, known in _stored(path).items() if not name.startswith(OF_RUN)}
+    own, where = model.state_dict(), repr(str(path))
+    plain = unwrapped_names(stored, where, own)
+    if unknown := sorted(name for name, bare in plain.items() if bare not in own):
+        raise HeadwaterError(
+            f"The weights in {where} do not match its config.json: {len(unknown)} have no place in the model, "
+            f"{unknown[0]} first; use an intact checkpoint with its own config."
+        )
+    check_kinds({plain[name]: known.properties.dtype for name, known in stored.items()}, where, model)
+    return {name: name for name in own} | {bare: name for name, bare in plain.items()}
+
+
+def _read_model(path: Path, model: AnyModel, state: dict[str, Tensor], distributed: bool) -> None:
+    """Fill the model and `state` in place. Raises `HeadwaterError` unless the files hold the model's weights."""
+    names = _names_in(path, model)
+    _read(path, {names[name]: tensor for name, tensor in model_tensors(model).items()} | state, distributed)
+
+
+def _read(path: Path, targets: dict[str, Tensor], distributed: bool) -> None:
+    """Fill `targets` in place. Raises `HeadwaterError` unless the files hold these tensors."""
+    stored = _stored(path)
+    missing = sorted(targets.keys() - stored.keys())
+    if missing:
+        raise HeadwaterError(f"{str(path)!r} lacks {len(missing)} tensors of this run, {missing[0]} first.")
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # meant so
+            dcp.load(targets, storage_reader=_reader(path), no_dist=not distributed)
+    except (CheckpointException, SafetensorError, OSError, ValueError, AssertionError, RuntimeError) as error:
+        last = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+        differ = "size" in last.lower() or "shape" in last.lower()
+        what = "holds tensors whose shapes differ from this run's" if differ else "cannot be read"
+        raise HeadwaterError(f"{str(path)!r} {what}: {last}") from error

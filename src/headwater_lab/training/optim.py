@@ -1,0 +1,223 @@
+"""Parameter groups, optimizers, clipping, learning-rate schedules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable
+from difflib import get_close_matches
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from headwater.mechanisms.base import Named, owner_of
+from headwater.mechanisms.precision import KeepsPrecision
+from headwater.plugins.registry import resolve
+from headwater.util.errors import HeadwaterError, sentence
+from headwater_lab.recipe.schema import OPTIMIZERS, SCHEDULES, Training
+from headwater_lab.training.muon import Muon
+
+# The groups in order, and which of them decay under each `weight_decay_on`.
+GROUPS = ("matrices", "tensors", "embeddings", "vectors", "scalars")
+DECAYED = {
+    "matrices": ("matrices", "tensors"),
+    "embeddings": ("matrices", "tensors", "embeddings"),
+    "all": GROUPS,
+}
+
+
+def parameter_groups(
+    model: nn.Module,
+    weight_decay: float,
+    decay_on: Literal["matrices", "embeddings", "all"] = "matrices",
+) -> list[dict[str, Any]]:
+    """Five groups: "matrices", "tensors" (of more than two dimensions, as in convolutions), "embeddings", "vectors"
+    (norms, biases), and the mechanisms' "scalars", which stay in fp32, unsharded in every process.
+
+    A mechanism may choose another group for a parameter, also one of its own, whether it decays, and its rate: a group
+    may then have several parts of the same name. Empty ones are left out.
+    decay_on: which of them decay, see `DECAYED`. A tied output head is an embedding.
+    "rate" is what multiplies the learning rate, if anything does.
+    Raises `HeadwaterError` for a mechanism that puts anything but matrices in "matrices", or gives no usable name or
+    rate.
+    """
+    found: dict[tuple[str, bool, bool, float], list[nn.Parameter]] = {}
+    seen: set[nn.Parameter] = set()
+    for place, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter in seen or not parameter.requires_grad:
+                continue
+            seen.add(parameter)
+            whole = isinstance(module, KeepsPrecision)
+            if whole:
+                kind = "scalars"
+            elif isinstance(module, nn.Embedding):
+                kind = "embeddings"
+            else:
+                kind = ("vectors", "vectors", "matrices")[parameter.ndim] if parameter.ndim < 3 else "tensors"
+            owner, inner = owner_of(model, f"{place}.{name}")
+            said, rate = None, 1.0
+            if owner is not None:
+                kind, said, rate = owner.group(inner) or kind, owner.decays(inner), owner.rate(inner)
+                misspelt = kind not in GROUPS and get_close_matches(str(kind), GROUPS, cutoff=0.7)
+                if not isinstance(kind, str) or misspelt or (kind == "matrices" and parameter.ndim != 2):
+                    raise HeadwaterError(
+                        f"Mechanism {owner.name()!r} puts {inner!r} {list(parameter.shape)} among the {kind}; its "
+                        f"group() must give one of {', '.join(GROUPS)}, of which matrices have two dimensions, or "
+                        "a name unlike these."
+                    )
+                if not (isinstance(rate, int | float) and 0 <= rate < math.inf):
+                    raise HeadwaterError(
+                        f"Mechanism {owner.name()!r}: the rate of {inner!r} must be a number of at least 0, not {rate}."
+                    )
+            decays = kind in DECAYED[decay_on] if said is None else said
+            # Sharded and unsharded parameters cannot be stepped together.
+            found.setdefault((kind, decays, whole, float(rate)), []).append(parameter)
+
+    def order(key: tuple[str, bool, bool, float]) -> tuple[Any, ...]:
+        kind, decays, whole, rate = key
+        return GROUPS.index(kind) if kind in GROUPS else len(GROUPS), kind, not decays, not whole, rate
+
+    groups = []
+    for key in sorted(found, key=order):
+        kind, decays, _, rate = key
+        scale = {} if rate == 1 else {"rate": rate}
+        groups.append({"name": kind, "params": found[key], "weight_decay": weight_decay if decays else 0.0} | scale)
+    trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    grouped = sum(parameter.numel() for parameters in found.values() for parameter in parameters)
+    assert grouped == trainable, "the groups must hold every parameter once"
+    return groups
+
+
+def freeze(model: nn.Module, trainable_mechanisms: Collection[str]) -> None:
+    """Leave the parameters of these mechanisms trainable, and no others.
+
+    Raises `HeadwaterError` if the model does not have one of them, or one has no parameters.
+    """
+    chosen: set[nn.Parameter] = set()
+    for name in trainable_mechanisms:
+        kind = resolve(name)
+        named = (one for module in model.modules() if isinstance(module, Named) for one in module.named())
+        modules = [module for key, module in named if resolve(key) is kind]
+        modules += [module for module in model.modules() if isinstance(module, kind)]
+        own = {parameter for module in modules for parameter in module.parameters()}
+        if not own:
+            raise HeadwaterError(
+                f"training.trainable_mechanisms: the model has no parameters of {name!r}; leave it out, or "
+                "choose a mechanism that has some."
+            )
+        chosen |= own
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter in chosen)
+
+
+# Values of `training.optimizer`: functions from the groups of `parameter_groups`, which keep their names, and the
+# recipe's section to optimizers that together hold every parameter. Or classes like those of torch.optim.
+Groups = list[dict[str, Any]]
+
+
+def make_optimizers(model: nn.Module, training: Training, device: torch.device) -> list[torch.optim.Optimizer]:
+    """The recipe's optimizers, for all trainable parameters. Raises `HeadwaterError` if they cannot be created."""
+    groups = parameter_groups(model, training.weight_decay, training.weight_decay_on)
+    make = OPTIMIZERS.resolve(training.optimizer)
+    if training.optimizer in OPTIMIZERS.own:
+        return make(groups, training, device)
+    held = {parameter for group in groups for parameter in group["params"]}
+    try:
+        if isinstance(make, type) and issubclass(make, torch.optim.Optimizer):
+            made = cast(Any, make)(groups, lr=training.learning_rate, **training.optimizer_options)
+        else:
+            made = make(groups, training)
+        optimizers = [made] if isinstance(made, torch.optim.Optimizer) else list(made)
+        given = [parameter for one in optimizers for group in one.param_groups for parameter in group["params"]]
+    except Exception as error:  # outside code can raise anything
+        raise HeadwaterError(
+            f"The optimizer {training.optimizer!r} cannot be created: {type(error).__name__}: {sentence(error)}; see "
+            "training.optimizer_options."
+        ) from error
+    if set(given) != held or len(given) != len(held):
+        raise HeadwaterError(
+            f"The optimizer {training.optimizer!r} must hold every parameter exactly once, but does not."
+        )
+    for group in (group for one in optimizers for group in one.param_groups):
+        group.setdefault("name", "matrices")
+    return optimizers
+
+
+def adamw(groups: Groups, training: Training, device: torch.device) -> list[torch.optim.Optimizer]:
+    """AdamW, fused if available."""
+    if not groups:
+        return []
+    fused = device.type in ("cpu", "cuda")
+    return [
+        torch.optim.AdamW(groups, lr=training.learning_rate, betas=training.betas, eps=training.epsilon, fused=fused)
+    ]
+
+
+def muon(groups: Groups, training: Training, device: torch.device) -> list[torch.optim.Optimizer]:
+    """Muon, which orthogonalizes a matrix's averaged gradient, for the matrices, and AdamW for the rest."""
+    matrices = [group for group in groups if group["name"] == "matrices"]
+    others = adamw([group for group in groups if group["name"] != "matrices"], training, device)
+    if not matrices:
+        return others
+    return [Muon(matrices, lr=training.learning_rate, momentum=training.momentum), *others]
+
+
+@torch.no_grad()
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """The norm of the whole gradient, 0-d, the same in every process."""
+    grads = gradients(parameters)
+    # PyTorch's own functions do not accept sharded and unsharded tensors together.
+    whole = [grad for grad in grads if not isinstance(grad, DTensor)]
+    split = [grad for grad in grads if isinstance(grad, DTensor)]
+    norms = [nn.utils.get_total_norm(whole)] if whole else []
+    if split:
+        norms.append(cast(DTensor, nn.utils.get_total_norm(split)).full_tensor())
+    return torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms])) if len(norms) > 1 else norms[0]
+
+
+@torch.no_grad()
+def clip(parameters: Iterable[nn.Parameter], norm: Tensor, limit: float) -> None:
+    """Scale a gradient of known norm down to `limit` if it is longer (as `clip_grad_norm_` does)."""
+    factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+    grads = gradients(parameters)
+    torch._foreach_mul_([grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads], factor)
+
+
+def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """The gradients of the parameters that have one."""
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def learning_rate(step: int, training: Training) -> float:
+    """The learning rate of step `step`, counted from 0: linear warm-up, then `training.schedule`.
+
+    Raises `HeadwaterError` if an outside schedule does not return a finite number of 0 or more.
+    """
+    peak = training.learning_rate
+    if step < training.warmup_steps:
+        return peak * (step + 1) / training.warmup_steps
+    done = (step - training.warmup_steps) / max(1, training.steps - training.warmup_steps)
+    part = SCHEDULES.resolve(training.schedule)(done, training)
+    if not (isinstance(part, float | int) and 0 <= part < math.inf):
+        raise HeadwaterError(
+            f"The schedule {training.schedule!r} returns {part!r} after {done:.3g} of the steps; it must return a "
+            "fraction of the learning rate, 0 or more."
+        )
+    return peak * part
+
+
+# Values of `training.schedule`: functions from the progress after the warm-up, 0 to 1, and the recipe's section to a
+# fraction of the peak learning rate.
+
+
+def cosine(done: float, training: Training) -> float:
+    """A half cosine from the peak to `min_learning_rate_ratio`."""
+    final = training.min_learning_rate_ratio
+    return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def constant(done: float, training: Training) -> float:
+    """The peak."""
+    return 1.0

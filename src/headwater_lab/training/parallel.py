@@ -1,0 +1,350 @@
+"""One process or several: Lightning Fabric starts and connects them; this file has what they must agree on.
+
+    single    one device
+    ddp       each process has the whole model; gradients are averaged
+    fsdp      FSDP2 (torch.distributed.fsdp.fully_shard): each process keeps its share of every parameter
+
+`torchrun`, SLURM and other launchers that Fabric knows are recognized by their environment variables; otherwise Fabric
+starts the other processes of this machine with the command line of the first one, and ends all of them with any one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning_fabric import Fabric
+from lightning_fabric.loggers import TensorBoardLogger
+from lightning_fabric.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+from lightning_fabric.utilities.rank_zero import rank_zero_only
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from headwater.mechanisms.precision import KeepsPrecision
+from headwater.models.kinds import AnyModel
+from headwater.nn.block import Block
+from headwater.util.errors import HeadwaterError, first_line
+from headwater.util.workers import die_with_parent
+from headwater_lab.data.base import Share
+from headwater_lab.recipe.schema import Recipe, Training
+
+for _name in ("lightning.fabric", "lightning_fabric"):
+    logging.getLogger(_name).setLevel(logging.WARNING)
+# Says which process has failed, before it ends the others.
+logging.getLogger("lightning_fabric.strategies.launchers.subprocess_script").setLevel(logging.INFO)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@contextmanager
+def connected(recipe: Recipe, run: Path) -> Iterator[Fabric]:
+    """`make_fabric`; disconnects the processes at the end, unless they were connected before."""
+    before = dist.is_initialized()
+    try:
+        yield make_fabric(recipe, run)
+    finally:
+        if dist.is_initialized() and not before:  # some backends abort when Python exits while they are connected
+            dist.destroy_process_group()
+
+
+def make_fabric(recipe: Recipe, run: Path) -> Fabric:
+    """Start and connect the processes that the recipe asks for. Raises `HeadwaterError` if that is impossible."""
+    training, reporting = recipe.training, recipe.reporting
+    to_files = reporting.tensorboard or reporting.wandb is not None
+    devices, nodes = placed(training)
+    world = devices * nodes
+    if training.batch_size % world:
+        raise HeadwaterError(
+            f"training.batch_size={training.batch_size} rows cannot be divided among {world} processes; make it a "
+            f"multiple of {world}."
+        )
+    if world % training.replicas:
+        raise HeadwaterError(
+            f"training.replicas={training.replicas} copies cannot be split evenly over {world} processes; make it a "
+            f"divisor of {world}."
+        )
+    if nodes > 1 and not {"TORCHELASTIC_RUN_ID", "SLURM_NTASKS"} & os.environ.keys():
+        raise HeadwaterError(f"Start the {nodes} nodes of this run with torchrun or srun, or set training.nodes=1.")
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        die_with_parent()
+    try:
+        fabric = Fabric(
+            accelerator=training.device,
+            strategy=strategy(training, world),
+            devices=devices,
+            num_nodes=nodes,
+            # Precision is ours (`in_precision`, `autocast`): Fabric would copy all logits to fp32 for no use.
+            precision="32-true",
+            loggers=[TensorBoardLogger(run, name="tensorboard", version="")] if to_files else [],
+        )
+        with _ended_by_signals():
+            fabric.launch()
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        raise HeadwaterError(
+            f"The {world} processes of this run did not connect within "
+            f"training.timeout_minutes={training.timeout_minutes:g} minutes: "
+            f"{first_line(error).rstrip('.')}; start the same command on all {nodes} nodes, with the same MASTER_ADDR "
+            "and MASTER_PORT."
+        ) from error
+    except (RuntimeError, ValueError) as error:
+        raise HeadwaterError(
+            f"training.device={training.device} with devices={devices} cannot be used: {' '.join(str(error).split())}"
+        ) from error
+    return fabric
+
+
+def in_precision(model: nn.Module, precision: str) -> nn.Module:
+    """Convert the model's parameters to the dtype of a precision; scalars keep theirs."""
+    dtype = {"bf16-true": torch.bfloat16, "64-true": torch.float64}.get(precision)
+    return model if dtype is None else model.to(dtype)
+
+
+def autocast(device: torch.device, training: Training) -> torch.autocast:
+    """The autocast of a forward pass. FSDP casts to bf16 itself when it gathers the parameters."""
+    enabled = training.precision == "bf16-mixed" and not sharded(training)
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled)
+
+
+def placed(training: Training) -> tuple[int, int]:
+    """The number of processes on this machine, and of machines: torchrun's, or else the recipe's."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return training.devices, training.nodes
+    processes = int(os.environ["LOCAL_WORLD_SIZE"])
+    return processes, int(os.environ["WORLD_SIZE"]) // processes
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Let SIGINT and SIGTERM end the process at once: while it waits for others in C++, Python runs no handlers."""
+    mine = threading.current_thread() is threading.main_thread()
+    heard = [signal.SIGINT, signal.SIGTERM] if mine else []
+    before = {number: signal.getsignal(number) for number in heard}
+    handled = {number: handler for number, handler in before.items() if callable(handler)}
+    for number in handled:
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        for number, handler in handled.items():
+            signal.signal(number, handler)
+
+
+def sharded(training: Training) -> bool:
+    return training.strategy == "fsdp"
+
+
+def strategy(training: Training, world: int) -> Strategy | str:
+    timeout = timedelta(minutes=training.timeout_minutes)
+    if sharded(training):
+        return ModelParallelStrategy(
+            lambda model, mesh: shard(model, mesh_of(training, mesh), training.precision),
+            data_parallel_size=world,
+            tensor_parallel_size=1,
+            timeout=timeout,
+        )
+    if world == 1 and training.strategy != "ddp":
+        return "auto"
+    # Buffers are constants, and gradients need not be held twice.
+    return DDPStrategy(timeout=timeout, broadcast_buffers=False, gradient_as_bucket_view=True)
+
+
+def mesh_of(training: Training, mesh: DeviceMesh) -> DeviceMesh:
+    """The processes over which FSDP2 shards a model; with replicas [replicas, processes per replica] (HSDP)."""
+    world = mesh.size()
+    if training.replicas == 1:
+        return mesh["data_parallel"]
+    sizes = (training.replicas, world // training.replicas)
+    return init_device_mesh(mesh.device_type, sizes, mesh_dim_names=("replicate", "shard"))
+
+
+def shard(model: AnyModel, mesh: DeviceMesh, precision: str) -> AnyModel:
+    """Shard the parameters over the processes, one block at a time. Scalars stay unsharded, in fp32, in each process.
+
+    FSDP2 needs one dtype for the parameters it gathers together, and would round scalars with the rest;
+    `add_up_scalars` averages their gradients. The model arrives on the meta device and is initialized here, one
+    parameter at a time, so no process ever holds more of it than its shard.
+    """
+    half = torch.bfloat16 if precision == "bf16-mixed" else None
+    policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    if precision == "64-true":
+        policy = MixedPrecisionPolicy()
+    kept = set(scalars(model))
+    # Blocks return views of their results, which are not changed in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    parts: list[nn.Module] = [module for module in model.modules() if isinstance(module, Block)]
+    parts.append(model)
+    for part in parts:
+        fully_shard(part, mesh=mesh, mp_policy=policy, ignored_params=kept)
+    model.to_empty(device=f"cuda:{torch.cuda.current_device()}" if mesh.device_type == "cuda" else "cpu")
+    started: set[nn.Parameter] = set()
+    for module in model.modules():
+        own = set(module.parameters(recurse=False))
+        if not own or not own <= started:  # a tied table has the initial values of its first owner
+            model._init_weights(module)
+        started |= own
+    return model
+
+
+def local(parameter: Tensor) -> Tensor:
+    """This process's shard of a parameter."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def reshard(model: nn.Module) -> None:
+    """Free the gathered parameters."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def scalars(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that are neither cast nor sharded."""
+    return [
+        parameter
+        for module in model.modules()
+        if isinstance(module, KeepsPrecision)
+        for parameter in module.parameters(recurse=False)
+    ]
+
+
+def add_up_scalars(parameters: Sequence[nn.Parameter], world: int) -> None:
+    """Average the gradients that FSDP does not handle over the processes, all in one message."""
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if grads:
+        flat = torch.cat([grad.flatten() for grad in grads])
+        dist.all_reduce(flat)
+        for grad, mean in zip(grads, (flat / world).split([grad.numel() for grad in grads]), strict=True):
+            grad.copy_(mean.view_as(grad))
+
+
+def total(fabric: Fabric, tensor: Tensor) -> Tensor:
+    """The sum over all processes, on the device and in the dtype of `tensor`."""
+    if fabric.world_size == 1:
+        return tensor
+    summed = tensor.to(fabric.device)
+    dist.all_reduce(summed)
+    return summed.to(tensor.device)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor from the host to the device without waiting."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+class Reading:
+    """A copy of a small tensor to the host, started now and waited for when it is read."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.arrived: torch.cuda.Event | None = None
+        if tensor.device.type == "cuda":
+            self.copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self.copy.copy_(tensor, non_blocking=True)
+            self.arrived = torch.cuda.Event()
+            self.arrived.record()
+        else:
+            self.copy = tensor.detach()
+
+    def values(self) -> list:
+        """The numbers; waits for the device if they have not arrived."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.copy.tolist()
+
+
+def share_of(fabric: Fabric) -> Share:
+    return Share(fabric.global_rank, fabric.world_size, lambda tensor: total(fabric, tensor))
+
+
+@contextmanager
+def together(fabric: Fabric) -> Iterator[None]:
+    """Work that each process does by itself and all must finish: an error in one ends all.
+
+    The first process raises `HeadwaterError` with the message of the first one that failed; the others end silently.
+    The processes must not communicate inside.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        if fabric.world_size == 1:
+            raise
+        error = raised
+    if fabric.world_size > 1:
+        _exchanged(fabric, error)
+
+
+def first(fabric: Fabric, do: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call `do` in the first process, and return its result in all. An error ends all, as in `together`."""
+    if fabric.world_size == 1:
+        return do(*args, **kwargs)
+    result: Any = None
+    error: Exception | None = None
+    if fabric.global_rank == 0:
+        try:
+            result = do(*args, **kwargs)
+        except Exception as raised:
+            error = raised
+    return _exchanged(fabric, error, result)
+
+
+def _exchanged(fabric: Fabric, error: Exception | None, result: Any = None) -> Any:
+    """Exchange outcomes: returns the first process's result, unless some process has failed."""
+    outcomes = gathered(fabric, (None if error is None else str(error) or type(error).__name__, result))
+    failed = [(rank, said) for rank, (said, _) in enumerate(outcomes) if said is not None]
+    if not failed:
+        return outcomes[0][1]
+    if fabric.global_rank > 0:
+        leave(failed=True)
+    raise error or HeadwaterError(f"Process {failed[0][0]}: {failed[0][1]}")
+
+
+def gathered(fabric: Fabric, value: T) -> list[T]:
+    """The values of all processes, in each of them."""
+    values: list[Any] = [None] * fabric.world_size
+    if fabric.world_size > 1:
+        dist.all_gather_object(values, value)
+        return values
+    return [value]
+
+
+def leave(failed: bool) -> NoReturn:
+    """End a process other than the first, after giving the first, which reports for all, time to do so.
+
+    Under a launcher that watches every process, each one's exit code shows the failure; Fabric, which watches if there
+    is no launcher, would end the first process before it has reported.
+    """
+    watched = any(name in os.environ for name in ("TORCHELASTIC_RUN_ID", "SLURM_PROCID"))
+    if failed and watched:
+        time.sleep(3)
+    raise SystemExit(1 if failed and watched else 0)
+
+
+def lost_process(fabric: Fabric, error: Exception) -> str | None:
+    """PyTorch's message that another process of the run has ended or cannot be reached; None for other errors."""
+    found = _LOST.search(str(error)) if fabric.world_size > 1 and isinstance(error, RuntimeError) else None
+    return None if found is None else found.group()
+
+
+_LOST = re.compile(
+    r"Connection closed by peer|Connection reset by peer|[^.\n]*[Tt]imed? ?out[^.\n]*|NCCL[^.\n]*error[^.\n]*"
+)
+
+
+def is_first() -> bool:
+    """Whether this process reports for all: it has rank 0, or there are no others."""
+    return getattr(rank_zero_only, "rank", 0) in (0, None) and int(os.environ.get("LOCAL_RANK", 0)) == 0

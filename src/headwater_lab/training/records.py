@@ -1,0 +1,427 @@
+"""The record of a run: one JSON file with one schema, the only thing reports read. See docs/records.md."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import torch
+import transformers
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from headwater import __version__
+from headwater.kernels.choose import cpu
+from headwater.util.errors import HeadwaterError
+from headwater.util.files import read_bytes, replace_text
+
+SCHEMA_VERSION = 2
+RECORD = "record.json"
+# Of a run with a result; that of a diverged one is that it diverged.
+ENDED = ("finished", "diverged")
+# Relative tolerance of bits per byte over nats per token; rounding is a millionth of it.
+SAME = 1e-6
+# What can be counted; numbers with thousands of digits are invalid, and printing them raises an error.
+RecordCount = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class _Part(BaseModel):
+    # A diverged run has losses that are not finite, and its record must still be readable.
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, ser_json_inf_nan="constants")
+
+
+class CurvePoint(_Part):
+    """One point of the training curve."""
+
+    step: RecordCount
+    """Optimizer steps done."""
+    tokens: RecordCount
+    """Tokens seen."""
+    loss: float
+    """Training loss in nats per token, mean since the previous point."""
+    learning_rate: float
+    gradient_norm: float
+    """Norm of the last step's gradient before clipping."""
+    flops: float = 0.0
+    """Training FLOPs spent."""
+
+
+class HeldOutPoint(_Part):
+    """One evaluation on held-out data."""
+
+    step: RecordCount
+    tokens: RecordCount
+    flops: float = 0.0
+    metrics: dict[str, float]
+    """bits_per_byte and loss (nats per token) for text, for a domain as loss/NAME; accuracy and loss for synthetic
+    tasks."""
+
+
+class SpeedPoint(_Part):
+    """Training speed since the previous point."""
+
+    step: RecordCount
+    tokens_per_second: float
+    data_wait_fraction: float
+    """Share of the time that steps waited for data."""
+    mfu: float | None = None
+    """The model's FLOPs as a share of the devices' peak (from data sheets, or measured)."""
+
+
+class Notice(_Part):
+    """A warning, which did not stop the run."""
+
+    step: RecordCount
+    message: str
+
+
+class DocumentLoss(_Part):
+    """The final loss of one held-out document."""
+
+    id: str
+    bytes: RecordCount
+    tokens: RecordCount
+    nats: float
+    """Summed over the document."""
+
+
+class Environment(_Part):
+    """The environment of a run."""
+
+    headwater: str
+    python: str
+    torch: str
+    transformers: str
+    platform: str
+    device: str
+    device_name: str | None = None
+    """The GPU's or the processor's name."""
+    threads: RecordCount
+    world_size: RecordCount = 1
+    compiled: bool | None = None
+    """Whether the model ran under torch.compile."""
+    attention: str | None = None
+    """The attention kernel that ran, as in training.attn_implementation."""
+
+
+class SeedPlan(_Part):
+    """How a comparison adds seeds until it is decided (`compare.sequential`)."""
+
+    seeds: list[RecordCount]
+    """All that may be trained, in order; the maximum is their number."""
+    min_seeds: int = Field(ge=2, lt=2**63)
+    """Seeds before the first look."""
+    margin: float = Field(gt=0, allow_inf_nan=False)
+    """The smallest difference of the deciding metric that matters."""
+    arms: list[str] = Field(min_length=1)
+    """Arms that are tested against the baseline, among which the error rate is divided."""
+    baseline: str
+
+    @model_validator(mode="after")
+    def _enough(self) -> Self:
+        if len(self.seeds) < self.min_seeds:
+            raise ValueError(f"seed_plan.seeds lists {len(self.seeds)}, fewer than min_seeds {self.min_seeds}")
+        return self
+
+
+class Experiment(_Part):
+    """The comparison a run belongs to."""
+
+    name: str
+    title: str
+    arm: str
+    """Which of the compared variants this run is."""
+    baseline: str
+    """The arm the others are compared with."""
+    threshold: float | Literal["baseline"] | None = None
+    """The value of the deciding metric; the first step that reaches it is reported."""
+    budget_arms: list[str] = []
+    """Arms that are the baseline with other budgets."""
+    size: str | None = None
+    """Which of the compared sizes this run has."""
+    phase: Literal["comparison", "tuning"] = "comparison"
+    """tuning: the run was used to choose the arm's learning rate."""
+    seed_plan: SeedPlan | None = None
+    """Set if seeds are added until the comparison is decided."""
+
+
+class Event(_Part):
+    """One thing that was done to a model; a checkpoint's history.json lists them all, in order."""
+
+    kind: Literal["trained", "grown", "merged", "shrunk", "retrofitted", "converted", "refitted"]
+    tokens: RecordCount = 0
+    """Training tokens of this event."""
+    flops: float = 0.0
+    """Training FLOPs of this event."""
+    details: dict[str, Any] = {}
+    """For training: name, identity, seed, steps and rows; otherwise the arguments and the measurements."""
+
+
+class Origin(_Part):
+    """The trained model that a run started from."""
+
+    checkpoint: str
+    tokens: RecordCount
+    """Total tokens it had been trained on."""
+    flops: float
+    """Total training FLOPs spent on it."""
+    history: list[Event]
+
+
+class StageRecord(_Part):
+    """One stage of a run that has several."""
+
+    name: str
+    folder: str = Field(pattern=r"^(\.\./)?stages/\w[\w.-]*$")
+    """The stage's own run, from the folder of the record: in its stages/, or next to it if trials share stages."""
+    parameters: RecordCount
+    steps: RecordCount
+    tokens: RecordCount
+    flops: float
+    seconds: float
+    total_tokens: RecordCount
+    """Total tokens up to the end of this stage."""
+    total_flops: float
+    """Total training FLOPs up to the end of this stage."""
+    result: float | None
+    """The deciding metric at its end."""
+    cache_bytes_per_token: RecordCount = 0
+    """Of its model, in fp32."""
+
+
+class _TrainingSettings(BaseModel):
+    """What readers of records need in `recipe.training`."""
+
+    steps: RecordCount
+    learning_rate: float
+    devices: RecordCount = 1
+    nodes: RecordCount = 1
+
+
+class _Sections(BaseModel):
+    """What readers of records need in `recipe`."""
+
+    training: _TrainingSettings
+    model: dict[str, Any] = {}
+    data: dict[str, Any] = {}
+
+
+class RunRecord(_Part):
+    """Everything known about one run."""
+
+    schema_version: Literal[2] = 2
+    name: str
+    experiment: Experiment | None = None
+    """Set by `headwater compare`."""
+    origin: Origin | None = None
+    """Set if the run started from a trained model, whose cost comes before this run's."""
+    stages: list[StageRecord] = []
+    """The stages that this record sums up; its points continue from one to the next."""
+    seed: RecordCount
+    status: Literal["running", "stopped", "finished", "diverged", "failed"]
+    """stopped: on request; diverged: its loss or weights stopped being finite."""
+    error: str | None = None
+    """Why it failed or diverged."""
+    recipe: dict[str, Any]
+    """The resolved recipe, defaults included."""
+    identity: str
+    """The recipe's identity. Records of equal identity are the same run."""
+    data: dict[str, Any]
+    """The data's source, hash, sizes, and the Python version for its standard library."""
+    metric: str
+    """The deciding metric."""
+    lower_is_better: bool
+    parameters: RecordCount
+    embedding_parameters: RecordCount = 0
+    """Of these, those of the embedding and of an untied output head."""
+    cache_bytes_per_token: RecordCount
+    """Bytes each further token adds to the K/V cache of one sequence, in fp32."""
+    unit: Literal["tokens", "images"] = "tokens"
+    """What this record counts, here and in its points, wherever a field is named after tokens."""
+    tokens: RecordCount
+    """Training tokens seen, or images."""
+    flops: float
+    """Training FLOPs spent: matmuls and causal attention, three times the forward pass."""
+    seconds: float
+    """Time in training steps, without evaluation and saving."""
+    data_wait_seconds: float = 0.0
+    """Of these, the seconds that steps waited for data."""
+    skipped_steps: RecordCount = 0
+    """Steps skipped because their loss or gradient was not finite."""
+    data_order: str = ""
+    """Hash of all training rows in their order: equal for runs that saw the same data, on any number of processes."""
+    curve: list[CurvePoint] = []
+    held_out: list[HeldOutPoint] = []
+    speed: list[SpeedPoint] = []
+    notices: list[Notice] = []
+    documents: list[DocumentLoss] = []
+    """Held-out loss per document at the end; empty for synthetic tasks."""
+    environment: Environment
+
+    @model_validator(mode="after")
+    def _looks_decide(self) -> Self:
+        if any(self.metric not in point.metrics for point in self.held_out):
+            raise ValueError(f"an evaluation has no {self.metric!r}, the deciding metric")
+        return self
+
+    @property
+    def domains(self) -> list[str]:
+        """The domains that the last evaluation's loss averages; empty if the held-out data are not split."""
+        last = self.held_out[-1].metrics if self.held_out else {}
+        return [name.removeprefix("loss/") for name in last if name.startswith("loss/")]
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def data_hashes(self) -> str:
+        """Of the training data and of held-out domains, as JSON; equal for tasks, whose settings say all."""
+        return json.dumps([self.data.get("sha256"), self.data.get("held_out_sha256")], sort_keys=True)
+
+    @property
+    def total_tokens(self) -> int:
+        """Training tokens, including those of the model it started from."""
+        return self.tokens + (self.origin.tokens if self.origin else 0)
+
+    @property
+    def total_flops(self) -> float:
+        """Training FLOPs, including those of the model it started from."""
+        return self.flops + (self.origin.flops if self.origin else 0.0)
+
+    @property
+    def result(self) -> float | None:
+        """The deciding metric at the last evaluation."""
+        return self.held_out[-1].metrics[self.metric] if self.held_out else None
+
+    @property
+    def best(self) -> HeldOutPoint | None:
+        """The evaluation with the best deciding metric."""
+        choose = min if self.lower_is_better else max
+        return choose(self.held_out, key=lambda point: point.metrics[self.metric], default=None)
+
+
+def same_tokens(records: Iterable[RunRecord]) -> bool:
+    """Whether all were measured on the same tokens, so that their losses per token can be compared.
+
+    Then bits per byte are a fixed multiple of the loss (in each domain), which differs for other tokenizers and texts.
+    """
+    looked = [record for record in records if record.held_out]
+    if any(set(record.domains) != set(looked[0].domains) for record in looked):
+        return False
+    for part in [f"/{name}" for name in looked[0].domains] or [""] if looked else ():
+        looks = [record.held_out[-1].metrics for record in looked]
+        both = [(one.get(f"bits_per_byte{part}", math.nan), one.get(f"loss{part}", 0.0)) for one in looks]
+        ratios = [bits / nats for bits, nats in both if nats and math.isfinite(bits / nats)]
+        if ratios and max(ratios) - min(ratios) > SAME * max(ratios):
+            return False
+    return True
+
+
+def environment(
+    device: str, world_size: int = 1, compiled: bool | None = None, attention: str | None = None
+) -> Environment:
+    """This process's. compiled, attention: how a run's model runs."""
+    return Environment(
+        headwater=__version__,
+        python=platform.python_version(),
+        torch=torch.__version__,
+        transformers=transformers.__version__,
+        platform=platform.platform(),
+        device=device,
+        device_name=device_name(torch.device(device)),
+        threads=torch.get_num_threads(),
+        world_size=world_size,
+        compiled=compiled,
+        attention=attention,
+    )
+
+
+def device_name(device: torch.device) -> str:
+    """A GPU's name as its driver gives it, or the processor's."""
+    return torch.cuda.get_device_properties(device).name if device.type == "cuda" else cpu()
+
+
+def changed_data(records: Iterable[RunRecord]) -> str:
+    """A sentence if runs with the same data settings had different data; "" if none did.
+
+    Their difference would be that of the data, too, and a mean over seeds would be one over texts. Of runs with stages
+    it is the data of the last one, which is all that they state.
+    """
+    found: dict[tuple[str, str], dict[str, RunRecord]] = {}
+    for record in records:
+        changes = [one["data"] for one in record.recipe.get("stages", ()) if one.get("data")]
+        settings = json.dumps([record.recipe.get("data"), *changes], sort_keys=True)
+        key = settings, str(record.data.get("source"))
+        found.setdefault(key, {}).setdefault(record.data_hashes, record)
+    for runs in found.values():
+        if len(runs) > 1:
+            python = [f", Python {one.data['python']}" if "python" in one.data else "" for one in runs.values()]
+            named = "; ".join(f"{one.name}{which}" for one, which in zip(runs.values(), python, strict=True))
+            return (
+                f"Runs with the same data settings had different data ({named}), so their results cannot be compared. "
+                "Train them again in a new folder."
+            )
+    return ""
+
+
+def write_record(record: RunRecord, folder: Path) -> None:
+    """Write `folder`/record.json atomically."""
+    replace_text(folder / RECORD, record.model_dump_json(indent=1))
+
+
+def stop_record(folder: Path) -> None:
+    """Change "running" to "stopped" in a record, in place, for a disk without room for another copy."""
+    with suppress(OSError, ValueError), (folder / RECORD).open("r+b") as file:
+        file.seek(file.read().index(b'"status": "running"'))
+        file.write(b'"status": "stopped"')
+
+
+def usable_record(record: RunRecord) -> RunRecord:
+    """The record, if its recipe has what is read from it. Raises pydantic's `ValidationError`."""
+    _Sections.model_validate(record.recipe)
+    return record
+
+
+def read_record(path: Path) -> RunRecord:
+    """Read a record from a run's folder or the file itself. Raises `HeadwaterError` for any problem with it."""
+    path = path / RECORD if path.is_dir() and path.name != RECORD else path
+    try:
+        return usable_record(RunRecord.model_validate_json(read_bytes(path)))
+    except FileNotFoundError:
+        raise HeadwaterError(f"There is no run record at {str(path)!r}.") from None
+    except OSError as error:
+        raise HeadwaterError(f"The run record {str(path)!r} cannot be read: {error.strerror}.") from error
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        if first["loc"] == ("schema_version",):
+            raise HeadwaterError(
+                f"{str(path)!r} has schema version {first['input']}, and this version of headwater reads only "
+                f"{SCHEMA_VERSION}; train the run again."
+            ) from error
+        where = ".".join(map(str, first["loc"]))
+        said = f"{where}: {first['msg']}" if where else first["msg"].removeprefix("Value error, ")
+        raise HeadwaterError(f"{str(path)!r} is not a run record, or it is damaged: {said}.") from error
+
+
+def record_files(folder: Path, tell: Callable[[str], None] | None = None) -> list[Path]:
+    """All records below `folder`, sorted.
+
+    tell: called with a message for each unreadable folder; without it, such a folder raises `HeadwaterError`.
+    """
+
+    def unreadable(error: OSError) -> None:
+        if isinstance(error, FileNotFoundError):  # it never existed, or was removed
+            return
+        said = f"The folder {error.filename!r} cannot be read: {error.strerror}."
+        if tell is None:
+            raise HeadwaterError(said)
+        tell(said)
+
+    walked = os.walk(folder, onerror=unreadable)
+    return sorted(Path(place, RECORD) for place, folders, files in walked if RECORD in files or RECORD in folders)

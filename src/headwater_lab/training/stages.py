@@ -1,0 +1,193 @@
+"""Recipes with stages: train, grow, train, grow, …; each stage is a separate run, and one record sums them up.
+
+runs/NAME/
+  record.json                  the sum: points continue from stage to stage, costs add up
+  config.json, …               the model of the last stage; see training/model_folder.py
+  stages/00-start/             the runs
+  stages/01-NAME-OF-STAGE/
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from contextlib import ExitStack
+from pathlib import Path
+
+from headwater.util.errors import HeadwaterError, nearest
+from headwater.util.output_folder import occupied
+from headwater_lab.recipe.schema import Recipe, changed_config
+from headwater_lab.training.loop import OnEvent, train
+from headwater_lab.training.model_folder import publish_model
+from headwater_lab.training.places import checkpoints, newest_checkpoint
+from headwater_lab.training.records import Experiment, RunRecord, StageRecord, read_record, write_record
+from headwater_lab.training.run_folder import STAGES, check_ours, mark
+
+
+def chain(recipe: Recipe, folder: Path) -> list[tuple[Recipe, Path]]:
+    """The stages of a recipe as plain recipes, each with its folder in the run's."""
+    names = recipe.stage_names
+    return recipe.chain(lambda name, _: folder / STAGES / f"{names.index(name):02d}-{name}")
+
+
+def train_stages(
+    recipe: Recipe,
+    folder: Path,
+    *,
+    resume: bool = False,
+    experiment: Experiment | None = None,
+    only: str | None = None,
+    on_event: OnEvent | None = None,
+    measure_peak: bool = False,
+) -> RunRecord:
+    """Train the stages of a recipe one after the other; like `train` for a recipe without. Returns the record of all.
+
+    resume: skip finished stages and continue the interrupted one.
+    only: train just this stage ("start" is the first) and return its record; the one before it must be finished.
+    on_event: as in `train`, with steps counted over all stages.
+
+    Raises `HeadwaterError` as `train` and `check_later_stages` do, and if several devices would have to be set up
+    once per stage.
+    """
+    with ExitStack() as stack:
+        if recipe.stages:
+            check_ours(folder)
+            if not on_several(recipe):
+                stack.enter_context(occupied(folder, nested=True, busy="run is writing to"))
+                check_ours(folder)  # another process may have been faster
+            if checkpoints(folder) and not (folder / STAGES).is_dir():
+                raise HeadwaterError(f"{str(folder)!r} already holds a run without stages; choose another --out.")
+        return _train_stages(recipe, folder, resume, experiment, only, on_event, measure_peak)
+
+
+def _train_stages(
+    recipe: Recipe,
+    folder: Path,
+    resume: bool,
+    experiment: Experiment | None,
+    only: str | None,
+    on_event: OnEvent | None,
+    measure_peak: bool,
+) -> RunRecord:
+    runs, names = chain(recipe, folder), recipe.stage_names
+    if not finished(*runs[0]):
+        check_later_stages(recipe)
+    if only is not None:
+        if only not in names:
+            raise HeadwaterError(f"{recipe.name!r} has no stage {only!r}; {nearest(only, names)}")
+        plain, place = runs[names.index(only)]
+        record = train(plain, place, resume=resume, on_event=on_event, measure_peak=measure_peak)
+        if all(finished(plain, place) for plain, place in runs):
+            finish(recipe, folder, runs, experiment)
+        return record
+    if not recipe.stages:
+        return train(recipe, folder, resume=resume, experiment=experiment, on_event=on_event, measure_peak=measure_peak)
+    if on_several(recipe):
+        raise HeadwaterError(
+            "Train stages separately on several devices, which a process can set up only once: "
+            f"{', '.join(f'--stage {name}' for name in names)}."
+        )
+    before = 0
+    mark(folder)
+    for plain, place in runs:
+        if not (resume and finished(plain, place)):
+            train(plain, place, resume=resume, on_event=_later(on_event, before), measure_peak=measure_peak)
+        before += plain.training.steps
+    return finish(recipe, folder, runs, experiment)
+
+
+def finish(
+    recipe: Recipe, folder: Path, runs: list[tuple[Recipe, Path]], experiment: Experiment | None = None
+) -> RunRecord:
+    """Write the record of finished stages, and the model of the last one, into the folder around them."""
+    record = joined(recipe, folder, runs, experiment)
+    publish_model(newest_checkpoint(runs[-1][1]), folder)
+    write_record(record, folder)
+    return record
+
+
+def check_later_stages(recipe: Recipe) -> None:
+    """Raise `HeadwaterError` for a stage that cannot follow from the checkpoint that the recipe begins with, before
+    earlier stages are trained. Reading a recipe checks those that begin with a fresh model."""
+    if recipe.start is None or not recipe.stages or not Path(recipe.start.checkpoint).is_dir():
+        return
+    from headwater.conversion import config_of
+
+    config = changed_config(config_of(newest_checkpoint(Path(recipe.start.checkpoint))), recipe.start)
+    for _ in recipe.stage_configs(config):
+        pass
+
+
+def on_several(recipe: Recipe) -> bool:
+    """Whether a recipe trains with several processes."""
+    return recipe.training.devices * recipe.training.nodes > 1 or "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def finished(recipe: Recipe, folder: Path) -> bool:
+    """Whether `folder` holds this recipe's run, finished."""
+    try:
+        record = read_record(folder)
+    except HeadwaterError:
+        return False
+    return record.status == "finished" and record.identity == recipe.identity
+
+
+def joined(
+    recipe: Recipe, folder: Path, runs: list[tuple[Recipe, Path]], experiment: Experiment | None = None
+) -> RunRecord:
+    """One record of finished stages: each one's counts continue from the end of the one before.
+
+    It has both the evaluation at the end of a stage and the one before the next stage's first step: their difference
+    is the immediate effect of changing the model.
+    """
+    records = [read_record(place) for _, place in runs]
+    first, last = records[0], records[-1]
+    whole = last.model_copy(
+        update=dict(
+            name=recipe.name,
+            experiment=experiment,
+            origin=first.origin,
+            recipe=recipe.model_dump(mode="json", exclude={"compare"}),
+            identity=recipe.identity,
+            tokens=sum(record.tokens for record in records),
+            flops=sum(record.flops for record in records),
+            seconds=sum(record.seconds for record in records),
+            data_wait_seconds=sum(record.data_wait_seconds for record in records),
+            skipped_steps=sum(record.skipped_steps for record in records),
+            data_order=hashlib.sha256("".join(record.data_order for record in records).encode()).hexdigest(),
+        )
+    )
+    parts: dict[str, list] = {"curve": [], "held_out": [], "speed": [], "notices": []}
+    step, tokens, flops = 0, 0, 0.0
+    stages = []
+    origin = first.origin
+    for name, record, (plain, place) in zip(recipe.stage_names, records, runs, strict=True):
+        for kind, points in parts.items():
+            for point in getattr(record, kind):
+                counted = {"step": point.step + step}
+                if kind in ("curve", "held_out"):
+                    counted |= {"tokens": point.tokens + tokens, "flops": point.flops + flops}
+                points.append(point.model_copy(update=counted))
+        step, tokens, flops = step + plain.training.steps, tokens + record.tokens, flops + record.flops
+        stages.append(
+            StageRecord(
+                name=name,
+                folder=Path(os.path.relpath(place, folder)).as_posix(),
+                parameters=record.parameters,
+                steps=plain.training.steps,
+                tokens=record.tokens,
+                flops=record.flops,
+                seconds=record.seconds,
+                total_tokens=tokens + (origin.tokens if origin else 0),
+                total_flops=flops + (origin.flops if origin else 0.0),
+                result=record.result,
+                cache_bytes_per_token=record.cache_bytes_per_token,
+            )
+        )
+    return whole.model_copy(update=parts | {"stages": stages})
+
+
+def _later(on_event: OnEvent | None, steps: int) -> OnEvent | None:
+    if on_event is None:
+        return None
+    return lambda step, point: on_event(step + steps, point)
