@@ -35,7 +35,8 @@ import headwater.util.workers
 CONTEXT = multiprocessing.get_context("forkserver")
 # Imported once; the commands import what else they need.
 PRELOADED = [
-    "headwater_lab.cli", "headwater_lab.training.loop", "headwater_lab.training.trained", "headwater.conversion.export", "headwater_lab.comparison",
+    "headwater_lab.cli", "headwater_lab.training.loop", "headwater_lab.training.trained",
+    "headwater.conversion.export", "headwater_lab.comparison",
 ]  # fmt: skip
 CONTEXT.set_forkserver_preload(PRELOADED)
 
@@ -235,7 +236,7 @@ def _command(*arguments: str) -> None:
     from headwater.util.process import begin
 
     sys.argv = ["headwater", *arguments]
-    # What `python -m headwater` has: by it the first of several processes starts the others.
+    # What `python -m headwater_lab` has: by it the first of several processes starts the others.
     sys.modules["__main__"] = importlib.util.module_from_spec(importlib.util.find_spec("headwater_lab.__main__"))
     begin()  # as the import does in a process that is the command line
     try:

@@ -212,7 +212,7 @@ def test_a_command_started_in_the_folder_imports_nothing_from_it(download):
             (download.folder / f"{name}.py").unlink()
     source = str(Path(headwater.__file__).parents[1])
     environment = os.environ | {"FLAG": str(download.flag), "PYTHONPATH": source, VARIABLE: ""}
-    command = [sys.executable, "-m", "headwater", "list", "recipes"]
+    command = [sys.executable, "-m", "headwater_lab", "list", "recipes"]
     done = subprocess.run(command, cwd=download.folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert not download.flag.exists(), download.flag.read_text()

@@ -15,7 +15,8 @@ from headwater.util.extras import MODULES
 
 # What a price needs nothing of.
 MODELS_AND_RUNS = (
-    "headwater.models.",
+    "headwater.models.causal_lm.",
+    "headwater.models.stack.",
     "headwater.nn.",
     "headwater_lab.data.",
     "headwater_lab.recipe.schema.",

@@ -127,7 +127,7 @@ sys.meta_path.insert(0, Finder())
 """
     (tmp_path / "sitecustomize.py").write_text(finder)
     places = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
-    command = [sys.executable, "-m", "headwater", "list", "presets"]
+    command = [sys.executable, "-m", "headwater_lab", "list", "presets"]
     done = subprocess.run(
         command,
         env=os.environ | {"PYTHONPATH": places},

@@ -205,7 +205,9 @@ def shown(page: str) -> Iterator[Command | File | Code]:
 
 
 # Variables; the interpreter, or what starts several processes; the command.
-LINE = re.compile(r"(?:[A-Z_]+=\S+ )*(?:python -m |((?:torchrun|srun) (?:-\S+ \S+ )+)(?:-m )?)?headwater ([a-z].*)")
+LINE = re.compile(
+    r"(?:[A-Z_]+=\S+ )*(?:python -m |((?:torchrun|srun) (?:-\S+ \S+ )+)(?:-m )?)?headwater(?:_lab)? ([a-z].*)"
+)
 
 
 def _commands(text: str) -> Iterator[Command]:
@@ -390,8 +392,8 @@ $ ls
 - In a list:
 
   ```
-  OMP_NUM_THREADS=1 python -m headwater runs   # these, …
-  torchrun --nnodes 4 -m headwater runs
+  OMP_NUM_THREADS=1 python -m headwater_lab runs   # these, …
+  torchrun --nnodes 4 -m headwater_lab runs
   headwater compare RECIPE… [--out FOLDER]
   headwaters run
   ```

@@ -3,16 +3,6 @@
 What is named here is imported when it is first used, so that `import headwater` takes no time.
 """
 
-import sys as _sys
-
-if (
-    _sys.argv[:1] == ["-m"]  # as long as Python looks for the module that it is to run
-    and _sys.orig_argv[-len(_sys.argv)].removeprefix("-m").partition(".")[0] == __name__
-    and not _sys.flags.safe_path
-):
-    # Python has put the current folder first, and would find any module that lies in it, of whatever name.
-    del _sys.path[0]
-
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING, Any
 

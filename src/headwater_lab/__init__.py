@@ -7,8 +7,20 @@
 What is named here is imported when it is first used.
 """
 
+import sys
+
+if (
+    sys.argv[:1] == ["-m"]  # as long as Python looks for the module that it is to run
+    and sys.orig_argv[-len(sys.argv)].removeprefix("-m").partition(".")[0] == __name__
+    and not sys.flags.safe_path
+):
+    # Python has put the current folder first, and would find any module that lies in it, of whatever name.
+    del sys.path[0]
+
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+import headwater  # noqa: F401  it sets up the process of a command, before what takes time to import
 
 if TYPE_CHECKING:
     from headwater_lab.api import compare, grow, plan, reproduce, retrofit, train

@@ -1,4 +1,4 @@
-"""`python -m headwater` is the command line, as `torchrun -m headwater` needs it."""
+"""`python -m headwater_lab` is the command line, as `torchrun -m headwater_lab` needs it."""
 
 from importlib import import_module
 

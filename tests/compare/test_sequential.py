@@ -412,7 +412,16 @@ def test_killed_at_random_moments_it_comes_to_the_same_decision(tmp_path):
     moments = random.Random(0)
 
     def started(out, workers):
-        command = ["-m", "headwater", "compare", tmp_path / "tiny.yaml", "--out", tmp_path / out, "--workers", workers]
+        command = [
+            "-m",
+            "headwater_lab",
+            "compare",
+            tmp_path / "tiny.yaml",
+            "--out",
+            tmp_path / out,
+            "--workers",
+            workers,
+        ]
         return subprocess.Popen([sys.executable, *map(str, command)], start_new_session=True, stdout=subprocess.DEVNULL)
 
     assert started("whole", 2).wait() == 0

@@ -1097,7 +1097,7 @@ def test_training_a_tokenizer_stops_at_its_sample(folder, tmp_path, run):
 
 def memory_of(arguments: list) -> int:
     """The most memory a command and its children hold at a time, in bytes."""
-    process = subprocess.Popen([sys.executable, "-m", "headwater", *map(str, arguments)], stdout=subprocess.DEVNULL)
+    process = subprocess.Popen([sys.executable, "-m", "headwater_lab", *map(str, arguments)], stdout=subprocess.DEVNULL)
     peak = 0
     while process.poll() is None:
         peak = max(peak, tree_memory(process.pid))

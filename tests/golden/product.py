@@ -38,7 +38,7 @@ from headwater_lab.training.records import write_record
 
 # Of the installed package and of the command line, for processes of their own and for those that may not import them.
 PACKAGES = ("headwater",)
-COMMAND = ("-m", "headwater")
+COMMAND = ("-m", "headwater_lab")
 
 DATA_KINDS = tuple(DATA.own)
 MECHANISM_NAMES = tuple(MECHANISMS.own)

@@ -497,7 +497,7 @@ def test_killed_and_resumed_it_ends_the_same(written, tmp_path):
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
     train_stages(recipe, tmp_path / "whole")
-    command = [sys.executable, "-m", "headwater", "train", str(file), "--out", str(tmp_path / "cut"), "--resume"]
+    command = [sys.executable, "-m", "headwater_lab", "train", str(file), "--out", str(tmp_path / "cut"), "--resume"]
     log = tmp_path / "cut" / "stages" / "00-start" / "metrics.jsonl"
     for lines in (3, 9):
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -608,7 +608,17 @@ def test_a_name_on_the_hub_is_a_source(written, tmp_path):
     shutil.copytree(written / "llama", place / "snapshots" / "abc")
     (place / "refs").mkdir()
     (place / "refs" / "main").write_text("abc")
-    command = [sys.executable, "-m", "headwater", "convert", "me/tiny", "--num-key-value-heads", "1", "--heal", "100"]
+    command = [
+        sys.executable,
+        "-m",
+        "headwater_lab",
+        "convert",
+        "me/tiny",
+        "--num-key-value-heads",
+        "1",
+        "--heal",
+        "100",
+    ]
     command += ["--context", "16", "--batch-size", "2", "--out", str(tmp_path / "out"), "data.held_out_bytes=300"]
     offline = os.environ | {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
     subprocess.run([*command, "--text", str(written / "texts")], check=True, env=offline)

@@ -36,7 +36,7 @@ def command(recipe, corpus, tmp_path):
         file = tmp_path / "recipe.yaml"
         made = recipe(data=data, training=CHANGES["training"] | training, reporting=CHANGES["reporting"])
         file.write_text(yaml.safe_dump(made.model_dump(mode="json")))
-        return [sys.executable, "-m", "headwater", "train", str(file), "--out", str(out), "--resume"]
+        return [sys.executable, "-m", "headwater_lab", "train", str(file), "--out", str(out), "--resume"]
 
     return make
 
@@ -148,7 +148,7 @@ def of_images(tmp_path):
     def make(out, **training):
         file = tmp_path / "images.yaml"
         file.write_text(yaml.safe_dump(values | {"training": values["training"] | training}))
-        return [sys.executable, "-m", "headwater", "train", str(file), "--out", str(out), "--resume"]
+        return [sys.executable, "-m", "headwater_lab", "train", str(file), "--out", str(out), "--resume"]
 
     return make
 

@@ -470,7 +470,17 @@ def test_another_version_of_vllm_says_so_and_serves_other_models(monkeypatch, ca
 
 
 def test_options_are_refused_in_one_sentence(tmp_path, server):
-    command = [sys.executable, "-m", "headwater", "serve", str(server.folder), "--engine", "vllm", "--block_size", "16"]
+    command = [
+        sys.executable,
+        "-m",
+        "headwater_lab",
+        "serve",
+        str(server.folder),
+        "--engine",
+        "vllm",
+        "--block_size",
+        "16",
+    ]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 2
     assert ended.stderr.strip().splitlines()[-1] == "headwater: block_size must be a multiple of 32, not 16."
@@ -542,7 +552,7 @@ class Server:
         self.client.name = str(folder)
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "headwater", "serve", str(self.folder), "--engine", "vllm"]
+        command = [sys.executable, "-m", "headwater_lab", "serve", str(self.folder), "--engine", "vllm"]
         command += ["--port", str(self.port), "--max-model-len", "128", "--block-size", "32"]
         log = self.folder / "log"
         self.process = subprocess.Popen(

@@ -37,7 +37,8 @@ def price(config: HeadwaterConfig, **settings: Any) -> Any:
     training budget of either kind. hardware: a `Hardware`. devices: default 1. precision: as in recipes, default
     bf16-mixed; the cache is in the matmuls' dtype. mfu: the assumed share of the peak that training reaches, default
     0.4. gradient_checkpointing, and of text loss_chunk_tokens: as in recipes. averages: with `training.ema_decay`.
-    masked: packed rows of text have a mask in memory (`headwater.cost.counts.activation_bytes`). Raises `HeadwaterError` for
+    masked: packed rows of text have a mask in memory (`headwater.cost.counts.activation_bytes`). Raises
+    `HeadwaterError` for
     invalid values.
     """
     of_images = isinstance(config, HeadwaterVisionConfig)

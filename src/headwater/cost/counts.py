@@ -186,7 +186,8 @@ def forward_flops(config: HeadwaterConfig, context: int, causal: bool = True) ->
 def prefill_flops(config: HeadwaterConfig, tokens: int, causal: bool = True) -> float:
     """FLOPs of reading a prompt of `tokens` with a cache, and of the logits of its last token.
 
-    Layers that store nothing for later tokens (`headwater.config.planner.output_only_from`) run for the last token alone.
+    Layers that store nothing for later tokens (`headwater.config.planner.output_only_from`) run for the last token
+    alone.
     """
     first, plans = output_only_from(config), config.layer_plans
     own = [config.at(plan.index) for plan in plans]

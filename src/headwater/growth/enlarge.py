@@ -1,6 +1,7 @@
 """Make a model deeper and wider: from a `Larger` to its config, its tensors and its optimizer's state.
 
-Each parameter has axes (`headwater.mechanisms.enlarging.Dim`), those of mechanisms by their own word. Along each axis a new entry
+Each parameter has axes (`headwater.mechanisms.enlarging.Dim`), those of mechanisms by their own word. Along each axis
+a new entry
 is a copy of an old one, zero, or as in a fresh model of the new size; all the ways of `methods` differ in this alone.
 """
 

@@ -264,7 +264,8 @@ class Mechanism(nn.Module):
     # True if it looks up tokens by id. Then `Context.ids` is set, the module of `shared` is called with the ids, and
     # the model raises an error if it is called with `inputs_embeds`.
     reads_ids: ClassVar[bool] = False
-    # For models that are split over processes (`headwater_lab.serving`, `headwater.integrations.torchtitan`). True if within attention
+    # For models that are split over processes (`headwater_lab.serving`, `headwater.integrations.torchtitan`). True if
+    # within attention
     # each head is computed from that head and the layer's input; `axes` says which entries of a parameter belong to
     # which.
     per_head: ClassVar[bool] = False

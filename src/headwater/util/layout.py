@@ -14,7 +14,7 @@ PACKAGES = frozenset({LIBRARY, LABORATORY})
 # The package whose `main` is the command line; an interrupt there ends a command in order.
 COMMAND_LINE = "headwater_lab.cli"
 # What starts the command line, after the path of Python. -P: look for no modules in the current folder.
-RUN = ("-P", "-m", LIBRARY)
+RUN = ("-P", "-m", LABORATORY)
 # Whether this is the code of an exported checkpoint. Its classes differ from those that other packages use.
 IS_EXPORTED = __name__.partition(".")[0] != LIBRARY
 

@@ -19,16 +19,16 @@ from contextlib import contextmanager, suppress
 from pathlib import PurePath
 from types import FrameType
 
-from headwater.util.layout import COMMAND_LINE, LIBRARY
+from headwater.util.layout import COMMAND_LINE, LABORATORY, LIBRARY
 
 
 def is_command() -> bool:
-    """Whether this process was started as `headwater …` or `python -m headwater …`."""
+    """Whether this process was started as `headwater …` or `python -m headwater_lab …`."""
     try:
         started = sys.orig_argv[-len(sys.argv)]  # the script or module, before the arguments
     except (AttributeError, IndexError):
         return False
-    return PurePath(started).stem in (LIBRARY, f"-m{LIBRARY}")
+    return PurePath(started).stem in (LIBRARY, f"-m{LABORATORY}")
 
 
 def begin() -> None:

@@ -34,7 +34,8 @@ class Text:
 
 
 def read_text(source: str, limit: int | None = None, column: str = "text") -> Text:
-    """The first `limit` documents of a source as `headwater_lab.data.corpus.read_corpus` takes it; a file is one document.
+    """The first `limit` documents of a source as `headwater_lab.data.corpus.read_corpus` takes it; a file is one
+    document.
 
     column: that of tables with the text. Raises `HeadwaterError` if there is none, and for conversations, since each
     model would write them with a template of its own.
