@@ -59,6 +59,7 @@ mutations: $(VENV)/.installed-dev,mutations
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check src tests
 	$(BIN)/ruff format --check src tests
+	$(BIN)/lint-imports --no-cache
 
 types: $(VENV)/.installed-dev
 	$(BIN)/mypy

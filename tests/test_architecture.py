@@ -1,8 +1,9 @@
-"""Data flows one way: a module imports from its own row or a row above it, never from one below."""
+"""What a reader can rely on in every file. Which packages import which: import-linter, in `make lint`."""
 
 import ast
 import functools
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,82 +12,42 @@ import pytest
 import headwater
 from headwater.plugins.registry import REGISTRY
 
-ROOT = Path(headwater.__file__).parent
-
-# Modules that share a row do not import each other.
-ORDER = (
-    ("layout",),
-    ("drawing", "errors", "plan", "precision", "process", "seeding", "shipped", "terminal", "workers"),
-    ("deadline", "enlarging", "extras", "files", "kernels", "weights"),
-    ("output_folder", "outputs", "outside", "settings", "written"),
-    ("registry", "hardware", "hub"),
-    ("planning", "remote_code"),
-    ("config",),
-    ("vision_config",),
-    ("presets",),
-    ("mechanisms",),
-    ("nn",),
-    ("models",),
-    ("auto_classes",),
-    ("doctor",),
-    ("reading",),
-    ("diagnostics", "growth", "retrofit", "cost"),
-    ("paging", "price"),
-    ("records",),
-    ("data",),
-    ("recipe",),
-    ("training",),
-    ("serving",),
-    ("bench",),
-    ("compare", "evaluate", "export", "generation", "inspect", "prediction", "priced", "testing", "verify"),
-    ("titan_model",),
-    ("titan",),
-    ("report",),
-    ("papers",),
-    ("api",),
-    ("cli",),
-    ("__main__",),
-)
-RANK = {module: rank for rank, row in enumerate(ORDER) for module in row}
+TOP = Path(__file__).parents[1]
+# Both packages lie here.
+ROOT = Path(headwater.__file__).parents[1]
 
 # The only places that know mechanisms by name: the table of them, and they themselves; presets, which are configs of
 # named mechanisms; what is done to parameter tokens alone, or read from the papers' own checkpoints; and the equations
 # that tests hold them against.
 KNOW_MECHANISMS = (
-    "registry.py",
-    "mechanisms/",
-    "presets.py",
-    "growth/pairs.py",
-    "conversion/parameter_tokens.py",
-    "conversion/foreign.py",
-    "testing/naive.py",
+    "headwater/plugins/registry.py",
+    "headwater/mechanisms/",
+    "headwater/config/presets.py",
+    "headwater/growth/pairs.py",
+    "headwater/conversion/parameter_tokens.py",
+    "headwater/conversion/foreign.py",
+    "headwater/testing/naive.py",
 )
 
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
-OWN_FILES = [file for file in FILES if file != Path("__init__.py")]
 
 
 def test_kernels_stand_together():
     """Autograd functions and PyTorch's private hooks have one home, with one guard."""
     for file in FILES:
-        if file.parts[0] != "kernels":
+        if file.parts[:2] != ("headwater", "kernels"):
             found = re.findall(r"autograd\.Function|torch\._C|forward_ad", (ROOT / file).read_text())
             assert not found, f"{file}: move {found} to kernels/, behind kernels.applies"
 
 
 def test_one_place_prints():
-    """Rich reads markup in whatever it is given; what terminal.py has in its place does not."""
+    """Rich reads markup in whatever it is given; what util/terminal.py has in its place does not."""
     for file in FILES:
-        if file != Path("terminal.py"):
+        if file != Path("headwater/util/terminal.py"):
             found = re.findall(
                 r"rich\.(?:table|console|markup|panel)|from rich import .*print", (ROOT / file).read_text()
             )
             assert not found, f"{file}: take Table and Terminal of headwater.util.terminal for {found}"
-
-
-def room(file: Path) -> str:
-    """The first part of a module's name below the package: nn/block.py is in nn."""
-    return file.parts[0].removesuffix(".py")
 
 
 @functools.cache
@@ -114,42 +75,34 @@ def nodes(file: Path) -> list[ast.AST]:
 
 
 def imports(file: Path) -> Iterator[str]:
-    """Dotted names, below the package, of what a file imports from it; "" for the package itself."""
-    package = file.parent.parts
+    """Dotted names, below the package, of what a file imports from the library."""
     for node in nodes(file):
         if isinstance(node, ast.Import):
-            names = [alias.name.split(".") for alias in node.names]
+            names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            above = ["headwater", *package[: len(package) - node.level + 1]] if node.level else []
-            module = above + (node.module.split(".") if node.module else [])
-            names = [[*module, alias.name] for alias in node.names]
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
         else:
             continue
-        for first, *rest in names:
-            if first == "headwater" and rest != ["__version__"]:
-                yield ".".join(rest) if rest and rest[0] in RANK else ""
+        yield from (name.removeprefix("headwater.") for name in names if name.startswith("headwater."))
 
 
-def test_every_module_has_its_row():
-    assert {room(file) for file in OWN_FILES} <= RANK.keys()
+def contracts() -> dict[str, list[list[str]]]:
+    """The floors of each package, the uppermost first, as import-linter checks them."""
+    settings = tomllib.loads((TOP / "pyproject.toml").read_text())["tool"]["importlinter"]
+    layered = [contract for contract in settings["contracts"] if "containers" in contract]
+    return {each["containers"][0]: [layer.split(" | ") for layer in each["layers"]] for each in layered}
 
 
-def test_the_map_in_the_documentation_has_every_module_in_this_order():
-    page = (Path(__file__).parents[1] / "docs" / "architecture.md").read_text()
-    rows = [line[:28].replace("/", "").split() for line in page.split("```")[1].splitlines() if line]
-    drawn = [module for row in rows for module in row]
-    assert sorted(drawn) == sorted(RANK.keys() - {"__main__"})
-    ranks = [RANK[module] for module in drawn]
-    # The top of the map is the bottom of ORDER.
-    assert ranks == sorted(ranks, reverse=True)
-
-
-def test_imports_point_one_way():
-    for file in OWN_FILES:
-        for name in imports(file):
-            # The package itself imports the models.
-            imported = name.split(".")[0] or "models"
-            assert imported == room(file) or RANK[imported] < RANK[room(file)], f"{file} imports {name or 'headwater'}"
+def test_the_map_in_the_documentation_has_the_floors_of_the_contracts():
+    page = (TOP / "docs" / "architecture.md").read_text()
+    floors: dict[str, list[list[str]]] = {}
+    for line in page.split("```")[1].splitlines():
+        if line and not line.startswith(" "):
+            package = line.split("/")[0].removeprefix("src/")
+            floors[package] = []
+        elif line.strip():
+            floors[package].append(re.split(r"/?\s+", line[:54].strip().rstrip("/")))
+    assert floors == contracts()
 
 
 def mentions(file: Path) -> Iterator[str]:
@@ -191,25 +144,6 @@ def test_a_mechanism_that_is_known_by_name_is_seen(tmp_path, monkeypatch, line):
     (tmp_path / "bench.py").write_text(f"{line}\n")
     monkeypatch.setattr("test_architecture.ROOT", tmp_path)
     assert list(mentions(Path("bench.py")))
-
-
-def test_an_arrow_that_points_back_is_seen(tmp_path, monkeypatch):
-    (tmp_path / "nn").mkdir()
-    (tmp_path / "nn" / "block.py").write_text(
-        "from typing import TYPE_CHECKING\n"
-        "if TYPE_CHECKING:\n"
-        "    from headwater.models.stack import Stack\n"
-        "else:\n"
-        "    from headwater.config import text as config\n"
-        "def late():\n"
-        "    from ..training.loop import train\n"
-        "    import headwater.mechanisms.base\n"
-        "    from . import norm\n"
-        "    from headwater import HeadwaterConfig\n"
-    )
-    monkeypatch.setattr("test_architecture.ROOT", tmp_path)
-    seen = set(imports(Path("nn/block.py")))
-    assert seen == {"models.stack.Stack", "config", "training.loop.train", "mechanisms.base", "nn.norm", ""}
 
 
 def declared(file: Path) -> Iterator[str]:
