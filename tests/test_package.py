@@ -40,7 +40,7 @@ def test_wheel_holds_every_source_file_and_nothing_else(wheel):
         if path.is_file() and "__pycache__" not in path.parts
     }
     expected |= {
-        f"headwater/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "recipes").rglob("*") if path.is_file()
+        f"headwater_lab/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "recipes").rglob("*") if path.is_file()
     }
     assert names == expected
     assert "headwater/py.typed" in names
