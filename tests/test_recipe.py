@@ -1,5 +1,7 @@
 """Recipes: typed fields, overrides, and what is said when something is wrong."""
 
+import hashlib
+import json
 import os
 from pathlib import Path
 
@@ -7,7 +9,7 @@ import pytest
 
 from headwater.util.errors import HeadwaterError
 from headwater_lab.data.synthetic import InductionData, InductionSettings
-from headwater_lab.recipe.schema import MODEL_FIELDS, Recipe, load_recipe, parse
+from headwater_lab.recipe.schema import IDENTITY_VERSION, MODEL_FIELDS, Recipe, load_recipe, parse
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").rglob("*.yaml"))
 
@@ -283,6 +285,20 @@ def test_arms_change_only_what_they_say():
     assert b.model == {"hidden_size": 32, "mechanisms": {"kv_shift": {}}}
     assert a.data == b.data
     assert a.training == b.training
+
+
+def test_a_changed_default_needs_another_version_of_the_identity():
+    """If this fails, raise IDENTITY_VERSION, migrate results/*.jsonl, and pin both anew. A new field needs only the pin,
+    if its default is what was done before."""
+    schema = Recipe.model_json_schema()
+    sections = schema["$defs"] | {"Recipe": schema}
+    decisive = {
+        name: {field: facts["default"] for field, facts in section["properties"].items() if "default" in facts}
+        for name, section in sections.items()
+        if name not in ("Compare", "Reporting")
+    }
+    content = json.dumps(decisive, sort_keys=True)
+    assert (IDENTITY_VERSION, hashlib.sha256(content.encode()).hexdigest()[:16]) == (2, "29d494c25de5e397")
 
 
 def test_identity_follows_what_decides_the_result_and_nothing_else():

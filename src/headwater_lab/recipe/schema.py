@@ -137,6 +137,8 @@ def _known_in(registry: Registry) -> AfterValidator:
     return AfterValidator(check)
 
 
+# Raise it when a default changes: fields at their defaults do not enter the identity, and records of runs with the old
+# default would count as runs with the new one.
 IDENTITY_VERSION = 2
 Name = Annotated[str, AfterValidator(_can_name_a_folder)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
