@@ -288,8 +288,10 @@ def test_arms_change_only_what_they_say():
 
 
 def test_a_changed_default_needs_another_version_of_the_identity():
-    """If this fails, raise IDENTITY_VERSION, migrate results/*.jsonl, and pin both anew. A new field needs only the pin,
-    if its default is what was done before."""
+    """If this fails, raise IDENTITY_VERSION, migrate results/*.jsonl, and pin both anew.
+
+    A new field needs only the pin, if its default is what was done before.
+    """
     schema = Recipe.model_json_schema()
     sections = schema["$defs"] | {"Recipe": schema}
     decisive = {
