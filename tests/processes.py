@@ -36,7 +36,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 # Imported once; the commands import what else they need.
 PRELOADED = [
     "headwater_lab.cli", "headwater_lab.training.loop", "headwater_lab.training.trained",
-    "headwater.conversion.export", "headwater_lab.comparison",
+    "headwater.conversion.export", "headwater_lab.comparison.running",
 ]  # fmt: skip
 CONTEXT.set_forkserver_preload(PRELOADED)
 

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from headwater.util.errors import HeadwaterError
-from headwater_lab.comparison import trials_of
+from headwater_lab.comparison.trials import trials_of
 from headwater_lab.recipe.schema import parse
 from headwater_lab.reports import comparisons, write_report
 from headwater_lab.training.loop import train

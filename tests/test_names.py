@@ -9,8 +9,8 @@ from matplotlib.figure import Figure
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import file_name, is_file_name
 from headwater.util.terminal import Table, Terminal, literal
-from headwater_lab.comparison import trials_of
 from headwater_lab.comparison.prices import slug
+from headwater_lab.comparison.trials import trials_of
 from headwater_lab.reports import bars_picture, comparisons, curves_picture, table, write_report
 from headwater_lab.training.places import newest_checkpoint
 from headwater_lab.training.records import StageRecord, read_record, write_record

@@ -22,7 +22,7 @@ from headwater.cost import counts as cost
 from headwater.cost import price
 from headwater.cost.hardware import hardware
 from headwater.growth import grown_config
-from headwater_lab.comparison import trials_of
+from headwater_lab.comparison.trials import trials_of
 from headwater_lab.recipe.schema import Recipe, load_recipe, parse
 from headwater_lab.training.loop import train
 

@@ -17,7 +17,7 @@ import pytest
 from scipy import stats
 
 from headwater.util.errors import HeadwaterError
-from headwater_lab.comparison import trials_of
+from headwater_lab.comparison.trials import trials_of
 from headwater_lab.reports import Head, PageTable, answer, comparisons, note, reading, table, write_report
 from headwater_lab.reports.curves import arm_curves
 from headwater_lab.reports.figures import POINTS, curves_drawing, differences_drawing

@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 import headwater_lab as lab
 from headwater_lab.cli import app
-from headwater_lab.comparison import trial_of
+from headwater_lab.comparison.trials import trial_of
 from headwater_lab.data.images import ImageSettings
 from headwater_lab.data.language import HeldOutSettings
 from headwater_lab.data.tokenizer import byte_tokenizer

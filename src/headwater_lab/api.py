@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from headwater.cost import ImagePrice, Price
     from headwater.cost.hardware import Hardware
     from headwater.models.kinds import AnyModel
-    from headwater_lab.comparison import OnChange, Outcome
+    from headwater_lab.comparison.pool import OnChange, Outcome
     from headwater_lab.papers.result import Reproduction
     from headwater_lab.recipe.schema import Recipe
     from headwater_lab.reports import Comparison
@@ -222,9 +222,9 @@ def compare(
     """
     outside.trust(trust)
     extras.check("compare")
-    import headwater_lab.comparison as comparing
     from headwater.plugins.registry import MECHANISMS, as_mapping
     from headwater.util.output_folder import occupied
+    from headwater_lab.comparison import running as comparing
     from headwater_lab.recipe.schema import read_recipe
     from headwater_lab.reports import comparisons
 

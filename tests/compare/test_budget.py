@@ -6,8 +6,8 @@ from saved import tiny
 from headwater import HeadwaterForCausalLM
 from headwater.cost.counts import training_flops_per_token
 from headwater.util.errors import HeadwaterError
-from headwater_lab.comparison import match_arms, trials_of
-from headwater_lab.comparison.budget import TOLERANCE
+from headwater_lab.comparison.budget import TOLERANCE, match_arms
+from headwater_lab.comparison.trials import trials_of
 
 ARMS = {
     "base": {},

@@ -5,8 +5,10 @@ import yaml
 
 from compare.saved import Here, changed_times, record, tiny
 from headwater import HeadwaterError
-from headwater_lab.comparison import compare, pool, rounds, trials_of
+from headwater_lab.comparison import pool, rounds
 from headwater_lab.comparison.calibration import results_of
+from headwater_lab.comparison.running import compare
+from headwater_lab.comparison.trials import trials_of
 from headwater_lab.reports import comparisons
 from headwater_lab.training.records import HeldOutPoint, changed_data, read_record, write_record
 
@@ -18,7 +20,7 @@ PLAN = {"sequential": True, "margin": 0.1, "min_seeds": 2, "max_seeds": 4}
 def here(monkeypatch):
     """Training in this process."""
     trains = Here()
-    monkeypatch.setattr("headwater_lab.comparison.run_trials", trains)
+    monkeypatch.setattr("headwater_lab.comparison.running.run_trials", trains)
     monkeypatch.setattr(rounds, "run_trials", trains)
     return trains
 

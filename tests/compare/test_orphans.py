@@ -17,7 +17,9 @@ from saved import SHIFT, Here, tiny
 
 import headwater.util.workers
 import processes
-from headwater_lab.comparison import pool, run_trials, trials_of
+from headwater_lab.comparison import pool
+from headwater_lab.comparison.pool import run_trials
+from headwater_lab.comparison.trials import trials_of
 from headwater_lab.training.places import checkpoints
 from headwater_lab.training.records import read_record
 from headwater_lab.training.run_folder import METRICS, is_running

@@ -11,8 +11,9 @@ from headwater.cost.counts import cache_bytes_per_token, training_flops_per_toke
 from headwater.util.errors import HeadwaterError
 from headwater_lab.bench.paired import PairedTimes
 from headwater_lab.cli import main
-from headwater_lab.comparison import compare, prices
+from headwater_lab.comparison import prices
 from headwater_lab.comparison.prices import PRICES, measure, read_prices, timed_recipe
+from headwater_lab.comparison.running import compare
 from headwater_lab.reports import comparisons, prices_of, terminal_prices
 from headwater_lab.reports.page import prices_part
 from headwater_lab.reports.prices import prices_table
@@ -97,7 +98,7 @@ def test_other_machines_and_versions_are_measured_again(tmp_path, clock, monkeyp
 
 
 def test_arms_that_cannot_be_timed_are_refused_before_anything_is_trained(tmp_path, monkeypatch):
-    monkeypatch.setattr("headwater_lab.comparison.run_trials", lambda *_: pytest.fail("trained"))
+    monkeypatch.setattr("headwater_lab.comparison.running.run_trials", lambda *_: pytest.fail("trained"))
     stages = {"stages": [{"name": "more"}]}
     with pytest.raises(HeadwaterError, match=r"the arm 'staged' has stages"):
         compare(tiny({"arms": {"base": {}, "staged": stages}, "costs": True}), tmp_path)
@@ -106,7 +107,7 @@ def test_arms_that_cannot_be_timed_are_refused_before_anything_is_trained(tmp_pa
 def test_the_report_shows_which_arms_no_cheaper_one_beats(tmp_path, clock, monkeypatch):
     from saved import Here
 
-    monkeypatch.setattr("headwater_lab.comparison.run_trials", Here())
+    monkeypatch.setattr("headwater_lab.comparison.running.run_trials", Here())
     recipe = tiny({"arms": ARMS, "costs": True}, training={"steps": 4})
     compare(recipe, tmp_path)
     for arm, result in (("base", 0.5), ("shift", 0.4), ("deep", 0.6)):

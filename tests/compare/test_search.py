@@ -8,10 +8,10 @@ import pytest
 import yaml
 from saved import DIVERGES, Here, changed_times, record, tiny
 
-import headwater_lab.comparison as comparing
 from headwater.plugins.registry import REGISTRY
 from headwater.util.errors import HeadwaterError, Interrupted
-from headwater_lab.comparison import compare, search
+from headwater_lab.comparison import running, search
+from headwater_lab.comparison.running import compare
 from headwater_lab.comparison.search import FINAL_SEEDS, VANILLA, best_arms, candidates, final_recipe, search_recipe
 from headwater_lab.comparison.trials import trials_of
 from headwater_lab.recipe.schema import parse
@@ -26,7 +26,7 @@ SEARCH = ["--search", "--mechanism", "kv_shift", "--mechanism", "value_residual"
 def here(monkeypatch):
     """Trials run in this process."""
     runs = Here()
-    monkeypatch.setattr(comparing, "run_trials", runs)
+    monkeypatch.setattr(running, "run_trials", runs)
     return runs
 
 

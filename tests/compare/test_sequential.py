@@ -17,7 +17,9 @@ from saved import record, tiny
 from scipy import special, stats
 
 from headwater.util.errors import HeadwaterError, Interrupted
-from headwater_lab.comparison import compare, rounds, run_trials, trials_of
+from headwater_lab.comparison import rounds
+from headwater_lab.comparison.pool import run_trials
+from headwater_lab.comparison.running import compare
 from headwater_lab.comparison.sequential import (
     Chain,
     critical_values,
@@ -26,6 +28,7 @@ from headwater_lab.comparison.sequential import (
     skewed_error,
     standing,
 )
+from headwater_lab.comparison.trials import trials_of
 from headwater_lab.recipe.schema import parse
 from headwater_lab.reports import answer, cells, comparisons, reading, write_report
 from headwater_lab.training.records import SeedPlan, read_record, write_record

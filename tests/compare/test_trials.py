@@ -8,8 +8,11 @@ from saved import DIVERGES, SHIFT, Here, changed_times, record, tiny
 
 import processes
 from headwater.util.errors import HeadwaterError
-from headwater_lab.comparison import jobs_of, pool, result_of, run_trials, trial_of, trials_of
+from headwater_lab.comparison import pool
+from headwater_lab.comparison.pool import result_of, run_trials
+from headwater_lab.comparison.running import jobs_of
 from headwater_lab.comparison.statistics import summarize
+from headwater_lab.comparison.trials import trial_of, trials_of
 from headwater_lab.training.records import read_record, write_record
 from headwater_lab.training.stages import STAGES
 
@@ -230,7 +233,7 @@ def written(folder, section):
 
 def test_a_part_of_a_comparison_trains_its_arms_and_what_they_are_compared_with(run, tmp_path, monkeypatch):
     here = Here()
-    monkeypatch.setattr("headwater_lab.comparison.run_trials", here)
+    monkeypatch.setattr("headwater_lab.comparison.running.run_trials", here)
     file = written(tmp_path, PART)
     code, out, err = run("compare", file, "--arm", "shift", "--size", "L", "--out", tmp_path / "out")
     assert code == 0, err
@@ -246,7 +249,7 @@ def test_a_part_of_a_comparison_trains_its_arms_and_what_they_are_compared_with(
 @pytest.mark.slow
 def test_the_rest_of_a_comparison_trains_what_a_part_has_not(run, tmp_path, monkeypatch):
     here = Here()
-    monkeypatch.setattr("headwater_lab.comparison.run_trials", here)
+    monkeypatch.setattr("headwater_lab.comparison.running.run_trials", here)
     file = written(tmp_path, PART)
     run("compare", file, "--arm", "shift", "--size", "L", "--out", tmp_path / "out")
     before = len(here.trained)

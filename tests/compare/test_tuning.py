@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from saved import SHIFT, Here, changed_times, record, tiny
 
-import headwater_lab.comparison as comparing
 from headwater.util.errors import HeadwaterError, Interrupted
-from headwater_lab.comparison import compare
+from headwater_lab.comparison import running
 from headwater_lab.comparison.pool import Outcome
+from headwater_lab.comparison.running import compare
 from headwater_lab.comparison.tuning import best_rates, found_rate, tuning_trials
 from headwater_lab.papers.places import SizedArm, finished
 from headwater_lab.training.records import read_record
@@ -21,7 +21,7 @@ from headwater_lab.training.records import read_record
 def here(monkeypatch):
     """Trials run in this process."""
     runs = Here()
-    monkeypatch.setattr(comparing, "run_trials", runs)
+    monkeypatch.setattr(running, "run_trials", runs)
     return runs
 
 
@@ -64,7 +64,7 @@ def test_the_best_mean_over_the_tuning_seeds_is_the_arms_rate(here, tmp_path):
     assert [o.record for o in compare(made, tmp_path)] == [o.record for o in outcomes]
     assert here.trained == []
     assert changed_times(tmp_path) == before
-    assert {path.parent for path in before} >= {job.folder for job in comparing.jobs_of(made, tmp_path)[4:]}
+    assert {path.parent for path in before} >= {job.folder for job in running.jobs_of(made, tmp_path)[4:]}
 
 
 def outcome(trial, result, status="finished"):

@@ -9,7 +9,7 @@ import torch
 from conftest import disturb
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.util.errors import HeadwaterError
-from headwater_lab.comparison import trials_of
+from headwater_lab.comparison.trials import trials_of
 from headwater_lab.data.prepare import Options, prepare
 from headwater_lab.data.prepared import PreparedSettings
 from headwater_lab.data.stream import TextSource

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from headwater_lab.comparison import trial_of
+from headwater_lab.comparison.trials import trial_of
 from headwater_lab.papers.measures import Runs
 from headwater_lab.papers.places import FinishedRun, SizedArm, named
 from headwater_lab.papers.table import PaperTable

@@ -8,7 +8,7 @@ from made import RECIPE, changed, one_table, put, record, written
 
 from conftest import forking
 from headwater.util.errors import HeadwaterError
-from headwater_lab.comparison import trial_of
+from headwater_lab.comparison.trials import trial_of
 from headwater_lab.papers.kept import keep, restore
 from headwater_lab.papers.result import reproduction
 from headwater_lab.papers.table import tables

@@ -11,7 +11,7 @@ import pytest
 from headwater.cost import counts as cost
 from headwater.cost.hardware import hardware
 from headwater.util.errors import HeadwaterError
-from headwater_lab.comparison import trial_of
+from headwater_lab.comparison.trials import trial_of
 from headwater_lab.data.corpus import DOCS, STDLIB, TOPICS
 from headwater_lab.evaluation.tasks import GROUPS, parse
 from headwater_lab.inspection.scalars import Census

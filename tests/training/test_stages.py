@@ -7,8 +7,9 @@ import pytest
 import yaml
 
 from headwater import HeadwaterError
-from headwater_lab.comparison import levels, pool, run_trials, trials_of
-from headwater_lab.comparison.pool import Outcome
+from headwater_lab.comparison import pool
+from headwater_lab.comparison.pool import Outcome, run_trials
+from headwater_lab.comparison.trials import levels, trials_of
 from headwater_lab.recipe.schema import load_recipe, parse
 from headwater_lab.reports import comparisons, write_report
 from headwater_lab.reports.comparison import differ_in_cost

@@ -344,7 +344,7 @@ def bench_prices(
 
     With a recipe, nothing needs to be trained first.
     """
-    from headwater_lab.comparison import match_arms
+    from headwater_lab.comparison.budget import match_arms
     from headwater_lab.comparison.prices import folder_of, measure, read_prices
     from headwater_lab.recipe.schema import parse_recorded
     from headwater_lab.reports import comparisons, prices_of, terminal_prices

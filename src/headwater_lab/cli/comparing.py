@@ -25,7 +25,9 @@ from headwater_lab.cli.common import (
 from headwater_lab.cli.progress import ProgressReport
 
 if TYPE_CHECKING:
-    from headwater_lab.comparison import ArmKey, Job, Outcome
+    from headwater_lab.comparison.pool import Outcome
+    from headwater_lab.comparison.running import ArmKey
+    from headwater_lab.comparison.trials import Job
     from headwater_lab.recipe.schema import Recipe
 
 Workers = Annotated[
@@ -116,16 +118,15 @@ def train_all(
     only: for each recipe the arms and sizes to train; default: all.
     """
     extras.check("compare")
-    import headwater_lab.comparison as comparing
+    from headwater_lab.comparison import running
 
     failed = []
     for recipe, part in zip(recipes, only or [None] * len(recipes), strict=True):
         tell_runs(recipe, None if part is None else len(part))
-        recipe = comparing.match_arms(recipe)
-        steps = sum(job.steps for job in comparing.jobs_of(recipe, folder, part))
+        steps = sum(job.steps for job in running.jobs_of(recipe, folder, part))
         with ProgressReport() as progress:
             bars = TrialBars(progress, recipe.name, steps)
-            outcomes = comparing.compare(recipe, folder, workers, bars, part, tell)
+            outcomes = running.compare(recipe, folder, workers, bars, part, tell)
         failed += failures(outcomes)
     return failed
 

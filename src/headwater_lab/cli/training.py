@@ -48,7 +48,7 @@ def train(
     stage: Annotated[str | None, typer.Option(help="Train only this stage of the recipe.", show_default=False)] = None,
 ) -> None:
     """Train the model of a recipe, stage by stage if it has stages, or one arm of its comparison."""
-    from headwater_lab.comparison import trial_of
+    from headwater_lab.comparison.trials import trial_of
     from headwater_lab.training.parallel import is_first
     from headwater_lab.training.stages import chain
 

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers.utils import logging
+
 from headwater.cost.hardware import cores
 from headwater.util.errors import Diverged, HeadwaterError, Interrupted, NotTrusted
 from headwater.util.files import read_bytes
@@ -19,6 +22,7 @@ from headwater.util.output_folder import keep
 from headwater.util.workers import Answer, Worker
 from headwater_lab.comparison.trials import Job, Trial, levels
 from headwater_lab.recipe.schema import Recipe
+from headwater_lab.training.loop import train
 from headwater_lab.training.places import checkpoints
 from headwater_lab.training.records import ENDED, RECORD, Experiment, RunRecord, read_record, write_record
 from headwater_lab.training.run_folder import METRICS
@@ -71,8 +75,6 @@ def default_workers(jobs: list[Job]) -> int:
 
 def gpus() -> int:
     """GPUs of this machine, counted without initializing them."""
-    import torch
-
     return torch.cuda.device_count()
 
 
@@ -240,11 +242,6 @@ def _arguments(job: Job) -> dict[str, Any]:
 
 def train_job(recipe: dict[str, Any], folder: str, experiment: dict[str, Any] | None) -> None:
     """In the worker: train one model with one thread."""
-    import torch
-    from transformers.utils import logging
-
-    from headwater_lab.training.loop import train
-
     logging.disable_progress_bar()
     torch.set_num_threads(1)
     known = None if experiment is None else Experiment.model_validate(experiment)

@@ -17,10 +17,17 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from headwater import __version__
+from headwater.cost.counts import cache_bytes_per_token, training_flops
 from headwater.cost.hardware import set_threads
+from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.models.kinds import is_of_images
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import file_name, replace_text
+from headwater_lab.bench.decoding import decode_in_turns
+from headwater_lab.bench.paired import PairedTimes, interleave
 from headwater_lab.recipe.schema import Recipe
+from headwater_lab.training.loop import stepping
+from headwater_lab.training.records import device_name
 
 PRICES = "prices.json"
 # TimeRatio pairs of training steps, and of generations.
@@ -177,8 +184,6 @@ def measure(
 
 
 def _here(recipe: Recipe, threads: int) -> Prices:
-    from headwater_lab.training.records import device_name
-
     device = _device(recipe)
     return Prices(
         device=device.type,
@@ -197,11 +202,6 @@ def _device(recipe: Recipe) -> torch.device:
 
 
 def _price(arm: Recipe, baseline: Recipe) -> ArmPrice:
-    from headwater.cost.counts import cache_bytes_per_token, training_flops
-    from headwater.models.kinds import is_of_images
-    from headwater_lab.bench.paired import interleave
-    from headwater_lab.training.loop import stepping
-
     arm, baseline = timed_recipe(arm), timed_recipe(baseline)
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -227,9 +227,6 @@ def _price(arm: Recipe, baseline: Recipe) -> ArmPrice:
 
 def _decoding(configs: tuple, context: int, recipe: Recipe) -> TimeRatio:
     """Greedy generation of the last tokens of a context, by models with random weights."""
-    from headwater.models.causal_lm import HeadwaterForCausalLM
-    from headwater_lab.bench.decoding import decode_in_turns
-
     device = _device(recipe)
     dtype = torch.bfloat16 if device.type == "cuda" and recipe.training.precision.startswith("bf16") else torch.float32
     models = {name: HeadwaterForCausalLM(one).to(device, dtype).eval() for name, one in zip("ab", configs, strict=True)}
@@ -242,7 +239,5 @@ def _decoding(configs: tuple, context: int, recipe: Recipe) -> TimeRatio:
 
 
 def _timed(own: list[float], base: list[float]) -> TimeRatio:
-    from headwater_lab.bench.paired import PairedTimes
-
     paired = PairedTimes(own, base)
     return TimeRatio(seconds=statistics.median(own), ratio=paired.ratio, quartiles=paired.quartiles)

@@ -10,6 +10,7 @@ from typing import Any
 from headwater.plugins.registry import MECHANISMS
 from headwater.util.errors import HeadwaterError
 from headwater_lab.comparison.trials import trials_of
+from headwater_lab.comparison.tuning import WORST, score
 from headwater_lab.recipe.schema import Recipe, parse
 from headwater_lab.training.records import read_record
 
@@ -83,8 +84,6 @@ def best_arms(search: Recipe, out: Path) -> list[str]:
 
     Excludes vanilla and any arm with a diverged run. Raises `HeadwaterError` if all have.
     """
-    from headwater_lab.comparison.tuning import WORST, score
-
     scores: dict[str, list[float]] = {}
     for trial in trials_of(search, out):
         scores.setdefault(trial.experiment.arm, []).append(score(read_record(trial.folder)))

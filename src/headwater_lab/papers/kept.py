@@ -18,8 +18,8 @@ from headwater.models.load import reading
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import replace_text
 from headwater.util.terminal import counted
-from headwater_lab.comparison import jobs_of, trial_of
-from headwater_lab.comparison.trials import Trial, at_rate, tuning_trial
+from headwater_lab.comparison.running import jobs_of
+from headwater_lab.comparison.trials import Trial, at_rate, trial_of, tuning_trial
 from headwater_lab.papers.places import RESTORED, finished
 from headwater_lab.papers.result import Reproduction, reproduction
 from headwater_lab.papers.table import ScaleName, reads_models, table

@@ -16,8 +16,10 @@ from headwater.util import extras
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import replace_text
 from headwater.util.terminal import counted
-from headwater_lab.comparison import OnChange, Outcome, compare, jobs_of, match_arms
+from headwater_lab.comparison.budget import match_arms
+from headwater_lab.comparison.pool import OnChange, Outcome
 from headwater_lab.comparison.prices import slug
+from headwater_lab.comparison.running import compare, jobs_of
 from headwater_lab.papers.places import ASIDE, RESTORED, SizedArm, finished, named, of_law, places, short, trials_folder
 from headwater_lab.papers.table import (
     Gains,

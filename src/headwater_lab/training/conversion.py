@@ -17,6 +17,7 @@ from headwater.util.files import replace_text
 from headwater_lab.recipe.schema import Change, Recipe, changed_config
 from headwater_lab.training.places import newest_checkpoint
 from headwater_lab.training.records import RunRecord
+from headwater_lab.training.trained import open_source
 
 RESULT, RECIPE = "conversion.json", "recipe.yaml"
 # One in which a model goes over, one at a constant rate, and one that decays.
@@ -150,8 +151,6 @@ def _teacher(recipe: Recipe, config: HeadwaterConfig) -> HeadwaterConfig | None:
 
     Raises `HeadwaterError` if it cannot be read.
     """
-    from headwater_lab.training.trained import open_source
-
     settings = recipe.training.distillation
     if settings is None or settings.teacher is None:
         return None if settings is None else config

@@ -1,26 +1,31 @@
-"""What `headwater plan` and `lab.plan` price: models as users name them, and the options in their units.
-
-It imports no more than a model's name needs: pricing a preset or a checkpoint takes neither recipes nor models.
-"""
+"""What `headwater plan` and `lab.plan` price: models as users name them, and the options in their units."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 from headwater.config.presets import PRESETS, preset
 from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
+from headwater.conversion import config_of
+from headwater.cost import ImagePrice, Price, price
+from headwater.cost.hardware import Hardware
+from headwater.cost.hardware import hardware as named_hardware
+from headwater.cost.schedule import ToTrain
+from headwater.models.load import check_names, read_json, reading
 from headwater.util.errors import HeadwaterError, nearest, sentence, shown
 from headwater.util.files import absence, is_address
-
-if TYPE_CHECKING:
-    from headwater.cost import ImagePrice, Price
-    from headwater.cost.hardware import Hardware
-    from headwater.cost.schedule import ToTrain
-    from headwater_lab.recipe.schema import Recipe, Training
+from headwater_lab.data.tokenizer import local_size
+from headwater_lab.recipe.overrides import merged
+from headwater_lab.recipe.schema import MODEL_FIELDS, Recipe, Training, changed_config, parse, read_recipe, values_of
+from headwater_lab.recipe.shipped import shipped_recipes
+from headwater_lab.training.attention import kernel_for
+from headwater_lab.training.checkpoint import history_of
+from headwater_lab.training.places import newest_checkpoint
 
 _WHAT = "name a preset, a recipe, a config.json or a checkpoint"
 # Kernels that packed rows need no mask in memory for.
@@ -81,8 +86,6 @@ class Planned(NamedTuple):
 
     def masked(self, context: int, precision: str) -> bool:
         """Whether packed rows get a mask in memory, on a GPU, or on the CPU if the recipe names it."""
-        from headwater_lab.training.attention import kernel_for
-
         assert self.training is not None
         device = "cpu" if self.training.device == "cpu" else "cuda"
         training = self.training.model_copy(update={"precision": precision})
@@ -129,14 +132,11 @@ def prices(
     as in `headwater.cost.price`; what is None or missing, and the budget, default to how the first model is trained.
     Raises `HeadwaterError`.
     """
-    from headwater.cost import hardware as devices
-    from headwater.cost import price
-
     if not isinstance(mfu := settings.get("mfu", 0.4), int | float):
         raise HeadwaterError(f"mfu must be a number, not {shown(mfu)}.")
-    if not isinstance(hardware, str | devices.Hardware | None):
+    if not isinstance(hardware, str | Hardware | None):
         raise HeadwaterError(f"hardware is a device's name, such as 'H100', not {shown(hardware)}.")
-    device = devices.hardware(hardware) if isinstance(hardware, str) else hardware
+    device = named_hardware(hardware) if isinstance(hardware, str) else hardware
     models = list(found.values())
     first, *others = (one.config for one in models)
     of_images = isinstance(first, HeadwaterVisionConfig)
@@ -172,8 +172,6 @@ def schedules(models: Iterable[Any], overrides: Sequence[str] = (), vocabulary: 
 
     Raises `HeadwaterError` for a model that is no recipe.
     """
-    from headwater.cost.schedule import ToTrain
-
     found = []
     for model in models:
         if not _is_recipe(model):
@@ -207,8 +205,6 @@ def _training(overrides: list[str]) -> Training | None:
     """How a model that comes without a recipe is trained, by "training.field=value". Raises `HeadwaterError`."""
     if not overrides:
         return None
-    from headwater_lab.recipe.schema import parse, values_of
-
     return parse({"name": "plan", "data": {"kind": "induction"}, **values_of(overrides)}, "plan").training
 
 
@@ -228,15 +224,11 @@ def _is_recipe(model: Any) -> bool:
 
 def _shipped() -> list[str]:
     """The names of shipped recipes, also without their folders."""
-    from headwater_lab.recipe.shipped import shipped_recipes
-
     return [known for name in shipped_recipes() for known in (name, name.rpartition("/")[2])]
 
 
 def _configs(model: HeadwaterConfig | str | Path, changes: dict[str, Any]) -> dict[str, HeadwaterConfig]:
     """Configs by name for one model that is no recipe."""
-    from headwater_lab.recipe.overrides import merged
-
     if isinstance(model, HeadwaterConfig):
         _check_fields(changes, type(model))
         return {"model": type(model).from_dict(merged(model.to_dict(), changes)) if changes else model}
@@ -246,16 +238,11 @@ def _configs(model: HeadwaterConfig | str | Path, changes: dict[str, Any]) -> di
     if not path.exists():
         if os.path.lexists(path) or is_address(path):
             raise HeadwaterError(f"{absence(path)}.")
-        from headwater_lab.recipe.shipped import shipped_recipes
-
         if len(path.parts) > 1 or path.suffix:
             raise HeadwaterError(f"There is no file {argument!r}; {_WHAT}.")
         raise HeadwaterError(
             f"There is no preset, recipe or file {argument!r}; {nearest(argument, [*PRESETS, *shipped_recipes()])}"
         )
-    from headwater.models.load import check_names, read_json, reading
-    from headwater_lab.training.places import newest_checkpoint
-
     name = path.name if path.is_dir() else path.resolve().parent.name if path.name == "config.json" else path.stem
     file = newest_checkpoint(path) / "config.json" if path.is_dir() else path
     if not file.is_file():
@@ -264,8 +251,6 @@ def _configs(model: HeadwaterConfig | str | Path, changes: dict[str, Any]) -> di
     kind = content.get("model_type") if isinstance(content, dict) else None
     made = {one.model_type: one for one in (HeadwaterConfig, HeadwaterVisionConfig)}.get(str(kind))
     if made is None and path.is_dir():
-        from headwater.conversion import config_of
-
         config = config_of(file.parent)
         made, content = type(config), config.to_dict()
     elif made is None:
@@ -286,8 +271,6 @@ def _changes(overrides: list[str]) -> dict[str, Any]:
     """The model fields that "field=value" overrides change, by name. Raises `HeadwaterError` for an unknown one."""
     if not overrides:
         return {}
-    from headwater_lab.recipe.schema import MODEL_FIELDS, values_of
-
     changes, known = values_of(overrides), (MODEL_FIELDS - {"base"}) | {*IMAGE_FIELDS}
     for field in changes:
         if field not in known:
@@ -315,10 +298,6 @@ def _of_recipe(
 ) -> dict[str, Planned]:
     """Models of a recipe by name, one for each arm of its comparison, each size if asked for, and each stage. The data
     is not read, and of tokenizers only local ones."""
-    from types import SimpleNamespace
-
-    from headwater_lab.data.tokenizer import local_size
-    from headwater_lab.recipe.schema import read_recipe
 
     given = Path(given) if isinstance(given, str) else given
     loaded = read_recipe(given, [*(f"model.{override}" for override in overrides), *of_training])
@@ -381,10 +360,6 @@ def _stages(name: str, recipe: Recipe, config: HeadwaterConfig, schedule: bool) 
 def _started(name: str, recipe: Recipe, config: HeadwaterConfig) -> tuple[HeadwaterConfig, float]:
     """The config that a recipe's first stage trains, by default `config`, the recipe's own; and the FLOPs of the
     checkpoint that it begins with. Raises `HeadwaterError` if that is not there."""
-    from headwater.conversion import config_of
-    from headwater_lab.recipe.schema import changed_config
-    from headwater_lab.training.checkpoint import history_of
-
     if recipe.start is None:
         return config, 0.0
     path = _there(name, "begins with", recipe.start.checkpoint)
@@ -397,16 +372,12 @@ def _teacher(name: str, run: Recipe, last: HeadwaterConfig | None) -> HeadwaterC
         return None
     if settings.teacher is None and last is not None:
         return last
-    from headwater.conversion import config_of
-
     source = settings.teacher or (run.start.checkpoint if run.start is not None else "")
     return config_of(_there(name, "learns from", source))
 
 
 def _there(name: str, does: str, checkpoint: str) -> Path:
     """The folder of a checkpoint, or of a run's newest. Raises `HeadwaterError` if there is none."""
-    from headwater_lab.training.places import newest_checkpoint
-
     if not Path(checkpoint).is_dir():
         raise HeadwaterError(f"{name!r} {does} the checkpoint {checkpoint!r}, which is not there; make it first.")
     return newest_checkpoint(Path(checkpoint))

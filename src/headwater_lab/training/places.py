@@ -1,4 +1,4 @@
-"""Where a run's checkpoints are. It imports nothing that training needs, so that `plan` works without it."""
+"""Where a run's checkpoints are."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import absence
+from headwater_lab.training.records import RECORD, read_record
 
 FOLDER, STAGES = "checkpoints", "stages"
 _NAME = re.compile(r"step-(\d+)", re.ASCII)
@@ -27,8 +28,6 @@ def newest_checkpoint(path: Path) -> Path:
     has_model = (path / "config.json").exists()
     if has_model and not (path / STAGES).is_dir():
         return path
-    from headwater_lab.training.records import RECORD, read_record
-
     if (path / RECORD).is_file():
         record = read_record(path)
         if record.stages:

@@ -14,6 +14,7 @@ import os
 from contextlib import ExitStack
 from pathlib import Path
 
+from headwater.conversion import config_of
 from headwater.util.errors import HeadwaterError, nearest
 from headwater.util.output_folder import occupied
 from headwater_lab.recipe.schema import Recipe, changed_config
@@ -111,8 +112,6 @@ def check_later_stages(recipe: Recipe) -> None:
     earlier stages are trained. Reading a recipe checks those that begin with a fresh model."""
     if recipe.start is None or not recipe.stages or not Path(recipe.start.checkpoint).is_dir():
         return
-    from headwater.conversion import config_of
-
     config = changed_config(config_of(newest_checkpoint(Path(recipe.start.checkpoint))), recipe.start)
     for _ in recipe.stage_configs(config):
         pass
