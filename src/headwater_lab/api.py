@@ -387,8 +387,9 @@ def reproduce(
     from headwater_lab.papers.result import computed, reproduction
     from headwater_lab.papers.table import SCALES
     from headwater_lab.papers.table import table as table_of
-    from headwater_lab.papers.work import check_not_begun_otherwise, prepare, train_sequentially
-    from headwater_lab.papers.work import train as train_work
+    from headwater_lab.papers.training import check_not_begun_otherwise, train_sequentially
+    from headwater_lab.papers.training import train as train_work
+    from headwater_lab.papers.work import prepare
 
     folder, files = local(out, "out"), None if task_files is None else local(task_files, "task_files")
     known = table_of(table)

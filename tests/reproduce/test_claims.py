@@ -25,7 +25,8 @@ from headwater_lab.papers.measures import Runs
 from headwater_lab.papers.places import FinishedRun, SizedArm
 from headwater_lab.papers.result import evidence as said
 from headwater_lab.papers.table import PaperTable
-from headwater_lab.papers.work import PLAN, check_not_begun_otherwise, prepare, train_sequentially
+from headwater_lab.papers.training import PLAN, check_not_begun_otherwise, train_sequentially
+from headwater_lab.papers.work import prepare
 from headwater_lab.recipe.schema import load_recipe
 
 LEVEL = 0.05

@@ -12,7 +12,8 @@ from headwater_lab.comparison.trials import trial_of
 from headwater_lab.papers.kept import keep, restore
 from headwater_lab.papers.result import reproduction
 from headwater_lab.papers.table import tables
-from headwater_lab.papers.work import prepare, train
+from headwater_lab.papers.training import train
+from headwater_lab.papers.work import prepare
 from headwater_lab.training.records import read_record, write_record
 
 CLAIM = {"test": "better", "says": "It is better.", "arm": "shift", "against": "vanilla", "measure": "loss"}

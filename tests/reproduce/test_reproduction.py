@@ -16,7 +16,8 @@ from headwater_lab.papers.measures import Runs, tasks_of
 from headwater_lab.papers.places import FinishedRun, SizedArm, finished, references, trials_folder
 from headwater_lab.papers.result import command, evidence, ours, printed, reproduction, terminal, write
 from headwater_lab.papers.table import Column, PaperTable, TableCell, tables
-from headwater_lab.papers.work import prepare, train
+from headwater_lab.papers.training import train
+from headwater_lab.papers.work import prepare
 from headwater_lab.recipe.schema import load_recipe
 from headwater_lab.training.records import HeldOutPoint
 

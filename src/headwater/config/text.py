@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from headwater.config.plan import LayerPlan
@@ -18,8 +19,6 @@ from headwater.plugins import outside, remote_code
 from headwater.plugins.registry import MECHANISMS, as_mapping, resolve
 from headwater.util.errors import HeadwaterError, nearest, sentence, shown, unusable
 
-# Activations that transformers is known to have. Looking up others in transformers takes longer than the other checks.
-_ACTIVATIONS = ("silu", "gelu", "gelu_new", "relu")
 # Fields that may differ between layers.
 _OF_LAYERS = ("num_attention_heads", "num_key_value_heads", "head_dim", "rope_parameters")
 # Kinds of cache layers, without and with a sliding window: transformers' own, for the usual K and V, and those of
@@ -497,13 +496,10 @@ class HeadwaterConfig(PreTrainedConfig):
             raise HeadwaterError("unit_offset_norm needs an RMSNorm with a weight; set norm=rms_norm and norm_weight.")
         if (found := unusable({name: getattr(self, name) for name in self.field_names()})) is not None:
             raise HeadwaterError(f"{'.'.join(found[0])}: {found[1]}.")
-        if self.hidden_act not in _ACTIVATIONS:
-            from transformers.activations import ACT2FN
-
-            if self.hidden_act not in ACT2FN:
-                raise HeadwaterError(
-                    f"There is no activation named {self.hidden_act!r}; {nearest(self.hidden_act, ACT2FN)}"
-                )
+        if self.hidden_act not in ACT2FN:
+            raise HeadwaterError(
+                f"There is no activation named {self.hidden_act!r}; {nearest(self.hidden_act, ACT2FN)}"
+            )
         if self.position == "rope":
             self._check_rope()
         for name, options in self.mechanisms.items():

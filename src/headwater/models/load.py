@@ -13,11 +13,22 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
 from torch import Tensor
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+from transformers.initialization import no_init_weights
 
 from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
@@ -26,15 +37,6 @@ from headwater.plugins.outside import check_link
 from headwater.util.deadline import SECONDS, SECONDS_TO_LOAD, within
 from headwater.util.errors import HeadwaterError, sentence, shown
 from headwater.util.files import absence, read_bytes
-
-if TYPE_CHECKING:
-    from transformers import (
-        GenerationConfig,
-        PreTrainedConfig,
-        PreTrainedModel,
-        PreTrainedTokenizerBase,
-        PreTrainedTokenizerFast,
-    )
 
 CONFIG, GENERATION, WEIGHTS = "config.json", "generation_config.json", "model.safetensors"
 PICKLED = "pytorch_model.bin"
@@ -154,8 +156,6 @@ def check_names(kind: type[PreTrainedConfig], content: Mapping[str, Any], file: 
     """Raise `HeadwaterError` for a name that would replace a part of the config's class, such as a method or a plan of
     transformers, or that makes transformers take the config of headwater's model for one of several models.
     """
-    from transformers import PreTrainedConfig
-
     is_own = issubclass(kind, HeadwaterConfig)
     fields = {field.name for field in dataclasses.fields(kind)} | _SETTABLE | (set() if is_own else {_KERNEL})
     for name in content:
@@ -200,8 +200,6 @@ def read_generation_config(folder: Path) -> GenerationConfig | None:
     file = folder / GENERATION
     if not os.path.lexists(file):
         return None
-    from transformers import GenerationConfig
-
     read_object(file)
     with reading(repr(str(file)), "correct it, or remove it"):
         return GenerationConfig.from_pretrained(folder)
@@ -311,8 +309,6 @@ def build(
     Raises `HeadwaterError`, before allocating memory, for tensors that are no weights, and for a config that needs more
     numbers than there are.
     """
-    from transformers.initialization import no_init_weights
-
     with reading(f"The checkpoint {str(folder)!r}", "use an intact checkpoint"):
         with torch.device("meta"), no_init_weights():
             skeleton = kind(config)
@@ -337,8 +333,6 @@ def build(
 
 def _headers(folder: Path) -> Iterator[list[str]]:
     """The names of the tensors in each file of weights, if they can be found without reading all of it."""
-    from safetensors import safe_open
-
     for file in weight_files(folder, pickled=True):
         if file.suffix == ".safetensors":
             with reading(repr(str(file)), "use an intact checkpoint"), safe_open(file, framework="pt") as opened:
@@ -376,8 +370,6 @@ def local_tokenizer(path: Path) -> PreTrainedTokenizerBase:
 
 def auto_tokenizer(source: str) -> PreTrainedTokenizerBase:
     """The tokenizer that transformers finds in a folder or on the hub, without code of its own."""
-    from transformers import AutoTokenizer
-
     return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
 
 
@@ -387,9 +379,6 @@ def bare_tokenizer(path: Path) -> PreTrainedTokenizerFast:
     A chat_template.jinja beside it is its chat template. Raises `HeadwaterError` if it cannot be read, and if several
     of its tokens could end a text.
     """
-    from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerFast
-
     file = path / "tokenizer.json" if path.is_dir() else path
     with reading(f"The tokenizer {str(file)!r}", "name a tokenizer.json, or its folder"):
         read = Tokenizer.from_str(read_text(file))

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoTokenizer
+
 from headwater.util.errors import HeadwaterError
 from headwater.util.workers import Answer, Worker
 from headwater_lab.bench.paired import PairedTimes, interleave
@@ -136,7 +138,6 @@ def _map(folder: str, workers: int) -> int:
 @functools.cache
 def _loaded(folder: Path) -> tuple[Any, Any]:
     from datasets import disable_progress_bars, load_dataset
-    from transformers import AutoTokenizer
 
     disable_progress_bars()
     rows = load_dataset("json", data_files=str(folder / "text.jsonl"), split="train", cache_dir=str(folder / "cache"))

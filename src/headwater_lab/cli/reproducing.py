@@ -127,7 +127,8 @@ def reproduce(
     from headwater_lab.papers.kept import restore
     from headwater_lab.papers.measures import tasks_of
     from headwater_lab.papers.result import reproduction
-    from headwater_lab.papers.work import check_not_begun_otherwise, prepare
+    from headwater_lab.papers.training import check_not_begun_otherwise
+    from headwater_lab.papers.work import prepare
 
     if not tasks_of(table):
         _refuse(f"for {names[0]}, which has no benchmarks", {"--task-files": task_files is not None})
@@ -169,8 +170,8 @@ def _train(
     work: Work, workers: int | None, max_seeds: int | None, task_files: Path | None, device: str
 ) -> tuple[list, Work]:
     """The failed trials, and the work with all seeds."""
-    from headwater_lab.papers.work import train as train_work
-    from headwater_lab.papers.work import train_sequentially
+    from headwater_lab.papers.training import train as train_work
+    from headwater_lab.papers.training import train_sequentially
 
     with ProgressReport() as progress:
 

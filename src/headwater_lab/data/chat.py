@@ -13,18 +13,17 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, processors
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from headwater.models.load import TEXT_ENDS, TURN_ENDS
 from headwater.util.deadline import MEGABYTE, SECONDS, within
 from headwater.util.errors import HeadwaterError, first_line
 from headwater_lab.data.reading import TOOLS, WithTools
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 ASSISTANT = "assistant"
 # Columns whose text is a conversation if it is JSON.
@@ -210,7 +209,6 @@ class ChatEncoder:
         prompt: bool = False,
     ) -> tuple[str, list[Span]]:
         """(the text of messages, the answers that the template marks). prompt: with the beginning of an answer."""
-        from transformers.utils.chat_template_utils import render_jinja_template
 
         def work() -> Any:
             return render_jinja_template(

@@ -7,6 +7,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import yaml
+from huggingface_hub import constants
+from huggingface_hub.file_download import repo_folder_name
 
 from headwater.models.load import read_object, read_text, reading
 from headwater.util.errors import HeadwaterError, shown
@@ -49,8 +51,6 @@ def check_saved(folder: Path) -> None:
 def downloads(name: str) -> list[Path]:
     """The folders that the files of a dataset on the hub are downloaded and unpacked to."""
     from datasets import config
-    from huggingface_hub import constants
-    from huggingface_hub.file_download import repo_folder_name
 
     hub = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="dataset")
     return [hub, Path(config.HF_DATASETS_CACHE), Path(config.DOWNLOADED_DATASETS_PATH)]

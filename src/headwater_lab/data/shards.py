@@ -21,6 +21,7 @@ from headwater_lab.data.chat import as_text
 from headwater_lab.data.corpus import Document
 from headwater_lab.data.reading import TOOLS
 from headwater_lab.data.sealed import damaged, read_sealed
+from headwater_lab.data.tokenizer import load_tokenizer, separator, vocabulary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -286,8 +287,6 @@ class Prepared:
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The folder's copy of the tokenizer. Raises `HeadwaterError` if it is not the one that made the tokens."""
-        from headwater_lab.data.tokenizer import load_tokenizer, separator, vocabulary
-
         folder, facts = self.folder / TOKENIZER, self.manifest.tokenizer
         tokenizer = load_tokenizer(str(folder))
         if facts.vocabulary != vocabulary(tokenizer) or separator(tokenizer) != self.manifest.separator:

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from headwater.models.load import has_tokenizer, open_tokenizer
 from headwater.util.deadline import encode_in_time
@@ -18,9 +18,6 @@ from headwater.util.hub import check_reachable
 from headwater_lab.data.chat import ChatEncoder, Encoded
 from headwater_lab.data.corpus import Document
 from headwater_lab.data.reading import local_path
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 END_OF_TEXT = "<|endoftext|>"
 # Tokens, for which memory is taken at once: several times those of the largest models.
@@ -62,8 +59,6 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenize
 
 
 def _with_end(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    from transformers import PreTrainedTokenizerFast
-
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=END_OF_TEXT,

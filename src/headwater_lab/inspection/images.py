@@ -14,6 +14,7 @@ from torch import Tensor
 from headwater.util.errors import HeadwaterError
 from headwater.util.seeding import generator
 from headwater_lab.data.images import ImageData
+from headwater_lab.data.images.reading import read_image
 from headwater_lab.inspection.sample import Sample
 from headwater_lab.training.trained import PROCESSOR, Trained, data_of
 
@@ -90,7 +91,6 @@ def sample_images(trained: Trained, files: Sequence[Path], count: int | None) ->
                 f"{trained.source!r} has no {PROCESSOR}, which says how images are prepared; save the image processor "
                 "there, or leave out --image."
             )
-        from headwater_lab.data.images.reading import read_image  # which needs Pillow
 
         images = [read_image(file, str(file), config.num_channels) for file in files]
         pixels = processor(images=images, return_tensors="pt")["pixel_values"]

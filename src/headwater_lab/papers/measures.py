@@ -19,6 +19,7 @@ from headwater.util.files import read_bytes, replace_text
 from headwater_lab.comparison.prices import slug
 from headwater_lab.comparison.scaling import Axis, Equal, scaling_of
 from headwater_lab.comparison.statistics import has_diverged, steps_to
+from headwater_lab.evaluation import evaluate
 from headwater_lab.evaluation.tasks import Asked, parse
 from headwater_lab.inspection.sample import sample
 from headwater_lab.inspection.scalars import Census, Scalars, census, scalars
@@ -185,8 +186,6 @@ class Runs:
         return digest.hexdigest()
 
     def _figures(self, run: FinishedRun, name: str) -> list[dict[str, Any]]:
-        from headwater_lab.evaluation import evaluate
-
         place = run.folder / f"evaluation-{slug(name)}.json"
         of = {"identity": run.record.identity, "lm_eval": version("lm_eval")}
         if self.task_files is not None:  # otherwise any files they were evaluated with

@@ -10,6 +10,7 @@ import torch
 
 from headwater.models.image_classification import HeadwaterForImageClassification
 from headwater.util.errors import HeadwaterError, shown
+from headwater_lab.data.images.reading import read_image
 from headwater_lab.training.checkpoint import check, load_model
 from headwater_lab.training.places import newest_checkpoint
 from headwater_lab.training.trained import PROCESSOR, image_processor_of
@@ -43,7 +44,6 @@ def predict(
 
     Raises `HeadwaterError` for a file that is no image.
     """
-    from headwater_lab.data.images.reading import read_image
 
     config = model.config
     for start in range(0, len(images), BATCH):

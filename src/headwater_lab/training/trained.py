@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
-from transformers import BaseImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoImageProcessor, BaseImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
 from headwater.config.vision import HeadwaterVisionConfig
 from headwater.conversion import from_transformers, load_transformers, read_foreign
@@ -128,8 +128,6 @@ def preparer_of(source: Path | str, model: AnyModel) -> PreTrainedTokenizerBase 
 
 def image_processor_of(source: Path | str) -> BaseImageProcessor | None:
     """The image processor of a folder or of a name on the hub; None if it has none. Raises `HeadwaterError`."""
-    from transformers import AutoImageProcessor
-
     if isinstance(source, Path):
         if not (source / PROCESSOR).is_file():
             return None

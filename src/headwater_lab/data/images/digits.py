@@ -12,6 +12,7 @@ from pydantic import Field
 from headwater.util import extras
 from headwater.util.seeding import generator
 from headwater_lab.data.images.base import ImageData, ImageSettings
+from headwater_lab.data.images.reading import converted
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -58,8 +59,6 @@ class DigitImages:
 
     def __init__(self, pixels: np.ndarray, labels: list[int], numbers: list[int], channels: int) -> None:
         from PIL.Image import fromarray
-
-        from headwater_lab.data.images.reading import converted
 
         self.numbers, self.labels = numbers, [labels[number] for number in numbers]
         self.images = [converted(fromarray(pixels[number]), "", channels) for number in numbers]

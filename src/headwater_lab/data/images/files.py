@@ -18,6 +18,7 @@ from headwater.util.files import is_inside
 from headwater.util.hub import check_reachable
 from headwater_lab.data.hosted import check_card, check_saved, downloads
 from headwater_lab.data.images.base import ImageData, ImageSettings, Pixels, UnreadableImage
+from headwater_lab.data.images.reading import read_image, suffixes
 from headwater_lab.data.reading import local_path
 
 if TYPE_CHECKING:
@@ -148,7 +149,6 @@ def _folder_split(folder: Path) -> ImageSplit:
         raise HeadwaterError(
             f"The folder {str(folder)!r} has no classes; put the images of each class into a folder of its name."
         )
-    from headwater_lab.data.images.reading import suffixes
 
     endings = suffixes()
     files: list[Path] = []
@@ -357,7 +357,6 @@ class ImageFiles:
         return self.split.names[self.numbers[index]]
 
     def open(self, index: int, draw: torch.Generator | None = None) -> Image:
-        from headwater_lab.data.images.reading import read_image
 
         name = f"The image {self.name(index)!r} in {self.split.where!r}"
         return read_image(self.split.read(self.numbers[index]), name, self.channels)

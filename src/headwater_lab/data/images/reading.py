@@ -5,16 +5,16 @@ from __future__ import annotations
 import functools
 import io
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
-from PIL import Image as Pillow
-from PIL import ImageOps
-from PIL.Image import Image
 
 from headwater.util.errors import first_line
 from headwater.util.files import open_regular
 from headwater_lab.data.images.base import UnreadableImage
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 # Pillow finds the format in the content, whatever a file is called. These are pixels, which Pillow reads by itself: for
 # EPS it would start Ghostscript, and formats such as WMF, HDF5, GRIB and BUFR are handed to what is installed for them.
@@ -37,6 +37,9 @@ def read_image(source: Path | bytes, name: str, channels: int) -> Image:
 
     name: for messages.
     """
+    from PIL import Image as Pillow
+    from PIL import ImageOps
+
     try:
         with _content(source) as content, Pillow.open(content, formats=_known()) as opened:
             if opened.width * opened.height > MOST:
@@ -66,12 +69,16 @@ def _content(source: Path | bytes) -> IO[bytes]:
 @functools.cache
 def _known() -> list[str]:
     """Those of `FORMATS` that this Pillow has."""
+    from PIL import Image as Pillow
+
     Pillow.init()
     return [name for name in FORMATS if name in Pillow.OPEN]
 
 
 def suffixes() -> set[str]:
     """The endings of names that images in these formats have, in lower case."""
+    from PIL import Image as Pillow
+
     known = _known()
     return {
         suffix
@@ -88,7 +95,9 @@ def converted(image: Image, name: str, channels: int) -> Image:
     first is taken. Raises `UnreadableImage` for 32-bit and other modes.
     """
     if image.mode in DEEP:
-        image = Pillow.fromarray((np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8))
+        from PIL.Image import fromarray
+
+        image = fromarray((np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8))
     elif image.mode not in (*GREY, *COLOR):
         raise UnreadableImage(f"{name} has pixels of Pillow's mode {image.mode!r}; save it with 8 bits per channel.")
     return image.convert("RGB" if channels == 3 else "L")
