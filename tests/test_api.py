@@ -33,6 +33,7 @@ def test_train_takes_a_mapping_and_gives_table_and_model(tmp_path):
     run = lab.train(TINY, str(tmp_path / "run"), overrides=["seed=3"], on_event=lambda *said: heard.append(said))
     assert run.record.seed == 3
     assert [row["step"] for row in run.table()] == [2, 4]
+    assert run.to_pandas()["accuracy"].tolist() == [row["accuracy"] for row in run.table()]
     assert [step for step, point in heard if point is None] == [1, 2, 3, 4]
     assert run.model().num_parameters() == run.record.parameters
     # The same from a file, by its path as text.
@@ -202,6 +203,12 @@ def test_the_page_and_the_notebook_run(tmp_path, monkeypatch, forked_workers):
         exec(cell, names)
     ran = {ast.unparse(statement) for cell in cells for statement in ast.parse(cell).body}
     assert names["found"].means().keys() == {"vanilla", "shift"}
+    frame = names["found"].to_pandas()
+    assert set(zip(frame["arm"], frame["seed"], strict=True)) == {
+        (arm, seed) for arm in ("vanilla", "shift") for seed in (0, 1)
+    }
+    assert frame.groupby("arm")["accuracy"].mean().to_dict() == pytest.approx(names["found"].means())
+    assert names["found"]._repr_html_().count("<tr>") == 3
     assert (tmp_path / "runs" / "shift").is_dir()
     page = "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(), re.S))
     for statement in map(ast.unparse, ast.parse(page).body):

@@ -15,11 +15,12 @@ import typer
 from pydantic import BaseModel
 
 import headwater
+import headwater_lab
 from headwater import mechanisms
 from headwater.config.presets import PRESETS
 from headwater.integrations import torchtitan as titan_model
 from headwater.util.layout import PACKAGES
-from headwater_lab import api
+from headwater_lab.api import comparing, planning, reproducing, training
 from headwater_lab.cli import app
 from headwater_lab.data.images import Augmentation
 from headwater_lab.recipe.schema import (
@@ -156,7 +157,11 @@ def undocumented(names: set[str]) -> set[str]:
     return missing
 
 
-@pytest.mark.parametrize("module", [headwater, mechanisms, titan_model, api], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module",
+    [headwater, mechanisms, titan_model, headwater_lab, comparing, planning, reproducing, training],
+    ids=lambda module: module.__name__,
+)
 def test_every_public_name_is_documented(module):
     names = getattr(module, "__all__", None) or [
         name for name, one in vars(module).items() if isinstance(one, type) and one.__module__ == module.__name__

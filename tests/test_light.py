@@ -13,19 +13,6 @@ from conftest import Wanted
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.util.extras import MODULES
 
-# What a price needs nothing of.
-MODELS_AND_RUNS = (
-    "headwater.models.causal_lm.",
-    "headwater.models.stack.",
-    "headwater.nn.",
-    "headwater_lab.data.",
-    "headwater_lab.recipe.schema.",
-    "headwater_lab.training.records.",
-    "headwater_lab.comparison.",
-    "headwater_lab.reports.",
-    "headwater_lab.papers.",
-    "headwater.growth.",
-)
 PLOTS = ("plotly", "matplotlib", "sklearn")
 FRAMES = ("lightning_fabric", "datasets", "tensorboard", "pandas")
 COMMAND = (
@@ -92,15 +79,14 @@ HeadwaterForCausalLM(HeadwaterConfig(**sizes, mechanisms=["kv_shift", "pattentio
 
 
 def test_nothing_imports_more_than_it_needs(folder):
-    """A model comes without what trains and reports; a price needs config and plan alone, since whatever else were
-    imported would come on top of torch and transformers' config class; training comes without plots and reports."""
+    """A model and an estimate come without what trains and reports, and training without plots and reports."""
     needless = {
         BUILT: {"typer", "rich", "pydantic", *PLOTS, *FRAMES},
-        "import headwater_lab.training.stages, headwater_lab.comparison": {*PLOTS, "headwater_lab.reports"},
+        "import headwater_lab.training.stages, headwater_lab.comparison.running": {*PLOTS, "headwater_lab.reports"},
     }
     for model in ("tokenformer-124m", str(folder)) if Wanted.slow else (str(folder),):
-        libraries = {"transformers.modeling_utils", "rich.progress", "torch._dynamo", *PLOTS, *FRAMES}
-        needless[COMMAND.format(arguments=["plan", model])] = libraries
+        reports = {"headwater_lab.comparison", "headwater_lab.reports", "headwater_lab.papers"}
+        needless[COMMAND.format(arguments=["plan", model])] = {"rich.progress", *reports, *PLOTS, *FRAMES}
     priced = {code for code in needless if "plan" in code}
     made = {}
     for stage, codes in (("models", needless.keys() - priced), ("torch", priced)):
@@ -114,9 +100,15 @@ def test_nothing_imports_more_than_it_needs(folder):
         assert "training" not in code or "lightning_fabric" in loaded
         if "plan" in code:
             assert "parameters" in "".join(shown)
-            assert not [name for name in loaded if f"{name}.".startswith(MODELS_AND_RUNS)]
             commands = {name for name in loaded if name.startswith("headwater_lab.cli.")}
             assert commands == {"headwater_lab.cli.common", "headwater_lab.cli.planning"}
+
+
+def test_training_in_python_needs_neither_statistics_nor_plots():
+    code = "import headwater_lab as lab\nprint(lab.train.__name__, lab.plan.__name__, lab.grow.__name__)"
+    loaded, printed = after(code, blocked=("scipy", "matplotlib", "plotly"))
+    assert printed == "train plan grow"
+    assert not loaded & {"headwater_lab.comparison", "headwater_lab.reports", "headwater_lab.papers"}
 
 
 ORDERS = {

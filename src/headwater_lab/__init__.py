@@ -23,15 +23,28 @@ from typing import TYPE_CHECKING, Any
 import headwater  # noqa: F401  it sets up the process of a command, before what takes time to import
 
 if TYPE_CHECKING:
-    from headwater_lab.api import compare, grow, plan, reproduce, retrofit, train
+    from headwater_lab.api.comparing import compare
+    from headwater_lab.api.growing import grow, retrofit
+    from headwater_lab.api.planning import plan
+    from headwater_lab.api.reproducing import reproduce
+    from headwater_lab.api.training import train
 
 __all__ = ["compare", "grow", "plan", "reproduce", "retrofit", "train"]
 
+_MODULES = {
+    "compare": "comparing",
+    "grow": "growing",
+    "plan": "planning",
+    "reproduce": "reproducing",
+    "retrofit": "growing",
+    "train": "training",
+}
+
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return globals().setdefault(name, getattr(import_module("headwater_lab.api"), name))
+    return globals().setdefault(name, getattr(import_module(f"headwater_lab.api.{_MODULES[name]}"), name))
 
 
 def __dir__() -> list[str]:

@@ -20,8 +20,8 @@ from headwater.conversion.export import export as export_model
 from headwater.kernels.choose import cpu as cpu_name
 from headwater.kernels.choose import unmeasured as without_timings
 from headwater.plugins.registry import MECHANISMS
-from headwater_lab.api import compare as compare_arms
-from headwater_lab.api import train as train_recipe
+from headwater_lab.api.comparing import compare as compare_arms
+from headwater_lab.api.training import train as train_recipe
 from headwater_lab.cli import app
 from headwater_lab.data.tokenizer import byte_tokenizer
 from headwater_lab.papers.kept import read as read_kept_runs

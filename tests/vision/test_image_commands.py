@@ -7,10 +7,10 @@ import torch
 from images import image_model, images
 from transformers import AutoModelForImageClassification, ViTConfig, ViTForImageClassification, ViTImageProcessor
 
+import headwater_lab as lab
 from conftest import assert_near
 from headwater import HeadwaterForImageClassification
 from headwater.testing import disturb
-from headwater_lab import api
 from headwater_lab.training.checkpoint import load_model, write_model
 
 PAIRS = {"pattention": {"attention_pairs": 8, "ffn_pairs": 16}}
@@ -36,7 +36,7 @@ def test_growing_keeps_the_function_and_the_image_processor(run, checkpoint, tmp
     assert_near(logits(tmp_path / "grown"), logits(checkpoint), 1e-5)
     stored = json.loads((tmp_path / "grown" / "preprocessor_config.json").read_text())
     assert stored["size"] == SIZE
-    grown = api.grow(checkpoint, attention_pairs=9)
+    grown = lab.grow(checkpoint, attention_pairs=9)
     assert type(grown) is HeadwaterForImageClassification
 
 

@@ -7,12 +7,12 @@ import torch
 from images import vision_config
 from torch.utils.flop_counter import FlopCounterMode
 
+import headwater_lab as lab
 from headwater import HeadwaterError, HeadwaterForImageClassification
 from headwater.cost import counts as cost
 from headwater.cost import price
 from headwater.cost.hardware import hardware
 from headwater.plugins.registry import REGISTRY, resolve
-from headwater_lab import api
 
 BASES = {
     "vanilla": {},
@@ -125,7 +125,7 @@ def test_a_checkpoint_is_priced_and_its_fields_are_its_own(run, tmp_path):
 
 
 def test_the_same_from_python():
-    (row,) = api.plan(vision_config(), images=1e6).table()
+    (row,) = lab.plan(vision_config(), images=1e6).table()
     assert row["image_size"] == (9, 16)
     with pytest.raises(HeadwaterError, match="text models"):
-        api.plan(vision_config()).picture()
+        lab.plan(vision_config()).picture()

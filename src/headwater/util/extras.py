@@ -20,7 +20,7 @@ from headwater.util.layout import is_ours
 # Modules by the extra of pyproject.toml that installs them. Dependencies of torch and transformers are always there.
 MODULES = {
     "vision": ("torchvision", "PIL", "sklearn", "matplotlib", "rendercv_fonts"),
-    "train": ("lightning_fabric", "datasets", "pyarrow", "tensorboard", "filelock"),
+    "train": ("lightning_fabric", "datasets", "pandas", "pyarrow", "tensorboard", "filelock"),
     "report": ("scipy", "matplotlib", "plotly", "jinja2"),
     "evaluate": ("lm_eval",),
     "wandb": ("wandb",),

@@ -298,7 +298,6 @@ def _of_recipe(
 ) -> dict[str, Planned]:
     """Models of a recipe by name, one for each arm of its comparison, each size if asked for, and each stage. The data
     is not read, and of tokenizers only local ones."""
-
     given = Path(given) if isinstance(given, str) else given
     loaded = read_recipe(given, [*(f"model.{override}" for override in overrides), *of_training])
     if loaded.compare is None:

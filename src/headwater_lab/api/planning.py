@@ -1,0 +1,96 @@
+"""`lab.plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+from headwater.config.text import HeadwaterConfig
+from headwater.cost import ImagePrice, Price, figure
+from headwater.cost.hardware import Hardware
+from headwater.plugins import outside
+from headwater_lab.api.common import PathLike, Result
+from headwater_lab.recipe.schema import Recipe
+from headwater_lab.training.estimate import planned
+from headwater_lab.training.estimate import prices as prices_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class Plan(Result):
+    """Prices of models, of text or of images."""
+
+    prices: list[Price] | list[ImagePrice]
+    configs: dict[str, HeadwaterConfig] = field(repr=False)
+
+    def table(self) -> list[dict[str, Any]]:
+        """A row per model and context, or size of images."""
+        return [
+            {
+                "model": price.name,
+                "image_size": at.image_size,
+                "parameters": sum(price.parameters.values()),
+                "training_flops_per_image": at.training,
+                "activation_bytes": at.activation_bytes,
+                "days": at.limits and at.limits.days,
+            }
+            if isinstance(price, ImagePrice)
+            else {
+                "model": price.name,
+                "context": at.context,
+                "parameters": sum(price.parameters.values()),
+                "training_flops_per_token": at.training_causal,
+                "cache_bytes_per_token": price.cache_bytes_per_token,
+                "cache_bytes": at.cache_bytes,
+                "activation_bytes": at.activation_bytes,
+                "days": at.limits and at.limits.days,
+            }
+            for price in self.prices
+            for at in cast(list[Any], price.at)
+        ]
+
+    def picture(self, contexts: Sequence[int] = (1024, 4096, 16384, 32768)) -> Figure:
+        """Forward FLOPs per token against context. Raises `HeadwaterError` for image models."""
+        return figure(self.configs, contexts)
+
+
+def plan(
+    *models: HeadwaterConfig | Recipe | Mapping[str, Any] | PathLike,
+    overrides: Sequence[str] = (),
+    vocabulary: int | None = None,
+    context: Sequence[int] | int | None = None,
+    tokens: str | float | None = None,
+    images: str | float | None = None,
+    hardware: str | Hardware | None = None,
+    batch: int | None = None,
+    devices: int | None = None,
+    precision: str | None = None,
+    mfu: float = 0.4,
+    trust: Sequence[str] = (),
+) -> Plan:
+    """Estimate the cost of models before training, like `headwater plan`.
+
+    models: configs, recipes, presets by name, config.json files, checkpoints or runs. overrides: "field=value" for all
+    models, or "training.field=value" for how they are trained. vocabulary: vocabulary size, instead of the models'.
+    context: default: the first model's. tokens, or of image models images: a number, or as in "300B". hardware: a
+    device, also by name, or "this". batch, devices, precision, mfu: as in `headwater.cost.price`. If the first model
+    is a recipe, tokens or images, batch (rows per device), devices and precision default to its own. trust: as in
+    `train`. Raises `HeadwaterError`.
+    """
+    outside.trust(trust)
+    found = planned(models, overrides, vocabulary)
+    prices = prices_of(
+        found,
+        context=context,
+        tokens=tokens,
+        images=images,
+        hardware=hardware,
+        batch=batch,
+        devices=devices,
+        precision=precision,
+        mfu=mfu,
+    )
+    return Plan(prices, {name: one.config for name, one in found.items()})
