@@ -38,49 +38,37 @@ def compare(
     process compares into `out`, and for runs below `out` that are not of this comparison; `Interrupted` after Ctrl-C.
     """
     with occupied(out / recipe.name if shared else out, nested=True):
-        return _compare(recipe, out, workers, on_change, only, tell, shared)
-
-
-def _compare(
-    recipe: Recipe,
-    out: Path,
-    workers: int | None,
-    on_change: OnChange | None,
-    only: Collection[ArmKey] | None,
-    tell: Told,
-    shared: bool,
-) -> list[Outcome]:
-    recipe = match_arms(recipe)
-    trials = _among(trials_of(recipe, out), only)
-    section = recipe.compare
-    assert section is not None
-    workers = workers or section.workers
-    priced = [
-        (size, {one.experiment.arm: one.recipe for one in trials if one.experiment.size == size})
-        for size in (section.sizes or [None] if section.costs else [])
-    ]
-    for _, arms in priced:
-        check_priced(arms)
-    plan = plan_for(section)
-    there = earlier_runs(recipe, trials, out, shared)
-    check_arms(recipe, there, out)
-    check_plans(plan, there)
-    rates: dict[str, float] = {}
-    if section.learning_rates:
-        tries = _tries(tuning_trials(recipe, out), only)
-        rates = best_rates(tries, run_trials(tries, workers, on_change))
-        trials = at_rates(trials, rates)
-    check_settings(recipe, rates, there, out)
-    adopt(recipe, there, out)
-    if plan is not None:
-        outcomes = run_sequentially(trials, plan, section.baseline, workers, on_change)
-    else:
-        outcomes = run_trials(trials, workers, on_change)
-    places = [folder_of(recipe, size, out) for size, _ in priced]
-    for (_, arms), place in zip(priced, places, strict=True):
-        if section.baseline in arms:
-            measure(arms, section.baseline, place, tell, beside=places)
-    return outcomes
+        recipe = match_arms(recipe)
+        trials = _among(trials_of(recipe, out), only)
+        section = recipe.compare
+        assert section is not None
+        workers = workers or section.workers
+        priced = [
+            (size, {one.experiment.arm: one.recipe for one in trials if one.experiment.size == size})
+            for size in (section.sizes or [None] if section.costs else [])
+        ]
+        for _, arms in priced:
+            check_priced(arms)
+        plan = plan_for(section)
+        there = earlier_runs(recipe, trials, out, shared)
+        check_arms(recipe, there, out)
+        check_plans(plan, there)
+        rates: dict[str, float] = {}
+        if section.learning_rates:
+            tries = _tries(tuning_trials(recipe, out), only)
+            rates = best_rates(tries, run_trials(tries, workers, on_change))
+            trials = at_rates(trials, rates)
+        check_settings(recipe, rates, there, out)
+        adopt(recipe, there, out)
+        if plan is not None:
+            outcomes = run_sequentially(trials, plan, section.baseline, workers, on_change)
+        else:
+            outcomes = run_trials(trials, workers, on_change)
+        places = [folder_of(recipe, size, out) for size, _ in priced]
+        for (_, arms), place in zip(priced, places, strict=True):
+            if section.baseline in arms:
+                measure(arms, section.baseline, place, tell, beside=places)
+        return outcomes
 
 
 def jobs_of(recipe: Recipe, out: Path, only: Collection[ArmKey] | None = None) -> list[Job]:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from headwater.util.seeding import generator
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 # input_ids [B, T], shift_labels [B, T] (the label of each position; -100 is ignored), and if documents start inside a
 # row, position_ids [B, T] that restart there or document_starts [B, T].

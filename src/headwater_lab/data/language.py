@@ -7,12 +7,13 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, combinations, islice
 from os.path import normpath
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
 from pydantic import model_validator
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from headwater.util.errors import HeadwaterError, nearest, shown
 from headwater.util.files import is_file_name
@@ -22,9 +23,6 @@ from headwater_lab.data.chat import Encoded
 from headwater_lab.data.corpus import Document
 from headwater_lab.data.rows import RowLayout, Rows, Tokens
 from headwater_lab.data.tokenizer import Encoder, vocabulary
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 # Metrics of held-out text; for a domain, METRIC/NAME.
 METRICS = ("bits_per_byte", "loss")

@@ -19,9 +19,10 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from headwater import __version__
 from headwater.cost.hardware import cores
@@ -54,9 +55,6 @@ from headwater_lab.data.shards import (
 )
 from headwater_lab.data.stream import DocumentPart, Stream, StreamPosition, TextSource
 from headwater_lab.data.tokenizer import Encoder, load_tokenizer
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 # Files of an unfinished folder: a line for each document, and the candidates for evaluation.jsonl.
 CONTENT, CANDIDATES = "content.part", "candidates.part"

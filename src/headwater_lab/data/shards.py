@@ -10,10 +10,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from transformers import PreTrainedTokenizerBase
 
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import absence, read_bytes, sha256_of
@@ -22,9 +23,6 @@ from headwater_lab.data.corpus import Document
 from headwater_lab.data.reading import TOOLS
 from headwater_lab.data.sealed import damaged, read_sealed
 from headwater_lab.data.tokenizer import load_tokenizer, separator, vocabulary
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 MANIFEST = "manifest.json"
 # File in a folder that has one prepared folder per domain.

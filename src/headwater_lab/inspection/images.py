@@ -5,21 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from headwater.config.vision import HeadwaterVisionConfig
 from headwater.util.errors import HeadwaterError
 from headwater.util.seeding import generator
 from headwater_lab.data.images import ImageData
 from headwater_lab.data.images.reading import read_image
 from headwater_lab.inspection.sample import Sample
 from headwater_lab.training.trained import PROCESSOR, Trained, data_of
-
-if TYPE_CHECKING:
-    from headwater.config.vision import HeadwaterVisionConfig
 
 IMAGES = 64  # held-out images to read
 

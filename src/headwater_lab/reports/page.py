@@ -9,10 +9,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 from jinja2 import Environment, PackageLoader
+from matplotlib.figure import Figure
 from plotly.offline import get_plotlyjs
 
 from headwater.util.errors import HeadwaterError
@@ -53,9 +54,6 @@ from headwater_lab.reports.words import (
     worth_note,
 )
 from headwater_lab.training.records import RunRecord
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 REPORT = "report.html"
 # A cell: its text, or (text, class): better, worse or soft.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
+from transformers import BaseImageProcessor
 
 from headwater.models.image_classification import HeadwaterForImageClassification
 from headwater.util.errors import HeadwaterError, shown
@@ -14,9 +14,6 @@ from headwater_lab.data.images.reading import read_image
 from headwater_lab.training.checkpoint import check, load_model
 from headwater_lab.training.places import newest_checkpoint
 from headwater_lab.training.trained import PROCESSOR, image_processor_of
-
-if TYPE_CHECKING:
-    from transformers import BaseImageProcessor
 
 BATCH = 32
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from headwater import kernels
 from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
 from headwater.kernels.varlen import FROM, VARLEN, refusal
+from headwater.models.kinds import AnyModel
 from headwater.util.errors import HeadwaterError, sentence
-
-if TYPE_CHECKING:
-    from headwater.models.kinds import AnyModel
-    from headwater_lab.recipe.schema import Training
+from headwater_lab.recipe.schema import Training
 
 
 def attention_of(config: HeadwaterConfig, training: Training, device: torch.device, context: int) -> str | None:

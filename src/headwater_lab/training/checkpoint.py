@@ -44,6 +44,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
+from transformers import BaseImageProcessor, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 
 from headwater.config.text import HeadwaterConfig
@@ -70,8 +71,6 @@ from headwater_lab.training.places import FOLDER, checkpoints
 from headwater_lab.training.records import Event
 
 if TYPE_CHECKING:
-    from transformers import BaseImageProcessor, PreTrainedTokenizerBase
-
     from headwater_lab.training.averaging import Average  # which needs the trainer's packages; serving does not
 
 FORMAT_VERSION = 2

@@ -21,16 +21,18 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from lightning_fabric import Fabric
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint import SavePlan, SavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.futures import Future as TorchFuture
+from transformers import BaseImageProcessor, PreTrainedTokenizerBase
 
 from headwater.cost.hardware import available_memory
 from headwater.models.kinds import AnyModel
@@ -47,10 +49,6 @@ from headwater_lab.training.checkpoint import (
 from headwater_lab.training.parallel import first, gathered, together
 from headwater_lab.training.places import checkpoints, step_of
 from headwater_lab.training.records import Event
-
-if TYPE_CHECKING:
-    from lightning_fabric import Fabric
-    from transformers import BaseImageProcessor, PreTrainedTokenizerBase
 
 
 class Saver:

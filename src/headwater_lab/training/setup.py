@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning_fabric import Fabric
 from lightning_fabric.wrappers import _FabricModule, _FabricOptimizer
 from torch import Tensor, nn
 from torch.utils._triton import has_triton
+from transformers import BaseImageProcessor, PreTrainedTokenizerBase
 
 from headwater.config.text import HeadwaterConfig
 from headwater.cost.counts import check_memory
@@ -35,9 +36,6 @@ from headwater_lab.training.optim import freeze, learning_rate, make_optimizers
 from headwater_lab.training.parallel import first, in_precision, scalars, sharded, together
 from headwater_lab.training.resume import progress_of
 from headwater_lab.training.start import Beginning, begin, prepare
-
-if TYPE_CHECKING:
-    from transformers import BaseImageProcessor, PreTrainedTokenizerBase
 
 
 @dataclass

@@ -12,6 +12,7 @@ import torch
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import BaseImageProcessor
 
 from headwater.util.errors import HeadwaterError
 from headwater.util.seeding import generator
@@ -22,7 +23,6 @@ from headwater_lab.data.images.loading import loaded
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-    from transformers import BaseImageProcessor
 
 # Numbers in a batch to evaluate on.
 PIXELS = 2**24
