@@ -1,4 +1,4 @@
-"""`lab.compare`."""
+"""The function `lab.compare` and its result."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ class Compared(Result):
     def table(self) -> list[dict[str, Any]]:
         """A row per arm (and size), as text, with the columns of the report's table."""
         return [
-            ({"size": one.size} if one.size is not None else {})
-            | dict(zip(["arm", *columns(one)[1:]], cells(summary, one), strict=True))
+            _size_of(one) | dict(zip(["arm", *columns(one)[1:]], cells(summary, one), strict=True))
             for one in self.comparisons
             for summary in one.summaries
         ]
@@ -41,8 +40,16 @@ class Compared(Result):
     def _numbers(self) -> list[dict[str, Any]]:
         """A row per finished or diverged run: its arm, size and seed, its cost, and its last metrics."""
         return [
-            {"arm": run.experiment.arm, "size": one.size, "seed": run.seed, "status": run.status}
-            | {"parameters": run.parameters, run.unit: run.tokens, "flops": run.flops, "seconds": run.seconds}
+            _size_of(one)
+            | {
+                "arm": run.experiment.arm,
+                "seed": run.seed,
+                "status": run.status,
+                "parameters": run.parameters,
+                run.unit: run.tokens,
+                "flops": run.flops,
+                "seconds": run.seconds,
+            }
             | (run.held_out[-1].metrics if run.held_out else {})
             for one in self.comparisons
             for run in one.records
@@ -52,7 +59,7 @@ class Compared(Result):
     def evidence(self) -> list[dict[str, Any]]:
         """With `sequential: true`, a row per arm, size and look: arm, seeds, difference, low, high; else no rows."""
         return [
-            ({"size": one.size} if one.size is not None else {})
+            _size_of(one)
             | {"arm": summary.arm, "seeds": look.pairs, "difference": look.mean}
             | dict(zip(("low", "high"), look.interval or (None, None), strict=True))
             for one in self.comparisons
@@ -67,6 +74,11 @@ class Compared(Result):
     def report(self) -> Path:
         """Write the HTML page of the folder, with its pictures, and return its path."""
         return write_report(self.folder)
+
+
+def _size_of(comparison: Comparison) -> dict[str, str]:
+    """The column of sizes, if there are any."""
+    return {} if comparison.size is None else {"size": comparison.size}
 
 
 @quiet()

@@ -1,4 +1,4 @@
-"""`lab.grow` and `lab.retrofit`."""
+"""The functions that change a model: `lab.grow` and `lab.retrofit`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lab.plan`."""
+"""The function `lab.plan` and its result."""
 
 from __future__ import annotations
 

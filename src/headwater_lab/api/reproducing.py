@@ -1,4 +1,4 @@
-"""`lab.reproduce`."""
+"""The function `lab.reproduce` and its result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lab.train`."""
+"""The function `lab.train` and its result."""
 
 from __future__ import annotations
 
