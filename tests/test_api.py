@@ -11,8 +11,6 @@ import pytest
 
 import headwater
 import headwater_lab as lab
-from apart import apart
-from conftest import Wanted
 from headwater.util.errors import HeadwaterError
 from headwater_lab.papers.table import tables
 
@@ -178,20 +176,6 @@ def test_reproduce_gives_a_table_and_claims(tmp_path):
         lab.reproduce(name, out=tmp_path, overrides=["training.steps=1"])
     with pytest.raises(HeadwaterError, match="cpu, gpu or paper"):
         lab.reproduce(name, "tpu", out=tmp_path)
-
-
-@pytest.mark.slow
-def test_functions_and_modules_of_the_same_name_are_both_there():
-    """Importing a module sets its name in the package."""
-    names = ("compare", "plan", "retrofit")
-    codes = []
-    for n, name in enumerate(names):
-        firsts = (f"import headwater.{name}", f"from headwater import {name}", "import headwater")
-        for first in firsts if Wanted.slow else firsts[n : n + 1]:
-            code = f"{first}\nimport headwater\nassert callable(headwater.{name})\nimport headwater.{name} as module\n"
-            codes.append(code + f"from headwater import {name}\nassert callable({name}) and module is {name}")
-    for code, (ended, _, said) in zip(codes, apart(codes, "models"), strict=True):
-        assert ended == 0, (code, said)
 
 
 def test_the_page_and_the_notebook_run(tmp_path, monkeypatch, forked_workers):
