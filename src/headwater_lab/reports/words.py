@@ -58,13 +58,8 @@ def target(comparison: Comparison) -> str:
 
 def cost_columns(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     """What it cost each arm to reach the threshold: column names and rows; no rows where arms cost alike."""
-    names = [
-        "",
-        f"seeds that reach {target(comparison)}",
-        "FLOPs, all included",
-        f"over {comparison.baseline} [95 %]",
-        "seconds",
-    ]
+    reach, over = f"seeds that reach {target(comparison)}", f"over {comparison.baseline} [95 %]"
+    names = ["", reach, "FLOPs, all included", over, "seconds"]
     if comparison.threshold is None or not differ_in_cost(comparison.records):
         return names, []
     rows = []
@@ -128,8 +123,8 @@ def cost_tables(comparison: Comparison) -> list[Table]:
     return [_table(f"{comparison.heading}: {what}", about, names, rows) for what, about, names, rows in every if rows]
 
 
-def _table(title: str, caption: str, names: list[str], rows: list[list[str]]) -> Table:
-    result = lined(*names, left=names[:1], title=title, caption=caption)
+def _table(title: str | None, caption: str, names: list[str], rows: list[list[str]], fold: bool = False) -> Table:
+    result = lined(*names, left=names[:1], title=title, fold=fold, caption=caption)
     for row in rows:
         result.add_row(*row)
     return result
@@ -196,13 +191,9 @@ def _beside(comparison: Comparison) -> dict[str, str]:
 
 def domains_note(comparison: Comparison) -> str:
     """The cells of the domains' table."""
-    if comparison.trained_on == "images":
-        return (
-            f"Held-out metrics at the end, mean over seeds; in brackets the mean difference from "
-            f"{comparison.baseline}, seed by seed, which is not tested."
-        )
+    of_domains = f"{unit(comparison.metric.partition('/')[0])} of each domain"
     return (
-        f"Held-out {unit(comparison.metric.partition('/')[0])} of each domain at the end, mean over seeds; in "
+        f"Held-out {'metrics' if comparison.trained_on == 'images' else of_domains} at the end, mean over seeds; in "
         f"brackets the mean difference from {comparison.baseline}, seed by seed, which is not tested."
     )
 
@@ -210,12 +201,7 @@ def domains_note(comparison: Comparison) -> str:
 def domains_table(comparison: Comparison) -> Table | None:
     """The domains for a terminal; None if there are none."""
     names, rows = domains_columns(comparison)
-    if not rows:
-        return None
-    result = lined(*names, left=names[:1], fold=True, caption=domains_note(comparison))
-    for row in rows:
-        result.add_row(*row)
-    return result
+    return _table(None, domains_note(comparison), names, rows, fold=True) if rows else None
 
 
 def tested(comparison: Comparison) -> int:
@@ -431,25 +417,23 @@ def span(values: Sequence[float], form: str = ",") -> str:
 
 def differences_table(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     """Test results of every arm: column names and rows."""
-    names = ["", f"minus {comparison.baseline}", "interval", "its level", "p", "pairs", "more seeds", "detectable"]
-    if comparison.plan is not None:
-        names = [*names[:4], "pairs", "more seeds"]
+    fixed = comparison.plan is None  # else there is no p
     rows = []
     for s in comparison.summaries:
-        if s.paired is None:
+        if (p := s.paired) is None:
             continue
-        p = s.paired
-        interval = "" if p.interval is None else between(p.interval)
-        more = "" if p.more is None else f"{p.more:,}"
-        seen = "" if p.detectable is None else f"{p.detectable:.3g}"
-        level = "" if p.p is None else f"{100 * (1 - p.level):.4g} %"
-        chance = "" if p.p is None else f"{p.p:.2g}"
-        if comparison.plan is not None:
-            level = f"{100 * (1 - p.level):.4g} %"
-            rows.append([s.arm, f"{p.mean:+.4f}", interval, level, str(len(p.differences)), more])
-            continue
-        rows.append([s.arm, f"{p.mean:+.4f}", interval, level, chance, str(len(p.differences)), more, seen])
-    return names, rows
+        row = {
+            "": s.arm,
+            f"minus {comparison.baseline}": f"{p.mean:+.4f}",
+            "interval": "" if p.interval is None else between(p.interval),
+            "its level": "" if fixed and p.p is None else _confidence(p),
+            "p": "" if p.p is None else f"{p.p:.2g}",
+            "pairs": str(len(p.differences)),
+            "more seeds": "" if p.more is None else f"{p.more:,}",
+            "detectable": "" if p.detectable is None else f"{p.detectable:.3g}",
+        }
+        rows.append({name: cell for name, cell in row.items() if fixed or name not in ("p", "detectable")})
+    return list(rows[0]) if rows else [], [list(row.values()) for row in rows]
 
 
 def which_test(comparison: Comparison) -> str:
