@@ -163,10 +163,10 @@ class Reproduced:
 
     def table(self) -> list[dict[str, Any]]:
         """A row for each of the paper's rows: its label, and for each column the paper's figure and ours, as text."""
-        from headwater_lab.papers.result import columns_of, texts
+        from headwater_lab.papers.result import texts
 
-        names = ["", *(name for _, name, _ in columns_of(self.result))]
-        return [dict(zip(names, row, strict=False)) for row in texts(self.result)]
+        names, rows = texts(self.result)
+        return [dict(zip(names, row, strict=True)) for row in rows]
 
     def claims(self) -> list[tuple[str, str]]:
         """The paper's claims, and the verdicts."""

@@ -235,8 +235,8 @@ class Ratio:
 
 
 # A number that a claim is about: what it is in words, its estimate and interval (None if unbounded), and the region
-# where it must lie for the claim to replicate. size: its number of seeds. p: the smallest level at which the interval lies on
-# one side of the region's borders; None: it never does. why: why it is inconclusive, if that is clear before any test.
+# where it must lie for the claim to replicate. size: its number of seeds. p: the smallest level at which the interval
+# lies on one side of the borders; None: it never does. why: why it is inconclusive, if that is clear before any test.
 Evidence = NoEvidence | Mean | Repeated | SeedShare | Ratio
 
 
