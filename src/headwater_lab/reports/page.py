@@ -20,15 +20,8 @@ from headwater.util.files import file_name
 from headwater.util.layout import top_package
 from headwater.util.outputs import check_replaceable, write_text
 from headwater_lab.comparison.scaling import Estimate, Law, scaling_of
-from headwater_lab.comparison.statistics import Summary
 from headwater_lab.reports.comparison import Comparison, arm_of, comparisons, experiments
-from headwater_lab.reports.figures import (
-    FORMS,
-    Drawing,
-    curves_drawing,
-    differences_drawing,
-    scaling_drawing,
-)
+from headwater_lab.reports.figures import FORMS, Drawing, curves_drawing, differences_drawing, scaling_drawing
 from headwater_lab.reports.pictures import bars_picture, curves_picture, save
 from headwater_lab.reports.prices import prices_of, prices_table, unpriced, where_measured
 from headwater_lab.reports.recipes import differences, flat
@@ -213,9 +206,8 @@ def story(sizes: Sequence[Comparison]) -> Story:
         parts.append(scaling)
     parts.append(commands_part(sizes, f"{name}-commands"))
     parts.append(changes_part(sizes, f"{name}-changes"))
-    parts.append(
-        Section(f"{name}-environment", "Data and environment", tables=[data_table(first), machines_table(sizes)])
-    )
+    environment = [data_table(first), machines_table(sizes)]
+    parts.append(Section(f"{name}-environment", "Data and environment", tables=environment))
     if told := notices(sizes):
         parts.append(Section(f"{name}-warnings", f"Warnings ({len(told)})", items=told))
     return Story(
@@ -231,17 +223,13 @@ def story(sizes: Sequence[Comparison]) -> Story:
 def results_table(comparison: Comparison) -> PageTable:
     names = columns(comparison)
     place = names.index("verdict")
+    classes = {"better": "better", "worse": "worse", "diverged": "worse"}
     rows: list[list[PageCell]] = []
     for summary in comparison.summaries:
         row: list[PageCell] = [*cells(summary, comparison)]
-        row[place] = (str(row[place]), _class(summary, comparison))
+        row[place] = (str(row[place]), classes.get(summary.verdict(comparison.lower_is_better), ""))
         rows.append(row)
     return PageTable(f"Held-out {comparison.unit} at the end. {note(comparison)}", names, rows)
-
-
-def _class(summary: Summary, comparison: Comparison) -> str:
-    said = summary.verdict(comparison.lower_is_better)
-    return {"better": "better", "worse": "worse", "diverged": "worse"}.get(said, "")
 
 
 def rates_table(sizes: Sequence[Comparison]) -> tuple[PageTable, list[str]]:
@@ -307,11 +295,10 @@ def scaling_part(sizes: Sequence[Comparison], name: str) -> Section | None:
     if not laws:
         return None
     rows = [
-        [law.arm, FORMS[law.form], _offset(law), _estimate(law.a),
-         _estimate(law.exponent), f"{law.error:.2g}"]
+        [law.arm, FORMS[law.form], _offset(law), _estimate(law.a), _estimate(law.exponent), f"{law.error:.2g}"]
         for one in laws
         for law in one.laws
-    ]  # fmt: skip
+    ]
     caption = (
         "Fitted laws, L = E + A/N^a (Hoffmann et al., arXiv 2203.15556) and the same without E (Kaplan et al., arXiv "
         "2001.08361). Intervals: 95 %, by the jackknife over the seeds. Error: root mean square of the residuals."
@@ -336,15 +323,14 @@ def _estimate(one: Estimate) -> str:
 def commands_part(sizes: Sequence[Comparison], name: str) -> Section:
     """The baseline's recipe, and the command that trains it."""
     first = sizes[0]
-    record = first.runs(first.baseline)[0] if first.runs(first.baseline) else first.records[0]
+    record = (first.runs(first.baseline) or first.records)[0]
     file = f"{_id(first.name)}.yaml"
     says = (
         f"The recipe of {arm_of(record)}, seed {record.seed}, as recorded; the changes of the other arms follow. "
         f"`headwater train {file}` trains it."
     )
-    return Section(
-        name, "Recipe", [says], code=[(file, yaml.safe_dump(record.recipe, sort_keys=False, allow_unicode=True), file)]
-    )
+    recipe = yaml.safe_dump(record.recipe, sort_keys=False, allow_unicode=True)
+    return Section(name, "Recipe", [says], code=[(file, recipe, file)])
 
 
 def changes_part(sizes: Sequence[Comparison], name: str) -> Section:
@@ -360,25 +346,16 @@ def changes_part(sizes: Sequence[Comparison], name: str) -> Section:
         settings = [flat({k: v for k, v in first.recipe.items() if k != "name"}) for first in firsts]
         keys = [key for key in dict.fromkeys(k for s in settings for k in s) if len({s.get(key) for s in settings}) > 1]
         sized: list[list[PageCell]] = [[key, *(s.get(key, "–") for s in settings)] for key in keys if key != "seed"]
-        tables.append(
-            PageTable("Changes of each size.", ["field", *(str(one.size) for one in sizes)], sized, text=True)
-        )
+        names = ["field", *(str(one.size) for one in sizes)]
+        tables.append(PageTable("Changes of each size.", names, sized, text=True))
     return Section(name, "Changes", () if tables else ["The arms do not differ in their settings."], tables=tables)
 
 
 def data_table(comparison: Comparison) -> PageTable:
     record = comparison.records[0]
     facts = record.data | {"order of rows, seed " + str(record.seed): record.data_order}
-    return PageTable(
-        "Data",
-        ["", "value"],
-        [[key.replace("_", " "), _text(value)] for key, value in facts.items() if value != ""],
-        text=True,
-    )
-
-
-def _text(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+    texts = {key: f"{value:,}" if type(value) is int else str(value) for key, value in facts.items() if value != ""}
+    return PageTable("Data", ["", "value"], [[key.replace("_", " "), text] for key, text in texts.items()], text=True)
 
 
 def machines_table(sizes: Sequence[Comparison]) -> PageTable:
@@ -391,12 +368,8 @@ def machines_table(sizes: Sequence[Comparison]) -> PageTable:
         rows.append([field.replace("_", " "), *("not recorded" if value is None else str(value) for value in values)])
     rows.append(["runs", *(str(len(runs)) for _, runs in places)])
     rows.append(["hours of training", *(f"{sum(r.seconds for r in runs) / 3600:.2f}" for _, runs in places)])
-    return PageTable(
-        "Environment",
-        ["", *("value" if len(places) == 1 else f"{i}" for i in range(1, len(places) + 1))],
-        rows,
-        text=True,
-    )
+    names = ["value"] if len(places) == 1 else [f"{number}" for number in range(1, len(places) + 1)]
+    return PageTable("Environment", ["", *names], rows, text=True)
 
 
 def notices(sizes: Sequence[Comparison]) -> list[str]:

@@ -10,7 +10,7 @@ from headwater.util.drawing import default_style
 from headwater.util.outputs import save_figure
 from headwater.util.terminal import literal
 from headwater_lab.reports.comparison import Comparison, differ_in_cost
-from headwater_lab.reports.curves import Curve, arm_curves, y_limits
+from headwater_lab.reports.curves import arm_curves, y_limits
 from headwater_lab.reports.styles import GREY, styles
 
 DPI = 160
@@ -37,22 +37,18 @@ def curves_picture(comparison: Comparison) -> Figure:
         for arm, (runs, mean) in curves.of(what).items():
             style = look[arm]
             for run in runs:
-                axes.plot(_x(run, name), run.values, color=style.color, lw=0.7, alpha=0.35, ls=style.line)
+                axes.plot(getattr(run, name), run.values, color=style.color, lw=0.7, alpha=0.35, ls=style.line)
             marker = dict(marker=style.marker, markevery=max(1, len(mean.values) // 8), ms=4.5)
-            lines += axes.plot(_x(mean, name), mean.values, color=style.color, lw=2.0, ls=style.line, **marker)
+            lines += axes.plot(getattr(mean, name), mean.values, color=style.color, lw=2.0, ls=style.line, **marker)
         axes.set_xlabel(f"training {comparison.trained_on}" if name == "tokens" else "training FLOPs")
         axes.set_ylabel(curves.label(what))
-        axes.set_ylim(*y_limits(comparison, curves, what))
+        axes.set_ylim(y_limits(comparison, curves, what) or (None, None))
         if name == "tokens":
             axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1e6:g} M" if x >= 1e6 else f"{x / 1e3:g} k")
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(lines, map(literal, curves.of(what)), frameon=False, ncols=1 + len(look) // 8)
     return figure
-
-
-def _x(curve: Curve, name: str) -> list[float]:
-    return curve.tokens if name == "tokens" else curve.flops
 
 
 @default_style()
