@@ -147,17 +147,9 @@ class Sooner(Settings):
 
 
 class Reaches(Settings):
-    """Most seeds of `arm` reach the recipe's threshold."""
+    """Most seeds of `arm` reach the recipe's threshold, or never do."""
 
-    test: Literal["reaches"]
-    says: str
-    arm: ReferenceText
-
-
-class Never(Settings):
-    """Most seeds of `arm` do not reach the recipe's threshold."""
-
-    test: Literal["never"]
+    test: Literal["reaches", "never"]
     says: str
     arm: ReferenceText
 
@@ -196,7 +188,7 @@ class Ordered(Settings):
 
 
 Claim = Annotated[
-    Better | Alike | NotBetter | Sooner | Reaches | Never | Diverges | Gains | Ordered, Field(discriminator="test")
+    Better | Alike | NotBetter | Sooner | Reaches | Diverges | Gains | Ordered, Field(discriminator="test")
 ]
 
 
