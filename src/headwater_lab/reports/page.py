@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 from jinja2 import Environment, PackageLoader
@@ -18,11 +18,11 @@ from plotly.offline import get_plotlyjs
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import file_name
 from headwater.util.layout import top_package
-from headwater.util.outputs import check_replaceable, write_text
+from headwater.util.outputs import check_replaceable, save_figure, write_text
 from headwater_lab.comparison.scaling import Estimate, Law, scaling_of
 from headwater_lab.reports.comparison import Comparison, arm_of, comparisons, experiments
 from headwater_lab.reports.figures import FORMS, Drawing, curves_drawing, differences_drawing, scaling_drawing
-from headwater_lab.reports.pictures import bars_picture, curves_picture, save
+from headwater_lab.reports.pictures import curves_picture
 from headwater_lab.reports.prices import prices_of, prices_table, unpriced, where_measured
 from headwater_lab.reports.recipes import differences, flat
 from headwater_lab.reports.words import (
@@ -46,9 +46,6 @@ from headwater_lab.reports.words import (
     worth_note,
 )
 from headwater_lab.training.records import RunRecord
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 REPORT = "report.html"
 # A cell: its text, or (text, class): better, worse or soft.
@@ -116,7 +113,7 @@ def write_report(
     only: Collection[str] | None = None,
     target: Path | None = None,
 ) -> Path:
-    """The page of the comparisons under `folder`, and pictures NAME-curves.png and NAME-bars.png next to it.
+    """The page of the comparisons under `folder`, and a picture NAME-curves.png of each next to it.
 
     head: the top of the page; default: the title of the one experiment. only: names of the experiments to include;
     default: all; an empty list makes a page of just the head. target: default: `folder`/report.html.
@@ -124,17 +121,12 @@ def write_report(
     """
     target = target or folder / REPORT
     found = [] if only is not None and not only else comparisons(folder, only)
-    pictures: dict[Path, Figure] = {}
-    for comparison in found:
-        beginning = target.parent / _slug(comparison)
-        pictures[Path(f"{beginning}-curves.png")] = curves_picture(comparison)
-        pictures[Path(f"{beginning}-bars.png")] = bars_picture(comparison)
+    pictures = {target.parent / f"{_slug(one)}-curves.png": curves_picture(one) for one in found}
     for path in (target, *pictures):
         check_replaceable(path)
     for path, figure in pictures.items():
-        save(figure, path)
-    html = render([story(sizes) for sizes in experiments(found)], head)
-    write_text(target, html)
+        save_figure(figure, path, dpi=160)
+    write_text(target, render([story(sizes) for sizes in experiments(found)], head))
     return target
 
 
