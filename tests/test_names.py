@@ -10,8 +10,9 @@ from headwater.util.files import file_name, is_file_name
 from headwater.util.terminal import Table, Terminal, literal
 from headwater_lab.comparison import trials_of
 from headwater_lab.comparison.prices import slug
-from headwater_lab.reports import comparisons, table, write_report
+from headwater_lab.reports import comparisons, write_report
 from headwater_lab.reports.pictures import curves_picture
+from headwater_lab.reports.words import table
 from headwater_lab.training.places import newest_checkpoint
 from headwater_lab.training.records import StageRecord, read_record, write_record
 from test_report import BASE, GOOD, record, saved, three

@@ -18,11 +18,12 @@ from scipy import stats
 
 from headwater.util.errors import HeadwaterError
 from headwater_lab.comparison import trials_of
-from headwater_lab.reports import Head, PageTable, answer, comparisons, note, reading, table, write_report
+from headwater_lab.reports import Head, PageTable, comparisons, write_report
 from headwater_lab.reports.curves import arm_curves
 from headwater_lab.reports.figures import POINTS, curves_drawing, differences_drawing
 from headwater_lab.reports.page import notices, rates_table, render, scaling_part, story
 from headwater_lab.reports.styles import styles
+from headwater_lab.reports.words import answer, note, reading, table
 from headwater_lab.training.records import (
     CurvePoint,
     Experiment,
@@ -719,7 +720,7 @@ class TestBrowser:
         from matplotlib.figure import Figure
 
         from headwater_lab.papers.result import _png
-        from headwater_lab.reports import Picture
+        from headwater_lab.reports.page import Picture
 
         figure = Figure()
         figure.subplots().plot([1, 2], [3.5, 0.25], label="arm <b>")

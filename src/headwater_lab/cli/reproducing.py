@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -172,9 +173,7 @@ def _train(
             bar = progress.add_task(name, total=steps, unit="step")
             return lambda step, point: progress.update(bar, completed=step)
 
-        def comparing(name: str, steps: int) -> TrialBars:
-            return TrialBars(progress, name, steps)
-
+        comparing = partial(TrialBars, progress)
         if max_seeds is None:
             outcomes, trained = train_work(work, workers, comparing, training), work
         else:

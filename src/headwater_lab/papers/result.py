@@ -28,8 +28,7 @@ from headwater_lab.papers.measures import Runs, incomparable
 from headwater_lab.papers.places import finished
 from headwater_lab.papers.table import Column, Measure, PaperTable, TableCell, cell_measures, table
 from headwater_lab.papers.work import Work
-from headwater_lab.reports import Head, PageTable, Picture, write_report
-from headwater_lab.reports.page import PageCell
+from headwater_lab.reports.page import Head, PageCell, PageTable, Picture, write_report
 from headwater_lab.reports.words import MANY, counted
 from headwater_lab.training.records import environment
 

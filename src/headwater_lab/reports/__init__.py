@@ -8,36 +8,7 @@ page.py        the page
 """
 
 from headwater_lab.reports.comparison import Comparison, comparisons
-from headwater_lab.reports.page import Head, PageTable, Picture, write_report
-from headwater_lab.reports.prices import prices_of, terminal_prices
-from headwater_lab.reports.words import (
-    answer,
-    cells,
-    columns,
-    cost_tables,
-    domains_table,
-    left_out,
-    note,
-    reading,
-    table,
-)
+from headwater_lab.reports.page import Head, PageTable, write_report
+from headwater_lab.reports.words import cells, columns
 
-__all__ = [
-    "Comparison",
-    "Head",
-    "PageTable",
-    "Picture",
-    "answer",
-    "cells",
-    "columns",
-    "comparisons",
-    "cost_tables",
-    "domains_table",
-    "left_out",
-    "note",
-    "prices_of",
-    "reading",
-    "table",
-    "terminal_prices",
-    "write_report",
-]
+__all__ = ["Comparison", "Head", "PageTable", "cells", "columns", "comparisons", "write_report"]

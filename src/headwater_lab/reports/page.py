@@ -19,32 +19,14 @@ from headwater.util.errors import HeadwaterError
 from headwater.util.files import file_name
 from headwater.util.layout import top_package
 from headwater.util.outputs import check_replaceable, save_figure, write_text
+from headwater.util.terminal import counted
 from headwater_lab.comparison.scaling import Estimate, Law, scaling_of
+from headwater_lab.reports import words
 from headwater_lab.reports.comparison import Comparison, arm_of, comparisons, experiments
 from headwater_lab.reports.figures import FORMS, Drawing, curves_drawing, differences_drawing, scaling_drawing
 from headwater_lab.reports.pictures import curves_picture
 from headwater_lab.reports.prices import prices_of, prices_table, unpriced, where_measured
 from headwater_lab.reports.recipes import differences, flat
-from headwater_lab.reports.words import (
-    COST_NOTE,
-    answer,
-    cells,
-    columns,
-    cost_columns,
-    counted,
-    differences_table,
-    domains_columns,
-    domains_note,
-    left_out,
-    listed,
-    note,
-    question,
-    reading,
-    target,
-    which_test,
-    worth_columns,
-    worth_note,
-)
 from headwater_lab.training.records import RunRecord
 
 REPORT = "report.html"
@@ -179,15 +161,16 @@ def story(sizes: Sequence[Comparison]) -> Story:
     for one in sizes:
         parts.append(Section(at("curves", one), titled("Curves", one), drawing=curves_drawing(one, at("curves", one))))
         tables = [results_table(one)]
-        if (costs := cost_columns(one))[1]:
-            tables.append(PageTable(f"What it costs to reach {target(one)}. {COST_NOTE}", *costs))
-        if (worths := worth_columns(one))[1]:
-            tables.append(PageTable(f"What each result is worth. {worth_note(one)}", *worths))
-        if (domains := domains_columns(one))[1]:
-            tables.append(PageTable(domains_note(one), *domains))
+        if (costs := words.cost_columns(one))[1]:
+            tables.append(PageTable(f"What it costs to reach {words.target(one)}. {words.COST_NOTE}", *costs))
+        if (worths := words.worth_columns(one))[1]:
+            tables.append(PageTable(f"What each result is worth. {words.worth_note(one)}", *worths))
+        if (domains := words.domains_columns(one))[1]:
+            tables.append(PageTable(words.domains_note(one), *domains))
         parts.append(Section(at("results", one), titled("Results", one), tables=tables))
         if drawing := differences_drawing(one, at("differences", one)):
-            table = PageTable(f"Paired differences to {one.baseline}. {which_test(one)}", *differences_table(one))
+            caption = f"Paired differences to {one.baseline}. {words.which_test(one)}"
+            table = PageTable(caption, *words.differences_table(one))
             parts.append(Section(at("differences", one), titled("Differences", one), drawing=drawing, tables=[table]))
         if (prices := prices_part(one, at("prices", one), titled("Prices", one))) is not None:
             parts.append(prices)
@@ -205,23 +188,23 @@ def story(sizes: Sequence[Comparison]) -> Story:
     return Story(
         id=name,
         title=first.title,
-        question=question(first, sizes),
-        answers=[(f"{one.size}: " if several else "") + answer(one) for one in sizes],
-        readings=[(one.size or "", reading(one)) for one in sizes],
+        question=words.question(sizes),
+        answers=[(f"{one.size}: " if several else "") + words.answer(one) for one in sizes],
+        readings=[(one.size or "", words.reading(one)) for one in sizes],
         parts=parts,
     )
 
 
 def results_table(comparison: Comparison) -> PageTable:
-    names = columns(comparison)
+    names = words.columns(comparison)
     place = names.index("verdict")
     classes = {"better": "better", "worse": "worse", "diverged": "worse"}
     rows: list[list[PageCell]] = []
     for summary in comparison.summaries:
-        row: list[PageCell] = [*cells(summary, comparison)]
+        row: list[PageCell] = [*words.cells(summary, comparison)]
         row[place] = (str(row[place]), classes.get(summary.verdict(comparison.lower_is_better), ""))
         rows.append(row)
-    return PageTable(f"Held-out {comparison.unit} at the end. {note(comparison)}", names, rows)
+    return PageTable(f"Held-out {comparison.unit} at the end. {words.note(comparison)}", names, rows)
 
 
 def rates_table(sizes: Sequence[Comparison]) -> tuple[PageTable, list[str]]:
@@ -269,7 +252,7 @@ def prices_part(comparison: Comparison, name: str, title: str) -> Section | None
         return None
     says = []
     if left := unpriced(comparison, prices):
-        says = [f"No price, or one of other settings: {listed(left)}; `headwater bench prices` measures it."]
+        says = [f"No price, or one of other settings: {words.listed(left)}; `headwater bench prices` measures it."]
     table = PageTable(f"What each arm costs. {where_measured(prices)}", *prices_table(comparison, prices))
     return Section(name, title, says, tables=[table])
 
@@ -383,7 +366,7 @@ def notices(sizes: Sequence[Comparison]) -> list[str]:
         for (step, message), those in said.items():  # what many runs say is said once
             who = those[0] if len(those) == 1 else f"{those[0]} and {counted(len(those) - 1, 'other run')}"
             told.append(f"{who}, step {step}: {message}")
-        told += left_out(one)
+        told += words.left_out(one)
         if one.beyond:
             told.append(f"{counted(one.beyond, 'run')} came after the decision on their arm, and do not count.")
     return told
