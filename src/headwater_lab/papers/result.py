@@ -157,24 +157,23 @@ def _ours(cell: TableCell, arm: str, measure: Measure, column: Column, runs: Run
     note = f"diverged {lost} of {len(found)}" if lost else ""
     if not values:
         return Ours(note)
-    mean, spread = _moments([column.times * value for value in values.values()])
-    text = number(mean, column.digits) + ("" if spread is None else f" ± {number(spread, column.digits)}")
-    return Ours("; ".join(filter(None, (text, note))), mean, spread, len(values))
+    found = _mean([column.times * value for value in values.values()], column.digits)
+    return replace(found, text="; ".join(filter(None, (found.text, note))))
 
 
-def _moments(values: Sequence[float]) -> tuple[float, float | None]:
-    return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else None
+def _mean(values: Sequence[float], digits: int) -> Ours:
+    mean, spread = float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else None
+    text = number(mean, digits) + ("" if spread is None else f" ± {number(spread, digits)}")
+    return Ours(text, mean, spread, len(values))
 
 
 def _steps(steps: Sequence[int | None]) -> Ours:
     reached = [n for n in steps if n is not None]
     if not reached:
         return Ours("never", None, None, len(steps))
-    mean, spread = _moments([float(n) for n in reached])
-    text = f"{mean:,.0f}" + ("" if spread is None else f" ± {spread:,.0f}")
-    if len(reached) < len(steps):
-        text += f" in {len(reached)} of {len(steps)}"
-    return Ours(text, mean, spread, len(steps))
+    found = _mean([float(n) for n in reached], 0)
+    some = f" in {len(reached)} of {len(steps)}" if len(reached) < len(steps) else ""
+    return replace(found, text=f"{found.text}{some}", seeds=len(steps))
 
 
 def _saved(name: str, column: Column, runs: Runs) -> Ours:
@@ -365,9 +364,7 @@ def write(found: Reproduction, folder: Path) -> Path:
     """The page report.html and result.json in `folder`; returns the page's path."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / RESULT, to_json(found))
-    work = found.work
-    names = [] if work is None else compared(work)
-    trials = folder if work is None else work.trials
+    trials, names = (folder, []) if found.work is None else (found.work.trials, compared(found.work))
     return write_report(trials, head=head(found), only=names, target=folder / "report.html")
 
 
