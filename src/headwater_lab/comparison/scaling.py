@@ -143,9 +143,9 @@ def scaling_of(records: Sequence[RunRecord], form: LawForm = "offset") -> Scalin
     arms = list(table)
     base = arms.index(baseline)
     over = n if axis == "parameters" else np.broadcast_to(n[base], n.shape)
-    whole = _Fitted(base, n, over, losses, form)
+    whole = _Fitted(base, form, n, over, losses)
     jackknife = range(len(seeds) if len(seeds) > 1 else 0)
-    left = [_Fitted(base, *(np.delete(x, i, 2) for x in (n, over, losses)), form) for i in jackknife]
+    left = [_Fitted(base, form, *(np.delete(x, i, 2) for x in (n, over, losses))) for i in jackknife]
     laws, equals = [], []
     for i, arm in enumerate(arms):
         law, again = whole.laws[i], np.array([one.laws[i] for one in left]).reshape(-1, 3)
@@ -171,7 +171,7 @@ class _Fitted:
     """The laws of all arms. n, over, losses: [arms, sizes], means of [arms, sizes, seeds]; ratios: [arms, sizes], N of
     the baseline for that loss over `over`."""
 
-    def __init__(self, base: int, n: np.ndarray, over: np.ndarray, losses: np.ndarray, form: LawForm) -> None:
+    def __init__(self, base: int, form: LawForm, n: np.ndarray, over: np.ndarray, losses: np.ndarray) -> None:
         self.n, self.over, self.losses = n.mean(2), over.mean(2), losses.mean(2)
         self.laws = [fit(*of, form) for of in zip(self.n, self.losses, strict=True)]
         self.ratios = np.array([[invert(self.laws[base], loss) for loss in row] for row in self.losses]) / self.over

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import math
 from collections.abc import Callable, Sequence
@@ -152,7 +153,6 @@ def evaluate(
                 )
             for content in read:
                 ids = Encoder(one.tokenizer)([document.text for document in content.documents])
-                total = sum(sum(1 for _ in texts.windows(len(row), window, stride)) for row in ids)
                 likelihoods = texts.nats(
                     model,
                     ids,
@@ -160,7 +160,7 @@ def evaluate(
                     context=window,
                     stride=stride,
                     batch_size=batch_size,
-                    on_batch=lambda done, of=f"{one.name}: {content.name}", total=total: on_windows(of, done, total),
+                    on_batch=functools.partial(on_windows, f"{one.name}: {content.name}"),
                 )
                 tokens = np.array([len(row) for row in ids], dtype=float)
                 unknown = one.tokenizer.unk_token_id

@@ -416,10 +416,13 @@ def _paired(claim: Better | Alike | NotBetter, runs: Runs) -> Evidence:
     if not seeds:
         return NoEvidence(f"no seed was run for {'both' if claim.than is None else 'all of its arms'}")
     if any(seeds & _diverged(runs, name) for name in names):
-        alone = isinstance(claim, Better) and claim.than is None
-        return _without_diverged(claim, runs, seeds) if alone else NoEvidence(LUCKY)
-    steps = isinstance(claim, NotBetter) and claim.measure == "steps"
-    evidence = _sooner(claim, runs) if steps else _mean(claim, runs, sorted(seeds))
+        if isinstance(claim, Better) and claim.than is None:
+            return _without_diverged(claim, runs, seeds)
+        return NoEvidence(LUCKY)
+    if isinstance(claim, NotBetter) and claim.measure == "steps":
+        evidence = _sooner(claim, runs)
+    else:
+        evidence = _mean(claim, runs, sorted(seeds))
     if isinstance(claim, Better) or not isinstance(evidence, Mean):
         return evidence
     region = (-claim.margin if isinstance(claim, Alike) else -math.inf), claim.margin

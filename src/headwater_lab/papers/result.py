@@ -157,8 +157,8 @@ def _ours(cell: TableCell, arm: str, measure: Measure, column: Column, runs: Run
     note = f"diverged {lost} of {len(found)}" if lost else ""
     if not values:
         return Ours(note)
-    found = _mean([column.times * value for value in values.values()], column.digits)
-    return replace(found, text="; ".join(filter(None, (found.text, note))))
+    mean = _mean([column.times * value for value in values.values()], column.digits)
+    return replace(mean, text="; ".join(filter(None, (mean.text, note))))
 
 
 def _mean(values: Sequence[float], digits: int) -> Ours:
@@ -171,9 +171,9 @@ def _steps(steps: Sequence[int | None]) -> Ours:
     reached = [n for n in steps if n is not None]
     if not reached:
         return Ours("never", None, None, len(steps))
-    found = _mean([float(n) for n in reached], 0)
+    mean = _mean([float(n) for n in reached], 0)
     some = f" in {len(reached)} of {len(steps)}" if len(reached) < len(steps) else ""
-    return replace(found, text=f"{found.text}{some}", seeds=len(steps))
+    return replace(mean, text=f"{mean.text}{some}", seeds=len(steps))
 
 
 def _saved(name: str, column: Column, runs: Runs) -> Ours:
