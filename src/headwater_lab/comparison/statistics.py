@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from scipy import special, stats
@@ -284,31 +284,38 @@ def summarize(
     untested = {baseline, *budgets}
     ratios = {arm: _log_ratios(own, reached.get(baseline, {})) for arm, own in reached.items() if arm not in untested}
     cheaper = judged_beside(ratios, plan)
-    summaries = []
-    for arm, runs in _by_arm(records).items():
-        results = np.array([run.result for run in finished[arm].values()], dtype=float)
-        rates = {run.recipe.get("training", {}).get("learning_rate") for run in runs}
-        shown = next(iter(finished[arm].values()), runs[0])
-        speeds = [run.tokens_per_second for run in finished[arm].values()] or [shown.tokens_per_second]
-        summaries.append(
-            Summary(
-                arm=arm,
-                runs=len(results),
-                mean=float(results.mean()) if len(results) else None,
-                spread=float(results.std(ddof=1)) if len(results) > 1 else None,
-                paired=tested.get(arm),
-                diverged=sum(map(has_diverged, runs)),
-                parameters=shown.parameters,
-                tokens=shown.tokens,
-                flops=shown.flops,
-                tokens_per_second=float(np.median(speeds)),
-                cache_bytes_per_token=shown.cache_bytes_per_token,
-                learning_rate=rates.pop() if len(rates) == 1 else None,
-                reached=None if threshold is None else [*reached[arm].values()],
-                cheaper=cheaper.get(arm),
-            )
+    return [
+        _summary(
+            arm,
+            runs,
+            finished[arm],
+            paired=tested.get(arm),
+            reached=None if threshold is None else [*reached[arm].values()],
+            cheaper=cheaper.get(arm),
         )
-    return summaries
+        for arm, runs in _by_arm(records).items()
+    ]
+
+
+def _summary(arm: str, runs: Sequence[RunRecord], finished: Mapping[int, RunRecord], **tests: Any) -> Summary:
+    """An arm's runs, of which `finished` count, and what its tests say: fields of `Summary`."""
+    results = np.array([run.result for run in finished.values()], dtype=float)
+    rates = {run.recipe.get("training", {}).get("learning_rate") for run in runs}
+    shown = next(iter(finished.values()), runs[0])
+    return Summary(
+        arm=arm,
+        runs=len(results),
+        mean=float(results.mean()) if len(results) else None,
+        spread=float(results.std(ddof=1)) if len(results) > 1 else None,
+        diverged=sum(map(has_diverged, runs)),
+        parameters=shown.parameters,
+        tokens=shown.tokens,
+        flops=shown.flops,
+        tokens_per_second=float(np.median([run.tokens_per_second for run in finished.values() or [shown]])),
+        cache_bytes_per_token=shown.cache_bytes_per_token,
+        learning_rate=rates.pop() if len(rates) == 1 else None,
+        **tests,
+    )
 
 
 def judged_beside(samples: Mapping[str, Sequence[float]], plan: SeedPlan | None) -> dict[str, Paired | None]:

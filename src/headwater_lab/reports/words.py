@@ -380,24 +380,26 @@ def missing(paired: Paired) -> str:
 def question(sizes: Sequence[Comparison]) -> str:
     """One line: the arms, data, budget and number of seeds of a comparison, at one or more sizes."""
     comparison, records = sizes[0], [record for one in sizes for record in one.records]
-    base, first = comparison.baseline, records[0]
-    arms = [arm for arm in comparison.arms if arm != base]
-    if len(arms) > 1:
-        asked = f"Which of {listed(arms)} are better than {base}?"
-    else:
-        asked = f"Is {arms[0]} better than {base}?" if arms else f"How good is {base}?"
+    first = records[0]
     kind = first.recipe.get("data", {}).get("kind")
     data = first.data.get("source") or (f"the task {kind}" if kind else "the recipe's data")
     if comparison.domains and "/" not in comparison.metric:
         data = f"{listed(comparison.domains)}, the plain mean over {counted(len(comparison.domains), 'domain')}"
     over = counted(len(comparison.seeds)) + (" per arm" if comparison.plan is None else " at most")
     direction = "lower" if comparison.lower_is_better else "higher"
+    budget = f"{span([r.tokens for r in records])} training {first.unit} and {span([r.flops for r in records], '.3g')}"
     return (
-        f"{asked} Measured in {comparison.unit} ({direction} is better) on held-out data of {data}, after "
-        f"{span([record.tokens for record in records])} training {first.unit} and "
-        f"{span([record.flops for record in records], '.3g')} FLOPs per run, with {over}"
+        f"{_asked(comparison.arms, comparison.baseline)} Measured in {comparison.unit} ({direction} is better) on "
+        f"held-out data of {data}, after {budget} FLOPs per run, with {over}"
         + (f", at {len(sizes)} sizes." if len(sizes) > 1 else ".")
     )
+
+
+def _asked(arms: Sequence[str], baseline: str) -> str:
+    others = [arm for arm in arms if arm != baseline]
+    if len(others) > 1:
+        return f"Which of {listed(others)} are better than {baseline}?"
+    return f"Is {others[0]} better than {baseline}?" if others else f"How good is {baseline}?"
 
 
 def span(values: Sequence[float], form: str = ",") -> str:
