@@ -403,7 +403,7 @@ def test_pictures_heed_no_settings_of_the_current_folder(tmp_path, monkeypatch):
     from matplotlib import rc_context
 
     from headwater import cost as price
-    from headwater_lab.reports import pictures
+    from headwater.util.outputs import save_figure
 
     def start(*given, **named):
         raise AssertionError(given)
@@ -411,5 +411,5 @@ def test_pictures_heed_no_settings_of_the_current_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", start)
     with rc_context({"text.usetex": True}):
         figure = price.figure({"a": headwater.HeadwaterConfig(num_hidden_layers=1)}, [8, 16])
-        pictures.save(figure, tmp_path / "a.png")
+        save_figure(figure, tmp_path / "a.png", 50)
     assert (tmp_path / "a.png").exists()

@@ -18,11 +18,12 @@ from scipy import stats
 
 from headwater.util.errors import HeadwaterError
 from headwater_lab.comparison.trials import trials_of
-from headwater_lab.reports import Head, PageTable, answer, comparisons, note, reading, table, write_report
+from headwater_lab.reports import Head, PageTable, comparisons, write_report
 from headwater_lab.reports.curves import arm_curves
 from headwater_lab.reports.figures import POINTS, curves_drawing, differences_drawing
 from headwater_lab.reports.page import notices, rates_table, render, scaling_part, story
 from headwater_lab.reports.styles import styles
+from headwater_lab.reports.words import answer, note, reading, table
 from headwater_lab.training.records import (
     CurvePoint,
     Experiment,
@@ -376,7 +377,7 @@ class TestPage:
             text.index("Table 1") < text.index("Does it hold?") < text.index("Ours & theirs") < text.index("Title of f")
         )
         assert "Title of e" not in text
-        assert sorted(path.name for path in target.parent.iterdir()) == ["f-bars.png", "f-curves.png", "one.html"]
+        assert sorted(path.name for path in target.parent.iterdir()) == ["f-curves.png", "one.html"]
         write_report(tmp_path, head=head, only=(), target=target)
         assert "It does." in target.read_text()
         assert target.stat().st_size < 50_000, "a page without figures needs no plotly"
@@ -719,7 +720,7 @@ class TestBrowser:
         from matplotlib.figure import Figure
 
         from headwater_lab.papers.result import _png
-        from headwater_lab.reports import Picture
+        from headwater_lab.reports.page import Picture
 
         figure = Figure()
         figure.subplots().plot([1, 2], [3.5, 0.25], label="arm <b>")
@@ -734,7 +735,7 @@ class TestBrowser:
             assert ("invert" in browser.run(style)) != inverted
 
 
-@pytest.mark.parametrize("name", ["report.html", "e-bars.png"])
+@pytest.mark.parametrize("name", ["report.html", "e-curves.png"])
 def test_a_report_beside_a_file_of_the_users_writes_nothing(name, tmp_path):
     saved(tmp_path, [record(arm, seed, 1.0 + seed) for arm in ("base", "good") for seed in range(3)])
     (tmp_path / name).write_text("mine")

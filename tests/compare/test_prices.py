@@ -14,9 +14,9 @@ from headwater_lab.cli import main
 from headwater_lab.comparison import prices
 from headwater_lab.comparison.prices import PRICES, measure, read_prices, timed_recipe
 from headwater_lab.comparison.running import compare
-from headwater_lab.reports import comparisons, prices_of, terminal_prices
+from headwater_lab.reports import comparisons
 from headwater_lab.reports.page import prices_part
-from headwater_lab.reports.prices import prices_table
+from headwater_lab.reports.prices import prices_of, prices_table, terminal_prices
 from headwater_lab.training.records import read_record
 
 DEEP = {"model": {"num_hidden_layers": 2}}

@@ -30,7 +30,8 @@ from headwater_lab.comparison.sequential import (
 )
 from headwater_lab.comparison.trials import trials_of
 from headwater_lab.recipe.schema import parse
-from headwater_lab.reports import answer, cells, comparisons, reading, write_report
+from headwater_lab.reports import cells, comparisons, write_report
+from headwater_lab.reports.words import answer, reading
 from headwater_lab.training.records import SeedPlan, read_record, write_record
 
 

@@ -598,7 +598,7 @@ def test_a_law_that_the_seeds_leave_wide_open_has_an_interval_to_infinity():
     from headwater_lab.papers.claims import _judged  # what it prints
 
     claim = PaperTable.model_validate(one_table(["x"], claims=[one("gains", size="large")])).claims[0]
-    found = _judged(claim, ("so much", wide), LEVEL)
+    found = _judged(claim, wide, LEVEL)
     assert found.interval == (-1.0, math.inf)
 
 

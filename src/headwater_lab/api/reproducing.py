@@ -13,7 +13,7 @@ from headwater.util.files import local
 from headwater_lab.api.common import PathLike, Result, quiet
 from headwater_lab.comparison.pool import Outcome
 from headwater_lab.comparison.prices import slug
-from headwater_lab.papers.result import Reproduction, columns_of, computed, reproduction, texts, write
+from headwater_lab.papers.result import Reproduction, computed, reproduction, texts, write
 from headwater_lab.papers.table import SCALES
 from headwater_lab.papers.table import table as table_of
 from headwater_lab.papers.training import check_not_begun_otherwise, train, train_sequentially
@@ -30,8 +30,8 @@ class Reproduced(Result):
 
     def table(self) -> list[dict[str, Any]]:
         """A row for each of the paper's rows: its label, and for each column the paper's figure and ours, as text."""
-        names = ["", *(name for _, name, _ in columns_of(self.result))]
-        return [dict(zip(names, row, strict=False)) for row in texts(self.result)]
+        names, rows = texts(self.result)
+        return [dict(zip(names, row, strict=True)) for row in rows]
 
     def claims(self) -> list[tuple[str, str]]:
         """The paper's claims, and the verdicts."""

@@ -347,7 +347,8 @@ def bench_prices(
     from headwater_lab.comparison.budget import match_arms
     from headwater_lab.comparison.prices import folder_of, measure, read_prices
     from headwater_lab.recipe.schema import parse_recorded
-    from headwater_lab.reports import comparisons, prices_of, terminal_prices
+    from headwater_lab.reports.comparison import comparisons
+    from headwater_lab.reports.prices import prices_of, terminal_prices
 
     quiet()
     if not Path(source).is_dir():

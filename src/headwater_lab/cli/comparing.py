@@ -183,20 +183,18 @@ def show(folder: Path) -> None:
 
     Raises `HeadwaterError` at the end if runs had different data, so that no verdict holds.
     """
-    from headwater_lab import reports as reporting
+    from headwater_lab.reports import comparisons, words, write_report
+    from headwater_lab.reports.prices import prices_of, terminal_prices
 
-    page = reporting.write_report(folder)  # before anything is printed, since the pipe may be closed
-    found = reporting.comparisons(folder)
+    page = write_report(folder)  # before anything is printed, since the pipe may be closed
+    found = comparisons(folder)
     for comparison in found:
-        out.print(reporting.table(comparison))
-        for costs in reporting.cost_tables(comparison):
-            out.print(costs)
-        if (domains := reporting.domains_table(comparison)) is not None:
-            out.print(domains)
-        if (prices := reporting.prices_of(comparison)) is not None:
-            out.print(reporting.terminal_prices(prices))
-        out.print(reporting.answer(comparison), highlight=False, markup=False)
-        for line in reporting.left_out(comparison):
+        for table in words.tables(comparison):
+            out.print(table)
+        if (prices := prices_of(comparison)) is not None:
+            out.print(terminal_prices(prices))
+        out.print(words.answer(comparison), highlight=False, markup=False)
+        for line in words.left_out(comparison):
             out.print(line, highlight=False, markup=False, soft_wrap=True)
         out.print()
     out.print(f"report: {page}", soft_wrap=True)

@@ -105,13 +105,9 @@ def evaluate(
     for table in evaluating.table(result):
         out.print(table, highlight=False)
     for name, facts in result.models.items():
-        out.print(
-            f"{name}: {facts['family']}, {facts['parameters']:,} parameters, {facts['dtype']}, vocabulary "
-            f"{facts['vocabulary']:,}, documents begin with {facts['begins_with']}",
-            soft_wrap=True,
-            markup=False,
-            highlight=False,
-        )
+        size = f"{facts['parameters']:,} parameters, {facts['dtype']}, vocabulary {facts['vocabulary']:,}"
+        line = f"{name}: {facts['family']}, {size}, documents begin with {facts['begins_with']}"
+        out.print(line, soft_wrap=True, markup=False, highlight=False)
         for what, counts in facts.get("texts", {}).items():
             if counts["unknown_tokens"]:
                 out.print(

@@ -84,6 +84,4 @@ def inspect(
         with occupied(out_folder):
             written = draw(found, out_folder)
             write_json(found, out_folder / "inspect.json")
-        err.print(
-            f"written: {', '.join(str(path) for path in (out_folder / 'inspect.json', *written))}", soft_wrap=True
-        )
+        err.print(f"written: {', '.join(map(str, (out_folder / 'inspect.json', *written)))}", soft_wrap=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -75,24 +76,24 @@ def reproduce(
     """Train the models behind a paper's table or figure, and judge its claims. Run it again to resume."""
     names = [one for one in arguments or [] if "=" not in one]
     overrides = [one for one in arguments or [] if "=" in one]
-    counting = {"--sequential": sequential, "--max-seeds": max_seeds is not None}
+    counting = {"--sequential": sequential, "--max-seeds": max_seeds}
     training = {
         **dict.fromkeys(overrides, True),
-        "--keep": keep is not None,
-        "--task-files": task_files is not None,
-        "--workers": workers is not None,
+        "--keep": keep,
+        "--task-files": task_files,
+        "--workers": workers,
         "--device": device != "auto",
     }
     if listing:
-        _refuse("with --list", training | counting | {"--records": records is not None, "--scale": scale != "cpu"})
+        _refuse("with --list", training | counting | {"--records": records, "--scale": scale != "cpu"})
         _list(names, folder)
         return
-    if max_seeds is not None and not sequential:
-        _refuse("without --sequential", {"--max-seeds": True})
-    max_seeds = max_seeds or 30
+    if not sequential:
+        _refuse("without --sequential", {"--max-seeds": max_seeds})
+    limit = (max_seeds or 30) if sequential else None
     if records is not None:
         _refuse("with --records", training)
-        _judge(records, names, scale, max_seeds if sequential else None)
+        _judge(records, names, scale, limit)
         return
     training |= counting
     from headwater_lab.papers.table import SCALES
@@ -104,8 +105,7 @@ def reproduce(
     table = paper_table(names[0])
     check_writable(folder, folder=True)
     if table.computed:
-        unread = training | {"--scale": scale != "cpu"}
-        _refuse(f"for {names[0]}, which is computed without training", unread)
+        _refuse(f"for {names[0]}, which is computed without training", training | {"--scale": scale != "cpu"})
         from headwater_lab.comparison.prices import slug
         from headwater_lab.papers.result import computed
 
@@ -114,13 +114,8 @@ def reproduce(
     if table.scales[scale].nothing:
         _refuse(f"for {names[0]}, which is not run at {scale} scale", training)
         others = [other for other in SCALES if not table.scales[other].nothing]
-        out.print(
-            f"{names[0]} is meaningless at {scale} scale and was not run: {table.scales[scale].nothing} "
-            f"Use --scale {' or '.join(others)}.",
-            soft_wrap=True,
-            markup=False,
-            highlight=False,
-        )
+        why = f"{names[0]} is meaningless at {scale} scale and was not run: {table.scales[scale].nothing}"
+        out.print(f"{why} Use --scale {' or '.join(others)}.", soft_wrap=True, markup=False, highlight=False)
         return
     extras.check("compare")
     from headwater_lab.papers.kept import keep as keep_runs
@@ -131,7 +126,7 @@ def reproduce(
     from headwater_lab.papers.work import prepare
 
     if not tasks_of(table):
-        _refuse(f"for {names[0]}, which has no benchmarks", {"--task-files": task_files is not None})
+        _refuse(f"for {names[0]}, which has no benchmarks", {"--task-files": task_files})
     work = prepare(names[0], scale, folder, overrides)
     work.check_tasks(task_files)
     if not sequential:
@@ -144,13 +139,13 @@ def reproduce(
     if work.cannot_show:
         err.print("Models of this size cannot show what the table claims, so there will be no verdict.", soft_wrap=True)
     try:
-        failed, trained = _train(work, workers, max_seeds if sequential else None, task_files, device)
+        failed, trained = _train(work, workers, limit, task_files, device)
     finally:  # also of what was interrupted
         if keep is not None:
             keep_runs(keep, work, tell)
     left = work.commands()
     if len(work.missing()) < sum(len(place.seeds) for place in work.trained):
-        until = (work, max_seeds) if sequential else None
+        until = None if limit is None else (work, limit)
         _show(reproduction(trained, task_files, device, until), work.folder)
     for line in left:
         out.print(line, soft_wrap=True, markup=False, highlight=False)
@@ -160,9 +155,9 @@ def reproduce(
     complain(failed)
 
 
-def _refuse(where: str, given: Mapping[str, bool]) -> None:
+def _refuse(where: str, options: Mapping[str, object]) -> None:
     """Raise `HeadwaterError` for the first option or override that is given and would not be read."""
-    if unread := next((name for name, there in given.items() if there), None):
+    if unread := next((name for name, value in options.items() if value is not None and value is not False), None):
         raise HeadwaterError(f"{unread!r} has no effect {where}; leave it out.")
 
 
@@ -179,9 +174,7 @@ def _train(
             bar = progress.add_task(name, total=steps, unit="step")
             return lambda step, point: progress.update(bar, completed=step)
 
-        def comparing(name: str, steps: int) -> TrialBars:
-            return TrialBars(progress, name, steps)
-
+        comparing = partial(TrialBars, progress)
         if max_seeds is None:
             outcomes, trained = train_work(work, workers, comparing, training), work
         else:
@@ -208,8 +201,8 @@ def _cost(work: Work) -> str:
         return f"all {whole} runs are finished"
     cost = price(work.trained, work.scale)
     there = f", {whole - len(missing)} of them finished" if len(missing) < whole else ""
-    taken = f"{cost.flops:.2g} FLOPs in total, about {duration(cost.hours)} of {cost.device}"
-    return f"{counted(whole, 'run')}{there}; {taken}"
+    hours = f"about {duration(cost.hours)} of {cost.device}"
+    return f"{counted(whole, 'run')}{there}; {cost.flops:.2g} FLOPs in total, {hours}"
 
 
 def _chosen(papers: list[str]) -> dict[str, PaperTable]:
@@ -222,9 +215,8 @@ def _chosen(papers: list[str]) -> dict[str, PaperTable]:
     for paper in papers:
         if paper not in of and paper not in known:
             raise HeadwaterError(f"There is no paper {paper!r}; {nearest(paper, of)}")
-    return {
-        name: table for name, table in known.items() if not papers or name in papers or name.partition("/")[0] in papers
-    }
+    chosen = {name for name in known if not papers or {name, name.partition("/")[0]} & {*papers}}
+    return {name: table for name, table in known.items() if name in chosen}
 
 
 def _judge(records: Path, names: list[str], scale: ScaleOption, max_seeds: int | None) -> None:
@@ -235,15 +227,14 @@ def _judge(records: Path, names: list[str], scale: ScaleOption, max_seeds: int |
     from headwater_lab.papers.result import terminal
 
     extras.check("compare")
-    judged = 0
+    reproduction = None
     with TemporaryDirectory() as folder:
-        for reproduction in recorded(_chosen(names), scale, records, Path(folder), max_seeds):
-            if judged:
+        for number, reproduction in enumerate(recorded(_chosen(names), scale, records, Path(folder), max_seeds)):
+            if number:
                 out.print()
             for part in terminal(reproduction):
                 out.print(part, highlight=False)
-            judged += 1
-    if not judged:
+    if reproduction is None:
         raise HeadwaterError(f"{str(records)!r} has no run of these tables at {scale} scale with their settings.")
 
 
@@ -254,13 +245,14 @@ def _list(papers: list[str], folder: Path) -> None:
     from headwater_lab.papers.table import SCALES
     from headwater_lab.papers.work import prepare
 
-    listing = lined(caption=(
+    caption = (
         "Time for all runs of one table, from the FLOPs that `headwater plan` counts: on two idle cores at 4·10¹⁰ "
         "FLOP/s each and 40 ms a step (cpu), else on one H100 at an MFU of 0.4. Tables share runs. k/n: how many of "
         "its runs exist."
-    ))  # fmt: skip
-    for title in ("table", "title", *SCALES):
-        listing.add_column(title, no_wrap=title == "table")
+    )
+    names = ("table", "title", *SCALES)
+    listing = lined(*names, left=names, caption=caption)
+    listing.columns[0].no_wrap = True
     for name, table in _chosen(papers).items():
         cells = ["computed", "", ""] if table.computed else []
         for scale, at in table.scales.items():

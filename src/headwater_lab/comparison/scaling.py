@@ -141,52 +141,40 @@ def scaling_of(records: Sequence[RunRecord], form: LawForm = "offset") -> Scalin
     if len(set(n.mean(2)[list(table).index(baseline)])) < FREE[form]:
         return None
     arms = list(table)
-    over = n if axis == "parameters" else np.broadcast_to(n[arms.index(baseline)], n.shape)
-    whole = _Fitted(arms, baseline, n.mean(2), over.mean(2), losses.mean(2), form)
-    left = []
-    for i in range(len(seeds) if len(seeds) > 1 else 0):
-        without = [np.delete(x, i, 2).mean(2) for x in (n, over, losses)]
-        left.append(_Fitted(arms, baseline, without[0], without[1], without[2], form))
+    base = arms.index(baseline)
+    over = n if axis == "parameters" else np.broadcast_to(n[base], n.shape)
+    whole = _Fitted(base, form, n, over, losses)
+    jackknife = range(len(seeds) if len(seeds) > 1 else 0)
+    left = [_Fitted(base, form, *(np.delete(x, i, 2) for x in (n, over, losses))) for i in jackknife]
     laws, equals = [], []
     for i, arm in enumerate(arms):
         law, again = whole.laws[i], np.array([one.laws[i] for one in left]).reshape(-1, 3)
         e, a, exponent = (_estimate(law[k], again[:, k], logarithmic=k == 2, exp=k == 1) for k in range(3))
         if form == "offset" and law[0] == 0.0:  # at its bound, which the jackknife cannot handle
             e = Estimate(0.0, None)
-        laws.append(
-            Law(arm, form, e, a, exponent, float(np.sqrt(np.mean((predict(law, whole.n[i]) - whole.losses[i]) ** 2))))
-        )
+        error = float(np.sqrt(np.mean((predict(law, whole.n[i]) - whole.losses[i]) ** 2)))
+        laws.append(Law(arm, form, e, a, exponent, error))
         if arm == baseline:
             continue
         for k, size in enumerate(sizes):
             ratio = _estimate(whole.ratios[i, k], np.array([one.ratios[i, k] for one in left]), logarithmic=True)
             bounds = ratio.interval and (ratio.interval[0] - 1, ratio.interval[1] - 1)
-            at, trained = whole.over[i, k], whole.n[arms.index(baseline)]
-            equals.append(
-                Equal(
-                    arm,
-                    size,
-                    float(at),
-                    float(whole.losses[i, k]),
-                    Estimate(ratio.value - 1, bounds, ratio.error, ratio.freedom),
-                    bool(trained.min() <= ratio.value * at <= trained.max()),
-                )
-            )
+            more = Estimate(ratio.value - 1, bounds, ratio.error, ratio.freedom)
+            at, trained = whole.over[i, k], whole.n[base]
+            inside = bool(trained.min() <= ratio.value * at <= trained.max())
+            equals.append(Equal(arm, size, float(at), float(whole.losses[i, k]), more, inside))
     points = {arm: list(zip(whole.n[i].tolist(), whole.losses[i].tolist(), strict=True)) for i, arm in enumerate(arms)}
     return Scaling(axis, metric, baseline, points, laws, equals, runs[0].unit)
 
 
 class _Fitted:
-    """The laws of all arms: n, over, losses [arms, sizes]; ratios [arms, sizes], N of the baseline for that loss over
-    `over`."""
+    """The laws of all arms. n, over, losses: [arms, sizes], means of [arms, sizes, seeds]; ratios: [arms, sizes], N of
+    the baseline for that loss over `over`."""
 
-    def __init__(
-        self, arms: list[str], baseline: str, n: np.ndarray, over: np.ndarray, losses: np.ndarray, form: LawForm
-    ) -> None:
-        self.n, self.over, self.losses = n, over, losses
-        self.laws = [fit(*of, form) for of in zip(n, losses, strict=True)]
-        base = self.laws[arms.index(baseline)]
-        self.ratios = np.array([[invert(base, loss) for loss in row] for row in losses]) / over
+    def __init__(self, base: int, form: LawForm, n: np.ndarray, over: np.ndarray, losses: np.ndarray) -> None:
+        self.n, self.over, self.losses = n.mean(2), over.mean(2), losses.mean(2)
+        self.laws = [fit(*of, form) for of in zip(self.n, self.losses, strict=True)]
+        self.ratios = np.array([[invert(self.laws[base], loss) for loss in row] for row in self.losses]) / self.over
 
 
 def _estimate(value: float, left_out: np.ndarray, logarithmic: bool = False, exp: bool = False) -> Estimate:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from scipy import special, stats
@@ -267,7 +267,6 @@ def summarize(
     those up to the decision.
     """
     records = decisive(records, baseline)
-    arms = _by_arm(records)
     finished = finished_runs(records)
     plan, base = plan_of(records), finished.get(baseline, {})
     if plan is not None:
@@ -287,10 +286,36 @@ def summarize(
     cheaper = judged_beside(ratios, plan)
     return [
         _summary(
-            arm, runs, finished[arm], tested.get(arm), None if threshold is None else reached[arm], cheaper.get(arm)
+            arm,
+            runs,
+            finished[arm],
+            paired=tested.get(arm),
+            reached=None if threshold is None else [*reached[arm].values()],
+            cheaper=cheaper.get(arm),
         )
-        for arm, runs in arms.items()
+        for arm, runs in _by_arm(records).items()
     ]
+
+
+def _summary(arm: str, runs: Sequence[RunRecord], finished: Mapping[int, RunRecord], **tests: Any) -> Summary:
+    """An arm's runs, of which `finished` count, and what its tests say: fields of `Summary`."""
+    results = np.array([run.result for run in finished.values()], dtype=float)
+    rates = {run.recipe.get("training", {}).get("learning_rate") for run in runs}
+    shown = next(iter(finished.values()), runs[0])
+    return Summary(
+        arm=arm,
+        runs=len(results),
+        mean=float(results.mean()) if len(results) else None,
+        spread=float(results.std(ddof=1)) if len(results) > 1 else None,
+        diverged=sum(map(has_diverged, runs)),
+        parameters=shown.parameters,
+        tokens=shown.tokens,
+        flops=shown.flops,
+        tokens_per_second=float(np.median([run.tokens_per_second for run in finished.values() or [shown]])),
+        cache_bytes_per_token=shown.cache_bytes_per_token,
+        learning_rate=rates.pop() if len(rates) == 1 else None,
+        **tests,
+    )
 
 
 def judged_beside(samples: Mapping[str, Sequence[float]], plan: SeedPlan | None) -> dict[str, Paired | None]:
@@ -375,7 +400,10 @@ def _sequential(one: Standing, plan: SeedPlan) -> Paired | None:
 
 def finished_runs(records: Sequence[RunRecord]) -> dict[str, dict[int, RunRecord]]:
     """By arm and seed, those that a mean can use."""
-    return {arm: _finished(runs) for arm, runs in _by_arm(records).items()}
+    return {
+        arm: {r.seed: r for r in runs if r.status == "finished" and r.result is not None and not has_diverged(r)}
+        for arm, runs in _by_arm(records).items()
+    }
 
 
 def flops_of(run: RunRecord) -> float:
@@ -407,21 +435,10 @@ def _log_ratios(arm: dict[int, Reached | None], base: dict[int, Reached | None])
 
 
 def among(records: Sequence[RunRecord], arms: Sequence[str]) -> dict[tuple[str, str], Paired | None]:
-    """All pairs of `arms`, tested together: (first, second) -> first - second.
-
-    None if they have no seed in common.
-    """
-    finished = {
-        arm: _finished([record for record in records if record.experiment and record.experiment.arm == arm])
-        for arm in arms
-    }
+    """All pairs of `arms`, tested together: (first, second) -> first - second; None if they share no seed."""
+    finished = finished_runs(records)
     pairs = list(combinations(arms, 2))
     return dict(zip(pairs, holm_tests([_differences(finished[a], finished[b]) for a, b in pairs]), strict=True))
-
-
-def _finished(runs: Sequence[RunRecord]) -> dict[int, RunRecord]:
-    """By seed, an arm's records that a mean can use."""
-    return {r.seed: r for r in runs if r.status == "finished" and r.result is not None and not has_diverged(r)}
 
 
 def _differences(arm: dict[int, RunRecord], base: dict[int, RunRecord]) -> list[float]:
@@ -431,35 +448,6 @@ def _differences(arm: dict[int, RunRecord], base: dict[int, RunRecord]) -> list[
 
 def has_diverged(run: RunRecord) -> bool:
     return run.status == "diverged" or (run.status == "finished" and not math.isfinite(run.result or 0.0))
-
-
-def _summary(
-    arm: str,
-    runs: list[RunRecord],
-    finished: dict[int, RunRecord],
-    paired: Paired | None,
-    reached: dict[int, Reached | None] | None,
-    cheaper: Paired | None,
-) -> Summary:
-    results = np.array([run.result for run in finished.values()], dtype=float)
-    rates = {run.recipe.get("training", {}).get("learning_rate") for run in runs}
-    shown = next(iter(finished.values()), runs[0])
-    return Summary(
-        arm=arm,
-        runs=len(finished),
-        mean=float(results.mean()) if len(results) else None,
-        spread=float(results.std(ddof=1)) if len(results) > 1 else None,
-        paired=paired,
-        diverged=sum(map(has_diverged, runs)),
-        parameters=shown.parameters,
-        tokens=shown.tokens,
-        flops=shown.flops,
-        tokens_per_second=float(np.median([run.tokens_per_second for run in (finished or {0: shown}).values()])),
-        cache_bytes_per_token=shown.cache_bytes_per_token,
-        learning_rate=rates.pop() if len(rates) == 1 else None,
-        reached=None if reached is None else [*reached.values()],
-        cheaper=cheaper,
-    )
 
 
 def steps_to(record: RunRecord, threshold: float) -> int | None:

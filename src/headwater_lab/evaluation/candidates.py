@@ -145,9 +145,7 @@ def _candidate(name: str, source: str, trust_remote_code: bool) -> Candidate:
             f"{source!r} has no tokenizer, so it cannot read text; add its tokenizer's files to that folder."
         )
     trained_here = own and any(event.kind == "trained" for event in history_of(path))
-    begin = separator(tokenizer)
-    if not trained_here and tokenizer.bos_token_id is not None:
-        begin = tokenizer.bos_token_id
+    begin = separator(tokenizer) if trained_here or tokenizer.bos_token_id is None else tokenizer.bos_token_id
     if begin is None:
         raise HeadwaterError(
             f"The tokenizer of {source!r} has neither an end-of-text nor a begin-of-text token to begin a document "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import math
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from headwater_lab.data.tokenizer import Encoder
 from headwater_lab.evaluation import text as texts
 from headwater_lab.evaluation.candidates import CONTEXT, DTYPES, Candidate, candidates, same_tokenizer
 from headwater_lab.evaluation.paired import Difference, Items, difference
-from headwater_lab.evaluation.tasks import Tasks
+from headwater_lab.evaluation.tasks import Score, Tasks
 
 # The measures of a text, by the form and weight of `paired.Items`.
 MEASURES = {
@@ -123,8 +124,7 @@ def evaluate(
     read = [texts.read_text(source, limit, text_column) for source in text]
     ready = Tasks(tasks, task_files, shots) if tasks or task_files else None
 
-    result = EvaluationResult({}, [], [], [_text_facts(one) for one in read], {}, _versions(ready is not None))
-    result.settings = {
+    settings = {
         "tasks": list(tasks),
         "shots": shots,
         "limit": limit,
@@ -138,51 +138,29 @@ def evaluate(
         "seed": seed,
         "measures": measures,
     }
-    table_of: dict[tuple[str, str, int | None], ScoreRow] = {}
-
-    def put(
-        name: str, key: tuple[str, str, int | None], better: bool | None, value: Figure, items: Items | None
-    ) -> None:
-        row = table_of.setdefault(key, ScoreRow(*key, better))
-        row.figures[name], row.items[name] = value, items
-
+    packages = ["torch", "transformers", *(["lm_eval"] if ready is not None else [])]
+    versions = {"headwater": headwater.__version__} | {name: importlib.metadata.version(name) for name in packages}
+    result = EvaluationResult({}, [], [], [_text_facts(one) for one in read], settings, versions)
+    rows: dict[tuple[str, str, int | None], ScoreRow] = {}
     for one in found:
         model = one.load(device, dtype)
         facts = result.models[one.name] = _facts(one, model)
+        scores: list[Score] = []
         with unmeasured():  # all models' linear layers use the same kernel, whatever was timed to be fast here
             if ready is not None:
-                scores = ready.run(
-                    one,
-                    model,
-                    batch_size=batch_size,
-                    limit=limit,
-                    context=context,
-                    seed=seed,
-                    progress=progress,
+                scores += ready.run(
+                    one, model, batch_size=batch_size, limit=limit, context=context, seed=seed, progress=progress
                 )
-                for score in scores:
-                    count = None if score.items is None else len(score.items.values)
-                    put(
-                        one.name,
-                        (score.task, score.metric, score.shots),
-                        score.higher_is_better,
-                        Figure(score.value, score.stderr, count),
-                        score.items,
-                    )
-                    if score.facts not in result.tasks:
-                        result.tasks.append(score.facts)
             for content in read:
                 ids = Encoder(one.tokenizer)([document.text for document in content.documents])
-                total = sum(sum(1 for _ in texts.windows(len(row), window, stride)) for row in ids)
-                done = 0
-
-                def on_batch(count: int, name: str = f"{one.name}: {content.name}", total: int = total) -> None:
-                    nonlocal done
-                    done += count
-                    on_windows(name, done, total)
-
                 likelihoods = texts.nats(
-                    model, ids, one.begin, context=window, stride=stride, batch_size=batch_size, on_batch=on_batch
+                    model,
+                    ids,
+                    one.begin,
+                    context=window,
+                    stride=stride,
+                    batch_size=batch_size,
+                    on_batch=functools.partial(on_windows, f"{one.name}: {content.name}"),
                 )
                 tokens = np.array([len(row) for row in ids], dtype=float)
                 unknown = one.tokenizer.unk_token_id
@@ -194,10 +172,18 @@ def evaluate(
                 for measure in measures:
                     form, weight = MEASURES[measure]
                     items = Items(form, likelihoods, content.bytes if weight == "bytes" else tokens)
-                    value = Figure(items.figure, items.stderr, len(ids))
-                    put(one.name, (content.name, measure.replace("-", " "), None), False, value, items)
+                    name = measure.replace("-", " ")
+                    scores.append(Score(content.name, None, name, False, items.figure, items.stderr, items, None))
         del model
-    result.rows = list(table_of.values())
+        for score in scores:
+            key = score.task, score.metric, score.shots
+            row = rows.setdefault(key, ScoreRow(*key, score.higher_is_better))
+            count = None if score.items is None else len(score.items.values)
+            row.figures[one.name] = Figure(score.value, score.stderr, count)
+            row.items[one.name] = score.items
+            if score.facts and score.facts not in result.tasks:
+                result.tasks.append(score.facts)
+    result.rows = list(rows.values())
     for row in result.rows:
         row.differences = _differences(row)
     return result
@@ -220,14 +206,13 @@ def _differences(row: ScoreRow) -> list[Difference]:
 
 
 def _facts(one: Candidate, model: Any) -> dict[str, Any]:
-    begin = one.tokenizer.convert_ids_to_tokens(one.begin)
     return {
         "source": one.source,
         "family": one.config.model_type,
         "parameters": model.num_parameters(),
         "dtype": str(model.dtype).removeprefix("torch."),
         "vocabulary": len(one.tokenizer),
-        "begins_with": begin,
+        "begins_with": one.tokenizer.convert_ids_to_tokens(one.begin),
     }
 
 
@@ -238,11 +223,6 @@ def _text_facts(one: texts.Text) -> dict[str, Any]:
         "bytes": int(one.bytes.sum()),
         "skipped_not_utf8": one.skipped,
     }
-
-
-def _versions(with_lm_eval: bool) -> dict[str, str]:
-    packages = ["torch", "transformers", *(["lm_eval"] if with_lm_eval else [])]
-    return {"headwater": headwater.__version__} | {name: importlib.metadata.version(name) for name in packages}
 
 
 def to_json(result: EvaluationResult) -> dict[str, Any]:
@@ -282,11 +262,8 @@ def table(result: EvaluationResult) -> list[Table]:
 def _table(
     rows: Sequence[ScoreRow], names: Sequence[str], cell: Callable[[ScoreRow, str], str], tail: str = ""
 ) -> Table:
-    made = lined()
-    for title in ("", "measure", "shots"):
-        made.add_column(title, justify="right" if title == "shots" else "left", no_wrap=title == "")
-    for name in names:
-        made.add_column(f"{name}{tail}", justify="right")
+    made = lined("", "measure", "shots", *(f"{name}{tail}" for name in names), left=("", "measure"))
+    made.columns[0].no_wrap = True
     for row in rows:
         arrow = "" if row.higher_is_better is None else " ↑" if row.higher_is_better else " ↓"
         shots = "" if row.shots is None else str(row.shots)

@@ -47,6 +47,10 @@ GROUPS = {
 }
 # Draws of lm-eval's bootstrap, for figures without a closed-form standard error.
 DRAWS = 1000
+# Of several libraries.
+NETWORK_ERRORS = (
+    *("ConnectionError", "OfflineModeIsEnabled", "DatasetNotFoundError", "LocalEntryNotFoundError", "ConnectError"),
+)
 # lm-eval's aggregations that are ratios of sums, and headwater's name for each.
 FORMS = {"mean": "mean", "perplexity": "perplexity", "weighted_perplexity": "perplexity", "bits_per_byte": "bits"}
 
@@ -62,16 +66,19 @@ class Asked:
 
 @dataclass(frozen=True)
 class Score:
-    """One figure of one model. items: the scores behind it; None for a figure that is not a ratio of sums."""
+    """One figure of one model. items: the scores behind it; None for a figure that is not a ratio of sums.
+
+    task: or the text, which has neither shots nor facts.
+    """
 
     task: str
-    shots: int
+    shots: int | None
     metric: str
     higher_is_better: bool | None
     value: float
     stderr: float | None
     items: Items | None
-    facts: dict[str, Any]
+    facts: dict[str, Any] | None
 
 
 def parse(name: str, shots: int | None = None) -> list[Asked]:
@@ -252,19 +259,10 @@ def local_tasks(files: Path) -> set[str]:
 
 
 def _is_network(error: BaseException) -> bool:
-    names = {
-        "ConnectionError",
-        "OfflineModeIsEnabled",
-        "DatasetNotFoundError",
-        "LocalEntryNotFoundError",
-        "ConnectError",
-    }
     chain: BaseException | None = error
-    while chain is not None:
-        if type(chain).__name__ in names:
-            return True
+    while chain is not None and type(chain).__name__ not in NETWORK_ERRORS:
         chain = chain.__cause__ or chain.__context__
-    return False
+    return chain is not None
 
 
 def _near(name: str, known: list[str]) -> str:

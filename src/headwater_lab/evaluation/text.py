@@ -67,11 +67,12 @@ def nats(
     context: int,
     stride: int,
     batch_size: int,
-    on_batch: Callable[[int], None] = lambda windows: None,
+    on_batch: Callable[[int, int], None] = lambda done, total: None,
 ) -> np.ndarray:
     """The log-likelihood of each document in nats (negative), summed in fp64; documents: token ids without `begin`.
 
-    Raises `HeadwaterError` for ids that the model does not have.
+    on_batch: called with how many windows are done, and of how many. Raises `HeadwaterError` for ids that the model
+    does not have.
     """
     rows = [np.concatenate(([begin], ids)).astype(np.int64) for ids in documents]
     known = model.get_input_embeddings().weight.shape[0]
@@ -96,5 +97,5 @@ def nats(
             wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
             loss = torch.nn.functional.cross_entropy(wide, targets, reduction="none")
             total[index] -= loss.double().sum().item()
-        on_batch(len(batch))
+        on_batch(first + len(batch), len(parts))
     return total

@@ -138,11 +138,9 @@ def spread_over(labels: Sequence[int], count: int) -> list[int]:
 
 def answered(logits: Tensor, sample: ImageSample, classes: dict[int, str]) -> list[Answered]:
     """logits [images, classes]."""
-    probabilities, answers = logits.double().softmax(-1).max(-1)
-    labels = sample.labels if sample.labels is not None else [None] * len(sample.names)
+    probabilities, answers = (values.tolist() for values in logits.double().softmax(-1).max(-1))
+    labels = [None] * len(sample.names) if sample.labels is None else [classes[label] for label in sample.labels]
     return [
-        Answered(name, None if label is None else classes[label], classes[answer], probability)
-        for name, label, answer, probability in zip(
-            sample.names, labels, answers.tolist(), probabilities.tolist(), strict=True
-        )
+        Answered(name, label, classes[answer], probability)
+        for name, label, answer, probability in zip(sample.names, labels, answers, probabilities, strict=True)
     ]

@@ -96,12 +96,6 @@ class Inspection:
         return "images" if self.images.right is None else "classes"
 
     @property
-    def logits_moved(self) -> float:
-        """Zero if nothing was read."""
-        looked = self.text or self.images
-        return looked.logits_moved if looked else 0.0
-
-    @property
     def attends_elsewhere(self) -> bool:
         """Whether a head attends to the keys or values of another layer."""
         return any(pair != (layer, layer) for layer, heads in enumerate(self.attends) for pair in heads)
@@ -198,14 +192,10 @@ def check_alike(found: Sequence[Inspection]) -> None:
 
 def to_json(found: Sequence[Inspection]) -> dict[str, Any]:
     """The content of inspect.json: docs/inspect.md has the schema."""
-    return {"headwater": __version__, "schema_version": SCHEMA_VERSION, "models": [_json(one) for one in found]}
-
-
-def _json(one: Inspection) -> dict[str, Any]:
-    content = asdict(one) | ({} if one.read is None else {"skip_use": one.skip_use})
-    if one.images is not None:
-        del content["images"]["pictures"]
-    return content
+    models = [asdict(one) | ({} if one.read is None else {"skip_use": one.skip_use}) for one in found]
+    for model in models:
+        (model["images"] or {}).pop("pictures", None)
+    return {"headwater": __version__, "schema_version": SCHEMA_VERSION, "models": models}
 
 
 def write_json(found: Sequence[Inspection], file: Path) -> None:

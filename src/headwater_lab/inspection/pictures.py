@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from math import nan
 from pathlib import Path
 from typing import Any
@@ -51,16 +52,9 @@ class Grid:
 @default_style()
 def draw(found: Sequence[Inspection], folder: Path) -> list[Path]:
     """Write inspect-*.png into a folder, for those with data."""
-    figures = {
-        "scalars": scalars_picture(found),
-        "heads": heads_picture(found),
-        "attention": attention_picture(found),
-    }
-    written = []
-    for name, figure in figures.items():
-        if figure is not None:
-            written.append(save_figure(figure, folder / f"inspect-{name}.png", dpi=130))
-    return written
+    draw = {"scalars": scalars_picture, "heads": heads_picture, "attention": attention_picture}
+    figures = {name: picture(found) for name, picture in draw.items()}
+    return [save_figure(figure, folder / f"inspect-{name}.png", 130) for name, figure in figures.items() if figure]
 
 
 def scalars_picture(found: Sequence[Inspection]) -> Figure | None:
@@ -90,17 +84,10 @@ def heads_picture(found: Sequence[Inspection]) -> Figure | None:
     for measure, title in DRAWN.items():
         values = [MEASURES[measure](one) for one in found]
         if any(value is not None for value in values):
-            arrays = [None if value is None else _by_layer(value) for value in values]
+            # NaN where a layer has fewer heads than another
+            arrays = [None if rows is None else np.array([*zip_longest(*rows, fillvalue=nan)]).T for rows in values]
             grids.append(Grid(named(title, found), arrays, "query head"))
     return heatmaps(found, grids)
-
-
-def _by_layer(rows: Sequence[Sequence[float]]) -> np.ndarray:
-    """Rows of a heatmap [layers, heads], which end in NaN where a layer has fewer heads than another."""
-    table = np.full((len(rows), max(map(len, rows))), nan)
-    for layer, row in enumerate(rows):
-        table[layer, : len(row)] = row
-    return table
 
 
 def heatmaps(found: Sequence[Inspection], grids: Sequence[Grid]) -> Figure | None:

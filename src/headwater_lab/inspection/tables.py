@@ -8,7 +8,7 @@ from typing import Any
 from rich.text import Text
 
 from headwater.util.terminal import Table, lined
-from headwater_lab.inspection.inspection import Inspection
+from headwater_lab.inspection.inspection import InspectedImages, Inspection
 from headwater_lab.inspection.pairs import Firing, PairContribution
 
 # Show up to this many heads one by one, otherwise the range.
@@ -16,6 +16,7 @@ HEADS = 4
 NAMED, TOLD = 2, 4  # strongest pairs to list per layer, and pairs that tell classes apart
 
 CENSUS = {
+    "heads": "all",
     "current_key_current_value": "α1 > α2, β1 > β2: this token's key, this token's value",
     "previous_key_current_value": "α1 ≤ α2, β1 > β2: previous key, this value",
     "current_key_previous_value": "α1 > α2, β1 ≤ β2: this key, previous value",
@@ -98,16 +99,14 @@ def scalars_table(found: Sequence[Inspection]) -> Table:
     )
     depth = range(max(one.layers for one in found))
     known = [{(s.mechanism, s.symbol, s.place, s.layer): s for s in one.scalars} for one in found]
-    table.section(
-        "model",
-        {
-            "parameters": [f"{one.parameters:,}" for one in found],
-            "layers, query heads, key/value heads": [
-                f"{one.layers}, {one.query_heads}, {one.key_value_heads}" for one in found
-            ],
-            "mechanisms": [", ".join(one.mechanisms) for one in found],
-        },
-    )
+    facts = {
+        "parameters": [f"{one.parameters:,}" for one in found],
+        "layers, query heads, key/value heads": [
+            f"{one.layers}, {one.query_heads}, {one.key_value_heads}" for one in found
+        ],
+        "mechanisms": [", ".join(one.mechanisms) for one in found],
+    }
+    table.section("model", facts)
     for mechanism, symbol, place in dict.fromkeys(key[:3] for one in known for key in one):
         cells = {
             f"layer {layer}": [
@@ -117,24 +116,20 @@ def scalars_table(found: Sequence[Inspection]) -> Table:
             for layer in depth
         }
         table.section(f"{symbol} ({mechanism}{', ' if place else ''}{place})", cells)
-    censuses = [one.census for one in found]
-    if any(censuses):
-        cells = {
-            label: ["" if one is None else f"{getattr(one, field)}" for one in censuses]
-            for field, label in CENSUS.items()
-        }
-        table.section(
-            "key/value heads by the larger weight",
-            {"all": ["" if one is None else str(one.heads) for one in censuses]} | cells,
-        )
+    cells = {
+        label: ["" if one.census is None else f"{getattr(one.census, field)}" for one in found]
+        for field, label in CENSUS.items()
+    }
+    table.section("key/value heads by the larger weight", cells)
     return table.table
 
 
 def read_table(found: Sequence[Inspection]) -> Table:
-    moved = max(one.logits_moved for one in found)
-    of_images = any(one.images for one in found)
+    moved = max(sample.logits_moved for one in found if (sample := one.text or one.images))
     table = _Table(
-        "Measured on images" if of_images else "Measured on rows of tokens; induction on random ones",
+        "Measured on images"
+        if any(one.images for one in found)
+        else "Measured on rows of tokens; induction on random ones",
         found,
         f"One number per query head; the range if there are more than {HEADS}. Inspection changed the logits by "
         f"{moved:.1e} of the largest.",
@@ -148,19 +143,15 @@ def read_table(found: Sequence[Inspection]) -> Table:
             for layer in range(layers)
         }
 
-    table.section(
-        "rows × tokens",
-        {"": [f"{one.text.rows} × {one.text.context}" if one.text else "" for one in found]},
-    )
-    seen = [one.images for one in found]
-    table.section(
-        "images",
-        {
-            "number": ["" if images is None else str(len(images.images)) for images in seen],
-            "patches": ["" if images is None else " × ".join(map(str, images.patches)) for images in seen],
-            "right answers": ["" if images is None else numbers(images.right) for images in seen],
-        },
-    )
+    sizes = [f"{one.text.rows} × {one.text.context}" if one.text else "" for one in found]
+    table.section("rows × tokens", {"": sizes})
+    of_images: dict[str, Callable[[InspectedImages], str]] = {
+        "number": lambda images: str(len(images.images)),
+        "patches": lambda images: " × ".join(map(str, images.patches)),
+        "right answers": lambda images: numbers(images.right),
+    }
+    cells = {name: [fact(one.images) if one.images else "" for one in found] for name, fact in of_images.items()}
+    table.section("images", cells)
     last = {"output": [numbers(one.read.hidden[-1]) if one.read else "" for one in found]}
     hidden = by_layer(lambda one: one.read.hidden if one.read else None)
     table.section(named("token similarity: a layer's input", found), hidden | last)
@@ -170,21 +161,18 @@ def read_table(found: Sequence[Inspection]) -> Table:
     elsewhere = by_layer(lambda one: one.skip_use if one.read and one.attends_elsewhere else None)
     table.section("share of heads that attend elsewhere", elsewhere)
     shares = [
-        {} if one.read is None else {
+        {
             (terms.mechanism, name, terms.layer): share
-            for terms in one.read.terms
+            for terms in (one.read.terms if one.read else ())
             for name, share in zip(terms.names[:-1], terms.shares, strict=False)
         }
         for one in found
-    ]  # fmt: skip
+    ]
     for mechanism, name in dict.fromkeys(key[:2] for one in shares for key in one):
-        table.section(
-            f"share of {name} ({mechanism})",
-            {
-                f"layer {layer}": [numbers(one.get((mechanism, name, layer))) for one in shares]
-                for layer in range(layers)
-            },
-        )
+        by_layers = {
+            f"layer {layer}": [numbers(one.get((mechanism, name, layer))) for one in shares] for layer in range(layers)
+        }
+        table.section(f"share of {name} ({mechanism})", by_layers)
     return table.table
 
 
@@ -200,21 +188,12 @@ def pairs_table(one: Inspection) -> Table:
     )
     for column in ("map", "pairs", "effective", "fire", "silent", *(["unread"] if sparse else [])):
         table.add_column(column, justify="left" if column == "map" else "right", no_wrap=True)
-    table.add_column(
-        f"pairs that tell the {one.grouped_by} apart: where each contributes most, over the mean"
-        if by_class
-        else "strongest pairs, and the tokens they contribute most at"
-    )
+    telling = f"pairs that tell the {one.grouped_by} apart: where each contributes most, over the mean"
+    table.add_column(telling if by_class else "strongest pairs, and the tokens they contribute most at")
     for map in one.read.maps:
-        table.add_row(
-            f"{map.layer} {map.place}",
-            f"{map.pairs:,}",
-            f"{map.effective:.1f}",
-            f"{map.fires:.1%}",
-            f"{map.silent:.1%}",
-            *([f"{map.unread:.1%}"] if sparse else []),
-            _telling(map, one.groups) if by_class else "; ".join(_said(pair) for pair in map.strongest[:NAMED]),
-        )
+        shares = [f"{share:.1%}" for share in (map.fires, map.silent, *([map.unread] if sparse else []))]
+        pairs = _telling(map, one.groups) if by_class else "; ".join(_said(pair) for pair in map.strongest[:NAMED])
+        table.add_row(f"{map.layer} {map.place}", f"{map.pairs:,}", f"{map.effective:.1f}", *shares, pairs)
     return table
 
 

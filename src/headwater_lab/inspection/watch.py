@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -228,12 +229,7 @@ class Watch:
             if block.self_attn.v_proj is not None:
                 hook(block.self_attn.v_proj, lambda _, __, ___, output, layer=layer: self.values(layer, output))
             for place, module in mechanisms(block):
-                hook(
-                    module,
-                    lambda module, inputs, named, _, layer=layer, place=place: self.mechanism(
-                        layer, place, module, inputs, named
-                    ),
-                )
+                hook(module, functools.partial(self.mechanism, layer, place))
         hook(everything[-1], lambda _, __, ___, output: self.hidden(len(everything), output[0]))
 
     def hidden(self, layer: int, x: Tensor) -> None:
@@ -278,7 +274,9 @@ class Watch:
         shares = lengths / lengths.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
         self.sums.add("use", layer, shares.sum((0, 1)), shares.shape[0] * shares.shape[1])
 
-    def mechanism(self, layer: int, place: str, module: Any, inputs: tuple[Tensor, ...], named: dict[str, Any]) -> None:
+    def mechanism(
+        self, layer: int, place: str, module: Any, inputs: tuple[Tensor, ...], named: dict[str, Any], _: Any
+    ) -> None:
         for name, term in module.terms(*inputs, **named).items():
             for label, one in zip(module.labels or ("",), term if module.labels else (term,), strict=True):
                 found = self.terms.setdefault((layer, f"{module.name()} {label}".strip()), {})
@@ -298,10 +296,7 @@ class Watch:
         slots = [torch.tensor(row, dtype=torch.float64) for row in by_head("slots")]
         return Read(
             hidden=[self.sums.mean("hidden", layer) for layer in range(len(everything) + 1)],
-            values=[
-                None if block.self_attn.v_proj is None else self.sums.mean("values", layer)
-                for layer, block in enumerate(everything)
-            ],
+            values=[None if b.self_attn.v_proj is None else self.sums.mean("values", b.plan.index) for b in everything],
             entropy=by_head("entropy"),
             normalized_entropy=by_head("normalized"),
             first_token=None if self.is_of_images and not self.has_class_token else by_head("first"),
@@ -312,10 +307,8 @@ class Watch:
             beside=by_head("beside") if any(self.beside) else None,
             use=by_head("use"),
             terms=[
-                Terms(
-                    layer, mechanism, list(found), [length / (sum(found.values()) or 1.0) for length in found.values()]
-                )
-                for (layer, mechanism), found in self.terms.items()
+                Terms(layer, mechanism, list(sizes), [size / (sum(sizes.values()) or 1.0) for size in sizes.values()])
+                for (layer, mechanism), sizes in self.terms.items()
             ],
             maps=[counter.result(layer, place) for (layer, place), counter in self.pairs.items()],
             looks=[

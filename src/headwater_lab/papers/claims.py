@@ -30,10 +30,9 @@ from __future__ import annotations
 
 import functools
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 from scipy import special, stats
@@ -65,50 +64,36 @@ from headwater_lab.papers.table import (
 ClaimVerdict = Literal["replicates", "fails", "inconclusive"]
 EvidenceKind = Literal["mean", "share", "more"]
 Interval = tuple[float, float]
+ABOVE_ZERO: Interval = (0.0, math.inf)
 # log N'/N: anything that takes a larger one counts as unreachable.
 MOST = 100.0
 LUCKY = "a run diverged, and the mean of the others is meaningless"
 
 
-class Evidence(ABC):
-    """A number that a claim is about. region: where it must lie for the claim to replicate."""
+@dataclass(frozen=True)
+class NoEvidence:
+    """There is no number. why: the reason."""
 
-    region: Interval
+    why: str
+    kind: ClassVar[EvidenceKind] = "mean"
+    what, region, estimate, p, size = "", ABOVE_ZERO, None, None, 0
 
-    @property
-    @abstractmethod
-    def estimate(self) -> float | None: ...
-
-    @property
-    @abstractmethod
-    def p(self) -> float | None:
-        """The smallest level at which the interval lies on one side of the region's borders; None: it never does."""
-
-    @property
-    @abstractmethod
-    def size(self) -> int:
-        """Seeds that it rests on."""
-
-    @abstractmethod
-    def interval(self, level: float) -> Interval | None:
-        """The interval of confidence 1 - level; None if it is unbounded."""
-
-    @property
-    def why(self) -> str:
-        """Why it is inconclusive, if that is clear before any test."""
-        return ""
+    def interval(self, level: float) -> None:
+        return None
 
 
 @dataclass(frozen=True)
-class Mean(Evidence):
+class Mean:
     """The mean of paired differences, one or more, signed as claimed. counted: they are exact."""
 
     values: Sequence[float]
-    region: Interval = (0.0, math.inf)
+    region: Interval = ABOVE_ZERO
     counted: bool = False
+    what: str = ""
+    kind: ClassVar[EvidenceKind] = "mean"
 
     @property
-    def estimate(self) -> float | None:
+    def estimate(self) -> float:
         return float(np.mean(self.values))
 
     @property
@@ -121,7 +106,7 @@ class Mean(Evidence):
             return None
         if is_constant(self.values):
             return float(stats.binomtest(self.size, self.size).pvalue)
-        return _p_of_t(float(np.mean(self.values)), standard_error(self.values), self.size - 1, self.region)
+        return _p_of_t(self.estimate, standard_error(self.values), self.size - 1, self.region)
 
     def interval(self, level: float) -> Interval | None:
         if self.counted:
@@ -130,13 +115,13 @@ class Mean(Evidence):
             return None
         if is_constant(self.values):
             return (min(self.values), max(self.values)) if self.p <= level else None
-        return t_interval(float(np.mean(self.values)), standard_error(self.values), self.size - 1, level)
+        return t_interval(self.estimate, standard_error(self.values), self.size - 1, level)
 
     def more(self, level: float) -> int | None:
         """Seeds still needed to settle it: inside the region by all its borders, or beyond one of them."""
         if self.p is None or is_constant(self.values):
             return None
-        mean, spread = float(np.mean(self.values)), float(np.std(self.values, ddof=1))
+        mean, spread = self.estimate, float(np.std(self.values, ddof=1))
         effects = sorted(abs(mean - border) / spread for border in self.region if math.isfinite(border))
         inside = self.region[0] < mean < self.region[1]
         return more_pairs(effects if inside else effects[:1], self.size, level)
@@ -149,7 +134,7 @@ class Mean(Evidence):
 
 
 @dataclass(frozen=True)
-class Repeated(Evidence):
+class Repeated:
     """A mean that is looked at after every seed, from `first` to `last`; seeds after the decision do not count.
 
     Its intervals hold at all looks together, at the level it is given (comparison/sequential.py).
@@ -160,6 +145,9 @@ class Repeated(Evidence):
     first: int
     last: int
     level: float
+    what: str
+    kind: ClassVar[EvidenceKind] = "mean"
+    why, p = "", None
 
     @functools.cached_property
     def look(self) -> SeedLook | None:
@@ -173,48 +161,42 @@ class Repeated(Evidence):
         return verdict_of(self.interval(self.level), self.region) == "inconclusive"
 
     @property
-    def estimate(self) -> float | None:
+    def estimate(self) -> float:
         return float(np.mean(self.values)) if self.look is None else self.look.mean
 
     @property
     def size(self) -> int:
         return len(self.values) if self.look is None else self.look.pairs
 
-    @property
-    def p(self) -> float | None:
-        return None
-
     def interval(self, level: float) -> Interval | None:
         return None if self.look is None else self.look.interval
 
 
 @dataclass(frozen=True)
-class SeedShare(Evidence):
-    """How many of the seeds did as claimed."""
+class SeedShare:
+    """How many of the seeds did as claimed. size: of how many."""
 
     count: int
-    seeds: int
-    region: Interval = (0.5, math.inf)
+    size: int
+    what: str = ""
+    kind: ClassVar[EvidenceKind] = "share"
+    region, why = (0.5, math.inf), ""
 
     @property
-    def estimate(self) -> float | None:
-        return self.count / self.seeds
+    def estimate(self) -> float:
+        return self.count / self.size
 
     @property
-    def size(self) -> int:
-        return self.seeds
+    def p(self) -> float:
+        return float(stats.binomtest(self.count, self.size).pvalue)
 
-    @property
-    def p(self) -> float | None:
-        return float(stats.binomtest(self.count, self.seeds).pvalue)
-
-    def interval(self, level: float) -> Interval | None:
-        found = stats.binomtest(self.count, self.seeds).proportion_ci(1 - level)
+    def interval(self, level: float) -> Interval:
+        found = stats.binomtest(self.count, self.size).proportion_ci(1 - level)
         return float(found.low), float(found.high)
 
 
 @dataclass(frozen=True)
-class Ratio(Evidence):
+class Ratio:
     """log N'/N: by the fitted law, what size of the baseline equals the arm.
 
     error: its standard error, with `freedom` degrees of freedom; None if the seeds do not determine it.
@@ -224,6 +206,8 @@ class Ratio(Evidence):
     error: float | None
     freedom: int
     region: Interval
+    what: str = ""
+    kind: ClassVar[EvidenceKind] = "more"
 
     @property
     def estimate(self) -> float | None:
@@ -248,6 +232,12 @@ class Ratio(Evidence):
             how = "no baseline, however large, has" if self.log > 0 else "a baseline of almost no size has"
             return f"{how} its loss, by the fitted law"
         return "the seeds do not determine the fitted law" if self.error is None else ""
+
+
+# A number that a claim is about: what it is in words, its estimate and interval (None if unbounded), and the region
+# where it must lie for the claim to replicate. size: its number of seeds. p: the smallest level at which the interval
+# lies on one side of the borders; None: it never does. why: why it is inconclusive, if that is clear before any test.
+Evidence = NoEvidence | Mean | Repeated | SeedShare | Ratio
 
 
 def _p_of_t(mean: float, error: float, freedom: int, region: Interval) -> float:
@@ -298,29 +288,27 @@ def judge(claims: Sequence[Claim], runs: Runs, until: UntilDecided | None = None
     With `until`, the level is divided evenly among the claims, since they stop at different numbers of seeds.
     """
     if until is None:
-        evidence = [_missing(claim, runs) or _evidence(claim, runs) for claim in claims]
-        levels = holm_levels([None if isinstance(one, str) else one[1].p for one in evidence])
+        evidence = [_evidence(claim, runs) for claim in claims]
+        levels = holm_levels([one.p for one in evidence])
     else:
         levels = [LEVEL / max(1, len(claims))] * len(claims)
         evidence = [_repeated(claim, runs, until, LEVEL / len(claims)) for claim in claims]
     judged = [_judged(claim, one, at) for claim, one, at in zip(claims, evidence, levels, strict=True)]
     return [
-        replace(one, why="; ".join(filter(None, (one.why, other))))
+        replace(one, why="; ".join(filter(None, (one.why, _otherwise(claim, runs)))))
         for claim, one in zip(claims, judged, strict=True)
-        for other in [_otherwise(claim, runs)]
     ]
 
 
-def _repeated(claim: Claim, runs: Runs, until: UntilDecided, level: float) -> tuple[str, Evidence] | str:
+def _repeated(claim: Claim, runs: Runs, until: UntilDecided, level: float) -> Evidence:
     """A mean difference over all seeds; anything else over the recipe's own, at which it is looked at once."""
-    own = _missing(claim, until.own) or _evidence(claim, until.own)
-    if isinstance(own, str) or not isinstance(own[1], Mean) or own[1].counted:
+    own = _evidence(claim, until.own)
+    if not isinstance(own, Mean) or own.counted:
         return own
-    found = _evidence(claim, runs)
-    if isinstance(found, str) or not isinstance(found[1], Mean):
+    mean, first = _evidence(claim, runs, whole=False), max(2, own.size)
+    if not isinstance(mean, Mean):
         return own
-    mean, first = found[1], max(2, own[1].size)
-    return found[0], Repeated(mean.values, mean.region, first, max(first, until.max_seeds), level)
+    return Repeated(mean.values, mean.region, first, max(first, until.max_seeds), level, mean.what)
 
 
 def _missing(claim: Claim, runs: Runs) -> str:
@@ -337,12 +325,12 @@ def still_undecided(claims: Sequence[Claim], runs: Runs, until: UntilDecided) ->
     """The undecided claims about mean differences, which another seed may decide, if none of their seeds is missing."""
     left = []
     for claim in claims:
-        found = _repeated(claim, runs, until, LEVEL / len(claims))
-        if isinstance(found, str) or not isinstance(found[1], Repeated) or not found[1].undecided:
+        evidence = _repeated(claim, runs, until, LEVEL / len(claims))
+        if not isinstance(evidence, Repeated) or not evidence.undecided:
             continue
         there = [place.seeds for name in named(claim) if (place := runs.places[name]) is not None]
         common = set.intersection(*map(set, there))
-        if len(found[1].values) == len(common) < until.max_seeds:
+        if len(evidence.values) == len(common) < until.max_seeds:
             left.append(claim)
     return left
 
@@ -354,10 +342,7 @@ def _otherwise(claim: Claim, runs: Runs) -> str:
     return f"not measured as in the paper: {', '.join(names)}" if names else ""
 
 
-def _judged(claim: Claim, found: tuple[str, Evidence] | str, level: float) -> Judged:
-    if isinstance(found, str):
-        return Judged(claim.says, "", "mean", None, None, level, None, "inconclusive", found, 0)
-    what, evidence = found
+def _judged(claim: Claim, evidence: Evidence, level: float) -> Judged:
     estimate, interval = evidence.estimate, evidence.interval(level)
     verdict = verdict_of(interval, evidence.region)
     why = evidence.why
@@ -371,11 +356,20 @@ def _judged(claim: Claim, found: tuple[str, Evidence] | str, level: float) -> Ju
     if isinstance(evidence, Ratio):  # told as a share more
         estimate = estimate and _expm1(estimate)
         interval = interval and (_expm1(interval[0]), _expm1(interval[1]))
-    kind: EvidenceKind = (
-        "more" if isinstance(evidence, Ratio) else "share" if isinstance(evidence, SeedShare) else "mean"
-    )
     more = evidence.more(level) if verdict == "inconclusive" and isinstance(evidence, Mean) else None
-    return Judged(claim.says, what, kind, estimate, interval, level, evidence.p, verdict, why, evidence.size, more)
+    return Judged(
+        claim.says,
+        evidence.what,
+        evidence.kind,
+        estimate,
+        interval,
+        level,
+        evidence.p,
+        verdict,
+        why,
+        evidence.size,
+        more,
+    )
 
 
 def _undecided(evidence: Evidence) -> str:
@@ -403,119 +397,104 @@ def verdict_of(interval: Interval | None, region: Interval) -> ClaimVerdict:
     return "fails" if high < region[0] or low > region[1] else "inconclusive"
 
 
-def _evidence(claim: Claim, runs: Runs) -> tuple[str, Evidence] | str:
-    """(what is estimated, evidence), or why there is none."""
+def _evidence(claim: Claim, runs: Runs, whole: bool = True) -> Evidence:
+    """What the runs say of a claim. whole: only if its arms have all seeds, or none."""
+    if whole and (why := _missing(claim, runs)):
+        return NoEvidence(why)
     for name in named(claim):
         if runs.places[name] is None:
-            return f"{name} is not trained at this scale"
+            return NoEvidence(f"{name} is not trained at this scale")
         if not runs.of(name):
-            return f"there is no run of {name}"
-    if isinstance(claim, Pair) and claim.than is not None:
-        return _twice(claim, runs)
+            return NoEvidence(f"there is no run of {name}")
     return KINDS[claim.test](claim, runs)
 
 
-def _twice(claim: Pair, runs: Runs) -> tuple[str, Evidence] | str:
-    """A difference of differences, for the seeds that all four arms have."""
+def _paired(claim: Better | Alike | NotBetter, runs: Runs) -> Evidence:
+    """A difference of two arms, or of two such differences, for the seeds that all of them have."""
     names = named(claim)
     seeds = set.intersection(*(set(runs.of(name)) for name in names))
     if not seeds:
-        return "no seed was run for all of its arms"
+        return NoEvidence(f"no seed was run for {'both' if claim.than is None else 'all of its arms'}")
     if any(seeds & _diverged(runs, name) for name in names):
-        return LUCKY
+        if isinstance(claim, Better) and claim.than is None:
+            return _without_diverged(claim, runs, seeds)
+        return NoEvidence(LUCKY)
+    if isinstance(claim, NotBetter) and claim.measure == "steps":
+        evidence = _sooner(claim, runs)
+    else:
+        evidence = _mean(claim, runs, sorted(seeds))
+    if isinstance(claim, Better) or not isinstance(evidence, Mean):
+        return evidence
+    region = (-claim.margin if isinstance(claim, Alike) else -math.inf), claim.margin
+    return replace(evidence, region=region, what=f"{evidence.what} (margin {claim.margin:g})")
+
+
+def _mean(claim: Better | Alike | NotBetter, runs: Runs, seeds: Sequence[int]) -> Mean:
     units = [_unit(measure, runs, arm) for arm, _, measure in claim.pairs]
-    same = units[0] == units[1]
+    same = len(set(units)) == 1
     words, gains = [], []
     for (arm, against, measure), unit in zip(claim.pairs, units, strict=True):
-        turned = not isinstance(claim, Alike) and runs.lower_is_better(measure, arm)
-        first, second = (against, arm) if turned else (arm, against)
+        lower = not isinstance(claim, Alike) and runs.lower_is_better(measure, arm)
+        first, second = (against, arm) if lower else (arm, against)
+        words.append(f"{first} minus {second}" + ("" if same else f", {unit}"))
         gains.append(_differences(runs, measure, first, second))
-        words.append(f"({first} minus {second}{'' if same else f', {unit}'})")
-    what = " minus ".join(words) + (f", {units[0]}" if same else "")
-    values = [gains[0][seed] - gains[1][seed] for seed in sorted(seeds)]
+    values = [gains[0][seed] - sum(gain[seed] for gain in gains[1:]) for seed in seeds]
+    what = " minus ".join(f"({word})" for word in words) if len(words) > 1 else words[0]
     counted = {measure for *_, measure in claim.pairs} <= COUNTED
-    if isinstance(claim, Better):
-        return what, Mean(values, counted=counted)
-    assert isinstance(claim, Alike | NotBetter)
-    low = -claim.margin if isinstance(claim, Alike) else -math.inf
-    return f"{what} (margin {claim.margin:g})", Mean(values, (low, claim.margin), counted)
+    return Mean(values, counted=counted, what=what + (f", {units[0]}" if same else ""))
 
 
-def _better(claim: Better | NotBetter, runs: Runs) -> tuple[str, Evidence] | str:
-    pairs = _common(runs, claim.arm, claim.against)
-    if not pairs:
-        return "no seed was run for both"
+def _without_diverged(claim: Better, runs: Runs, seeds: set[int]) -> Evidence:
+    """In how many seeds the arm is better, where one that diverged is worse than one that did not."""
+    arm, against = (seeds & _diverged(runs, name) for name in (claim.arm, claim.against))
     lower = runs.lower_is_better(claim.measure, claim.arm)
+    differences = _differences(runs, claim.measure, claim.arm, claim.against)
+    ahead = [value for seed, value in differences.items() if seed not in arm | against and abs(value) > ROUNDING]
+    won = sum((value < 0) == lower for value in ahead) + len(against - arm)
+    decided = len(ahead) + len(against ^ arm)
+    if not decided:
+        return NoEvidence("no seed tells them apart: in each, both diverged or neither is better")
     unit = _unit(claim.measure, runs, claim.arm)
-    differences = _differences(runs, claim.measure, claim.arm, claim.against, -1 if lower else 1)
-    arm, against = (pairs & _diverged(runs, name) for name in (claim.arm, claim.against))
-    if arm | against:
-        ahead = [value for seed, value in differences.items() if seed not in arm | against and abs(value) > ROUNDING]
-        won = sum(value > 0 for value in ahead) + len(against - arm)
-        decided = len(ahead) + len(against ^ arm)
-        if not decided:
-            return "no seed tells them apart: in each, both diverged or neither is better"
-        what = f"seeds in which {claim.arm} has {'less' if lower else 'more'} {unit}, or is not the one that diverged"
-        return what, SeedShare(won, decided)
-    what = f"{claim.against} minus {claim.arm}" if lower else f"{claim.arm} minus {claim.against}"
-    return f"{what}, {unit}", Mean(list(differences.values()), counted=claim.measure in COUNTED)
+    what = f"seeds in which {claim.arm} has {'less' if lower else 'more'} {unit}, or is not the one that diverged"
+    return SeedShare(won, decided, what)
 
 
-def _alike(claim: Alike, runs: Runs) -> tuple[str, Evidence] | str:
-    if why := _no_mean(runs, claim.arm, claim.against):
-        return why
-    what = f"{claim.arm} minus {claim.against}, {_unit(claim.measure, runs, claim.arm)} (margin {claim.margin:g})"
-    values = list(_differences(runs, claim.measure, claim.arm, claim.against).values())
-    return what, Mean(values, (-claim.margin, claim.margin), claim.measure in COUNTED)
-
-
-def _no_better(claim: NotBetter, runs: Runs) -> tuple[str, Evidence] | str:
-    if why := _no_mean(runs, claim.arm, claim.against):
-        return why
-    found = (_sooner if claim.measure == "steps" else _better)(claim, runs)
-    if isinstance(found, str):
-        return found
-    what, evidence = found
-    assert isinstance(evidence, Mean)
-    return f"{what} (margin {claim.margin:g})", replace(evidence, region=(-math.inf, claim.margin))
-
-
-def _sooner(claim: Sooner | NotBetter, runs: Runs) -> tuple[str, Evidence] | str:
+def _sooner(claim: Sooner | NotBetter, runs: Runs) -> Evidence:
     """Steps are counted up to the end of the shorter run."""
-    pairs = sorted(_common(runs, claim.arm, claim.against))
+    pairs = sorted(runs.of(claim.arm).keys() & runs.of(claim.against).keys())
     if not pairs:
-        return "no seed was run for both"
+        return NoEvidence("no seed was run for both")
     steps = {name: runs.steps(name) for name in (claim.arm, claim.against)}
     there = {name: [of[seed] is not None for seed in pairs] for name, of in steps.items()}
     if not any(map(any, there.values())):
-        return "neither gets there in any seed"
+        return NoEvidence("neither gets there in any seed")
     values = []
     for seed in pairs:
         end = min(runs.of(name)[seed].record.recipe["training"]["steps"] for name in steps)
         arm, against = (end if (n := of[seed]) is None else min(n, end) for of in steps.values())
         values.append(float(against - arm))
     never = "" if all(map(all, there.values())) else " (never: all of its steps)"
-    return f"{claim.against} minus {claim.arm}, steps to get there{never}", Mean(values)
+    return Mean(values, what=f"{claim.against} minus {claim.arm}, steps to get there{never}")
 
 
-def _reaches(claim: Reaches, runs: Runs) -> tuple[str, Evidence] | str:
+def _reaches(claim: Reaches, runs: Runs) -> Evidence:
     steps = runs.steps(claim.arm)
     never = claim.test == "never"
     count = sum((n is None) == never for n in steps.values())
-    return f"seeds of {claim.arm} that {'never get there' if never else 'get there'}", SeedShare(count, len(steps))
+    return SeedShare(count, len(steps), f"seeds of {claim.arm} that {'never get there' if never else 'get there'}")
 
 
-def _diverges(claim: Diverges, runs: Runs) -> tuple[str, Evidence] | str:
+def _diverges(claim: Diverges, runs: Runs) -> Evidence:
     lost = runs.lost(claim.arm, claim.unlearned)
     stays = claim.test == "stays"
     count = sum(one != stays for one in lost.values())
-    return f"seeds of {claim.arm} that {'do not diverge' if stays else 'diverge'}", SeedShare(count, len(lost))
+    return SeedShare(count, len(lost), f"seeds of {claim.arm} that {'do not diverge' if stays else 'diverge'}")
 
 
-def _gains(claim: Gains, runs: Runs) -> tuple[str, Evidence] | str:
+def _gains(claim: Gains, runs: Runs) -> Evidence:
     found = runs.equal(f"{claim.arm} @ {claim.size}")
     if isinstance(found, str):
-        return found
+        return NoEvidence(found)
     equal, axis = found
     more = equal.more
     log = math.log1p(more.value) if more.value > -1 else -math.inf if more.value == -1 else math.nan
@@ -526,23 +505,23 @@ def _gains(claim: Gains, runs: Runs) -> tuple[str, Evidence] | str:
     what = f"how many more {axis} the baseline needs for the loss of {claim.arm} at {claim.size}{beyond}"
     border = math.log1p(claim.more)
     region = (border, math.inf) if claim.test == "gains" else (-math.inf, 0.0 - border)
-    return what, Ratio(log, more.error if known else None, more.freedom, region)
+    return Ratio(log, more.error if known else None, more.freedom, region, what)
 
 
-def _larger(claim: Ordered, runs: Runs) -> tuple[str, Evidence] | str:
+def _larger(claim: Ordered, runs: Runs) -> Evidence:
     if _diverged(runs, claim.arm):
-        return LUCKY
+        return NoEvidence(LUCKY)
     first, second = runs.values(claim.first, claim.arm), runs.values(claim.second, claim.arm)
     units = (_unit(measure, runs, claim.arm) for measure in (claim.first, claim.second))
-    what = f"{' minus '.join(units)}, {claim.arm}"
     counted = {claim.first, claim.second} <= COUNTED
-    return what, Mean([first[seed] - second[seed] for seed in first], counted=counted)
+    values = [first[seed] - second[seed] for seed in first]
+    return Mean(values, counted=counted, what=f"{' minus '.join(units)}, {claim.arm}")
 
 
-KINDS: Mapping[str, Callable[..., tuple[str, Evidence] | str]] = {
-    "better": _better,
-    "alike": _alike,
-    "no better": _no_better,
+KINDS: Mapping[str, Callable[..., Evidence]] = {
+    "better": _paired,
+    "alike": _paired,
+    "no better": _paired,
     "sooner": _sooner,
     "reaches": _reaches,
     "never": _reaches,
@@ -554,26 +533,14 @@ KINDS: Mapping[str, Callable[..., tuple[str, Evidence] | str]] = {
 }
 
 
-def _common(runs: Runs, one: str, other: str) -> set[int]:
-    return runs.of(one).keys() & runs.of(other).keys()
-
-
-def _no_mean(runs: Runs, arm: str, against: str) -> str:
-    """Why the difference of two arms has no mean; "" if it has."""
-    seeds = _common(runs, arm, against)
-    if not seeds:
-        return "no seed was run for both"
-    return LUCKY if seeds & (_diverged(runs, arm) | _diverged(runs, against)) else ""
-
-
 def _diverged(runs: Runs, name: str) -> set[int]:
     return {seed for seed, run in runs.of(name).items() if has_diverged(run.record)}
 
 
-def _differences(runs: Runs, measure: str, one: str, other: str, sign: int = 1) -> dict[int, float]:
+def _differences(runs: Runs, measure: str, one: str, other: str) -> dict[int, float]:
     """By seed."""
     first, second = runs.values(measure, one), runs.values(measure, other)
-    return {seed: sign * (first[seed] - second[seed]) for seed in sorted(first.keys() & second.keys())}
+    return {seed: first[seed] - second[seed] for seed in sorted(first.keys() & second.keys())}
 
 
 def _unit(measure: str, runs: Runs, name: str) -> str:

@@ -138,11 +138,12 @@ def tokenformer_flops() -> Computed:
         for name, config in (grown | wide).items()
     }
     rows = [[name, *(si(value) for value in values)] for name, values in flops.items()]
-    ratios = [[a / b for a, b in zip(flops[x], flops[y], strict=True)] for x, y in zip(wide, grown, strict=True)]
+    pairs = [list(zip(flops[x], flops[y], strict=True)) for x, y in zip(wide, grown, strict=True)]
+    ratios = [[a / b for a, b in pair] for pair in pairs]
     for name, values in zip(grown, ratios, strict=True):
         rows.append([f"Transformer over {name}", *(f"{value:.2f}" for value in values)])
     later = ratios[1:]  # the grown ones
-    saved = [[a - b for a, b in zip(flops[x], flops[y], strict=True)] for x, y in zip(wide, grown, strict=True)][1:]
+    saved = [[a - b for a, b in pair] for pair in pairs[1:]]
     return Computed(
         ["forward FLOPs per token", *(f"{length:,} tokens" for length in CONTEXTS)],
         rows,

@@ -25,7 +25,7 @@ from headwater_lab.inspection.sample import sample
 from headwater_lab.inspection.scalars import Census, Scalars, census, scalars
 from headwater_lab.inspection.watch import read
 from headwater_lab.papers.places import FinishedRun, SizedArm, finished, of_law
-from headwater_lab.papers.table import Measure, Pair, PaperTable
+from headwater_lab.papers.table import Measure, Pair, PaperTable, cell_measures
 from headwater_lab.training.checkpoint import load_model
 from headwater_lab.training.places import newest_checkpoint
 from headwater_lab.training.records import RunRecord, changed_data
@@ -134,13 +134,13 @@ class Runs:
 
     def lost(self, name: str, unlearned: float) -> dict[int, bool]:
         """By seed whether a run diverged, or ended no better than one that has learned nothing."""
-        found = {}
-        for seed, run in self.of(name).items():
-            record = run.record
-            result = record.result
-            worse = result is not None and ((result >= unlearned) if record.lower_is_better else (result <= unlearned))
-            found[seed] = has_diverged(record) or worse
-        return found
+
+        def is_lost(record: RunRecord) -> bool:
+            if has_diverged(record) or record.result is None:
+                return has_diverged(record)
+            return record.result >= unlearned if record.lower_is_better else record.result <= unlearned
+
+        return {seed: is_lost(run.record) for seed, run in self.of(name).items()}
 
     @property
     def unlearned(self) -> float:
@@ -195,17 +195,11 @@ class Runs:
             if of.items() <= saved["of"].items():
                 return list(saved["figures"])
         found = evaluate([str(run.checkpoints)], [name], task_files=self.task_files, device=self.device)
-        figures = [
-            {
-                "task": row.task,
-                "metric": row.metric,
-                "shots": row.shots,
-                "value": next(iter(row.figures.values())).value,
-            }
-            for row in found.rows
-        ]
-        saved = {"of": of, "figures": figures, "versions": found.versions}
-        replace_text(place, json.dumps(saved, indent=1))
+        figures = []
+        for row in found.rows:
+            (figure,) = row.figures.values()
+            figures.append({"task": row.task, "metric": row.metric, "shots": row.shots, "value": figure.value})
+        replace_text(place, json.dumps({"of": of, "figures": figures, "versions": found.versions}, indent=1))
         return figures
 
 
@@ -258,12 +252,7 @@ def _scalar(learned: list[Scalars], rest: str, run: FinishedRun) -> float:
 
 def tasks_of(table: PaperTable) -> list[str]:
     """The tasks and groups of tasks that a table's cells and claims need, as arguments of `evaluate`."""
-    asked = [
-        cell.measure or column.measure
-        for row in table.rows
-        for column, cell in zip(table.columns, row.cells, strict=True)
-        if cell.arm is not None
-    ]
+    asked = cell_measures(table)
     asked += [measure for claim in table.claims if isinstance(claim, Pair) for *_, measure in claim.pairs]
     names = [one.removeprefix("task:").rpartition(":")[0] for one in asked if one.startswith("task:")]
     return list(dict.fromkeys(names))

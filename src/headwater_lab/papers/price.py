@@ -38,18 +38,17 @@ def price(places: list[SizedArm], scale: ScaleName) -> TablePrice:
     """The price of all runs of the places, and of those that tune their learning rates; shared stages count once."""
     found: dict[tuple[str, str], tuple[float, int]] = {}
     for place in places:
-        if place.recipe.compare is None:
-            for identity, flops, steps in list(stages(place.recipe))[: place.recipe.stage_names.index(place.arm) + 1]:
-                found[place.recipe.name, identity] = flops, steps
+        section, runs = place.recipe.compare, []
+        if section is None:
+            runs.append((list(stages(place.recipe))[: place.recipe.stage_names.index(place.arm) + 1], 1))
         else:  # all seeds cost the same
-            section = place.recipe.compare
-            for identity, flops, steps in stages(place.recipe.arm(place.arm, place.seeds[0], place.size)):
-                found[place.recipe.name, identity] = flops * len(place.seeds), steps * len(place.seeds)
+            runs.append((list(stages(place.recipe.arm(place.arm, place.seeds[0], place.size))), len(place.seeds)))
             if section.learning_rates:  # tuned at the first size, for all
-                tries = len(section.learning_rates) * len(section.tuning_seeds)
-                first = next(iter(section.sizes), None)
-                for identity, flops, steps in stages(place.recipe.arm(place.arm, section.tuning_seeds[0], first)):
-                    found[place.recipe.name, identity] = flops * tries, steps * tries
+                arm = place.recipe.arm(place.arm, section.tuning_seeds[0], next(iter(section.sizes), None))
+                runs.append((list(stages(arm)), len(section.learning_rates) * len(section.tuning_seeds)))
+        for of_run, number in runs:
+            for identity, flops, steps in of_run:
+                found[place.recipe.name, identity] = flops * number, steps * number
     total = sum(flops for flops, _ in found.values())
     if scale == "cpu":
         seconds = total / CORE + STEP * sum(steps for _, steps in found.values())

@@ -26,10 +26,9 @@ from headwater_lab.papers.claims import ClaimVerdict, Judged, UntilDecided, judg
 from headwater_lab.papers.computing import COMPUTED, Fact
 from headwater_lab.papers.measures import Runs, incomparable
 from headwater_lab.papers.places import finished
-from headwater_lab.papers.table import Column, Measure, PaperTable, TableCell, table
+from headwater_lab.papers.table import Column, Measure, PaperTable, TableCell, cell_measures, table
 from headwater_lab.papers.work import Work
-from headwater_lab.reports import Head, PageTable, Picture, write_report
-from headwater_lab.reports.page import PageCell
+from headwater_lab.reports.page import Head, PageCell, PageTable, Picture, write_report
 from headwater_lab.reports.words import MANY, counted
 from headwater_lab.training.records import environment
 
@@ -158,24 +157,23 @@ def _ours(cell: TableCell, arm: str, measure: Measure, column: Column, runs: Run
     note = f"diverged {lost} of {len(found)}" if lost else ""
     if not values:
         return Ours(note)
-    mean, spread = _moments([column.times * value for value in values.values()])
-    text = number(mean, column.digits) + ("" if spread is None else f" ± {number(spread, column.digits)}")
-    return Ours("; ".join(filter(None, (text, note))), mean, spread, len(values))
+    mean = _mean([column.times * value for value in values.values()], column.digits)
+    return replace(mean, text="; ".join(filter(None, (mean.text, note))))
 
 
-def _moments(values: Sequence[float]) -> tuple[float, float | None]:
-    return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else None
+def _mean(values: Sequence[float], digits: int) -> Ours:
+    mean, spread = float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else None
+    text = number(mean, digits) + ("" if spread is None else f" ± {number(spread, digits)}")
+    return Ours(text, mean, spread, len(values))
 
 
 def _steps(steps: Sequence[int | None]) -> Ours:
     reached = [n for n in steps if n is not None]
     if not reached:
         return Ours("never", None, None, len(steps))
-    mean, spread = _moments([float(n) for n in reached])
-    text = f"{mean:,.0f}" + ("" if spread is None else f" ± {spread:,.0f}")
-    if len(reached) < len(steps):
-        text += f" in {len(reached)} of {len(steps)}"
-    return Ours(text, mean, spread, len(steps))
+    mean = _mean([float(n) for n in reached], 0)
+    some = f" in {len(reached)} of {len(steps)}" if len(reached) < len(steps) else ""
+    return replace(mean, text=f"{mean.text}{some}", seeds=len(steps))
 
 
 def _saved(name: str, column: Column, runs: Runs) -> Ours:
@@ -242,39 +240,29 @@ def tally(verdicts: Sequence[ClaimVerdict], where: str = "") -> str:
     return f"Of {total} claims{where}, {', '.join(parts)}."
 
 
-def columns_of(found: Reproduction) -> list[tuple[int, str, bool]]:
-    """(which column, its head, whether it is the paper's): the paper's only where it has any."""
-    shown = []
+def texts(found: Reproduction) -> tuple[list[str], list[list[str]]]:
+    """Column names and rows: the paper's columns only where it has any figures."""
+    names, rows = [""], [[label] for label in found.rows]
     for index, name in enumerate(found.columns):
-        if any(row[index][0] for row in found.cells):
-            shown.append((index, f"{name}, paper", True))
-            shown.append((index, "ours", False))
-        else:
-            shown.append((index, name, False))
-    return shown
-
-
-def texts(found: Reproduction) -> list[list[str]]:
-    shown = columns_of(found)
-    return [
-        [label, *(row[i][0] if papers else row[i][1].text for i, _, papers in shown)]
-        for label, row in zip(found.rows, found.cells, strict=True)
-    ]
+        column = [cells[index] for cells in found.cells]
+        papers = any(paper for paper, _ in column)
+        names += [f"{name}, paper", "ours"] if papers else [name]
+        for row, (paper, our) in zip(rows, column, strict=True):
+            row += [paper, our.text] if papers else [our.text]
+    return names, rows
 
 
 def terminal(found: Reproduction) -> list[Table | Text]:
     """The table and its claims."""
     lines = [f"{found.table.title}: {found.table.source}"]
     lines += about(found)[1:] if found.work is not None else []
-    layout = lined()
-    layout.add_column("", no_wrap=len(found.columns) < 4)
-    for _, name, _ in columns_of(found):
-        layout.add_column(name, justify="right")
-    for row in texts(found):
+    names, rows = texts(found)
+    layout = lined(*names)
+    layout.columns[0].no_wrap = len(found.columns) < 4
+    for row in rows:
         layout.add_row(*row)
-    claims = lined()
-    for name in ("verdict", "claim", "by"):
-        claims.add_column(name, no_wrap=name == "verdict")
+    claims = lined("verdict", "claim", "by", left=("verdict", "claim", "by"))
+    claims.columns[0].no_wrap = True
     for one in found.claims:
         claims.add_row(one.verdict, one.says, evidence(one))
     return [
@@ -290,15 +278,13 @@ def terminal(found: Reproduction) -> list[Table | Text]:
 def about(found: Reproduction) -> list[str]:
     """The paper's conclusion, the setting, and the remarks on it, which are left out if overrides change it."""
     of, work = found.table, found.work
-    lines = [f"{of.source}. The paper: {of.says}"]
+    says = f"{of.source}. The paper: {of.says}"
     if work is None:
-        return lines
+        return [says]
     if not work.own:
-        return [*lines, f"Scale {work.scale}; how the setting differs: {work.at.setting}", *work.at.remarks]
-    return [
-        *lines,
-        f"Scale {work.scale}, and with {shlex.join(work.own)}, which may contradict the following: {work.at.setting}",
-    ]
+        return [says, f"Scale {work.scale}; how the setting differs: {work.at.setting}", *work.at.remarks]
+    but = f"Scale {work.scale}, and with {shlex.join(work.own)}, which may contradict the following"
+    return [says, f"{but}: {work.at.setting}"]
 
 
 def head(found: Reproduction) -> Head:
@@ -313,7 +299,7 @@ def head(found: Reproduction) -> Head:
             "one baseline, with their own corrections, which are for seeds that were fixed before: where "
             "--sequential has added some, the claims above are what counts."
         )
-    layout = PageTable(caption(found), ["", *(name for _, name, _ in columns_of(found))], texts(found))
+    layout = PageTable(caption(found), *texts(found))
     rows: list[list[PageCell]] = [
         [one.says, (one.verdict, CLASSES[one.verdict]), evidence(one)] for one in found.claims
     ]
@@ -326,40 +312,33 @@ def caption(found: Reproduction) -> str:
     if found.work is None:
         return "Computed, not measured, so exact."
     seeds = sorted({ours.seeds for row in found.cells for _, ours in row if ours.seeds})
-    over = (
-        counted(seeds[0])
-        if len(seeds) == 1
-        else f"{seeds[0]} to {counted(seeds[-1])}"
-        if seeds
-        else "no run that finished"
-    )
+    over = f"{seeds[0]} to {counted(seeds[-1])}" if seeds else "no run that finished"
+    over = counted(seeds[0]) if len(seeds) == 1 else over
     differs = any(ours.text == INCOMPARABLE for row in found.cells for _, ours in row)
     otherwise = " Not comparable: measured differently than in the paper." if differs else ""
-    laws = "; by a fitted law with its 95 % interval" if "saved" in _measures(found.table) else ""
+    laws = "; by a fitted law with its 95 % interval" if "saved" in cell_measures(found.table) else ""
     printed = any(paper for row in found.cells for paper, _ in row)  # a table of the ledger is of no paper
     figures, or_ = ("The paper's figures, and ours", ", or not given") if printed else ("Our figures", "")
     return f"{figures}: mean ± standard deviation over {over}{laws}. Empty: not trained at this scale{or_}.{otherwise}"
 
 
-def _measures(of: PaperTable) -> set[str]:
-    return {column.measure for column in of.columns} | {cell.measure or "" for row in of.rows for cell in row.cells}
-
-
 def claims_caption(found: Reproduction) -> str:
     if found.work is None:
         return "Claims and results."
+    judged = (
+        "Claims, and the interval each is judged by: a claim replicates if the whole interval agrees with it, fails "
+        "if none of it does, and is inconclusive otherwise."
+    )
     if found.max_seeds is not None:
         return (
-            f"Claims, and the interval each is judged by: a claim replicates if the whole interval agrees with it, "
-            f"fails if none of it does, and is inconclusive otherwise. Seeds were added, up to {found.max_seeds}, "
+            f"{judged} Seeds were added, up to {found.max_seeds}, "
             f"until claims about mean differences were decided; their repeated confidence intervals hold at all looks "
             f"together. Shares of seeds and fitted laws were judged once, with the recipes' own seeds. The probability "
             f"that any verdict of the table is wrong is at most 5 % (Bonferroni) if differences are about normal; "
             f"where they are strongly skewed, or one run in many fails, more are wrong (docs/compare.md)."
         )
     return (
-        "Claims, and the interval each is judged by: a claim replicates if the whole interval agrees with it, fails "
-        "if none of it does, and is inconclusive otherwise. Differences are paired by seed (Student's t), shares "
+        f"{judged} Differences are paired by seed (Student's t), shares "
         "of seeds have binomial intervals, and counts, such as FLOPs, are exact; the probability that any verdict of "
         "the table is wrong is at most 5 % (Holm). Other tables that share these runs are not taken into account."
     )
@@ -385,9 +364,7 @@ def write(found: Reproduction, folder: Path) -> Path:
     """The page report.html and result.json in `folder`; returns the page's path."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / RESULT, to_json(found))
-    work = found.work
-    names = [] if work is None else compared(work)
-    trials = folder if work is None else work.trials
+    trials, names = (folder, []) if found.work is None else (found.work.trials, compared(found.work))
     return write_report(trials, head=head(found), only=names, target=folder / "report.html")
 
 

@@ -99,12 +99,11 @@ class Pair(Settings):
     @property
     def pairs(self) -> list[tuple[ReferenceText, ReferenceText, Measure]]:
         """(arm, against, measure) of the claim, and of what its difference is compared with."""
-        found = [(self.arm, self.against, self.measure)]
-        if self.than is not None:
-            found.append(
-                (self.than.arm or self.arm, self.than.against or self.against, self.than.measure or self.measure)
-            )
-        return found
+        return [
+            (pair.arm or self.arm, pair.against or self.against, pair.measure or self.measure)
+            for pair in (self, self.than)
+            if pair is not None
+        ]
 
     @model_validator(mode="after")
     def _apart(self) -> Pair:
@@ -148,17 +147,9 @@ class Sooner(Settings):
 
 
 class Reaches(Settings):
-    """Most seeds of `arm` reach the recipe's threshold."""
+    """Most seeds of `arm` reach the recipe's threshold, or never do."""
 
-    test: Literal["reaches"]
-    says: str
-    arm: ReferenceText
-
-
-class Never(Settings):
-    """Most seeds of `arm` do not reach the recipe's threshold."""
-
-    test: Literal["never"]
+    test: Literal["reaches", "never"]
     says: str
     arm: ReferenceText
 
@@ -197,7 +188,7 @@ class Ordered(Settings):
 
 
 Claim = Annotated[
-    Better | Alike | NotBetter | Sooner | Reaches | Never | Diverges | Gains | Ordered, Field(discriminator="test")
+    Better | Alike | NotBetter | Sooner | Reaches | Diverges | Gains | Ordered, Field(discriminator="test")
 ]
 
 
@@ -282,21 +273,24 @@ def table(name: str) -> PaperTable:
         if any(known.startswith(f"{name}/") for known in tables()):
             raise HeadwaterError(f"{name!r} is a paper; name one of its tables: `headwater reproduce --list {name}`.")
         guess = nearest(name, tables())
-        raise HeadwaterError(
-            f"There is no table {name!r}; {guess if len(guess) < 80 else '`headwater reproduce --list` lists them.'}"
-        )
+        guess = guess if len(guess) < 80 else "`headwater reproduce --list` lists them."
+        raise HeadwaterError(f"There is no table {name!r}; {guess}")
     return tables()[name]
 
 
-def counts_steps(table: PaperTable) -> bool:
-    """Whether it asks after how many steps runs reach their recipe's threshold."""
-    cells = {
+def cell_measures(table: PaperTable) -> list[Measure]:
+    """The measure of every cell that shows an arm."""
+    return [
         cell.measure or column.measure
         for row in table.rows
         for column, cell in zip(table.columns, row.cells, strict=True)
         if cell.arm is not None
-    }
-    return "steps" in cells or any(
+    ]
+
+
+def counts_steps(table: PaperTable) -> bool:
+    """Whether it asks after how many steps runs reach their recipe's threshold."""
+    return "steps" in cell_measures(table) or any(
         claim.test in ("sooner", "reaches", "never") or getattr(claim, "measure", "") == "steps"
         for claim in table.claims
     )

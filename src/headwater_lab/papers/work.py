@@ -68,12 +68,12 @@ class Work:
     @property
     def trained(self) -> list[SizedArm]:
         """Every place once, and those of the baselines and sizes that a law needs."""
-        found = {(one.recipe.name, one.arm, one.size): one for one in self.places.values() if one is not None}
-        for claim in self.table.claims:
-            place = self.places[f"{claim.arm} @ {claim.size}"] if isinstance(claim, Gains) else None
-            if place is not None and place.recipe.compare is not None:
-                for one in of_law(place):
-                    found.setdefault((one.recipe.name, one.arm, one.size), one)
+        there = [place for place in self.places.values() if place is not None]
+        laws = [self.places[f"{claim.arm} @ {claim.size}"] for claim in self.table.claims if isinstance(claim, Gains)]
+        there += [one for place in laws if place is not None for one in of_law(place)]
+        found: dict[tuple[str, str, str | None], SizedArm] = {}
+        for one in there:
+            found.setdefault((one.recipe.name, one.arm, one.size), one)
         return list(found.values())
 
     def missing(self) -> list[tuple[SizedArm, int]]:

@@ -141,15 +141,11 @@ def comparisons(folder: Path, only: Collection[str] | None = None) -> list[Compa
         raise HeadwaterError(
             f"There are no finished runs of a comparison under {str(folder)!r}; train some with `headwater compare`."
         )
-    return sorted(found, key=lambda one: (names.index(one.name), *_cost(one)))
+    return sorted(found, key=lambda one: (names.index(one.name), one.records[0].parameters, one.records[0].tokens))
 
 
 def _is_finished(record: RunRecord) -> bool:
     return record.status == "finished" and record.result is not None
-
-
-def _cost(comparison: Comparison) -> tuple[int, int]:
-    return comparison.records[0].parameters, comparison.records[0].tokens
 
 
 def _comparison(runs: Sequence[tuple[RunRecord, Path]], tuning: list[RunRecord]) -> Comparison:

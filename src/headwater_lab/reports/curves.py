@@ -58,11 +58,14 @@ def arm_curves(comparison: Comparison) -> Curves:
     trained = same_tokens(comparison.records) and all(
         record.curve for arm in by_arm for record in comparison.finished(arm)
     )
+
+    def with_means(what: What) -> dict[str, tuple[list[Curve], Curve]]:
+        curves = {arm: [run_curve(run, what) for run in runs] for arm, runs in by_arm.items()}
+        return {arm: (runs, mean_of(runs)) for arm, runs in curves.items()}
+
     return Curves(
-        held_out={arm: _with_mean([run_curve(run, "held_out") for run in runs]) for arm, runs in by_arm.items()},
-        training={arm: _with_mean([run_curve(run, "training") for run in runs]) for arm, runs in by_arm.items()}
-        if trained
-        else {},
+        held_out=with_means("held_out"),
+        training=with_means("training") if trained else {},
         dense=min(looks) >= DENSE or not trained,
         unit=comparison.unit,
         trained_on=comparison.trained_on,
@@ -83,10 +86,6 @@ def run_curve(record: RunRecord, what: What) -> Curve:
         values,
         values,
     )
-
-
-def _with_mean(runs: list[Curve]) -> tuple[list[Curve], Curve]:
-    return runs, mean_of(runs)
 
 
 def mean_of(runs: Sequence[Curve]) -> Curve:
@@ -110,15 +109,13 @@ def mean_of(runs: Sequence[Curve]) -> Curve:
     )
 
 
-def y_limits(comparison: Comparison, curves: Curves, what: str) -> tuple[float | None, float | None]:
-    """Limits without the first points of a curve, which would flatten the rest."""
-    if what == "held_out" and not comparison.lower_is_better:
-        return None, None
+def y_limits(comparison: Comparison, curves: Curves, what: str) -> tuple[float, float] | None:
+    """Limits without the first points of a curve, which would flatten the rest; None for those of all points."""
     shown = [run.values for runs, _ in curves.of(what).values() for run in runs]
     numbers = [[value for value in values if not math.isnan(value)] for values in shown]
     numbers = [values for values in numbers if values]
-    if not numbers:
-        return None, None
+    if not numbers or (what == "held_out" and not comparison.lower_is_better):
+        return None
     low = min(map(min, numbers))
     later = [values[max(1, len(values) // 8)] for values in numbers if len(values) > 1]
     high = max(later, default=low)

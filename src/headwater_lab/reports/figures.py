@@ -59,7 +59,7 @@ class Drawing:
     legend: dict[str, Style] = field(default_factory=dict)
     state: dict[str, str] = field(default_factory=dict)
     titles: dict[str, dict[str, str]] = field(default_factory=dict)
-    limits: dict[str, list[float] | None] = field(default_factory=dict)
+    limits: dict[str, tuple[float, float] | None] = field(default_factory=dict)
 
     @property
     def json(self) -> str:
@@ -81,10 +81,8 @@ def curves_drawing(comparison: Comparison, name: str) -> Drawing:
     """Held-out metric and training loss over training."""
     curves = arm_curves(comparison)
     look = styles(comparison.arms, comparison.baseline)
-    whats = [
-        what for what in ("held_out", "training") if any(len(mean.steps) > 1 for _, mean in curves.of(what).values())
-    ]
-    whats = whats or ["held_out"]
+    means = {what: [mean for _, mean in curves.of(what).values()] for what in ("held_out", "training")}
+    whats = [what for what in means if any(len(mean.steps) > 1 for mean in means[what])] or ["held_out"]
     figure = _figure()
     for what in whats:
         for place, (arm, (runs, mean)) in enumerate(curves.of(what).items()):
@@ -93,7 +91,6 @@ def curves_drawing(comparison: Comparison, name: str) -> Drawing:
             for run in runs:
                 figure.add_trace(_line(thinned(run), arm, look[arm], meta | {"view": "seed"}))
             figure.add_trace(_line(thinned(mean), arm, look[arm], meta | {"view": "mean"}))
-    costs = differ_in_cost(comparison.records)
     first = "training" if "training" in whats and not (curves.dense and "held_out" in whats) else "held_out"
     switches = [
         Switch("what", "curve", {"held_out": "held-out", "training": "training loss"}),
@@ -102,8 +99,7 @@ def curves_drawing(comparison: Comparison, name: str) -> Drawing:
         Switch("xtype", "x axis", LINEAR_OR_LOG),
         Switch("ytype", "y axis", LINEAR_OR_LOG),
     ]
-    unneeded = {"what"} if len(whats) < 2 else set()
-    unneeded |= set() if costs else {"x"}
+    needed = {"what": len(whats) > 1, "x": differ_in_cost(comparison.records)}
     return Drawing(
         name,
         f"Curves of {comparison.heading}: {curves.label(first)} over training {comparison.trained_on}, one line for "
@@ -113,11 +109,11 @@ def curves_drawing(comparison: Comparison, name: str) -> Drawing:
         f"from. Long curves are drawn with {POINTS} points.",
         figure,
         430,
-        [switch for switch in switches if switch.sets not in unneeded],
+        [switch for switch in switches if needed.get(switch.sets, True)],
         look,
         {"what": first, "view": "mean", "x": "tokens", "xtype": "linear", "ytype": "linear"},
         {"x": axis_titles(comparison), "what": {what: curves.label(what) for what in whats}},
-        {what: _limits(*y_limits(comparison, curves, what)) for what in whats},
+        {what: y_limits(comparison, curves, what) for what in whats},
     )
 
 
@@ -129,20 +125,13 @@ def _course(arm: str, mean: Curve) -> str:
     )
 
 
-def _limits(low: float | None, high: float | None) -> list[float] | None:
-    return None if low is None or high is None else [low, high]
-
-
 def thinned(curve: Curve) -> Curve:
     """At most `POINTS` points of it, including the first and the last."""
     if len(curve.steps) <= POINTS:
         return curve
-    kept = np.unique(np.linspace(0, len(curve.steps) - 1, POINTS).round().astype(int))
-    return Curve(
-        curve.seed,
-        [curve.steps[i] for i in kept],
-        *([values[i] for i in kept] for values in (curve.tokens, curve.flops, curve.values, curve.low, curve.high)),
-    )
+    places = np.unique(np.linspace(0, len(curve.steps) - 1, POINTS).round().astype(int))
+    lists = (curve.steps, curve.tokens, curve.flops, curve.values, curve.low, curve.high)
+    return Curve(curve.seed, *([values[i] for i in places] for values in lists))
 
 
 def _points(curve: Curve) -> list[list[float]]:
@@ -225,31 +214,27 @@ def differences_drawing(comparison: Comparison, name: str) -> Drawing | None:
         order = comparison.plan.seeds if comparison.plan else sorted(finished[s.arm])
         both = [seed for seed in order if seed in finished[s.arm] and seed in finished[comparison.baseline]]
         seeds = both[: len(s.paired.differences)]
-        figure.add_trace(
-            go.Scatter(
-                x=list(s.paired.differences),
-                y=[place + 0.2] * len(seeds),
-                customdata=seeds,
-                meta={"ink": True},
-                mode="markers",
-                name=escape(s.arm),
-                marker={"size": 5, "symbol": "circle-open", "color": style.color},
-                hovertemplate="%{fullData.name}, seed %{customdata}<br><b>%{x:+.4f}</b><extra></extra>",
-            )
+        figure.add_scatter(
+            x=list(s.paired.differences),
+            y=[place + 0.2] * len(seeds),
+            customdata=seeds,
+            meta={"ink": True},
+            mode="markers",
+            name=escape(s.arm),
+            marker={"size": 5, "symbol": "circle-open", "color": style.color},
+            hovertemplate="%{fullData.name}, seed %{customdata}<br><b>%{x:+.4f}</b><extra></extra>",
         )
-        figure.add_trace(
-            go.Scatter(
-                x=[mean],
-                y=[place],
-                mode="markers",
-                name=escape(s.arm),
-                marker={"size": 11, "symbol": style.symbol, "color": style.color},
-                error_x={
-                    "type": "data", "symmetric": False, "array": [high - mean], "arrayminus": [mean - low],
-                    "color": style.color, "thickness": 2.5, "width": 5,
-                },
-                hovertemplate=f"%{{fullData.name}}<br><b>%{{x:+.4f}}</b> {interval}<br>{said}<extra></extra>",
-            )
+        figure.add_scatter(
+            x=[mean],
+            y=[place],
+            mode="markers",
+            name=escape(s.arm),
+            marker={"size": 11, "symbol": style.symbol, "color": style.color},
+            error_x={
+                "type": "data", "symmetric": False, "array": [high - mean], "arrayminus": [mean - low],
+                "color": style.color, "thickness": 2.5, "width": 5,
+            },
+            hovertemplate=f"%{{fullData.name}}<br><b>%{{x:+.4f}}</b> {interval}<br>{said}<extra></extra>",
         )  # fmt: skip
         told.append(f"{s.arm} {mean:+.3f}, {interval}, {said}")
         reach += [low, high, *s.paired.differences]
@@ -281,6 +266,7 @@ def scaling_drawing(laws: Sequence[Scaling], name: str, title: str, arms: Sequen
     look = styles(arms, first.baseline)
     figure = _figure()
     what = "parameters without embeddings" if first.axis == "parameters" else f"training {first.unit}"
+    hover = "%{fullData.name}<br><b>%{y:.4f}</b> at %{x:.4s}<extra></extra>"
     for place, arm in enumerate(look):
         if arm not in first.points:
             continue
@@ -288,28 +274,24 @@ def scaling_drawing(laws: Sequence[Scaling], name: str, title: str, arms: Sequen
         at = np.geomspace(0.8 * min(n for n, _ in points), 1.25 * max(n for n, _ in points), 60)
         meta = {"arm": place, "ink": style.baseline}
         for law in (law for one in laws for law in one.laws if law.arm == arm):
-            figure.add_trace(
-                go.Scatter(
-                    x=at.tolist(),
-                    y=_numbers(predict(constants(law), at).tolist()),
-                    meta=meta | {"view": law.form},
-                    mode="lines",
-                    name=f"{escape(arm)}, {FORMS[law.form]}",
-                    line={"color": style.color, "width": 2 if law.form == "offset" else 1.2,
-                          "dash": "solid" if law.form == "offset" else "dot"},
-                    hovertemplate="%{fullData.name}<br><b>%{y:.4f}</b> at %{x:.4s}<extra></extra>",
-                )
-            )  # fmt: skip
-        figure.add_trace(
-            go.Scatter(
-                x=[n for n, _ in points],
-                y=[loss for _, loss in points],
-                meta=meta,
-                mode="markers",
-                name=escape(arm),
-                marker={"symbol": style.symbol, "size": 10, "color": style.color},
-                hovertemplate="%{fullData.name}<br><b>%{y:.4f}</b> at %{x:.4s}<extra></extra>",
+            look_of_law = {"width": 2, "dash": "solid"} if law.form == "offset" else {"width": 1.2, "dash": "dot"}
+            figure.add_scatter(
+                x=at.tolist(),
+                y=_numbers(predict(constants(law), at).tolist()),
+                meta=meta | {"view": law.form},
+                mode="lines",
+                name=f"{escape(arm)}, {FORMS[law.form]}",
+                line={"color": style.color, **look_of_law},
+                hovertemplate=hover,
             )
+        figure.add_scatter(
+            x=[n for n, _ in points],
+            y=[loss for _, loss in points],
+            meta=meta,
+            mode="markers",
+            name=escape(arm),
+            marker={"symbol": style.symbol, "size": 10, "color": style.color},
+            hovertemplate=hover,
         )
     figure.update_layout(xaxis={"type": "log", "title": {"text": what}}, yaxis={"type": "log"})
     return Drawing(

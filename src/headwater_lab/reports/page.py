@@ -13,46 +13,20 @@ from typing import Any
 
 import yaml
 from jinja2 import Environment, PackageLoader
-from matplotlib.figure import Figure
 from plotly.offline import get_plotlyjs
 
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import file_name
 from headwater.util.layout import top_package
-from headwater.util.outputs import check_replaceable, write_text
+from headwater.util.outputs import check_replaceable, save_figure, write_text
+from headwater.util.terminal import counted
 from headwater_lab.comparison.scaling import Estimate, Law, scaling_of
-from headwater_lab.comparison.statistics import Summary
+from headwater_lab.reports import words
 from headwater_lab.reports.comparison import Comparison, arm_of, comparisons, experiments
-from headwater_lab.reports.figures import (
-    FORMS,
-    Drawing,
-    curves_drawing,
-    differences_drawing,
-    scaling_drawing,
-)
-from headwater_lab.reports.pictures import bars_picture, curves_picture, save
+from headwater_lab.reports.figures import FORMS, Drawing, curves_drawing, differences_drawing, scaling_drawing
+from headwater_lab.reports.pictures import curves_picture
 from headwater_lab.reports.prices import prices_of, prices_table, unpriced, where_measured
 from headwater_lab.reports.recipes import differences, flat
-from headwater_lab.reports.words import (
-    COST_NOTE,
-    answer,
-    cells,
-    columns,
-    cost_columns,
-    counted,
-    differences_table,
-    domains_columns,
-    domains_note,
-    left_out,
-    listed,
-    note,
-    question,
-    reading,
-    target,
-    which_test,
-    worth_columns,
-    worth_note,
-)
 from headwater_lab.training.records import RunRecord
 
 REPORT = "report.html"
@@ -121,7 +95,7 @@ def write_report(
     only: Collection[str] | None = None,
     target: Path | None = None,
 ) -> Path:
-    """The page of the comparisons under `folder`, and pictures NAME-curves.png and NAME-bars.png next to it.
+    """The page of the comparisons under `folder`, and a picture NAME-curves.png of each next to it.
 
     head: the top of the page; default: the title of the one experiment. only: names of the experiments to include;
     default: all; an empty list makes a page of just the head. target: default: `folder`/report.html.
@@ -129,17 +103,12 @@ def write_report(
     """
     target = target or folder / REPORT
     found = [] if only is not None and not only else comparisons(folder, only)
-    pictures: dict[Path, Figure] = {}
-    for comparison in found:
-        beginning = target.parent / _slug(comparison)
-        pictures[Path(f"{beginning}-curves.png")] = curves_picture(comparison)
-        pictures[Path(f"{beginning}-bars.png")] = bars_picture(comparison)
+    pictures = {target.parent / f"{_slug(one)}-curves.png": curves_picture(one) for one in found}
     for path in (target, *pictures):
         check_replaceable(path)
     for path, figure in pictures.items():
-        save(figure, path)
-    html = render([story(sizes) for sizes in experiments(found)], head)
-    write_text(target, html)
+        save_figure(figure, path, dpi=160)
+    write_text(target, render([story(sizes) for sizes in experiments(found)], head))
     return target
 
 
@@ -192,15 +161,16 @@ def story(sizes: Sequence[Comparison]) -> Story:
     for one in sizes:
         parts.append(Section(at("curves", one), titled("Curves", one), drawing=curves_drawing(one, at("curves", one))))
         tables = [results_table(one)]
-        if (costs := cost_columns(one))[1]:
-            tables.append(PageTable(f"What it costs to reach {target(one)}. {COST_NOTE}", *costs))
-        if (worths := worth_columns(one))[1]:
-            tables.append(PageTable(f"What each result is worth. {worth_note(one)}", *worths))
-        if (domains := domains_columns(one))[1]:
-            tables.append(PageTable(domains_note(one), *domains))
+        if (costs := words.cost_columns(one))[1]:
+            tables.append(PageTable(f"What it costs to reach {words.target(one)}. {words.COST_NOTE}", *costs))
+        if (worths := words.worth_columns(one))[1]:
+            tables.append(PageTable(f"What each result is worth. {words.worth_note(one)}", *worths))
+        if (domains := words.domains_columns(one))[1]:
+            tables.append(PageTable(words.domains_note(one), *domains))
         parts.append(Section(at("results", one), titled("Results", one), tables=tables))
         if drawing := differences_drawing(one, at("differences", one)):
-            table = PageTable(f"Paired differences to {one.baseline}. {which_test(one)}", *differences_table(one))
+            caption = f"Paired differences to {one.baseline}. {words.which_test(one)}"
+            table = PageTable(caption, *words.differences_table(one))
             parts.append(Section(at("differences", one), titled("Differences", one), drawing=drawing, tables=[table]))
         if (prices := prices_part(one, at("prices", one), titled("Prices", one))) is not None:
             parts.append(prices)
@@ -211,35 +181,30 @@ def story(sizes: Sequence[Comparison]) -> Story:
         parts.append(scaling)
     parts.append(commands_part(sizes, f"{name}-commands"))
     parts.append(changes_part(sizes, f"{name}-changes"))
-    parts.append(
-        Section(f"{name}-environment", "Data and environment", tables=[data_table(first), machines_table(sizes)])
-    )
+    environment = [data_table(first), machines_table(sizes)]
+    parts.append(Section(f"{name}-environment", "Data and environment", tables=environment))
     if told := notices(sizes):
         parts.append(Section(f"{name}-warnings", f"Warnings ({len(told)})", items=told))
     return Story(
         id=name,
         title=first.title,
-        question=question(first, sizes),
-        answers=[(f"{one.size}: " if several else "") + answer(one) for one in sizes],
-        readings=[(one.size or "", reading(one)) for one in sizes],
+        question=words.question(sizes),
+        answers=[(f"{one.size}: " if several else "") + words.answer(one) for one in sizes],
+        readings=[(one.size or "", words.reading(one)) for one in sizes],
         parts=parts,
     )
 
 
 def results_table(comparison: Comparison) -> PageTable:
-    names = columns(comparison)
+    names = words.columns(comparison)
     place = names.index("verdict")
+    classes = {"better": "better", "worse": "worse", "diverged": "worse"}
     rows: list[list[PageCell]] = []
     for summary in comparison.summaries:
-        row: list[PageCell] = [*cells(summary, comparison)]
-        row[place] = (str(row[place]), _class(summary, comparison))
+        row: list[PageCell] = [*words.cells(summary, comparison)]
+        row[place] = (str(row[place]), classes.get(summary.verdict(comparison.lower_is_better), ""))
         rows.append(row)
-    return PageTable(f"Held-out {comparison.unit} at the end. {note(comparison)}", names, rows)
-
-
-def _class(summary: Summary, comparison: Comparison) -> str:
-    said = summary.verdict(comparison.lower_is_better)
-    return {"better": "better", "worse": "worse", "diverged": "worse"}.get(said, "")
+    return PageTable(f"Held-out {comparison.unit} at the end. {words.note(comparison)}", names, rows)
 
 
 def rates_table(sizes: Sequence[Comparison]) -> tuple[PageTable, list[str]]:
@@ -287,7 +252,7 @@ def prices_part(comparison: Comparison, name: str, title: str) -> Section | None
         return None
     says = []
     if left := unpriced(comparison, prices):
-        says = [f"No price, or one of other settings: {listed(left)}; `headwater bench prices` measures it."]
+        says = [f"No price, or one of other settings: {words.listed(left)}; `headwater bench prices` measures it."]
     table = PageTable(f"What each arm costs. {where_measured(prices)}", *prices_table(comparison, prices))
     return Section(name, title, says, tables=[table])
 
@@ -305,11 +270,10 @@ def scaling_part(sizes: Sequence[Comparison], name: str) -> Section | None:
     if not laws:
         return None
     rows = [
-        [law.arm, FORMS[law.form], _offset(law), _estimate(law.a),
-         _estimate(law.exponent), f"{law.error:.2g}"]
+        [law.arm, FORMS[law.form], _offset(law), _estimate(law.a), _estimate(law.exponent), f"{law.error:.2g}"]
         for one in laws
         for law in one.laws
-    ]  # fmt: skip
+    ]
     caption = (
         "Fitted laws, L = E + A/N^a (Hoffmann et al., arXiv 2203.15556) and the same without E (Kaplan et al., arXiv "
         "2001.08361). Intervals: 95 %, by the jackknife over the seeds. Error: root mean square of the residuals."
@@ -334,15 +298,14 @@ def _estimate(one: Estimate) -> str:
 def commands_part(sizes: Sequence[Comparison], name: str) -> Section:
     """The baseline's recipe, and the command that trains it."""
     first = sizes[0]
-    record = first.runs(first.baseline)[0] if first.runs(first.baseline) else first.records[0]
+    record = (first.runs(first.baseline) or first.records)[0]
     file = f"{_id(first.name)}.yaml"
     says = (
         f"The recipe of {arm_of(record)}, seed {record.seed}, as recorded; the changes of the other arms follow. "
         f"`headwater train {file}` trains it."
     )
-    return Section(
-        name, "Recipe", [says], code=[(file, yaml.safe_dump(record.recipe, sort_keys=False, allow_unicode=True), file)]
-    )
+    recipe = yaml.safe_dump(record.recipe, sort_keys=False, allow_unicode=True)
+    return Section(name, "Recipe", [says], code=[(file, recipe, file)])
 
 
 def changes_part(sizes: Sequence[Comparison], name: str) -> Section:
@@ -358,25 +321,16 @@ def changes_part(sizes: Sequence[Comparison], name: str) -> Section:
         settings = [flat({k: v for k, v in first.recipe.items() if k != "name"}) for first in firsts]
         keys = [key for key in dict.fromkeys(k for s in settings for k in s) if len({s.get(key) for s in settings}) > 1]
         sized: list[list[PageCell]] = [[key, *(s.get(key, "–") for s in settings)] for key in keys if key != "seed"]
-        tables.append(
-            PageTable("Changes of each size.", ["field", *(str(one.size) for one in sizes)], sized, text=True)
-        )
+        names = ["field", *(str(one.size) for one in sizes)]
+        tables.append(PageTable("Changes of each size.", names, sized, text=True))
     return Section(name, "Changes", () if tables else ["The arms do not differ in their settings."], tables=tables)
 
 
 def data_table(comparison: Comparison) -> PageTable:
     record = comparison.records[0]
     facts = record.data | {"order of rows, seed " + str(record.seed): record.data_order}
-    return PageTable(
-        "Data",
-        ["", "value"],
-        [[key.replace("_", " "), _text(value)] for key, value in facts.items() if value != ""],
-        text=True,
-    )
-
-
-def _text(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+    texts = {key: f"{value:,}" if type(value) is int else str(value) for key, value in facts.items() if value != ""}
+    return PageTable("Data", ["", "value"], [[key.replace("_", " "), text] for key, text in texts.items()], text=True)
 
 
 def machines_table(sizes: Sequence[Comparison]) -> PageTable:
@@ -389,12 +343,8 @@ def machines_table(sizes: Sequence[Comparison]) -> PageTable:
         rows.append([field.replace("_", " "), *("not recorded" if value is None else str(value) for value in values)])
     rows.append(["runs", *(str(len(runs)) for _, runs in places)])
     rows.append(["hours of training", *(f"{sum(r.seconds for r in runs) / 3600:.2f}" for _, runs in places)])
-    return PageTable(
-        "Environment",
-        ["", *("value" if len(places) == 1 else f"{i}" for i in range(1, len(places) + 1))],
-        rows,
-        text=True,
-    )
+    names = ["value"] if len(places) == 1 else [f"{number}" for number in range(1, len(places) + 1)]
+    return PageTable("Environment", ["", *names], rows, text=True)
 
 
 def notices(sizes: Sequence[Comparison]) -> list[str]:
@@ -416,7 +366,7 @@ def notices(sizes: Sequence[Comparison]) -> list[str]:
         for (step, message), those in said.items():  # what many runs say is said once
             who = those[0] if len(those) == 1 else f"{those[0]} and {counted(len(those) - 1, 'other run')}"
             told.append(f"{who}, step {step}: {message}")
-        told += left_out(one)
+        told += words.left_out(one)
         if one.beyond:
             told.append(f"{counted(one.beyond, 'run')} came after the decision on their arm, and do not count.")
     return told

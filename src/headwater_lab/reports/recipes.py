@@ -7,24 +7,18 @@ from typing import Any
 import yaml
 
 from headwater_lab.reports.comparison import Comparison
-from headwater_lab.training.records import RunRecord
 
 # Fields that are not an arm's.
 NAMES = ("name", "title", "seed", "compare")
 
 
-def _settings(record: RunRecord) -> dict[str, Any]:
-    return {section: value for section, value in record.recipe.items() if section not in NAMES}
-
-
 def differences(comparison: Comparison) -> dict[str, list[tuple[str, str, str]]]:
     """By arm: (field, the baseline's value, the arm's) of each recipe field that differs; "–" if it is not set."""
-    settings = {arm: flat(_settings(comparison.runs(arm)[0])) for arm in comparison.arms}
-    base = settings.get(comparison.baseline, {})
+    recipes = {arm: comparison.runs(arm)[0].recipe for arm in comparison.arms}
+    settings = {arm: flat({k: v for k, v in recipe.items() if k not in NAMES}) for arm, recipe in recipes.items()}
+    base = settings.pop(comparison.baseline, {})
     found = {}
     for arm, own in settings.items():
-        if arm == comparison.baseline:
-            continue
         keys = dict.fromkeys([*base, *own])
         changed = [key for key in keys if base.get(key) != own.get(key) and not key.startswith("reporting.")]
         found[arm] = [(key, base.get(key, "–"), own.get(key, "–")) for key in changed]

@@ -58,13 +58,8 @@ def target(comparison: Comparison) -> str:
 
 def cost_columns(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     """What it cost each arm to reach the threshold: column names and rows; no rows where arms cost alike."""
-    names = [
-        "",
-        f"seeds that reach {target(comparison)}",
-        "FLOPs, all included",
-        f"over {comparison.baseline} [95 %]",
-        "seconds",
-    ]
+    reach, over = f"seeds that reach {target(comparison)}", f"over {comparison.baseline} [95 %]"
+    names = ["", reach, "FLOPs, all included", over, "seconds"]
     if comparison.threshold is None or not differ_in_cost(comparison.records):
         return names, []
     rows = []
@@ -119,17 +114,21 @@ def worth_note(comparison: Comparison) -> str:
     )
 
 
-def cost_tables(comparison: Comparison) -> list[Table]:
-    """`cost_columns` and `worth_columns` for a terminal, where they have rows."""
-    every = (
-        (f"what it costs to reach {target(comparison)}", COST_NOTE, *cost_columns(comparison)),
-        ("what each result is worth", worth_note(comparison), *worth_columns(comparison)),
-    )
-    return [_table(f"{comparison.heading}: {what}", about, names, rows) for what, about, names, rows in every if rows]
+def tables(comparison: Comparison) -> list[Table]:
+    """The comparison for a terminal: results, then costs, worths and domains where it has any."""
+    costs, worths, domains = cost_columns(comparison), worth_columns(comparison), domains_columns(comparison)
+    result = [table(comparison)]
+    if costs[1]:
+        result.append(_table(f"{comparison.heading}: what it costs to reach {target(comparison)}", COST_NOTE, *costs))
+    if worths[1]:
+        result.append(_table(f"{comparison.heading}: what each result is worth", worth_note(comparison), *worths))
+    if domains[1]:
+        result.append(_table(None, domains_note(comparison), *domains, fold=True))
+    return result
 
 
-def _table(title: str, caption: str, names: list[str], rows: list[list[str]]) -> Table:
-    result = lined(*names, left=names[:1], title=title, caption=caption)
+def _table(title: str | None, caption: str, names: list[str], rows: list[list[str]], fold: bool = False) -> Table:
+    result = lined(*names, left=names[:1], title=title, fold=fold, caption=caption)
     for row in rows:
         result.add_row(*row)
     return result
@@ -196,26 +195,11 @@ def _beside(comparison: Comparison) -> dict[str, str]:
 
 def domains_note(comparison: Comparison) -> str:
     """The cells of the domains' table."""
-    if comparison.trained_on == "images":
-        return (
-            f"Held-out metrics at the end, mean over seeds; in brackets the mean difference from "
-            f"{comparison.baseline}, seed by seed, which is not tested."
-        )
+    of_domains = f"{unit(comparison.metric.partition('/')[0])} of each domain"
     return (
-        f"Held-out {unit(comparison.metric.partition('/')[0])} of each domain at the end, mean over seeds; in "
+        f"Held-out {'metrics' if comparison.trained_on == 'images' else of_domains} at the end, mean over seeds; in "
         f"brackets the mean difference from {comparison.baseline}, seed by seed, which is not tested."
     )
-
-
-def domains_table(comparison: Comparison) -> Table | None:
-    """The domains for a terminal; None if there are none."""
-    names, rows = domains_columns(comparison)
-    if not rows:
-        return None
-    result = lined(*names, left=names[:1], fold=True, caption=domains_note(comparison))
-    for row in rows:
-        result.add_row(*row)
-    return result
 
 
 def tested(comparison: Comparison) -> int:
@@ -248,45 +232,46 @@ def answer(comparison: Comparison) -> str:
     """
     if comparison.changed_data:
         return comparison.changed_data
-    judged = {s.arm: (s, s.verdict(comparison.lower_is_better)) for s in comparison.summaries if s.paired is not None}
     base, seeds = comparison.baseline, len(comparison.seeds)
+    judged = [(s, s.verdict(comparison.lower_is_better)) for s in comparison.summaries if s.paired is not None]
     if not judged:
-        others = [arm for arm in comparison.arms if arm != base]
-        what = "no other arm shares a seed with it" if others else "there is no other arm"
+        alone = not any(arm != base for arm in comparison.arms)
+        what = "there is no other arm" if alone else "no other arm shares a seed with it"
         return f"Nothing can be compared with {base}: {what}."
-    better = [s for s, said in judged.values() if said == "better"]
-    if better:
-        best = max(better, key=lambda s: abs(s.difference or 0.0))
-        rivals = [s.arm for s, said in judged.values() if said in ("better", "inconclusive") and s is not best]
+    by_verdict: dict[str, list[Summary]] = {}
+    for summary, said in judged:
+        by_verdict.setdefault(said, []).append(summary)
+    # The arm whose difference is the largest, by verdict.
+    extreme = {said: max(arms, key=lambda s: abs(s.difference or 0.0)) for said, arms in by_verdict.items()}
+    left = [s.arm for s in by_verdict.get("inconclusive", [])]
+    undecided = f"; {listed(left)} {'is' if len(left) == 1 else 'are'} inconclusive" if left else ""
+    if best := extreme.get("better"):
         if comparison.plan is not None:  # their seeds stopped at different times, and were not compared on the way
-            return f"{best.arm} is better than {base} by {_size(best, comparison)}{_others(judged, best)}."
-        return f"{best.arm} is better than {base} by {_size(best, comparison)}{_among(best, rivals, comparison)}."
-    worse = [s for s, said in judged.values() if said == "worse"]
-    left = [s for s, said in judged.values() if said == "inconclusive"]
-    undecided = f"; {listed([s.arm for s in left])} {'is' if len(left) == 1 else 'are'} inconclusive" if left else ""
-    if worse:
-        worst = max(worse, key=lambda s: abs(s.difference or 0.0))
-        rest = _others(judged, worst) if comparison.plan is not None else undecided
+            rest = _others(by_verdict, best)
+        else:
+            rivals = [s.arm for s, said in judged if said in ("better", "inconclusive") and s is not best]
+            rest = _among(best, rivals, comparison)
+        return f"{best.arm} is better than {base} by {_size(best, comparison)}{rest}."
+    if worst := extreme.get("worse"):
+        rest = undecided if comparison.plan is None else _others(by_verdict, worst)
         return f"No arm was found better than {base}; {worst.arm} is worse by {_size(worst, comparison)}{rest}."
-    alike = [s.arm for s, said in judged.values() if said == "equivalent"]
-    if alike and comparison.plan is not None:
-        margin = f"{comparison.plan.margin:g} {comparison.unit}"
-        return f"{listed(alike)} and {base} are equivalent: they differ by less than {margin}{undecided}."
-    if left:
-        widest = max(left, key=lambda s: abs(s.difference or 0.0))
+    if comparison.plan is not None and (alike := by_verdict.get("equivalent")):
+        names, margin = listed([s.arm for s in alike]), f"{comparison.plan.margin:g} {comparison.unit}"
+        return f"{names} and {base} are equivalent: they differ by less than {margin}{undecided}."
+    if widest := extreme.get("inconclusive"):
         return (
             f"The comparison with {base} is inconclusive after {counted(seeds)}: the largest difference is that of "
             f"{widest.arm}, {difference(widest)} {comparison.unit}."
         )
-    if any(said == "identical" for _, said in judged.values()):
+    if "identical" in by_verdict:
         return f"No arm differs from {base} in any digit."
     return f"Nothing can be compared with {base}: runs of every other arm diverged."
 
 
-def _others(judged: Mapping[str, tuple[Summary, str]], but: Summary) -> str:
+def _others(by_verdict: Mapping[str, list[Summary]], but: Summary) -> str:
     """The verdicts on the other arms of a comparison that was run until decided."""
     words = {"better": "better too", "worse": "worse", "equivalent": "equivalent", "inconclusive": "inconclusive"}
-    arms = {what: [s.arm for s, said in judged.values() if said == what and s is not but] for what in words}
+    arms = {what: [s.arm for s in by_verdict.get(what, []) if s is not but] for what in words}
     return "".join(f"; {words[what]}: {listed(names)}" for what, names in arms.items() if names)
 
 
@@ -340,9 +325,7 @@ def reading(comparison: Comparison) -> list[str]:
 
 def left_out(comparison: Comparison) -> list[str]:
     """A line for each run that is not in the tables, since it failed or has not ended."""
-    lines = [
-        f"{record.name}: failed, and not in the tables. {record.error or ''}".strip() for record in comparison.failed
-    ]
+    lines = [f"{r.name}: failed, and not in the tables. {r.error or ''}".strip() for r in comparison.failed]
     return lines + [f"{r.name}: {r.status}, not finished, and not in the tables." for r in comparison.unfinished]
 
 
@@ -394,33 +377,29 @@ def missing(paired: Paired) -> str:
     return "" if seen is None else f"; a difference of {seen:.3g} would have been detected, with a probability of 80 %"
 
 
-def question(comparison: Comparison, sizes: Sequence[Comparison] = ()) -> str:
-    """One line: the arms, data, budget and number of seeds."""
-    others = [arm for arm in comparison.arms if arm != comparison.baseline]
-    records = [record for one in (sizes or [comparison]) for record in one.records]
+def question(sizes: Sequence[Comparison]) -> str:
+    """One line: the arms, data, budget and number of seeds of a comparison, at one or more sizes."""
+    comparison, records = sizes[0], [record for one in sizes for record in one.records]
     first = records[0]
     kind = first.recipe.get("data", {}).get("kind")
     data = first.data.get("source") or (f"the task {kind}" if kind else "the recipe's data")
     if comparison.domains and "/" not in comparison.metric:
         data = f"{listed(comparison.domains)}, the plain mean over {counted(len(comparison.domains), 'domain')}"
     over = counted(len(comparison.seeds)) + (" per arm" if comparison.plan is None else " at most")
-    parts = [
-        _asked(others, comparison.baseline),
-        f"Measured in {comparison.unit} ({'lower' if comparison.lower_is_better else 'higher'} is better) on held-out "
-        f"data of {data},",
-        f"after {span([record.tokens for record in records])} training {first.unit} and "
-        f"{span([record.flops for record in records], '.3g')} FLOPs per run, with {over}"
-        + (f", at {len(sizes)} sizes." if len(sizes) > 1 else "."),
-    ]
-    return " ".join(parts)
+    direction = "lower" if comparison.lower_is_better else "higher"
+    budget = f"{span([r.tokens for r in records])} training {first.unit} and {span([r.flops for r in records], '.3g')}"
+    return (
+        f"{_asked(comparison.arms, comparison.baseline)} Measured in {comparison.unit} ({direction} is better) on "
+        f"held-out data of {data}, after {budget} FLOPs per run, with {over}"
+        + (f", at {len(sizes)} sizes." if len(sizes) > 1 else ".")
+    )
 
 
-def _asked(others: Sequence[str], baseline: str) -> str:
-    if not others:
-        return f"How good is {baseline}?"
-    if len(others) == 1:
-        return f"Is {others[0]} better than {baseline}?"
-    return f"Which of {listed(others)} are better than {baseline}?"
+def _asked(arms: Sequence[str], baseline: str) -> str:
+    others = [arm for arm in arms if arm != baseline]
+    if len(others) > 1:
+        return f"Which of {listed(others)} are better than {baseline}?"
+    return f"Is {others[0]} better than {baseline}?" if others else f"How good is {baseline}?"
 
 
 def span(values: Sequence[float], form: str = ",") -> str:
@@ -431,30 +410,29 @@ def span(values: Sequence[float], form: str = ",") -> str:
 
 def differences_table(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     """Test results of every arm: column names and rows."""
-    names = ["", f"minus {comparison.baseline}", "interval", "its level", "p", "pairs", "more seeds", "detectable"]
-    if comparison.plan is not None:
-        names = [*names[:4], "pairs", "more seeds"]
+    fixed = comparison.plan is None  # else there is no p
     rows = []
     for s in comparison.summaries:
-        if s.paired is None:
+        if (p := s.paired) is None:
             continue
-        p = s.paired
-        interval = "" if p.interval is None else between(p.interval)
-        more = "" if p.more is None else f"{p.more:,}"
-        seen = "" if p.detectable is None else f"{p.detectable:.3g}"
-        level = "" if p.p is None else f"{100 * (1 - p.level):.4g} %"
-        chance = "" if p.p is None else f"{p.p:.2g}"
-        if comparison.plan is not None:
-            level = f"{100 * (1 - p.level):.4g} %"
-            rows.append([s.arm, f"{p.mean:+.4f}", interval, level, str(len(p.differences)), more])
-            continue
-        rows.append([s.arm, f"{p.mean:+.4f}", interval, level, chance, str(len(p.differences)), more, seen])
-    return names, rows
+        row = {
+            "": s.arm,
+            f"minus {comparison.baseline}": f"{p.mean:+.4f}",
+            "interval": "" if p.interval is None else between(p.interval),
+            "its level": "" if fixed and p.p is None else _confidence(p),
+            "p": "" if p.p is None else f"{p.p:.2g}",
+            "pairs": str(len(p.differences)),
+            "more seeds": "" if p.more is None else f"{p.more:,}",
+            "detectable": "" if p.detectable is None else f"{p.detectable:.3g}",
+        }
+        rows.append({name: cell for name, cell in row.items() if fixed or name not in ("p", "detectable")})
+    return list(rows[0]) if rows else [], [list(row.values()) for row in rows]
 
 
 def which_test(comparison: Comparison) -> str:
     """A precise description of the test."""
     arms = tested(comparison)
+    apart = " Each size is tested separately." if comparison.size is not None else ""
     if (plan := comparison.plan) is not None:
         share = f" divided among the {arms} arms," if arms > 1 else ""
         skewed = skewed_error(plan)
@@ -466,7 +444,7 @@ def which_test(comparison: Comparison) -> str:
             f"runs do not count. More seeds: for a decision with a probability of 80 %."
             + (f" With so few seeds, {SKEWED.format(skewed)}" if skewed is not None else "")
             + ("" if comparison.lower_is_better else f" {RARE}")
-            + (" Each size is tested separately." if comparison.size is not None else "")
+            + apart
         )
     if not arms:
         return "With fewer than two seeds in common with the baseline, nothing is tested."
@@ -474,12 +452,11 @@ def which_test(comparison: Comparison) -> str:
         f"Holm's correction over the {arms} arms of this table limits the probability that any of several identical "
         f"arms is called better or worse to 5 %; each arm's interval has the level at which Holm tests it, so it "
         f"excludes 0 exactly where a difference is found. "
-        if arms > 1
-        else ""
     )
     return (
-        f"Test: two-sided paired Student's t on the differences seed by seed, 95 %. {together}p is uncorrected. If "
+        f"Test: two-sided paired Student's t on the differences seed by seed, 95 %. {together * (arms > 1)}p is "
+        f"uncorrected. If "
         f"all seeds differ by the same number, p is the sign test's. More seeds: how many would be needed to find "
         f"such a difference with a probability of 80 %. Detectable: the difference that these seeds would find with "
-        f"a probability of 80 %." + (" Each size is tested separately." if comparison.size is not None else "")
+        f"a probability of 80 %.{apart}"
     )
