@@ -37,7 +37,7 @@ def test_kernels_stand_together():
     for file in FILES:
         if file.parts[:2] != ("headwater", "kernels"):
             found = re.findall(r"autograd\.Function|torch\._C|forward_ad", (ROOT / file).read_text())
-            assert not found, f"{file}: move {found} to kernels/, behind kernels.applies"
+            assert not found, f"{file}: move {found} to kernels/, behind kernels.can_fuse"
 
 
 def test_one_place_prints():

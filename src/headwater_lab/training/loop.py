@@ -20,7 +20,6 @@ from lightning_fabric import Fabric
 from torch import Tensor
 
 from headwater.cost.hardware import set_threads
-from headwater.kernels.scratch import keep_freed_memory
 from headwater.models.compiling import is_compiled
 from headwater.models.kinds import is_of_images
 from headwater.nn.masking import takes_documents
@@ -33,6 +32,7 @@ from headwater_lab.recipe.schema import Recipe
 from headwater_lab.training import guards
 from headwater_lab.training.batches import Counted, batches, filled, with_documents
 from headwater_lab.training.checkpoint import FOLDER, optimizer_tensors, prune
+from headwater_lab.training.freed_memory import keep_freed_memory
 from headwater_lab.training.journal import Journal, Mark, OnEvent
 from headwater_lab.training.model_folder import publish_model
 from headwater_lab.training.optim import clip, gradient_norm, learning_rate
