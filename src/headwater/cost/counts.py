@@ -324,10 +324,8 @@ def activation_bytes(
     else:
         kept = sum(blocks)
     kept += rows.outside_blocks()
-    tokens, logits = (
-        batch_size * context,
-        batch_size * (context * config.vocab_size if config.is_causal else config.num_labels),
-    )
+    tokens = batch_size * context
+    logits = tokens * config.vocab_size if config.is_causal else batch_size * config.num_labels
     softmax, gradients = 4, 8  # bytes of its logarithm, and of two gradients, of a logit
     softmax += rows.element * (config.logit_softcap is not None)  # which keeps its tanh
     at_once = min(loss_chunk_tokens, tokens) * config.vocab_size if loss_chunk_tokens else logits

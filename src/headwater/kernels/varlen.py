@@ -160,7 +160,7 @@ def _plan_calls(borders: tuple[int, ...], rows: int, length: int, window: int, d
 
 
 def _group_documents(borders: tuple[int, ...], length: int) -> list[list[tuple[int, int]]]:
-    """The documents that share a call, by first token and the one after the last: at most `SHORT` tokens, or one alone."""
+    """The documents of each call, by first token and the one after the last: at most `SHORT` tokens, or one alone."""
     groups: list[list[tuple[int, int]]] = []
     for begin, end in pairwise(borders):
         if begin == end:

@@ -185,11 +185,7 @@ def _edits(module: str, tree: ast.Module, kinds: dict[str, str]) -> Iterator[tup
     package = module if _path(module).name == "__init__.py" else module.rpartition(".")[0]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name.split(".")[0] in (LIBRARY, module.split(".")[0]):
-                    raise HeadwaterError(
-                        f"{module}: write import {alias.name} as from … import …, which has a flat form."
-                    )
+            _check_plain_import(module, node)
         elif isinstance(node, ast.ImportFrom):
             source = resolve_name("." * node.level + (node.module or ""), package)
             if source.split(".")[0] in (LIBRARY, module.split(".")[0]):
@@ -200,6 +196,13 @@ def _edits(module: str, tree: ast.Module, kinds: dict[str, str]) -> Iterator[tup
                 yield node, f'".{_flat(match[1])}:{match[2]}"', [match[1]]
             elif node.value in kinds:
                 yield node, f'"{kinds[node.value]}"', []
+
+
+def _check_plain_import(module: str, node: ast.Import) -> None:
+    """Raise `HeadwaterError` for an import of the package that cannot be rewritten."""
+    for alias in node.names:
+        if alias.name.split(".")[0] in (LIBRARY, module.split(".")[0]):
+            raise HeadwaterError(f"{module}: write import {alias.name} as from … import …, which has a flat form.")
 
 
 def _from_module(node: ast.ImportFrom, source: str) -> tuple[str, list[str]]:
