@@ -138,7 +138,7 @@ def _put_converted(model: HeadwaterForCausalLM) -> None:
 
 
 def _check_sample(config: HeadwaterConfig, input_ids: Tensor, ridge: float) -> None:
-    """Raise `HeadwaterError` for a model that has Pattention, a sample that cannot be split, or a ridge out of bounds."""
+    """Raise `HeadwaterError` for a model that has Pattention, a sample that cannot be split, or a wrong ridge."""
     name = Pattention.name()
     if name in (config.mechanisms or {}):
         raise HeadwaterError(f"The model already has mechanism {name!r}; use one with linear layers.")

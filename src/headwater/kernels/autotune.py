@@ -19,7 +19,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,21 +67,22 @@ def allow_autotuning(pack_weights: bool = False) -> Iterator[None]:
     Raises `HeadwaterError` for an unknown value of HEADWATER_KERNELS.
     """
     allowed = can_autotune() and _choices.get() is not False
-    token = _choices.set(allowed and Choices(packs={} if pack_weights else None))
-    try:
+    with _set_choices(allowed and Choices(packs={} if pack_weights else None)):
         yield
-    finally:
-        _choices.reset(token)
 
 
 @contextmanager
-def forbid_autotuning() -> Iterator[None]:
-    """Inside, in this thread, nothing depends on a timing, not even generation."""
-    token = _choices.set(False)
+def _set_choices(choices: Choices | bool) -> Iterator[None]:
+    token = _choices.set(choices)
     try:
         yield
     finally:
         _choices.reset(token)
+
+
+def forbid_autotuning() -> AbstractContextManager[None]:
+    """Inside, in this thread, nothing depends on a timing, not even generation."""
+    return _set_choices(False)
 
 
 def get_choices() -> Choices | None:
