@@ -118,7 +118,8 @@ def test_second_derivatives_exist_without_kernels(name):
 
 
 def test_the_variable_is_read_once_and_knows_its_values(monkeypatch):
-    x = torch.zeros(1)
+    x = torch.zeros(1, requires_grad=True)
+    assert not kernels.can_fuse(x.detach())
     for value, allowed in {"plain": False, "measured": True, "": True}.items():
         monkeypatch.setattr(kernels, "_disabled", None)
         monkeypatch.setenv("HEADWATER_KERNELS", value)

@@ -66,11 +66,13 @@ def can_fuse(*tensors: Tensor | None, needs_grad: bool = True, cpu_only: bool = 
     `torch.export`, `torch.jit.trace`, functorch (`torch.func.vmap`, `grad`, …) and forward-mode autograd, for fake
     tensors, DTensors and other subclasses, and where kernels are switched off.
 
-    needs_grad: it helps only while autograd records. cpu_only: it helps only on a CPU.
+    needs_grad: it helps only while autograd records what one of them goes through. cpu_only: it helps only on a CPU.
     """
     if torch.compiler.is_compiling():  # first: what follows cannot be traced
         return False
     if needs_grad and not torch.is_grad_enabled():  # soon, because every decoding step asks this many times
+        return False
+    if needs_grad and not any(x is not None and x.requires_grad for x in tensors):
         return False
     return are_ordinary(*tensors, cpu_only=cpu_only) and not torch.jit.is_tracing() and _can_run()
 

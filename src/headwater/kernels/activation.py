@@ -58,8 +58,6 @@ def apply_activation(act: nn.Module, a: Tensor, b: Tensor | None, map_: Callable
     if not _can_fuse_activation(act, a, b):
         return map_(act(a) if b is None else act(a) * b)
     h = _Activated.apply(act, a, b)
-    if h.grad_fn is None:
-        return map_(h)
     with _skip_saving(h):
         return map_(h)
 

@@ -16,11 +16,7 @@ BLOCK = 2**20
 
 def can_fuse_loss(logits: Tensor) -> bool:
     """Whether `target_log_probabilities` may run."""
-    return (
-        can_fuse(logits, cpu_only=True)
-        and logits.requires_grad
-        and logits.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    )
+    return can_fuse(logits, cpu_only=True) and logits.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 
 def target_log_probabilities(logits: Tensor, targets: Tensor, ignored: int) -> Tensor:

@@ -11,12 +11,9 @@ from headwater.kernels.scratch import get_scratch
 
 def can_fuse_rms_norm(x: Tensor, weight: Tensor | None) -> bool:
     """Whether `fused_rms_norm` may run, and helps: on other devices PyTorch's own kernel stores as little."""
-    return (
-        can_fuse(x, weight, cpu_only=True)
-        and (x.requires_grad or (weight is not None and weight.requires_grad))
-        and (weight is None or weight.dtype in (x.dtype, torch.float32))
-        and x.numel() > 0
-    )
+    if not can_fuse(x, weight, cpu_only=True):
+        return False
+    return x.numel() > 0 and (weight is None or weight.dtype in (x.dtype, torch.float32))
 
 
 def fused_rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

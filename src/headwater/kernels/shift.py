@@ -91,13 +91,10 @@ class _DynamicShift(torch.autograd.Function):
         g = grads[0].to(torch.promote_types(x.dtype, taps.dtype))
         gx, of_taps, of_more = torch.zeros_like(g), [], []
         for steps in range(len(taps)):
-            seen = torch.arange(x.shape[2], device=x.device)[None] >= steps
-            if reach is not None:
-                seen = seen & (reach >= steps)
             product = g * shift_back(x, steps, reach)
             of_taps.append(product.sum((0, 2)).unsqueeze(1))
             of_more.append(product.sum(3, keepdim=True))
-            ahead = torch.where(seen[:, None, :, None], (taps[steps] + more[steps]) * g, 0)
+            ahead = torch.where(_has_earlier(x, steps, reach), (taps[steps] + more[steps]) * g, 0)
             gx = gx + ahead.roll(-steps, 2)
         return gx.to(x.dtype), torch.stack(of_taps).to(taps.dtype), torch.stack(of_more).to(more.dtype), None
 
@@ -105,10 +102,15 @@ class _DynamicShift(torch.autograd.Function):
 def shift_back(x: Tensor, steps: int, reach: Tensor | None) -> Tensor:
     """x_{t - steps}, x [B, K, T, d], or 0 where there is no such token or `reach` [B, T] hides it."""
     # Rolled and hidden, not padded: the compiler makes one kernel of it, without a copy.
+    return torch.where(_has_earlier(x, steps, reach), x.roll(steps, 2), 0)
+
+
+def _has_earlier(x: Tensor, steps: int, reach: Tensor | None) -> Tensor:
+    """Whether there is a token `steps` back that `reach` does not hide, [B or 1, 1, T, 1]."""
     seen = torch.arange(x.shape[2], device=x.device)[None] >= steps
     if reach is not None:
         seen = seen & (reach >= steps)
-    return torch.where(seen[:, None, :, None], x.roll(steps, 2), 0)
+    return seen[:, None, :, None]
 
 
 class _TracedShift(torch.autograd.Function):
