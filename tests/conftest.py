@@ -49,11 +49,11 @@ def one_thread_and_no_chatter() -> None:
     from transformers.utils import logging
 
     from headwater import kernels
-    from headwater.kernels import choose
+    from headwater.kernels import autotune
 
-    assert not kernels.off()  # each process reads HEADWATER_KERNELS once
+    assert not kernels.are_disabled()  # each process reads HEADWATER_KERNELS once
     # Which kernels generation runs does not depend on a timing, and the user's cache is neither read nor written.
-    choose._time, choose._file = (lambda forms: {}), (lambda threads: None)
+    autotune._time_forms, autotune._get_file = (lambda forms: {}), (lambda threads: None)
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -37,7 +37,7 @@ def test_kernels_stand_together():
     for file in FILES:
         if file.parts[:2] != ("headwater", "kernels"):
             found = re.findall(r"autograd\.Function|torch\._C|forward_ad", (ROOT / file).read_text())
-            assert not found, f"{file}: move {found} to kernels/, behind kernels.applies"
+            assert not found, f"{file}: move {found} to kernels/, behind kernels.can_fuse"
 
 
 def test_one_place_prints():
@@ -168,3 +168,70 @@ def test_a_class_has_a_name_of_its_own():
         for name in declared(file):
             homes.setdefault(name, []).append(str(file))
     assert not {name: files for name, files in homes.items() if len(files) > 1}
+
+
+# The most branches of a function, and those that have more: name → complexity, for the library and the laboratory.
+MOST_BRANCHES = 15
+COMPLEX = tomllib.loads((TOP / "tests" / "complex_functions.toml").read_text())
+BRANCHES = (ast.If, ast.For, ast.While, ast.ExceptHandler, ast.IfExp, ast.comprehension, ast.Assert, ast.match_case)
+
+
+def complexity(function: ast.AST) -> int:
+    """The cyclomatic complexity, counting what ruff's C901 leaves out: operands, comprehensions and inner functions."""
+    total = 1
+    for node in ast.walk(function):
+        total += isinstance(node, BRANCHES)
+        if isinstance(node, ast.BoolOp):
+            total += len(node.values) - 1
+        if isinstance(node, ast.comprehension):
+            total += len(node.ifs)
+    return total
+
+
+def functions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:
+    """All functions in a tree, by qualified name."""
+    for child in ast.iter_child_nodes(node):
+        name = prefix
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            name = f"{prefix}.{child.name}" if prefix else child.name
+            if not isinstance(child, ast.ClassDef):
+                yield name, child
+        yield from functions(child, name)
+
+
+def complex_functions(package: str) -> dict[str, int]:
+    return {
+        f"{file}:{name}": branches
+        for file in FILES
+        if file.parts[0] == package and "templates" not in file.parts
+        for name, function in functions(parsed(ROOT / file))
+        if (branches := complexity(function)) > MOST_BRANCHES
+    }
+
+
+@pytest.mark.parametrize(("part", "package"), [("library", "headwater"), ("laboratory", "headwater_lab")])
+def test_complex_functions_only_become_fewer_and_simpler(part, package):
+    measured, listed = complex_functions(package), COMPLEX[part]
+    worse = {name: branches for name, branches in measured.items() if branches > listed.get(name, MOST_BRANCHES)}
+    assert not worse, f"split these into functions of at most {MOST_BRANCHES} branches"
+    settled = sorted(listed.keys() - measured.keys())
+    assert not settled, "these are simple now, or gone: delete them from tests/complex_functions.toml"
+
+
+def test_complexity_counts_operands_comprehensions_and_inner_functions():
+    source = """
+def outer(x):
+    assert x
+    def inner(y):
+        return [a for a in y if a and not x] if y else None
+    for z in x:
+        try:
+            while z or x:
+                pass
+        except ValueError:
+            match z:
+                case 1:
+                    pass
+"""
+    counts = {name: complexity(function) for name, function in functions(ast.parse(source))}
+    assert counts == {"outer": 11, "outer.inner": 5}

@@ -183,15 +183,22 @@ def test_what_the_api_page_lists_is_there_once():
 def test_names_are_read_from_imports_and_sentences():
     page = """from headwater.mechanisms import KV, Mechanism
 from headwater.kernels import (
-    applies,
-    plain,
+    can_fuse,
+    disable_kernels,
 )
 
 `headwater.growth.grow(model)` and `merge(base, …)`, not `widow`.
 
 `headwater train`, `src/headwater.py`, `shrink(…)`
 """
-    names = {"mechanisms.KV", "mechanisms.Mechanism", "kernels.applies", "kernels.plain", "growth.grow", "growth.merge"}
+    names = {
+        "mechanisms.KV",
+        "mechanisms.Mechanism",
+        "kernels.can_fuse",
+        "kernels.disable_kernels",
+        "growth.grow",
+        "growth.merge",
+    }
     assert promised(page) == {f"headwater.{name}" for name in names | {"mechanisms", "kernels"}}
     assert undocumented({"headwater.growth.grow", "headwater.growth.importance"}) == {"headwater.growth.importance"}
 

@@ -29,7 +29,7 @@ def test_missing_packages_are_named_with_the_command_that_installs_them(monkeypa
 
 
 def test_it_works_where_other_commands_do_not(run, monkeypatch):
-    monkeypatch.setattr(kernels, "_off", None)
+    monkeypatch.setattr(kernels, "_disabled", None)
     monkeypatch.setenv("HEADWATER_KERNELS", "nonsense")
     code, out, _ = run("doctor")
     assert code == 0

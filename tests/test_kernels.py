@@ -9,13 +9,13 @@ from headwater import HeadwaterForCausalLM, kernels
 from headwater.mechanisms import DenseFormer, KVShift, Pattention, ValueResidual
 from headwater.util.errors import HeadwaterError
 
-ALL = {"_Rotate", "_Shift", "_Pattention", "_WeightedSum", "_RMSNorm", "_Activated", "_Cast", "_TargetLogProbabilities"}
+ALL = {"_Rotate", "_Shift", "_Pattention", "_RMSNorm", "_Activated", "_Cast", "_TargetLogProbabilities"}
 MODELS = {
     "vanilla": ({}, {"_Rotate", "_RMSNorm", "_Activated"}),
     "kv_shift": ({"kv_shift": {"queries": True, "window": 3}}, {"_Shift"}),
     "pattention": ({"pattention": {}}, {"_Pattention"}),
-    "value_residual": ({"value_residual": {"mode": "dense"}}, {"_WeightedSum"}),
-    "dense_former": ({"dense_former": {}, "kv_shift": {"variant": "gate"}}, {"_WeightedSum", "_Shift"}),
+    "value_residual": ({"value_residual": {"mode": "dense"}}, set()),
+    "dense_former": ({"dense_former": {}, "kv_shift": {"variant": "gate"}}, {"_Shift"}),
 }
 
 
@@ -42,7 +42,7 @@ def test_a_model_computes_the_same_without_kernels(name, documents):
     model, ids = build(mechanisms), tokens(2, 17)
     positions = {} if documents is None else {"position_ids": document_positions(documents)}
     on, gradients = loss_and_gradients(model, ids, **positions)
-    with kernels.plain():
+    with kernels.disable_kernels():
         plain, plain_gradients = loss_and_gradients(model, ids, **positions)
     if documents is None:
         assert functions(on) >= expected
@@ -57,7 +57,7 @@ def test_a_model_computes_the_same_without_kernels(name, documents):
 def test_decoding_computes_the_same_without_kernels(name):
     model, ids = build(MODELS[name][0]), tokens(2, 17)
     logits = decode(model, ids, [5, 1, 6, 5])
-    with kernels.plain():
+    with kernels.disable_kernels():
         assert_near(decode(model, ids, [5, 1, 6, 5]), logits, 1e-12)
         assert_near(model(ids).logits, logits, 1e-12)
 
@@ -66,7 +66,7 @@ def test_every_kernel_goes_off_in_half_precision_too():
     mechanisms = {"kv_shift": {}, "value_residual": {}}
     model, ids = HeadwaterForCausalLM(config(mechanisms)), tokens(2, 17)
     found = {}
-    for name, context in {"on": torch.enable_grad(), "off": kernels.plain()}.items():
+    for name, context in {"on": torch.enable_grad(), "off": kernels.disable_kernels()}.items():
         with context, torch.autocast("cpu", dtype=torch.bfloat16):
             loss, gradients = loss_and_gradients(model, ids)
         found[name] = functions(loss), loss, gradients
@@ -80,7 +80,7 @@ def test_every_kernel_goes_off_in_half_precision_too():
 def test_activation_checkpointing_without_kernels():
     model, ids = build({"kv_shift": {}, "dense_former": {}}).train(), tokens(2, 17)
     expected = loss_and_gradients(model, ids)[1]
-    with kernels.plain():
+    with kernels.disable_kernels():
         model.gradient_checkpointing_enable(dict(use_reentrant=False))
         gradients = loss_and_gradients(model, ids)[1]
     for one, other in zip(gradients, expected, strict=True):
@@ -113,20 +113,21 @@ def test_transforms_of_functions_get_the_plain_form(name):
 def test_second_derivatives_exist_without_kernels(name):
     module, run = MODULES[name]()
     module, x = module.double(), torch.randn(X, dtype=torch.float64, requires_grad=True)
-    with kernels.plain():
+    with kernels.disable_kernels():
         assert torch.autograd.gradgradcheck(lambda x: run(module, x), (x,))
 
 
 def test_the_variable_is_read_once_and_knows_its_values(monkeypatch):
-    x = torch.zeros(1)
+    x = torch.zeros(1, requires_grad=True)
+    assert not kernels.can_fuse(x.detach())
     for value, allowed in {"plain": False, "measured": True, "": True}.items():
-        monkeypatch.setattr(kernels, "_off", None)
+        monkeypatch.setattr(kernels, "_disabled", None)
         monkeypatch.setenv("HEADWATER_KERNELS", value)
-        assert kernels.applies(x) is allowed
-    with kernels.plain():
-        assert not kernels.applies(x)
-    assert kernels.applies(x)
-    monkeypatch.setattr(kernels, "_off", None)
+        assert kernels.can_fuse(x) is allowed
+    with kernels.disable_kernels():
+        assert not kernels.can_fuse(x)
+    assert kernels.can_fuse(x)
+    monkeypatch.setattr(kernels, "_disabled", None)
     monkeypatch.setenv("HEADWATER_KERNELS", "fast")
     with pytest.raises(HeadwaterError, match=r"HEADWATER_KERNELS.*'fast'.*plain"):
-        kernels.applies(x)
+        kernels.can_fuse(x)

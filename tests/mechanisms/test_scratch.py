@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from headwater.kernels.scratch import KEEP, scratch
+from headwater.kernels.scratch import KEEP, get_scratch
 from headwater.mechanisms import DenseFormer, KVShift, Pattention, ValueResidual
 
 X = (2, 3, 5, 4)
@@ -25,7 +25,7 @@ RUNS = {
 
 @pytest.fixture(autouse=True)
 def nothing_kept(monkeypatch):
-    monkeypatch.setattr("headwater.kernels.scratch._kept", threading.local())
+    monkeypatch.setattr("headwater.kernels.scratch._memory", threading.local())
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -58,17 +58,17 @@ def test_training_after_fake_tensors(name):
 
 def test_a_default_device_is_not_looked_at():
     with torch.device("meta"):
-        assert scratch(2, (3,), torch.float32, torch.empty(0, device="cpu")).device.type == "cpu"
+        assert get_scratch(2, (3,), torch.float32, torch.empty(0, device="cpu")).device.type == "cpu"
 
 
 def test_memory_is_used_again_and_each_thread_has_its_own():
     like = torch.empty(0)
-    first = scratch(2, (3, 4), torch.float32, like)
+    first = get_scratch(2, (3, 4), torch.float32, like)
     assert first.shape == (2, 3, 4)
-    assert scratch(1, (5,), torch.float32, like).data_ptr() == first.data_ptr()
-    assert scratch(1, (5,), torch.float64, like).data_ptr() != first.data_ptr()
+    assert get_scratch(1, (5,), torch.float32, like).data_ptr() == first.data_ptr()
+    assert get_scratch(1, (5,), torch.float64, like).data_ptr() != first.data_ptr()
     others: list[int] = []
-    thread = threading.Thread(target=lambda: others.append(scratch(1, (5,), torch.float32, like).data_ptr()))
+    thread = threading.Thread(target=lambda: others.append(get_scratch(1, (5,), torch.float32, like).data_ptr()))
     thread.start()
     thread.join()
     assert others != [first.data_ptr()]
@@ -76,8 +76,8 @@ def test_memory_is_used_again_and_each_thread_has_its_own():
 
 def test_more_than_a_little_is_not_kept():
     like = torch.empty(0, device="cpu")
-    large = scratch(1, (KEEP + 1,), torch.float16, like)
-    assert scratch(1, (1,), torch.float16, like).data_ptr() != large.data_ptr()
+    large = get_scratch(1, (KEEP + 1,), torch.float16, like)
+    assert get_scratch(1, (1,), torch.float16, like).data_ptr() != large.data_ptr()
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries decide for themselves")
@@ -87,7 +87,7 @@ def test_what_a_training_step_frees_is_there_for_the_next(environment):
     """In a process of its own, since it is the process that keeps the memory."""
     code = (
         "import torch\n"
-        "from headwater.kernels.scratch import keep_freed_memory\n"
+        "from headwater.util.freed_memory import keep_freed_memory\n"
         "def step(): return [torch.zeros(2**20) for _ in range(40)] and None\n"
         "def held(): return int(open('/proc/self/statm').read().split()[1])\n"
         "before = held(); keep_freed_memory(); step(); step(); print(held() - before)\n"

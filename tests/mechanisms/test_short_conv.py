@@ -78,7 +78,7 @@ def test_the_autograd_function_equals_the_plain_form(dtype):
     found = []
     for off in (False, True):
         x.grad = conv.zero_grad()
-        with kernels.plain() if off else torch.enable_grad():
+        with kernels.disable_kernels() if off else torch.enable_grad():
             y = conv(x, "values")
             (y * torch.arange(6)).sum().backward()
         found.append((y.double(), x.grad.double(), conv.values_taps.grad.double()))
@@ -114,7 +114,7 @@ def test_dynamic_taps_keep_no_shifted_copy_and_have_their_gradients():
     reach = document_positions([[4, 5], [2, 7]])
     for off in (False, True):
         x.grad = given.grad = conv.zero_grad()
-        with kernels.plain() if off else torch.enable_grad():
+        with kernels.disable_kernels() if off else torch.enable_grad():
             y = conv(x, "values", reach, given=given)
             (y * torch.arange(6)).sum().backward()
         found.append((y, x.grad, given.grad, *(p.grad.clone() for p in conv.parameters())))

@@ -25,7 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from conftest import SIZES, VOCAB, assert_near, build, config, disturb, document_positions, shared, tokens
 from headwater import HeadwaterConfig, HeadwaterError, HeadwaterForCausalLM, HeadwaterModel
 from headwater.kernels.attention import matmul_attention
-from headwater.kernels.choose import measured
+from headwater.kernels.autotune import allow_autotuning
 from headwater.nn.attention_kernel import attention_kernel, eager_attention
 from headwater.nn.cache_name import CACHE
 from headwater_lab.data.tokenizer import byte_tokenizer
@@ -326,11 +326,11 @@ def test_generation_alone_may_take_the_matmul_kernel():
     with torch.no_grad():
         for dtype in (torch.bfloat16, torch.float16):
             assert attention_kernel("sdpa", q.to(dtype), q.to(dtype)) is sdpa
-            with measured():
+            with allow_autotuning():
                 assert attention_kernel("sdpa", q.to(dtype), q.to(dtype)) is not sdpa
                 assert attention_kernel("eager", q.to(dtype), q.to(dtype)) is eager_attention
                 assert attention_kernel("sdpa", prompt.to(dtype), prompt.to(dtype)) is sdpa
-        with measured():
+        with allow_autotuning():
             assert attention_kernel("sdpa", q, q) is sdpa
 
 

@@ -119,6 +119,6 @@ def test_ddp_does_not_split_a_block():
 
 def test_the_switch_of_the_kernels_is_read_before_the_compiler_looks_at_it(monkeypatch):
     """Read while the first layer is traced, it would give that layer a graph of its own."""
-    monkeypatch.setattr(kernels, "_off", None)
+    monkeypatch.setattr(kernels, "_disabled", None)
     build({"kv_shift": {}})
-    assert kernels._off is False
+    assert kernels._disabled is False

@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import processes
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.kernels import linear
-from headwater.kernels.choose import Timed, measured
-from headwater.kernels.linear import LARGE, packed
+from headwater.kernels.autotune import allow_autotuning, get_choices
+from headwater.kernels.linear import LARGE, PACK_AFTER, PackedLinear
 from headwater.nn.linear import apply_linear
 
 ROW, ROWS = linear._FP32_ROW, linear._FP32
@@ -24,11 +24,7 @@ def take(monkeypatch):
     """Makes a form win wherever it can be taken; "plain" everywhere."""
 
     def made(name: str) -> None:
-        def found(operation, forms):
-            seconds = dict.fromkeys(forms() if operation[0] == "linear" else ("plain",), 1.0)
-            return Timed(seconds | ({name: 0.5} if name in seconds else {}))
-
-        monkeypatch.setattr(linear, "timed", found)
+        monkeypatch.setattr(linear, "find_fastest", lambda operation, forms: name if name in forms() else "plain")
 
     return made
 
@@ -49,7 +45,7 @@ def test_each_form_of_a_linear_map_is_the_plain_one(shape, d_out, bias, form, ta
         module, x = module.bfloat16(), x.bfloat16()
     plain = nn.functional.linear(x, module.weight, module.bias)
     strided = torch.randn(300, *shape).movedim(0, -1).to(x.dtype)
-    with measured(), packed():
+    with allow_autotuning(pack_weights=True):
         torch.testing.assert_close(apply_linear(module, x), plain, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(
             apply_linear(module, strided), nn.functional.linear(strided, module.weight, module.bias)
@@ -78,14 +74,14 @@ def test_kernels_are_for_generation_only(form, take):
     small = nn.Linear(8, LARGE // 8 - 1)
     with torch.no_grad():
         assert not ours(lambda: apply_linear(module, x))
-        with measured():
+        with allow_autotuning():
             assert ours(lambda: apply_linear(module, x))
             assert ours(lambda: apply_linear(module, x.expand(3, -1))) is (form == "onednn")
             assert not ours(lambda: apply_linear(module, x.expand(linear.FEW + 1, -1)))
             assert not ours(lambda: apply_linear(small, x[:, :8]))
-        with torch.backends.mkldnn.flags(enabled=False), measured():
+        with torch.backends.mkldnn.flags(enabled=False), allow_autotuning():
             assert not ours(lambda: apply_linear(module, x))
-    with measured():
+    with allow_autotuning():
         assert not ours(lambda: apply_linear(module, x))
 
 
@@ -103,7 +99,7 @@ def test_hooks_of_a_layer_run_during_generation(take):
     for add in hooks.values():
         layer = nn.Linear(300, 300)
         add(layer)
-        with measured():
+        with allow_autotuning():
             assert not ours(lambda layer=layer: apply_linear(layer, x))
     assert seen == [1] * len(hooks)
 
@@ -113,7 +109,7 @@ def test_derivatives_are_pytorchs(take):
     module, x = nn.Linear(300, 300), torch.randn(3, 300)
     plain = nn.functional.linear
     v = torch.randn(3, 300)
-    with torch.no_grad(), torch.autograd.forward_ad.dual_level(), measured():
+    with torch.no_grad(), torch.autograd.forward_ad.dual_level(), allow_autotuning():
         dual = apply_linear(module, torch.autograd.forward_ad.make_dual(x, v))
         tangent = torch.autograd.forward_ad.unpack_dual(dual).tangent
     torch.testing.assert_close(tangent, plain(v, module.weight))
@@ -129,7 +125,7 @@ def test_flops_are_counted(take):
     take("onednn")
     module = nn.Linear(300, 300)
     for rows in (1, 5):
-        with FlopCounterMode(display=False) as counter, measured():
+        with FlopCounterMode(display=False) as counter, allow_autotuning():
             apply_linear(module, torch.randn(rows, 300))
         assert counter.get_total_flops() == 2 * rows * 300 * 300
 
@@ -141,22 +137,19 @@ needs_bf16 = pytest.mark.skipif(
 )
 
 
-USES = int(1 / linear.PRICE)  # after which a weight is packed if packing takes as long as a use
-
-
 @needs_bf16
 @torch.no_grad()
 def test_packed_weights_give_the_same_bits(take):
     take("packed")
     module, x = nn.Linear(300, 300).bfloat16(), torch.randn(5, 300, dtype=torch.bfloat16)
     expected = apply_linear(module, x)
-    with measured(), packed():
-        packs = linear._packs.get()
-        for use in range(1, USES + 3):
+    with allow_autotuning(pack_weights=True):
+        packs = get_choices().packs
+        for use in range(1, PACK_AFTER + 3):
             assert torch.equal(apply_linear(module, x), expected)
-            assert list(packs.packs) == [module] * (use >= USES)
+            assert (packs[module].pack is not None) is (use >= PACK_AFTER)
         assert torch.equal(apply_linear(copy.deepcopy(module), x), expected)
-    assert linear._packs.get() is None
+    assert get_choices() is None
 
 
 @needs_bf16
@@ -164,10 +157,10 @@ def test_packed_weights_give_the_same_bits(take):
 def test_nothing_is_packed_where_that_does_not_win(take):
     take("plain")
     module, x = nn.Linear(300, 300).bfloat16(), torch.randn(5, 300, dtype=torch.bfloat16)
-    with measured(), packed():
-        for _ in range(USES + 2):
+    with allow_autotuning(pack_weights=True):
+        for _ in range(PACK_AFTER + 2):
             apply_linear(module, x)
-        assert linear._packs.get().packs == {}
+        assert get_choices().packs == {}
 
 
 @needs_bf16
@@ -175,8 +168,8 @@ def test_nothing_is_packed_where_that_does_not_win(take):
 def test_a_weight_that_changes_is_noticed(take):
     take("packed")
     module, x = nn.Linear(300, 300).bfloat16(), torch.randn(5, 300, dtype=torch.bfloat16)
-    with measured(), packed():
-        for _ in range(USES + 2):
+    with allow_autotuning(pack_weights=True):
+        for _ in range(PACK_AFTER + 2):
             apply_linear(module, x)
         module.weight.mul_(2)
         changed = apply_linear(module, x)
@@ -187,8 +180,8 @@ def test_a_weight_that_changes_is_noticed(take):
 @torch.no_grad()
 def test_other_threads_see_no_packs():
     seen = []
-    with packed():
-        thread = threading.Thread(target=lambda: seen.append(linear._packs.get()))
+    with allow_autotuning(pack_weights=True):
+        thread = threading.Thread(target=lambda: seen.append(get_choices()))
         thread.start()
         thread.join()
     assert seen == [None]
@@ -213,18 +206,18 @@ def test_generation_in_bf16_on_a_processor_without_the_instructions_for_it(tmp_p
 @needs_bf16
 def test_generation_packs_when_it_is_long_and_may_be_told_not_to(take, monkeypatch):
     take("packed")
-    packs: list[linear._Packs] = []
-    begin = linear._Packs.__init__
-    monkeypatch.setattr(linear._Packs, "__init__", lambda self: packs.append(self) or begin(self))
+    packs: list[PackedLinear] = []
+    begin = PackedLinear.__init__
+    monkeypatch.setattr(PackedLinear, "__init__", lambda self: packs.append(self) or begin(self))
     config = HeadwaterConfig(vocab_size=300, hidden_size=256, num_hidden_layers=1, num_attention_heads=4)
     model = HeadwaterForCausalLM(config).bfloat16().eval()
 
     def packed_by(tokens: int) -> int:
         packs.clear()
         model.generate(torch.arange(9)[None], max_new_tokens=tokens, do_sample=False)
-        return sum(len(one.packs) for one in packs)
+        return sum(layer.pack is not None for layer in packs)
 
-    assert packed_by(USES - 2) == 0
-    assert packed_by(USES + 2) == 4 + 3 + 1
+    assert packed_by(PACK_AFTER - 2) == 0
+    assert packed_by(PACK_AFTER + 2) == 4 + 3 + 1
     model.packs_weights = False
-    assert packed_by(USES + 2) == 0
+    assert packed_by(PACK_AFTER + 2) == 0

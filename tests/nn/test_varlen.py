@@ -33,9 +33,9 @@ ROWS = {
 def _few_tokens_a_call(monkeypatch):
     """So that these documents are spread over several calls."""
     monkeypatch.setattr(varlen, "SHORT", 24)
-    varlen._pieces.cache_clear()
+    varlen._plan_calls.cache_clear()
     yield
-    varlen._pieces.cache_clear()
+    varlen._plan_calls.cache_clear()
 
 
 def borders_of(rows) -> torch.Tensor:
@@ -66,7 +66,7 @@ def inputs(dtype=torch.float64, kv_heads=2):
     return [x.transpose(1, 2).requires_grad_() for x in (q, k, v)]
 
 
-def attended(q, k, v, rows, window=None, kernel=varlen._by_documents):
+def attended(q, k, v, rows, window=None, kernel=varlen._run_by_documents):
     return kernel(q, k, v, borders_of(rows), T, 8**-0.5, window)
 
 
@@ -258,7 +258,7 @@ def test_batches_without_documents_are_left_alone():
 )
 def test_wrong_borders_are_refused(borders, words):
     with pytest.raises(HeadwaterError, match=words):
-        varlen._by_documents(*inputs(), torch.tensor(borders, dtype=torch.int32), T, 1.0, None)
+        varlen._run_by_documents(*inputs(), torch.tensor(borders, dtype=torch.int32), T, 1.0, None)
 
 
 def test_borders_that_contradict_positions_are_refused():
@@ -338,7 +338,7 @@ def test_what_a_gpu_is_asked_for(window, takes_groups, monkeypatch):
     given, rows = inputs(), ROWS["long and short"]
     monkeypatch.setattr(varlen, "TAKES_GROUPS", takes_groups)
     monkeypatch.setattr(varlen, "varlen_attn", stand_in)
-    assert_near(attended(*given, rows, window, varlen._flash), equation(*given, rows, window), 1e-12)
+    assert_near(attended(*given, rows, window, varlen._run_flash), equation(*given, rows, window), 1e-12)
 
 
 def test_a_gpu_runs_pytorchs_kernel_both_ways():
@@ -352,7 +352,7 @@ def test_a_gpu_runs_pytorchs_kernel_both_ways():
 
     given = [torch.empty(2, n, T, 8, device="meta", dtype=torch.bfloat16, requires_grad=True) for n in (4, 2, 2)]
     with Record():
-        out = varlen._flash(*given, torch.empty(67, device="meta", dtype=torch.int32), T, 0.1, None)
+        out = varlen._run_flash(*given, torch.empty(67, device="meta", dtype=torch.int32), T, 0.1, None)
         found = torch.autograd.grad(out.sum(), given)
     assert out.shape == (2, T, 4, 8)
     assert [x.shape for x in found] == [x.shape for x in given]
@@ -363,7 +363,7 @@ def test_a_gpu_runs_pytorchs_kernel_both_ways():
 def test_on_a_gpu():
     given, rows = [x.detach().cuda().bfloat16().requires_grad_() for x in inputs()], ROWS["ragged"]
     exact = [x.detach().cpu().double().requires_grad_() for x in given]
-    actual = varlen._flash(*given, borders_of(rows).cuda(), T, 8**-0.5, None)
+    actual = varlen._run_flash(*given, borders_of(rows).cuda(), T, 8**-0.5, None)
     expected = attended(*exact, rows)
     assert_near(actual.cpu().double(), expected, 2e-2)
     for ours, theirs in zip(gradients(actual, given), gradients(expected, exact), strict=True):

@@ -20,9 +20,9 @@ import processes
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.cost.counts import training_flops_per_token
 from headwater.cost.hardware import c_compiler
-from headwater.kernels.choose import cpu
 from headwater.models.compiling import compile_model
 from headwater.util.errors import Diverged, HeadwaterError
+from headwater.util.processor import describe_cpu
 from headwater_lab.recipe.schema import Training, parse
 from headwater_lab.training import loop, resume, setup
 from headwater_lab.training.checkpoint import load_model
@@ -229,7 +229,7 @@ def test_a_record_says_how_the_model_ran(recipe, finished, tmp_path):
     finished(recipe(), run)
     ran = read_record(run).environment
     assert ran.device == "cpu"
-    assert ran.device_name == cpu() != ""
+    assert ran.device_name == describe_cpu() != ""
     assert (ran.compiled, ran.attention) == (False, "sdpa")
     content = json.loads((run / "record.json").read_text())
     for name in ("device_name", "compiled", "attention"):
@@ -238,7 +238,7 @@ def test_a_record_says_how_the_model_ran(recipe, finished, tmp_path):
     old = read_record(tmp_path).environment
     assert (old.device_name, old.compiled, old.attention) == (None, None, None)
     listed = runs_in(run, print)[0].to_json()
-    assert (listed["device"], listed["compiled"], listed["attention"]) == (cpu(), False, "sdpa")
+    assert (listed["device"], listed["compiled"], listed["attention"]) == (describe_cpu(), False, "sdpa")
 
 
 def test_two_runs_cannot_share_a_folder(recipe, tmp_path, monkeypatch):

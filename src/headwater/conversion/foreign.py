@@ -375,6 +375,7 @@ def _shift_source(name: str, config: HeadwaterConfig) -> TensorSource | None:
 # nanochat
 
 NANOCHAT_EMBEDDING = "transformer.wte.weight"
+TABLE = r"value_embeds\.(\d+)\.weight"
 GATE = r"transformer\.h\.\d+\.attn\.ve_gate\.weight"
 
 
@@ -416,27 +417,13 @@ def _nanochat_tidy(tensors: Tensors) -> Tensors:
 
 def _nanochat_fields(tensors: Tensors, found: dict[str, Any]) -> dict[str, Any]:
     rows, width = _matrix(tensors, NANOCHAT_EMBEDDING)
+    version = _nanochat_version(tensors)
     depth = _layers(tensors, r"transformer\.h\.(\d+)\.")
     heads = found.get("num_attention_heads", found.get("n_head")) or max(1, width // 128)
     width_of_head = width // heads
-    tables = [layer for layer in range(depth) if f"value_embeds.{layer}.weight" in tensors]
-    gates = {tensor.shape[-1] for name, tensor in tensors.items() if re.fullmatch(GATE, name)}
-    channels = max(gates, default=0)
-    if len(gates) > 1 or channels not in VERSIONS or bool(tables) != bool(gates):
-        raise HeadwaterError(
-            f"Gates of value embeddings read {sorted(gates)} channels, and those of nanochat 32 or, later, 12; use a "
-            "checkpoint of its master branch."
-        )
-    smears = "smear_gate.weight" in tensors
-    version = LATEST if smears else VERSIONS[channels]
     context = found.get("sequence_len", found.get("max_position_embeddings", 2048))
     pattern = str(found.get("window_pattern", "L")).upper()
     short = [layer for layer in range(depth - 1) if pattern[layer % len(pattern)] == "S"]
-    mechanisms: dict[str, Any] = {"embedding_residual": {}} if "lambdas.0" in tensors else {}
-    if tables:
-        mechanisms["value_embedding"] = {"layers": tables, "channels": channels, "scale": version.scale}
-    if smears:
-        mechanisms |= {"smear": {"channels": tensors["smear_gate.weight"].shape[-1]}, "backout": {}}
     return dict(
         vocab_size=found.get("vocab_size", rows),
         hidden_size=width,
@@ -458,8 +445,35 @@ def _nanochat_fields(tensors: Tensors, found: dict[str, Any]) -> dict[str, Any]:
         sliding_window=version.short(context) + 1 if short else None,
         sliding_layers=short or None,
         logit_softcap=15.0,
-        mechanisms=mechanisms,
+        mechanisms=_nanochat_mechanisms(tensors, version),
     )
+
+
+def _nanochat_gates(tensors: Tensors) -> set[int]:
+    """How many channels the gates of value embeddings read."""
+    return {tensor.shape[-1] for name, tensor in tensors.items() if re.fullmatch(GATE, name)}
+
+
+def _nanochat_version(tensors: Tensors) -> Version:
+    gates, has_tables = _nanochat_gates(tensors), any(re.fullmatch(TABLE, name) for name in tensors)
+    channels = max(gates, default=0)
+    if len(gates) > 1 or channels not in VERSIONS or has_tables != bool(gates):
+        raise HeadwaterError(
+            f"Gates of value embeddings read {sorted(gates)} channels, and those of nanochat 32 or, later, 12; use a "
+            "checkpoint of its master branch."
+        )
+    return LATEST if "smear_gate.weight" in tensors else VERSIONS[channels]
+
+
+def _nanochat_mechanisms(tensors: Tensors, version: Version) -> dict[str, Any]:
+    mechanisms: dict[str, Any] = {"embedding_residual": {}} if "lambdas.0" in tensors else {}
+    layers = sorted(int(found[1]) for name in tensors if (found := re.fullmatch(TABLE, name)))
+    if layers:
+        channels = max(_nanochat_gates(tensors))
+        mechanisms["value_embedding"] = {"layers": layers, "channels": channels, "scale": version.scale}
+    if "smear_gate.weight" in tensors:
+        mechanisms |= {"smear": {"channels": tensors["smear_gate.weight"].shape[-1]}, "backout": {}}
+    return mechanisms
 
 
 def _nanochat_source(name: str, config: HeadwaterConfig) -> TensorSource | None:

@@ -109,7 +109,37 @@ def to_parameter_tokens(
     Raises `HeadwaterError` for a model that has Pattention already, and for a sample that cannot be split or fitted to.
     """
     check_full_precision(model)
-    config, name = model.config, Pattention.name()
+    config = model.config
+    _check_sample(config, input_ids, ridge)
+    for option, pairs in (("attention_pairs", attention_pairs), ("ffn_pairs", ffn_pairs)):
+        _check_pairs(config, option, pairs, input_ids.numel())
+    rows = len(input_ids) - max(1, len(input_ids) // 4)
+    sample = FitSample(rows * input_ids.shape[1], ridge, config.initializer_seed, [])
+    work = copy.deepcopy(model).double().eval()
+    for index, block in enumerate(module for module in work.modules() if isinstance(module, Block)):
+        _prepare(block, index, sample, attention_pairs, ffn_pairs)
+    work.model(input_ids.to(work.device), use_cache=False)  # each layer is converted when its input arrives
+    _put_converted(work)
+    new = HeadwaterForCausalLM._from_config(_with_pairs(config, sample.reports), dtype=model.dtype)
+    new.load_state_dict(work.state_dict())
+    new = new.to(model.device).train(model.training)
+    new.generation_config = copy.deepcopy(model.generation_config)
+    moved = function_change(model, new, input_ids[rows:])
+    return new, Report(tuple(sample.reports), sample.tokens, **moved)
+
+
+def _put_converted(model: HeadwaterForCausalLM) -> None:
+    """Replace each conversion by the map that it made."""
+    maps = {module: module.made for module in model.modules() if isinstance(module, Conversion)}
+    for module in list(model.modules()):
+        for part, child in module.named_children():
+            if child in maps:
+                setattr(module, part, maps[child])
+
+
+def _check_sample(config: HeadwaterConfig, input_ids: Tensor, ridge: float) -> None:
+    """Raise `HeadwaterError` for a model that has Pattention, a sample that cannot be split, or a wrong ridge."""
+    name = Pattention.name()
     if name in (config.mechanisms or {}):
         raise HeadwaterError(f"The model already has mechanism {name!r}; use one with linear layers.")
     if input_ids.ndim != 2 or len(input_ids) < 2 or input_ids.shape[1] < 2:
@@ -118,35 +148,20 @@ def to_parameter_tokens(
         )
     if not 0 < ridge < float("inf"):
         raise HeadwaterError(f"ridge must be above zero and finite, not {ridge}.")
-    for option, given in (("attention_pairs", attention_pairs), ("ffn_pairs", ffn_pairs)):
-        if given is not None and given < 2:
-            raise HeadwaterError(f"{option} must be at least 2, not {given}.")
 
-        needs = (given or 0) * (input_ids.numel() + 2 * config.num_hidden_layers * config.hidden_size) * 8
-        if needs > (there := memory_of(torch.device("cpu"))):
-            raise HeadwaterError(
-                f"{option}={given:,} takes {needs / 1e9:,.0f} GB with {input_ids.numel():,} tokens, and this machine "
-                f"has {there / 1e9:,.0f} GB of memory; give fewer."
-            )
 
-    rows = len(input_ids) - max(1, len(input_ids) // 4)
-    sample = FitSample(rows * input_ids.shape[1], ridge, config.initializer_seed, [])
-    work = copy.deepcopy(model).double().eval()
-    for index, block in enumerate(module for module in work.modules() if isinstance(module, Block)):
-        _prepare(block, index, sample, attention_pairs, ffn_pairs)
-    work.model(input_ids.to(work.device), use_cache=False)  # each layer is converted when its input arrives
-    maps = {module: module.made for module in work.modules() if isinstance(module, Conversion)}
-    for module in list(work.modules()):
-        for part, child in module.named_children():
-            if child in maps:
-                setattr(module, part, maps[child])
-
-    new = HeadwaterForCausalLM._from_config(_with_pairs(config, sample.reports), dtype=model.dtype)
-    new.load_state_dict(work.state_dict())
-    new = new.to(model.device).train(model.training)
-    new.generation_config = copy.deepcopy(model.generation_config)
-    moved = function_change(model, new, input_ids[rows:])
-    return new, Report(tuple(sample.reports), sample.tokens, **moved)
+def _check_pairs(config: HeadwaterConfig, option: str, pairs: int | None, tokens: int) -> None:
+    """Raise `HeadwaterError` for fewer than two pairs, or more than the memory holds for so many tokens."""
+    if pairs is None:
+        return
+    if pairs < 2:
+        raise HeadwaterError(f"{option} must be at least 2, not {pairs}.")
+    needs = pairs * (tokens + 2 * config.num_hidden_layers * config.hidden_size) * 8
+    if needs > (available := memory_of(torch.device("cpu"))):
+        raise HeadwaterError(
+            f"{option}={pairs:,} takes {needs / 1e9:,.0f} GB with {tokens:,} tokens, and this machine has "
+            f"{available / 1e9:,.0f} GB of memory; give fewer."
+        )
 
 
 @dataclass(frozen=True)

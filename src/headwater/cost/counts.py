@@ -7,6 +7,7 @@ as is usual. Each mechanism states its own cost in its file; here it is added up
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -315,56 +316,84 @@ def activation_bytes(
     masked: rows are packed, and attention takes a mask, [B, 1, T, T]. "masks": the mask, and each layer's copy of it in
     the dtype of queries, which the fused kernel stores; and those of layers with keys and values beside the tokens'.
     """
-    width, plans = config.hidden_size, config.layer_plans
-    element, stream = BYTES[precision]
-    autocast = element < stream  # then each linear layer casts its input to a separate copy
+    plans, rows = config.layer_plans, _RowBytes(config, context, BYTES[precision])
+    blocks = [rows.block(plan) for plan in plans]
+    if gradient_checkpointing:
+        carried = sum(rows.source(source.part, plan) for plan in plans for source in plan.exports)
+        kept = len(plans) * rows.stream_width + carried + max(blocks)
+    else:
+        kept = sum(blocks)
+    kept += rows.outside_blocks()
+    tokens = batch_size * context
+    logits = tokens * config.vocab_size if config.is_causal else batch_size * config.num_labels
+    softmax, gradients = 4, 8  # bytes of its logarithm, and of two gradients, of a logit
+    softmax += rows.element * (config.logit_softcap is not None)  # which keeps its tanh
+    at_once = min(loss_chunk_tokens, tokens) * config.vocab_size if loss_chunk_tokens else logits
+    return {
+        "kept": tokens * kept + batch_size * rows.before() + (0 if loss_chunk_tokens else softmax * logits),
+        "loss": at_once * (gradients + (softmax if loss_chunk_tokens else 0)),
+        "masks": tokens * rows.masks(1 if gradient_checkpointing else len(plans)) if masked else 0,
+    }
 
-    def size(part: str, plan: LayerPlan) -> int:
+
+@dataclass(frozen=True)
+class _RowBytes:
+    """Bytes that training stores for a row of `context` tokens; precision: of a number in linear layers and outside."""
+
+    config: HeadwaterConfig
+    context: int
+    precision: tuple[int, int]
+
+    @property
+    def element(self) -> int:
+        return self.precision[0]
+
+    @property
+    def stream_width(self) -> int:
+        """Bytes per token of the residual stream."""
+        return self.config.hidden_size * self.precision[1]
+
+    def source(self, part: str, plan: LayerPlan) -> int:
         """Bytes per token of a tensor that a layer passes on."""
-        own = config.at(plan.index)
-        heads = {"q": own.num_attention_heads, "k": len(plan.k_heads), "v": len(plan.v_heads)}
+        layer = self.config.at(plan.index)
+        if part == "x":
+            return self.stream_width
         if part == "a":
-            return own.num_attention_heads * context * element
-        return width * stream if part == "x" else heads[part] * own.head_dim * element
+            return layer.num_attention_heads * self.context * self.element
+        heads = {"q": layer.num_attention_heads, "k": len(plan.k_heads), "v": len(plan.v_heads)}
+        return heads[part] * layer.head_dim * self.element
 
-    def block(plan: LayerPlan) -> int:
+    def block(self, plan: LayerPlan) -> int:
+        """Bytes per token of what a block stores."""
+        config, (element, stream) = self.config, self.precision
         attention, feed_forward = _attention_cost(config, plan), _feed_forward_cost(config, plan.index)
         numbers = attention.saved + feed_forward.saved + sum(cost.saved for cost in _mechanism_costs(config, plan))
         # Two norms, the first of one input or several: each stores its input, and the next linear layers its output;
         # those of outputs store the input.
         more = len(plan.inputs) - 1
         inputs = (1 if config.parallel_residual else 2) + more
+        autocast = element < stream  # then each linear layer casts its input to a separate copy
         outputs = (_readers(plan) if autocast else 2 + more) + 2 * config.output_norms
-        shown = _shown_weights(config, plan) * config.at(plan.index).num_attention_heads * context
-        return (inputs * stream + outputs * element) * width + (numbers + shown) * element
+        shown = _shown_weights(config, plan) * config.at(plan.index).num_attention_heads * self.context
+        return (inputs * stream + outputs * element) * config.hidden_size + (numbers + shown) * element
 
-    blocks = [block(plan) for plan in plans]
-    if gradient_checkpointing:
-        carried = sum(size(source.part, plan) for plan in plans for source in plan.exports)
-        kept = len(plans) * width * stream + carried + max(blocks)
-    else:
-        kept = sum(blocks)
-    kept += width * (stream + element)  # the last norm
-    kept += width * stream * config.embedding_norm
-    kept += sum(cost.saved for cost in _shared_costs(config)) * element
-    before, logits = 0, context * config.vocab_size if config.is_causal else config.num_labels  # of a row
-    if isinstance(config, HeadwaterVisionConfig):
-        before = (context - config.first_patch) * _patch(config) * element
-    tokens = batch_size * context
-    softmax, gradients = 4, 8  # bytes of its logarithm, and of two gradients, of a logit
-    softmax += element * (config.logit_softcap is not None)  # which keeps its tanh
-    copies = 1 if gradient_checkpointing else len(plans)
-    whole = batch_size * logits
-    at_once = min(loss_chunk_tokens, tokens) * config.vocab_size if loss_chunk_tokens else whole
-    masks = tokens * context * (1 + copies * element) if masked else 0
-    # With pairs beside the tokens' a layer widens the mask.
-    own = min(copies, sum(bool(plan.at("beside")) for plan in plans)) * config.is_causal
-    masks += own * masked * tokens * context
-    return {
-        "kept": tokens * kept + batch_size * before + (0 if loss_chunk_tokens else softmax * whole),
-        "loss": at_once * (gradients + (softmax if loss_chunk_tokens else 0)),
-        "masks": masks,
-    }
+    def outside_blocks(self) -> int:
+        """Bytes per token of the norms around the blocks, and of what mechanisms share."""
+        config = self.config
+        norms = config.hidden_size * self.element + self.stream_width * (1 + config.embedding_norm)
+        return norms + sum(cost.saved for cost in _shared_costs(config)) * self.element
+
+    def before(self) -> int:
+        """Bytes per row of an image's patches."""
+        if not isinstance(self.config, HeadwaterVisionConfig):
+            return 0
+        return (self.context - self.config.first_patch) * _patch(self.config) * self.element
+
+    def masks(self, copies: int) -> int:
+        """Bytes per token of the mask of packed rows, and its copies in layers of which so many are stored at once."""
+        # With pairs beside the tokens' a layer widens the mask.
+        widened = min(copies, sum(bool(plan.at("beside")) for plan in self.config.layer_plans)) * self.config.is_causal
+        return self.context * (1 + copies * self.element + widened)
 
 
 def _readers(plan: LayerPlan) -> int:

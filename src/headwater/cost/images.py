@@ -99,30 +99,26 @@ def price(
 
 def table(prices: Sequence[ImagePrice]) -> Table:
     """The prices side by side, with ratios to the first."""
-    first, here = prices[0], [one.at[0] for one in prices]
+    first, costs = prices[0], [price.at[0] for price in prices]
     note = (
         f"{first.precision}; FLOPs are matmuls; × is over the first column.",
         "Activations and largest batches are estimates.",
         *ceilings(first.hardware, first.precision),
     )
-    result = SideBySide([one.name for one in prices], " ".join(note))
-    row = result.row
-    result.parameters([one.parameters for one in prices])
+    result = SideBySide([price.name for price in prices], " ".join(note))
+    result.parameters([price.parameters for price in prices])
     result.section("training state")
-    row("bytes", [sum(one.state_bytes.values()) for one in prices], ratio=True)
-    sizes = dict.fromkeys(f"{one.image_size[0]} x {one.image_size[1]}" for one in here)
+    result.field("bytes", prices, "state_bytes", ratio=True)
+    sizes = dict.fromkeys(f"{cost.image_size[0]} x {cost.image_size[1]}" for cost in costs)
     result.section(f"images of {', '.join(sizes)}")
-    row("sequence length", [one.tokens for one in here])
-    for part in here[0].forward:
-        label = "linear layers" if part == "maps" else part
-        row(f"forward FLOPs per image: {label}", [one.forward[part] for one in here])
-    row("forward FLOPs per image", [sum(one.forward.values()) for one in here], ratio=True)
-    row("training FLOPs per image", [one.training for one in here], ratio=True)
-    result.activations(first.batch, here, any(one.gradient_checkpointing for one in prices))
-    limits = [one.limits for one in here if one.limits is not None]
+    result.field("sequence length", costs, "tokens")
+    result.forward_flops("image", costs, "forward")
+    result.field("training FLOPs per image", costs, "training", ratio=True)
+    result.activations(first.batch, costs, any(price.gradient_checkpointing for price in prices))
+    limits = [cost.limits for cost in costs if cost.limits is not None]
     if limits:
         budget = "" if first.images is None else f"{si(first.images)} images"
         result.training("images", "images", first, budget, limits)
-        row("inference ceiling, images/s, one device", [one.inference_ceiling for one in limits], ratio=True)
+        result.field("inference ceiling, images/s, one device", limits, "inference_ceiling", ratio=True)
     result.devices_needed(prices)
     return result.table

@@ -144,26 +144,38 @@ class SideBySide:
             ]
         self.table.add_row(f"  {label}", *cells)
 
+    def field(self, label: str, costs: Sequence[Any], name: str, ratio: bool = False) -> None:
+        """A row of a field of each model's costs; of its sum, where it has parts."""
+        values = [getattr(cost, name) for cost in costs]
+        self.row(label, [sum(value.values()) if isinstance(value, Mapping) else value for value in values], ratio)
+
+    def forward_flops(self, unit: str, costs: Sequence[Any], name: str) -> None:
+        """Rows of the FLOPs of a forward pass, by part and in all."""
+        for part in getattr(costs[0], name):
+            label = "linear layers" if part == "maps" else part
+            self.row(f"forward FLOPs per {unit}: {label}", [getattr(cost, name)[part] for cost in costs])
+        self.field(f"forward FLOPs per {unit}", costs, name, ratio=True)
+
     def activations(self, batch: int, costs: Sequence[Any], trained: bool) -> None:
         """Rows of activation bytes. trained: with those of training as it is asked for."""
-        self.row(f"activation bytes, batch {batch}", [one.activation_bytes for one in costs], ratio=True)
-        self.row("  gradient checkpointing", [one.activation_bytes_checkpointed for one in costs])
+        self.field(f"activation bytes, batch {batch}", costs, "activation_bytes", ratio=True)
+        self.field("  gradient checkpointing", costs, "activation_bytes_checkpointed")
         if trained:
-            self.row("training state and activations, as trained", [one.step_bytes for one in costs], ratio=True)
+            self.field("training state and activations, as trained", costs, "step_bytes", ratio=True)
 
     def training(self, unit: str, rows: str, price: AnyPrice, budget: str, limits: Sequence[TrainingLimits]) -> None:
         """Rows of what the hardware allows in training. budget: in words; "" without one."""
         on = f"{price.devices} × {price.hardware.name}" if price.hardware else ""
-        self.row(f"training ceiling, {unit}/s, {on}", [one.training_ceiling for one in limits], ratio=True)
+        self.field(f"training ceiling, {unit}/s, {on}", limits, "training_ceiling", ratio=True)
         if budget:
-            self.row(f"days for {budget} at MFU {price.mfu:g}", [one.days for one in limits])
-            self.row("device-hours", [one.device_hours for one in limits])
-        self.row(f"largest batch, {rows} per device", [one.largest_batch for one in limits])
-        self.row("  gradient checkpointing", [one.largest_batch_checkpointed for one in limits])
+            self.field(f"days for {budget} at MFU {price.mfu:g}", limits, "days")
+            self.field("device-hours", limits, "device_hours")
+        self.field(f"largest batch, {rows} per device", limits, "largest_batch")
+        self.field("  gradient checkpointing", limits, "largest_batch_checkpointed")
 
     def devices_needed(self, prices: Sequence[AnyPrice]) -> None:
         if any((one.devices_needed or 1) > 1 for one in prices):
-            self.row("devices to shard the training state over", [one.devices_needed for one in prices])
+            self.field("devices to shard the training state over", prices, "devices_needed")
 
     def parameters(self, parts: Sequence[Mapping[str, int]]) -> None:
         """The section of parameters, those of each model by part."""

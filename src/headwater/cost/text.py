@@ -152,43 +152,41 @@ def price(
 
 def table(prices: Sequence[Price]) -> Table:
     """The prices side by side, with ratios to the first."""
-    first = prices[0]
-    result = SideBySide([one.name for one in prices], note(prices))
-    section, row = result.section, result.row
-
-    result.parameters([one.parameters for one in prices])
-    section("K/V cache")
-    row("bytes per token", [one.cache_bytes_per_token for one in prices], ratio=True)
-    shortened = any(one.last_token_layers for one in prices)
-    if shortened:
-        section("prompt")
-        row("layers for its last token alone", [one.last_token_layers for one in prices])
-    section("training state")
-    row("bytes", [sum(one.state_bytes.values()) for one in prices], ratio=True)
-    for index, at in enumerate(first.at):
-        here = [one.at[index] for one in prices]
-        section(f"context {at.context:,}")
-        for part in at.causal:
-            label = "linear layers" if part == "maps" else part
-            row(f"forward FLOPs per token: {label}", [one.causal[part] for one in here])
-        row("forward FLOPs per token", [sum(one.causal.values()) for one in here], ratio=True)
-        row("  full attention", [sum(one.full.values()) for one in here], ratio=True)
-        row("training FLOPs per token", [one.training_causal for one in here], ratio=True)
-        row("  full attention", [one.training_full for one in here], ratio=True)
-        if shortened:
-            row(f"FLOPs of a prompt, batch {first.batch}", [one.prefill for one in here], ratio=True)
-        row(f"cache bytes, batch {first.batch}", [one.cache_bytes for one in here], ratio=True)
-        trained = any(one.gradient_checkpointing or one.loss_chunk_tokens or one.masked for one in prices)
-        result.activations(first.batch, here, trained)
-        limits = [one.limits for one in here if one.limits is not None]
-        if limits:
-            budget = "" if first.tokens is None else f"{si(first.tokens).replace('G', 'B')} tokens"
-            result.training("tokens", "rows", first, budget, limits)
-            ceiling = f"generation ceiling, tokens/s, batch {first.batch}"
-            row(ceiling, [one.generation_ceiling for one in limits], ratio=True)
-            row("most sequences when generating", [one.most_sequences for one in limits], ratio=True)
+    result = SideBySide([price.name for price in prices], note(prices))
+    result.parameters([price.parameters for price in prices])
+    result.section("K/V cache")
+    result.field("bytes per token", prices, "cache_bytes_per_token", ratio=True)
+    if any(price.last_token_layers for price in prices):
+        result.section("prompt")
+        result.field("layers for its last token alone", prices, "last_token_layers")
+    result.section("training state")
+    result.field("bytes", prices, "state_bytes", ratio=True)
+    for index in range(len(prices[0].at)):
+        _add_context(result, prices, [price.at[index] for price in prices])
     result.devices_needed(prices)
     return result.table
+
+
+def _add_context(result: SideBySide, prices: Sequence[Price], costs: Sequence[AtContext]) -> None:
+    """The section of one context."""
+    first = prices[0]
+    result.section(f"context {costs[0].context:,}")
+    result.forward_flops("token", costs, "causal")
+    result.field("  full attention", costs, "full", ratio=True)
+    result.field("training FLOPs per token", costs, "training_causal", ratio=True)
+    result.field("  full attention", costs, "training_full", ratio=True)
+    if any(price.last_token_layers for price in prices):
+        result.field(f"FLOPs of a prompt, batch {first.batch}", costs, "prefill", ratio=True)
+    result.field(f"cache bytes, batch {first.batch}", costs, "cache_bytes", ratio=True)
+    trained = any(price.gradient_checkpointing or price.loss_chunk_tokens or price.masked for price in prices)
+    result.activations(first.batch, costs, trained)
+    limits = [cost.limits for cost in costs if cost.limits is not None]
+    if limits:
+        budget = "" if first.tokens is None else f"{si(first.tokens).replace('G', 'B')} tokens"
+        result.training("tokens", "rows", first, budget, limits)
+        ceiling = f"generation ceiling, tokens/s, batch {first.batch}"
+        result.field(ceiling, limits, "generation_ceiling", ratio=True)
+        result.field("most sequences when generating", limits, "most_sequences", ratio=True)
 
 
 def note(prices: Sequence[Price]) -> str:

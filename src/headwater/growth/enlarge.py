@@ -246,11 +246,9 @@ class Moves:
         raise HeadwaterError(f"{name} of this model cannot grow; remove what it belongs to.")
 
     def filled(self, name: str, old: Tensor, fresh: Tensor, axes: Sequence[Dim], power: int, silenced: bool) -> Tensor:
-        growth, wide = self.growth, torch.promote_types(old.dtype, torch.float32)
-        dims = len(axes)
-        shape, joined = fresh.shape, (*fresh.shape[: dims - 1], -1)
+        wide, dims = torch.promote_types(old.dtype, torch.float32), len(axes)
         x = old.detach().to(fresh.device, wide).reshape(*old.shape[: dims - 1], -1)
-        base = fresh.detach().to(wide).reshape(joined)
+        base = fresh.detach().to(wide).reshape(*fresh.shape[: dims - 1], -1)
         taken, zero = torch.ones_like(base, dtype=torch.bool), torch.zeros_like(base, dtype=torch.bool)
         spread = None
         module = self.large.get_submodule(name.rpartition(".")[0])
@@ -263,42 +261,31 @@ class Moves:
             if way.mean:
                 x = torch.cat((x, x.mean(dim, keepdim=True)), dim)
             source = torch.tensor(way.source, device=x.device)
-            view = [-1 if at == dim else 1 for at in range(dims)]
+            view = _shape_along(dim, dims)
             x = x.index_select(dim, source.clamp(min=0))
             counts = torch.bincount(source[source >= 0], minlength=int(source.max()) + 1)[source.clamp(min=0)]
-            shares = counts.to(wide).reciprocal().view(view)
-            factor = torch.full_like(shares, way.factor)
-            if axis.reads:
-                if power == 0:
-                    factor = factor * shares
-                    spread = (dim, source) if bool((counts > 1).any()) else spread
-                elif way.factor != 1:
-                    factor = factor.reciprocal() ** power
-            elif power:
-                factor = (shares if axis.of not in ("same", "layers") else 1.0) ** power / factor**power
-            x = x * factor
+            if axis.reads and power == 0 and bool((counts > 1).any()):
+                spread = (dim, source)
+            x = x * _scale_copies(axis, way, counts.to(wide).reciprocal().view(view), power)
             taken &= (source >= 0).view(view)
             zero |= ((source < 0) & way.zero).view(view)
         apart = torch.zeros_like(x)
-        if spread is not None and growth.noise and power == 0:
-            # Of a layer that grew before and has not been trained, what writes is still zero.
-            scale = float(x.std()) or float(base.std())
-            apart = self.noise(name, x, *spread) * scale
-        if silenced:
-            # The copies' outputs are equal, so this adds up to zero, and without it they would stay equal forever. It
-            # is small, for the rounding of the sum; Adam parts them by the sign of their gradients.
-            made = torch.where(taken, 0.01 * apart, 0.0)
-            if axes[-1].of == "output norm" and isinstance(module, RMSNorm) and growth.fill == "zero":
-                made = torch.where(taken, made, base)  # of channels whose map is zero: with both, neither would learn
-        else:
+        if spread is not None and self.growth.noise:
+            apart = self.noise(name, x, *spread) * _measure_spread(x, base)
+        if not silenced:
             made = torch.where(taken, x + apart, torch.where(zero, 0.0, base))
-        return made.reshape(shape) - offset
+            return made.reshape(fresh.shape) - offset
+        # Where a channel's map is zero, its norm is fresh: with both zero, neither would learn.
+        is_norm = axes[-1].of == "output norm" and isinstance(module, RMSNorm) and self.growth.fill == "zero"
+        # The copies' outputs are equal, so this adds up to zero, and without it they would stay equal forever. It is
+        # small, for the rounding of the sum; Adam parts them by the sign of their gradients.
+        return torch.where(taken, 0.01 * apart, base if is_norm else 0.0).reshape(fresh.shape) - offset
 
     def noise(self, name: str, x: Tensor, dim: int, source: Tensor) -> Tensor:
         """What differs between copies' factors, over their spread, and adds up to zero over the copies."""
         draw = generator(self.model.config.initializer_seed, "grown", name, x.shape[dim])
         drawn = torch.randn(x.shape, generator=draw).to(x) * self.growth.noise
-        along = [-1 if one == dim else 1 for one in range(x.dim())]
+        along = _shape_along(dim, x.dim())
         at, known = source.clamp(min=0), (source >= 0).to(x)
         counts = torch.zeros(int(at.max()) + 1, device=x.device).to(x).index_add(0, at, known).clamp(min=1)
         sums = x.new_zeros([len(counts) if one == dim else size for one, size in enumerate(x.shape)])
@@ -320,42 +307,51 @@ class Moves:
             return Copied([at if at < old else -1 for at in range(new)], zero=axis.zero)
         if axis.of == "units":
             return Copied(list(growth.units), zero=axis.reads and exact)
+        return self.way_of_channels(name, axis, old, exact)
+
+    def way_of_channels(self, name: str, axis: Dim, old: int, exact: bool) -> Copied:
+        """Where the new channels of the residual stream come from."""
+        growth = self.growth
         mean = growth.fill == "mean" and growth.pads
-        if mean and (axis.of == "outputs" or axis.normed):
-            raise HeadwaterError(
-                f"{name} has an entry per channel, and under LayerNorm new channels hold the mean of the others; "
-                "multiply hidden_size (hypercloning), grow other sizes, or use the method net2net."
-            )
-        scales = axis.normed or (axis.of in ("norm", "output norm") and name.endswith("weight"))
-        scale = growth.part**0.5 if exact and scales else 1.0
-        if name.startswith(f"{self.model.base_model_prefix}.norm.") and self.model.config.final_norm_weight:
-            scale /= copies_read(self.model.config, growth)  # the head follows the last norm
+        if mean:
+            _check_mean(name, axis)
         writes = axis.of in ("stream", "outputs") and not axis.reads
         source = [old if at < 0 and mean and writes else at for at in growth.stream]
-        return Copied(source, zero=writes and exact, mean=mean and writes, factor=scale)
+        return Copied(source, zero=writes and exact, mean=mean and writes, factor=self.norm_factor(name, axis, exact))
+
+    def norm_factor(self, name: str, axis: Dim, exact: bool) -> float:
+        """What old entries of a norm are multiplied with, because the stream that it divides by has another size."""
+        growth, config = self.growth, self.model.config
+        scales = axis.normed or (axis.of in ("norm", "output norm") and name.endswith("weight"))
+        factor = growth.part**0.5 if exact and scales else 1.0
+        if name.startswith(f"{self.model.base_model_prefix}.norm.") and config.final_norm_weight:
+            factor /= copies_read(config, growth)  # the head follows the last norm
+        return factor
 
     def way_of_heads(self, name: str, axis: Dim, old: int, new: int, exact: bool) -> Copied | None:
-        growth, layer = self.growth, self.layer_of(name)
-        if axis.of == "q":
-            heads, before = list(growth.q), max(growth.q) + 1
-            if layer is not None and "num_attention_heads" in (self.model.config.sliding_fields or {}):
-                before = self.model.config.at(growth.layers[layer]).num_attention_heads
-                heads = list(range(before))
-        elif axis.of == "kv":
-            heads, before = list(growth.kv), max(growth.kv) + 1
-        else:
-            assert layer is not None
-            was, now = self.plans[0][growth.layers[layer]], self.plans[1][layer]
-            stored, after = (was.k_heads, now.k_heads) if axis.of == "k" else (was.v_heads, now.v_heads)
-            sources = growth.kv if len(growth.kv) > max(growth.kv) + 1 else range(max(after, default=0) + 1)
-            heads = [stored.index(sources[head]) if sources[head] in stored else -1 for head in after]
-            before = len(stored)
+        heads, before = self.sources_of_heads(name, axis)
         each = old // max(1, before)
         if old == new and (len(heads) * each != new or heads == list(range(before))):
             return None  # of something else than heads, or of the same
         source = [head * each + at if head >= 0 else -1 for head in heads for at in range(each)]
         assert len(source) == new, f"{name}: {len(source)} of {new}"
         return Copied(source, zero=axis.reads and exact)
+
+    def sources_of_heads(self, name: str, axis: Dim) -> tuple[list[int], int]:
+        """The old head of each new one, -1 for none, and the number of old heads."""
+        growth, layer = self.growth, self.layer_of(name)
+        if axis.of == "q":
+            if layer is not None and "num_attention_heads" in (self.model.config.sliding_fields or {}):
+                before = self.model.config.at(growth.layers[layer]).num_attention_heads
+                return list(range(before)), before
+            return list(growth.q), max(growth.q) + 1
+        if axis.of == "kv":
+            return list(growth.kv), max(growth.kv) + 1
+        assert layer is not None
+        was, now = self.plans[0][growth.layers[layer]], self.plans[1][layer]
+        stored, after = (was.k_heads, now.k_heads) if axis.of == "k" else (was.v_heads, now.v_heads)
+        sources = growth.kv if len(growth.kv) > max(growth.kv) + 1 else range(max(after, default=0) + 1)
+        return [stored.index(sources[head]) if sources[head] in stored else -1 for head in after], len(stored)
 
     def way_of_layers(self, name: str, axis: Dim, new: int) -> Copied:
         layer = self.layer_of(name)
@@ -379,6 +375,39 @@ class Copied(NamedTuple):
     factor: float = 1.0
 
 
+def _shape_along(dim: int, dims: int) -> list[int]:
+    """The shape in which numbers for the entries along one dimension are broadcast."""
+    return [-1 if at == dim else 1 for at in range(dims)]
+
+
+def _measure_spread(x: Tensor, fresh: Tensor) -> float:
+    """The standard deviation of a parameter, or of a fresh one."""
+    # Of a layer that grew before and has not been trained, what writes is still zero.
+    return float(x.std()) or float(fresh.std())
+
+
+def _check_mean(name: str, axis: Dim) -> None:
+    """Raise `HeadwaterError` for entries that the mean of the others cannot take the place of."""
+    if axis.of == "outputs" or axis.normed:
+        raise HeadwaterError(
+            f"{name} has an entry per channel, and under LayerNorm new channels hold the mean of the others; "
+            "multiply hidden_size (hypercloning), grow other sizes, or use the method net2net."
+        )
+
+
+def _scale_copies(axis: Dim, way: Copied, shares: Tensor, power: int) -> Tensor:
+    """What old entries along an axis are multiplied with. shares: one over how many copies each has. power: as in
+    `Moves.of`."""
+    factor = torch.full_like(shares, way.factor)
+    if axis.reads and power == 0:
+        return factor * shares
+    if axis.reads and way.factor != 1:
+        return factor.reciprocal() ** power
+    if axis.reads or power == 0:
+        return factor
+    return (shares if axis.of not in ("same", "layers") else 1.0) ** power / factor**power
+
+
 def _check_units(config: HeadwaterConfig) -> None:
     """Raise `HeadwaterError` if mechanisms replace all feed-forwards."""
     width = config.hidden_size
@@ -394,40 +423,52 @@ def _check_units(config: HeadwaterConfig) -> None:
 def _check_plans(old: HeadwaterConfig, new: HeadwaterConfig, growth: Larger) -> None:
     """Raise `HeadwaterError` where a layer would attend to or read another layer than the one it is made from does."""
     before, after = old.layer_plans, new.layer_plans
-    more_heads = len(growth.kv) > max(growth.kv) + 1
     if growth.deepens:
-        # What acts at the end of the last layer does so after layers that add nothing, and the rest still before it.
-        first, last = (after[at].at("leave") for at in (growth.at(growth.depth - 1), len(after) - 1))
-        moved = [*first, *(name for name in last if name not in first)]
-        if moved != [*before[-1].at("leave")]:
-            here, there = (" and ".join(map(repr, names)) for names in (before[-1].at("leave"), moved))
-            raise HeadwaterError(
-                f"{here} act after the last layer, and in the larger model in another order: {there}; list them in "
-                "this order in a new model, remove one, or use a method that does not keep the function."
-            )
+        _check_last_layer(before, after, growth)
     for layer, source in enumerate(growth.layers):
-        if layer in growth.silent:
-            continue
-        was, now = before[source], after[layer]
-        # Layers have heads of their own only in models whose heads do not grow.
-        for head, copied in enumerate(growth.kv if more_heads else range(len(was.attends))):
-            if copied >= 0:
-                wanted = tuple(growth.at(one) for one in was.attends[copied])
-                if tuple(now.attends[head]) != wanted:
-                    raise HeadwaterError(
-                        f"Head {copied} of layer {source} attends to layers {_named(was.attends[copied])}, which its "
-                        f"copy in the larger model would not; remove the mechanism, or use a method that does not keep "
-                        "the function."
-                    )
-        # What acts after the last layer does so after its copies that add nothing.
-        alike = [after[new] for new in growth.copies([source]) if new == layer or new in growth.silent]
-        for read in was.reads:
-            known = any(_reads(plan, read, growth, before) for plan in alike)
-            if read.kind in ("raw", "local", "probabilities", "stream") and not known:
-                raise HeadwaterError(
-                    f"Layer {source} reads layer {read.layer}, which its copy in the larger model would not; remove "
-                    "the mechanism, or use a method that does not keep the function."
-                )
+        if layer not in growth.silent:
+            _check_attended(before[source], after[layer], growth)
+            _check_reads(before, after, layer, growth)
+
+
+def _check_last_layer(before: Sequence[LayerPlan], after: Sequence[LayerPlan], growth: Larger) -> None:
+    """Raise `HeadwaterError` where mechanisms would act after the last layer in another order."""
+    # What acts at the end of the last layer does so after layers that add nothing, and the rest still before it.
+    first, last = (after[at].at("leave") for at in (growth.at(growth.depth - 1), len(after) - 1))
+    moved = [*first, *(name for name in last if name not in first)]
+    if moved != [*before[-1].at("leave")]:
+        here, there = (" and ".join(map(repr, names)) for names in (before[-1].at("leave"), moved))
+        raise HeadwaterError(
+            f"{here} act after the last layer, and in the larger model in another order: {there}; list them in "
+            "this order in a new model, remove one, or use a method that does not keep the function."
+        )
+
+
+def _check_attended(was: LayerPlan, now: LayerPlan, growth: Larger) -> None:
+    """Raise `HeadwaterError` where a head would attend to other layers than the one it is a copy of."""
+    # Layers have heads of their own only in models whose heads do not grow.
+    more_heads = len(growth.kv) > max(growth.kv) + 1
+    for head, copied in enumerate(growth.kv if more_heads else range(len(was.attends))):
+        if copied >= 0 and tuple(now.attends[head]) != tuple(map(growth.at, was.attends[copied])):
+            raise HeadwaterError(
+                f"Head {copied} of layer {was.index} attends to layers {_named(was.attends[copied])}, which its "
+                f"copy in the larger model would not; remove the mechanism, or use a method that does not keep "
+                "the function."
+            )
+
+
+def _check_reads(before: Sequence[LayerPlan], after: Sequence[LayerPlan], layer: int, growth: Larger) -> None:
+    """Raise `HeadwaterError` where a layer would read other layers than the one it is made from."""
+    source = growth.layers[layer]
+    # What acts after the last layer does so after its copies that add nothing.
+    alike = [after[new] for new in growth.copies([source]) if new == layer or new in growth.silent]
+    for read in before[source].reads:
+        known = any(_reads(plan, read, growth, before) for plan in alike)
+        if read.kind in ("raw", "local", "probabilities", "stream") and not known:
+            raise HeadwaterError(
+                f"Layer {source} reads layer {read.layer}, which its copy in the larger model would not; remove "
+                "the mechanism, or use a method that does not keep the function."
+            )
 
 
 @torch.no_grad()

@@ -82,6 +82,36 @@ def growth_of(config: HeadwaterConfig, sizes: NewSizes, method: str) -> Larger:
     """What each part of a larger model is made from. Raises `HeadwaterError` for sizes that the method cannot give."""
     deeper, wider = ways(method)
     given = sizes.given()
+    _check_larger(config, given)
+    old = {name: getattr(config, name) for name in vars(sizes)}
+    new = old | given | _scale_kv_heads(config, given)
+    grows = {name for name in old if new[name] > old[name]}
+    _check_directions(method, deeper, wider, grows)
+    layers, silent = _layers(old["num_hidden_layers"], new["num_hidden_layers"], deeper)
+    if wider == "hypercloning":
+        _check_multiples(old, new, grows - {"num_hidden_layers"})
+    copies = wider in NOISE
+    kv, q = _heads(config, new["num_attention_heads"], new["num_key_value_heads"], copies)
+    layer_norm = config.norm == "layer_norm"
+    used = {deeper if "num_hidden_layers" in grows else None, wider if grows - {"num_hidden_layers"} else None}
+    growth = Larger(
+        layers=layers,
+        silent=silent,
+        stream=_stream(old["hidden_size"], new["hidden_size"], copies),
+        q=q,
+        kv=kv,
+        units=_copied(old["intermediate_size"], new["intermediate_size"], copies),
+        fill="any" if wider == "net2net" else "mean" if layer_norm else "zero",
+        keeps=not used & set(CHANGES),
+        noise=NOISE.get(str(wider), 0.0),
+    )
+    if growth.fill != "any":
+        _check_exact(config, growth)
+    return growth
+
+
+def _check_larger(config: HeadwaterConfig, given: dict[str, int]) -> None:
+    """Raise `HeadwaterError` for a size that would shrink or is out of bounds, or if none would grow."""
     for name, size in given.items():
         if size < getattr(config, name):
             raise HeadwaterError(f"{name} would shrink from {getattr(config, name)} to {size}; give at least as much.")
@@ -92,17 +122,24 @@ def growth_of(config: HeadwaterConfig, sizes: NewSizes, method: str) -> Larger:
             "Nothing would grow: give more layers (num_hidden_layers), a larger hidden_size or intermediate_size, more "
             "heads (num_attention_heads), or more pairs of a model with parameter tokens."
         )
-    old = {name: getattr(config, name) for name in vars(sizes)}
-    new = old | given
-    ratio = config.num_attention_heads // old["num_key_value_heads"]
-    if "num_attention_heads" in given and "num_key_value_heads" not in given:
-        if given["num_attention_heads"] % ratio:
-            raise HeadwaterError(
-                f"The model has {ratio} query heads for each key/value head, so num_attention_heads must be a multiple "
-                f"of {ratio}, not {given['num_attention_heads']}; or give num_key_value_heads, too."
-            )
-        new["num_key_value_heads"] = given["num_attention_heads"] // ratio
-    grows = {name for name in old if new[name] > old[name]}
+
+
+def _scale_kv_heads(config: HeadwaterConfig, given: dict[str, int]) -> dict[str, int]:
+    """The key/value heads that keep their ratio to more query heads, unless their number is given."""
+    if "num_attention_heads" not in given or "num_key_value_heads" in given:
+        return {}
+    assert config.num_key_value_heads is not None
+    ratio = config.num_attention_heads // config.num_key_value_heads
+    if given["num_attention_heads"] % ratio:
+        raise HeadwaterError(
+            f"The model has {ratio} query heads for each key/value head, so num_attention_heads must be a multiple "
+            f"of {ratio}, not {given['num_attention_heads']}; or give num_key_value_heads, too."
+        )
+    return {"num_key_value_heads": given["num_attention_heads"] // ratio}
+
+
+def _check_directions(method: str, deeper: str | None, wider: str | None, grows: set[str]) -> None:
+    """Raise `HeadwaterError` if the method has no way to grow in a direction, or one for a direction that stays."""
     if deeper is None and "num_hidden_layers" in grows:
         raise HeadwaterError(f"The method {method!r} makes no model deeper; use, for example, identity+{method}.")
     if wider is None and grows - {"num_hidden_layers"}:
@@ -110,31 +147,16 @@ def growth_of(config: HeadwaterConfig, sizes: NewSizes, method: str) -> Larger:
     if "+" in method and not {"num_hidden_layers"} < grows:
         only, unread = (deeper, wider) if "num_hidden_layers" in grows else (wider, deeper)
         raise HeadwaterError(f"It grows in one direction, so {unread!r} would do nothing; use the method {only}.")
-    layers, silent = _layers(old["num_hidden_layers"], new["num_hidden_layers"], deeper)
-    if wider == "hypercloning":
-        for name in grows - {"num_hidden_layers"}:
-            if new[name] % old[name]:
-                raise HeadwaterError(
-                    f"hypercloning multiplies: {name} can be {old[name] * 2} or {old[name] * 3}, not {new[name]}; use "
-                    "the method lemon for other sizes."
-                )
-    kv, q = _heads(config, new["num_attention_heads"], new["num_key_value_heads"], wider in NOISE)
-    layer_norm = config.norm == "layer_norm"
-    used = {deeper if "num_hidden_layers" in grows else None, wider if grows - {"num_hidden_layers"} else None}
-    growth = Larger(
-        layers=layers,
-        silent=silent,
-        stream=_stream(old["hidden_size"], new["hidden_size"], wider in NOISE),
-        q=q,
-        kv=kv,
-        units=_copied(old["intermediate_size"], new["intermediate_size"], wider in NOISE),
-        fill="any" if wider == "net2net" else "mean" if layer_norm else "zero",
-        keeps=not used & set(CHANGES),
-        noise=NOISE.get(str(wider), 0.0),
-    )
-    if growth.fill != "any":
-        _check_exact(config, growth)
-    return growth
+
+
+def _check_multiples(old: dict[str, int], new: dict[str, int], names: set[str]) -> None:
+    """Raise `HeadwaterError` for a size that is not a multiple of the old one."""
+    for name in names:
+        if new[name] % old[name]:
+            raise HeadwaterError(
+                f"hypercloning multiplies: {name} can be {old[name] * 2} or {old[name] * 3}, not {new[name]}; use "
+                "the method lemon for other sizes."
+            )
 
 
 def _layers(old: int, new: int, way: str | None) -> tuple[tuple[int, ...], frozenset[int]]:

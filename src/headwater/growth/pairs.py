@@ -264,24 +264,31 @@ def merge(base: Model, *grown: Model) -> Model:
     merged = copied(base)
     new: Counts = {which: n + sum(own[which] - n for own in others) for which, n in counts.items()}
     _check_read(options_of(base.config), counts, new)
-    joined = {module: (layer, which) for layer, which, module in maps_of(merged)}
     parts = [{(layer, which): module for layer, which, module in maps_of(model)} for model in grown]
-    states = [model.state_dict() for model in grown]
     with torch.no_grad():
-        for name, tensor in merged.state_dict().items():
-            if all(name in state and state[name].shape == tensor.shape for state in states):
-                tensor.copy_(torch.stack([state[name].to(tensor) for state in states]).mean(0))
-        for module, place in joined.items():
-            n = counts[place[1]]
-            copies = [part[place] for part in parts]
-            module.scale.put(sum(float(one.scale.tau) for one in copies) / len(copies))
-            rows = []
-            for field in ("keys", "values"):
-                tensors = [getattr(one, field).to(module.key) for one in copies]
-                rows.append(torch.cat((torch.stack([t[:n] for t in tensors]).mean(0), *(t[n:] for t in tensors))))
-            module.put(rows[0], rows[1])
+        _average_shared(merged, grown)
+        for layer, which, module in maps_of(merged):
+            _join_pairs(module, [part[layer, which] for part in parts], counts[which])
     _settle(merged, new)
     return merged
+
+
+def _average_shared(merged: Model, grown: Sequence[Model]) -> None:
+    """Set each parameter that has one shape in all models to its mean."""
+    states = [model.state_dict() for model in grown]
+    for name, tensor in merged.state_dict().items():
+        if all(name in state and state[name].shape == tensor.shape for state in states):
+            tensor.copy_(torch.stack([state[name].to(tensor) for state in states]).mean(0))
+
+
+def _join_pairs(module: Pattention, copies: Sequence[Pattention], count: int) -> None:
+    """Give a map the mean of its copies' first `count` pairs, then each copy's new ones, and the mean of τ."""
+    module.scale.put(sum(float(copy.scale.tau) for copy in copies) / len(copies))
+    rows = []
+    for field in ("keys", "values"):
+        tensors = [getattr(copy, field).to(module.key) for copy in copies]
+        rows.append(torch.cat((torch.stack([t[:count] for t in tensors]).mean(0), *(t[count:] for t in tensors))))
+    module.put(rows[0], rows[1])
 
 
 def has_pairs(config: HeadwaterConfig) -> bool:

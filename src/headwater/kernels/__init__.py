@@ -2,14 +2,14 @@
 
 Each operation also has a plain form in PyTorch, in a mechanism's file or in `nn`. There are two kinds of kernel.
 
-- Autograd functions, a file each: `rotary`, `shift`, `pattention`, `weighted_sum`, `norm`, `activation`, `cast` and
-  `loss`. They use fewer of PyTorch's operations and store less for the backward pass. They run wherever `applies`
-  allows it (`applies_traced` the one for compiled code), and agree with the plain form up to rounding.
-- Forms chosen by timing, `linear` and `attention`: while a model generates on a CPU, `choose` runs the one that was
-  fastest on this machine.
+- Autograd functions, a file each: `rotary`, `shift`, `pattention`, `norm`, `activation`, `cast` and `loss`. They use
+  fewer of PyTorch's operations or store less for the backward pass. They run wherever `can_fuse` allows it
+  (`can_fuse_traced` the one for compiled code), and agree with the plain form up to rounding.
+- Forms chosen by timing, `linear` and `attention`: while a model generates on a CPU, `autotune` runs the one that was
+  fastest on this machine, where `can_autotune` allows it.
 
 The environment variable HEADWATER_KERNELS switches both on ("measured", the default) or off ("plain"). In Python,
-`plain()` switches them off.
+`disable_kernels()` switches them off.
 """
 
 from __future__ import annotations
@@ -27,64 +27,81 @@ from headwater.util.errors import HeadwaterError
 VARIABLE = "HEADWATER_KERNELS"
 MEASURED, PLAIN = "measured", "plain"
 
-# Whether kernels are off. Process-wide, because activations recomputed in another thread must use the same form.
-_off: bool | None = None  # None: HEADWATER_KERNELS has not been read yet
+# Process-wide, because activations recomputed in another thread must use the same form.
+_disabled: bool | None = None  # None: HEADWATER_KERNELS has not been read yet
 
 
-def off() -> bool:
-    """Whether kernels are off: by `plain`, or by HEADWATER_KERNELS=plain when the process first used a kernel.
+def are_disabled() -> bool:
+    """Whether kernels are off: by `disable_kernels`, or by HEADWATER_KERNELS=plain when the process first used one.
 
     Raises `HeadwaterError` for an unknown value of the variable.
     """
-    global _off
-    if _off is None:
+    global _disabled
+    if _disabled is None:
         value = os.environ.get(VARIABLE) or MEASURED
         if value not in (MEASURED, PLAIN):
             raise HeadwaterError(f"The environment variable {VARIABLE} is {value!r}; set it to {MEASURED} or {PLAIN}.")
-        _off = value == PLAIN
-    return _off
+        _disabled = value == PLAIN
+    return _disabled
 
 
 @contextmanager
-def plain() -> Iterator[None]:
+def disable_kernels() -> Iterator[None]:
     """Inside, every operation runs in its plain form, in all threads of the process.
 
     A backward pass that recomputes activations must run inside as well.
     """
-    global _off
-    before, _off = off(), True
+    global _disabled
+    before, _disabled = are_disabled(), True
     try:
         yield
     finally:
-        _off = before
+        _disabled = before
 
 
-def applies(*tensors: Tensor | None, needs_grad: bool = True, cpu_only: bool = False) -> bool:
+def can_fuse(*tensors: Tensor | None, needs_grad: bool = True, cpu_only: bool = False) -> bool:
     """Whether an autograd function may run on these tensors; otherwise the plain form must.
 
     Autograd functions compute first derivatives of ordinary tensors. So the plain form runs under `torch.compile` and
     `torch.export`, `torch.jit.trace`, functorch (`torch.func.vmap`, `grad`, …) and forward-mode autograd, for fake
     tensors, DTensors and other subclasses, and where kernels are switched off.
 
-    needs_grad: it helps only while autograd records. cpu_only: it helps only on a CPU.
+    needs_grad: it helps only while autograd records what one of them goes through. cpu_only: it helps only on a CPU.
     """
     if torch.compiler.is_compiling():  # first: what follows cannot be traced
         return False
     if needs_grad and not torch.is_grad_enabled():  # soon, because every decoding step asks this many times
         return False
+    if needs_grad and not any(x is not None and x.requires_grad for x in tensors):
+        return False
+    return are_ordinary(*tensors, cpu_only=cpu_only) and not torch.jit.is_tracing() and _can_run()
+
+
+def can_fuse_traced() -> bool:
+    """Whether an autograd function that is written for the compiler may run: where `torch.compile` traces training."""
+    return torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled() and _can_run()
+
+
+def can_autotune() -> bool:
+    """Whether a generation that begins now may run forms chosen by timing.
+
+    Not under dispatch modes, such as counters of operations, nor under `torch.use_deterministic_algorithms`.
+    """
+    counted = torch._C._len_torch_dispatch_stack() > 0 or torch.are_deterministic_algorithms_enabled()
+    return not counted and not torch.jit.is_tracing() and _can_run()
+
+
+def are_ordinary(*tensors: Tensor | None, cpu_only: bool = False) -> bool:
+    """Whether none of these is of a subclass. cpu_only: and all are on a CPU."""
     for x in tensors:
         if x is not None and type(x) is not Tensor and type(x) is not nn.Parameter:
             return False
         if cpu_only and x is not None and not x.is_cpu:
             return False
-    return not torch.jit.is_tracing() and _ordinary()
+    return True
 
 
-def applies_traced() -> bool:
-    """Whether an autograd function that is written for the compiler may run: where `torch.compile` traces training."""
-    return torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled() and _ordinary()
-
-
-def _ordinary() -> bool:
+def _can_run() -> bool:
     """No functorch, no forward-mode autograd, and kernels are on."""
-    return not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0 and not off()
+    in_transform = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return not in_transform and not are_disabled()

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import activations
 
-from headwater.kernels import applies
-from headwater.kernels.scratch import scratch
+from headwater.kernels import can_fuse
+from headwater.kernels.scratch import get_scratch
 
 # Each is (x, out) -> out, or (gradient, x, out) -> out; `out` may be the gradient.
 _OPS = torch.ops.aten
@@ -49,24 +49,22 @@ _outer: Callable[[bool], Any] | None = getattr(torch._C._autograd, "_top_saved_t
 _allowed: Callable[[], bool] = getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled", lambda: False)
 
 
-def activated(act: nn.Module, a: Tensor, b: Tensor | None, map_: Callable[[Tensor], Tensor]) -> Tensor:
+def apply_activation(act: nn.Module, a: Tensor, b: Tensor | None, map_: Callable[[Tensor], Tensor]) -> Tensor:
     """map_(act(a) · b), or map_(act(a)) without b; a, b: [..., F].
 
     Values equal the plain form's bit for bit, gradients up to rounding. Activations other than SiLU and the GELUs use
     the plain form.
     """
-    if not _fits(act, a, b):
+    if not _can_fuse_activation(act, a, b):
         return map_(act(a) if b is None else act(a) * b)
     h = _Activated.apply(act, a, b)
-    if h.grad_fn is None:
-        return map_(h)
-    with _without(h):
+    with _skip_saving(h):
         return map_(h)
 
 
-def _fits(act: nn.Module, a: Tensor, b: Tensor | None) -> bool:
+def _can_fuse_activation(act: nn.Module, a: Tensor, b: Tensor | None) -> bool:
     return (
-        applies(a, b)
+        can_fuse(a, b)
         and type(act) in _KINDS
         and a.is_floating_point()
         and (b is None or (b.shape == a.shape and b.dtype == a.dtype and b.device == a.device))
@@ -76,39 +74,39 @@ def _fits(act: nn.Module, a: Tensor, b: Tensor | None) -> bool:
 
 
 class _Activated(torch.autograd.Function):
-    """act(a) · b. `ctx.made` holds what the next layer's backward pass recomputed, for this one's."""
+    """act(a) · b. `ctx.recomputed` holds what the next layer's backward pass recomputed, for this one's."""
 
     @staticmethod
     def forward(ctx, act: nn.Module, a: Tensor, b: Tensor | None) -> Tensor:
         ctx.save_for_backward(a, *(() if b is None else (b,)))
-        ctx.kind, ctx.made = _KINDS[type(act)], None
+        ctx.kind, ctx.recomputed = _KINDS[type(act)], None
         if b is None:
             return act(a)
         if isinstance(act, _ONE_KERNEL):
-            return _FORWARD[ctx.kind](a, scratch(1, a.shape, a.dtype, a)[0]) * b
+            return _FORWARD[ctx.kind](a, get_scratch(1, a.shape, a.dtype, a)[0]) * b
         return act(a) * b
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (g,), made = grads, ctx.made
-        ctx.made = None
-        if made is None:
-            made = _made(ctx.kind, *ctx.saved_tensors)
-        a, b, y = made
+        (g,), recomputed = grads, ctx.recomputed
+        ctx.recomputed = None
+        if recomputed is None:
+            recomputed = _recompute(ctx.kind, *ctx.saved_tensors)
+        a, b, y = recomputed
         if b is None:
             return None, _BACKWARD[ctx.kind](g, a, torch.empty_like(a)), None
         ga = g * b
         return None, _BACKWARD[ctx.kind](ga, a, ga), y.mul_(g)
 
 
-def _made(kind: str, a: Tensor, b: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor]:
+def _recompute(kind: str, a: Tensor, b: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor]:
     """a, b and act(a), the last in fresh memory."""
     return a, b, _FORWARD[kind](a, torch.empty_like(a))
 
 
 @dataclass
-class _Again:
+class _Recomputed:
     """Takes the product's place among the tensors that the next layer saves; `shape` and `stride` are as saved."""
 
     node: Any
@@ -119,32 +117,32 @@ class _Again:
         # Unpack the saved tensors once for both backward passes: activation checkpointing returns each only once.
         # No graph is needed: autograd attaches the saved tensor's own.
         with torch.no_grad():
-            if self.node.made is None:
-                self.node.made = _made(self.node.kind, *self.node.saved_tensors)
-            _, b, y = self.node.made
+            if self.node.recomputed is None:
+                self.node.recomputed = _recompute(self.node.kind, *self.node.saved_tensors)
+            _, b, y = self.node.recomputed
             return (y if b is None else y * b).as_strided(self.shape, self.stride)
 
 
-def _without(h: Tensor) -> AbstractContextManager[None]:
+def _skip_saving(h: Tensor) -> AbstractContextManager[None]:
     """Inside, autograd saves how to recompute h instead of h, and all other tensors as usual."""
     assert _outer is not None
     node, outer = h.grad_fn, _outer(True)
     # Not h itself: the hooks would keep it alive.
-    identity = _identity(h)
+    identity = _identify(h)
 
     def pack(x: Tensor) -> Any:
-        if type(x) is Tensor and _identity(x) == identity:
-            return _Again(node, x.shape, x.stride())
+        if type(x) is Tensor and _identify(x) == identity:
+            return _Recomputed(node, x.shape, x.stride())
         return x if outer is None else outer[0](x)
 
     def unpack(x: Any) -> Tensor:
-        if isinstance(x, _Again):
+        if isinstance(x, _Recomputed):
             return x()
         return x if outer is None else outer[1](x)
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
-def _identity(x: Tensor) -> tuple[Any, ...]:
+def _identify(x: Tensor) -> tuple[Any, ...]:
     """The same for a reshaped tensor; different for a part of it, a cast of it, and after a change in place."""
     return x.untyped_storage()._cdata, x.numel(), x.dtype, x._version

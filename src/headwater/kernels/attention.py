@@ -1,8 +1,8 @@
 """Attention as two batched matmuls around a softmax in the dtype of the queries: `attn_implementation="matmul"`.
 
 It is registered with transformers for any model, takes sdpa's masks, and stores the weights [B, H, T, S] for the
-backward pass. While a model generates on a CPU in half precision, `attention_of_few` runs it for a few queries if it
-was faster than PyTorch's fused kernel in a timing.
+backward pass. While a model generates on a CPU in half precision, `run_fastest_attention` runs it for a few queries if
+it was faster than PyTorch's fused kernel in a timing.
 
 On two cores of an AMD EPYC (Zen 4), one bfloat16 query over 128, 512 and 2048 keys (12 heads of width 64) took 0.08,
 0.11 and 0.22 ms with matmuls, and 0.09, 0.34 and 1.31 ms fused; eight float16 queries over 128 keys took 0.66 and 0.22.
@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from headwater.kernels import PLAIN
-from headwater.kernels.choose import bucket, timed
+from headwater.kernels.autotune import Choices, find_fastest, round_up
 from headwater.util.errors import HeadwaterError
 
 # The name under which it is registered.
@@ -31,8 +31,8 @@ FEW = 16
 LEFT_OUT = "softcap", "s_aux", "sinks", "position_bias", "cache"
 
 
-def attention_of_few(
-    memory: dict[Any, Any],
+def run_fastest_attention(
+    choices: Choices,
     plain: Callable[..., tuple[Tensor, Tensor | None]],
     module: nn.Module,
     q: Tensor,
@@ -42,19 +42,16 @@ def attention_of_few(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention by whichever of `plain` and `matmul_attention` was timed to be faster; memory: the choice so far."""
+    """Attention by whichever of `plain` and `matmul_attention` was timed to be faster."""
     key = q.shape, k.shape, q.dtype, attention_mask is None
-    if key not in memory:
-        forms = {
-            name: partial(kernel, module, q, k, v, attention_mask, **kwargs)
-            for name, kernel in ((PLAIN, plain), (MATMUL, matmul_attention))
-        }
+    if key not in choices.forms:
+        kernels = {PLAIN: plain, MATMUL: matmul_attention}
+        forms = {name: partial(run, module, q, k, v, attention_mask, **kwargs) for name, run in kernels.items()}
         batch, heads, queries, width = q.shape
-        shape = bucket(batch), heads, k.shape[1], queries, bucket(k.shape[2]), width
+        shape = round_up(batch), heads, k.shape[1], queries, round_up(k.shape[2]), width
         visible = "free" if attention_mask is None else "masked"
-        best = timed(("attention", q.dtype, *shape, visible), lambda: forms).best
-        memory[key] = plain if best == PLAIN else matmul_attention
-    return memory[key](module, q, k, v, attention_mask, dropout=dropout, **kwargs)
+        choices.forms[key] = kernels[find_fastest(("attention", q.dtype, *shape, visible), lambda: forms)]
+    return choices.forms[key](module, q, k, v, attention_mask, dropout=dropout, **kwargs)
 
 
 def matmul_attention(
@@ -81,12 +78,10 @@ def matmul_attention(
         )
     batch, heads, length, width = q.shape
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    causal = attention_mask is None and is_causal and length > 1
-    if causal:
+    if attention_mask is None and is_causal and length > 1:
         k, v = k[:, :, :length], v[:, :, :length]
+        attention_mask = torch.ones(length, k.shape[2], dtype=torch.bool, device=q.device).tril()
     kv_heads, history = k.shape[1], k.shape[2]
-    if causal:
-        attention_mask = torch.ones(length, history, dtype=torch.bool, device=q.device).tril()
     groups = heads // kv_heads
     # Query heads of one key head are stacked along the query axis, so that keys and values are never repeated.
     q = q.reshape(batch * kv_heads, groups * length, width)
@@ -95,19 +90,23 @@ def matmul_attention(
     if attention_mask is None:
         scores = torch.bmm(q, k.transpose(1, 2)) * scaling
     else:
-        bias = attention_mask
-        if bias.dtype == torch.bool:
-            # Half of the lowest number, so that adding a score cannot overflow: a query without keys gets no NaN.
-            hidden = torch.finfo(q.dtype).min / 2
-            bias = torch.zeros(bias.shape, dtype=q.dtype, device=q.device).masked_fill_(~bias, hidden)
+        bias = _as_bias(attention_mask, q.dtype)
         if bias.ndim == 2:
             bias = bias.repeat(groups, 1)
         else:
             bias = bias.expand(batch, heads, length, history).reshape(batch * kv_heads, groups * length, history)
-        scores = torch.baddbmm(bias.to(q.dtype), q, k.transpose(1, 2), alpha=scaling)
+        scores = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=scaling)
     weights = nn.functional.dropout(scores.softmax(-1), p=dropout, training=module.training)
     out = torch.bmm(weights, v).view(batch, heads, length, v.shape[-1])
     return out.transpose(1, 2), None
+
+
+def _as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """What sdpa's mask adds to the scores."""
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
+    # Half of the lowest number, so that adding a score cannot overflow: a query without keys gets no NaN.
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min / 2)
 
 
 AttentionInterface.register(MATMUL, matmul_attention)

@@ -8,12 +8,17 @@ from itertools import repeat
 import torch
 from torch import Tensor
 
-from headwater.kernels import applies
+from headwater.kernels import can_fuse
 
 
-def shared_cast(x: Tensor, count: int) -> Iterator[Tensor]:
+def share_cast(x: Tensor, count: int) -> Iterator[Tensor]:
     """x, `count` times, for that many linear layers; under autocast in its dtype, sharing memory."""
-    if applies(x) and x.dtype == torch.float32 and x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
+    if (
+        can_fuse(x)
+        and x.dtype == torch.float32
+        and x.device.type != "meta"
+        and torch.is_autocast_enabled(x.device.type)
+    ):
         return iter(_Cast.apply(x, torch.get_autocast_dtype(x.device.type), count))
     return repeat(x, count)
 

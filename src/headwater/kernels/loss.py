@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from headwater.kernels import applies
-from headwater.kernels.scratch import scratch
+from headwater.kernels import can_fuse
+from headwater.kernels.scratch import get_scratch
 
 # Logits in a block: as many as fit in the CPU's cache.
 BLOCK = 2**20
@@ -16,11 +16,7 @@ BLOCK = 2**20
 
 def can_fuse_loss(logits: Tensor) -> bool:
     """Whether `target_log_probabilities` may run."""
-    return (
-        applies(logits, cpu_only=True)
-        and logits.requires_grad
-        and logits.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    )
+    return can_fuse(logits, cpu_only=True) and logits.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 
 def target_log_probabilities(logits: Tensor, targets: Tensor, ignored: int) -> Tensor:
@@ -37,7 +33,7 @@ class _TargetLogProbabilities(torch.autograd.Function):
         index = torch.where(targets == ignored, 0, targets)[:, None]
         ctx.save_for_backward(logits, index)
         column = torch.empty(len(logits), 1, dtype=torch.float32, device=logits.device)
-        for rows, log_p in _log_softmax(logits):
+        for rows, log_p in _iterate_log_softmax(logits):
             torch.gather(log_p, 1, index[rows], out=column[rows])
         return column
 
@@ -46,18 +42,18 @@ class _TargetLogProbabilities(torch.autograd.Function):
     def backward(ctx, *grads: Tensor) -> tuple[Tensor, None, None]:
         (g,), (logits, index) = grads, ctx.saved_tensors
         out = torch.empty_like(logits)
-        for rows, log_p in _log_softmax(logits):
+        for rows, log_p in _iterate_log_softmax(logits):
             log_p.exp_().mul_(-g[rows]).scatter_add_(1, index[rows], g[rows])
             out[rows] = log_p
         return out, None, None
 
 
-def _log_softmax(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
+def _iterate_log_softmax(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Blocks of rows and their log softmax, in fp32 and in working memory."""
     count, size = logits.shape
     step = max(1, BLOCK // size)
     for start in range(0, count, step):
         rows = slice(start, min(start + step, count))
-        space = scratch(1, (rows.stop - start, size), torch.float32, logits)[0]
+        space = get_scratch(1, (rows.stop - start, size), torch.float32, logits)[0]
         wide = logits[rows] if logits.dtype == torch.float32 else space.copy_(logits[rows])
         yield rows, torch.ops.aten._log_softmax.out(wide, 1, False, out=space)

@@ -5,18 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headwater.kernels import applies
-from headwater.kernels.scratch import scratch
+from headwater.kernels import can_fuse
+from headwater.kernels.scratch import get_scratch
 
 
 def can_fuse_rms_norm(x: Tensor, weight: Tensor | None) -> bool:
     """Whether `fused_rms_norm` may run, and helps: on other devices PyTorch's own kernel stores as little."""
-    return (
-        applies(x, weight, cpu_only=True)
-        and (x.requires_grad or (weight is not None and weight.requires_grad))
-        and (weight is None or weight.dtype in (x.dtype, torch.float32))
-        and x.numel() > 0
-    )
+    if not can_fuse(x, weight, cpu_only=True):
+        return False
+    return x.numel() > 0 and (weight is None or weight.dtype in (x.dtype, torch.float32))
 
 
 def fused_rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -30,7 +27,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         dtype = torch.promote_types(x.dtype, torch.float32)
-        wide, product = _widened(x, dtype)
+        wide, product = _widen(x, dtype)
         inverse = torch.pow(wide, 2, out=product).mean(-1, keepdim=True).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, inverse)
         if weight is None:
@@ -41,7 +38,7 @@ class _RMSNorm(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, inverse = ctx.saved_tensors
-        wide, product = _widened(x, inverse.dtype)
+        wide, product = _widen(x, inverse.dtype)
         gx = grads[0] * inverse
         torch.mul(gx, wide, out=product)
         gw = None
@@ -54,9 +51,9 @@ class _RMSNorm(torch.autograd.Function):
         return gx.addcmul_(wide, along).to(x.dtype), gw, None
 
 
-def _widened(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _widen(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """x in `dtype`, and working memory of the same shape."""
     if x.dtype == dtype:
-        return x, scratch(1, x.shape, dtype, x)[0]
-    wide, product = scratch(2, x.shape, dtype, x)
+        return x, get_scratch(1, x.shape, dtype, x)[0]
+    wide, product = get_scratch(2, x.shape, dtype, x)
     return wide.copy_(x), product

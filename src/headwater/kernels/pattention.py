@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwater.kernels.scratch import scratch
+from headwater.kernels.scratch import get_scratch
 
 # Scores to work on at a time on a CPU, so that working memory stays small. On an AMD EPYC (Zen 4), a step over 2048
 # rows and 256 to 3072 pairs takes 0.9 to 1.1 of its time over all rows at once, over 8192 rows in bf16 0.7, and gives
@@ -44,7 +44,7 @@ class _Pattention(torch.autograd.Function):
         wide = torch.promote_types(scores.dtype, torch.float32)
         inverse = torch.empty(len(rows), 1, dtype=wide, device=x.device)  # τ / ‖A‖
         out = rows.new_empty(len(rows), value.shape[1])
-        for block, z, weights in _blocks(scores, wide, 2):
+        for block, z, weights in _iterate_blocks(scores, wide, 2):
             torch.mm(rows[block], key.T, out=scores[block])
             z = scores[block] if z is None else z.copy_(scores[block])
             norm = torch.linalg.vector_norm(z, dim=-1, keepdim=True)
@@ -53,7 +53,7 @@ class _Pattention(torch.autograd.Function):
             # would be rounded once more.
             gelu(z.mul_(inverse[block]), approximate=approximate, out=weights)
             if wide != scores.dtype:
-                weights = scratch(1, weights.shape, scores.dtype, scores)[0].copy_(weights)
+                weights = get_scratch(1, weights.shape, scores.dtype, scores)[0].copy_(weights)
             torch.mm(weights, value, out=out[block])
         ctx.save_for_backward(rows, key, value, tau, scores, inverse)
         ctx.shape, ctx.approximate = x.shape, approximate
@@ -66,11 +66,11 @@ class _Pattention(torch.autograd.Function):
         wide = inverse.dtype
         g = grads[0].reshape(-1, grads[0].shape[-1])
         if wide != scores.dtype:  # then the blocks' own buffers are of another dtype, and leave these alone
-            grad_scores, weights = scratch(2, scores.shape, scores.dtype, scores)
+            grad_scores, weights = get_scratch(2, scores.shape, scores.dtype, scores)
         else:
             grad_scores, weights = torch.empty_like(scores), torch.empty_like(scores)
         along, grad_rows = torch.empty_like(inverse), torch.empty_like(rows)
-        for block, z, product, grad in _blocks(scores, wide, 3):
+        for block, z, product, grad in _iterate_blocks(scores, wide, 3):
             torch.mm(g[block], value.T, out=grad_scores[block])
             if z is None:
                 z, grad = scores[block], grad_scores[block]
@@ -97,7 +97,7 @@ class _Pattention(torch.autograd.Function):
         )
 
 
-def _blocks(scores: Tensor, wide: torch.dtype, buffers: int) -> Iterator[tuple[Any, ...]]:
+def _iterate_blocks(scores: Tensor, wide: torch.dtype, buffers: int) -> Iterator[tuple[Any, ...]]:
     """Rows to work on at a time, on a CPU as many as fit in the cache, and buffers of their shape.
 
     The first buffer is for widened scores, None if they are wide already; likewise a third, for widened gradients.
@@ -106,5 +106,5 @@ def _blocks(scores: Tensor, wide: torch.dtype, buffers: int) -> Iterator[tuple[A
     step = max(1, BLOCK // pairs if scores.device.type == "cpu" else rows)
     for start in range(0, rows, step):
         block = slice(start, min(start + step, rows))
-        space = scratch(buffers if wide != scores.dtype else 1, scores[block].shape, wide, scores)
+        space = get_scratch(buffers if wide != scores.dtype else 1, scores[block].shape, wide, scores)
         yield block, *(space if wide != scores.dtype else (None, space[0], None)[:buffers])

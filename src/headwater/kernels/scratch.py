@@ -2,44 +2,26 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from math import prod
 
 import torch
 from torch import Tensor, nn
 
-_kept = threading.local()
+_memory = threading.local()
 # The most numbers of one dtype that a thread keeps; for more, the work outweighs the page faults.
 KEEP = 2**23
 
 
-def scratch(count: int, shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> Tensor:
+def get_scratch(count: int, shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> Tensor:
     """`count` stacked uninitialized tensors of `shape` on the device of `like`, valid until the thread's next call."""
     size = (count, *shape)
     # Other devices' allocators reuse memory themselves; subclasses (fake tensors) need tensors of their own class.
     if like.device.type != "cpu" or type(like) not in (Tensor, nn.Parameter) or prod(size) > KEEP:
         return like.new_empty(size, dtype=dtype)
-    memory: dict[torch.dtype, Tensor] = _kept.__dict__.setdefault("memory", {})
+    memory: dict[torch.dtype, Tensor] = _memory.__dict__.setdefault("memory", {})
     if dtype not in memory or memory[dtype].numel() < prod(size):
         with torch.inference_mode(False):  # tensors made in inference mode cannot be written to outside it
             memory[dtype] = torch.empty(prod(size), dtype=dtype, device="cpu")
     return memory[dtype][: prod(size)].view(size)
-
-
-def keep_freed_memory() -> None:
-    """Let the process keep the memory that it frees, up to 2 GB, where the C library is glibc.
-
-    By default glibc gives it back at the end of a training step, and the next step's page faults take up to 4 % of its
-    time. Settings of the user in the environment stay.
-    """
-    if {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"} & os.environ.keys():
-        return
-    with suppress(AttributeError, OSError, TypeError):
-        mallopt = ctypes.CDLL(None).mallopt
-        # Together: setting one stops glibc from adapting the other, which would then stay at its tiny default.
-        mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, at its maximum: what is larger is always given back
-        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwater.kernels.scratch import scratch
+from headwater.kernels.scratch import get_scratch
 
-# Numbers widened at a time on a CPU: as many as `scratch` keeps memory for.
+# Numbers widened at a time on a CPU: as many as `get_scratch` keeps memory for.
 BLOCK = 2**20
 
 
@@ -30,15 +30,15 @@ class _Shift(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        width, taps = x.shape[-1], _by_channel(weight, x.shape[-1])
+        width, taps = x.shape[-1], _expand_taps(weight, x.shape[-1])
         wide = torch.promote_types(x.dtype, weight.dtype)
         if wide == x.dtype:
-            flat = _flat(x)
-            return _heads(_mix(flat, taps, torch.empty_like(flat)), width)
+            flat = _flatten_heads(x)
+            return _split_heads(_mix_taps(flat, taps, torch.empty_like(flat)), width)
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        for rows, x_rows, y_rows in _blocks(x, wide, 2):
-            _heads(x_rows, width).copy_(x[rows])
-            y[rows] = _heads(_mix(x_rows, taps, y_rows), width)
+        for rows, x_rows, y_rows in _iterate_blocks(x, wide, 2):
+            _split_heads(x_rows, width).copy_(x[rows])
+            y[rows] = _split_heads(_mix_taps(x_rows, taps, y_rows), width)
         return y
 
     @staticmethod
@@ -46,22 +46,22 @@ class _Shift(torch.autograd.Function):
     def backward(ctx, *grads: Tensor) -> tuple[Tensor, Tensor]:
         (g,) = grads
         x, weight = ctx.saved_tensors
-        width, taps = x.shape[-1], _by_channel(weight, x.shape[-1])
+        width, taps = x.shape[-1], _expand_taps(weight, x.shape[-1])
         wide = torch.promote_types(x.dtype, weight.dtype)
         gw = torch.zeros(len(taps), len(taps[0]), dtype=wide, device=x.device)
         if wide == x.dtype:
-            flat, g = _flat(x), _flat(g)
-            gx, product = torch.empty_like(flat), scratch(1, flat.shape, wide, flat)[0]
-            _mix_back(g, flat, taps, gx, product, gw)
+            flat, g = _flatten_heads(x), _flatten_heads(g)
+            gx, product = torch.empty_like(flat), get_scratch(1, flat.shape, wide, flat)[0]
+            _mix_taps_back(g, flat, taps, gx, product, gw)
         else:
             gx = torch.empty(len(x), x.shape[2], len(taps[0]), dtype=x.dtype, device=x.device)
-            for rows, x_rows, g_rows, gx_rows, product in _blocks(x, wide, 4):
-                _heads(x_rows, width).copy_(x[rows])
-                _heads(g_rows, width).copy_(g[rows])
-                _mix_back(g_rows, x_rows, taps, gx_rows, product, gw)
+            for rows, x_rows, g_rows, gx_rows, product in _iterate_blocks(x, wide, 4):
+                _split_heads(x_rows, width).copy_(x[rows])
+                _split_heads(g_rows, width).copy_(g[rows])
+                _mix_taps_back(g_rows, x_rows, taps, gx_rows, product, gw)
                 gx[rows] = gx_rows
         gw = gw.unflatten(1, (-1, width))
-        return _heads(gx, width), (gw if weight.ndim == 3 else gw.sum(2)).to(weight.dtype)
+        return _split_heads(gx, width), (gw if weight.ndim == 3 else gw.sum(2)).to(weight.dtype)
 
 
 def traced_shift(x: Tensor, weight: Tensor, reach: Tensor | None) -> Tensor:
@@ -82,8 +82,8 @@ class _DynamicShift(torch.autograd.Function):
         ctx.save_for_backward(x, taps, more, reach)
         y = (taps[0] + more[0]) * x
         for steps in range(1, len(taps)):
-            y = y + (taps[steps] + more[steps]) * back(x, steps, reach)
-        return _as(x, y)
+            y = y + (taps[steps] + more[steps]) * shift_back(x, steps, reach)
+        return _cast_like(x, y)
 
     @staticmethod
     def backward(ctx, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
@@ -91,24 +91,26 @@ class _DynamicShift(torch.autograd.Function):
         g = grads[0].to(torch.promote_types(x.dtype, taps.dtype))
         gx, of_taps, of_more = torch.zeros_like(g), [], []
         for steps in range(len(taps)):
-            seen = torch.arange(x.shape[2], device=x.device)[None] >= steps
-            if reach is not None:
-                seen = seen & (reach >= steps)
-            product = g * back(x, steps, reach)
+            product = g * shift_back(x, steps, reach)
             of_taps.append(product.sum((0, 2)).unsqueeze(1))
             of_more.append(product.sum(3, keepdim=True))
-            ahead = torch.where(seen[:, None, :, None], (taps[steps] + more[steps]) * g, 0)
+            ahead = torch.where(_has_earlier(x, steps, reach), (taps[steps] + more[steps]) * g, 0)
             gx = gx + ahead.roll(-steps, 2)
         return gx.to(x.dtype), torch.stack(of_taps).to(taps.dtype), torch.stack(of_more).to(more.dtype), None
 
 
-def back(x: Tensor, steps: int, reach: Tensor | None) -> Tensor:
+def shift_back(x: Tensor, steps: int, reach: Tensor | None) -> Tensor:
     """x_{t - steps}, x [B, K, T, d], or 0 where there is no such token or `reach` [B, T] hides it."""
     # Rolled and hidden, not padded: the compiler makes one kernel of it, without a copy.
+    return torch.where(_has_earlier(x, steps, reach), x.roll(steps, 2), 0)
+
+
+def _has_earlier(x: Tensor, steps: int, reach: Tensor | None) -> Tensor:
+    """Whether there is a token `steps` back that `reach` does not hide, [B or 1, 1, T, 1]."""
     seen = torch.arange(x.shape[2], device=x.device)[None] >= steps
     if reach is not None:
         seen = seen & (reach >= steps)
-    return torch.where(seen[:, None, :, None], x.roll(steps, 2), 0)
+    return seen[:, None, :, None]
 
 
 class _TracedShift(torch.autograd.Function):
@@ -118,8 +120,8 @@ class _TracedShift(torch.autograd.Function):
         current, *others = weight.view(len(weight), x.shape[1], 1, -1).unbind()
         y = current * x
         for steps, tap in enumerate(others, 1):
-            y = y + tap * back(x, steps, reach)
-        return _as(x, y)
+            y = y + tap * shift_back(x, steps, reach)
+        return _cast_like(x, y)
 
     @staticmethod
     def backward(ctx, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -141,18 +143,18 @@ class _TracedShift(torch.autograd.Function):
         return gx.to(grads[0].dtype).transpose(1, 2), torch.stack(gw).to(weight.dtype), None
 
 
-def _as(x: Tensor, y: Tensor) -> Tensor:
+def _cast_like(x: Tensor, y: Tensor) -> Tensor:
     """y in the dtype of x."""
     # PyTorch 2.11's compiler loses the gradient of an autograd function that returns a cast which changes nothing.
     return y if y.dtype == x.dtype else y.to(x.dtype)
 
 
-def _by_channel(weight: Tensor, width: int) -> Sequence[Tensor]:
+def _expand_taps(weight: Tensor, width: int) -> Sequence[Tensor]:
     """The taps of each channel, [K·width] each."""
     return (weight.flatten(1) if weight.ndim == 3 else weight.repeat_interleave(width, dim=1)).unbind()
 
 
-def _mix(x: Tensor, taps: Sequence[Tensor], y: Tensor) -> Tensor:
+def _mix_taps(x: Tensor, taps: Sequence[Tensor], y: Tensor) -> Tensor:
     """y_t = Σ_s taps[s]·x_{t-s}; x, y [B, T, W], each of the taps [W]."""
     torch.mul(x, taps[0], out=y)
     for back, tap in enumerate(taps[1:], 1):
@@ -160,8 +162,8 @@ def _mix(x: Tensor, taps: Sequence[Tensor], y: Tensor) -> Tensor:
     return y
 
 
-def _mix_back(g: Tensor, x: Tensor, taps: Sequence[Tensor], gx: Tensor, product: Tensor, gw: Tensor) -> None:
-    """The gradients of `_mix`: gx is written, gw [window, W] added to; `product` is working memory."""
+def _mix_taps_back(g: Tensor, x: Tensor, taps: Sequence[Tensor], gx: Tensor, product: Tensor, gw: Tensor) -> None:
+    """The gradients of `_mix_taps`: gx is written, gw [window, W] added to; `product` is working memory."""
     torch.mul(g, taps[0], out=gx)
     # One dimension at a time: PyTorch sums two dimensions of a slice many times more slowly.
     gw[0].add_(torch.mul(g, x, out=product).sum(1).sum(0))
@@ -170,20 +172,20 @@ def _mix_back(g: Tensor, x: Tensor, taps: Sequence[Tensor], gx: Tensor, product:
         gw[back].add_(torch.mul(g[:, back:], x[:, :-back], out=product[:, back:]).sum(1).sum(0))
 
 
-def _flat(x: Tensor) -> Tensor:
+def _flatten_heads(x: Tensor) -> Tensor:
     """[B, K, T, d] -> [B, T, K·d]."""
     return x.transpose(1, 2).flatten(2)
 
 
-def _heads(x: Tensor, width: int) -> Tensor:
+def _split_heads(x: Tensor, width: int) -> Tensor:
     """[B, T, K·d] -> [B, K, T, d], a view."""
     return x.unflatten(2, (-1, width)).transpose(1, 2)
 
 
-def _blocks(x: Tensor, wide: torch.dtype, buffers: int) -> Iterator[tuple[Any, ...]]:
+def _iterate_blocks(x: Tensor, wide: torch.dtype, buffers: int) -> Iterator[tuple[Any, ...]]:
     """Blocks of rows of x [B, K, T, d], and `buffers` buffers [rows, T, K·d] for each."""
     batch, heads, length, width = x.shape
     step = max(1, BLOCK // max(1, heads * length * width)) if x.device.type == "cpu" else max(1, batch)
     for start in range(0, batch, step):
         rows = slice(start, min(start + step, batch))
-        yield rows, *scratch(buffers, (rows.stop - start, length, heads * width), wide, x)
+        yield rows, *get_scratch(buffers, (rows.stop - start, length, heads * width), wide, x)

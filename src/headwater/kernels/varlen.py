@@ -75,7 +75,7 @@ def varlen_attention(
     if torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    reason = refusal(q.device, q.dtype, dropout, q.shape[-1])
+    reason = find_refusal(q.device, q.dtype, dropout, q.shape[-1])
     asked = [name for name in LEFT_OUT if kwargs.get(name) is not None]
     asked += [] if is_causal else ["attention to later tokens"]
     if asked or reason:
@@ -83,11 +83,13 @@ def varlen_attention(
             f"attn_implementation {VARLEN} {reason or 'leaves out ' + ' and '.join(asked)}; use sdpa, which takes the "
             "documents of packed rows as a mask."
         )
-    kernel = _by_documents if q.device.type == "cpu" else _flash
+    kernel = _run_by_documents if q.device.type == "cpu" else _run_flash
     return kernel(q, k, v, cu_seq_lens_q, max_length_q or q.shape[2], scaling, sliding_window), None
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, borders: Tensor, longest: int, scale: float, window: int | None) -> Tensor:
+def _run_flash(
+    q: Tensor, k: Tensor, v: Tensor, borders: Tensor, longest: int, scale: float, window: int | None
+) -> Tensor:
     """By PyTorch's kernel for GPUs. A window includes the token itself."""
     rows, heads, length, _ = q.shape
     groups = heads // k.shape[1]
@@ -95,26 +97,26 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, borders: Tensor, longest: int, scale
     if TAKES_GROUPS:
         options["enable_gqa"] = groups > 1
     else:
-        k, v = _repeated(groups, k, v)
+        k, v = _repeat_heads(groups, k, v)
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
     read: Any = varlen_attn(q, k, v, borders, borders, longest, longest, **options)
     return read.unflatten(0, (rows, length))
 
 
-def _by_documents(
+def _run_by_documents(
     q: Tensor, k: Tensor, v: Tensor, borders: Tensor, longest: int, scale: float, window: int | None
 ) -> Tensor:
     """By the operation for CPUs."""
-    k, v = _repeated(q.shape[1] // k.shape[1], k, v)
+    k, v = _repeat_heads(q.shape[1] // k.shape[1], k, v)
     out, _ = _forward(q, k, v, borders, scale, window or 0)
     return out
 
 
-def _repeated(groups: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _repeat_heads(groups: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return (k, v) if groups == 1 else (k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1))
 
 
-def refusal(device: torch.device, dtype: torch.dtype, dropout: float, width: int) -> str | None:
+def find_refusal(device: torch.device, dtype: torch.dtype, dropout: float, width: int) -> str | None:
     """Why it cannot compute attention with heads of `width` channels; None if it can."""
     if dropout > 0:
         return "has no dropout"
@@ -127,44 +129,39 @@ def refusal(device: torch.device, dtype: torch.dtype, dropout: float, width: int
     return None if width <= 256 and width % 8 == 0 else f"takes heads of 8, 16, … 256 channels on a GPU, not of {width}"
 
 
-class Piece(NamedTuple):
+class FusedCall(NamedTuple):
     """What one call computes: tokens of a row; causal, or under a mask that is added to the scores."""
 
     row: int
     tokens: slice
     mask: Tensor | None
 
-    def of(self, x: Tensor) -> Tensor:
+    def select(self, x: Tensor) -> Tensor:
         """x [B, H, T, …] -> [1, H, tokens, …]."""
         return x[self.row : self.row + 1, :, self.tokens]
 
 
 @lru_cache(maxsize=2)
-def _pieces(borders: tuple[int, ...], rows: int, length: int, window: int, dtype: torch.dtype) -> list[Piece]:
+def _plan_calls(borders: tuple[int, ...], rows: int, length: int, window: int, dtype: torch.dtype) -> list[FusedCall]:
     """The calls for documents between `borders`, the same in every layer. window: 0 for none."""
     if borders[0] != 0 or borders[-1] != rows * length or any(a > b for a, b in pairwise(borders)):
         raise HeadwaterError(
             f"cu_seq_lens_q must rise from 0 to the number of tokens, {rows * length}, not from {borders[0]} to "
             f"{borders[-1]}."
         )
-    pieces: list[Piece] = []
-    together: list[tuple[int, int]] = []  # documents that share a call
-
-    def close() -> None:
-        if not together:
-            return
-        first, last = together[0][0], together[-1][1]
+    calls = []
+    for documents in _group_documents(borders, length):
+        first, last = documents[0][0], documents[-1][1]
         row = first // length
-        mask = None
-        if len(together) > 1 or 0 < window < last - first:
-            numbers, sizes = torch.arange(len(together)), torch.tensor([b - a for a, b in together])
-            document, slot = numbers.repeat_interleave(sizes), torch.arange(last - first)
-            back = slot[:, None] - slot
-            seen = (document[:, None] == document) & (back >= 0) & (back < (window or length))
-            mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf)
-        pieces.append(Piece(row, slice(first - row * length, last - row * length), mask))
-        together.clear()
+        masked = len(documents) > 1 or 0 < window < last - first
+        mask = _make_mask(documents, window or length, dtype) if masked else None
+        calls.append(FusedCall(row, slice(first - row * length, last - row * length), mask))
+    return calls
 
+
+def _group_documents(borders: tuple[int, ...], length: int) -> list[list[tuple[int, int]]]:
+    """The documents of each call, by first token and the one after the last: at most `SHORT` tokens, or one alone."""
+    groups: list[list[tuple[int, int]]] = []
     for begin, end in pairwise(borders):
         if begin == end:
             continue
@@ -173,29 +170,34 @@ def _pieces(borders: tuple[int, ...], rows: int, length: int, window: int, dtype
                 f"cu_seq_lens_q has a document from token {begin} to {end}, across the rows of {length} tokens; a row "
                 "begins with a document."
             )
-        if together and (end - together[0][0] > SHORT or begin % length == 0):
-            close()
-        together.append((begin, end))
-    close()
-    return pieces
+        if groups and end - groups[-1][0][0] <= SHORT and begin % length:
+            groups[-1].append((begin, end))
+        else:
+            groups.append([(begin, end)])
+    return groups
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which a CPU computes."""
-    return torch.float32 if dtype in HALF and not torch.cpu._is_amx_tile_supported() else dtype
+def _make_mask(documents: list[tuple[int, int]], window: int, dtype: torch.dtype) -> Tensor:
+    """Each token sees itself and the window - 1 before it, in its document."""
+    sizes = torch.tensor([end - begin for begin, end in documents])
+    document, slot = torch.arange(len(documents)).repeat_interleave(sizes), torch.arange(int(sizes.sum()))
+    back = slot[:, None] - slot
+    seen = (document[:, None] == document) & (back >= 0) & (back < window)
+    return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf)
 
 
-def _plan(q: Tensor, borders: Tensor, window: int) -> tuple[torch.dtype, list[Piece]]:
-    dtype = _wide(q.dtype)
-    return dtype, _pieces(tuple(borders.tolist()), q.shape[0], q.shape[2], window, dtype)
+def _plan_dtype_and_calls(q: Tensor, borders: Tensor, window: int) -> tuple[torch.dtype, list[FusedCall]]:
+    """The dtype in which a CPU computes, and the calls."""
+    dtype = torch.float32 if q.dtype in HALF and not torch.cpu._is_amx_tile_supported() else q.dtype
+    return dtype, _plan_calls(tuple(borders.tolist()), q.shape[0], q.shape[2], window, dtype)
 
 
-def _like_heads(x: Tensor) -> Tensor:
+def _allocate_heads(x: Tensor) -> Tensor:
     """Memory for x [B, H, T, d], by tokens as a projection leaves it."""
     return x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2)
 
 
-def _contiguous(*tensors: Tensor) -> list[Tensor]:
+def _make_contiguous(*tensors: Tensor) -> list[Tensor]:
     """The fused kernel needs each head's channels next to each other."""
     return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
@@ -209,23 +211,22 @@ _fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 @torch.library.custom_op(f"{_LIBRARY}::forward", mutates_args=())
 def _forward(q: Tensor, k: Tensor, v: Tensor, borders: Tensor, scale: float, window: int) -> tuple[Tensor, Tensor]:
     """q, k, v [B, H, T, d], borders [n + 1] -> (what each head reads [B, T, H, d], logsumexp of scores [B, H, T])."""
-    dtype, pieces = _plan(q, borders, window)
-    q, k, v = _contiguous(q, k, v)
-    out = _like_heads(q)
+    dtype, calls = _plan_dtype_and_calls(q, borders, window)
+    q, k, v = _make_contiguous(q, k, v)
+    out = _allocate_heads(q)
     sums = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-    for piece in pieces:
-        mask = piece.mask
-        inputs = [piece.of(x).to(dtype) for x in (q, k, v)]
-        read, total = _fused(*inputs, 0.0, mask is None, attn_mask=mask, scale=scale)
-        piece.of(out).copy_(read)
-        piece.of(sums).copy_(total)
+    for call in calls:
+        inputs = [call.select(x).to(dtype) for x in (q, k, v)]
+        read, total = _fused(*inputs, 0.0, call.mask is None, attn_mask=call.mask, scale=scale)
+        call.select(out).copy_(read)
+        call.select(sums).copy_(total)
     return out.transpose(1, 2), sums
 
 
 @_forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, borders: Tensor, scale: float, window: int) -> tuple[Tensor, Tensor]:
     sums = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-    return _like_heads(q).transpose(1, 2), sums
+    return _allocate_heads(q).transpose(1, 2), sums
 
 
 @torch.library.custom_op(f"{_LIBRARY}::backward", mutates_args=())
@@ -233,15 +234,14 @@ def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, borders: Tensor, scale: float, window: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, each [B, H, T, d]. grad: of out [B, T, H, d]."""
-    dtype, pieces = _plan(q, borders, window)
-    grad, q, k, v, out = _contiguous(grad.transpose(1, 2), q, k, v, out.transpose(1, 2))
-    grads = _like_heads(q), _like_heads(k), _like_heads(v)
-    for piece in pieces:
-        mask = piece.mask
-        inputs = [piece.of(x).to(dtype) for x in (grad, q, k, v, out)]
-        found = _fused_backward(*inputs, piece.of(sums), 0.0, mask is None, attn_mask=mask, scale=scale)
+    dtype, calls = _plan_dtype_and_calls(q, borders, window)
+    grad, q, k, v, out = _make_contiguous(grad.transpose(1, 2), q, k, v, out.transpose(1, 2))
+    grads = _allocate_heads(q), _allocate_heads(k), _allocate_heads(v)
+    for call in calls:
+        inputs = [call.select(x).to(dtype) for x in (grad, q, k, v, out)]
+        found = _fused_backward(*inputs, call.select(sums), 0.0, call.mask is None, attn_mask=call.mask, scale=scale)
         for whole, part in zip(grads, found, strict=True):
-            piece.of(whole).copy_(part)
+            call.select(whole).copy_(part)
     return grads
 
 
@@ -249,20 +249,20 @@ def _backward(
 def _(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, borders: Tensor, scale: float, window: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _like_heads(q), _like_heads(k), _like_heads(v)
+    return _allocate_heads(q), _allocate_heads(k), _allocate_heads(v)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.scale, ctx.window = inputs
     ctx.save_for_backward(*tensors, *output)
 
 
-def _gradients(ctx: Any, grad: Tensor, unused: Tensor | None) -> tuple[Tensor | None, ...]:
+def _compute_gradients(ctx: Any, grad: Tensor, unused: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, borders, out, sums = ctx.saved_tensors
     return *_backward(grad, q, k, v, out, sums, borders, ctx.scale, ctx.window), None, None, None
 
 
-_forward.register_autograd(_gradients, setup_context=_keep)
+_forward.register_autograd(_compute_gradients, setup_context=_save_context)
 
 AttentionInterface.register(VARLEN, varlen_attention)
 AttentionMaskInterface.register(VARLEN, sdpa_mask)

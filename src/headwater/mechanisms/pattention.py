@@ -37,7 +37,7 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
 from headwater.config.plan import LayerPlan, Source
-from headwater.kernels import applies
+from headwater.kernels import can_fuse
 from headwater.kernels.pattention import fused_pattention
 from headwater.mechanisms.base import Cost, Group, Map, Mechanism, Processes, Shown, Step
 from headwater.mechanisms.enlarging import SAME, Dim, Larger
@@ -169,7 +169,7 @@ class Pattention(Mechanism):
         if (
             self.top_k is None
             and self.score == "l2_norm_gelu"
-            and applies(x, key, value, needs_grad=False, cpu_only=True)
+            and can_fuse(x, key, value, needs_grad=False, cpu_only=True)
         ):
             return fused_pattention(x, key, value, tau, GELU[self.gelu], GUARD)
         if self.top_k is not None:
@@ -594,7 +594,7 @@ def taken(a: Tensor, at: Tensor) -> Tensor:
 
 def weighted_rows(table: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
     """Σ_i weights_i·table[rows_i]: table [n, d], rows and weights [..., k] -> [..., d]."""
-    if applies(table, weights, needs_grad=False):  # stores the weights, and not the rows
+    if can_fuse(table, weights, needs_grad=False):  # stores the weights, and not the rows
         flat = rows.flatten(0, -2)
         out = nn.functional.embedding_bag(flat, table, per_sample_weights=weights.reshape(flat.shape), mode="sum")
         return out.view(*rows.shape[:-1], table.shape[1])

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from headwater.kernels import applies, applies_traced
-from headwater.kernels.shift import back, fused_dynamic_shift, fused_shift, traced_shift
+from headwater.kernels import can_fuse, can_fuse_traced
+from headwater.kernels.shift import fused_dynamic_shift, fused_shift, shift_back, traced_shift
 from headwater.mechanisms.base import Ancestors
 
 
@@ -37,15 +37,15 @@ def shift(
         for steps in range(1, len(taps)):
             y = torch.addcmul(y, taps[steps], reach.of(x, before, steps))
         return y.to(x.dtype)
-    if before is None and reach is None and applies(x, weight, needs_grad=False, cpu_only=True):
+    if before is None and reach is None and can_fuse(x, weight, needs_grad=False, cpu_only=True):
         return fused_shift(x, weight)
-    if before is None and applies_traced():
+    if before is None and can_fuse_traced():
         return traced_shift(x, weight, reach)
     taps = weight.view(window, x.shape[1], 1, -1).unbind()
     y = taps[0] * x
     if before is None:
         for steps in range(1, window):
-            y = torch.addcmul(y, taps[steps], back(x, steps, reach))
+            y = torch.addcmul(y, taps[steps], shift_back(x, steps, reach))
         return y.to(x.dtype)
     # A decoding step looks back at nothing in x itself.
     past = torch.cat((before, x), dim=2) if length > 1 else before
@@ -65,7 +65,7 @@ def dynamic_shift(
 ) -> Tensor:
     """y_t = Σ_s (weight[s] + more[s]_t)·x_{t-s}: as `shift`, with weights of the token, more [window, B, K, T, 1]."""
     taps = weight.view(len(weight), x.shape[1], 1, -1)
-    if before is None and not isinstance(reach, Ancestors) and (applies(x, weight, more) or applies_traced()):
+    if before is None and not isinstance(reach, Ancestors) and (can_fuse(x, weight, more) or can_fuse_traced()):
         return fused_dynamic_shift(x, taps, more, reach)
     y = (taps[0] + more[0]) * x
     for steps in range(1, len(taps)):
@@ -78,7 +78,7 @@ def earlier(x: Tensor, steps: int, reach: Tensor | Ancestors | None = None, befo
     if isinstance(reach, Ancestors):
         return reach.of(x, before, steps)
     if before is None:
-        return back(x, steps, reach)
+        return shift_back(x, steps, reach)
     past = before if x.shape[2] == 1 else torch.cat((before, x), dim=2)
     past = past.narrow(2, before.shape[2] - steps, x.shape[2])
     return past if reach is None else torch.where((reach >= steps)[:, None, :, None], past, 0)

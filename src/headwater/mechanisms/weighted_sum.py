@@ -3,15 +3,9 @@
 import torch
 from torch import Tensor
 
-from headwater.kernels import applies
-from headwater.kernels.weighted_sum import fused_weighted_sum
-
 
 def weighted_sum(weights: Tensor, *tensors: Tensor) -> Tensor:
     """weights: [n]; tensors: n of one shape and dtype -> their weighted sum, in that dtype."""
-    # In half precision the plain form is faster than one that widens its operands.
-    if tensors[0].dtype == weights.dtype and applies(weights, *tensors):
-        return fused_weighted_sum(weights, *tensors)
     # 0-d factors do not raise the dtype of what they multiply.
     (weight, x), *rest = zip(weights.unbind(), tensors, strict=True)
     y = weight * x

@@ -1,7 +1,6 @@
 """`HeadwaterModel` and `HeadwaterForCausalLM`: the Hugging Face models around the stack of blocks."""
 
 # No postponed annotations in this file: other packages read those of `forward` at run time.
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Unpack
@@ -20,8 +19,7 @@ from headwater.config.plan import Source
 from headwater.config.planner import output_only_from
 from headwater.config.text import HeadwaterConfig
 from headwater.kernels.attention import MATMUL
-from headwater.kernels.choose import measured
-from headwater.kernels.linear import packed
+from headwater.kernels.autotune import allow_autotuning
 from headwater.kernels.varlen import VARLEN
 from headwater.mechanisms.base import Ancestors
 from headwater.models.cache import restart  # the module registers the cache layers, too
@@ -624,8 +622,8 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As in transformers. On a CPU it runs the kernels that were timed to be fastest on this machine
-        (`headwater.kernels.choose`). In bfloat16 a long generation may keep a second copy of the weights meanwhile
-        (`headwater.kernels.linear.packed`), unless `packs_weights` is False. The cache may be given under either of its
+        (`headwater.kernels.autotune`). In bfloat16 a long generation may keep a second copy of the weights meanwhile
+        (`headwater.kernels.linear`), unless `packs_weights` is False. The cache may be given under either of its
         names; raises `HeadwaterError` if under both.
         """
         given = one_cache(kwargs.pop("past_key_values", None), kwargs.pop("cache", None))
@@ -639,7 +637,7 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
                 "assistant_model, or prompt_lookup_num_tokens."
             )
         recording = [layer for layer in getattr(given, "layers", ()) if getattr(layer, "record_past", False)]
-        with measured(), packed() if self.packs_weights else nullcontext():
+        with allow_autotuning(self.packs_weights):
             made = super().generate(*args, **kwargs)
         if getattr(kwargs.get("generation_config"), "is_assistant", False):
             return made  # the caller will roll tokens back

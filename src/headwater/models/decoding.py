@@ -21,8 +21,7 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-from headwater.kernels.choose import measured
-from headwater.kernels.linear import packed
+from headwater.kernels.autotune import allow_autotuning
 from headwater.models.cache import HeadwaterStaticSlidingLayer
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.compiling import silence_tf32_advice
@@ -115,7 +114,7 @@ class Decoder:
             self.held = Held(self.model, rows, length + max_new_tokens, choice, self.compiled, self.backend)
         device = self.model.device
         on_it = torch.cuda.device(device) if device.type == "cuda" else nullcontext()  # for its streams and events
-        with on_it, measured(), packed() if self.model.packs_weights else nullcontext():
+        with on_it, allow_autotuning(self.model.packs_weights):
             made = self.held.continued(input_ids, real, max_new_tokens, seed, watch)
         return torch.cat((input_ids, made.to(input_ids.device)), dim=1)
 

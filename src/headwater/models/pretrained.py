@@ -52,7 +52,7 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
         wide = {place for place, module in self.named_modules() if isinstance(module, KeepsPrecision)}
         names = [name.split(".") for name in self.state_dict() if name.rpartition(".")[0] in wide]
         self._keep_in_fp32_modules_strict = sorted({".".join(parts[-2:]) for parts in names})
-        kernels.off()  # reads the environment now: a change between two layers would cost a compiled graph
+        kernels.are_disabled()  # reads the environment now: a change between two layers would cost a compiled graph
         super().post_init()
         self.freeze()
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from headwater.kernels.attention import FEW, attention_of_few
-from headwater.kernels.choose import remembered
+from headwater.kernels.attention import FEW, run_fastest_attention
+from headwater.kernels.autotune import get_choices
 from headwater.mechanisms.base import KV
 
 Kernel = Callable[..., tuple[Tensor, Tensor | None]]
@@ -29,8 +29,8 @@ def attention_kernel(implementation: str | None, q: Tensor, k: Tensor) -> Kernel
     if implementation == "sdpa" and q.shape[2] == 1 and q.shape[1] > k.shape[1]:
         plain = sdpa_of_one
     half = q.dtype in (torch.bfloat16, torch.float16) and q.device.type == "cpu"
-    if half and implementation == "sdpa" and q.shape[2] <= FEW and (memory := remembered()) is not None:
-        return partial(attention_of_few, memory, plain)
+    if half and implementation == "sdpa" and q.shape[2] <= FEW and (choices := get_choices()) is not None:
+        return partial(run_fastest_attention, choices, plain)
     return plain
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from headwater.kernels.activation import activated
-from headwater.kernels.cast import shared_cast
+from headwater.kernels.activation import apply_activation
+from headwater.kernels.cast import share_cast
 from headwater.mechanisms.base import Hidden
 from headwater.nn.linear import apply_linear
 from headwater.nn.projection import own_map
@@ -46,11 +46,11 @@ class FeedForward(nn.Module):
         else:
             # A quantizer or an adapter may have replaced them with layers that want x uncast.
             is_plain = type(self.gate_proj) is nn.Linear and type(self.up_proj) is nn.Linear
-            for_gate, for_up = shared_cast(x, 2) if is_plain else (x, x)
+            for_gate, for_up = share_cast(x, 2) if is_plain else (x, x)
             hidden = Hidden(apply_linear(self.gate_proj, for_gate), apply_linear(self.up_proj, for_up))
         gate, up = hidden if change is None else change(hidden)
         factors = (up, None) if gate is None else (gate, up)
-        return activated(self.act, *factors, partial(apply_linear, self.down_proj))
+        return apply_activation(self.act, *factors, partial(apply_linear, self.down_proj))
 
 
 def make_feed_forward(config: HeadwaterConfig, layer: int) -> nn.Module:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from headwater.kernels.choose import remembered
-from headwater.kernels.linear import fastest
+from headwater.kernels.autotune import get_choices
+from headwater.kernels.linear import choose_linear
 from headwater.mechanisms.base import owner_of
 
 
@@ -18,13 +18,13 @@ def apply_linear(layer: nn.Module, x: Tensor) -> Tensor:
     While a model generates on a CPU, a plain `nn.Linear` without hooks runs the kernel that was timed to be the
     fastest. Anything else, such as the layer of a quantizer or an adapter, is called as it is.
     """
-    memory = remembered()
-    if memory is None or type(layer) is not nn.Linear or type(x) is not Tensor or _is_hooked(layer):
+    choices = get_choices()
+    if choices is None or type(layer) is not nn.Linear or type(x) is not Tensor or _is_hooked(layer):
         return layer(x)
     key = layer, x.shape, x.dtype
-    if key not in memory:
-        memory[key] = fastest(layer, x)
-    form = memory[key]
+    if key not in choices.forms:
+        choices.forms[key] = choose_linear(choices, layer, x)
+    form = choices.forms[key]
     return layer(x) if form is None else form(layer, x)
 
 

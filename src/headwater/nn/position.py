@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from headwater.kernels import applies
+from headwater.kernels import can_fuse
 from headwater.kernels.rotary import fused_rotate
 from headwater.mechanisms.precision import KeepsPrecision
 
@@ -105,7 +105,7 @@ def for_heads(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first cos.shape[-1] channels of x [B, H, T, d]; cos and sin as `for_heads` gives them."""
-    if applies(x, cos, sin):
+    if can_fuse(x, cos, sin):
         return fused_rotate(x, cos, sin)
     r = cos.shape[-1]
     rotated = x if r == x.shape[-1] else x[..., :r]

@@ -185,27 +185,33 @@ def _edits(module: str, tree: ast.Module, kinds: dict[str, str]) -> Iterator[tup
     package = module if _path(module).name == "__init__.py" else module.rpartition(".")[0]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name.split(".")[0] in (LIBRARY, module.split(".")[0]):
-                    raise HeadwaterError(
-                        f"{module}: write import {alias.name} as from … import …, which has a flat form."
-                    )
+            _check_plain_import(module, node)
         elif isinstance(node, ast.ImportFrom):
             source = resolve_name("." * node.level + (node.module or ""), package)
             if source.split(".")[0] in (LIBRARY, module.split(".")[0]):
-                if node.level == 0 and source == LIBRARY and not _is_ours(module):
-                    yield node, *_from_package(node)
-                    continue
-                modules = [alias for alias in node.names if _is_module(f"{source}.{alias.name}")]
-                others = [alias for alias in node.names if alias not in modules]
-                new = [f"from .{_flat(source)} import {', '.join(map(ast.unparse, others))}"] if others else []
-                new += [f"from . import {_flat(f'{source}.{a.name}')} as {a.asname or a.name}" for a in modules]
-                yield node, "; ".join(new), [f"{source}.{a.name}" for a in modules] + [source] * bool(others)
+                from_top = node.level == 0 and source == LIBRARY and not _is_ours(module)
+                yield node, *(_from_package(node) if from_top else _from_module(node, source))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             if match := re.fullmatch(rf"({LIBRARY}(?:\.\w+)+):(\w+)", node.value):
                 yield node, f'".{_flat(match[1])}:{match[2]}"', [match[1]]
             elif node.value in kinds:
                 yield node, f'"{kinds[node.value]}"', []
+
+
+def _check_plain_import(module: str, node: ast.Import) -> None:
+    """Raise `HeadwaterError` for an import of the package that cannot be rewritten."""
+    for alias in node.names:
+        if alias.name.split(".")[0] in (LIBRARY, module.split(".")[0]):
+            raise HeadwaterError(f"{module}: write import {alias.name} as from … import …, which has a flat form.")
+
+
+def _from_module(node: ast.ImportFrom, source: str) -> tuple[str, list[str]]:
+    """Rewrites `from source import …`, whose names may be modules themselves."""
+    modules = [alias for alias in node.names if _is_module(f"{source}.{alias.name}")]
+    others = [alias for alias in node.names if alias not in modules]
+    new = [f"from .{_flat(source)} import {', '.join(map(ast.unparse, others))}"] if others else []
+    new += [f"from . import {_flat(f'{source}.{a.name}')} as {a.asname or a.name}" for a in modules]
+    return "; ".join(new), [f"{source}.{a.name}" for a in modules] + [source] * bool(others)
 
 
 def _layer_types(tree: ast.Module) -> set[str]:

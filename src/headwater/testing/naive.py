@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 HeadRows = list[list[Tensor]]
+# Attention weights by head and position, of each slot that it sees.
+AttentionWeights = list[list[dict[int, Tensor]]]
 
 # The square of a length that is taken for zero.
 ZERO = 1e-24
@@ -120,6 +122,16 @@ def ngram_factors(count: int, vocabulary: int, seed: int) -> list[int]:
             z = ((z ^ (z >> shift)) * factor) % 2**64
         drawn.append(2 * (z % ((2**63 - 1) // vocabulary // 2)) + 1)
     return drawn
+
+
+def primes(first: int, count: int) -> list[int]:
+    """The first `count` primes from a number on."""
+    found: list[int] = []
+    while len(found) < count:
+        if first > 1 and all(first % i for i in range(2, first)):
+            found.append(first)
+        first += 1
+    return found
 
 
 def heads(x: Tensor) -> HeadRows:
@@ -351,23 +363,12 @@ class Reference:
         self.inputs: list[list[Tensor]] = []
         self.final_v: list[dict[int, list[Tensor]]] = []
         self.bank: list[tuple[dict[int, list[Tensor]], dict[int, list[Tensor]]]] = []
-        self.probabilities: list[list[list[dict[int, Tensor]]]] = []
+        self.probabilities: list[AttentionWeights] = []
         x = self.around("embedded", 0, x)
         self.stream = [x]
         for layer in range(c.num_hidden_layers):
             name = f"model.layers.{layer}"
-            x = self.around("arrive", layer, x)
-            entered = x
-            for mechanism in c.mechanisms:
-                entered = self.enter(mechanism, layer, entered)
-            inputs = {"q": entered, "k": entered, "v": entered, "stream": x}
-            for mechanism in c.mechanisms:
-                inputs = self.separate(mechanism, layer, inputs)
-            x = inputs.pop("stream")
-            inputs = {
-                part: self.around("attention_input", layer, [self.norm(f"{name}.input_layernorm", a) for a in row])
-                for part, row in inputs.items()
-            }
+            x, inputs = self.attention_inputs(layer, self.around("arrive", layer, x))
             attended_to = self.attention(layer, inputs)
             if c.output_norms:
                 attended_to = [self.norm(f"{name}.attention_output_norm", a) for a in attended_to]
@@ -385,12 +386,23 @@ class Reference:
                 x = self.leave(mechanism, layer, x)
         return x
 
+    def attention_inputs(self, layer: int, x: list[Tensor]) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+        """The stream, and what queries, keys and values are projected from."""
+        entered = x
+        for mechanism in self.config.mechanisms:
+            entered = self.enter(mechanism, layer, entered)
+        inputs = {"q": entered, "k": entered, "v": entered, "stream": x}
+        for mechanism in self.config.mechanisms:
+            inputs = self.separate(mechanism, layer, inputs)
+        x, norm = inputs.pop("stream"), f"model.layers.{layer}.input_layernorm"
+        normed = {part: [self.norm(norm, a) for a in row] for part, row in inputs.items()}
+        return x, {part: self.around("attention_input", layer, row) for part, row in normed.items()}
+
     def attention(self, layer: int, inputs: dict[str, list[Tensor]]) -> list[Tensor]:
         self.own = self.config.at(layer)
         c, name = self.own, f"model.layers.{layer}.self_attn"
         heads = {"q": range(c.num_attention_heads), "k": self.stored(layer, 0), "v": self.stored(layer, 1)}
-        x = inputs["q"]
-        self.inputs.append(x)
+        self.inputs.append(inputs["q"])
         q, k, v = (self.project(name, part, inputs[part], heads[part]) for part in "qkv")
         for mechanism in c.mechanisms:
             q, k, v = self.projected(mechanism, layer, q, k, v)
@@ -401,51 +413,64 @@ class Reference:
             q, k, v = self.local(mechanism, layer, q, k, v)
         self.final_v.append(v)
         if c.position == "rope":
-            q, k = ({h: [self.rope(a, p) for a, p in zip(s[h], self.position, strict=True)] for h in s} for s in (q, k))
+            q, k = self.rotated(q), self.rotated(k)
         self.bank.append((k, v))
-
-        groups = c.num_attention_heads // c.num_key_value_heads
         pairs = [pair for mechanism in c.mechanisms for pair in self.beside(mechanism, layer)]
+        weights = self.mixed_weights(layer, self.own_weights(layer, q, [key for key, _ in pairs]))
+        read = self.read_values(layer, weights, [value for _, value in pairs])
+        for mechanism in c.mechanisms:
+            read = self.heads(mechanism, layer, read)
+        rows = range(len(inputs["q"]))
+        return [self.linear(f"{name}.o_proj", torch.cat([head[t] for head in read])) for t in rows]
+
+    def rotated(self, heads: dict[int, list[Tensor]]) -> dict[int, list[Tensor]]:
+        return {h: [self.rope(a, p) for a, p in zip(row, self.position, strict=True)] for h, row in heads.items()}
+
+    def own_weights(self, layer: int, q: dict[int, list[Tensor]], more: list[Tensor]) -> AttentionWeights:
+        """The layer's own attention weights, which later layers may read. more: keys beside the tokens'."""
+        c = self.own
+        groups = c.num_attention_heads // c.num_key_value_heads
         weights = [
             [
                 attention_weights(
-                    q[h][t],
+                    query,
                     self.attended_to(layer, 0, h // groups),
                     t,
                     self.seen(t),
                     self.position,
                     alibi_slope(h, c.num_attention_heads) if c.position == "alibi" else 0.0,
-                    [key[h // groups] for key, _ in pairs],
+                    [key[h // groups] for key in more],
                     c.attention_scale,
                     c.attention_softcap,
                 )
-                for t in range(len(x))
+                for t, query in enumerate(row)
             ]
-            for h in q
+            for h, row in q.items()
         ]
         self.probabilities.append(weights)
-        options = c.mechanisms.get("value_residual", {})
-        if options.get("target") == "probabilities" and layer in self.receivers(options):
-            first, own = self.two_weights(layer, options)
-            source = self.probabilities[options["source"]]
-            weights = [
-                [
-                    {j: first * source[h][t][j] + own * w if j >= 0 else w for j, w in row[t].items()}
-                    for t in range(len(x))
-                ]
-                for h, row in enumerate(weights)
-            ]
+        return weights
+
+    def mixed_weights(self, layer: int, weights: AttentionWeights) -> AttentionWeights:
+        """Attention weights after a value residual of probabilities, whose pairs beside the tokens' stay."""
+        options = self.config.mechanisms.get("value_residual", {})
+        if options.get("target") != "probabilities" or layer not in self.receivers(options):
+            return weights
+        first, own = self.two_weights(layer, options)
+        source = self.probabilities[options["source"]]
+        return [
+            [{j: first * source[h][t][j] + own * w if j >= 0 else w for j, w in at.items()} for t, at in enumerate(row)]
+            for h, row in enumerate(weights)
+        ]
+
+    def read_values(self, layer: int, weights: AttentionWeights, more: list[Tensor]) -> list[list[Tensor]]:
+        """What each head reads at each position. more: values beside the tokens'."""
+        groups = self.own.num_attention_heads // self.own.num_key_value_heads
         read = []
-        for h in q:
-            values = self.attended_to(layer, 1, h // groups)
-            zero = torch.zeros_like(values[0])
-            more = [value[h // groups] for _, value in pairs]
-            read.append(
-                [sum((w * (values[j] if j >= 0 else more[-1 - j]) for j, w in row.items()), zero) for row in weights[h]]
-            )
-        for mechanism in c.mechanisms:
-            read = self.heads(mechanism, layer, read)
-        return [self.linear(f"{name}.o_proj", torch.cat([head[t] for head in read])) for t in range(len(x))]
+        for h, row in enumerate(weights):
+            values, beside = self.attended_to(layer, 1, h // groups), [value[h // groups] for value in more]
+            parts = [[w * (values[j] if j >= 0 else beside[-1 - j]) for j, w in seen.items()] for seen in row]
+            read.append([sum(part, torch.zeros_like(values[0])) for part in parts])
+        return read
 
     # Mechanisms
 
@@ -727,47 +752,55 @@ class Reference:
 
     def local(self, name: str, layer: int, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
         """Queries, keys and values, each by head, after the mechanism `name`."""
-        options, parameters = self.config.mechanisms[name], f"model.layers.{layer}.self_attn.mechanisms.{name}"
-        if name == "kv_shift" and options["variant"].startswith("half"):
-            total = self.own.num_key_value_heads
-            return (
-                self.halved(q, self.own.num_attention_heads) if options["queries"] else q,
-                self.halved(k, total) if options["keys"] else k,
-                self.halved(v, total) if options["values"] else v,
-            )
+        options = self.config.mechanisms[name]
         if name == "kv_shift":
-            starts = self.begins()
-
-            def shifted(x: dict[int, list[Tensor]], part: str) -> dict[int, list[Tensor]]:
-                taps = self.weights.get(f"{parameters}.{part}")
-                if taps is None:
-                    return x
-                if options["variant"] != "free":
-                    first = 1 / (1 + (-taps).exp()) if options["variant"] == "gate" else taps.clamp(0, 1)
-                    taps = torch.stack((first, 1 - first))
-                return dict(zip(x, shift_heads(list(x.values()), taps, starts), strict=True))
-
-            return shifted(q, "gamma"), shifted(k, "alpha"), shifted(v, "beta")
+            return self.kv_shift(layer, q, k, v)
         if name == "value_embedding" and v and self.acts(options, layer):
             return q, k, self.value_embedding(layer, v)
         if name == "ngram_memory" and v and layer in self.remembers(options, "values"):
-            added = [a.split(self.own.head_dim) for a in self.ngram_memory(parameters, layer, self.inputs[layer])]
+            own = f"model.layers.{layer}.self_attn.mechanisms.ngram_memory"
+            added = [a.split(self.own.head_dim) for a in self.ngram_memory(own, layer, self.inputs[layer])]
             return q, k, {h: [a + b[i] for a, b in zip(v[h], added, strict=True)] for i, h in enumerate(v)}
         if name == "value_residual" and layer in self.receivers(options):
-            mixed = {"queries": q, "keys": k, "values": v}.get(options["target"])
-            if not mixed:
-                return q, k, v
-            part = options["target"][0]
+            return self.value_residual(layer, {"queries": q, "keys": k, "values": v})
+        return q, k, v
+
+    def kv_shift(self, layer: int, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+        options, total = self.config.mechanisms["kv_shift"], self.own.num_key_value_heads
+        if not options["variant"].startswith("half"):
+            return self.shifted(layer, q, "gamma"), self.shifted(layer, k, "alpha"), self.shifted(layer, v, "beta")
+        return (
+            self.halved(q, self.own.num_attention_heads) if options["queries"] else q,
+            self.halved(k, total) if options["keys"] else k,
+            self.halved(v, total) if options["values"] else v,
+        )
+
+    def shifted(self, layer: int, x: dict[int, list[Tensor]], part: str) -> dict[int, list[Tensor]]:
+        """Heads whose tokens are mixed with those before them, with the taps `part` of KV shift."""
+        taps = self.weights.get(f"model.layers.{layer}.self_attn.mechanisms.kv_shift.{part}")
+        if taps is None:
+            return x
+        variant = self.config.mechanisms["kv_shift"]["variant"]
+        if variant != "free":
+            first = 1 / (1 + (-taps).exp()) if variant == "gate" else taps.clamp(0, 1)
+            taps = torch.stack((first, 1 - first))
+        return dict(zip(x, shift_heads(list(x.values()), taps, self.begins()), strict=True))
+
+    def value_residual(self, layer: int, heads: dict[str, dict[int, list[Tensor]]]) -> tuple[Any, Any, Any]:
+        """Queries, keys and values, of which one are mixed with those of earlier layers."""
+        options = self.config.mechanisms["value_residual"]
+        mixed = heads.get(options["target"])
+        if mixed:
             if options["mode"] == "dense":
                 sources = [raw["v"] for raw in self.raw[:layer] if raw["v"].keys() >= mixed.keys()]
-                weights: Any = self.weights[f"{parameters}.lambdas"]
+                weights: Any = self.weights[f"model.layers.{layer}.self_attn.mechanisms.value_residual.lambdas"]
             else:
-                sources = [self.raw[options["source"]][part]]
+                sources = [self.raw[options["source"]][options["target"][0]]]
                 weights = self.two_weights(layer, options)
-            rows = [[[source[h] for h in mixed] for source in sources], list(mixed.values())]
-            mixed = dict(zip(mixed, weighted([*rows[0], rows[1]], weights), strict=True))
-            return {"q": (mixed, k, v), "k": (q, mixed, v), "v": (q, k, mixed)}[part]
-        return q, k, v
+            rows = [[source[h] for h in mixed] for source in sources]
+            mixed = dict(zip(mixed, weighted([*rows, list(mixed.values())], weights), strict=True))
+            heads = heads | {options["target"]: mixed}
+        return heads["queries"], heads["keys"], heads["values"]
 
     def halved(self, x: dict[int, list[Tensor]], total: int) -> dict[int, list[Tensor]]:
         """The second half of all `total` heads, or of the channels of each, from the token before."""
@@ -822,23 +855,12 @@ class Reference:
         table, orders, heads = self.weights[f"{own}.table.table.weight"], options["orders"], options["heads"]
         up, key, scalar = (self.weights.get(f"{own}.{name}") for name in ("up.weight", "key.weight", "scalar"))
         place = self.remembers(options, options["target"]).index(layer)
-        sizes: list[int] = []
-        number = options["vocab_size"] if options["rows"] is None else options["rows"]
-        while len(sizes) < (place + 1) * len(orders) * heads:
-            if number > 1 and all(number % i for i in range(2, number)):
-                sizes.append(number)
-            number += 1
-        sizes = sizes[-len(orders) * heads :]
+        first = options["vocab_size"] if options["rows"] is None else options["rows"]
+        sizes = primes(first, (place + 1) * len(orders) * heads)[-len(orders) * heads :]
         factors = ngram_factors(max(orders), options["vocab_size"], options["seed"] + 10007 * place)
-        end, begins = options["end_of_text"], self.begins()
         added = []
         for t in range(len(self.ids)):
-            past = [int(self.ids[t])]
-            for back in range(1, max(orders)):
-                borders = [t - step in begins or int(self.ids[t - step - 1]) == end for step in range(back)]
-                past.append(
-                    (options["vocab_size"] if end is None else end) if any(borders) else int(self.ids[t - back])
-                )
+            past = self.ngram_tokens(t)
             rows = []
             for i, order in enumerate(orders):
                 mixed = 0
@@ -854,6 +876,16 @@ class Reference:
                 gate = 1 / (1 + (-root if match > 0 else root).exp())
             added.append(gate * (row if up is None else up @ row))
         return added
+
+    def ngram_tokens(self, t: int) -> list[int]:
+        """The token at t and those before it, as an n-gram memory sees them: `end` beyond a border."""
+        options, begins = self.config.mechanisms["ngram_memory"], self.begins()
+        end = options["end_of_text"]
+        past = [int(self.ids[t])]
+        for back in range(1, max(options["orders"])):
+            borders = [t - step in begins or int(self.ids[t - step - 1]) == end for step in range(back)]
+            past.append((options["vocab_size"] if end is None else end) if any(borders) else int(self.ids[t - back]))
+        return past
 
     def hidden_residual(self, layer: int, x: list[Tensor]) -> list[Tensor]:
         options = self.config.mechanisms.get("value_residual", {})

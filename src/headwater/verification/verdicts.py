@@ -91,22 +91,24 @@ def verify_model(
         if found and found[0].check == CAUSAL and found[0].ok is False:
             found.append(Verified(way.name, None, why="logits depend on later tokens even without a cache"))
             continue
-        errors: dict[str, Any] = {}
-        one = judge.run(way)
-        if judge is exact:
-            errors["error"] = one.error
-            if not way.generates and rounded.subject is not None:
-                other = rounded.run(way)
-                errors["rounded"] = other.error
-                errors["only_rounded"] = bool(one.ok) and other.ok is False
-        else:
-            errors["error"], errors["rounded"] = None, one.error
-        found.append(dataclasses.replace(one, **errors))
+        found.append(_judge_way(way, exact, rounded))
     if not found or found[0].check != CAUSAL or found[0].ok:
         found.append(_bf16(model, judge, seed))
     else:
         found.append(Verified(BF16, None, why=found[-1].why))
     return found
+
+
+def _judge_way(way: Way, exact: _Precision, rounded: _Precision) -> Verified:
+    """The verdict on one way in fp64, if the model runs in it, and the error in fp32."""
+    if exact.subject is None:
+        verdict = rounded.run(way)
+        return dataclasses.replace(verdict, error=None, rounded=verdict.error)
+    verdict = exact.run(way)
+    if way.generates or rounded.subject is None:
+        return verdict
+    other = rounded.run(way)
+    return dataclasses.replace(verdict, rounded=other.error, only_rounded=bool(verdict.ok) and other.ok is False)
 
 
 def verify_twice(

@@ -227,17 +227,7 @@ def packed(probe: Probe, every: bool = False, promised: bool = False) -> None:
         raise DoesNotApply("its position_ids do not begin at 0")
     ids = torch.cat([probe.texts.ids[text, :tokens] for text, tokens in PACKED])[None]
     positions = torch.cat([torch.arange(tokens) for _, tokens in PACKED])[None]
-    more: dict[str, Any] = {}
-    if every:
-        begins = torch.tensor([0, *(tokens for _, tokens in PACKED)]).cumsum(0).int()
-        longest = max(tokens for _, tokens in PACKED)
-        number = torch.cat([torch.full((tokens,), text, dtype=torch.int32) for text, tokens in PACKED])[None]
-        more = dict(cu_seq_lens_q=begins, cu_seq_lens_k=begins, max_length_q=longest, max_length_k=longest)
-        more |= dict(seq_idx=number)
-        if "kwargs" not in probe.subject.takes:
-            more = {name: value for name, value in more.items() if name in probe.subject.takes}
-        if not more:
-            raise DoesNotApply(f"{type(probe.subject.model).__name__} takes no seq_idx or cu_seq_lens")
+    more = _border_arguments(probe) if every else {}
     seen, _ = probe.subject(ids, positions=positions, use_cache=False, **more)
     spans, slot = [], 0
     for text, tokens in PACKED:
@@ -251,6 +241,20 @@ def packed(probe: Probe, every: bool = False, promised: bool = False) -> None:
         if torch.equal(seen.logits, joined.logits):
             raise DoesNotApply("it does not look for documents where position_ids restart: each sees those before")
     probe.compare(seen, spans, packed=True)
+
+
+def _border_arguments(probe: Probe) -> dict[str, Any]:
+    """All arguments that say where documents begin and that the model takes."""
+    begins = torch.tensor([0, *(tokens for _, tokens in PACKED)]).cumsum(0).int()
+    longest = max(tokens for _, tokens in PACKED)
+    number = torch.cat([torch.full((tokens,), text, dtype=torch.int32) for text, tokens in PACKED])[None]
+    borders = dict(cu_seq_lens_q=begins, cu_seq_lens_k=begins, max_length_q=longest, max_length_k=longest)
+    arguments: dict[str, Any] = {**borders, "seq_idx": number}
+    if "kwargs" not in probe.subject.takes:
+        arguments = {name: value for name, value in arguments.items() if name in probe.subject.takes}
+    if not arguments:
+        raise DoesNotApply(f"{type(probe.subject.model).__name__} takes no seq_idx or cu_seq_lens")
+    return arguments
 
 
 # With a cache

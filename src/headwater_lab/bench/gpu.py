@@ -37,7 +37,6 @@ from headwater.config.presets import PRESETS
 from headwater.config.text import HeadwaterConfig
 from headwater.cost import counts as cost
 from headwater.cost.hardware import c_compiler, matmul_flops, peak_of, sheet_of, tf32
-from headwater.kernels.choose import cpu
 from headwater.kernels.varlen import VARLEN
 from headwater.mechanisms.precision import KeepsPrecision
 from headwater.models.causal_lm import HeadwaterForCausalLM
@@ -47,6 +46,7 @@ from headwater.nn.masking import cu_seq_lens
 from headwater.plugins.registry import REGISTRY
 from headwater.util.errors import HeadwaterError, first_line, nearest
 from headwater.util.outputs import write_json
+from headwater.util.processor import describe_cpu
 from headwater_lab.bench.training import training_step, twins
 from headwater_lab.bench.waits import WaitError, no_waits
 
@@ -317,7 +317,7 @@ def combinations(names: Sequence[str] = tuple(REGISTRY)) -> dict[str, dict[str, 
 
 def environment(phase: Phase) -> None:
     """Versions, the device, its data sheet, and its measured copies and matmuls."""
-    device, name = phase.device, cpu()
+    device, name = phase.device, describe_cpu()
     facts: Measurement = {
         "python": platform.python_version(),
         "torch": torch.__version__,

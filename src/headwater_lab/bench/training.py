@@ -13,11 +13,11 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
 from headwater.conversion import to_transformers
-from headwater.kernels.scratch import keep_freed_memory
 from headwater.mechanisms.base import Mechanism
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.image_classification import HeadwaterForImageClassification
 from headwater.nn.masking import cu_seq_lens, takes_documents
+from headwater.util.freed_memory import keep_freed_memory
 from headwater_lab.bench.decoding import shape_of
 from headwater_lab.bench.paired import PairedTimes, interleave
 

@@ -455,9 +455,9 @@ def _about(shape: dict[str, Any], device: str | None = None) -> str:
     if device == "cpu":
         import torch
 
-        from headwater.kernels.choose import cpu
+        from headwater.util.processor import describe_cpu
 
-        device = f"{cpu()}, {counted(torch.get_num_threads(), 'thread')}"
+        device = f"{describe_cpu()}, {counted(torch.get_num_threads(), 'thread')}"
     return title if device is None else f"{title}; {device}"
 
 

@@ -15,11 +15,11 @@ from transformers import utils
 import headwater
 from headwater import kernels
 from headwater.cost.hardware import available_memory, c_compiler, cores, memory_of
-from headwater.kernels.choose import cpu
 from headwater.plugins.registry import MECHANISMS
 from headwater.util.errors import first_line
 from headwater.util.extras import MODULES
 from headwater.util.layout import package_folder
+from headwater.util.processor import describe_cpu
 
 NamedFacts = Iterator[tuple[str, str]]
 
@@ -91,7 +91,7 @@ def _version(package: str) -> str:
 
 def _devices() -> NamedFacts:
     total = memory_of(torch.device("cpu"))
-    yield "cpu", f"{cpu()}, {torch.backends.cpu.get_cpu_capability()}"
+    yield "cpu", f"{describe_cpu()}, {torch.backends.cpu.get_cpu_capability()}"
     yield "cores", f"{cores()} usable of {os.cpu_count()}"
     yield "memory", f"{available_memory() / 1e9:.1f} GB available of {total / 1e9:.1f}"
     yield "PyTorch built for", f"CUDA {torch.version.cuda}" if torch.version.cuda else torch.version.hip or "cpu"
@@ -112,7 +112,7 @@ def _dtypes() -> NamedFacts:
 
 
 def _kernels() -> NamedFacts:
-    yield kernels.VARIABLE, "plain" if kernels.off() else "measured"
+    yield kernels.VARIABLE, "plain" if kernels.are_disabled() else "measured"
     flash = {version: getattr(utils, f"is_flash_attn_{version}_available", bool)() for version in (2, 3, 4)}
     packages = [f"flash_attention_{version}" for version, is_there in flash.items() if is_there]
     yield "attention", ", ".join(["eager", "sdpa", "matmul", "varlen", "flex_attention", *packages])

@@ -14,7 +14,7 @@ import numpy as np
 
 import headwater
 from headwater.cost.hardware import usable_device
-from headwater.kernels.choose import unmeasured
+from headwater.kernels.autotune import forbid_autotuning
 from headwater.util.errors import HeadwaterError
 from headwater.util.terminal import Table, lined
 from headwater_lab.data.corpus import check_column_is_read
@@ -146,7 +146,7 @@ def evaluate(
         model = one.load(device, dtype)
         facts = result.models[one.name] = _facts(one, model)
         scores: list[Score] = []
-        with unmeasured():  # all models' linear layers use the same kernel, whatever was timed to be fast here
+        with forbid_autotuning():  # all models' linear layers use the same kernel, whatever was timed to be fast here
             if ready is not None:
                 scores += ready.run(
                     one, model, batch_size=batch_size, limit=limit, context=context, seed=seed, progress=progress

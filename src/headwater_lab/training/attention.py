@@ -7,7 +7,7 @@ import torch
 from headwater import kernels
 from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
-from headwater.kernels.varlen import FROM, VARLEN, refusal
+from headwater.kernels.varlen import FROM, VARLEN, find_refusal
 from headwater.models.kinds import AnyModel
 from headwater.util.errors import HeadwaterError, sentence
 from headwater_lab.recipe.schema import Training
@@ -32,13 +32,13 @@ def kernel_for(config: HeadwaterConfig, training: Training, device: str, context
         return training.attn_implementation
     dtype = {"32-true": torch.float32, "64-true": torch.float64}.get(training.precision, torch.bfloat16)
     widths = [config.at(layer).head_dim for layer in config.kinds.values()]
-    reasons = [refusal(torch.device(device), dtype, config.attention_dropout, width or 0) for width in widths]
+    reasons = [find_refusal(torch.device(device), dtype, config.attention_dropout, width or 0) for width in widths]
     reason = next((reason for reason in reasons if reason is not None), None)
     if training.attn_implementation == VARLEN and reason is not None:
         raise HeadwaterError(f"training.attn_implementation: {VARLEN} {reason}; leave it out.")
     possible, _ = config.attention_kernels
     cannot = reason is not None or (possible is not None and VARLEN not in possible)
-    if training.attn_implementation is not None or cannot or kernels.off():
+    if training.attn_implementation is not None or cannot or kernels.are_disabled():
         return training.attn_implementation
     return VARLEN if device != "cpu" or context >= FROM else None
 

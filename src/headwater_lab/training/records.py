@@ -16,9 +16,9 @@ import transformers
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from headwater import __version__
-from headwater.kernels.choose import cpu
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import read_bytes, replace_text
+from headwater.util.processor import describe_cpu
 
 SCHEMA_VERSION = 2
 RECORD = "record.json"
@@ -344,7 +344,7 @@ def environment(
 
 def device_name(device: torch.device) -> str:
     """A GPU's name as its driver gives it, or the processor's."""
-    return torch.cuda.get_device_properties(device).name if device.type == "cuda" else cpu()
+    return torch.cuda.get_device_properties(device).name if device.type == "cuda" else describe_cpu()
 
 
 def changed_data(records: Iterable[RunRecord]) -> str:

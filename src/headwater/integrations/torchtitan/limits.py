@@ -16,7 +16,23 @@ def check(config: HeadwaterConfig, parallelism: Any, length: int) -> None:
 
     parallelism: torchtitan's section of that name. length: tokens in a row.
     """
+    _check_options(parallelism)
+    _check_model(config, length)
+    if parallelism.pipeline_parallel_degree > 1 and config.tie_word_embeddings:
+        raise HeadwaterError(
+            "A tied output head needs the embedding, which is in a pipeline's first stage; set "
+            "tie_word_embeddings=false, or pipeline_parallel_degree to 1."
+        )
     heads = parallelism.tensor_parallel_degree * parallelism.context_parallel_degree
+    tensor, context = parallelism.tensor_parallel_degree > 1, parallelism.context_parallel_degree > 1
+    if heads > 1:
+        check_heads(config, tensor, context, heads)
+    if tensor:
+        _check_columns(config, parallelism.tensor_parallel_degree)
+
+
+def _check_options(parallelism: Any) -> None:
+    """Raise `HeadwaterError` for ways to split that no headwater model has."""
     tensor, context = parallelism.tensor_parallel_degree > 1, parallelism.context_parallel_degree > 1
     if parallelism.spmd_backend != "partial_dtensor":
         raise HeadwaterError(
@@ -35,6 +51,10 @@ def check(config: HeadwaterConfig, parallelism: Any, length: int) -> None:
             "Context parallelism of headwater models splits a row into consecutive parts, which are balanced as they "
             "are; set parallelism.context_parallel_load_balancer to None."
         )
+
+
+def _check_model(config: HeadwaterConfig, length: int) -> None:
+    """Raise `HeadwaterError` for models that torchtitan's trainer cannot train, in any number of processes."""
     for name in ("sliding_layers", "embedding_scale", "embedding_norm", "logit_softcap"):
         if getattr(config, name) not in (None, 1, False):
             raise HeadwaterError(
@@ -50,25 +70,21 @@ def check(config: HeadwaterConfig, parallelism: Any, length: int) -> None:
             f"A row of {length} tokens is longer than the model's {config.max_position_embeddings} learned positions; "
             "lower training.seq_len, or raise max_position_embeddings."
         )
-    if parallelism.pipeline_parallel_degree > 1 and config.tie_word_embeddings:
+
+
+def _check_columns(config: HeadwaterConfig, degree: int) -> None:
+    """Raise `HeadwaterError` if a feed-forward or the vocabulary cannot be split over `degree` processes."""
+    if inside := [name for plan in config.layer_plans for name in plan.at("feed_forward_hidden")]:
         raise HeadwaterError(
-            "A tied output head needs the embedding, which is in a pipeline's first stage; set "
-            "tie_word_embeddings=false, or pipeline_parallel_degree to 1."
+            f"Mechanism {inside[0]!r} acts inside the feed-forward, of which a process has a part of the channels "
+            "under tensor parallelism; set tensor_parallel_degree to 1."
         )
-    if heads > 1:
-        check_heads(config, tensor, context, heads)
-    if tensor:
-        if inside := [name for plan in config.layer_plans for name in plan.at("feed_forward_hidden")]:
+    for name in ("vocab_size", "intermediate_size"):
+        if getattr(config, name) % degree:
             raise HeadwaterError(
-                f"Mechanism {inside[0]!r} acts inside the feed-forward, of which a process has a part of the channels "
-                "under tensor parallelism; set tensor_parallel_degree to 1."
+                f"{name} {getattr(config, name)} is not divisible by tensor_parallel_degree {degree}; change one of "
+                "them."
             )
-        for name in ("vocab_size", "intermediate_size"):
-            if getattr(config, name) % parallelism.tensor_parallel_degree:
-                raise HeadwaterError(
-                    f"{name} {getattr(config, name)} is not divisible by tensor_parallel_degree "
-                    f"{parallelism.tensor_parallel_degree}; change one of them."
-                )
 
 
 def check_heads(config: HeadwaterConfig, tensor: bool, context: bool, parts: int) -> None:

@@ -120,15 +120,12 @@ class TitanModel(BaseModel):
         Returns logits [B, T, V]; the last block's output without a head, and normed where the loss applies the head.
         """
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
-        own = positions
-        if self.context_mesh is not None and positions is not None:
-            shards = DTensor.from_local(positions, self.context_mesh, [Shard(1)], run_check=False)
-            positions = shards.redistribute(placements=[Replicate()]).to_local()
+        local_positions, positions = positions, self.gather_positions(positions)
         length = x.shape[1] if positions is None else positions.shape[1]
         counts = counted(None, 0, length, x.device) if positions is None else positions
         row = x[:, :1, :0].expand(-1, length, -1)  # a whole row's shape, dtype and device
         if self.embed_positions is not None:
-            x = x + self.embed_positions(counts if own is None else own)
+            x = x + self.embed_positions(counts if local_positions is None else local_positions)
         if self.dropout is not None:
             x = self.dropout(x)
         looks_back = None if self.tail == 0 or positions is None else reach(positions, None, 0, self.tail)
@@ -142,6 +139,17 @@ class TitanModel(BaseModel):
             reach=looks_back,
             token_ids=tokens if self.reads_ids else None,
         )
+        return self.compute_logits(x)
+
+    def gather_positions(self, positions: Tensor | None) -> Tensor | None:
+        """The positions of whole rows, of which this process may have a part."""
+        if self.context_mesh is None or positions is None:
+            return positions
+        shards = DTensor.from_local(positions, self.context_mesh, [Shard(1)], run_check=False)
+        return shards.redistribute(placements=[Replicate()]).to_local()
+
+    def compute_logits(self, x: Tensor) -> Tensor:
+        """The logits of the last block's output, as far as this stage has norm and head and the loss leaves them."""
         if self.norm is None:
             return x
         x = self.norm(x)

@@ -82,7 +82,6 @@ def parallelize(
     for mechanisms whose heads cannot be split as the plans would have it.
     """
     check(model.settings, parallelism, training.seq_len)
-    blocks = [cast(Block, block) for block in model.layers.values()]
     tensor = parallel_dims.get_optional_mesh("tp")
     context = parallel_dims.get_optional_mesh("cp")
     compiles = compile_config.enable and "model" in compile_config.components
@@ -96,16 +95,7 @@ def parallelize(
     data = parallel_dims.get_mesh(names)
     everything = data if tensor is None else parallel_dims.get_mesh([*names, "tp"])
 
-    parts: Placings = {}
-    if tensor is not None or context is not None:
-        split = SplitHeads(model.settings, tensor, context, parts)
-        for block in blocks:
-            split.attention(block)
-    if tensor is not None:
-        for block in blocks:
-            split_feed_forward(block, tensor, parts)
-        split_vocabulary(model, tensor, parts)
-    kept = distribute(model, parts, tensor, everything)
+    kept = distribute(model, split_model(model, tensor, context), tensor, everything)
     if kept and training.enable_cpu_offload:
         raise HeadwaterError(
             "The mechanisms' scalars stay on the device, unsharded; set training.enable_cpu_offload to false."
@@ -115,13 +105,7 @@ def parallelize(
     if compiles:
         expect_layers(model.settings.num_hidden_layers)
         apply_compile(model, compile_config=compile_config, parallel_dims=parallel_dims)
-    policy = MixedPrecisionPolicy(
-        param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
-        reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
-        cast_forward_inputs=False,
-    )
-    if any(parameter.dtype == torch.float64 for parameter in model.parameters()):
-        policy = MixedPrecisionPolicy()
+    policy = choose_precision(model, training)
     always = parallelism.fsdp_reshard_after_forward == "always"
     after_forward = get_fsdp_reshard_after_forward_policy(
         parallelism.fsdp_reshard_after_forward, parallel_dims.pp_enabled
@@ -130,6 +114,32 @@ def parallelize(
     if parallelism.enable_fsdp_symm_mem:
         enable_fsdp_symm_mem(model)
     return model
+
+
+def split_model(model: TitanModel, tensor: DeviceMesh | None, context: DeviceMesh | None) -> Placings:
+    """Split heads, feed-forwards and the vocabulary over the processes; returns where each parameter goes."""
+    parts: Placings = {}
+    blocks = [cast(Block, block) for block in model.layers.values()]
+    if tensor is not None or context is not None:
+        split = SplitHeads(model.settings, tensor, context, parts)
+        for block in blocks:
+            split.attention(block)
+    if tensor is not None:
+        for block in blocks:
+            split_feed_forward(block, tensor, parts)
+        split_vocabulary(model, tensor, parts)
+    return parts
+
+
+def choose_precision(model: TitanModel, training: Any) -> MixedPrecisionPolicy:
+    """The precision that torchtitan's options ask for; fp64 models stay as they are."""
+    if any(parameter.dtype == torch.float64 for parameter in model.parameters()):
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(
+        param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
+        reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
+        cast_forward_inputs=False,
+    )
 
 
 def shard(

@@ -31,50 +31,65 @@ class Checks(VerifyAndUpdateConfig):
 
 def check(vllm_config: Any) -> None:
     """Raise `HeadwaterError` for options with which the output would be wrong, or that are untried."""
-    config, cache, parallel = vllm_config.model_config.hf_config, vllm_config.cache_config, vllm_config.parallel_config
+    config, cache, device = vllm_config.model_config.hf_config, vllm_config.cache_config, vllm_config.device_config
     if (other := other_version(vllm.__version__)) is not None:
         raise HeadwaterError(other)
     check_servable(config)
-    device = vllm_config.device_config.device_type
-    _check_device(vllm_config, device)
-    if vllm_config.use_v2_model_runner:
-        raise HeadwaterError(
-            "headwater's plugin is tried with vLLM's first model runner only; set VLLM_USE_V2_MODEL_RUNNER=0."
-        )
-    if parallel.decode_context_parallel_size > 1:
-        raise HeadwaterError(
-            "headwater's plugin splits a model by heads and by layers only; leave out decode_context_parallel_size."
-        )
-    shares_of(config, parallel)
-    if parallel.pipeline_parallel_size > 1 and vllm_config.model_config.enforce_eager:
-        raise HeadwaterError(
-            "vLLM's runner for CPUs makes room for what a pipeline's stages pass on only while it compiles; leave out "
-            "enforce_eager."
-        )
-    if vllm_config.model_config.quantization is not None:
-        raise HeadwaterError("headwater's plugin takes no quantization; serve the weights as they are.")
-    if cache.cache_dtype not in ("auto", str(vllm_config.model_config.dtype).removeprefix("torch.")):
-        raise HeadwaterError(f"headwater's plugin keeps keys and values as they are, not as {cache.cache_dtype}.")
-    if vllm_config.model_config.enable_prompt_embeds:
-        raise HeadwaterError("headwater's plugin takes tokens, not embeddings; leave out enable_prompt_embeds.")
-    if vllm_config.kv_transfer_config is not None:
-        raise HeadwaterError(
-            "A KV connector moves keys and values by layer, and headwater's blocks hold all layers; leave it out."
-        )
-    if vllm_config.lora_config is not None and parallel.world_size > 1:
-        raise HeadwaterError(
-            "headwater's plugin takes LoRA adapters in one process only; leave out tensor_parallel_size and "
-            "pipeline_parallel_size, or merge the adapter before serving."
-        )
-    speculation = vllm_config.speculative_config
-    if speculation is not None and speculation.method not in DRAFTS:
-        raise HeadwaterError(
-            f"headwater's plugin speculates by {either([repr(name) for name in DRAFTS])}, not {speculation.method!r}."
-        )
-    _check_blocks(config, cache, device)
+    _check_device(vllm_config, device.device_type)
+    for is_set, sentence in _list_refusals(vllm_config):
+        if is_set:
+            raise HeadwaterError(sentence)
+    shares_of(config, vllm_config.parallel_config)
+    _check_blocks(config, cache, device.device_type)
     longest, positions = vllm_config.model_config.max_model_len, config.max_position_embeddings
     if config.position == "learned" and longest > positions:
         raise HeadwaterError(f"This model has {positions} learned positions; set max_model_len to at most that.")
+
+
+def _list_refusals(vllm_config: Any) -> list[tuple[bool, str]]:
+    """Whether each option that the plugin does not take is set, and the sentence that refuses it."""
+    model, parallel, speculation = vllm_config.model_config, vllm_config.parallel_config, vllm_config.speculative_config
+    cache_dtype, method = vllm_config.cache_config.cache_dtype, getattr(speculation, "method", None)
+    return [
+        (
+            vllm_config.use_v2_model_runner,
+            "headwater's plugin is tried with vLLM's first model runner only; set VLLM_USE_V2_MODEL_RUNNER=0.",
+        ),
+        (
+            parallel.decode_context_parallel_size > 1,
+            "headwater's plugin splits a model by heads and by layers only; leave out decode_context_parallel_size.",
+        ),
+        (
+            parallel.pipeline_parallel_size > 1 and model.enforce_eager,
+            "vLLM's runner for CPUs makes room for what a pipeline's stages pass on only while it compiles; leave out "
+            "enforce_eager.",
+        ),
+        (
+            model.quantization is not None,
+            "headwater's plugin takes no quantization; serve the weights as they are.",
+        ),
+        (
+            cache_dtype not in ("auto", str(model.dtype).removeprefix("torch.")),
+            f"headwater's plugin keeps keys and values as they are, not as {cache_dtype}.",
+        ),
+        (
+            model.enable_prompt_embeds,
+            "headwater's plugin takes tokens, not embeddings; leave out enable_prompt_embeds.",
+        ),
+        (
+            vllm_config.kv_transfer_config is not None,
+            "A KV connector moves keys and values by layer, and headwater's blocks hold all layers; leave it out.",
+        ),
+        (
+            vllm_config.lora_config is not None and parallel.world_size > 1,
+            "headwater's plugin takes LoRA adapters in one process only; leave out tensor_parallel_size and "
+            "pipeline_parallel_size, or merge the adapter before serving.",
+        ),
+        (
+            speculation is not None and method not in DRAFTS,
+            f"headwater's plugin speculates by {either([repr(name) for name in DRAFTS])}, not {method!r}.",
+        ),
+    ]
 
 
 def shares_of(config: Any, parallel: Any) -> list[Portion]:

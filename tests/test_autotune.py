@@ -1,7 +1,6 @@
 """Forms of an operation: the clock decides between them, once a machine, and for generation only."""
 
 import json
-import math
 import os
 import subprocess
 import sys
@@ -12,11 +11,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from headwater import HeadwaterConfig, HeadwaterForCausalLM, kernels
-from headwater.kernels import PLAIN, choose
-from headwater.kernels.choose import measured, remembered, timed, unmeasured
+from headwater.kernels import PLAIN, autotune
+from headwater.kernels.autotune import allow_autotuning, find_fastest, forbid_autotuning, get_choices
 from headwater.util.errors import HeadwaterError
 
-TIME, FILE = choose._time, choose._file  # for the other tests conftest replaces them
+TIME, FILE = autotune._time_forms, autotune._get_file  # for the other tests conftest replaces them
 
 
 class Clock:
@@ -46,8 +45,8 @@ def machine(tmp_path, monkeypatch):
     """A machine on which nothing is known, and whose clock is the test's."""
     clock = Clock()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(choose, "FLUSH", 1)
-    monkeypatch.setattr(choose, "time", SimpleNamespace(perf_counter=clock.perf_counter))
+    monkeypatch.setattr(autotune, "FLUSH", 1)
+    monkeypatch.setattr(autotune, "time", SimpleNamespace(perf_counter=clock.perf_counter))
     forget(monkeypatch)
     clock.folder = tmp_path / "headwater" / "kernels"
     return clock
@@ -55,9 +54,9 @@ def machine(tmp_path, monkeypatch):
 
 def forget(monkeypatch):
     """What a new process knows."""
-    monkeypatch.setattr(choose, "_known", {})
-    monkeypatch.setattr(choose, "_time", TIME)
-    monkeypatch.setattr(choose, "_file", FILE)
+    monkeypatch.setattr(autotune, "_fastest", {})
+    monkeypatch.setattr(autotune, "_time_forms", TIME)
+    monkeypatch.setattr(autotune, "_get_file", FILE)
 
 
 @pytest.mark.parametrize(
@@ -73,47 +72,45 @@ def forget(monkeypatch):
     ],
 )
 def test_only_a_clear_win_over_plain_is_taken(machine, seconds, best):
-    found = timed(("sum", 3), machine.forms(**seconds))
-    assert found.best == best
-    assert found.seconds.get(best, 0) <= 1.05 * found.seconds.get(PLAIN, math.inf)
+    assert find_fastest(("sum", 3), machine.forms(**seconds)) == best
 
 
 def test_a_timing_is_kept_for_this_process_and_the_next(machine, monkeypatch):
     forms = machine.forms(plain=2e-3, trick=1e-3)
-    assert timed(("sum", torch.float32, 3), forms).best == "trick"
+    assert find_fastest(("sum", torch.float32, 3), forms) == "trick"
     ran = len(machine.runs)
-    assert timed(("sum", torch.float32, 3), forms).best == "trick"
+    assert find_fastest(("sum", torch.float32, 3), forms) == "trick"
     forget(monkeypatch)
-    assert timed(("sum", torch.float32, 3), forms).seconds == pytest.approx({PLAIN: 2e-3, "trick": 1e-3})
+    assert find_fastest(("sum", torch.float32, 3), forms) == "trick"
     assert len(machine.runs) == ran
     (file,) = machine.folder.iterdir()
     kept = json.loads(file.read_text())
     assert kept["torch"] == torch.__version__
-    assert kept["cpu"] == choose.cpu()
-    assert list(kept["seconds"]) == ["sum float32 3"]
-    timed(("sum", torch.float32, 4), forms)
+    assert kept["cpu"] == autotune.describe_cpu()
+    assert kept["fastest"] == {"sum float32 3": "trick"}
+    find_fastest(("sum", torch.float32, 4), forms)
     assert len(machine.runs) > ran
-    assert list(json.loads(file.read_text())["seconds"]) == ["sum float32 3", "sum float32 4"]
+    assert list(json.loads(file.read_text())["fastest"]) == ["sum float32 3", "sum float32 4"]
 
 
 def test_a_disturbed_timing_is_not_kept(machine, monkeypatch):
-    timed(("sum",), machine.forms(plain=(1e-3, 9e-3), trick=1e-4))
+    find_fastest(("sum",), machine.forms(plain=(1e-3, 9e-3), trick=1e-4))
     assert not machine.folder.exists()
     forget(monkeypatch)
-    assert timed(("sum",), machine.forms(plain=1e-3, trick=1e-4)).best == "trick"
+    assert find_fastest(("sum",), machine.forms(plain=1e-3, trick=1e-4)) == "trick"
 
 
 def test_another_processor_version_or_number_of_threads_is_timed_anew(machine, monkeypatch):
     def times() -> int:
         before = len(machine.runs)
         forget(monkeypatch)
-        timed(("sum",), machine.forms(plain=2e-3, trick=1e-3))
+        find_fastest(("sum",), machine.forms(plain=2e-3, trick=1e-3))
         return len(machine.runs) - before
 
     assert times() > 0
     assert times() == 0
     with monkeypatch.context() as other:
-        other.setattr(choose, "_processor", lambda: {"model name": "Another"})
+        other.setattr(autotune, "read_processor", lambda: {"model name": "Another"})
         assert times() > 0
     with monkeypatch.context() as other:
         other.setattr(torch, "__version__", "9.9")
@@ -135,23 +132,21 @@ def test_another_processor_version_or_number_of_threads_is_timed_anew(machine, m
         b"\x00\xff",
         b"[]",
         b"[" * 100_000,
-        b'{"seconds": 3}',
-        b'{"seconds": {"sum": 3}}',
-        b'{"seconds": {"sum": {"plain": "fast", "trick": 1e-9}}}',
-        b'{"seconds": {"sum": {"plain": NaN, "trick": -1.0}}}',
-        b'{"seconds": {"sum": {"plain": 1.0}}}',
-        b'{"seconds": {"sum": {"plain": 1.0, "removed": 0.1}}}',
+        b'{"fastest": 3}',
+        b'{"fastest": {"sum": 3}}',
+        b'{"fastest": {"sum": ["trick"]}}',
+        b'{"fastest": {"sum": "removed"}}',
     ],
     ids=lambda damage: damage[:60].decode(errors="replace"),
 )
 def test_a_damaged_file_is_timed_anew(machine, monkeypatch, damage):
     forms = machine.forms(plain=1e-3, trick=2e-3)
-    timed(("sum",), forms)
+    find_fastest(("sum",), forms)
     (file,) = machine.folder.iterdir()
     file.write_bytes(damage)
     forget(monkeypatch)
-    assert timed(("sum",), forms).seconds == pytest.approx({PLAIN: 1e-3, "trick": 2e-3})
-    assert json.loads(file.read_text())["seconds"]["sum"] == pytest.approx({PLAIN: 1e-3, "trick": 2e-3})
+    assert find_fastest(("sum",), forms) == PLAIN
+    assert json.loads(file.read_text())["fastest"] == {"sum": PLAIN}
 
 
 @pytest.mark.parametrize("place", ["a file", "not writable", "no home"])
@@ -166,11 +161,11 @@ def test_without_a_place_for_the_file_the_process_remembers(machine, tmp_path, m
         def no_home(self):
             raise RuntimeError("Could not determine home directory.")
 
-        monkeypatch.setattr(choose.Path, "expanduser", no_home)
+        monkeypatch.setattr(autotune.Path, "expanduser", no_home)
     forms = machine.forms(plain=2e-3, trick=1e-3)
-    assert timed(("sum",), forms).best == "trick"
+    assert find_fastest(("sum",), forms) == "trick"
     ran = len(machine.runs)
-    assert timed(("sum",), forms).best == "trick"
+    assert find_fastest(("sum",), forms) == "trick"
     assert len(machine.runs) == ran
 
 
@@ -178,8 +173,8 @@ def test_the_file_is_whole_or_absent(machine, monkeypatch):
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "replace", full)
-    assert timed(("sum",), machine.forms(plain=2e-3, trick=1e-3)).best == "trick"
+    monkeypatch.setattr(autotune.Path, "replace", full)
+    assert find_fastest(("sum",), machine.forms(plain=2e-3, trick=1e-3)) == "trick"
     assert list(machine.folder.iterdir()) == []
 
 
@@ -187,49 +182,49 @@ def test_the_file_is_whole_or_absent(machine, monkeypatch):
 
 
 def may_choose() -> bool:
-    return remembered() is not None
+    return get_choices() is not None
 
 
 @torch.no_grad()
 def test_nobody_chooses_but_generation():
     assert not may_choose()
-    with measured():
+    with allow_autotuning():
         assert may_choose()
         with torch.enable_grad():
             assert not may_choose()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert not may_choose()
-        with unmeasured():
+        with forbid_autotuning():
             assert not may_choose()
         assert not torch.compile(lambda x: x + may_choose(), backend="eager", fullgraph=True)(torch.zeros(1))
-    with unmeasured(), measured():
+    with forbid_autotuning(), allow_autotuning():
         assert not may_choose()
-    with FlopCounterMode(display=False), measured():
+    with FlopCounterMode(display=False), allow_autotuning():
         assert not may_choose()
-    with torch.autograd.forward_ad.dual_level(), measured():
+    with torch.autograd.forward_ad.dual_level(), allow_autotuning():
         assert not may_choose()
     torch.use_deterministic_algorithms(True)
-    with measured():
+    with allow_autotuning():
         assert not may_choose()
     torch.use_deterministic_algorithms(False)
     assert not torch.func.vmap(inside)(torch.zeros(1))
 
 
 def inside(x):
-    with measured():
+    with allow_autotuning():
         return x + may_choose()
 
 
 def test_the_variable_switches_it_off_and_knows_its_values(monkeypatch):
     with torch.no_grad():
         for value, allowed in {"plain": False, "measured": True, "": True}.items():
-            monkeypatch.setattr(kernels, "_off", None)
+            monkeypatch.setattr(kernels, "_disabled", None)
             monkeypatch.setenv("HEADWATER_KERNELS", value)
-            with measured():
+            with allow_autotuning():
                 assert may_choose() is allowed
-    monkeypatch.setattr(kernels, "_off", None)
+    monkeypatch.setattr(kernels, "_disabled", None)
     monkeypatch.setenv("HEADWATER_KERNELS", "fast")
-    with pytest.raises(HeadwaterError, match=r"HEADWATER_KERNELS.*plain"), measured():
+    with pytest.raises(HeadwaterError, match=r"HEADWATER_KERNELS.*plain"), allow_autotuning():
         pass
 
 
@@ -256,9 +251,9 @@ def test_generation_times_and_other_calls_do_not(dtype, tmp_path, monkeypatch):
     with torch.no_grad():
         ours(ids)
     ours(ids, labels=ids).loss.backward()
-    assert choose._known == {}
+    assert autotune._fastest == {}
     expected = generated(ours)
-    operations = {operation for _, operation in choose._known}
+    operations = {operation for _, operation in autotune._fastest}
     assert ("linear", dtype, 256, 256, 1) in operations
     assert any(operation[:2] == ("attention", dtype) for operation in operations) is (dtype is torch.bfloat16)
     again = generated(ours)
@@ -269,9 +264,9 @@ def test_generation_times_and_other_calls_do_not(dtype, tmp_path, monkeypatch):
 @pytest.mark.parametrize("mode", ["plain", "slow"])
 def test_generation_is_plain_pytorchs_where_no_trick_wins(mode, machine, monkeypatch):
     ours = model()
-    with unmeasured():
+    with forbid_autotuning():
         expected = generated(ours)
-    monkeypatch.setattr(kernels, "_off", mode == "plain")
+    monkeypatch.setattr(kernels, "_disabled", mode == "plain")
     from headwater.kernels import linear
 
     ran = []
@@ -307,7 +302,7 @@ def test_a_trick_that_wins_is_taken(machine, monkeypatch):
     monkeypatch.setattr(linear, "_FP32_ROW", {PLAIN: slow, "onednn": fast, "pieces": slow})
     generated(model())
     counted = len(ran)
-    assert {times.best for times in choose._known.values()} == {"onednn"}
+    assert set(autotune._fastest.values()) == {"onednn"}
     generated(model())
     maps = 2 * 7 + 1
     assert len(ran) - counted == 6 * maps
@@ -337,7 +332,7 @@ def test_exported_code_chooses_too(tmp_path, monkeypatch):
     }
     done = subprocess.run([sys.executable, "-c", EXPORTED, str(folder)], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    with unmeasured():
+    with forbid_autotuning():
         expected = ours.generate(torch.arange(9)[None], max_new_tokens=3, do_sample=False)
     assert done.stdout.strip() == str(expected.tolist())
     assert {place.name for place in tmp_path.iterdir()} <= {"exported", "headwater", "hf"}
