@@ -220,7 +220,7 @@ def _written(target: Path, record: RunRecord, dtype: torch.dtype) -> Path:
 
 
 def _show_price(priced: ConversionPrice, teacher: str) -> None:
-    from headwater.cost.shared import si
+    from headwater.cost.estimate import si
 
     table = lined("", "before", "after")
     before, after = priced.before, priced.after
