@@ -70,6 +70,7 @@ def bench_train(
     """Time a training step without mechanisms against transformers' model of the same shape."""
     from headwater_lab.bench.training import image_pair, text_pair
 
+    quiet()
     text_options: dict[str, object] = {"--context": context, "--vocabulary": vocabulary, "--documents": documents}
     refuse_unread(text_options, base != "vit", "--base llama or --base gpt2")
     shape: dict[str, Any] = dict(layers=layers, width=width, batch_size=batch_size)

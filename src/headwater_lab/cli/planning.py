@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from headwater.util.errors import HeadwaterError
 from headwater.util.terminal import lined
 from headwater_lab.cli.common import check_writable, err, out, quiet, recipe_of, tell_runs
-
-if TYPE_CHECKING:
-    pass
-
 
 # The parameters that `plan --grow` reads.
 GROW_READS = {

@@ -145,17 +145,6 @@ def prepare(
         ) from error
 
 
-@dataclass(frozen=True)
-class _HoldsOut:
-    """Whether a document is held out, by its fraction. moved: see `moved_document`."""
-
-    share: float
-    moved: float | None
-
-    def __call__(self, fraction: float) -> bool:
-        return (fraction < self.share) != (fraction == self.moved)
-
-
 def moved_document(stream: Stream, share: float, encode: Callable[[Sequence[DocumentPart]], object]) -> float | None:
     """The fraction of the document to put on the other side than its hash says, since that side would be empty; None
     if neither is, as in any large corpus, of which only the beginning is read.
@@ -224,7 +213,7 @@ class _Run:
     ) -> None:
         self.out, self.settings, self.stream, self.options = out, settings, stream, options
         self.name, self.encode = tokenizer, encode
-        self.holds_out = _HoldsOut(options.held_out, moved)
+        self.moved = moved
         # The folder of each domain.
         self.folders: dict[str | None, _Folder] = {}
         self.files = stream.fingerprint
@@ -316,7 +305,7 @@ class _Run:
         paths = (self.out / (plain if n == 1 else f"{plain}-{n}") for n in range(1, MOST_DOMAINS + 2))
         path = self.out if domain is None else next(path for path in paths if not path.exists())
         path.mkdir(exist_ok=True)
-        folder = self.folders[domain] = _Folder(path, domain, self.encode.dtype, self.options, self.holds_out)
+        folder = self.folders[domain] = _Folder(path, domain, self.encode.dtype, self.options, self.moved)
         return folder
 
     def close(self) -> None:
@@ -327,8 +316,8 @@ class _Run:
 class _Folder:
     """A prepared folder that is being written."""
 
-    def __init__(self, path: Path, domain: str | None, dtype: np.dtype, options: Options, holds_out: _HoldsOut) -> None:
-        self.path, self.domain, self.options, self.holds_out = path, domain, options, holds_out
+    def __init__(self, path: Path, domain: str | None, dtype: np.dtype, options: Options, moved: float | None) -> None:
+        self.path, self.domain, self.options, self.moved = path, domain, options, moved
         self.splits = {name: _Split(path, name, dtype, options.shard_tokens) for name in SPLITS}
         # Of a line for each document.
         self.content = hashlib.sha256()
@@ -338,7 +327,8 @@ class _Folder:
     def add(self, part: DocumentPart, tokens: Encoded) -> None:
         if part.first:
             self.fraction = part.document.fraction()
-            self.split = self.splits["held_out" if self.holds_out(self.fraction) else "train"]
+            is_held_out = (self.fraction < self.options.held_out) != (self.fraction == self.moved)
+            self.split = self.splits["held_out" if is_held_out else "train"]
             self.digest, self.kept, self.size = hashlib.sha256(), list[str](), 0
         self.digest.update(part.data)
         if self.split is self.splits["held_out"] and self.size < self.options.evaluation_bytes:
