@@ -152,13 +152,13 @@ def test_prepared_conversations_are_those_of_text(shard_tokens, folder, tmp_path
         open_prepared(tmp_path / "out")
 
 
-def test_an_interrupted_preparation_of_conversations_goes_on(folder, tmp_path):
+def test_an_interrupted_preparation_of_conversations_starts_over(folder, tmp_path):
     def stop(documents, *_):
         if documents > 12:
             raise KeyboardInterrupt
 
     source, tokenizer = TextSource(str(folder / "c.jsonl")), str(folder / "bpe-chatml")
-    how = {"batch_bytes": 500, "commit_bytes": 500}
+    how = {"batch_bytes": 500}
     prepare(source, tmp_path / "whole", tokenizer, Options(0.2), **how)
     with pytest.raises(Interrupted):
         prepare(source, tmp_path / "out", tokenizer, Options(0.2), **how, on_progress=stop)

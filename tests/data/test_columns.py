@@ -93,15 +93,6 @@ def test_a_sample_of_a_table_is_of_its_texts(tmp_path):
         sample_rows(trained, tmp_path / "b.csv", 4)
 
 
-def test_a_table_resumes_at_any_row(tmp_path):
-    (tmp_path / "a.csv").write_bytes(table("csv"))
-    source = TextSource(str(tmp_path / "a.csv"))
-    parts = list(Stream(source))
-    for number in (0, 7, 28):
-        again = list(Stream(source, parts[number].after))
-        assert [part.text for part in again] == TEXTS[number + 1 :]
-
-
 def test_a_field_may_be_as_long_as_a_document(tmp_path):
     (tmp_path / "a.csv").write_text("text\n" + "word " * 60_000)
     assert "".join(texts_of(tmp_path / "a.csv")) == "word " * 60_000
@@ -160,7 +151,7 @@ def test_files_of_a_folder_may_lack_the_column(tmp_path):
     (tmp_path / "c.csv").write_text("text,id\na text,1\n")
     stream = Stream(TextSource(str(tmp_path)))
     assert [part.text for part in stream] == ["a text"]
-    assert stream.place.none == 3
+    assert stream.none == 3
     (tmp_path / "c.csv").unlink()
     with pytest.raises(HeadwaterError, match="no column 'text'; set --text-column to one of: id"):
         list(Stream(TextSource(str(tmp_path))))
@@ -195,10 +186,8 @@ def test_text_with_a_mark_of_another_form_is_decoded(form, tmp_path):
     text = "".join(f"line {i} é 世界 🙂\n" for i in range(9000))
     mark = MARK.encode(form) if form.count("-") > 1 else b""
     (tmp_path / "a.txt").write_bytes(mark + text.encode(form))
-    source = TextSource(str(tmp_path / "a.txt"))
-    parts = list(Stream(source))
+    parts = list(Stream(TextSource(str(tmp_path / "a.txt"))))
     assert "".join(texts_of(tmp_path / "a.txt")) == "".join(part.text for part in parts) == text
-    assert [part.text for part in Stream(source, parts[3].after)] == [part.text for part in parts[4:]]
 
 
 def test_binary_data_that_begin_like_utf_16_are_no_text(tmp_path):

@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerFast
 import processes
 from headwater import HeadwaterConfig
 from headwater.models.load import read_tokenizer
-from headwater.util.errors import HeadwaterError
+from headwater.util.errors import HeadwaterError, Interrupted
 from headwater_lab.bench.data import tree_memory
 from headwater_lab.data import corpus as corpora
 from headwater_lab.data import prepare as preparing
@@ -37,8 +37,8 @@ from headwater_lab.data.known import KNOWN, resolve
 from headwater_lab.data.prepare import Options, prepare
 from headwater_lab.data.prepared import PreparedSettings
 from headwater_lab.data.sealed import write_sealed
-from headwater_lab.data.shards import DOMAINS, JOURNAL, MANIFEST, open_all, open_prepared
-from headwater_lab.data.stream import Stream, StreamPosition, TextSource
+from headwater_lab.data.shards import DOMAINS, MANIFEST, WRITING, open_all, open_prepared
+from headwater_lab.data.stream import Stream, TextSource
 from headwater_lab.data.tokenizer import END_OF_TEXT, byte_tokenizer, load_tokenizer, local_size, train_tokenizer
 
 WORDS = [
@@ -122,7 +122,7 @@ def reference(source: str, tokenizer: str, held_out: float = 0.2) -> dict[str, l
 
 def make(source, out: Path, tokenizer: str = "bytes", **changes) -> list[Path]:
     how = {name: changes.pop(name) for name in list(changes) if name in ("local", "workers", "on_progress")}
-    how |= {name: changes.pop(name) for name in list(changes) if name in ("batch_bytes", "commit_bytes")}
+    how |= {name: changes.pop(name) for name in list(changes) if name == "batch_bytes"}
     options = {"held_out": 0.2} | {n: changes.pop(n) for n in list(changes) if n in Options.__dataclass_fields__}
     return prepare(TextSource(str(source), **changes), out, tokenizer, Options(**options), **how)
 
@@ -178,9 +178,9 @@ def test_the_saved_tokenizer_is_the_one_that_made_the_tokens(folder, tmp_path, b
 
 def test_workers_and_batches_do_not_change_a_byte(folder, tmp_path, bpe):
     made = []
-    for workers, batch_bytes, commit_bytes in [(1, 2**20, 2**26), (3, 100, 500), (2, 1, 1)]:
+    for workers, batch_bytes in [(1, 2**20), (3, 100), (2, 1)]:
         out = tmp_path / f"{workers}"
-        make(folder, out, bpe, workers=workers, batch_bytes=batch_bytes, commit_bytes=commit_bytes, shard_tokens=500)
+        make(folder, out, bpe, workers=workers, batch_bytes=batch_bytes, shard_tokens=500)
         made.append(contents(out))
     assert made[0] == made[1] == made[2]
     assert len(made[0]) > 15
@@ -270,125 +270,59 @@ def slowly(source, out, tokenizer, **changes) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["folder", "jsonl", "txt"])
-def test_killed_at_any_moment_it_goes_on_to_the_same_folder(kind, folder, tmp_path, bpe):
-    source = str(folder) if kind == "folder" else source_of(kind, tmp_path)
-    how = dict(shard_tokens=2000, batch_bytes=20_000 if kind == "txt" else 600, commit_bytes=1000, workers=2)
-    how["shard_tokens"] *= 20 if kind == "txt" else 1
-    make(source, tmp_path / "whole", bpe, **how, evaluation_bytes=3000)
-    rng = random.Random(kind)
-    killed, out = 0, tmp_path / "out"
-    while not (out / MANIFEST).exists():
-        assert killed < 200
-        process = FORK.Process(target=slowly, args=(source, out, bpe), kwargs=how | {"evaluation_bytes": 3000})
+def test_killed_at_any_moment_it_starts_over(folder, tmp_path, bpe):
+    how = dict(shard_tokens=2000, batch_bytes=600, workers=2, evaluation_bytes=3000)
+    make(folder, tmp_path / "whole", bpe, **how)
+    out, killed = tmp_path / "out", 0
+    for seconds in (0.01, 0.05, 0.1, 0.2, 0.3):
+        process = FORK.Process(target=slowly, args=(folder, out, bpe), kwargs=how)
         process.start()
-        process.join(rng.uniform(0.01, 0.3))
+        process.join(seconds)
         if process.is_alive():
             os.kill(process.pid, signal.SIGKILL)
             killed += 1
         process.join()
     assert killed >= 2
-    make(source, out, bpe, **how, evaluation_bytes=3000)
+    make(folder, out, bpe, **how)
     assert contents(out) == contents(tmp_path / "whole")
 
 
-def test_killed_between_any_two_writes(folder, tmp_path, bpe, monkeypatch):
-    """Every rename and every removal of a run is the last thing that one attempt does."""
-    how = dict(shard_tokens=2500, batch_bytes=3000, commit_bytes=3000, evaluation_bytes=3000)
-    make(folder, tmp_path / "whole", bpe, **how)
-    attempts = 0
-
-    class Stopped(BaseException):
-        pass
-
-    for method in ("replace", "unlink"):
-        for after in range(100):
-            out, done = tmp_path / f"{method}{after}", 0
-            real = getattr(Path, method)
-
-            def stop(self, *arguments, _real=real, _after=after, **named):
-                nonlocal done
-                if done == _after:
-                    raise Stopped
-                done += 1
-                return _real(self, *arguments, **named)
-
-            with monkeypatch.context() as patch:
-                patch.setattr(Path, method, stop)
-                try:
-                    make(folder, out, bpe, **how)
-                    break
-                except Stopped:
-                    attempts += 1
-            make(folder, out, bpe, **how)
-            assert contents(out) == contents(tmp_path / "whole"), (method, after)
-    assert attempts > 8
+def stopping(after: int, *arguments, **changes) -> None:
+    """For a process that ends as if it was killed, in place of its rename number `after`."""
+    renames, rename = iter(range(after)), Path.replace
+    Path.replace = lambda self, target: rename(self, target) if next(renames, None) is not None else os._exit(1)
+    make(*arguments, **changes)
 
 
-def test_a_killed_command_goes_on(tmp_path):
+@pytest.mark.parametrize("by", [None, "set"])
+def test_killed_between_any_two_renames(by, tmp_path, bpe, monkeypatch):
+    """Every rename of a run is the last thing that one attempt does."""
+    how = dict(shard_tokens=2500, batch_bytes=3000, evaluation_bytes=3000, by=by)
+    rows = [{"text": text, "set": "ab"[i % 2]} for i, text in enumerate(texts(60))]
+    source = tmp_path / "rows.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    make(source, tmp_path / "whole", bpe, **how)
+    for after in range(100):
+        process = FORK.Process(target=stopping, args=(after, source, tmp_path / str(after), bpe), kwargs=how)
+        process.start()
+        process.join()
+        make(source, tmp_path / str(after), bpe, **how)
+        assert contents(tmp_path / str(after)) == contents(tmp_path / "whole"), after
+        if process.exitcode == 0:
+            break
+    assert 3 < after < 99
+
+
+def test_a_killed_command_starts_over(tmp_path):
     source = source_of("txt", tmp_path)
-    for name in ("out", "whole"):
-        (tmp_path / name).mkdir()
     process = processes.Command("data", "prepare", source, "--out", tmp_path / "out", "--held-out", 0.2)
-    while not (tmp_path / "out" / JOURNAL).exists() and process.poll() is None:
+    while not (tmp_path / "out" / WRITING).exists() and process.poll() is None:
         time.sleep(0.001)
     process.kill()
     process.wait()
     make(source, tmp_path / "out", held_out=0.2)
     make(source, tmp_path / "whole", held_out=0.2)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-
-
-@pytest.mark.slow
-def test_after_a_power_cut_it_goes_on_to_the_same_folder(tmp_path, monkeypatch):
-    """Whenever the journal is renamed, all that it speaks of has been synced: names and content."""
-    rows = [f"{i} {text}" * 40 for i, text in enumerate(texts(400))]
-    source = tmp_path / "rows.jsonl"  # enough for writes that fill a file's buffer
-    source.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
-    how = dict(shard_tokens=1_000_000, batch_bytes=100_000, commit_bytes=700_000)
-    make(source, tmp_path / "whole", **how)
-    out, disk = tmp_path / "out", {}
-    sync, replace = os.fsync, Path.replace
-    cuts: list[Path] = []
-
-    def spy(descriptor: int) -> None:
-        sync(descriptor)
-        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
-        disk[path] = set(os.listdir(path)) if path.is_dir() else path.read_bytes()
-
-    def cut(self: Path, target: Path) -> Path:
-        done = replace(self, target)
-        if target.name == JOURNAL:
-            cuts.append(tmp_path / f"cut{len(cuts)}")
-            cuts[-1].mkdir()
-            for name in {JOURNAL, *disk.get(out, ())} & set(os.listdir(out)):
-                size = (out / name).stat().st_size
-                content = disk.get(out / name, b"")[:size]
-                # What was not synced comes back as zeros, as it does where the length is on the disk and the data not.
-                kept = target.read_bytes() if name == JOURNAL else content + bytes(size - len(content))
-                (cuts[-1] / name).write_bytes(kept)
-        return done
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", spy)
-        patch.setattr(Path, "replace", cut)
-        make(source, out, **how)
-    assert len(cuts) > 3
-    for one in cuts:
-        make(source, one, **how)
-        assert contents(one) == contents(tmp_path / "whole"), one.name
-
-
-@pytest.mark.parametrize("file", ["train-00001.tokens", "train-00000.borders", "candidates.part", JOURNAL])
-def test_going_on_does_not_bless_damage(file, folder, tmp_path, bpe):
-    out = tmp_path / "out"
-    begin(folder, out, tokenizer=bpe, shard_tokens=500)
-    data = (out / file).read_bytes()
-    (out / file).write_bytes(data[:10] + bytes([data[10] ^ 1]) + data[11:])
-    before = contents(out)
-    with pytest.raises(HeadwaterError, match=r"does not match its journal|since it was written"):
-        make(folder, out, bpe, shard_tokens=500)
-    assert contents(out) == before
 
 
 def test_a_source_that_changes_while_it_is_read_is_told(folder, tmp_path):
@@ -402,21 +336,19 @@ def test_a_source_that_changes_while_it_is_read_is_told(folder, tmp_path):
 def limited(source, out, tokenizer, size) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
     try:
-        make(source, out, tokenizer, commit_bytes=1000, batch_bytes=1000)
+        make(source, out, tokenizer, batch_bytes=1000)
     except HeadwaterError as error:
         (out.parent / "said").write_text(str(error)[:200])
 
 
-def test_a_full_disk_is_a_sentence_and_the_run_goes_on_later(tmp_path, bpe):
+def test_a_full_disk_is_a_sentence_and_leaves_nothing(tmp_path, bpe):
     source = source_of("jsonl", tmp_path)
     make(source, tmp_path / "whole", bpe)
     process = FORK.Process(target=limited, args=(source, tmp_path / "out", bpe, 20_000))
     process.start()
     process.join()
     assert "disk is full" in (tmp_path / "said").read_text()
-    assert json.loads((tmp_path / "out" / JOURNAL).read_text())["place"]["number"] > 5
-    with pytest.raises(HeadwaterError, match="not finished; run the same"):
-        open_prepared(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
     make(source, tmp_path / "out", bpe)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
@@ -437,41 +369,20 @@ def test_a_finished_folder_is_left_alone(folder, tmp_path, bpe, monkeypatch):
             make(folder, tmp_path / "out", **({"tokenizer": bpe} | changes))
 
 
-class Halt(Exception):
-    pass
+def test_what_was_stopped_is_removed_and_what_was_killed_is_not_finished(folder, tmp_path):
+    def stop(*_):
+        raise KeyboardInterrupt
 
-
-def begin(source, out, **changes) -> None:
-    """Prepare a part of it."""
-
-    def stop(documents, *_):
-        if documents > 20:
-            raise Halt
-
-    with pytest.raises(Halt):
-        make(source, out, on_progress=stop, batch_bytes=100, commit_bytes=1, **changes)
-
-
-def test_what_was_begun_otherwise_is_refused(folder, tmp_path):
-    begin(folder, tmp_path / "out")
-    with pytest.raises(HeadwaterError, match=r"was begun with held out 0\.2, not 0\.1"):
-        make(folder, tmp_path / "out", held_out=0.1)
-    (folder / "new.txt").write_text("new")
-    with pytest.raises(HeadwaterError, match="have changed since"):
-        make(folder, tmp_path / "out")
-    (folder / "new.txt").unlink()
-    next((tmp_path / "out").glob("train-*.tokens")).write_bytes(b"")
-    with pytest.raises(HeadwaterError, match="does not match its journal"):
-        make(folder, tmp_path / "out")
-
-
-def test_it_goes_on_from_the_journal_not_from_the_start(folder, tmp_path, monkeypatch):
-    begin(folder, tmp_path / "out")
-    read: list[str] = []
-    real = streaming.is_text
-    monkeypatch.setattr(streaming, "is_text", lambda file: bool(read.append(file.name)) or real(file))
-    make(folder, tmp_path / "out")
-    assert 0 < len(read) < 45
+    with pytest.raises(Interrupted, match="Stopped; run the same command again to start over"):
+        make(folder, tmp_path / "out", on_progress=stop)
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "out" / WRITING).mkdir(parents=True)
+    (tmp_path / "out" / WRITING / "train-00000.tokens").write_bytes(b"x")
+    with pytest.raises(HeadwaterError, match="not finished; run the same"):
+        open_prepared(tmp_path / "out")
+    make(folder, tmp_path / "out", held_out=0.1)
+    make(folder, tmp_path / "whole", held_out=0.1)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 def test_two_at_once_are_refused(folder, tmp_path):
@@ -532,7 +443,7 @@ def test_a_folder_for_each_value_of_a_column(tmp_path, bpe):
     rows = [{"text": text, "meta": {"set": names[i % 4], "n": i}} for i, text in enumerate(texts(200))]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    how = dict(by="meta.set", held_out=0.1, batch_bytes=500, commit_bytes=700)
+    how = dict(by="meta.set", held_out=0.1, batch_bytes=500)
     folders = make(path, tmp_path / "out", bpe, **how)
     assert [one.name for one in folders] == ["wiki-en", "wiki-en-2", "code", "none"]
     for index, (one, name) in enumerate(zip(folders, [*names[:3], "none"], strict=True)):
@@ -548,9 +459,6 @@ def test_a_folder_for_each_value_of_a_column(tmp_path, bpe):
     assert make(path, tmp_path / "out", bpe, **how) == folders
     with pytest.raises(HeadwaterError, match="was prepared with by"):
         make(path, tmp_path / "out", bpe, **how | {"by": "meta.n"})
-    begin(path, tmp_path / "again", tokenizer=bpe, by="meta.set", held_out=0.1)
-    make(path, tmp_path / "again", bpe, **how)
-    assert contents(tmp_path / "again") == contents(tmp_path / "out")
     with pytest.raises(HeadwaterError, match="holds dict, not a name; its fields: set, n"):
         make(path, tmp_path / "bad", by="meta")
     with pytest.raises(HeadwaterError, match=r"no column 'nothing'.*--by to one of: text, meta"):
@@ -617,11 +525,11 @@ def test_a_separator_line_divides_text_files(tmp_path):
     (tmp_path / "b.txt").write_bytes(f"{END_OF_TEXT}\r\n".join([*documents[20:], ""]).encode())
     stream = Stream(TextSource(str(tmp_path), separator=END_OF_TEXT))
     assert [part.text for part in stream] == documents
-    assert stream.place.empty == 0
+    assert stream.empty == 0
     (tmp_path / "a.txt").write_text(f"{END_OF_TEXT}\n{END_OF_TEXT}\none\n{END_OF_TEXT}")
     stream = Stream(TextSource(str(tmp_path / "a.txt"), separator=END_OF_TEXT))
     assert [part.text for part in stream] == ["one\n"]
-    assert stream.place.empty == 2
+    assert stream.empty == 2
 
 
 def hub(monkeypatch, folder: Path, shards: int = 3) -> TextSource:
@@ -641,54 +549,8 @@ def test_datasets_of_the_hub_are_streamed_shard_by_shard(tmp_path, monkeypatch):
     parts = list(Stream(source))
     assert [part.text for part in parts] == texts(200)
     assert [part.id for part in parts] == [f"owner/name:{i}" for i in range(200)]
-    assert {part.after.file for part in parts} == {0, 1, 2}
     prepare(source, tmp_path / "out", options=Options(held_out=0.1))
     assert open_prepared(tmp_path / "out").manifest.documents == 200
-
-
-KINDS = ["folder", "txt", "separator", "begins", "few rows", "jsonl", "jsonl.gz", "json", "parquet", "hub", "articles"]
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_stream_goes_on_from_any_place(kind, folder, tmp_path, monkeypatch):
-    source = TextSource(str(folder))
-    match kind:
-        case "separator":
-            (tmp_path / "a.txt").write_text("\n-----\n".join(texts(50)))
-            source = TextSource(str(tmp_path / "a.txt"), separator="-----")
-        case "begins":
-            (tmp_path / "a.txt").write_text("".join(f"# {i}\n{text}\n" for i, text in enumerate(texts(50))))
-            source = TextSource(str(tmp_path / "a.txt"), begins="^# ")
-        case "articles":
-            rows = [{"text": f"{'# ' if i % 5 == 0 else ''}{text}\n"} for i, text in enumerate(texts(50))]
-            (tmp_path / "a.jsonl").write_text("\n\n".join(map(json.dumps, rows)))
-            source = TextSource(str(tmp_path / "a.jsonl"), begins="^# ")
-        case "few rows":
-            (tmp_path / "a.jsonl").write_text(
-                "".join(json.dumps({"text": "\n".join(texts(900, seed))}) + "\n" for seed in range(5))
-            )
-            source = TextSource(str(tmp_path / "a.jsonl"))
-        case "hub":
-            source = hub(monkeypatch, tmp_path)
-        case "folder":
-            pass
-        case _:
-            source = TextSource(source_of(kind, tmp_path))
-    monkeypatch.setattr(streaming, "PART", 500)  # so that some documents come in parts
-    monkeypatch.setattr(streaming, "LONGEST", 1000)
-    monkeypatch.setattr(corpora, "PIECE", 300)
-    monkeypatch.setattr(corpora, "LONGEST_PIECE", 900)
-    whole = Stream(source)
-    parts = list(whole)
-    ends = [i + 1 for i, part in enumerate(parts) if part.last]
-    assert len(ends) >= 10
-    for end in [*random.Random(0).sample(ends, 8), ends[-1]]:
-        place = StreamPosition(**json.loads(json.dumps(parts[end - 1].after._asdict())))
-        place = place._replace(names=tuple(place.names))
-        again = Stream(source, place)
-        assert list(again) == parts[end:], end
-        assert again.place == whole.place
 
 
 @pytest.mark.parametrize("kind", ["folder", "txt", "separator", "begins", "line"])
@@ -728,7 +590,7 @@ def test_a_long_document_has_the_tokens_of_the_whole(tmp_path, bpe, monkeypatch)
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
     assert sum(not part.last for part in Stream(TextSource(str(path)))) > 60
-    make(path, tmp_path / "out", bpe, batch_bytes=1, commit_bytes=1, evaluation_bytes=1500)
+    make(path, tmp_path / "out", bpe, batch_bytes=1, evaluation_bytes=1500)
     prepared = open_prepared(tmp_path / "out")
     assert prepared.manifest.sha256 == read_corpus(str(path)).facts["sha256"]
     for name, documents in reference(str(path), bpe).items():
@@ -739,31 +601,17 @@ def test_a_long_document_has_the_tokens_of_the_whole(tmp_path, bpe, monkeypatch)
 
 
 @pytest.mark.slow
-def test_long_documents_lie_in_one_shard_and_survive_a_stop_in_their_middle(tmp_path, bpe, monkeypatch):
+def test_long_documents_lie_in_one_shard(tmp_path, bpe, monkeypatch):
     monkeypatch.setattr(streaming, "PART", 500)
     monkeypatch.setattr(streaming, "LONGEST", 1000)
     (tmp_path / "a.txt").write_text("\n##\n".join("\n".join(texts(20, seed)) for seed in range(30)))
-    how = dict(separator="##", shard_tokens=600, batch_bytes=400, commit_bytes=1, evaluation_bytes=3000)
+    how = dict(separator="##", shard_tokens=600, batch_bytes=400, evaluation_bytes=3000)
     make(tmp_path / "a.txt", tmp_path / "whole", bpe, **how)
     prepared = open_prepared(tmp_path / "whole")
     assert len(prepared.train.facts.shards) > 8
     for shard in prepared.train.facts.shards:
         assert np.fromfile(tmp_path / "whole" / shard.borders, dtype="<i8")[0] == 0
     assert prepared.train.documents + prepared.held_out.documents == 30
-    for stop in range(5, 25, 4):
-        calls = 0
-
-        def halt(*_, stop=stop):
-            nonlocal calls
-            calls += 1
-            if calls == stop:
-                raise Halt
-
-        out = tmp_path / str(stop)
-        with pytest.raises(Halt):
-            make(tmp_path / "a.txt", out, bpe, **how, on_progress=halt)
-        make(tmp_path / "a.txt", out, bpe, **how)
-        assert contents(out) == contents(tmp_path / "whole"), stop
 
 
 @pytest.mark.parametrize(

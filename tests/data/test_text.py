@@ -501,7 +501,7 @@ def test_a_long_value_that_many_rows_share_is_read_a_row_at_a_time(tmp_path, mon
     columns = reading.Columns("text")
     with reading.opened(file) as stream:
         assert all(len(table) == 1 for table in reading.parquet_tables(stream, file, columns))
-    assert sum(len(text) for _, text, _ in reading.table_rows(file, columns)) == 100 * 2**19
+    assert sum(len(text) for text, _ in reading.table_rows(file, columns)) == 100 * 2**19
     monkeypatch.setattr(reading, "LONGEST_LINE", 2**18)
     with pytest.raises(HeadwaterError, match="may hold values of"):
         list(reading.table_rows(file, columns))

@@ -11,7 +11,7 @@ from conftest import assert_near, build, config, decode, disturb, shared, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM, HeadwaterForImageClassification, HeadwaterVisionConfig
 from headwater.growth import enlarge, methods, pairs_of
 from headwater.growth.enlarge import carried, enlarged_config, planned
-from headwater.growth.methods import NewSizes
+from headwater.growth.methods import GrowthOptions
 from headwater.mechanisms.base import Mechanism
 from headwater.mechanisms.kv_shift import KVShift
 from headwater.plugins.registry import MECHANISMS
@@ -397,7 +397,7 @@ def test_stacking_copies_layers():
 def test_new_layers_add_nothing_and_stand_evenly():
     model = shared(mlp_bias=True, output_bias=True)
     large = grow(model, num_hidden_layers=5)
-    growth, _ = planned(model.config, NewSizes(num_hidden_layers=5), "exact")
+    growth, _ = planned(model.config, GrowthOptions(num_hidden_layers=5))
     assert (growth.layers, growth.silent) == ((0, 1, 1, 2, 2), {2, 4})
     for layer, old in enumerate(growth.layers):
         for name, tensor in of_layer(large, layer).items():
@@ -438,7 +438,9 @@ def test_net2net_keeps_the_old_block_and_not_the_function():
     ],
 )
 def test_mechanisms_go_along_by_the_rules_they_state(mechanisms, method, depth, options):
-    (made,) = enlarged_config(config(mechanisms), NewSizes(num_hidden_layers=depth), method).mechanisms.values()
+    (made,) = enlarged_config(
+        config(mechanisms), GrowthOptions(num_hidden_layers=depth, method=method)
+    ).mechanisms.values()
     assert {name: made[name] for name in options} == options
 
 
@@ -469,8 +471,8 @@ def test_averages_of_gradients_move_as_the_gradients_do(method, sizes, monkeypat
     state = {f"optimizer.{name}.exp_avg": p.grad for name, p in model.named_parameters()}
     state |= {f"optimizer.{name}.exp_avg_sq": p.grad.square() for name, p in model.named_parameters()}
     state |= {f"optimizer.{name}.step": torch.ones(1) for name, p in model.named_parameters()}
-    moved = carried(state, model, large, NewSizes(**sizes), method)
-    growth, _ = planned(model.config, NewSizes(**sizes), method)
+    moved = carried(state, model, large, GrowthOptions(**sizes, method=method))
+    growth, _ = planned(model.config, GrowthOptions(**sizes, method=method))
     for name, parameter in large.named_parameters():
         first = moved[f"optimizer.{name}.exp_avg"]
         known = first != 0
@@ -565,4 +567,4 @@ def test_a_wrong_map_does_not_pass_unnoticed(monkeypatch):
     )
     monkeypatch.setitem(MECHANISMS.added, "wrong", kind)
     with pytest.raises(HeadwaterError, match="attends to layers"):
-        enlarge.enlarged_config(config({"wrong": {"source": 1, "layers": [2]}}), NewSizes(num_hidden_layers=6))
+        enlarge.enlarged_config(config({"wrong": {"source": 1, "layers": [2]}}), GrowthOptions(num_hidden_layers=6))

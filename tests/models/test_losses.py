@@ -7,7 +7,7 @@ from torch import Tensor
 from conftest import assert_near
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.models.compiling import compile_model
-from headwater_lab.bench.training import saved_bytes
+from headwater.util.autograd import saved_bytes
 
 V, D = 89, 16
 

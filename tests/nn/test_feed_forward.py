@@ -14,7 +14,8 @@ from conftest import assert_near, config
 from headwater import HeadwaterForCausalLM
 from headwater.nn.feed_forward import FeedForward
 from headwater.nn.norm import RMSNorm
-from headwater_lab.bench.training import saved_bytes, stored_by_pair, text_pair
+from headwater.util.autograd import saved_bytes
+from headwater_lab.bench.training import stored_by_pair, text_pair
 
 ACTS = ["silu", "swish", "gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_accurate", "relu", "relu2"]
 KEPT_ONCE = ACTS[:6]

@@ -520,8 +520,8 @@ def test_the_command(written, tmp_path, run, dtype):
     LlamaForCausalLM.from_pretrained(written / "llama", dtype=dtype).save_pretrained(source)
     load_tokenizer("bytes").save_pretrained(source)
     arguments = [
-        "convert", source, "--mechanism", "kv_source", "--choose-layers", "--heal", "400", "--context", "16",
-        "--batch-size", "2", "--text", written / "texts", "--out", out, "data.held_out_bytes=300",
+        "convert", source, "--mechanism", "kv_source", "--choose-layers", "--heal", "400", "data.context=16",
+        "training.batch_size=2", "--text", written / "texts", "--out", out, "data.held_out_bytes=300",
     ]  # fmt: skip
     code, printed, _ = run(*arguments, "--plan")
     assert code == 0
@@ -587,7 +587,7 @@ def test_what_cannot_be_finished_is_refused_before_anything_is_trained(written, 
     model = add_mechanisms(from_transformers(llama()), {mechanism: {}})
     write_model(tmp_path / "model", model, load_tokenizer("bytes"))
     for more in ([], ["--plan"]):
-        given = ["--text", written / "texts", "--context", "16", "--heal", "400", "--batch-size", "2", *more]
+        given = ["--text", written / "texts", "data.context=16", "--heal", "400", "training.batch_size=2", *more]
         code, _, error = run("convert", tmp_path / "model", *goal, *given, "--out", tmp_path / "out")
         assert code == 2
         assert said in " ".join(error.split())
@@ -619,7 +619,7 @@ def test_a_name_on_the_hub_is_a_source(written, tmp_path):
         "--heal",
         "100",
     ]
-    command += ["--context", "16", "--batch-size", "2", "--out", str(tmp_path / "out"), "data.held_out_bytes=300"]
+    command += ["data.context=16", "training.batch_size=2", "--out", str(tmp_path / "out"), "data.held_out_bytes=300"]
     offline = os.environ | {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
     subprocess.run([*command, "--text", str(written / "texts")], check=True, env=offline)
     assert open_trained(tmp_path / "out").model.config.num_key_value_heads == 1
@@ -647,8 +647,7 @@ def test_runs_on_synthetic_data(tmp_path, run, kind):
         "1",
         "--heal",
         "1k",
-        "--batch-size",
-        "2",
+        "training.batch_size=2",
         "--out",
         tmp_path / "out",
     )
@@ -660,9 +659,9 @@ def test_the_source_is_not_written_to(written, tmp_path, run):
     model = tmp_path / "model"
     write_model(model, from_transformers(llama()), load_tokenizer("bytes"))
     before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
-    given = ["--num-key-value-heads", "1", "--text", written / "texts", "--context", "16", "--heal", "400"]
+    given = ["--num-key-value-heads", "1", "--text", written / "texts", "data.context=16", "--heal", "400"]
     for folder in (model, model / "inside"):
-        code, _, error = run("convert", model, *given, "--batch-size", "2", "--out", folder)
+        code, _, error = run("convert", model, *given, "training.batch_size=2", "--out", folder)
         assert code == 2
         assert "is, holds, or is in the source" in " ".join(error.split())
     assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
@@ -673,7 +672,7 @@ def test_a_refused_conversion_leaves_an_empty_folder_empty(written, tmp_path, ru
         raise HeadwaterError("no such device")
 
     monkeypatch.setattr("headwater_lab.training.parallel.connected", refuse)
-    given = ["--text", written / "texts", "--context", "16", "--heal", "1k", "--batch-size", "2"]
+    given = ["--text", written / "texts", "data.context=16", "--heal", "1k", "training.batch_size=2"]
     code, _, said = run("convert", written / "llama", "--num-key-value-heads", "1", *given, "--out", tmp_path)
     assert code == 2
     assert "no such device" in said
@@ -681,16 +680,22 @@ def test_a_refused_conversion_leaves_an_empty_folder_empty(written, tmp_path, ru
 
 
 def test_rows_are_no_longer_than_the_model_has_positions(written, run):
-    given = ["convert", written / "llama", "--num-key-value-heads", "1", "--heal", "4k", "--plan", "--batch-size", "2"]
+    given = [
+        "convert",
+        written / "llama",
+        "--num-key-value-heads",
+        "1",
+        "--heal",
+        "4k",
+        "--plan",
+        "training.batch_size=2",
+    ]
     code, printed, said = run(*given, "--text", written / "texts")
     assert code == 0
     assert "Rows of 64 tokens" in said
     assert "3,968 tokens" in printed
     code, printed, _ = run(*given, "--text", written / "texts", "training.gradient_accumulation_steps=4")
     assert "3,584 tokens" in printed, "7 steps of 4 · 2 rows"
-    code, _, said = run(*given, "--context", "16")
-    assert code == 2
-    assert "--context is for --text" in said
 
 
 @pytest.mark.parametrize(
@@ -713,7 +718,7 @@ def test_rows_are_no_longer_than_the_model_has_positions(written, run):
         (["--num-key-value-heads", "1", "--heal", "many"], "takes a number"),
         (["--num-key-value-heads", "1", "--choose-layers"], "leave it out"),
         (["--mechanism", "svformer", "--choose-layers", "--heal", "1k"], "leave out choose_layers"),
-        (["--num-key-value-heads", "1", "--context", "65"], "has 64 positions"),
+        (["--num-key-value-heads", "1", "data.context=65"], "has 64 positions"),
         (
             ["training.devices=2", "--num-key-value-heads", "1", "--heal", "1k", "training.device=cpu"],
             "uses one device",
@@ -731,8 +736,8 @@ def test_rows_are_no_longer_than_the_model_has_positions(written, run):
 )
 def test_wrong_arguments_are_one_sentence(written, tmp_path, run, arguments, said):
     out = tmp_path / "out"
-    given = ["convert", written / "llama", "--text", written / "texts", "--context", "16", "--out", out, *arguments]
-    code, _, error = run(*given)
+    given = ["convert", written / "llama", "--text", written / "texts", "--out", out, *arguments]
+    code, _, error = run(*given, *(["data.context=16"] if "data.context=65" not in arguments else []))
     assert code == 2
     assert said in " ".join(error.split())
     assert not out.exists()
@@ -752,7 +757,15 @@ def test_text_that_has_changed_since_training_is_told(written, tmp_path, run):
         history = [Event(kind="trained", details={"data": {"settings": text, "sha256": sha}})]
         model = from_transformers(llama())
         write_model(tmp_path / sha, model, load_tokenizer("bytes"), history)
-        given = ["--num-key-value-heads", "1", "--heal", "100", "--batch-size", "2", "--out", tmp_path / f"{sha}-out"]
+        given = [
+            "--num-key-value-heads",
+            "1",
+            "--heal",
+            "100",
+            "training.batch_size=2",
+            "--out",
+            tmp_path / f"{sha}-out",
+        ]
         code, _, said = run("convert", tmp_path / sha, *given)
         assert code == 0
         assert ("have changed since it was trained on them" in " ".join(said.split())) == warned
@@ -778,8 +791,8 @@ def test_sources_without_a_tokenizer_or_a_text_are_refused(written, tmp_path, ru
     for name in "ab":
         (short / f"{name}.txt").write_text("A few words.")
     code, _, error = run(
-        "convert", written / "llama", "--num-key-value-heads", "1", "--text", short, "--context", "64", "--heal", "2k",
-        "--batch-size", "1", "--out", tmp_path / "x",
+        "convert", written / "llama", "--num-key-value-heads", "1", "--text", short, "data.context=64", "--heal", "2k",
+        "training.batch_size=1", "--out", tmp_path / "x",
     )  # fmt: skip
     assert code == 2
     assert "use more text" in " ".join(error.split())

@@ -540,7 +540,7 @@ _PLAIN = dict(
 )
 
 # GPT-2 and GPT-NeoX: LayerNorm, a plain feed-forward, one map for queries, keys and values, as many heads of each.
-_LAYER_NORM = _PLAIN | dict(
+LAYER_NORM = _PLAIN | dict(
     feed_forward="plain",
     norm="layer_norm",
     norm_weight=True,
@@ -571,7 +571,7 @@ _GPT2 = Family(
         attention_dropout="attn_pdrop",
         residual_dropout="resid_pdrop",
     ),
-    fixed=_LAYER_NORM | dict(position="learned", parallel_residual=False, qkv_bias=True, output_bias=True),
+    fixed=LAYER_NORM | dict(position="learned", parallel_residual=False, qkv_bias=True, output_bias=True),
     # `reorder_and_upcast_attn` changes the precision of scores, not the function.
     required=dict(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False),
     links=(
@@ -605,7 +605,7 @@ _GPT_NEOX = Family(
         embedding_dropout="hidden_dropout",
         residual_dropout="hidden_dropout",
     ),
-    fixed=_LAYER_NORM | dict(position="rope"),
+    fixed=LAYER_NORM | dict(position="rope"),
     partial_rope=True,
     links=(
         *plain(
@@ -670,7 +670,7 @@ def _like_llama(
     return replace(_LLAMA, model=model, fields=kept | same(*fields), fixed=_LLAMA.fixed | fixed, required={}, **changes)
 
 
-def _without(table: dict[str, Any], *names: str) -> dict[str, Any]:
+def without(table: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: value for name, value in table.items() if name not in names}
 
 
@@ -701,7 +701,7 @@ _NANOCHAT = _like_llama(
 _NANOCHAT = replace(
     _NANOCHAT,
     fields=_NANOCHAT.fields | dict(logit_softcap="final_logit_softcapping"),
-    fixed=_without(_NANOCHAT.fixed, "logit_softcap"),
+    fixed=without(_NANOCHAT.fixed, "logit_softcap"),
 )
 
 # Gemma's dense families: weights of norms from one, the embedding times √D.
@@ -754,7 +754,7 @@ _GEMMA2 = replace(
         attention_softcap="attn_logit_softcapping",
         logit_softcap="final_logit_softcapping",
     ),
-    fixed=_without(_GEMMA.fixed, "attention_scale", "attention_softcap", "logit_softcap") | dict(output_norms=True),
+    fixed=without(_GEMMA.fixed, "attention_scale", "attention_softcap", "logit_softcap") | dict(output_norms=True),
     read_more=_gemma2_fields,
     write_more=_gemma2_written,
     links=(
@@ -773,8 +773,8 @@ _VAULT_GEMMA = replace(
 _GEMMA3 = replace(
     _GEMMA2,
     model=Gemma3ForCausalLM,
-    fields=_without(_GEMMA2.fields, "attention_softcap"),
-    fixed=_without(_GEMMA2.fixed, "sliding_fields") | dict(attention_softcap=None, qk_norm=True),
+    fields=without(_GEMMA2.fields, "attention_softcap"),
+    fixed=without(_GEMMA2.fixed, "sliding_fields") | dict(attention_softcap=None, qk_norm=True),
     read_more=_gemma3_fields,
     write_more=_gemma3_written,
     links=_GEMMA2.links + plain(same(f"{LAYER}self_attn.q_norm", f"{LAYER}self_attn.k_norm")),

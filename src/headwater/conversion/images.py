@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from transformers import DeiTForImageClassification, ViTForImageClassification
 
-from headwater.conversion.families import LAYER, Family, Link, plain, same
+from headwater.conversion.families import LAYER, LAYER_NORM, Family, Link, plain, same, without
 from headwater.models.image_classification import HeadwaterForImageClassification
 
 
@@ -54,29 +54,16 @@ VIT = Family(
         residual_dropout="hidden_dropout_prob",
         attention_dropout="attention_probs_dropout_prob",
     ),
-    fixed=dict(
+    fixed=without(LAYER_NORM, "embedding_norm", "embedding_scale", "logit_scale", "logit_softcap", "sliding_fields")
+    | dict(
         pooling="token",
         register_tokens=0,
         position="learned",
         patch_bias=True,
         drop_path=0.0,
         stop_at_rows=False,
-        feed_forward="plain",
-        norm="layer_norm",
-        norm_weight=True,
-        norm_bias=True,
-        final_norm_weight=True,
-        final_norm_bias=True,
         parallel_residual=False,
-        first_residual=True,
-        unit_offset_norm=False,
-        output_norms=False,
-        attention_scale=None,
-        attention_softcap=None,
-        qk_norm=False,
         output_bias=True,
-        mlp_bias=True,
-        mechanisms={},
     ),
     links=_links("vit"),
 )

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from headwater.config.text import HeadwaterConfig
 from headwater.cost import counts as cost
+from headwater.cost.estimate import check, si
 from headwater.cost.hardware import Hardware
-from headwater.cost.shared import check, si
 from headwater.util.terminal import Table, lined
 
 

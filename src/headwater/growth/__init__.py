@@ -1,11 +1,11 @@
 """Larger models from trained ones: more layers, more width, more parameter tokens; and fewer of these."""
 
 from headwater.growth.grow import grow, grown_config
-from headwater.growth.methods import NewSizes
+from headwater.growth.methods import GrowthOptions
 from headwater.growth.pairs import TauAnnealing, add_pairs, importance, merge, pairs_of, shrink
 
 __all__ = [
-    "NewSizes",
+    "GrowthOptions",
     "TauAnnealing",
     "add_pairs",
     "grow",

@@ -18,7 +18,7 @@ from torch import Tensor
 from headwater.config.plan import EMBEDDING, LayerPlan, Source
 from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
-from headwater.growth.methods import NewSizes, growth_of
+from headwater.growth.methods import GrowthOptions, growth_of
 from headwater.growth.pairs import Model
 from headwater.mechanisms.base import Map, owner_of
 from headwater.mechanisms.enlarging import READS, SAME, WRITES, Dim, Larger
@@ -62,17 +62,17 @@ WRITERS = ("self_attn.o_proj", "mlp.down_proj", "mlp")
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.*)")
 
 
-def enlarged_config(config: HeadwaterConfig, sizes: NewSizes, method: str = "exact") -> HeadwaterConfig:
+def enlarged_config(config: HeadwaterConfig, options: GrowthOptions) -> HeadwaterConfig:
     """The config of the larger model. Raises `HeadwaterError` for sizes or mechanisms that the method does not fit."""
-    return planned(config, sizes, method)[1]
+    return planned(config, options)[1]
 
 
-def planned(config: HeadwaterConfig, sizes: NewSizes, method: str) -> tuple[Larger, HeadwaterConfig]:
+def planned(config: HeadwaterConfig, options: GrowthOptions) -> tuple[Larger, HeadwaterConfig]:
     """What each part of the larger model is made from, and its config."""
     differ = not {"rope_parameters"}.issuperset(config.sliding_fields or {})
-    if differ and sizes.given().keys() - {"num_hidden_layers"}:
+    if differ and options.sizes.keys() - {"num_hidden_layers"}:
         raise HeadwaterError("A model whose layers have different heads (sliding_fields) can become deeper only.")
-    growth = growth_of(config, sizes, method)
+    growth = growth_of(config, options)
     if len(growth.units) > max(growth.units) + 1:
         _check_units(config)
     new = copy.deepcopy(config)
@@ -86,7 +86,8 @@ def planned(config: HeadwaterConfig, sizes: NewSizes, method: str) -> tuple[Larg
         if not config.final_norm_weight and isinstance(new.logit_scale, float | int):
             new.logit_scale /= copies_read(config, growth)
     new.mechanisms = {
-        name: resolve(name).grown(options, config, growth) for name, options in (config.mechanisms or {}).items()
+        name: resolve(name).grown(of_mechanism, config, growth)
+        for name, of_mechanism in (config.mechanisms or {}).items()
     }
     new.settle()
     new.validate_architecture()
@@ -101,13 +102,13 @@ def copies_read(config: HeadwaterConfig, growth: Larger) -> int:
     return growth.stream.count(0) if tied and growth.fill != "any" else 1
 
 
-def enlarged(model: Model, sizes: NewSizes, method: str = "exact") -> Model:
+def enlarged(model: Model, options: GrowthOptions) -> Model:
     """A deeper or wider model, in the dtype, on the device and in the mode of the old one, which does not change.
 
     What is new is initialized as in a fresh model of the new size, but for what has to be zero. Raises
     `HeadwaterError` as `enlarged_config`.
     """
-    growth, config = planned(model.config, sizes, method)
+    growth, config = planned(model.config, options)
     first = next(model.parameters())
     large = type(model)(config).to(first.device, first.dtype)
     moves = Moves(model, large, growth)
@@ -131,7 +132,7 @@ def enlarged(model: Model, sizes: NewSizes, method: str = "exact") -> Model:
     return large.train(model.training)
 
 
-def carried(state: dict[str, Tensor], model: Model, large: Model, sizes: NewSizes, method: str) -> dict[str, Tensor]:
+def carried(state: dict[str, Tensor], model: Model, large: Model, options: GrowthOptions) -> dict[str, Tensor]:
     """The optimizer's state of the larger model: averages of gradients as the gradients themselves change.
 
     Where the function is kept, what copies write has a share of the old gradient, and factors on copies have all of it.
@@ -139,7 +140,7 @@ def carried(state: dict[str, Tensor], model: Model, large: Model, sizes: NewSize
     the mean of the old ones (see `headwater_lab.training.trained.enlarged`). A parameter with no counterpart has been
     stepped 0 times, and nothing else: `training.checkpoint.begin_with` begins its averages.
     """
-    growth, _ = planned(model.config, sizes, method)
+    growth, _ = planned(model.config, options)
     moves = Moves(model, large, growth)
     made: dict[str, Tensor] = {}
     kinds = {name.rpartition(".")[2] for name in state}

@@ -23,6 +23,7 @@ it lets copies become different: without it they would have equal gradients fore
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from headwater.config.text import MOST, HeadwaterConfig
 from headwater.mechanisms.enlarging import Larger
@@ -32,8 +33,11 @@ DEEPER = ("identity", "stack", "interleave")
 WIDER = ("exact", "hypercloning", "lemon", "net2net")
 BOTH = {"exact": "identity", "lemon": "identity"}
 CHANGES = ("stack", "interleave", "net2net")
+SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 # Growth lists every channel, head and layer.
 _MOST_CHANNELS = 2**20
+TauPolicy = Literal["keep", "recompute"]
+KeyInit = Literal["zero", "random"]
 NOISE = {"hypercloning": 10**-0.5, "lemon": 1.0}
 
 
@@ -44,21 +48,54 @@ def check_whole(name: str, number: object) -> None:
 
 
 @dataclass(frozen=True)
-class NewSizes:
-    """The sizes of a larger model; None keeps one. Key/value heads keep their ratio to the query heads."""
+class GrowthOptions:
+    """What `grow` is asked for.
 
+    num_hidden_layers, hidden_size, intermediate_size, num_attention_heads, num_key_value_heads: the new sizes; None
+        keeps one, and key/value heads keep their ratio to the query heads. The width of a head stays.
+    method: how the new parts are made from the old (`headwater.growth.methods`): "exact" (default), "lemon",
+        "identity", "stack", "interleave", "hypercloning", "net2net", or two joined by "+", as in "stack+hypercloning".
+        "stack", "interleave" and "net2net" change the function.
+    attention_pairs, ffn_pairs: pairs of each attention projection and feed-forward of a model with parameter tokens.
+    key_init, tau, freeze: of new pairs, as in `headwater.growth.pairs.add_pairs`.
+
+    Raises `HeadwaterError` for settings of new pairs where there are none, for frozen ones in other sizes, and for a
+    method where only pairs are added.
+    """
+
+    attention_pairs: int | None = None
+    ffn_pairs: int | None = None
     num_hidden_layers: int | None = None
     hidden_size: int | None = None
     intermediate_size: int | None = None
     num_attention_heads: int | None = None
     num_key_value_heads: int | None = None
+    method: str = "exact"
+    key_init: KeyInit = "zero"
+    tau: TauPolicy = "keep"
+    freeze: bool = False
 
     def __post_init__(self) -> None:
-        for name, size in self.given().items():
+        for name, size in self.sizes.items():
             check_whole(name, size)
+        ways(self.method)
+        has_pairs = (self.attention_pairs or self.ffn_pairs) is not None
+        changes = {"key_init": self.key_init != "zero", "tau": self.tau != "keep", "freeze": self.freeze}
+        if (unread := [name for name, is_changed in changes.items() if is_changed]) and not has_pairs:
+            raise HeadwaterError(f"{unread[0]} is about new pairs; leave it out, or give attention_pairs or ffn_pairs.")
+        if self.method != "exact" and has_pairs and not self.sizes:
+            raise HeadwaterError(
+                f"The method {self.method!r} is about layers and widths; leave it out, or give a new size."
+            )
+        if self.freeze and self.sizes:
+            raise HeadwaterError(
+                "freeze trains the new pairs alone; leave it out, or grow layers and widths separately."
+            )
 
-    def given(self) -> dict[str, int]:
-        return {name: size for name, size in vars(self).items() if size is not None}
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes that are given, without those of pairs."""
+        return {name: size for name in SIZES if (size := getattr(self, name)) is not None}
 
 
 def ways(method: str) -> tuple[str | None, str | None]:
@@ -78,12 +115,12 @@ def ways(method: str) -> tuple[str | None, str | None]:
     return deeper or BOTH.get(str(wider)), wider
 
 
-def growth_of(config: HeadwaterConfig, sizes: NewSizes, method: str) -> Larger:
+def growth_of(config: HeadwaterConfig, options: GrowthOptions) -> Larger:
     """What each part of a larger model is made from. Raises `HeadwaterError` for sizes that the method cannot give."""
+    method, given = options.method, options.sizes
     deeper, wider = ways(method)
-    given = sizes.given()
     _check_larger(config, given)
-    old = {name: getattr(config, name) for name in vars(sizes)}
+    old = {name: getattr(config, name) for name in SIZES}
     new = old | given | _scale_kv_heads(config, given)
     grows = {name for name in old if new[name] > old[name]}
     _check_directions(method, deeper, wider, grows)

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor, nn
 
 from headwater.config.text import HeadwaterConfig
-from headwater.growth.methods import check_whole
+from headwater.growth.methods import KeyInit, TauPolicy, check_whole
 from headwater.mechanisms.base import Map
 from headwater.mechanisms.pattention import Pattention, default_tau, unreadable
 from headwater.nn.block import Block
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from headwater.models.pretrained import HeadwaterPreTrainedModel
 
 Model = TypeVar("Model", bound="HeadwaterPreTrainedModel")
-TauPolicy = Literal["keep", "recompute"]
-KeyInit = Literal["zero", "random"]
 # Number of pairs by name of linear layer, in all layers of a model.
 Counts = dict[Map, int]
 

@@ -15,6 +15,7 @@ from headwater.engines.split import SomeOutputs, channels
 from headwater.mechanisms.enlarging import of_heads
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.nn.attention import Attention
+from headwater.util.autograd import saved_bytes
 
 
 def kept_by_autograd(
@@ -30,24 +31,9 @@ def kept_by_autograd(
     model = HeadwaterForCausalLM(config).to(torch.bfloat16 if half else torch.get_default_dtype()).train()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-    seen = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            seen[storage.data_ptr()] = (storage.nbytes(), tensor.detach())  # kept alive: no address comes twice
-        return tensor.detach()  # a graph that holds tensors of its own is never freed
-
     ids = torch.zeros(batch_size, context, dtype=torch.long)
-    with (
-        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-        torch.autocast("cpu", torch.bfloat16, enabled=autocast),
-    ):
-        loss = model(ids, labels=ids, **given).loss
-    total = sum(size for size, _ in seen.values())
-    del loss
-    return total
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        return saved_bytes(lambda: model(ids, labels=ids, **given).loss, (*model.parameters(), *model.buffers()))
 
 
 def kept_per_token(config: HeadwaterConfig, context: int) -> float:

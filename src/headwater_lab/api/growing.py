@@ -34,8 +34,8 @@ def grow(
     """A larger model from a trained one, like `headwater grow`: by default without changing its function.
 
     model: a headwater model or one of a family that `retrofit` converts, which is not changed; the folder of a
-    checkpoint or run; or a name on the hub. trust: as in `train`. The rest are the arguments of
-    `headwater.growth.grow.grow`.
+    checkpoint or run; or a name on the hub. trust: as in `train`. The rest are the fields of
+    `headwater.growth.GrowthOptions`.
     Raises `HeadwaterError`.
     """
     outside.trust(trust)

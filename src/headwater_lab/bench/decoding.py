@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from headwater.config.text import HeadwaterConfig
+from headwater.conversion import to_transformers
 from headwater.cost import counts as cost
 from headwater.models.cache import cache_bytes
 from headwater.models.causal_lm import HeadwaterForCausalLM
@@ -85,11 +86,9 @@ def bench_decode(
         name: HeadwaterConfig(**shape, norm_eps=1e-6, mechanisms=given)
         for name, given in {VANILLA: {}, **mechanisms, AGAIN: {}}.items()
     }
-    models: dict[str, PreTrainedModel] = {name: HeadwaterForCausalLM(config) for name, config in configs.items()}
-    llama = LlamaForCausalLM(LlamaConfig(**shape, bos_token_id=None, eos_token_id=None))
-    for copied in (llama, models[AGAIN]):
-        copied.load_state_dict(models[VANILLA].state_dict())
-    models = {LLAMA: llama, **models}
+    models: dict[str, Any] = {name: HeadwaterForCausalLM(config) for name, config in configs.items()}
+    models[AGAIN].load_state_dict(models[VANILLA].state_dict())
+    models = {LLAMA: to_transformers(models[VANILLA], "llama"), **models}
     for model in models.values():
         model.to(device, dtype).eval()
     ids = torch.randint(vocabulary, (batch_size, context), generator=torch.Generator().manual_seed(0)).to(device)
@@ -125,7 +124,7 @@ def decode_in_turns(
 
 
 def shape_of(layers: int, width: int, vocabulary: int, tokens: int) -> dict[str, Any]:
-    """A config's sizes, which Llama's has too."""
+    """A config's sizes."""
     return dict(
         vocab_size=vocabulary,
         hidden_size=width,

@@ -47,6 +47,7 @@ from headwater.plugins.registry import REGISTRY
 from headwater.util.errors import HeadwaterError, first_line, nearest
 from headwater.util.outputs import write_json
 from headwater.util.processor import describe_cpu
+from headwater_lab.bench.decoding import shape_of
 from headwater_lab.bench.training import training_step, twins
 from headwater_lab.bench.waits import WaitError, no_waits
 
@@ -508,16 +509,6 @@ def _steps(
     return training_step(model, lambda: loss(body(ids, **inputs).last_hidden_state), autocast=True)
 
 
-def _config(phase: Phase, layers: int, width: int, context: int) -> HeadwaterConfig:
-    return HeadwaterConfig(
-        vocab_size=phase.sizes.vocabulary,
-        hidden_size=width,
-        num_hidden_layers=layers,
-        num_attention_heads=width // 64,
-        max_position_embeddings=context,
-    )
-
-
 def _timed_steps(phase: Phase, step: Callable[[], None], flops: float, tokens: int) -> Measurement:
     """Speed of training steps. flops: of one step."""
     _count()
@@ -580,12 +571,12 @@ def training(phase: Phase) -> None:
 
     def measure(shape: tuple[int, int, int], whole: bool = False, llama: bool = False) -> Measurement:
         layers, width, rows = shape
-        config = _config(phase, layers, width, context)
+        config = HeadwaterConfig(**shape_of(layers, width, sizes.vocabulary, context))
         model: PreTrainedModel = quickly(config, phase.device)
         if llama:
             del model
             with torch.device(phase.device):
-                model = LlamaForCausalLM(_llama(config))
+                model = LlamaForCausalLM(LlamaConfig(**shape_of(layers, width, sizes.vocabulary, context)))
         ids = phase.draw(rows, context)
         flops = cost.training_flops_per_token(config, context) * ids.numel()
         return _timed_steps(phase, _steps(phase, model, ids, whole=whole), flops, ids.numel())
@@ -598,18 +589,12 @@ def training(phase: Phase) -> None:
     phase.attempt(partial(measure, shape, whole=True), model=first, compiled="whole")
 
 
-def _llama(config: HeadwaterConfig) -> LlamaConfig:
-    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    shape = {name: getattr(config, name) for name in (*names, "max_position_embeddings")}
-    return LlamaConfig(**shape, bos_token_id=None, eos_token_id=None)
-
-
 def packing(phase: Phase) -> None:
     """Rows of one document, and of several, by a mask, by its blocks, and document by document."""
     layers, width, _ = next(iter(phase.sizes.training.values()))
 
     def measure(context: int, rows: int, attention: str, packed: bool) -> Measurement:
-        config = _config(phase, layers, width, context)
+        config = HeadwaterConfig(**shape_of(layers, width, phase.sizes.vocabulary, context))
         model = quickly(config, phase.device)
         model.set_attn_implementation(attention)
         ids = phase.draw(rows, context)
@@ -701,7 +686,7 @@ def decoding(phase: Phase) -> None:
     given = bandwidth(phase)
 
     def measure(layers: int, width: int, rows: int, compiled: bool) -> Measurement:
-        config = _config(phase, layers, width, sizes.prompt + sizes.tokens)
+        config = HeadwaterConfig(**shape_of(layers, width, sizes.vocabulary, sizes.prompt + sizes.tokens))
         model = quickly(config, phase.device, torch.bfloat16).eval()
         decoder, ids = Decoder(model, compiled, sizes.backend), phase.draw(rows, sizes.prompt)
         times: list[float] = []  # when the tokens of each step were on the host

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from headwater.config.text import HeadwaterConfig
+from headwater.conversion import to_transformers
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.util.errors import HeadwaterError
 from headwater_lab.bench.decoding import VANILLA, shape_of
@@ -90,13 +90,11 @@ def bench_serving(
     """
     shape = shape_of(layers, width, vocabulary, context + tokens)
     torch.manual_seed(0)
-    models: dict[str, PreTrainedModel] = {
+    models: dict[str, Any] = {
         name: HeadwaterForCausalLM(HeadwaterConfig(**shape, norm_eps=1e-6, mechanisms=given))
         for name, given in {VANILLA: {}, **mechanisms}.items()
     }
-    llama = LlamaForCausalLM(LlamaConfig(**shape, bos_token_id=None, eos_token_id=None))
-    llama.load_state_dict(models[VANILLA].state_dict())
-    models = {LLAMA: llama, **models}
+    models = {LLAMA: to_transformers(models[VANILLA], "llama"), **models}
     needed = 2 * layers * width * getattr(torch, dtype).itemsize * requests * (context + tokens + 2 * 128)
     settings = dict(
         dtype=dtype,
@@ -115,7 +113,7 @@ def bench_serving(
             model.to(getattr(torch, dtype)).save_pretrained(place)
             engines[name] = stack.enter_context(_engine(str(place), settings, name))
             found[name] = Serving(name, _answer(engines[name], name), found.get(VANILLA, found.get(LLAMA)))
-        del models, llama, model
+        del models, model
         for name, counts in take_turns(engines, turns):
             engines[name].send((prompts, tokens))
             run = _answer(engines[name], name)

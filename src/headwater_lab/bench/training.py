@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
@@ -17,6 +17,7 @@ from headwater.mechanisms.base import Mechanism
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.image_classification import HeadwaterForImageClassification
 from headwater.nn.masking import cu_seq_lens, takes_documents
+from headwater.util.autograd import saved_bytes
 from headwater.util.freed_memory import keep_freed_memory
 from headwater_lab.bench.decoding import shape_of
 from headwater_lab.bench.paired import PairedTimes, interleave
@@ -44,12 +45,15 @@ def text_pair(
 ) -> ModelPair:
     """headwater without mechanisms, and transformers' model of the same shape, on the same tokens.
 
-    Against Llama both start from the same weights. attention: headwater's; transformers' model has sdpa.
+    Both start from the same weights. attention: headwater's; transformers' model has sdpa.
     documents: rows are packed, with documents of this many tokens on average. Attention varlen is then told where they
         begin; under the others, and in transformers' model, they are a mask.
     """
     torch.manual_seed(0)
-    ours, theirs = bases(base, layers=layers, width=width, context=context, vocabulary=vocabulary)
+    shape = shape_of(layers, width, vocabulary, context)
+    of_gpt2 = HeadwaterConfig.gpt2(**shape | {"intermediate_size": 4 * width})
+    ours = HeadwaterForCausalLM(of_gpt2 if base == "gpt2" else HeadwaterConfig(**shape))
+    theirs = to_transformers(ours, base)
     ours.set_attn_implementation(attention)
     inputs = tuple(_tokens(batch_size, context, vocabulary) for _ in range(2))
     if documents is not None:
@@ -186,45 +190,6 @@ def packed_positions(rows: int, context: int, documents: int) -> Tensor:
     return slot - torch.where(starts, slot, 0).cummax(1).values
 
 
-def bases(
-    base: Literal["llama", "gpt2"], *, layers: int, width: int, context: int, vocabulary: int
-) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """A headwater model without mechanisms and transformers' LlamaForCausalLM or GPT2LMHeadModel (no dropout)."""
-    ours: PreTrainedModel
-    theirs: PreTrainedModel
-    if base == "gpt2":
-        ours = HeadwaterForCausalLM(
-            HeadwaterConfig.gpt2(
-                vocab_size=vocabulary,
-                hidden_size=width,
-                intermediate_size=4 * width,
-                num_hidden_layers=layers,
-                num_attention_heads=width // 64,
-                max_position_embeddings=context,
-            )
-        )
-        theirs = GPT2LMHeadModel(
-            GPT2Config(
-                vocab_size=vocabulary,
-                n_embd=width,
-                n_layer=layers,
-                n_head=width // 64,
-                n_positions=context,
-                resid_pdrop=0.0,
-                embd_pdrop=0.0,
-                attn_pdrop=0.0,
-                bos_token_id=None,
-                eos_token_id=None,
-            )
-        )
-        return ours, theirs
-    shape = shape_of(layers, width, vocabulary, context)
-    ours = HeadwaterForCausalLM(HeadwaterConfig(**shape, norm_eps=1e-6))
-    theirs = LlamaForCausalLM(LlamaConfig(**shape, bos_token_id=None, eos_token_id=None))
-    theirs.load_state_dict(ours.state_dict())
-    return ours, theirs
-
-
 def twins(
     mechanisms: dict[str, dict], *, layers: int, width: int, context: int, vocabulary: int
 ) -> tuple[HeadwaterForCausalLM, HeadwaterForCausalLM]:
@@ -232,17 +197,10 @@ def twins(
 
     If a mechanism replaces linear layers, the other model has its `twin` instead, with the same matmuls.
     """
+    shape = shape_of(layers, width, vocabulary, context)
 
     def model(mechanisms: dict[str, dict]) -> HeadwaterForCausalLM:
-        config = HeadwaterConfig(
-            vocab_size=vocabulary,
-            hidden_size=width,
-            num_hidden_layers=layers,
-            num_attention_heads=width // 64,
-            max_position_embeddings=context,
-            mechanisms=mechanisms,
-        )
-        return HeadwaterForCausalLM(config)
+        return HeadwaterForCausalLM(HeadwaterConfig(**shape, mechanisms=mechanisms))
 
     ours, other = model(mechanisms), model({})
     if any(_twin(module) is not None for module in ours.modules()):
@@ -256,18 +214,3 @@ def twins(
 
 def _twin(module: nn.Module) -> nn.Module | None:
     return module.twin() if isinstance(module, Mechanism) else None
-
-
-def saved_bytes(run: Callable[[], Tensor], excluded: Iterable[Tensor] = ()) -> int:
-    """Bytes that autograd stores while `run` computes its result, each storage once, without those of `excluded`."""
-    known = {tensor.untyped_storage().data_ptr() for tensor in excluded}
-    # The tensors are kept, so that no address is used twice.
-    stored: dict[int, Tensor] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        stored.setdefault(tensor.untyped_storage().data_ptr(), tensor.detach())
-        return tensor.detach()  # a graph that holds tensors of its own is never freed
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        run()
-    return sum(tensor.untyped_storage().nbytes() for address, tensor in stored.items() if address not in known)

@@ -70,6 +70,7 @@ def bench_train(
     """Time a training step without mechanisms against transformers' model of the same shape."""
     from headwater_lab.bench.training import image_pair, text_pair
 
+    quiet()
     text_options: dict[str, object] = {"--context": context, "--vocabulary": vocabulary, "--documents": documents}
     refuse_unread(text_options, base != "vit", "--base llama or --base gpt2")
     shape: dict[str, Any] = dict(layers=layers, width=width, batch_size=batch_size)
@@ -150,7 +151,7 @@ def bench_decode(
 ) -> None:
     """Measure time per generated token: transformers' Llama, headwater without mechanisms, and with each."""
     from headwater.cost.hardware import read_bandwidth
-    from headwater_lab.bench.decoding import AGAIN, LLAMA, VANILLA
+    from headwater_lab.bench.decoding import AGAIN, LLAMA
     from headwater_lab.bench.decoding import bench_decode as measure
 
     quiet()
@@ -165,15 +166,13 @@ def bench_decode(
         cache = f"× {arm.cache_bytes / arms[1].cache_bytes:.5f}" if arm.paired else f"{arm.cache_bytes:,} B"
         share = f"{arm.bytes_per_second / bandwidth:.0%}"
         table.add_row(arm.arm, f"{arm.second * 1e3:.2f}", *_ratio(arm.paired), cache, share)
-    out.print(table)
-    out.print(
-        f"ratio: time over {VANILLA}'s, and {VANILLA}'s over that of {LLAMA}; median over the turns. {AGAIN}: a second "
-        "copy, which shows how much the place in memory does. bandwidth: weights and cache read per second, as a share "
-        "of the memory bandwidth.",
-        highlight=False,
+    _print_against_llama(
+        table,
+        LLAMA,
+        f"{AGAIN}: a second copy, which shows how much the place in memory does. bandwidth: weights and cache read per "
+        "second, as a share of the memory bandwidth.",
+        arms[1].same_tokens,
     )
-    same = "the same tokens as" if arms[1].same_tokens else "not the same tokens as"
-    err.print(f"{VANILLA}: {same} {LLAMA}", style="dim")
 
 
 @bench.command("prefill")
@@ -230,7 +229,7 @@ def bench_serve(
     from importlib.util import find_spec
 
     from headwater.util.extras import MissingExtra
-    from headwater_lab.bench.serving import GIB, LLAMA, VANILLA, bench_serving
+    from headwater_lab.bench.serving import GIB, LLAMA, bench_serving
 
     if find_spec("vllm") is None:
         raise MissingExtra("vLLM", "vllm")
@@ -254,14 +253,20 @@ def bench_serve(
             "" if math.isnan(step) else f"{step * 1e3:.1f}",
             "" if steps is None or math.isnan(steps.ratio) else f"{steps.ratio:.3f}",
         )
+    notes = "running: requests at a time, mean over the steps. ms/step: of steps that continue all requests."
+    _print_against_llama(table, LLAMA, notes, models[1].same_tokens)
+
+
+def _print_against_llama(table: Table, llama: str, notes: str, same_tokens: bool) -> None:
+    """Print a table of vanilla and of mechanisms, the notes on it, and whether vanilla gave Llama's tokens."""
+    from headwater_lab.bench.decoding import VANILLA
+
     out.print(table)
     out.print(
-        "running: requests at a time, mean over the steps. ms/step: of steps that continue all requests. "
-        f"ratio: time over {VANILLA}'s, and {VANILLA}'s over that of {LLAMA}; median over the turns.",
+        f"ratio: time over {VANILLA}'s, and {VANILLA}'s over that of {llama}; median over the turns. {notes}",
         highlight=False,
     )
-    same = "the same tokens as" if models[1].same_tokens else "not the same tokens as"
-    err.print(f"{VANILLA}: {same} {LLAMA}", style="dim")
+    err.print(f"{VANILLA}: {'the same' if same_tokens else 'not the same'} tokens as {llama}", style="dim")
 
 
 @bench.command("gpu")

@@ -22,15 +22,19 @@ if TYPE_CHECKING:
     from headwater_lab.training.records import RunRecord
     from headwater_lab.training.trained import Trained
 
-# Tokens in a row, if the model has positions for as many.
-CONTEXT = 512
+# Tokens in a row, if the model has positions for as many, and rows in a step.
+CONTEXT, ROWS = 512, 8
 
 
 def convert(
     source: Annotated[str, typer.Argument(help="A folder, or a name on the Hugging Face hub. It is not changed.")],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(help="Override a field of the recipe that is written: dotted.key=value.", show_default=False),
+        typer.Argument(
+            help="Override a field of the recipe that is written: data.context=1024, training.batch_size=16, "
+            "training.learning_rate=1e-4, …",
+            show_default=False,
+        ),
     ] = None,
     mechanism: Annotated[
         list[str] | None,
@@ -52,12 +56,6 @@ def convert(
             show_default=False,
         ),
     ] = None,
-    context: Annotated[
-        int | None,
-        typer.Option(min=2, help="Tokens in a row of --text.", show_default=f"{CONTEXT}, or the model's positions"),
-    ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows in a step.")] = 8,
-    learning_rate: Annotated[float, typer.Option(help="Peak learning rate of healing.")] = 3e-4,
     no_anneal: Annotated[
         bool, typer.Option("--no-anneal", help="The smaller model from the first step, not gradually.")
     ] = False,
@@ -88,10 +86,6 @@ def convert(
         raise HeadwaterError(
             "Say how the cache becomes smaller: --mechanism NAME by which layers share, or --num-key-value-heads N."
         )
-    if text is None and context is not None:
-        raise HeadwaterError(
-            "--context is for --text; without one the rows are as long as those that the model was trained on."
-        )
     if text is not None:
         local_files(text)  # is an error if there are none, also with --plan
     target, path = new_folder(out_folder, source, "converted", may_exist=plan), Path(source)
@@ -110,8 +104,8 @@ def convert(
     if data is None:
         if trained.tokenizer is None:
             raise HeadwaterError(f"{source!r} has no tokenizer, so it cannot read a text; save it beside the model.")
-        context = _context(context, trained.model.config.max_position_embeddings)
-        data = {"kind": "text", "source": str(text), "tokenizer": str(place), "context": context}
+        most = trained.model.config.max_position_embeddings
+        data = {"kind": "text", "source": str(text), "tokenizer": str(place), "context": min(CONTEXT, most)}
     # Rows of synthetic data are as long as their settings make them, and the command line may change either.
     sizes = [
         one
@@ -120,8 +114,10 @@ def convert(
     ]
     _check_overrides(overrides or [])
     # The data are what the model's history says, which may be anyone's.
-    batches = {"name": target.name, "data": data, "training": {"batch_size": batch_size}}
+    batches = {"name": target.name, "data": data, "training": {"batch_size": ROWS}}
     sized = changed_recipe(batches, sizes, "the recipe")
+    if text is not None:
+        _check_context(getattr(sized.data, "context", CONTEXT), trained.model.config.max_position_embeddings)
     given = {
         "mechanisms": mechanisms or None,
         "num_key_value_heads": num_key_value_heads,
@@ -136,7 +132,6 @@ def convert(
         context=int(getattr(sized.data, "context", CONTEXT)),
         batch_size=sized.training.batch_size,
         gradient_accumulation_steps=sized.training.gradient_accumulation_steps,
-        learning_rate=learning_rate,
     )
     recipe = changed_recipe(values, overrides or [], "the recipe")
     if any(on_several(run) for run, _ in chain(recipe, target)):
@@ -182,13 +177,12 @@ def _check_overrides(overrides: list[str]) -> None:
             raise HeadwaterError("Its stages depend on start.convert.anneal; leave it out, or use --no-anneal.")
 
 
-def _context(given: int | None, most: int) -> int:
-    """Tokens in a row of a text, no more than the model has positions for."""
-    if given is not None and given > most:
-        raise HeadwaterError(f"The model has {most} positions, and --context is {given}; pass {most} or less.")
-    if given is None and most < CONTEXT:
+def _check_context(context: int, most: int) -> None:
+    """Raise `HeadwaterError` for rows of a text that are longer than the model has positions for."""
+    if context > most:
+        raise HeadwaterError(f"The model has {most} positions, and data.context is {context}; set {most} or less.")
+    if context == most < CONTEXT:
         tell(f"Rows of {most} tokens, because the model has no more positions.")
-    return given or min(CONTEXT, most)
 
 
 def _settings(trained: Trained) -> dict[str, Any] | None:
@@ -220,7 +214,7 @@ def _written(target: Path, record: RunRecord, dtype: torch.dtype) -> Path:
 
 
 def _show_price(priced: ConversionPrice, teacher: str) -> None:
-    from headwater.cost.shared import si
+    from headwater.cost.estimate import si
 
     table = lined("", "before", "after")
     before, after = priced.before, priced.after

@@ -39,7 +39,7 @@ Separator = Annotated[
 @data.command("prepare")
 def prepare(
     source: SourceArgument,
-    folder: Annotated[Path, typer.Option("--out", help="A new folder, or one to resume.", show_default=False)],
+    folder: Annotated[Path, typer.Option("--out", help="A new folder.", show_default=False)],
     tokenizer: Annotated[
         str, typer.Option(help='"bytes", or the folder, tokenizer.json or hub name of a tokenizer.')
     ] = "bytes",
@@ -58,15 +58,15 @@ def prepare(
         typer.Option(min=1, help="Tokenizer threads; default: one per core, up to 16.", show_default=False),
     ] = None,
 ) -> None:
-    """Tokenize a corpus into memory-mapped shards. Run it again to resume."""
+    """Tokenize a corpus into memory-mapped shards."""
     from headwater_lab.data.prepare import Options
     from headwater_lab.data.prepare import prepare as run
-    from headwater_lab.data.shards import DOMAINS, JOURNAL, MANIFEST, Skipped, read_manifest
+    from headwater_lab.data.shards import DOMAINS, MANIFEST, Skipped, read_manifest
     from headwater_lab.data.stream import TextSource
 
     quiet()
     check_writable(folder, folder=True)
-    there = {name for name in (DOMAINS, JOURNAL, MANIFEST) if (folder / name).exists()}
+    is_finished = any((folder / name).exists() for name in (DOMAINS, MANIFEST))
     with _Bar("tokens") as bar:
         folders = run(
             TextSource(source, text_column, config, split, separator, by=by),
@@ -77,7 +77,7 @@ def prepare(
             workers=workers,
             on_progress=bar,
         )
-    if there and JOURNAL not in there:
+    if is_finished:
         _say(f"{folder} is already finished")
     out.print(_table(folders))
     skipped = read_manifest(folders[0]).skipped
@@ -178,8 +178,6 @@ class _Bar:
             SpinnerColumn(), TextColumn("{task.fields[info]}", markup=False), TimeElapsedColumn()
         )
         self.task = self.progress.add_task("", total=None)
-        # Work from an earlier run does not count towards this one's speed.
-        self.before: int | None = None
 
     def __enter__(self) -> _Bar:
         return self
@@ -189,12 +187,10 @@ class _Bar:
 
     def __call__(self, documents: int, size: int, tokens: int) -> None:
         self.progress.start()  # at the first call, so that an earlier error leaves no bar behind
-        if self.before is None:
-            self.before = tokens
         seconds = self.progress.tasks[0].elapsed or 0
         info = f"{documents:,} documents, {size / 1e6:,.1f} MB"
         if self.unit and seconds:
-            info += f", {tokens:,} tokens, {(tokens - self.before) / seconds:,.0f} tokens/s"
+            info += f", {tokens:,} tokens, {tokens / seconds:,.0f} tokens/s"
         self.progress.update(self.task, info=info)
 
 

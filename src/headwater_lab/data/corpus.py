@@ -156,7 +156,7 @@ def read_files(files: Iterable[Path], root: Path, columns: Columns, skipped: lis
     for file in files:
         relative = name_in(file, root)
         if table_kind(file):
-            for index, (_, value, _) in enumerate(table_rows(file, columns)):
+            for index, (value, _) in enumerate(table_rows(file, columns)):
                 yield row_document(value, columns.text, printable(str(file)), relative, index)
         elif is_text(file):
             with opened_text(file) as stream:
@@ -313,7 +313,7 @@ def load_hub_rows(source: str, config: str | None = None, split: str | None = No
 
 def _hub_documents(source: str, columns: Columns) -> Iterator[Document]:
     tables = load_hub_rows(source).with_format("arrow").iter(batch_size=ROWS)
-    for index, (_, value, _) in enumerate(rows_of_tables(tables, columns, 0, Path(source))):
+    for index, (value, _) in enumerate(rows_of_tables(tables, columns, Path(source))):
         yield row_document(value, columns.text, source, source, index)
 
 

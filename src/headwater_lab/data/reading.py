@@ -256,12 +256,6 @@ def opened_text(file: Path) -> Iterator[IO[bytes]]:
         yield io.BufferedReader(_Utf8(stream), CHUNK)
 
 
-def skip(stream: IO[bytes], size: int) -> None:
-    """Read up to byte `size` of a file from `opened_text`."""
-    while size and (data := stream.read(min(size, CHUNK))):
-        size -= len(data)
-
-
 def read_whole(file: Path, stream: IO[bytes]) -> bytes:
     """The rest of a file from `opened`. Raises `HeadwaterError` if it unpacks to far more than there is of it."""
     most = max(LONGEST_LINE, MOST_UNPACKED * file.stat().st_size)
@@ -434,11 +428,11 @@ PACKED: dict[str, Callable[[Path], Any]] = {
     ".zst": _zstd,
 }
 
-TableRow = tuple[int, Any, str | None]
+TableRow = tuple[Any, str | None]
 
 
-def table_rows(file: Path, columns: Columns, begin: int = 0) -> Iterator[TableRow]:
-    """(offset after the row, its text or None, its domain) from offset `begin` on, in bounded memory.
+def table_rows(file: Path, columns: Columns) -> Iterator[TableRow]:
+    """(the row's text or None, its domain), in bounded memory.
 
     A `.json` file with one array is read whole. Raises `HeadwaterError`. A row without the column is no error here:
     `columns.require` is one if all of them lack it.
@@ -446,26 +440,25 @@ def table_rows(file: Path, columns: Columns, begin: int = 0) -> Iterator[TableRo
     kind, where = table_kind(file), printable(str(file))
     if kind == "parquet":
         with opened(file) as stream:
-            yield from rows_of_tables(parquet_tables(stream, file, columns), columns, begin, file)
+            yield from rows_of_tables(parquet_tables(stream, file, columns), columns, file)
         return
     with opened(file) as packed:
         stream = io.BufferedReader(_Utf8(packed, everywhere=False), CHUNK)
-        read = csv_rows(stream, file, columns, begin) if kind in DELIMITERS else json_rows(stream, file, begin)
-        for number, row in read:
+        for number, row in csv_rows(stream, file, columns) if kind in DELIMITERS else json_rows(stream, file):
             try:
-                text, domain = columns.cells(row, where)
+                cells = columns.cells(row, where)
             except (ValueError, RecursionError) as error:
                 raise _bad_line(file, number, error) from error
-            yield number, text, domain
+            yield cells
 
 
-def json_rows(stream: io.BufferedReader[Any], file: Path, begin: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(number, row) past the first `begin`. One row per line, since rows of real corpora do not share one schema."""
+def json_rows(stream: io.BufferedReader[Any], file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(number, row). One row per line, since rows of real corpora do not share one schema."""
+    numbered: Iterator[tuple[int, Any]]
     if table_kind(file) == "json" and stream.peek(64)[:64].lstrip()[:1] == b"[":
-        rows = enumerate(_parsed(file, 1, read_whole(file, stream)), 1)
-        numbered: Iterator[tuple[int, Any]] = itertools.islice(rows, begin, None)
+        numbered = enumerate(_parsed(file, 1, read_whole(file, stream)), 1)
     else:
-        lines = itertools.islice(enumerate(_json_lines(stream, file), 1), begin, None)
+        lines = enumerate(_json_lines(stream, file), 1)
         numbered = ((number, _parsed(file, number, line)) for number, line in lines if line.strip())
     for number, row in numbered:
         if not isinstance(row, dict):
@@ -518,8 +511,8 @@ def _bad_line(file: Path, number: int, error: Exception) -> HeadwaterError:
     return HeadwaterError(f"{_named(file)} cannot be read as {table_kind(file)}: line {number}: {text[:300]}")
 
 
-def csv_rows(stream: IO[bytes], file: Path, columns: Columns, begin: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(number, row) past the first `begin`; the first line names the columns, and says what divides them."""
+def csv_rows(stream: IO[bytes], file: Path, columns: Columns) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(number, row); the first line names the columns, and says what divides them."""
     csv.field_size_limit(max(csv.field_size_limit(), LONGEST_LINE))
     lines = _lines(io.TextIOWrapper(stream, encoding="utf-8", newline=""), file)
     first = next(lines, "")
@@ -538,8 +531,6 @@ def csv_rows(stream: IO[bytes], file: Path, columns: Columns, begin: int = 0) ->
             if not fields:  # an empty line
                 continue
             number += 1
-            if number <= begin:
-                continue
             if len(fields) > len(names):
                 raise HeadwaterError(
                     f"Line {reader.line_num} of {_named(file)} has {len(fields)} fields, and the first line names "
@@ -635,24 +626,17 @@ def _page_size(header: bytes) -> int:
     return numbers[1] if len(numbers) > 1 else 0
 
 
-def rows_of_tables(tables: Iterable[Any], columns: Columns, begin: int, file: Path) -> Iterator[TableRow]:
-    """Rows of Arrow tables, past the first `begin`."""
-    number, where = 0, printable(str(file))
+def rows_of_tables(tables: Iterable[Any], columns: Columns, file: Path) -> Iterator[TableRow]:
+    """Rows of Arrow tables."""
+    where = printable(str(file))
     try:
         for table in tables:
-            if not number:
-                columns.add_names(_fields(table.schema))
-            if number + len(table) <= begin:
-                number += len(table)
-                continue
+            columns.add_names(_fields(table.schema))
             names = columns.outermost(table.schema.names)
             arrays = [table.column(name) for name in names]
             for index in range(len(table)):
                 row = [array[index].as_py() for array in arrays]
-                number += 1
-                if number > begin:
-                    text, domain = columns.cells(dict(zip(names, row, strict=True)), where)
-                    yield number, text, domain
+                yield columns.cells(dict(zip(names, row, strict=True)), where)
     except HeadwaterError:
         raise
     except Exception as error:  # readers of parquet and of the network can raise anything

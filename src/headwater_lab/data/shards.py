@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from transformers import PreTrainedTokenizerBase
 
 from headwater.util.errors import HeadwaterError
-from headwater.util.files import absence, read_bytes, sha256_of
+from headwater.util.files import STAGING, absence, read_bytes, sha256_of
 from headwater_lab.data.chat import as_text
 from headwater_lab.data.corpus import Document
 from headwater_lab.data.reading import TOOLS
@@ -27,7 +27,8 @@ from headwater_lab.data.tokenizer import load_tokenizer, separator, vocabulary
 MANIFEST = "manifest.json"
 # File in a folder that has one prepared folder per domain.
 DOMAINS = "domains.json"
-JOURNAL = "journal.json"
+# Folder in which a prepared folder is written.
+WRITING = f"{STAGING}prepared"
 EVALUATION = "evaluation.jsonl"
 TOKENIZER = "tokenizer"
 FORMAT_VERSION: Literal[2] = 2
@@ -339,8 +340,8 @@ def read_manifest(folder: Path) -> Manifest:
     if domains := read_domains(folder):
         names = ", ".join(str(folder / name) for name in list(domains)[:8]) + (", …" if len(domains) > 8 else "")
         raise HeadwaterError(f"{str(folder)!r} holds a prepared folder for each domain; name one or more of: {names}.")
-    if (folder / JOURNAL).exists():
-        raise HeadwaterError(f"{str(folder)!r} is not finished; run the same `headwater data prepare` again to resume.")
+    if (folder / WRITING).exists():
+        raise HeadwaterError(f"{str(folder)!r} is not finished; run the same `headwater data prepare` again.")
     if not folder.is_dir():
         raise HeadwaterError(f"{absence(folder, 'folder')}; make it with `headwater data prepare`.")
     raise HeadwaterError(f"{str(folder)!r} has no {MANIFEST}; make it with `headwater data prepare`.")

@@ -1,4 +1,4 @@
-"""A corpus as a stream: the documents of `read_corpus` one after another, in bounded memory, from any position.
+"""A corpus as a stream: the documents of `read_corpus` one after another, in bounded memory.
 
 Files and shards are read in order. A document longer than `LONGEST` characters comes in parts, cut where a line ends.
 """
@@ -8,10 +8,10 @@ from __future__ import annotations
 import codecs
 import itertools
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 from headwater_lab.data.corpus import (
     FEW_FILES,
@@ -34,7 +34,6 @@ from headwater_lab.data.reading import (
     is_text,
     opened_text,
     rows_of_tables,
-    skip,
     table_kind,
     table_rows,
     unreadable,
@@ -45,8 +44,6 @@ PART = 2**18
 LONGEST = 2 * PART
 # Bytes to read at most to find out whether a corpus has fewer than FEW_FILES documents.
 FEW_BYTES = 2**26
-# Number of skipped files to name.
-NAMED = 20
 
 
 @dataclass(frozen=True)
@@ -72,24 +69,6 @@ class TextSource:
         return Columns(self.text_column, self.by)
 
 
-class StreamPosition(NamedTuple):
-    """Where a stream resumes, and what was skipped before."""
-
-    file: int = 0
-    """Files of a folder, shards of a dataset."""
-    offset: int = 0
-    """In bytes of a text file, in UTF-8 and without marks; in lines or rows of a table."""
-    number: int = 0
-    """The number, in its file or dataset, of the next document."""
-    pieces: bool | None = None
-    """Whether the whole corpus is cut into pieces; None until that is known."""
-    empty: int = 0
-    none: int = 0
-    skipped: int = 0
-    names: tuple[str, ...] = ()
-    """The first `NAMED` of the skipped files."""
-
-
 @dataclass(frozen=True)
 class DocumentPart:
     """A document, or one part of a long one."""
@@ -100,8 +79,6 @@ class DocumentPart:
     """The text in UTF-8."""
     key: str
     """What the split is hashed from; of a long document within a text file, its first part."""
-    after: StreamPosition
-    """Where the stream continues after the document; only its last part says so."""
     first: bool = True
     last: bool = True
     domain: str | None = None
@@ -114,19 +91,23 @@ class DocumentPart:
 
 
 class Stream:
-    """Iterates over the parts of `source` from `place` on; `place` follows. Raises `HeadwaterError`."""
+    """Iterates over the parts of `source`, and counts what it skips. Raises `HeadwaterError`.
 
-    def __init__(self, source: TextSource, place: StreamPosition = StreamPosition()) -> None:  # noqa: B008
-        self.source, self.place = source, place
+    empty: documents without text. none: rows without one. skipped: names of the files that are not text.
+    """
+
+    def __init__(self, source: TextSource) -> None:
+        self.source = source
+        self.empty = self.none = 0
+        self.skipped: list[str] = []
         found = local_files(source.source)
         self.root, self.files = found or (Path(), [])
         self.shards = None if found else _hub_shards(source)
         self.names = [name_in(file, self.root) for file in self.files]
         texts = [file for file in self.files if not table_kind(file)]
         self.marked = bool(source.separator or source.begins)
-        self.few_texts = bool(texts) and len(texts) == len(self.files) < FEW_FILES and place.pieces is not True
+        self.few_texts = bool(texts) and len(texts) == len(self.files) < FEW_FILES
         self.columns = source.columns
-        self.begun = place == StreamPosition()
         self.kinds = set[bool]()
 
     @property
@@ -141,88 +122,66 @@ class Stream:
         return [[name, state.st_size, state.st_mtime_ns] for name, state in zip(self.names, states, strict=True)]
 
     def __iter__(self) -> Iterator[DocumentPart]:
-        if self.place.pieces is None and self.few_texts and not self.marked:
+        if self.few_texts and not self.marked:
             # A text that would be one piece is cut smaller, as a whole.
             self.few_texts = len(list(itertools.islice(self._documents(), 2))) > 1
-            self.place = StreamPosition()
-        if self.place.pieces is None and (self.marked or self.few_texts):
-            self.place = self.place._replace(pieces=False)
-        if self.place.pieces is False:
-            yield from self._documents()
+        documents = self._documents()
+        if self.marked or self.few_texts:
+            yield from documents
             return
 
         # Enough documents to tell whether there are FEW_FILES.
-        done = self.place.number if self.place.pieces else 0
-        self.place = StreamPosition()
-        documents = self._documents()
-        kept: list[DocumentPart] = []
+        first_parts: list[DocumentPart] = []
         keys: set[int] = set()
         size = 0
         for part in documents:
-            kept.append(part)
+            first_parts.append(part)
             keys.add(hash(part.key))
             size += len(part.data)
             if len(keys) >= FEW_FILES or size > FEW_BYTES:
-                for held in kept:
-                    yield replace(held, after=held.after._replace(pieces=False))
-                del kept
-                self.place = self.place._replace(pieces=False)
+                yield from first_parts
+                del first_parts
                 yield from documents
                 return
-        for index, piece in enumerate(_pieces_of(kept)):
-            self.place = self.place._replace(file=0, offset=0, number=index + 1, pieces=True)
-            if index >= done:
-                yield replace(piece, after=self.place)
+        yield from _pieces_of(first_parts)
 
     def _documents(self) -> Iterator[DocumentPart]:
-        """The parts from `self.place` on, in file order."""
+        """The parts in file order."""
+        self.empty, self.none, self.skipped = 0, 0, []
         if self.shards is not None:
-            for number in range(self.place.file, len(self.shards)):
-                tables = self.shards[number].with_format("arrow").iter(batch_size=ROWS)
-                rows = rows_of_tables(tables, self.columns, self.place.offset, Path(self.source.source))
-                yield from self._rows(rows, self.source.source)
-                self._move(file=number + 1, offset=0)  # rows are numbered across files
-            self._require_columns()
-            return
-        for number in range(self.place.file, len(self.files)):
-            file, name = self.files[number], self.names[number]
+            begin = 0  # rows are numbered across shards
+            for shard in self.shards:
+                tables = shard.with_format("arrow").iter(batch_size=ROWS)
+                rows = rows_of_tables(tables, self.columns, Path(self.source.source))
+                begin = yield from self._rows(rows, self.source.source, begin)
+        for file, name in zip(self.files, self.names, strict=True):
             if table_kind(file):
-                yield from self._rows(table_rows(file, self.columns, self.place.offset), name)
-            elif self.place.offset or is_text(file):
+                yield from self._rows(table_rows(file, self.columns), name)
+            elif is_text(file):
                 yield from self._text(file, name)
             else:
-                names = (*self.place.names, name)[:NAMED]
-                self._move(skipped=self.place.skipped + 1, names=names)
-            self._move(file=number + 1, offset=0, number=0)
-        self._require_columns()
+                self.skipped.append(name)
+        self.columns.require(self.source.source)
 
-    def _require_columns(self) -> None:
-        """Raise `HeadwaterError` if no row had a column; a stream that was resumed does not know."""
-        if self.begun:
-            self.columns.require(self.source.source)
-
-    def _move(self, **fields: Any) -> None:
-        self.place = self.place._replace(**fields)
-
-    def _rows(self, rows: Iterator[TableRow], name: str) -> Iterator[DocumentPart]:
-        """rows: (offset after the row, text, domain)."""
+    def _rows(self, rows: Iterator[TableRow], name: str, begin: int = 0) -> Generator[DocumentPart, None, int]:
+        """The documents of rows that are numbered from `begin` on; the result is the number after the last."""
         begins = self.source.begins and re.compile(self.source.begins)
         gathered: list[str] = []
-        first, owner = self.place.number, None
-        index = self.place.number
-        for offset, value, domain in rows:
+        first, owner = begin, None
+        index = begin
+        for value, domain in rows:
             document = row_document(value, self.source.text_column, name, name, index)
             text = document.text
             if text:
                 self.kinds.add(document.is_chat)
                 check_one_kind(self.source.source, self.kinds)
             if not begins:
-                if not text:
-                    kind = "empty" if isinstance(value, str) or value == [] else "none"
-                    self._move(offset=offset, number=index + 1, **{kind: getattr(self.place, kind) + 1})
-                else:
-                    self._move(offset=offset, number=index + 1)
+                if text:
                     yield from self._parts(f"{name}:{index}", text, domain, document.is_chat)
+                elif isinstance(value, str) or value == []:
+                    self.empty += 1
+                else:
+                    self.none += 1
                 index += 1
                 continue
             if re.match(begins, text) and gathered:
@@ -232,30 +191,29 @@ class Stream:
                 first, owner = index, domain
             gathered.append(text or " \n")  # an empty line, as it stood in the file
             index += 1
-            self._move(offset=offset, number=index)
         if gathered:
             yield from self._parts(f"{name}:{first}", "".join(gathered), owner)
+        return index
 
     def _parts(self, name: str, text: str, domain: str | None, is_chat: bool = False) -> Iterator[DocumentPart]:
         """A document in memory."""
         data = encoded(text, name)
         if len(text) <= LONGEST or is_chat:
-            yield DocumentPart(name, text, data, text, self.place, domain=domain, is_chat=is_chat)
+            yield DocumentPart(name, text, data, text, domain=domain, is_chat=is_chat)
             return
         start = 0
         while start < len(text):
             end = _part_end(text, start) if len(text) - start > LONGEST else len(text)
             part = text[start:end]
-            yield DocumentPart(name, part, part.encode(), text, self.place, start == 0, end == len(text), domain)
+            yield DocumentPart(name, part, part.encode(), text, start == 0, end == len(text), domain)
             start = end
 
     def _text(self, file: Path, name: str) -> Iterator[DocumentPart]:
         """The documents of a text file: pieces of it, the text between two marks, or the whole file."""
         whole = not self.marked and not self.few_texts
         border = self._border()
-        index, offset = self.place.number, self.place.offset
+        index = 0
         with opened_text(file) as stream:
-            skip(stream, offset)
             text = _Window(stream)
             first, key = True, ""
             while True:
@@ -273,19 +231,15 @@ class Stream:
                     text.read()
                     continue
                 part = text.buffer[text.start : end]
-                data = part.encode()
-                offset += len(data) if end == following else len(text.buffer[text.start : following].encode())
                 text.start = following
                 if first:
                     key = name if whole else part
                 if part or not first:
-                    if last:
-                        self._move(offset=offset, number=index + 1)
                     label = name if whole else f"{name}#{index}"
-                    yield DocumentPart(label, part, data, key, self.place, first, last)
+                    yield DocumentPart(label, part, part.encode(), key, first, last)
                     index += last
                 elif known or index == 0:  # nothing before a mark, or in the file
-                    self._move(offset=offset, empty=self.place.empty + 1)
+                    self.empty += 1
                 first = last
                 if last and text.ended and text.start == len(text.buffer):
                     return
@@ -365,7 +319,6 @@ def _pieces_of(parts: list[DocumentPart]) -> Iterator[DocumentPart]:
             piece.text,
             piece.text.encode(),
             piece.key,
-            StreamPosition(),
             domain=domains[piece.id if piece.is_chat else piece.id.rpartition("#")[0]],
             is_chat=piece.is_chat,
         )

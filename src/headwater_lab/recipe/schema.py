@@ -35,9 +35,8 @@ from headwater.config.presets import PRESETS, preset
 from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
 from headwater.conversion.convert import blended_config, check_choice, check_conversion, finished_config
-from headwater.growth.grow import check_of_pairs, grown_config
-from headwater.growth.methods import NewSizes
-from headwater.growth.pairs import KeyInit, TauPolicy
+from headwater.growth.grow import grown_config
+from headwater.growth.methods import GrowthOptions, KeyInit, TauPolicy
 from headwater.plugins.outside import check_paths, trust_names_in
 from headwater.plugins.registry import MECHANISMS, Registry, as_mapping
 from headwater.util.errors import HeadwaterError, NotTrusted, nearest, sentence, shown
@@ -435,14 +434,13 @@ class Growth(Settings):
     """Train only the new pairs."""
 
     @property
-    def sizes(self) -> NewSizes:
-        return NewSizes(**{name: getattr(self, name) for name in vars(NewSizes())})
+    def options(self) -> GrowthOptions:
+        return GrowthOptions(**self.model_dump())
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
         try:
-            pairs = self.attention_pairs or self.ffn_pairs
-            check_of_pairs(self.sizes, self.method, pairs, self.key_init, self.tau, self.freeze)
+            _ = self.options
         except HeadwaterError as error:
             raise ValueError(str(error)) from error
         return self

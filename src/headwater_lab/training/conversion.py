@@ -33,7 +33,6 @@ def conversion_recipe(
     tokens: float,
     context: int,
     batch_size: int,
-    learning_rate: float,
     gradient_accumulation_steps: int = 1,
 ) -> dict[str, Any]:
     """A recipe, as plain values, that converts `source` and heals it on this many tokens.
@@ -47,14 +46,15 @@ def conversion_recipe(
     if steps < LEAST_STEPS:
         raise HeadwaterError(
             f"{tokens:,.0f} tokens are {steps} steps of {rows} rows of {context} tokens, and healing takes at "
-            f"least {LEAST_STEPS}; pass --heal {LEAST_STEPS * rows * context} or more, or a smaller --batch-size."
+            f"least {LEAST_STEPS}; pass --heal {LEAST_STEPS * rows * context} or more, or a smaller "
+            "training.batch_size."
         )
     constant, decaying = steps - steps // 2, steps // 2
     first = max(1, steps // 10) if convert.get("anneal") else constant
     training = {
         "steps": first,
         "batch_size": batch_size,
-        "learning_rate": learning_rate,
+        "learning_rate": 3e-4,
         "schedule": "constant",
         "warmup_steps": min(50, constant // 4, first),
         "distillation": {},

@@ -148,7 +148,7 @@ def prices(
         contexts = min([first.max_position_embeddings, *tables]) if contexts is None else contexts
         longest = max(contexts) if isinstance(contexts, Sequence) else contexts
     budgets = {"tokens": tokens, "images": images}
-    budget = {what: count_of(given, what) for what, given in budgets.items() if given is not None}
+    budget: dict[str, Any] = {what: count_of(given, what) for what, given in budgets.items() if given is not None}
     if not budget and (known := models[0].budget(longest)) is not None:
         budget = {"images" if of_images else "tokens": known}
     settings = models[0].shared() | {name: value for name, value in settings.items() if value is not None}

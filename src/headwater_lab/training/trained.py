@@ -160,17 +160,17 @@ def changed(trained: Trained, change: Change, rows: Tensor | None = None) -> Tra
         return converted(trained, change, rows)
     if change.grow is None:
         return trained
-    arguments, sizes, method = change.grow.model_dump(), change.grow.sizes, change.grow.method
+    arguments, options = change.grow.model_dump(), change.grow.options
     thaws = any(not parameter.requires_grad for parameter in model.parameters())
     of_pairs = {name: arguments.pop(name) for name in OF_PAIRS}
-    if any(of_pairs[name] is not None for name in OF_PAIRS[:2]) or not sizes.given():
+    if any(of_pairs[name] is not None for name in OF_PAIRS[:2]) or not options.sizes:
         model = grow(model, **of_pairs)
         state = enlarged(state, model)
     else:
         of_pairs = {}
-    if sizes.given():
-        before, model = model, enlarged_model(model, sizes, method)
-        state = carried(state, before, model, sizes, method)
+    if options.sizes:
+        before, model = model, enlarged_model(model, options)
+        state = carried(state, before, model, options)
     else:
         arguments = {}
     details = {name: value for name, value in (of_pairs | arguments).items() if value is not None}
