@@ -13,8 +13,9 @@ from transformers.dynamic_module_utils import get_relative_import_files
 from apart import apart
 from conftest import build, config, tokens
 from headwater import HeadwaterConfig, HeadwaterError, HeadwaterForCausalLM, HeadwaterModel
+from headwater.config import auto_map
 from headwater.conversion.export import export, write_code
-from headwater.plugins import remote_code
+from headwater.models import remote_code
 from headwater.plugins.registry import REGISTRY
 
 BOTH = {"kv_shift": {}, "value_residual": {"mode": "learnable"}}
@@ -62,8 +63,8 @@ def files(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> set[type]:
-    monkeypatch.setattr(remote_code, "_registered", set())
-    return remote_code._registered
+    monkeypatch.setattr(auto_map, "_registered", set())
+    return auto_map._registered
 
 
 @pytest.fixture
@@ -162,10 +163,10 @@ def test_registering_a_model_alone_is_enough(tmp_path: Path, cls: type, model: H
         "AutoTokenizer": ["theirs.Tokenizer", None],
         "AutoModel": "me/elsewhere--modeling_headwater.HeadwaterModel",
     }
-    model.config.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["auto_map"] == {
         "AutoTokenizer": ["theirs.Tokenizer", None],
-        **remote_code.auto_map_of(HeadwaterConfig()),
+        **auto_map.auto_map_of(HeadwaterConfig()),
     }
     assert remote_code.code().keys() < files(tmp_path).keys()
 

@@ -1,14 +1,14 @@
 """What one layer projects, stores, exports and reads, as plain data: `LayerPlan`.
 
-`planning.plan_layers` makes the plans of a config. Attention builds its projections from the plan, the cache stores
-what it names, the depth loop carries the tensors it names, and `cost` prices it.
+`headwater.config.planner.plan_layers` makes the plans of a config. Attention builds its projections from the plan, the
+cache stores what it names, the depth loop carries the tensors it names, and `cost` prices it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple, get_args
 
 Kind = Literal["raw", "local", "bank", "probabilities", "stream", "shared"]
 Part = Literal["q", "k", "v"]
@@ -73,6 +73,13 @@ class Attends(NamedTuple):
     v: int
 
 
+class StoredHeads(NamedTuple):
+    """The heads whose keys and values a layer projects and stores."""
+
+    k_heads: tuple[int, ...]
+    v_heads: tuple[int, ...]
+
+
 class HeadGroup(NamedTuple):
     """Consecutive key/value heads that attend to the same layers, in one call of the kernel.
 
@@ -95,6 +102,7 @@ class LayerPlan:
     attends: for each of the model's K key/value heads, whose keys and values it attends to.
     k_heads, v_heads: the heads whose keys and values this layer projects and stores: those that are attended to, here
         or in a later layer.
+    stored: the same of every layer of the model.
     groups: `attends` as calls of the kernel.
     tails: (part, tokens, mechanism): raw queries, keys, values ("q", "k", "v"), tokens as wide as the stream ("x"),
         each of attention's inputs ("input"), what goes into the feed-forward's activation ("gate", "up"), or tokens'
@@ -108,6 +116,7 @@ class LayerPlan:
     attends: tuple[Attends, ...]
     k_heads: tuple[int, ...] = ()
     v_heads: tuple[int, ...] = ()
+    stored: tuple[StoredHeads, ...] = field(default=(), repr=False)
     groups: tuple[HeadGroup, ...] = ()
     tails: tuple[tuple[Kept, int, str], ...] = ()
     reads: tuple[Source, ...] = ()
@@ -119,7 +128,7 @@ class LayerPlan:
         """A layer that attends to its own keys and values and stores all of them."""
         everything = tuple(range(heads))
         groups = (HeadGroup(0, heads, index, index),)
-        return cls(index, (Attends(index, index),) * heads, everything, everything, groups)
+        return cls(index, (Attends(index, index),) * heads, everything, everything, groups=groups)
 
     def attending(self, heads: Iterable[int], k: int | None = None, v: int | None = None) -> LayerPlan:
         """This plan with `heads` attending to the keys of layer `k` and the values of layer `v`; None: as before."""
@@ -194,22 +203,3 @@ def choose(wanted: Sequence[int], stored: Sequence[int]) -> Heads:
     if at == list(range(len(stored))):
         return None
     return slice(at[0], at[-1] + 1) if at and at == list(range(at[0], at[-1] + 1)) else at
-
-
-class PlannedConfig(Protocol):
-    """What the plan of a model is made from: `HeadwaterConfig` and `HeadwaterVisionConfig`."""
-
-    hidden_size: int
-    num_hidden_layers: int
-    num_key_value_heads: int
-    mechanisms: dict[str, dict[str, Any]]
-    materialise: bool
-
-    @property
-    def layer_plans(self) -> tuple[LayerPlan, ...]: ...
-
-    def at(self, layer: int) -> Any:
-        """The config as one layer sees it."""
-
-    def slides(self, layer: int) -> bool:
-        """Whether a layer has a sliding window."""

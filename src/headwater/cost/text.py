@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headwater.config.planner import output_only_from
+from headwater.config.planner import output_only_from, plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.cost import counts as cost
 from headwater.cost.hardware import Hardware
@@ -143,7 +143,7 @@ def price(
         **fields,
         tokens=tokens,
         cache_bytes_per_token=cost.cache_bytes_per_token(config, element),
-        last_token_layers=config.num_hidden_layers - output_only_from(config),
+        last_token_layers=config.num_hidden_layers - output_only_from(config, plan_layers(config)),
         loss_chunk_tokens=loss_chunk_tokens,
         masked=masked,
         at=[at(length) for length in contexts],

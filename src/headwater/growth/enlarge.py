@@ -15,7 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from headwater.config.layers import layer_config
 from headwater.config.plan import EMBEDDING, LayerPlan, Source
+from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
 from headwater.growth.methods import NewSizes, growth_of
@@ -88,8 +90,7 @@ def planned(config: HeadwaterConfig, sizes: NewSizes, method: str) -> tuple[Larg
     new.mechanisms = {
         name: resolve(name).grown(options, config, growth) for name, options in (config.mechanisms or {}).items()
     }
-    new.settle()
-    new.validate_architecture()
+    new.complete_fields()
     if growth.keeps:
         _check_plans(config, new, growth)
     return growth, new
@@ -171,7 +172,7 @@ class Moves:
         self.model, self.large, self.growth = model, large, growth
         self.names = dict(model.named_parameters())
         self.used: set[str] = set()
-        self.plans = model.config.layer_plans, large.config.layer_plans
+        self.plans = model.plans, large.plans
 
     def layer_of(self, name: str) -> int | None:
         found = LAYER.search(name)
@@ -339,7 +340,7 @@ class Moves:
         if axis.of == "q":
             heads, before = list(growth.q), max(growth.q) + 1
             if layer is not None and "num_attention_heads" in (self.model.config.sliding_fields or {}):
-                before = self.model.config.at(growth.layers[layer]).num_attention_heads
+                before = layer_config(self.model.config, growth.layers[layer]).num_attention_heads
                 heads = list(range(before))
         elif axis.of == "kv":
             heads, before = list(growth.kv), max(growth.kv) + 1
@@ -393,7 +394,7 @@ def _check_units(config: HeadwaterConfig) -> None:
 
 def _check_plans(old: HeadwaterConfig, new: HeadwaterConfig, growth: Larger) -> None:
     """Raise `HeadwaterError` where a layer would attend to or read another layer than the one it is made from does."""
-    before, after = old.layer_plans, new.layer_plans
+    before, after = plan_layers(old), plan_layers(new)
     more_heads = len(growth.kv) > max(growth.kv) + 1
     if growth.deepens:
         # What acts at the end of the last layer does so after layers that add nothing, and the rest still before it.

@@ -20,7 +20,9 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
+from headwater.config.layers import layer_config
 from headwater.config.plan import Heads, LayerPlan, Source, choose
+from headwater.config.planner import plan_layers
 from headwater.mechanisms.base import KV, Context, Cost, Mechanism, Shown
 from headwater.mechanisms.enlarging import SAME, Dim, Larger
 from headwater.mechanisms.precision import KeepsPrecision
@@ -186,7 +188,8 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
         """Raise `HeadwaterError` if tables without a rank are shared by layers whose values are not as wide."""
         if options["tables"] is None or options["rank"] is not None:
             return
-        widths = {layer: config.at(layer).num_key_value_heads * config.at(layer).head_dim for layer in receiving}
+        views = {layer: layer_config(config, layer) for layer in receiving}
+        widths = {layer: view.num_key_value_heads * view.head_dim for layer, view in views.items()}
         for layer, width in widths.items():
             if width != widths[receiving[0]]:
                 raise HeadwaterError(
@@ -224,12 +227,12 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
     @classmethod
     def receiving(cls, config: "HeadwaterConfig") -> list[int]:
         """The layers in which it acts."""
-        return [plan.index for plan in config.layer_plans if cls.name() in plan.at("local")]
+        return [plan.index for plan in plan_layers(config) if cls.name() in plan.at("local")]
 
     @classmethod
     def shared_numbers(cls, options: dict[str, Any], config: "HeadwaterConfig") -> int:
         """Numbers in a row of a shared table: as many as the values of each layer that reads it have."""
-        reader = config.at(cls.receiving(config)[0])
+        reader = layer_config(config, cls.receiving(config)[0])
         return cls.numbers(options, reader, reader.num_key_value_heads)
 
     @classmethod

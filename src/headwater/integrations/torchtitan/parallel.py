@@ -328,7 +328,7 @@ class SplitHeads:
         plan, whole = block.plan, block.self_attn
         try:
             with torch.device("meta"):
-                mine = OwnHeads(self.heads.narrow, self.heads.narrow.layer_plans[plan.index])
+                mine = OwnHeads(self.heads.narrow, self.heads.plans[plan.index])
         except KeyError as error:  # a tensor of another layer that this process's part of a mechanism would read
             raise unsplittable(plan, list(whole.mechanisms.names)) from error
         for name, module in whole.mechanisms.named():
