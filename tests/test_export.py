@@ -171,6 +171,17 @@ def test_registering_a_model_alone_is_enough(tmp_path: Path, cls: type, model: H
     assert remote_code.code().keys() < files(tmp_path).keys()
 
 
+def test_a_config_is_not_saved_without_the_code_that_it_names(tmp_path: Path, model: HeadwaterForCausalLM) -> None:
+    HeadwaterConfig.register_for_auto_class()
+    with pytest.raises(HeadwaterError, match=r"has no modeling_headwater\.py; save the model there"):
+        model.config.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+    model.save_pretrained(tmp_path)
+    before = files(tmp_path)
+    model.config.save_pretrained(tmp_path)
+    assert files(tmp_path) == before
+
+
 def test_what_was_exported_is_saved_as_an_export(tmp_path: Path, model: HeadwaterForCausalLM) -> None:
     export(model, tmp_path / "one")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "one")

@@ -73,13 +73,6 @@ class Attends(NamedTuple):
     v: int
 
 
-class StoredHeads(NamedTuple):
-    """The heads whose keys and values a layer projects and stores."""
-
-    k_heads: tuple[int, ...]
-    v_heads: tuple[int, ...]
-
-
 class HeadGroup(NamedTuple):
     """Consecutive key/value heads that attend to the same layers, in one call of the kernel.
 
@@ -102,7 +95,6 @@ class LayerPlan:
     attends: for each of the model's K key/value heads, whose keys and values it attends to.
     k_heads, v_heads: the heads whose keys and values this layer projects and stores: those that are attended to, here
         or in a later layer.
-    stored: the same of every layer of the model.
     groups: `attends` as calls of the kernel.
     tails: (part, tokens, mechanism): raw queries, keys, values ("q", "k", "v"), tokens as wide as the stream ("x"),
         each of attention's inputs ("input"), what goes into the feed-forward's activation ("gate", "up"), or tokens'
@@ -110,25 +102,26 @@ class LayerPlan:
     reads: tensors of earlier layers this layer needs, in the order they are passed.
     exports: tensors of this layer that later layers read, in the order they are returned.
     acts: (stage, mechanism) in order of application.
+    all_layers: the plans of all layers of the model, without this field; empty while they are being made.
     """
 
     index: int
     attends: tuple[Attends, ...]
     k_heads: tuple[int, ...] = ()
     v_heads: tuple[int, ...] = ()
-    stored: tuple[StoredHeads, ...] = field(default=(), repr=False)
     groups: tuple[HeadGroup, ...] = ()
     tails: tuple[tuple[Kept, int, str], ...] = ()
     reads: tuple[Source, ...] = ()
     exports: tuple[Source, ...] = ()
     acts: tuple[tuple[Stage, str], ...] = ()
+    all_layers: tuple[LayerPlan, ...] = field(default=(), repr=False, compare=False)
 
     @classmethod
     def vanilla(cls, index: int, heads: int) -> LayerPlan:
         """A layer that attends to its own keys and values and stores all of them."""
         everything = tuple(range(heads))
         groups = (HeadGroup(0, heads, index, index),)
-        return cls(index, (Attends(index, index),) * heads, everything, everything, groups=groups)
+        return cls(index, (Attends(index, index),) * heads, everything, everything, groups)
 
     def attending(self, heads: Iterable[int], k: int | None = None, v: int | None = None) -> LayerPlan:
         """This plan with `heads` attending to the keys of layer `k` and the values of layer `v`; None: as before."""

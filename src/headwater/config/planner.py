@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from headwater.config.layers import layer_config
-from headwater.config.plan import EMBEDDING, Attends, HeadGroup, LayerPlan, Source, StoredHeads, choose
+from headwater.config.plan import EMBEDDING, Attends, HeadGroup, LayerPlan, Source, choose
 from headwater.plugins.registry import resolve
 from headwater.util.errors import HeadwaterError
 
@@ -43,7 +43,7 @@ def plan_layers(config: HeadwaterConfig) -> tuple[LayerPlan, ...]:
         for source in plan.reads:
             _check_alike(config, plan.index, source)
     sources = {source for plan in plans for source in plan.reads}
-    return tuple(
+    return with_all_layers(
         replace(plan, exports=tuple(sorted(source for source in sources if _gives(plan, source)))) for plan in plans
     )
 
@@ -198,10 +198,10 @@ def _complete(plans: list[LayerPlan]) -> list[LayerPlan]:
         for head, (k, v) in enumerate(plan.attends):
             k_heads[k].add(head)
             v_heads[v].add(head)
-    stored = with_stored_heads(
+    stored = [
         replace(plan, k_heads=tuple(sorted(k_heads[plan.index])), v_heads=tuple(sorted(v_heads[plan.index])))
         for plan in plans
-    )
+    ]
 
     def with_groups(plan: LayerPlan) -> LayerPlan:
         groups = groups_of(plan, stored)
@@ -212,11 +212,10 @@ def _complete(plans: list[LayerPlan]) -> list[LayerPlan]:
     return [with_groups(plan) for plan in stored]
 
 
-def with_stored_heads(plans: Iterable[LayerPlan]) -> tuple[LayerPlan, ...]:
-    """The plans of all layers, each with the heads that every layer stores."""
-    plans = tuple(plans)
-    stored = tuple(StoredHeads(plan.k_heads, plan.v_heads) for plan in plans)
-    return tuple(replace(plan, stored=stored) for plan in plans)
+def with_all_layers(plans: Iterable[LayerPlan]) -> tuple[LayerPlan, ...]:
+    """The plans of a model's layers, each with all of them."""
+    plans = tuple(replace(plan, all_layers=()) for plan in plans)
+    return tuple(replace(plan, all_layers=plans) for plan in plans)
 
 
 def groups_of(plan: LayerPlan, stored: Sequence[LayerPlan]) -> tuple[HeadGroup, ...]:

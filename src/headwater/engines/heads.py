@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from headwater.config.plan import LayerPlan
-from headwater.config.planner import groups_of, plan_layers, with_stored_heads
+from headwater.config.planner import groups_of, plan_layers, with_all_layers
 from headwater.config.text import HeadwaterConfig
 
 
@@ -21,7 +21,7 @@ def narrowed(plans: Sequence[LayerPlan], heads: range) -> tuple[LayerPlan, ...]:
     def kept(stored: Sequence[int]) -> tuple[int, ...]:
         return tuple(head - heads.start for head in stored if head in heads)
 
-    narrow = with_stored_heads(
+    narrow = [
         replace(
             plan,
             attends=plan.attends[heads.start : heads.stop],
@@ -29,8 +29,8 @@ def narrowed(plans: Sequence[LayerPlan], heads: range) -> tuple[LayerPlan, ...]:
             v_heads=kept(plan.v_heads),
         )
         for plan in plans
-    )
-    return tuple(replace(plan, groups=groups_of(plan, narrow)) for plan in narrow)
+    ]
+    return with_all_layers(replace(plan, groups=groups_of(plan, narrow)) for plan in narrow)
 
 
 @dataclass(frozen=True)

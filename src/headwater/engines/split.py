@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from headwater.config.plan import Inner, LayerPlan
-from headwater.config.planner import with_stored_heads
+from headwater.config.planner import with_all_layers
 from headwater.engines.heads import SomeHeads
 from headwater.mechanisms.base import Mechanism, Processes
 from headwater.mechanisms.enlarging import of_heads
@@ -113,7 +113,7 @@ class Portion:
     @cached_property
     def plans(self) -> tuple[LayerPlan, ...]:
         """The plans of a model with these heads only, of which other blocks store nothing."""
-        return with_stored_heads(
+        return with_all_layers(
             plan if plan.index in self.own_layers else replace(plan, k_heads=(), v_heads=(), tails=())
             for plan in self.heads.plans
         )
