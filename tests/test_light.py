@@ -146,7 +146,8 @@ def test_auto_classes_know_the_models_in_any_order_of_imports(folder):
 def test_caches_know_the_layers_of_a_config_alone():
     code = (
         "from headwater import HeadwaterConfig\nfrom transformers import DynamicCache\n"
-        "config = HeadwaterConfig(mechanisms={'kv_shift': {}})\nprint(type(DynamicCache(config=config).layers[0]).__name__)"
+        "cache = DynamicCache(config=HeadwaterConfig(mechanisms={'kv_shift': {}}))\n"
+        "print(type(cache.layers[0]).__name__)"
     )
     (ended, printed, said), *_ = apart([code], "compiler")
     assert (ended, printed.split()) == (0, ["HeadwaterLayer"]), said

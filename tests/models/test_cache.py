@@ -415,7 +415,7 @@ def reloaded(described, folder):
     [
         ({"kv_shift": {}}, {}),
         ({"kv_shift": {}}, {"sliding_window": 5, "sliding_layers": [1]}),
-        ({"skip_layer": {"layers": 1, "heads": 2}}, {"sliding_window": 5}),
+        ({"skip_layer": {"layers": 1, "heads": 2}}, {}),
         ({"value_residual": {}}, {"sliding_window": 5}),
         ({"svformer": {}}, {"materialise": True}),
     ],

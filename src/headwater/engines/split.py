@@ -8,7 +8,7 @@ Of a pipeline, a process has some consecutive blocks, and passes on the residual
 
 The residual stream, the embeddings, the output head, and what mechanisms do outside attention are whole in every
 process. So is a feed-forward that a mechanism acts inside of, and a Pattention with another score or of which a token
-reads a few pairs. Attention is built once more from the plans of the process's own heads (`paging.heads.narrowed`).
+reads a few pairs. Attention is built once more from the plans of the process's own heads (`engines.heads.narrowed`).
 """
 
 from __future__ import annotations

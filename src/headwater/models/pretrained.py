@@ -88,10 +88,13 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
         if not auto_map.register(cls, auto_class):
             super().register_for_auto_class(auto_class)
 
-    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], is_main_process: bool = True, *args: Any, **kwargs: Any
+    ) -> None:
         """As in transformers, with the code beside the weights if it belongs there (`headwater.config.auto_map`)."""
-        add_code(self.config, save_directory)
-        super().save_pretrained(save_directory, *args, **kwargs)
+        if is_main_process:
+            add_code(self.config, save_directory)
+        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
         """As in transformers. Raises `HeadwaterError` for a kernel that does not support what the config asks for."""
