@@ -214,7 +214,7 @@ def _complete(plans: list[LayerPlan]) -> list[LayerPlan]:
 
 def with_all_layers(plans: Iterable[LayerPlan]) -> tuple[LayerPlan, ...]:
     """The plans of a model's layers, each with all of them."""
-    plans = tuple(replace(plan, all_layers=()) for plan in plans)
+    plans = tuple(replace(plan, all_layers=()) if plan.all_layers else plan for plan in plans)
     return tuple(replace(plan, all_layers=plans) for plan in plans)
 
 

@@ -131,29 +131,36 @@ def _rewritten(module: str, source: str, kinds: dict[str, str]) -> str:
 def _edits(module: str, tree: ast.Module, kinds: dict[str, str]) -> Iterator[tuple[Any, str, list[str]]]:
     """What changes in a module: (node, text in its place, modules of the package that it names)."""
     package = module if _path(module).name == "__init__.py" else module.rpartition(".")[0]
+    packages = LIBRARY, module.split(".")[0]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name.split(".")[0] in (LIBRARY, module.split(".")[0]):
-                    raise HeadwaterError(
-                        f"{module}: write import {alias.name} as from … import …, which has a flat form."
-                    )
+            _check_flat(module, node, packages)
         elif isinstance(node, ast.ImportFrom):
             source = resolve_name("." * node.level + (node.module or ""), package)
-            if source.split(".")[0] in (LIBRARY, module.split(".")[0]):
-                if node.level == 0 and source == LIBRARY and not _is_ours(module):
-                    yield node, *_from_package(node)
-                    continue
-                modules = [alias for alias in node.names if _is_module(f"{source}.{alias.name}")]
-                others = [alias for alias in node.names if alias not in modules]
-                new = [f"from .{_flat(source)} import {', '.join(map(ast.unparse, others))}"] if others else []
-                new += [f"from . import {_flat(f'{source}.{a.name}')} as {a.asname or a.name}" for a in modules]
-                yield node, "; ".join(new), [f"{source}.{a.name}" for a in modules] + [source] * bool(others)
+            if node.level == 0 and source == LIBRARY and not _is_ours(module):
+                yield node, *_from_package(node)
+            elif source.split(".")[0] in packages:
+                yield node, *_from_module(node, source)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             if match := re.fullmatch(rf"({LIBRARY}(?:\.\w+)+):(\w+)", node.value):
                 yield node, f'".{_flat(match[1])}:{match[2]}"', [match[1]]
             elif node.value in kinds:
                 yield node, f'"{kinds[node.value]}"', []
+
+
+def _check_flat(module: str, node: ast.Import, packages: Iterable[str]) -> None:
+    for alias in node.names:
+        if alias.name.split(".")[0] in packages:
+            raise HeadwaterError(f"{module}: write import {alias.name} as from … import …, which has a flat form.")
+
+
+def _from_module(node: ast.ImportFrom, source: str) -> tuple[str, list[str]]:
+    """Rewrites `from source import …`, where a name may be a module."""
+    modules = [alias for alias in node.names if _is_module(f"{source}.{alias.name}")]
+    names = [ast.unparse(alias) for alias in node.names if alias not in modules]
+    lines = [f"from .{_flat(source)} import {', '.join(names)}"] if names else []
+    lines += [f"from . import {_flat(f'{source}.{a.name}')} as {a.asname or a.name}" for a in modules]
+    return "; ".join(lines), [f"{source}.{a.name}" for a in modules] + [source] * bool(names)
 
 
 def _layer_types(tree: ast.Module) -> set[str]:

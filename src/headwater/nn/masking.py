@@ -389,6 +389,7 @@ def masks_for_generate(
     past_key_values: Cache | None = None,
     position_ids: Tensor | None = None,
     cache: Cache | None = None,
+    *,
     looks_back: bool = False,
     **unused: Any,
 ) -> dict[str, Any]:

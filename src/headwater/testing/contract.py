@@ -687,7 +687,7 @@ class Contract:
         self.assert_equal(model, lambda one: one(ids, use_cache=False).logits, self.reference_of(model)(ids[0])[None])
 
     def test_config_round_trip(self, case):
-        original = case.model.config
+        original = case.config()
         for restored in (
             HeadwaterConfig.from_dict(original.to_dict()),
             HeadwaterConfig(**original.to_dict()),
