@@ -91,8 +91,9 @@ def planned(config: HeadwaterConfig, sizes: NewSizes, method: str) -> tuple[Larg
         name: resolve(name).grown(options, config, growth) for name, options in (config.mechanisms or {}).items()
     }
     new.complete_fields()
+    plans = plan_layers(config), plan_layers(new)
     if growth.keeps:
-        _check_plans(config, new, growth)
+        _check_plans(*plans, growth)
     return growth, new
 
 
@@ -392,9 +393,8 @@ def _check_units(config: HeadwaterConfig) -> None:
             )
 
 
-def _check_plans(old: HeadwaterConfig, new: HeadwaterConfig, growth: Larger) -> None:
+def _check_plans(before: Sequence[LayerPlan], after: Sequence[LayerPlan], growth: Larger) -> None:
     """Raise `HeadwaterError` where a layer would attend to or read another layer than the one it is made from does."""
-    before, after = plan_layers(old), plan_layers(new)
     more_heads = len(growth.kv) > max(growth.kv) + 1
     if growth.deepens:
         # What acts at the end of the last layer does so after layers that add nothing, and the rest still before it.

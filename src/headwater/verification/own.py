@@ -10,6 +10,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import DynamicCache, PreTrainedModel
 
+from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.cost import counts as cost
 from headwater.models.cache import cache_bytes
@@ -38,6 +39,7 @@ def tiny(mechanisms: dict[str, dict], layers: int = 4, seed: int = 0) -> Headwat
             initializer_seed=seed,
             mechanisms=mechanisms,
         )
+        plan_layers(config)
     except (HeadwaterError, StrictDataclassError):
         return None
     model = HeadwaterForCausalLM(config)
