@@ -20,7 +20,7 @@ from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.base import Mechanism, Named, owner_of
 from headwater.mechanisms.precision import KeepsPrecision
 from headwater.models.quantization import BESIDE, check_quantized
-from headwater.models.remote_code import add_code
+from headwater.models.remote_code import add_code, is_code
 from headwater.models.token_tables import check_resizable, resize_token_tables
 from headwater.models.weights import check_kinds, is_plain, kinds_of, stored_kinds, unwrapped_names
 from headwater.nn.attention import Attention
@@ -95,6 +95,10 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
         if is_main_process:
             add_code(self.config, save_directory)
         super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
+
+    def _get_files_timestamps(self, working_dir: str | os.PathLike[str]) -> dict[str, float]:
+        """As in transformers, which uploads what changes from then on; without the code, which was written before."""
+        return {name: time for name, time in super()._get_files_timestamps(working_dir).items() if not is_code(name)}
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
         """As in transformers. Raises `HeadwaterError` for a kernel that does not support what the config asks for."""

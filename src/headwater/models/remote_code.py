@@ -38,6 +38,11 @@ def add_code(config: Any, folder: str | os.PathLike[str]) -> None:
         write_code(folder, brought_along(config))
 
 
+def is_code(name: str) -> bool:
+    """Whether a file of a checkpoint is one that `write_code` writes."""
+    return name.endswith(".py") and name.startswith((ENTRY, f"{LIBRARY}_"))
+
+
 def brought_along(config: Any) -> dict[str, str]:
     """The mechanisms of a config from outside the package: name -> "module:Class"."""
     if IS_EXPORTED:
