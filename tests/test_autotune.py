@@ -320,12 +320,12 @@ print(made.tolist())
 
 @pytest.mark.slow
 def test_exported_code_chooses_too(tmp_path, monkeypatch):
-    from headwater.plugins import remote_code
+    from headwater.config import auto_map
 
     ours, folder = model(), tmp_path / "exported"
-    remote_code.register(type(ours), "AutoModelForCausalLM")
+    auto_map.register(type(ours), "AutoModelForCausalLM")
     ours.save_pretrained(folder)
-    remote_code._registered.clear()
+    auto_map._registered.clear()
     env = os.environ | {
         "XDG_CACHE_HOME": str(tmp_path),
         "HF_HOME": str(tmp_path / "hf"),

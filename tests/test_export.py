@@ -4,6 +4,7 @@ import ast
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from transformers.dynamic_module_utils import get_relative_import_files
 from apart import apart
 from conftest import build, config, tokens
 from headwater import HeadwaterConfig, HeadwaterError, HeadwaterForCausalLM, HeadwaterModel
+from headwater.config import auto_map
 from headwater.conversion.export import export, write_code
-from headwater.plugins import remote_code
+from headwater.models import remote_code
 from headwater.plugins.registry import REGISTRY
 
 BOTH = {"kv_shift": {}, "value_residual": {"mode": "learnable"}}
@@ -62,8 +64,8 @@ def files(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> set[type]:
-    monkeypatch.setattr(remote_code, "_registered", set())
-    return remote_code._registered
+    monkeypatch.setattr(auto_map, "_registered", set())
+    return auto_map._registered
 
 
 @pytest.fixture
@@ -162,12 +164,41 @@ def test_registering_a_model_alone_is_enough(tmp_path: Path, cls: type, model: H
         "AutoTokenizer": ["theirs.Tokenizer", None],
         "AutoModel": "me/elsewhere--modeling_headwater.HeadwaterModel",
     }
-    model.config.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["auto_map"] == {
         "AutoTokenizer": ["theirs.Tokenizer", None],
-        **remote_code.auto_map_of(HeadwaterConfig()),
+        **auto_map.auto_map_of(HeadwaterConfig()),
     }
     assert remote_code.code().keys() < files(tmp_path).keys()
+
+
+def test_a_config_is_not_saved_without_the_code_that_it_names(tmp_path: Path, model: HeadwaterForCausalLM) -> None:
+    HeadwaterConfig.register_for_auto_class()
+    with pytest.raises(HeadwaterError, match=r"has no modeling_headwater\.py; save the model there"):
+        model.config.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+    model.save_pretrained(tmp_path)
+    before = files(tmp_path)
+    model.config.save_pretrained(tmp_path)
+    assert files(tmp_path) == before
+
+
+def test_the_code_is_uploaded_too(tmp_path: Path, model: HeadwaterForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    HeadwaterForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+    uploaded: set[str] = set()
+
+    def upload(self, folder, repo, stamps, **kwargs):
+        uploaded.update({path.name for path in Path(folder).iterdir()} - stamps.keys())
+
+    hub = SimpleNamespace(create_repo=lambda name, **kwargs: SimpleNamespace(repo_id=name))
+    for name, stand_in in (("hf_api", lambda: hub), ("create_repo", hub.create_repo)):  # the latter in older versions
+        monkeypatch.setattr(f"transformers.modeling_utils.{name}", stand_in, raising=False)
+    monkeypatch.setattr(HeadwaterForCausalLM, "_upload_modified_files", upload)
+    monkeypatch.setattr(HeadwaterForCausalLM, "create_model_card", lambda *args: None, raising=False)
+    (tmp_path / "notes.txt").write_text("mine")
+    model.save_pretrained(tmp_path, push_to_hub=True)
+    assert uploaded == files(tmp_path).keys() - {"notes.txt"}
+    assert "modeling_headwater.py" in uploaded
 
 
 def test_what_was_exported_is_saved_as_an_export(tmp_path: Path, model: HeadwaterForCausalLM) -> None:

@@ -134,6 +134,17 @@ def test_auto_classes_know_the_models_in_any_order_of_imports(folder):
         assert (ended, printed.split()[-1:]) == (0, ["HeadwaterForCausalLM"]), (order, said)
 
 
+@pytest.mark.slow
+def test_caches_know_the_layers_of_a_config_alone():
+    code = (
+        "from headwater import HeadwaterConfig\nfrom transformers import DynamicCache\n"
+        "cache = DynamicCache(config=HeadwaterConfig(mechanisms={'kv_shift': {}}))\n"
+        "print(type(cache.layers[0]).__name__)"
+    )
+    (ended, printed, said), *_ = apart([code], "compiler")
+    assert (ended, printed.split()) == (0, ["HeadwaterLayer"]), said
+
+
 # Takes packages away, as where they were never installed: no finder has them. `hide` says which ones from now on.
 HIDE = """
 import sys

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 import headwater_lab as lab
 from conftest import assert_near, build, config, decode, tokens
 from headwater import HeadwaterConfig, HeadwaterError, HeadwaterForCausalLM
+from headwater.config.planner import plan_layers
 from headwater.conversion.export import export
 from headwater.mechanisms import Context, Cost, Mechanism
 from headwater.plugins.outside import VARIABLE, may_read, trust
@@ -103,7 +104,7 @@ def test_what_the_user_names_is_imported_from_the_current_folder(here):
     (here / "small.py").write_text(SMALL)
     made = config({"small:Twice": {"begin": 3.0}})
     assert made.mechanisms == {"small:Twice": {"begin": 3.0}}
-    assert [plan.at("heads") for plan in made.layer_plans] == [("small:Twice",)] * 3
+    assert [plan.at("heads") for plan in plan_layers(made)] == [("small:Twice",)] * 3
     model = HeadwaterForCausalLM(made)
     assert model.state_dict()["model.layers.0.self_attn.mechanisms.small_Twice.weight"] == 3.0
 
@@ -376,7 +377,7 @@ def test_a_plan_that_leaves_something_out_is_refused(monkeypatch, plan, said):
     monkeypatch.setitem(MECHANISMS.added, "acting", Acting)
     monkeypatch.setattr(Acting, "plan", classmethod(lambda cls, options, config, plans: plan(plans)))
     with pytest.raises(HeadwaterError, match=said):
-        _ = config({"acting": {}}).layer_plans
+        _ = plan_layers(config({"acting": {}}))
 
 
 def test_a_comparison_refuses_what_its_workers_would_not_know(monkeypatch, recipe, tmp_path):

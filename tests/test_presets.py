@@ -15,6 +15,7 @@ from headwater import (
     HeadwaterForImageClassification,
     HeadwaterVisionConfig,
 )
+from headwater.config.planner import plan_layers
 from headwater.config.presets import PRESETS, preset
 from headwater.cost.counts import parameters
 from headwater.mechanisms import Mechanism
@@ -191,7 +192,7 @@ def test_skip_layer_attention_takes_three_quarters(name):
     config = preset(f"{name}-sla")
     depth, heads = config.num_hidden_layers, config.num_attention_heads
     back, skipping = 3 * depth // 4, 3 * heads // 4
-    for plan in config.layer_plans:
+    for plan in plan_layers(config):
         source = plan.index - back if plan.index >= back else plan.index
         expected = [plan.index] * (heads - skipping) + [source] * skipping
         assert [attended.k for attended in plan.attends] == [attended.v for attended in plan.attends] == expected
@@ -244,7 +245,7 @@ LAST = {
 def test_value_residuals_read_what_they_should(name):
     config = preset(name)
     stages, reads, chosen = LAST[name]
-    *_, last = config.layer_plans
+    *_, last = plan_layers(config)
     assert [stage for stage, _ in last.acts] == stages
     found: dict = {}
     for source in last.reads:
@@ -254,7 +255,7 @@ def test_value_residuals_read_what_they_should(name):
         option: value for own in config.mechanisms.values() for option, value in own.items() if value is not None
     }
     assert options | chosen == options
-    receiving = [plan.index for plan in config.layer_plans if plan.acts or plan.reads]
+    receiving = [plan.index for plan in plan_layers(config) if plan.acts or plan.reads]
     first = {"resformer-82m-vanilla": 8, "resformer-82m-sparse": 5, "resformer-82m-denseformer": 0}.get(name, 1)
     assert receiving == list(range(first, 8))
 
@@ -277,7 +278,7 @@ def test_resformer_is_llama_like(name):
 def test_kv_shifting_shifts_what_its_name_says(name):
     config = preset(name)
     shifted = {"vanilla": [], "qkv": ["k", "v", "q"]}.get(name.rpartition("-")[2], ["k", "v"])
-    for plan in config.layer_plans:
+    for plan in plan_layers(config):
         assert [part for part, tokens, _ in plan.tails if tokens == 1] == shifted
     assert config.rope_parameters["rope_theta"] == 100_000
     assert config.rotary_dim == config.head_dim == 128

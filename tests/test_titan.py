@@ -17,6 +17,7 @@ from torchtitan.config import ConfigManager, ParallelismConfig
 import processes
 import titan_worker
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
+from headwater.config.planner import plan_layers
 from headwater.cost.counts import training_flops_per_token
 from headwater.engines.heads import narrowed
 from headwater.integrations.torchtitan import export, spec
@@ -219,8 +220,8 @@ def test_a_process_has_the_heads_that_its_own_heads_attend_to(name):
     fields = dict(SIZES | MODELS[name])
     config = (HeadwaterConfig.gpt2 if fields.pop("base", None) else HeadwaterConfig)(**fields)
     count = config.num_key_value_heads // 2
-    halves = [narrowed(config.layer_plans, range(start, start + count)) for start in (0, count)]
-    for plan, *parts in zip(config.layer_plans, *halves, strict=True):
+    halves = [narrowed(plan_layers(config), range(start, start + count)) for start in (0, count)]
+    for plan, *parts in zip(plan_layers(config), *halves, strict=True):
         assert sum((part.attends for part in parts), ()) == plan.attends
         both = [head + start for part, start in zip(parts, (0, count), strict=True) for head in part.k_heads]
         assert tuple(both) == plan.k_heads

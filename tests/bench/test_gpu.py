@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from headwater.config.planner import plan_layers
 from headwater.cost.hardware import KNOWN, sheet_of
 from headwater.util.errors import HeadwaterError
 from headwater_lab.bench import gpu
@@ -147,7 +148,7 @@ def test_a_mechanism_that_does_not_fit_is_a_row_and_the_rest_is_measured(tmp_pat
 def test_all_mechanisms_fit_the_tiny_model():
     layers = gpu.ON_CPU.mechanisms[0]
     for name in gpu.REGISTRY:
-        assert gpu.HeadwaterConfig(num_hidden_layers=layers, mechanisms={name: {}}).layer_plans
+        assert plan_layers(gpu.HeadwaterConfig(num_hidden_layers=layers, mechanisms={name: {}}))
 
 
 def test_models_of_the_mechanisms_phase_are_drawn_on_the_device(tmp_path, monkeypatch):

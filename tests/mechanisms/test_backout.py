@@ -22,8 +22,8 @@ def test_it_is_the_equation(options):
 
 def test_only_the_last_layer_has_it():
     model = build({"backout": {}}, num_hidden_layers=5)
-    assert [plan.acts for plan in model.config.layer_plans] == [()] * 4 + [(("leave", "backout"),)]
-    assert [source.layer for source in model.config.layer_plans[4].reads] == [2], "as nanochat counts"
+    assert [plan.acts for plan in model.plans] == [()] * 4 + [(("leave", "backout"),)]
+    assert [source.layer for source in model.plans[4].reads] == [2], "as nanochat counts"
 
 
 @pytest.mark.parametrize(("options", "layers"), [({}, 2), ({"layer": 3}, 4), ({"layer": -1}, 4), ({}, 1)])

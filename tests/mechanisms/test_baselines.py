@@ -8,6 +8,7 @@ import torch
 from conftest import assert_near, build, config, random, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
 from headwater.config.plan import Source
+from headwater.config.planner import plan_layers
 from headwater.mechanisms import DenseFormer, NeuTRENO
 
 
@@ -51,13 +52,13 @@ def test_options_for_neutrenos_identity_start(given, identity):
 
 
 def test_neutreno_reads_the_unmixed_values():
-    plans = config({"value_residual": {"mode": "identity"}, "neutreno": {"weight": 0.2}}).layer_plans
+    plans = plan_layers(config({"value_residual": {"mode": "identity"}, "neutreno": {"weight": 0.2}}))
     assert plans[1].acts == (("local", "value_residual"), ("heads", "neutreno"))
     assert plans[1].reads == (Source("raw", "v", 0),)
 
 
 def test_neutreno_of_skip_heads_takes_the_values_they_attend_to():
-    plan = config({"neutreno": {}, "skip_layer": {"layers": 1}}).layer_plans[2]
+    plan = plan_layers(config({"neutreno": {}, "skip_layer": {"layers": 1}}))[2]
     assert Source("raw", "v", 1) in plan.reads
 
 
@@ -144,7 +145,7 @@ def test_embedding_residual_starts_as_vanilla_or_with_a_weight():
 
 
 def test_embedding_residual_acts_before_the_layers_that_are_named():
-    plans = config({"embedding_residual": {"layers": [0, 2]}}).layer_plans
+    plans = plan_layers(config({"embedding_residual": {"layers": [0, 2]}}))
     assert [plan.at("arrive") for plan in plans] == [("embedding_residual",), (), ("embedding_residual",)]
     with pytest.raises(HeadwaterError, match="between 0 and 2"):
         config({"embedding_residual": {"layers": [3]}})

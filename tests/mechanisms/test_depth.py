@@ -6,6 +6,7 @@ import torch
 from conftest import assert_near, build, config, decode, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
 from headwater.config.plan import Source
+from headwater.config.planner import plan_layers
 from headwater.cost.counts import cache_bytes as planned_bytes
 from headwater.mechanisms import MUDD, DepthAttention
 from headwater.models.cache import cache_bytes
@@ -46,10 +47,10 @@ def test_a_query_picks_the_layer_it_points_at():
 
 
 def test_layers_read_the_borders_of_blocks():
-    plans = config({"depth_attention": {"block": 2}}, num_hidden_layers=6).layer_plans
+    plans = plan_layers(config({"depth_attention": {"block": 2}}, num_hidden_layers=6))
     assert [plan.reads for plan in plans] == [(), *[stream(-1)] * 2, *[stream(-1, 1)] * 2, stream(-1, 1, 3)]
     assert [plan.at("enter") for plan in plans[:2]] == [(), ("depth_attention",)]
-    some = config({"depth_attention": {"layers": [2]}}, num_hidden_layers=4).layer_plans
+    some = plan_layers(config({"depth_attention": {"layers": [2]}}, num_hidden_layers=4))
     assert [plan.acts for plan in some] == [(), (), (("enter", "depth_attention"),), ()]
 
 
@@ -107,7 +108,7 @@ def test_mudd_sums_by_weights_of_each_token():
 
 
 def test_mudd_reads_every_layer():
-    plans = config({"mudd": {}}).layer_plans
+    plans = plan_layers(config({"mudd": {}}))
     assert [plan.reads for plan in plans] == [(), stream(-1), stream(-1, 0, 1)]
     assert [plan.acts for plan in plans] == [(), (("separate", "mudd"),), (("separate", "mudd"), ("leave", "mudd"))]
     shown = build({"mudd": {}}).model.layers[2].mechanisms["mudd"].shown(plans[2], {})
@@ -120,7 +121,7 @@ def test_mudd_reads_every_layer():
 
 def test_a_layer_without_keys_or_values_has_no_input_for_them():
     model = build({"kv_source": {"keys": [0, 0, 2], "values": [0, 1, 0]}, "mudd": {}})
-    assert [plan.inputs for plan in model.config.layer_plans] == [("q",), ("q", "v"), ("q", "k")]
+    assert [plan.inputs for plan in model.plans] == [("q",), ("q", "v"), ("q", "k")]
     assert model.model.layers[1].mechanisms["mudd"].bias.shape == (3, 2)
     ids = tokens(1, 6)
     assert_near(model(ids, use_cache=False).logits[0], reference(model)(ids[0]), 1e-12)

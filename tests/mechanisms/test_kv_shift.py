@@ -6,6 +6,7 @@ from transformers import DynamicCache
 
 from conftest import assert_near, build, config, random, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM, kernels
+from headwater.config.planner import plan_layers
 from headwater.kernels.shift import traced_shift
 from headwater.mechanisms.base import KV, Context
 from headwater.mechanisms.kv_shift import KVShift, shift
@@ -148,7 +149,7 @@ def test_chunks_with_a_tail_equal_one_row(chunks, reach):
 
 @pytest.mark.parametrize("window", [2, 4])
 def test_plan_keeps_the_raw_tokens_of_every_layer(window):
-    for plan in config({"kv_shift": {"window": window}}).layer_plans:
+    for plan in plan_layers(config({"kv_shift": {"window": window}})):
         assert (plan.acts, plan.reads, plan.exports) == ((("local", "kv_shift"),), (), ())
         assert plan.tails == (("k", window - 1, "kv_shift"), ("v", window - 1, "kv_shift"))
         assert plan.tail == window - 1
@@ -164,7 +165,7 @@ def test_plan_keeps_the_raw_tokens_of_every_layer(window):
     ],
 )
 def test_plan_keeps_only_what_is_shifted(options, tails):
-    for plan in config({"kv_shift": options}).layer_plans:
+    for plan in plan_layers(config({"kv_shift": options})):
         assert plan.tails == tuple((part, 1, "kv_shift") for part in tails)
 
 
@@ -178,7 +179,7 @@ def test_scalars_are_built_for_stored_heads_alone():
 
 
 def test_layer_without_heads_of_its_own_is_left_alone():
-    plans = config({"kv_shift": {}, "skip_layer": {"layers": 1, "heads": 4, "source": "alias"}}).layer_plans
+    plans = plan_layers(config({"kv_shift": {}, "skip_layer": {"layers": 1, "heads": 4, "source": "alias"}}))
     assert [plan.acts for plan in plans] == [(("local", "kv_shift"),), (), ()]
 
 
@@ -478,12 +479,12 @@ def test_half_of_the_channels_are_those_without_rope():
 def test_half_of_the_heads_are_those_of_the_model():
     """Not of those that a layer stores: skip-layer attention leaves the last layers the first head alone."""
     made = config({"skip_layer": {"layers": 1, "heads": 2}, "kv_shift": {"variant": "half_heads"}})
-    assert [plan.k_heads for plan in made.layer_plans] == [(0, 1), (0, 1), (0,)]
-    assert [plan.at("local") for plan in made.layer_plans] == [("kv_shift",), ("kv_shift",), ()]
+    assert [plan.k_heads for plan in plan_layers(made)] == [(0, 1), (0, 1), (0,)]
+    assert [plan.at("local") for plan in plan_layers(made)] == [("kv_shift",), ("kv_shift",), ()]
     options = made.mechanisms["kv_shift"]
     assert not KVShift.splits(options)
     made = config({"kv_shift": options}, num_key_value_heads=4)
-    plan = replace(made.layer_plans[2], k_heads=(0, 1, 2), v_heads=())
+    plan = replace(plan_layers(made)[2], k_heads=(0, 1, 2), v_heads=())
     assert KVShift.build(options, made, plan).windows()["k"].tolist() == [[1.0, 1.0, 0.0], [0.0, 0.0, 1.0]]
 
 

@@ -16,6 +16,7 @@ from transformers.models.mistral_large4.configuration_mistral_large4 import Mist
 
 from conftest import assert_near, build, config, shared, tokens
 from headwater import HeadwaterConfig, HeadwaterError, HeadwaterForCausalLM
+from headwater.config.planner import plan_layers
 from headwater.cost import counts as cost
 from headwater.mechanisms.base import KV, Mechanism
 from headwater.models.cache import cache_bytes
@@ -27,7 +28,7 @@ from headwater.testing.naive import attended
 
 def sources(made: HeadwaterConfig) -> list[tuple[int, int]]:
     """The layers whose keys and values each layer attends to."""
-    return [tuple(plan.attends[0]) for plan in made.layer_plans]
+    return [tuple(plan.attends[0]) for plan in plan_layers(made)]
 
 
 @pytest.mark.parametrize(
@@ -50,7 +51,7 @@ def test_maps_of_layers(options, keys, values):
     made = config({"kv_source": options}, num_hidden_layers=6)
     assert sources(made) == list(zip(keys, values, strict=True))
     assert sources(made) == [attended(made, layer, 0) for layer in range(6)]
-    stored = [(len(plan.k_heads), len(plan.v_heads)) for plan in made.layer_plans]
+    stored = [(len(plan.k_heads), len(plan.v_heads)) for plan in plan_layers(made)]
     assert stored == [(2 * (i in keys), 2 * (i in values)) for i in range(6)]
 
 
@@ -77,7 +78,7 @@ def test_a_map_to_the_first_layer_is_svformer():
 @pytest.mark.parametrize("order", [["kv_source", "skip_layer"], ["skip_layer", "kv_source"]])
 def test_a_map_and_skip_heads_in_either_order(order):
     made = config({name: {"layers": 1, "heads": 2} if name == "skip_layer" else {} for name in order})
-    attends = [[tuple(pair) for pair in plan.attends] for plan in made.layer_plans]
+    attends = [[tuple(pair) for pair in plan.attends] for plan in plan_layers(made)]
     assert attends == [[(0, 0)] * 2, [(0, 0)] * 2, [(2, 2), (0, 0)]]
     assert attends == [[attended(made, layer, head) for head in range(2)] for layer in range(3)]
 
@@ -211,7 +212,7 @@ def test_a_map_is_refused_where_mistral_refuses_it():
             continue
         made = config({"kv_source": {"keys": list(layers), "values": list(layers)}})
         reuses = [mode is not None and mode.startswith("reuse") for mode in theirs.kv_sharing_modes]
-        assert [plan.leaves_nothing for plan in made.layer_plans] == reuses
+        assert [plan.leaves_nothing for plan in plan_layers(made)] == reuses
     assert refused == 27 - 5
 
 
@@ -297,7 +298,7 @@ def test_attention_of_a_shared_layer_is_gemmas(name, kinds, monkeypatch):
                 **{CACHE: their_cache},
             )
             for other, model in ours.items():
-                plan = model.config.layer_plans[layer]
+                plan = model.plans[layer]
                 out, _, *exports = model.model.layers[layer].self_attn(
                     x[layer],
                     *(carried[other][source] for source in plan.reads),

@@ -61,7 +61,7 @@ def test_a_new_mechanism_is_one_file_and_one_line(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "cross_layer", raising=False)
     for others in ({}, {"kv_shift": {}}, {"pattention": {}, "value_residual": {"layers": [2]}}, {"dense_former": {}}):
         model, ids = build({"cross_layer": {}, **others}, num_hidden_layers=4), tokens(2, 12)
-        assert [len(plan.k_heads) for plan in model.config.layer_plans] == [2, 0, 2, 0]
+        assert [len(plan.k_heads) for plan in model.plans] == [2, 0, 2, 0]
         logits = model(ids, use_cache=False).logits
         assert_near(decode(model, ids, [5, 1, 6]), logits)
         packed = model(ids, position_ids=document_positions([[5, 7], [5, 7]]), use_cache=False).logits

@@ -6,6 +6,7 @@ import torch
 from conftest import assert_near, build, config, random, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
 from headwater.config.plan import Source
+from headwater.config.planner import plan_layers
 from headwater.mechanisms import Exclusive, OutputGate
 
 
@@ -57,20 +58,20 @@ def test_exclusive_in_half_precision(dtype):
 
 
 def test_exclusive_takes_the_values_that_a_head_attends_to():
-    plans = config({"exclusive": {}, "skip_layer": {"layers": 1}}).layer_plans
+    plans = plan_layers(config({"exclusive": {}, "skip_layer": {"layers": 1}}))
     assert plans[2].reads[-1] == Source("local", "v", 1)
     assert Source("local", "v", 1) in plans[1].exports
-    shared = config({"svformer": {}, "exclusive": {}}).layer_plans
+    shared = plan_layers(config({"svformer": {}, "exclusive": {}}))
     assert all(Source("local", "v", 0) in plan.reads for plan in shared[1:])
 
 
 def test_exclusive_acts_in_the_layers_that_are_named():
     model = build({"exclusive": {"layers": [1], "learnable": True}})
-    assert [plan.at("heads") for plan in model.config.layer_plans] == [(), ("exclusive",), ()]
+    assert [plan.at("heads") for plan in model.plans] == [(), ("exclusive",), ()]
     assert [name for name, _ in model.named_parameters() if "exclusive" in name] == [
         "model.layers.1.self_attn.mechanisms.exclusive.alpha"
     ]
-    shown = model.model.layers[1].self_attn.mechanisms["exclusive"].shown(model.config.layer_plans[1], {})
+    shown = model.model.layers[1].self_attn.mechanisms["exclusive"].shown(model.plans[1], {})
     assert shown["α"].by == "query head"
     assert shown["α"].values.abs().max() < 1
     model(tokens(1, 3))

@@ -7,6 +7,7 @@ from conftest import assert_near, build, config, tokens
 from headwater import HeadwaterConfig, HeadwaterError, HeadwaterForCausalLM
 from headwater.mechanisms import PersistentMemory
 from headwater.nn import attention
+from headwater.nn.attention_kernel import supported_kernels
 from headwater.testing.naive import Reference
 
 MEMORY = {"persistent_memory": {"pairs": 3}}
@@ -113,7 +114,7 @@ def test_kernels_without_such_a_mask_are_refused(kernel):
 def test_the_kernels_of_several_mechanisms_are_those_that_all_work_with():
     mixing = {"value_residual": {"target": "probabilities"}}
     for mechanisms in (MEMORY | mixing, mixing | MEMORY):
-        kernels, reason = config(mechanisms).attention_kernels
+        kernels, reason = supported_kernels(config(mechanisms))
         assert kernels == ("eager",)
         assert "value_residual" in reason
         assert build(mechanisms).config._attn_implementation == "eager"

@@ -9,6 +9,7 @@ from huggingface_hub.dataclasses import strict
 
 from conftest import assert_near, build, config, decode, shared, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
+from headwater.config.planner import plan_layers
 from headwater.mechanisms import SkipLayer, SVFormer
 from headwater.mechanisms.base import Mechanism
 from headwater.models.cache import cache_bytes
@@ -20,7 +21,7 @@ BIG = dict(num_hidden_layers=12, num_attention_heads=12, num_key_value_heads=12,
 
 def stores(mechanisms: dict, **changes) -> list[tuple[int, int]]:
     """Key and value heads that each layer stores."""
-    return [(len(plan.k_heads), len(plan.v_heads)) for plan in config(mechanisms, **changes).layer_plans]
+    return [(len(plan.k_heads), len(plan.v_heads)) for plan in plan_layers(config(mechanisms, **changes))]
 
 
 def bytes_of(mechanisms: dict, tokens_in: int = 7) -> int:
@@ -56,7 +57,7 @@ def test_alias_stores_skip_heads_in_the_first_layers_only():
 
 def test_both_together_take_keys_from_the_source_and_values_from_the_first():
     for order in (["skip_layer", "svformer"], ["svformer", "skip_layer"]):
-        plans = config({name: {} for name in order}).layer_plans
+        plans = plan_layers(config({name: {} for name in order}))
         assert [(a.k, a.v) for a in plans[2].attends] == [(2, 0), (0, 0)]
 
 
@@ -69,7 +70,7 @@ def test_plan_says_what_the_equations_say():
         {"skip_layer": {"layers": 5, "source": "alias"}},
     ):
         described = config(mechanisms, **BIG)
-        for plan in described.layer_plans:
+        for plan in plan_layers(described):
             assert [tuple(a) for a in plan.attends] == [attended(described, plan.index, h) for h in range(12)]
             assert list(plan.k_heads) == stored(described, plan.index, 0)
             assert list(plan.v_heads) == stored(described, plan.index, 1)
@@ -154,11 +155,11 @@ def test_a_sliding_window_with_a_skip_source_is_refused():
 @pytest.mark.parametrize("options", [{"layers": 0}, {"heads": 0}])
 def test_off(options):
     model, vanilla = HeadwaterForCausalLM(config({"skip_layer": options})), HeadwaterForCausalLM(config())
-    assert model.config.layer_plans == vanilla.config.layer_plans
+    assert model.plans == vanilla.plans
 
 
 def test_neutreno_acts_where_values_are_not_the_first_layers():
-    plans = config({"svformer": {"layers": [2]}, "neutreno": {}}, num_hidden_layers=4).layer_plans
+    plans = plan_layers(config({"svformer": {"layers": [2]}, "neutreno": {}}, num_hidden_layers=4))
     assert [plan.at("heads") for plan in plans] == [(), ("neutreno",), (), ("neutreno",)]
 
 
@@ -193,7 +194,7 @@ def test_contradictory_svformer(options, message):
 def test_keys_and_values_of_heads_that_lie_at_different_places():
     """A layer that stores all keys, since the next one's skip head attends to them, and its own head's values alone."""
     model, ids = build({"skip_layer": {"layers": 1}, "svformer": {"layers": [2]}}), tokens(1, 9)
-    assert any(group.k_heads != group.v_heads for plan in model.config.layer_plans for group in plan.groups)
+    assert any(group.k_heads != group.v_heads for plan in model.plans for group in plan.groups)
     assert_near(model(ids, use_cache=False).logits[0], reference(model)(ids[0]), 1e-12)
     assert_near(decode(model, ids, [3, 1, 1, 4]), model(ids, use_cache=False).logits)
 
@@ -207,7 +208,7 @@ SKIP = {"layers": 1, "heads": 2}  # of two key/value heads the second
 
 def attends(mechanisms: dict, head: int, **changes) -> list[tuple[int, int]]:
     """The layers whose keys and whose values a head of each layer attends to."""
-    return [tuple(plan.attends[head]) for plan in config(mechanisms, **DEPTH | changes).layer_plans]
+    return [tuple(plan.attends[head]) for plan in plan_layers(config(mechanisms, **DEPTH | changes))]
 
 
 @pytest.mark.parametrize("turned", [False, True], ids=["listed so", "in the other order"])
@@ -285,7 +286,7 @@ def test_any_mechanisms_that_share_as_the_equations_say():
     sizes = dict(num_hidden_layers=5, num_attention_heads=8, num_key_value_heads=4)
     for seed in range(60):
         described = config(drawn_sharing(seed), **sizes)
-        for plan in described.layer_plans:
+        for plan in plan_layers(described):
             assert [tuple(pair) for pair in plan.attends] == [
                 attended(described, plan.index, head) for head in range(4)
             ]

@@ -134,7 +134,7 @@ def test_parameters_are_where_they_act():
         "model.layers.1.self_attn.mechanisms.short_conv.keys_taps": (4, 2, 8),
         "model.layers.1.mechanisms.short_conv.feed_forward_output_taps": (4, 4, 8),
     }
-    plan = model.config.layer_plans[1]
+    plan = model.plans[1]
     assert plan.acts == (("projected", "short_conv"), ("feed_forward_output", "short_conv"))
     assert [tail[:2] for tail in plan.tails] == [("k", 3), ("x", 3)]
 

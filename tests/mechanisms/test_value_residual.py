@@ -4,6 +4,7 @@ import torch
 from conftest import assert_near, build, config, random, shared, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
 from headwater.config.plan import Source
+from headwater.config.planner import plan_layers
 from headwater.mechanisms.base import KV, Context
 from headwater.mechanisms.value_residual import PlusWeights, ValueResidual
 from headwater.testing import naive
@@ -75,7 +76,7 @@ def mixes(model: torch.nn.Module) -> list[ValueResidual]:
 
 
 def test_first_layer_has_no_mix_and_hands_on_its_values():
-    first, *rest = config({"value_residual": {}}).layer_plans
+    first, *rest = plan_layers(config({"value_residual": {}}))
     assert (first.acts, first.reads, first.exports) == ((), (), (FIRST,))
     for plan in rest:
         assert (plan.acts, plan.reads, plan.exports, plan.tails) == ((("local", "value_residual"),), (FIRST,), (), ())
@@ -83,7 +84,7 @@ def test_first_layer_has_no_mix_and_hands_on_its_values():
 
 def acting(**changes) -> list[int]:
     """The layers of an eight-layer model that a value residual acts in."""
-    return [plan.index for plan in config(num_hidden_layers=8, **changes).layer_plans if plan.acts]
+    return [plan.index for plan in plan_layers(config(num_hidden_layers=8, **changes)) if plan.acts]
 
 
 def test_receiving_layers():

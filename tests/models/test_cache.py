@@ -1,14 +1,15 @@
 import copy
+import pickle
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, StaticCache
+from transformers import AutoConfig, DynamicCache, StaticCache
 from transformers.cache_utils import DynamicSlidingWindowLayer, StaticLayer
 
 from conftest import assert_near, build, config, decode, document_positions, shared, tokens
-from headwater import HeadwaterError
+from headwater import HeadwaterConfig, HeadwaterError
 from headwater.mechanisms.base import KV
 from headwater.models.cache import (
     HeadwaterLayer,
@@ -387,9 +388,44 @@ def test_offload_and_prefetch_before_use(make):
     ],
 )
 def test_config_names_the_cache_layers(mechanism, window, growing, static):
-    described = config({mechanism: {}}, sliding_window=window)
+    described = shared({mechanism: {}}, sliding_window=window).config
     assert {type(layer) for layer in DynamicCache(config=described).layers} == {growing}
     assert all(isinstance(layer, static) for layer in StaticCache(config=described, max_cache_len=8).layers)
+
+
+def reloaded(described, folder):
+    described.save_pretrained(folder)
+    assert "layer_types" not in (folder / "config.json").read_text()
+    return AutoConfig.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [
+        lambda described, _: described,
+        lambda described, _: copy.deepcopy(described),
+        lambda described, _: pickle.loads(pickle.dumps(described)),
+        lambda described, _: HeadwaterConfig.from_dict(described.to_dict()),
+        reloaded,
+    ],
+    ids=["itself", "deepcopy", "pickle", "to_dict", "from_pretrained"],
+)
+@pytest.mark.parametrize(
+    ("mechanisms", "changes"),
+    [
+        ({"kv_shift": {}}, {}),
+        ({"kv_shift": {}}, {"sliding_window": 5, "sliding_layers": [1]}),
+        ({"skip_layer": {"layers": 1, "heads": 2}}, {}),
+        ({"value_residual": {}}, {"sliding_window": 5}),
+        ({"svformer": {}}, {"materialise": True}),
+    ],
+)
+def test_a_cache_made_of_a_config_that_no_model_has_seen_fits_its_model(mechanisms, changes, copied, tmp_path):
+    model, ids = shared(mechanisms, **changes), tokens(2, 11)
+    alone = copied(config(mechanisms, **changes), tmp_path)
+    expected = model(ids, use_cache=False).logits
+    for cache in DynamicCache(config=alone), StaticCache(config=alone, max_cache_len=13):
+        assert_near(decode(model, ids, [6, 1, 4], cache=cache), expected)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from transformers import DynamicCache, StaticCache
 from conftest import assert_near, build, config, document_positions, shared, tokens
 from headwater import HeadwaterError
 from headwater.config.plan import Source
-from headwater.config.planner import output_only_from
+from headwater.config.planner import output_only_from, plan_layers
 from headwater.cost.counts import prefill_flops
 from headwater.mechanisms.base import Mechanism
 from headwater.models.causal_lm import HeadwaterForCausalLM
@@ -72,6 +72,10 @@ class ReadsIds(Mechanism):
         return [plan.reading(Source("shared", cls.name(), -1)).acting("leave", cls.name()) for plan in plans]
 
 
+def first_of(made):
+    return output_only_from(made, plan_layers(made))
+
+
 @pytest.mark.parametrize(
     ("mechanisms", "first"),
     [
@@ -92,13 +96,13 @@ class ReadsIds(Mechanism):
     ],
 )
 def test_which_layers_are_for_the_output_only(mechanisms, first):
-    assert output_only_from(config(mechanisms, num_hidden_layers=DEPTH)) == first
+    assert first_of(config(mechanisms, num_hidden_layers=DEPTH)) == first
 
 
 def test_no_layer_is_where_each_stores_or_what_it_reads_cannot_be_cut(monkeypatch):
-    assert output_only_from(config(MAP, num_hidden_layers=DEPTH, materialise=True)) == DEPTH
+    assert first_of(config(MAP, num_hidden_layers=DEPTH, materialise=True)) == DEPTH
     monkeypatch.setattr(MECHANISMS, "added", {"reads_ids": ReadsIds})
-    assert output_only_from(config(MAP | {"reads_ids": {}}, num_hidden_layers=DEPTH)) == DEPTH
+    assert first_of(config(MAP | {"reads_ids": {}}, num_hidden_layers=DEPTH)) == DEPTH
 
 
 # The same numbers
@@ -118,7 +122,7 @@ def both_orders() -> list:
                 made = config(mechanisms, num_hidden_layers=DEPTH)
             except HeadwaterError:
                 continue
-            if output_only_from(made) < DEPTH:
+            if first_of(made) < DEPTH:
                 marks = () if next(iter(mechanisms)) == "kv_source" else pytest.mark.slow
                 found.append(pytest.param(mechanisms, id="+".join(map(str, mechanisms.items())), marks=marks))
     return found
@@ -129,7 +133,7 @@ def both_orders() -> list:
 def test_the_last_logits_and_what_follows_are_the_same(mechanisms):
     model, ids = shared(mechanisms, num_hidden_layers=DEPTH), tokens(2, T + 4)
     expected = model(ids, use_cache=False).logits
-    short = DEPTH - output_only_from(model.config)
+    short = DEPTH - first_of(model.config)
     for kept, cache in (
         (1, DynamicCache(config=model.config)),
         (3, StaticCache(config=model.config, max_cache_len=20)),

@@ -11,6 +11,7 @@ from transformers import DynamicCache, StaticCache
 
 from conftest import assert_near, build, config, decode, document_positions, tokens
 from headwater import HeadwaterConfig, HeadwaterError, HeadwaterForCausalLM
+from headwater.config.layers import layer_config
 from headwater.cost import counts as cost
 from headwater.models.cache import cache_bytes
 from headwater.testing.contract import DOCUMENTS, T, per_document
@@ -58,7 +59,9 @@ def test_costs_are_those_of_the_model(mechanisms):
         model(ids, use_cache=False)
     assert counter.get_total_flops() == cost.forward_flops_per_token(model.config, T, causal=False) * T
     # A window of 5 tokens in three layers of 32 channels, and all tokens in one: both have 32 channels.
-    attended = 3 * cost.attended_tokens(model.config.at(0), T) + cost.attended_tokens(model.config.at(2), T)
+    attended = 3 * cost.attended_tokens(layer_config(model.config, 0), T) + cost.attended_tokens(
+        layer_config(model.config, 2), T
+    )
     assert cost.forward_flops(model.config, T)["attention"] == 4 * 32 * attended
     # Keys and values of the one head or the two, of those tokens that the next one sees.
     assert cost.cache_bytes_read(model.config, T, 1) == 2 * (3 * 16 * 5 + 16 * T)

@@ -7,6 +7,7 @@ import torch
 
 from conftest import assert_near, build, config
 from headwater import HeadwaterError
+from headwater.config.planner import plan_layers
 from headwater.cost.counts import cache_bytes, cache_bytes_per_token
 from headwater.engines.paged import FlatBatch
 from headwater.engines.pages import Page, check_servable
@@ -27,11 +28,11 @@ CASES = [
 @pytest.mark.parametrize("element", [2, 4])
 def test_a_block_has_the_bytes_of_the_plan(mechanisms, changes, element):
     asked = config(mechanisms, **changes)
-    page = Page(asked, 16, element)
+    page = Page(asked, plan_layers(asked), 16, element)
     assert page.history == 16 * cache_bytes_per_token(asked, element)
     # Of one token's cache what is no history are the raw tokens; each begins at a multiple of 8 bytes.
     raw = cache_bytes(asked, 0, element_size=element)
-    tails = sum(len(plan.inputs) if part == "input" else 1 for plan in asked.layer_plans for part, *_ in plan.tails)
+    tails = sum(len(plan.inputs) if part == "input" else 1 for plan in plan_layers(asked) for part, *_ in plan.tails)
     assert raw <= page.size - page.history <= raw + 8 * (tails + 1)
     spans = [(one.first, one.heads * one.width * 16 * element) for one in page.stores.values()]
     spans = sorted([*spans, *((room.first, room.size) for room in page.rooms.values())])
@@ -51,7 +52,7 @@ def test_tokens_through_a_server_in_miniature(mechanisms, changes, seed):
 def test_raw_tokens_of_a_shared_block_are_read_in_the_step_that_writes_them():
     """Two sequences, both new, of which the second has its first block from the first."""
     model, row = build({"kv_shift": {}}), list(range(1, 8))
-    engine = NaiveEngine(model.config, Page(model.config, 4, 8))
+    engine = NaiveEngine(model.config, Page(model.config, model.plans, 4, 8))
     engine.bind(torch.full((4, engine.page.size), 0xFF, dtype=torch.uint8))
     engine.batch = FlatBatch(torch.tensor([0, 7, 10]), torch.tensor([7, 7]), torch.tensor([[1, 2], [1, 3]]), 4)
     with torch.no_grad():
@@ -62,7 +63,7 @@ def test_raw_tokens_of_a_shared_block_are_read_in_the_step_that_writes_them():
 
 def test_raw_tokens_without_room_are_an_error(monkeypatch):
     model = build({"kv_shift": {}})
-    engine = NaiveEngine(model.config, Page(model.config, 4, 8))
+    engine = NaiveEngine(model.config, Page(model.config, model.plans, 4, 8))
     engine.bind(torch.zeros(4, engine.page.size, dtype=torch.uint8))
     engine.batch = FlatBatch(torch.tensor([0, 2]), torch.tensor([2]), torch.tensor([[1]]), 4)
     monkeypatch.setattr(KVShift, "local", lambda self, q, kv, context: [context.tail.before("x", q, 9), (q, kv)][1])

@@ -111,7 +111,7 @@ def test_stages_one_after_another_are_the_whole(mechanisms, changes):
     for layers in (range(2), range(2, 4)):
         part, share = copy.deepcopy(model), Portion(model.config, layers=layers)
         split(part, share, Threads(1).seen_by(0))
-        engine = NaiveEngine(share.narrow, Page(share.narrow, 4, 8))
+        engine = NaiveEngine(share.narrow, Page(share.narrow, share.plans, 4, 8))
         engine.bind(torch.full((8, engine.page.size), 0xFF, dtype=torch.uint8))
         stages.append((part, engine))
     assert sum(engine.page.history for _, engine in stages) == 4 * cache_bytes_per_token(model.config, 8)
@@ -142,7 +142,7 @@ def test_a_process_has_its_part_of_cache_and_weights():
         part, share = copy.deepcopy(model), Portion(model.config, rank, 2)
         split(part, share, Threads(2).seen_by(rank))
         sizes = [sum(parameter.numel() for parameter in one.model.layers.parameters()) for one in (part, model)]
-        parts.append((Page(share.narrow, 16).history, sizes[0] / sizes[1]))
+        parts.append((Page(share.narrow, share.plans, 16).history, sizes[0] / sizes[1]))
     assert [history for history, _ in parts] == [8 * cache_bytes_per_token(model.config)] * 2
     assert all(0.49 < weights < 0.52 for _, weights in parts)
 

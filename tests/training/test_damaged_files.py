@@ -285,7 +285,7 @@ def test_what_is_no_file_is_not_waited_for(copied, alarm, name, kind):
 
 
 @pytest.mark.parametrize(
-    "name", ["base_model_tp_plan", "text_config", "sub_configs", "to_dict", "layer_plans", "_attn_implementation"]
+    "name", ["base_model_tp_plan", "text_config", "sub_configs", "to_dict", "kinds", "_attn_implementation"]
 )
 @pytest.mark.parametrize("value", [5, "nope", {}])
 def test_a_config_replaces_no_part_of_its_class(copied, name, value):

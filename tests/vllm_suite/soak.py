@@ -76,7 +76,7 @@ def soak(mechanisms: dict, base: str, count: int, speculates: bool, seed: int) -
         given = dict(num_gpu_blocks_override=BLOCKS, max_model_len=512, max_num_batched_tokens=256, max_num_seqs=16)
         given |= {"speculative_config": NGRAMS} if speculates else {}
         llm = start(Path(folder), disable_log_stats=False, **given)
-    page = Page(model.config, BLOCK, 4, NGRAMS["num_speculative_tokens"] if speculates else 0)
+    page = Page(model.config, model.plans, BLOCK, 4, NGRAMS["num_speculative_tokens"] if speculates else 0)
     assert page.history == BLOCK * cache_bytes_per_token(model.config)
     assert inside(llm).blocks.kv_cache.untyped_storage().nbytes() == BLOCKS * page.size
     found, memory = Counter(), []

@@ -171,7 +171,7 @@ def test_tokens_and_bytes(mechanisms, changes, bytes_per_token, speculates, tmp_
     model.save_pretrained(tmp_path)
     llm = start(tmp_path, **({"speculative_config": NGRAMS} if speculates else {}))
     assert right(model, rows, continued(llm, rows)) == len(rows)
-    page = Page(model.config, 32, 4, NGRAMS["num_speculative_tokens"] if speculates else 0)
+    page = Page(model.config, model.plans, 32, 4, NGRAMS["num_speculative_tokens"] if speculates else 0)
     assert page.history == 32 * bytes_per_token == 32 * cache_bytes_per_token(model.config)
     assert inside(llm).blocks.kv_cache.untyped_storage().nbytes() == 24 * page.size
 
@@ -392,7 +392,7 @@ def test_as_many_tokens_as_planned(tmp_path, monkeypatch):
     model = build({"skip_layer": {}, "kv_shift": {}})
     model.save_pretrained(tmp_path)
     llm = start(tmp_path, num_gpu_blocks_override=None, kv_cache_memory_bytes=2**24, max_model_len=256)
-    cache, page = llm.llm_engine.vllm_config.cache_config, Page(model.config, 32)
+    cache, page = llm.llm_engine.vllm_config.cache_config, Page(model.config, model.plans, 32)
     blocks = 2**24 // page.size
     assert cache.num_gpu_blocks == blocks
     assert cache.kv_cache_size_tokens == blocks * 32

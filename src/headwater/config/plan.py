@@ -1,14 +1,14 @@
 """What one layer projects, stores, exports and reads, as plain data: `LayerPlan`.
 
-`planning.plan_layers` makes the plans of a config. Attention builds its projections from the plan, the cache stores
-what it names, the depth loop carries the tensors it names, and `cost` prices it.
+`headwater.config.planner.plan_layers` makes the plans of a config. Attention builds its projections from the plan, the
+cache stores what it names, the depth loop carries the tensors it names, and `cost` prices it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple, get_args
 
 Kind = Literal["raw", "local", "bank", "probabilities", "stream", "shared"]
 Part = Literal["q", "k", "v"]
@@ -102,6 +102,7 @@ class LayerPlan:
     reads: tensors of earlier layers this layer needs, in the order they are passed.
     exports: tensors of this layer that later layers read, in the order they are returned.
     acts: (stage, mechanism) in order of application.
+    all_layers: the plans of all layers of the model, without this field; empty while they are being made.
     """
 
     index: int
@@ -113,6 +114,7 @@ class LayerPlan:
     reads: tuple[Source, ...] = ()
     exports: tuple[Source, ...] = ()
     acts: tuple[tuple[Stage, str], ...] = ()
+    all_layers: tuple[LayerPlan, ...] = field(default=(), repr=False, compare=False)
 
     @classmethod
     def vanilla(cls, index: int, heads: int) -> LayerPlan:
@@ -194,22 +196,3 @@ def choose(wanted: Sequence[int], stored: Sequence[int]) -> Heads:
     if at == list(range(len(stored))):
         return None
     return slice(at[0], at[-1] + 1) if at and at == list(range(at[0], at[-1] + 1)) else at
-
-
-class PlannedConfig(Protocol):
-    """What the plan of a model is made from: `HeadwaterConfig` and `HeadwaterVisionConfig`."""
-
-    hidden_size: int
-    num_hidden_layers: int
-    num_key_value_heads: int
-    mechanisms: dict[str, dict[str, Any]]
-    materialise: bool
-
-    @property
-    def layer_plans(self) -> tuple[LayerPlan, ...]: ...
-
-    def at(self, layer: int) -> Any:
-        """The config as one layer sees it."""
-
-    def slides(self, layer: int) -> bool:
-        """Whether a layer has a sliding window."""

@@ -6,63 +6,61 @@ follows what to build: a layer projects and stores only the heads that some laye
 
 from __future__ import annotations
 
-import pickle
-from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from headwater.config.plan import EMBEDDING, Attends, HeadGroup, LayerPlan, PlannedConfig, Source, choose
+from headwater.config.layers import layer_config
+from headwater.config.plan import EMBEDDING, Attends, HeadGroup, LayerPlan, Source, choose
 from headwater.plugins.registry import resolve
 from headwater.util.errors import HeadwaterError
+
+if TYPE_CHECKING:
+    from headwater.config.text import HeadwaterConfig
 
 # Of keys and of values, in `Attends` and `Source`.
 Letter = Literal["k", "v"]
 
-# The latest plans, by the classes and the bytes of all that they are made from, since a config's fields may be set at
-# any time. Building one model asks for its plan many times.
-_LATEST: OrderedDict[Hashable, tuple[LayerPlan, ...]] = OrderedDict()
-_MOST = 16
 
-
-def plan_layers(config: PlannedConfig) -> tuple[LayerPlan, ...]:
+def plan_layers(config: HeadwaterConfig) -> tuple[LayerPlan, ...]:
     """The plans of all layers. Mechanisms are asked in the config's order: first what they share, then the rest.
 
-    Raises `HeadwaterError` for a mechanism that cannot be found.
+    A model calls it once and keeps the plans (`model.plans`); what needs them without a model calls it itself.
+    Raises `HeadwaterError` for a mechanism that cannot be found, and where layers cannot read what they would read.
     """
-    try:
-        key = tuple(map(resolve, config.mechanisms)), pickle.dumps(vars(config))
-    except (pickle.PicklingError, AttributeError, TypeError):  # something of the user's own is attached to the config
-        return _plan_layers(config)
-    if (plans := _LATEST.get(key)) is None:
-        plans = _LATEST[key] = _plan_layers(config)
-        if len(_LATEST) > _MOST:
-            _LATEST.popitem(last=False)
-    return plans
-
-
-def _plan_layers(config: PlannedConfig) -> tuple[LayerPlan, ...]:
-    plans = _settle(_share(config))
+    plans = _complete(_share(config))
     for name, options in config.mechanisms.items():
         plans = resolve(name).planned(options, config, plans)
+    if config.materialise and (sentence := keepers(plans)):
+        names, s = sentence
+        raise HeadwaterError(
+            f"materialise=True leaves only keys and values in the cache, and {names} keep{s} raw tokens beside them; "
+            f"set materialise=False, or remove {names}."
+        )
     for plan in plans:
         _check_inside(config, plan)
         for source in plan.reads:
             _check_alike(config, plan.index, source)
-    wanted = {source for plan in plans for source in plan.reads}
-    return tuple(
-        replace(plan, exports=tuple(sorted(source for source in wanted if _gives(plan, source)))) for plan in plans
+    sources = {source for plan in plans for source in plan.reads}
+    return with_all_layers(
+        replace(plan, exports=tuple(sorted(source for source in sources if _gives(plan, source)))) for plan in plans
     )
 
 
-def _share(config: PlannedConfig) -> list[LayerPlan]:
+def keepers(plans: Iterable[LayerPlan]) -> tuple[str, str] | None:
+    """The mechanisms that keep raw tokens beside the cache, in words, and the ending of their verb; None: none do."""
+    names = list(dict.fromkeys(mechanism for plan in plans for *_, mechanism in plan.tails))
+    return (" and ".join(names), "" if len(names) > 1 else "s") if names else None
+
+
+def _share(config: HeadwaterConfig) -> list[LayerPlan]:
     """The plans with what each head attends to: what the layer attends to from which it takes its keys or values.
 
     Each mechanism sees layers that share nothing, so none depends on those listed before it. If several redirect a
     head, the last one counts.
     """
-    plans = [LayerPlan.vanilla(i, config.at(i).num_key_value_heads) for i in range(config.num_hidden_layers)]
+    plans = [LayerPlan.vanilla(i, layer_config(config, i).num_key_value_heads) for i in range(config.num_hidden_layers)]
     redirecting = [
         Redirection(name, redirected, resolve(name).chains(options))
         for name, options in reversed(config.mechanisms.items())
@@ -113,7 +111,7 @@ def _redirection(
 
 
 def _redirected(
-    name: str, options: dict[str, Any], config: PlannedConfig, plans: list[LayerPlan]
+    name: str, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]
 ) -> Sequence[LayerPlan]:
     """What a mechanism's `share` makes of plans.
 
@@ -137,7 +135,7 @@ def _gives(plan: LayerPlan, source: Source) -> bool:
     return source.layer == plan.index or (source == EMBEDDING and bool(plan.at("embedded")))
 
 
-def _check_inside(config: PlannedConfig, plan: LayerPlan) -> None:
+def _check_inside(config: HeadwaterConfig, plan: LayerPlan) -> None:
     """Raise `HeadwaterError` if a mechanism acts inside a feed-forward that another one replaces."""
     width = config.hidden_size
     for inside in plan.at("feed_forward_hidden"):
@@ -149,13 +147,12 @@ def _check_inside(config: PlannedConfig, plan: LayerPlan) -> None:
                 )
 
 
-def output_only_from(config: PlannedConfig) -> int:
+def output_only_from(config: HeadwaterConfig, plans: Sequence[LayerPlan]) -> int:
     """The first of the layers at the end that only tokens whose output is asked for have to go through.
 
     Later tokens need nothing of what these layers make, and what they read of lower ones is there for all tokens (keys
     and values as attended to) or token by token. The number of layers if there are none.
     """
-    plans = config.layer_plans
     first = len(plans)
     if config.materialise:  # every layer caches keys and values
         return first
@@ -179,11 +176,11 @@ _ALIKE: dict[tuple[str, str], tuple[str, ...]] = {
 }
 
 
-def _check_alike(config: PlannedConfig, layer: int, source: Source) -> None:
+def _check_alike(config: HeadwaterConfig, layer: int, source: Source) -> None:
     """Raise `HeadwaterError` if `layer` would read a tensor of a layer of another kind that does not fit it."""
     if source.layer < 0 or config.slides(layer) == config.slides(source.layer):
         return
-    reader, owner = config.at(layer), config.at(source.layer)
+    reader, owner = layer_config(config, layer), layer_config(config, source.layer)
     for name in _ALIKE.get(source[:2], ()):
         wanted, value = getattr(reader, name), getattr(owner, name)
         if value != wanted:
@@ -193,7 +190,7 @@ def _check_alike(config: PlannedConfig, layer: int, source: Source) -> None:
             )
 
 
-def _settle(plans: list[LayerPlan]) -> list[LayerPlan]:
+def _complete(plans: list[LayerPlan]) -> list[LayerPlan]:
     """The plans with what follows from `attends`: the heads that each layer stores, kernel calls, banks to read."""
     k_heads: dict[int, set[int]] = {plan.index: set() for plan in plans}
     v_heads: dict[int, set[int]] = {plan.index: set() for plan in plans}
@@ -206,13 +203,19 @@ def _settle(plans: list[LayerPlan]) -> list[LayerPlan]:
         for plan in plans
     ]
 
-    def withgroups_of(plan: LayerPlan) -> LayerPlan:
+    def with_groups(plan: LayerPlan) -> LayerPlan:
         groups = groups_of(plan, stored)
         banks = [s for g in groups for s in (Source("bank", "k", g.k), Source("bank", "v", g.v))]
         plan = replace(plan, groups=groups)
         return plan.reading(*(source for source in banks if source.layer != plan.index))
 
-    return [withgroups_of(plan) for plan in stored]
+    return [with_groups(plan) for plan in stored]
+
+
+def with_all_layers(plans: Iterable[LayerPlan]) -> tuple[LayerPlan, ...]:
+    """The plans of a model's layers, each with all of them."""
+    plans = tuple(replace(plan, all_layers=()) if plan.all_layers else plan for plan in plans)
+    return tuple(replace(plan, all_layers=plans) for plan in plans)
 
 
 def groups_of(plan: LayerPlan, stored: Sequence[LayerPlan]) -> tuple[HeadGroup, ...]:

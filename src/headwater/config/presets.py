@@ -46,6 +46,7 @@ from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 
+from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
 from headwater.util.errors import HeadwaterError, nearest, sentence
@@ -96,7 +97,9 @@ def preset(name: str, **changes: Any) -> HeadwaterConfig:
         fields.pop("num_labels", None)
     make: Any = {"gpt2": HeadwaterConfig.gpt2, "vit": HeadwaterVisionConfig}.get(base, HeadwaterConfig)
     try:
-        return make(**(fields | changes))
+        config = make(**(fields | changes))
+        plan_layers(config)
+        return config
     except (HeadwaterError, StrictDataclassError) as error:
         raise HeadwaterError(f"Preset {name!r}: {sentence(error)}") from error
 

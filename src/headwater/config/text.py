@@ -1,6 +1,5 @@
 """`HeadwaterConfig`: one Hugging Face config for Llama-like and GPT-2-like bases, and the mechanisms on top."""
 
-import copy
 import difflib
 import json
 import os
@@ -11,20 +10,14 @@ from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from headwater.config.plan import LayerPlan
-from headwater.config.planner import plan_layers
-from headwater.plugins import outside, remote_code
+from headwater.config import auto_map
+from headwater.config.layers import MOST, MOST_ANYWHERE, cache_types, complete_sliding, layer_config
+from headwater.config.rope import check_rope, complete_rope
+from headwater.plugins import outside
 from headwater.plugins.registry import MECHANISMS, as_mapping, resolve
 from headwater.util.errors import HeadwaterError, nearest, sentence, shown, unusable
 
-# Fields that may differ between layers.
-_OF_LAYERS = ("num_attention_heads", "num_key_value_heads", "head_dim", "rope_parameters")
-# Kinds of cache layers, without and with a sliding window: transformers' own, for the usual K and V, and those of
-# models/cache.py for the rest.
-_ORDINARY = "full_attention", "sliding_attention"
-_OWN = "headwater_attention", "headwater_sliding_attention"
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -35,40 +28,13 @@ _SIZES = (
     "head_dim",
     "max_position_embeddings",
 )
-# Limits that no real model reaches; planning, which lists every key/value head of every layer, would take forever.
-MOST = {"num_hidden_layers": 4096, "num_attention_heads": 4096, "num_key_value_heads": 4096}
-_MOST_ANYWHERE = 2**40
+# More key/value heads than any model has; planning, which lists every one of every layer, would take forever.
 _MOST_PLANNED = 2**17
 # A list of names becomes a mapping when a config is created, so type checkers need not know about lists.
 if TYPE_CHECKING:
     _Mechanisms = dict[Any, Any]
 else:
     _Mechanisms = dict | list
-# The fields that transformers' RoPE functions read.
-_ROPE_KEYS = (
-    "rope_type",
-    "rope_theta",
-    "partial_rotary_factor",
-    "factor",
-    "original_max_position_embeddings",
-    "attention_factor",
-    "beta_fast",
-    "beta_slow",
-    "truncate",
-    "mscale",
-    "mscale_all_dim",
-    "short_factor",
-    "long_factor",
-    "low_freq_factor",
-    "high_freq_factor",
-)
-# The types of those that are not numbers, also in words.
-_ROPE_TYPES: dict[str, tuple[type, str]] = {
-    "rope_type": (str, "a name"),
-    "truncate": (bool, "true or false"),
-    "short_factor": (list, "a list of numbers"),
-    "long_factor": (list, "a list of numbers"),
-}
 
 
 # This file does not postpone annotations: `@strict` checks types, not their names.
@@ -201,7 +167,8 @@ class HeadwaterConfig(PreTrainedConfig):
 
     materialise: bool = False
 
-    # Derived: the kind of cache layer each layer needs; `DynamicCache(config=…)` and `generate` build caches from it.
+    # Derived, and not saved: the kind of cache layer of each layer, from which `DynamicCache(config=…)` and `generate`
+    # build caches. First one that holds whatever mechanisms cache; a model sets the one that its plan asks for.
     layer_types: list[str] | None = None
 
     use_cache: bool = True
@@ -209,8 +176,8 @@ class HeadwaterConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
 
-    # Fields have one name, and layers none of their own (`at` makes a layer's config), so nothing is lost of
-    # transformers' lookup, which takes a third of the time in which a small model is built.
+    # Fields have one name, and layers none of their own (`layer_config` copies), so nothing is lost of transformers'
+    # lookup, which takes a third of the time in which a small model is built.
     __getattribute__ = object.__getattribute__
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -226,10 +193,10 @@ class HeadwaterConfig(PreTrainedConfig):
             self._check_outside()
         kwargs.setdefault("auto_map", {})  # TRL reads it from every config whose class is not transformers' own
         super().__post_init__(**kwargs)
-        self.settle()
+        self.complete_fields()
         if by_hand and self.embedding_range is None:  # a file without it is older than this field
-            wanted = (resolve(name).embedding_range(options, self) for name, options in self.mechanisms.items())
-            self.embedding_range = next((std for std in wanted if std is not None), None)
+            ranges = (resolve(name).embedding_range(options, self) for name, options in self.mechanisms.items())
+            self.embedding_range = next((std for std in ranges if std is not None), None)
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
@@ -295,14 +262,32 @@ class HeadwaterConfig(PreTrainedConfig):
             if isinstance(name, str) and not MECHANISMS.has(name):
                 resolve(name)
 
-    def settle(self) -> None:
-        """Fill in defaults, derive what follows from the fields, and check everything; models call it before they are
-        built, since fields may have been set after the config was created.
+    def complete_fields(self) -> None:
+        """Fill in defaults and check everything. Models call it before they are built, since fields may have been set
+        after the config was created.
 
-        Raises `HeadwaterError` if fields, including mechanisms, contradict each other.
+        Raises `HeadwaterError` if fields contradict each other; what layers read of each other is checked when they are
+        planned (`headwater.config.planner.plan_layers`).
         """
+        self._complete_sizes()
+        if self.logit_scale == "fan_in":
+            self.logit_scale = self.hidden_size**-0.5
+        if self.embedding_scale == "width":
+            self.embedding_scale = self.hidden_size**0.5
+        self.final_norm_weight = self.norm_weight if self.final_norm_weight is None else self.final_norm_weight
+        self.final_norm_bias = self.norm_bias if self.final_norm_bias is None else self.final_norm_bias
+        complete_sliding(self)
+        if self.position == "rope":
+            complete_rope(self)
+        else:
+            self.rope_parameters = None
+        self._complete_mechanisms()
+        self.layer_types = cache_types(self, windows_are_ordinary=not self.mechanisms)
+        self.validate_architecture()  # `@strict` calls it too, but wraps what it raises
+
+    def _complete_sizes(self) -> None:
         for name in _SIZES:
-            size, most = getattr(self, name), MOST.get(name, _MOST_ANYWHERE)
+            size, most = getattr(self, name), MOST.get(name, MOST_ANYWHERE)
             if size is not None and not 1 <= size <= most:
                 bound = "at least 1" if size < 1 else f"at most {most:,}"
                 raise HeadwaterError(f"{name} must be {bound}, not {shown(size)}.")
@@ -323,112 +308,30 @@ class HeadwaterConfig(PreTrainedConfig):
         if self.intermediate_size is None:
             gated = self.feed_forward == "gated"
             self.intermediate_size = -(-8 * self.hidden_size // 3 // 64) * 64 if gated else 4 * self.hidden_size
-        if self.logit_scale == "fan_in":
-            self.logit_scale = self.hidden_size**-0.5
-        if self.embedding_scale == "width":
-            self.embedding_scale = self.hidden_size**0.5
-        self.final_norm_weight = self.norm_weight if self.final_norm_weight is None else self.final_norm_weight
-        self.final_norm_bias = self.norm_bias if self.final_norm_bias is None else self.final_norm_bias
-        self._check_heads()
-        self._settle_sliding()
-        if self.position == "rope":
-            self.settle_rope()
-        else:
-            self.rope_parameters = None
-        # Options are stored with their defaults filled in, so that a saved config says what the model does.
-        given = as_mapping(self.mechanisms) or {}
-        named = [(_name_of(str(name)), options) for name, options in given.items()]
-        self.mechanisms = {name: self._complete_options(name, options) for name, options in named}
+        self.check_heads()
+
+    def _complete_mechanisms(self) -> None:
+        """Store the options with their defaults filled in, so that a saved config says what the model does."""
+        mechanisms = as_mapping(self.mechanisms) or {}
+        named = [(_name_of(str(name)), options) for name, options in mechanisms.items()]
+        self.mechanisms = {
+            name: resolve(name).complete_options(resolve(name).options(options), self) for name, options in named
+        }
         if len(self.mechanisms) < len(named):
-            raise HeadwaterError(f"mechanisms has a repeated name: {', '.join(map(str, given))}; name each once.")
-        for name, options in self.mechanisms.items():
-            resolve(name).validate(options, self)
-        plans = self.layer_plans
-        keepers, s = _keepers(plans)
-        if self.materialise and keepers:
-            raise HeadwaterError(
-                f"materialise=True leaves only keys and values in the cache, and {keepers} keep{s} raw tokens beside "
-                f"them; set materialise=False, or remove {keepers}."
-            )
-        # A field and not a property, because compiled code reads it and cannot trace the plan. It follows from the rest
-        # of the config, whatever a file says. With a sliding window, where our growing layer has no advantage,
-        # transformers' layers are used if they suit all such layers; never a mixture, since layers that attend to each
-        # other must use the same slots, and transformers' static layer rolls while ours does not.
-        usual = self.materialise, self.materialise or all(p.is_ordinary for p in plans if self.slides(p.index))
-        kinds = [(_ORDINARY if usual[slides] else _OWN)[slides] for slides in (False, True)]
-        self.layer_types = [kinds[self.slides(plan.index)] for plan in plans]
-        self.validate_architecture()  # `@strict` calls it too, but wraps what it raises
-
-    def _settle_sliding(self) -> None:
-        """Check `sliding_layers` and `sliding_fields`. Raises `HeadwaterError`."""
-        if self.sliding_layers is not None:
-            self.sliding_layers = sorted(set(self.sliding_layers))
-            if self.sliding_window is None or not self.sliding_layers:
-                raise HeadwaterError("sliding_layers names the layers with a sliding_window; set both, or neither.")
-            if not 0 <= self.sliding_layers[0] <= self.sliding_layers[-1] < self.num_hidden_layers:
-                raise HeadwaterError(
-                    f"sliding_layers must lie between 0 and {self.num_hidden_layers - 1}, not at {self.sliding_layers}."
-                )
-            if len(self.sliding_layers) == self.num_hidden_layers:
-                self.sliding_layers = None
-        if not self.sliding_fields:
-            self.sliding_fields = None
-            return
-        if self.sliding_layers is None:
-            raise HeadwaterError(
-                "sliding_fields differ in sliding_layers, which are some of the layers; name those, or set the fields "
-                "themselves."
-            )
-        for name in self.sliding_fields:
-            if name not in _OF_LAYERS:
-                raise HeadwaterError(f"sliding_fields has no field {name!r}; {nearest(str(name), _OF_LAYERS)}")
-        inside = self.at(self.sliding_layers[0])
-        for name in _OF_LAYERS[:3]:
-            size = getattr(inside, name)
-            if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= MOST.get(name, _MOST_ANYWHERE):
-                raise HeadwaterError(f"sliding_fields.{name} must be a whole number above 0, not {shown(size)}.")
-        inside._check_heads()
-        if inside.rope_parameters is not None and not isinstance(inside.rope_parameters, dict):
-            raise HeadwaterError(
-                f"sliding_fields.rope_parameters must be a mapping, not {shown(inside.rope_parameters)}."
-            )
-        if self.position == "rope":
-            inside.settle_rope()
-            if "rope_parameters" in self.sliding_fields:
-                self.sliding_fields = self.sliding_fields | {"rope_parameters": inside.rope_parameters}
-            inside._check_rope()
-        elif "rope_parameters" in self.sliding_fields:
-            raise HeadwaterError(
-                f"position {self.position!r} has no rope_parameters; leave them out of sliding_fields."
-            )
-
-    def _complete_options(self, name: str, options: dict[str, Any]) -> dict[str, Any]:
-        kind = resolve(name)
-        return kind.complete_options(kind.options(options), self)
+            raise HeadwaterError(f"mechanisms has a repeated name: {', '.join(map(str, mechanisms))}; name each once.")
 
     def slides(self, layer: int) -> bool:
         """Whether a layer has the sliding window."""
         return self.sliding_window is not None and (self.sliding_layers is None or layer in self.sliding_layers)
 
-    def at(self, layer: int) -> "HeadwaterConfig":
-        """The config as one layer sees it, where layers differ; else this one."""
-        if self.sliding_layers is None:
-            return self
-        slides = layer in self.sliding_layers
-        own = (self.sliding_fields or {}) if slides else {"sliding_window": None}
-        made = copy.copy(self)
-        made.__class__ = LayerConfig
-        made.__dict__.update(own, sliding_layers=None, sliding_fields=None, whole=self)
-        return made
-
     @property
     def per_layer_config(self) -> list["HeadwaterConfig"]:
         """The config as each layer sees it, by which transformers sizes static caches; it cannot be set."""
-        return [self.at(layer) for layer in range(self.num_hidden_layers)]
+        return [layer_config(self, layer) for layer in range(self.num_hidden_layers)]
 
     @per_layer_config.setter
-    def per_layer_config(self, given: Any) -> None:
-        if given is not None:
+    def per_layer_config(self, configs: Any) -> None:
+        if configs is not None:
             raise HeadwaterError(
                 "headwater's layers do not read per_layer_config; give fields of some layers as sliding_fields, and "
                 "the layers of a mechanism as its options."
@@ -440,48 +343,28 @@ class HeadwaterConfig(PreTrainedConfig):
         layers = {self.slides(layer): layer for layer in reversed(range(self.num_hidden_layers))}
         return dict(sorted(layers.items()))
 
-    def settle_rope(self) -> None:
-        """Fill in what `rope_parameters` leaves out."""
-        self.rope_parameters = dict(self.rope_parameters or {})
-        if self.rope_parameters.get("rope_theta") is None:
-            self.rope_parameters["rope_theta"] = self.default_theta
-        self.standardize_rope_params()
-
-    def check_paged(self) -> None:
-        """Raise `HeadwaterError` if an engine with its own paged cache cannot run this model exactly."""
-        plans = self.layer_plans
-        keepers, s = _keepers(plans)
-        if keepers:
-            raise HeadwaterError(
-                f"{keepers} look{s} back to raw tokens, which an engine with paged attention cannot keep, so its "
-                "output would be wrong; use generate, which keeps them."
-            )
-        possible, reason = self.attention_kernels
-        if possible is not None:
-            raise HeadwaterError(
-                f"{reason} needs masks or attention weights, which an engine with paged attention does not provide; "
-                "use generate."
-            )
-        kind = (self.rope_parameters or {}).get("rope_type")
-        if kind in ("dynamic", "longrope"):
-            raise HeadwaterError(
-                f"The frequencies of rope_type {kind!r} follow the longest sequence of a call, but an engine with "
-                "paged attention batches many requests into one call; use generate."
-            )
-        if not self.materialise:
-            raise HeadwaterError(
-                "An engine with paged attention keeps ordinary keys and values for each layer; load the model with "
-                "materialise=True, or write such a checkpoint with headwater export --materialise (exact, without the "
-                "smaller cache)."
-            )
-
     def validate_architecture(self) -> None:
-        """Called by `@strict` after construction and before saving."""
-        self._check_heads()
+        """Check fields against each other. Called by `@strict` after construction and before saving."""
+        self.check_heads()
         if self.sliding_window is not None and self.sliding_window < 2:
             raise HeadwaterError(
                 f"sliding_window must be at least 2, not {self.sliding_window}; leave it out for none."
             )
+        self._check_numbers()
+        if self.unit_offset_norm and (self.norm != "rms_norm" or not self.norm_weight):
+            raise HeadwaterError("unit_offset_norm needs an RMSNorm with a weight; set norm=rms_norm and norm_weight.")
+        if (problem := unusable({name: getattr(self, name) for name in self.field_names()})) is not None:
+            raise HeadwaterError(f"{'.'.join(problem[0])}: {problem[1]}.")
+        if self.hidden_act not in ACT2FN:
+            raise HeadwaterError(
+                f"There is no activation named {self.hidden_act!r}; {nearest(self.hidden_act, ACT2FN)}"
+            )
+        if self.position == "rope":
+            self.check_rope()
+        for name, options in self.mechanisms.items():
+            resolve(name).validate(options, self)
+
+    def _check_numbers(self) -> None:
         for name in ("embedding_dropout", "attention_dropout", "residual_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise HeadwaterError(f"{name} is a probability below 1, not {getattr(self, name)}.")
@@ -489,65 +372,21 @@ class HeadwaterConfig(PreTrainedConfig):
             if getattr(self, name) is not None and not 0 <= getattr(self, name) < float("inf"):
                 raise HeadwaterError(f"{name} must be zero or more and finite, not {getattr(self, name)}.")
         for name in ("logit_scale", "embedding_scale", "attention_scale", "attention_softcap", "logit_softcap"):
-            given = getattr(self, name)
-            if given is not None and not isinstance(given, str) and not 0 < given < float("inf"):
-                raise HeadwaterError(f"{name} must be above zero and finite, not {given}.")
-        if self.unit_offset_norm and (self.norm != "rms_norm" or not self.norm_weight):
-            raise HeadwaterError("unit_offset_norm needs an RMSNorm with a weight; set norm=rms_norm and norm_weight.")
-        if (found := unusable({name: getattr(self, name) for name in self.field_names()})) is not None:
-            raise HeadwaterError(f"{'.'.join(found[0])}: {found[1]}.")
-        if self.hidden_act not in ACT2FN:
-            raise HeadwaterError(
-                f"There is no activation named {self.hidden_act!r}; {nearest(self.hidden_act, ACT2FN)}"
-            )
-        if self.position == "rope":
-            self._check_rope()
-        for name, options in self.mechanisms.items():
-            resolve(name).validate(options, self)
+            factor = getattr(self, name)
+            if factor is not None and not isinstance(factor, str) and not 0 < factor < float("inf"):
+                raise HeadwaterError(f"{name} must be above zero and finite, not {factor}.")
 
-    def _check_heads(self) -> None:
+    def check_heads(self) -> None:
+        """Raise `HeadwaterError` if query heads cannot share the key/value heads equally."""
         if self.num_attention_heads % self.num_key_value_heads:
             raise HeadwaterError(
                 f"num_attention_heads {self.num_attention_heads} is not divisible by num_key_value_heads "
                 f"{self.num_key_value_heads}; change one of them."
             )
 
-    def _check_rope(self) -> None:
-        given = self.rope_parameters
-        kind, part = given["rope_type"], given.get("partial_rotary_factor", 1.0)
-        for key, value in given.items():
-            if key not in _ROPE_KEYS:
-                raise HeadwaterError(f"rope_parameters has no field {key!r}; {nearest(str(key), _ROPE_KEYS)}")
-            wanted, words = _ROPE_TYPES.get(key, ((int, float), "a number"))
-            nothing = value is None and key not in ("rope_type", "rope_theta", "factor", "partial_rotary_factor")
-            flag = isinstance(value, bool) and wanted is not bool
-            if not nothing and (flag or not isinstance(value, wanted)):
-                raise HeadwaterError(f"rope_parameters.{key} must be {words}, not {shown(value)}.")
-        if kind not in ("default", *ROPE_INIT_FUNCTIONS):
-            raise HeadwaterError(f"There is no rope_type {kind!r}; {nearest(kind, ['default', *ROPE_INIT_FUNCTIONS])}")
-        for name, value in given.items():
-            if name.startswith("rope_theta") and not 0 < value < float("inf"):
-                raise HeadwaterError(f"{name} must be above zero and finite, not {value}.")
-        if not 0 < part <= 1:
-            raise HeadwaterError(
-                f"partial_rotary_factor must be a fraction of the head's width, above 0 and at most 1, not {part}."
-            )
-        if self.rotary_dim % 2:
-            raise HeadwaterError(
-                f"RoPE rotates pairs of channels, but head_dim {self.head_dim} with partial_rotary_factor {part} gives "
-                f"{self.rotary_dim}; make it even."
-            )
-        if kind != "default":
-            try:
-                frequencies, _ = ROPE_INIT_FUNCTIONS[kind](self)
-                if not frequencies.is_meta and not bool(frequencies.isfinite().all()):
-                    raise ZeroDivisionError("some are not finite")
-            except KeyError as error:
-                raise HeadwaterError(f"rope_type {kind!r} needs {error} in rope_parameters.") from error
-            except Exception as error:  # transformers' functions fail for zeros and lists of a wrong length
-                raise HeadwaterError(
-                    f"rope_type {kind!r} makes no frequencies from these rope_parameters: {sentence(error)}."
-                ) from error
+    def check_rope(self) -> None:
+        """Raise `HeadwaterError` for rope_parameters that do not fit the model."""
+        check_rope(self)
 
     def validate_rope(self) -> None:
         """transformers' check of `rope_parameters`, only for RoPE."""
@@ -559,16 +398,18 @@ class HeadwaterConfig(PreTrainedConfig):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str | type = "AutoConfig") -> None:
-        """As in transformers, which would copy only this file; here saving writes all the code that the models need.
+        """As in transformers, which would save this file alone; here models are saved with all the code they need.
 
         Raises `HeadwaterError` for an auto class other than "AutoConfig".
         """
-        if not remote_code.register(cls, auto_class):
+        if not auto_map.register(cls, auto_class):
             super().register_for_auto_class(auto_class)
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
-        """As in transformers, with the code next to the config if needed (see `remote_code`)."""
-        remote_code.add_to(self, save_directory)
+        """As in transformers. Raises `HeadwaterError` if this config is saved with code (`headwater export`), which
+        models write, and the code is not in the folder.
+        """
+        auto_map.check_code(self, save_directory)
         try:
             super().save_pretrained(save_directory, push_to_hub, **kwargs)
         except StrictDataclassError as error:
@@ -583,26 +424,6 @@ class HeadwaterConfig(PreTrainedConfig):
         if content.get("mechanisms"):
             content["mechanisms"] = {name: content["mechanisms"][name] for name in self.mechanisms or {}}
         return json.dumps(content, indent=2) + "\n"
-
-    @property
-    def layer_plans(self) -> tuple[LayerPlan, ...]:
-        """One plan per layer: what it projects, stores and reads."""
-        return plan_layers(self)
-
-    @property
-    def attention_kernels(self) -> tuple[tuple[str, ...] | None, str]:
-        """The values of `attn_implementation` that support this config (None: all), and what limits them."""
-        limits = {
-            f"Mechanism {name!r} with its options": resolve(name).kernels(options)
-            for name, options in self.mechanisms.items()
-        }
-        limits["ALiBi"] = ("sdpa", "eager", "matmul") if self.position == "alibi" else None
-        limits["attention_softcap"] = ("eager",) if self.attention_softcap is not None else None
-        known = {reason: kernels for reason, kernels in limits.items() if kernels is not None}
-        if not known:
-            return None, ""
-        reason, fewest = min(known.items(), key=lambda limit: len(limit[1]))
-        return tuple(name for name in fewest if all(name in kernels for kernels in known.values())), reason
 
     @property
     def rotary_dim(self) -> int:
@@ -627,25 +448,6 @@ class HeadwaterConfig(PreTrainedConfig):
         return cls(**(base | changes))
 
 
-class _OfLayer:
-    whole: HeadwaterConfig
-
-    @property
-    def layer_plans(self) -> tuple[LayerPlan, ...]:
-        return self.whole.layer_plans
-
-    @property
-    def _attn_implementation(self) -> str | None:
-        return self.whole._attn_implementation
-
-
-class LayerConfig(_OfLayer, HeadwaterConfig):
-    """The config of one layer, where layers differ; `HeadwaterConfig.at` makes it. It is never stored.
-
-    What is not a layer's own, such as the plans and the attention kernel, is the whole config's.
-    """
-
-
 def _name_of(name: str) -> str:
     """The one name by which a mechanism is known, for any of its names. Raises `HeadwaterError`."""
     kind = resolve(name)
@@ -655,9 +457,3 @@ def _name_of(name: str) -> str:
     if kind.name() != known:
         raise HeadwaterError(f"Mechanism {known!r} calls itself {kind.name()!r}; remove name() from its class.")
     return known
-
-
-def _keepers(plans: Iterable[LayerPlan]) -> tuple[str, str]:
-    """The mechanisms that keep raw tokens beside the cache, in words, and the ending of their verb."""
-    names = list(dict.fromkeys(mechanism for plan in plans for *_, mechanism in plan.tails))
-    return " and ".join(names), "" if len(names) > 1 else "s"

@@ -101,8 +101,17 @@ class HeadwaterVisionConfig(HeadwaterConfig):
         names = dict.fromkeys((*HeadwaterVisionConfig.__annotations__, *super().field_names()))
         return tuple(name for name in names if name not in LANGUAGE)
 
-    def settle(self) -> None:
-        """As `HeadwaterConfig.settle`."""
+    def complete_fields(self) -> None:
+        """As `HeadwaterConfig.complete_fields`."""
+        self._check_images()
+        super().complete_fields()
+        for name in self.mechanisms:
+            if resolve(name).reads_ids:
+                raise HeadwaterError(
+                    f"Mechanism {name!r} reads tokens by their ids, and images have none; leave it out."
+                )
+
+    def _check_images(self) -> None:
         for name, neutral in LANGUAGE.items():
             if getattr(self, name) != neutral:
                 raise HeadwaterError(f"{name} is a field of language models; leave it out of the config of images.")
@@ -123,12 +132,6 @@ class HeadwaterVisionConfig(HeadwaterConfig):
         if not self.id2label:
             raise HeadwaterError("num_labels must be at least 1, the number of classes.")
         self.grid_of(*self.image_shape)
-        super().settle()
-        for name in self.mechanisms:
-            if resolve(name).reads_ids:
-                raise HeadwaterError(
-                    f"Mechanism {name!r} reads tokens by their ids, and images have none; leave it out."
-                )
 
     def validate_architecture(self) -> None:
         super().validate_architecture()
@@ -138,8 +141,9 @@ class HeadwaterVisionConfig(HeadwaterConfig):
                 f"hidden_size must be divisible by 4, not {self.hidden_size}."
             )
 
-    def _check_rope(self) -> None:
-        super()._check_rope()
+    def check_rope(self) -> None:
+        """As `HeadwaterConfig.check_rope`; images have fewer kinds."""
+        super().check_rope()
         if self.rope_parameters["rope_type"] != "default":
             raise HeadwaterError(
                 f"rope_type {self.rope_parameters['rope_type']!r} stretches the positions of text; images have "

@@ -19,6 +19,7 @@ from headwater.config.text import HeadwaterConfig
 from headwater.conversion.families import assemble, own_tensors
 from headwater.mechanisms.base import Map
 from headwater.models.pretrained import HeadwaterPreTrainedModel
+from headwater.nn.attention_kernel import supported_kernels
 from headwater.plugins.registry import as_mapping, in_order, resolve
 from headwater.util.errors import HeadwaterError
 from headwater.util.seeding import generator
@@ -50,8 +51,8 @@ def add_mechanisms(model: Grafted, mechanisms: Any, allow_change: bool = False) 
         )
     added = {name: _options(name, given, config, allow_change) for name, given in asked.items()}
     config.mechanisms = in_order(present | added, present)
-    config.settle()
-    possible, _ = config.attention_kernels
+    config.complete_fields()
+    possible, _ = supported_kernels(config)
     if possible is not None and config._attn_implementation not in possible:
         config._attn_implementation = None  # the model then chooses one that can
     return assemble(type(model), config, tensors_of(model, config), model)
@@ -81,7 +82,7 @@ def tensors_of(model: HeadwaterPreTrainedModel, config: HeadwaterConfig) -> dict
     """All tensors of a model with `config`: copies of those that `model` has, initial values for the others."""
     with torch.device("meta"), no_init_weights():
         skeleton = type(model)(config)
-    have, plans = own_tensors(model), list(zip(model.config.layer_plans, config.layer_plans, strict=True))
+    have, plans = own_tensors(model), list(zip(model.plans, skeleton.plans, strict=True))
     tensors = {}
     for name, wanted in own_tensors(skeleton).items():
         if name in have:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from transformers.initialization import no_init_weights
 
+from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.conversion.add import add_mechanisms, kept_heads, tensors_of
 from headwater.conversion.families import assemble, own_tensors
@@ -55,7 +56,8 @@ def blended_config(
     given = {"mechanisms": as_mapping(mechanisms) or None, "num_key_value_heads": num_key_value_heads}
     made = copy.deepcopy(config)
     made.mechanisms = {BLEND: given | {"weight": weight}} | (config.mechanisms or {})
-    made.settle()
+    made.complete_fields()
+    plan_layers(made)
     return made
 
 
@@ -130,7 +132,7 @@ def narrow_config(config: HeadwaterConfig) -> HeadwaterConfig:
     assert options is not None
     made = Blend.without(config)
     made.num_key_value_heads = options["num_key_value_heads"] or made.num_key_value_heads
-    made.settle()
+    made.complete_fields()
     return made
 
 
@@ -168,7 +170,7 @@ def pooled_tensors(
 def finished_state(state: Mapping[str, Tensor], before: HeadwaterForCausalLM, after: HeadwaterForCausalLM) -> dict:
     """The optimizer's state, by name, for `after`, which is `before` finished."""
     config, shapes = before.config, {name: parameter.shape for name, parameter in after.named_parameters()}
-    plans = list(zip(narrow_config(config).layer_plans, after.config.layer_plans, strict=True))
+    plans = list(zip(plan_layers(narrow_config(config)), after.plans, strict=True))
     found = {}
     for name, tensor in pooled_tensors(state, config, state_of_mean).items():
         parameter = name.removeprefix("optimizer.").rpartition(".")[0]
@@ -329,7 +331,7 @@ def align(
     if not parts:
         return False
     have = samples(model, rows)
-    group, goal = group_of(config), finished_config(config)
+    group, goal = group_of(config), plan_layers(finished_config(config))
     for layer, attention in enumerate(_attentions(model)):
         for part in parts:
             x = have[layer][part]
@@ -337,7 +339,7 @@ def align(
             if group > 1:  # towards the first of the group, which stays
                 first = torch.arange(heads) // group * group
                 x = _turn(attention, part, x, x[:, first], _spun(model, part), torch.arange(heads) != first)
-            sources = [getattr(goal.layer_plans[layer].attends[head // group], part) for head in range(heads)]
+            sources = [getattr(goal[layer].attends[head // group], part) for head in range(heads)]
             if any(source != layer for source in sources):
                 wanted = torch.stack([_pooled(have[s][part], group)[:, h] for h, s in enumerate(sources)], dim=1)
                 own = _pooled(x, group)

@@ -7,9 +7,12 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from headwater.config.auto_map import EXPORTED, auto_class_of, auto_map_of
+from headwater.config.planner import plan_layers
 from headwater.conversion import to_transformers
 from headwater.models.causal_lm import HeadwaterForCausalLM
-from headwater.plugins.remote_code import EXPORTED, auto_class_of, auto_map_of, write_code
+from headwater.models.paging import check_paged
+from headwater.models.remote_code import write_code
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import check_free, local, staged
 
@@ -46,7 +49,7 @@ def export(
             raise HeadwaterError("materialise is for engines that generate text; leave it out for an image model.")
         if materialise:
             model.config.materialise = True
-            model.config.check_paged()
+            check_paged(model.config, plan_layers(model.config))
         _write(model, folder, tokenizer)
     finally:
         model.config = before

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from headwater.config.layers import layer_config
 from headwater.config.plan import Kept, LayerPlan
-from headwater.config.planner import output_only_from
+from headwater.config.planner import output_only_from, plan_layers
 from headwater.config.vision import HeadwaterVisionConfig
 from headwater.cost.hardware import memory_of
 from headwater.mechanisms.base import Cost, Map
@@ -70,7 +71,7 @@ def _feed_forward_cost(config: HeadwaterConfig, layer: int) -> Cost:
 
 def _attention_cost(config: HeadwaterConfig, plan: LayerPlan) -> Cost:
     """The four projections; autograd stores q, the attended keys and values, and the heads' output."""
-    config = config.at(plan.index)
+    config = layer_config(config, plan.index)
     width, q_width = config.hidden_size, config.num_attention_heads * config.head_dim
     k_width, v_width = len(plan.k_heads) * config.head_dim, len(plan.v_heads) * config.head_dim
     maps = (
@@ -104,7 +105,7 @@ def _norms(config: HeadwaterConfig) -> int:
 
 def _mechanism_costs(config: HeadwaterConfig, plan: LayerPlan) -> Iterator[Cost]:
     for name in dict.fromkeys(name for _, name in plan.acts):
-        yield resolve(name).cost(config.mechanisms[name], config.at(plan.index), plan)
+        yield resolve(name).cost(config.mechanisms[name], layer_config(config, plan.index), plan)
 
 
 def _shared_costs(config: HeadwaterConfig) -> list[Cost]:
@@ -130,7 +131,7 @@ def embedding_parameters(config: HeadwaterConfig) -> int:
 
 def parameters(config: HeadwaterConfig) -> dict[str, int]:
     """Trainable parameters by part; a tied output head is counted once, with the embedding."""
-    plans, width = config.layer_plans, config.hidden_size
+    plans, width = plan_layers(config), config.hidden_size
     embedding, head = _ends(config)
     shared = sum(cost.parameters for cost in _shared_costs(config))
     return {
@@ -163,8 +164,9 @@ def _patch(config: HeadwaterVisionConfig) -> int:
 def attended_tokens(config: HeadwaterConfig, context: int, causal: bool = True) -> float:
     """How many tokens a token attends to on average in a row of `context`, or computes scores for if not `causal`.
 
-    config: as a layer sees it (`config.at`). Causally (context + 1) / 2, or less under a sliding window. Otherwise the
-    whole row, as for kernels that compute and mask the square of scores, and as the TokenFormer paper counts.
+    config: as a layer sees it (`headwater.config.layers.layer_config`). Causally (context + 1) / 2, or less under a
+    sliding window. Otherwise the whole row, as for kernels that compute and mask the square of scores, and as the
+    TokenFormer paper counts.
     """
     if not causal:
         return context
@@ -179,7 +181,7 @@ def forward_flops(config: HeadwaterConfig, context: int, causal: bool = True) ->
     the context; "output head" is the logits.
     """
     layers = range(config.num_hidden_layers)
-    return _block_flops(config, [attended_tokens(config.at(i), context, causal) for i in layers]) | {
+    return _block_flops(config, [attended_tokens(layer_config(config, i), context, causal) for i in layers]) | {
         "output head": 2.0 * config.hidden_size * config.vocab_size,
     }
 
@@ -190,8 +192,9 @@ def prefill_flops(config: HeadwaterConfig, tokens: int, causal: bool = True) -> 
     Layers that store nothing for later tokens (`headwater.config.planner.output_only_from`) run for the last token
     alone.
     """
-    first, plans = output_only_from(config), config.layer_plans
-    own = [config.at(plan.index) for plan in plans]
+    plans = plan_layers(config)
+    first = output_only_from(config, plans)
+    own = [layer_config(config, plan.index) for plan in plans]
     # What the last token alone attends to, causally.
     seen = [min(tokens, c.sliding_window or tokens) if causal else tokens for c in own]
     below = _layer_flops(config, plans[:first], [attended_tokens(c, tokens, causal) for c in own[:first]])
@@ -203,7 +206,7 @@ def prefill_flops(config: HeadwaterConfig, tokens: int, causal: bool = True) -> 
 
 def _block_flops(config: HeadwaterConfig, attended: Sequence[float]) -> dict[str, float]:
     """FLOPs of all blocks and what they share, per token that attends to `attended` tokens in each."""
-    flops = _layer_flops(config, config.layer_plans, attended)
+    flops = _layer_flops(config, plan_layers(config), attended)
     return flops | {"maps": flops["maps"] + sum(cost.flops for cost in _shared_costs(config))}
 
 
@@ -211,7 +214,7 @@ def _layer_flops(config: HeadwaterConfig, plans: Sequence[LayerPlan], attended: 
     """FLOPs of some of the blocks, per token that attends to `attended` tokens in each."""
     maps = sum(_attention_cost(config, plan).flops + _feed_forward_cost(config, plan.index).flops for plan in plans)
     extra = sum(cost.flops for plan in plans for cost in _mechanism_costs(config, plan))
-    own = [config.at(plan.index) for plan in plans]
+    own = [layer_config(config, plan.index) for plan in plans]
     between = sum(c.num_attention_heads * c.head_dim * count for c, count in zip(own, attended, strict=True))
     return {"maps": float(maps + extra), "attention": 4.0 * between}
 
@@ -247,7 +250,7 @@ def training_flops(config: HeadwaterConfig, context: int) -> float:
 def _cached_numbers(config: HeadwaterConfig, plan: LayerPlan) -> int:
     """Numbers of a token's keys and values in a layer's cache."""
     heads = 2 * len(plan.attends) if config.materialise else len(plan.k_heads) + len(plan.v_heads)
-    return heads * config.at(plan.index).head_dim
+    return heads * layer_config(config, plan.index).head_dim
 
 
 def cache_bytes_per_token(config: HeadwaterConfig, element_size: int = 4) -> int:
@@ -255,12 +258,12 @@ def cache_bytes_per_token(config: HeadwaterConfig, element_size: int = 4) -> int
 
     0 for an image model.
     """
-    return sum(_cached_numbers(config, plan) for plan in config.layer_plans) * element_size * config.is_causal
+    return sum(_cached_numbers(config, plan) for plan in plan_layers(config)) * element_size * config.is_causal
 
 
 def kept_numbers(config: HeadwaterConfig, plan: LayerPlan) -> dict[Kept, int]:
     """Of what the cache keeps raw tokens: how many numbers one of them has in this layer."""
-    own = config.at(plan.index)
+    own = layer_config(config, plan.index)
     return {
         "q": own.num_attention_heads * own.head_dim,
         "k": len(plan.k_heads) * own.head_dim,
@@ -277,14 +280,14 @@ def cache_bytes(config: HeadwaterConfig, tokens: int, batch_size: int = 1, eleme
     """Bytes of the cache after `tokens` tokens: the history (the window's, if it slides) and the raw tails."""
 
     def held(plan: LayerPlan) -> int:
-        own = config.at(plan.index)
+        own = layer_config(config, plan.index)
         stored = tokens if own.sliding_window is None else min(tokens, own.sliding_window - 1)
         width = kept_numbers(config, plan)
         numbers = _cached_numbers(config, plan) * stored
         numbers += sum(width[part] * length for part, length, _ in plan.tails if part != "id")
         return element_size * numbers + ID * sum(length for part, length, _ in plan.tails if part == "id")
 
-    return batch_size * sum(held(plan) for plan in config.layer_plans)
+    return batch_size * sum(held(plan) for plan in plan_layers(config))
 
 
 def cache_bytes_read(config: HeadwaterConfig, tokens: int, element_size: int = 4) -> int:
@@ -292,7 +295,7 @@ def cache_bytes_read(config: HeadwaterConfig, tokens: int, element_size: int = 4
 
     Each layer reads all that its heads attend to, wherever it is stored: sharing saves storage, not reading.
     """
-    own = [config.at(layer) for layer in range(config.num_hidden_layers)]
+    own = [layer_config(config, layer) for layer in range(config.num_hidden_layers)]
     numbers = (c.num_key_value_heads * c.head_dim * min(tokens, c.sliding_window or tokens) for c in own)
     return 2 * sum(numbers) * element_size
 
@@ -316,7 +319,7 @@ def activation_bytes(
     masked: rows are packed, and attention takes a mask, [B, 1, T, T]. "masks": the mask, and each layer's copy of it in
     the dtype of queries, which the fused kernel stores; and those of layers with keys and values beside the tokens'.
     """
-    plans, rows = config.layer_plans, _RowBytes(config, context, BYTES[precision])
+    plans, rows = plan_layers(config), _RowBytes(config, context, BYTES[precision])
     blocks = [rows.block(plan) for plan in plans]
     if gradient_checkpointing:
         carried = sum(rows.source(source.part, plan) for plan in plans for source in plan.exports)
@@ -355,7 +358,7 @@ class _RowBytes:
 
     def source(self, part: str, plan: LayerPlan) -> int:
         """Bytes per token of a tensor that a layer passes on."""
-        layer = self.config.at(plan.index)
+        layer = layer_config(self.config, plan.index)
         if part == "x":
             return self.stream_width
         if part == "a":
@@ -374,7 +377,7 @@ class _RowBytes:
         inputs = (1 if config.parallel_residual else 2) + more
         autocast = element < stream  # then each linear layer casts its input to a separate copy
         outputs = (_readers(plan) if autocast else 2 + more) + 2 * config.output_norms
-        shown = _shown_weights(config, plan) * config.at(plan.index).num_attention_heads * self.context
+        shown = _shown_weights(config, plan) * layer_config(config, plan.index).num_attention_heads * self.context
         return (inputs * stream + outputs * element) * config.hidden_size + (numbers + shown) * element
 
     def outside_blocks(self) -> int:
@@ -392,7 +395,7 @@ class _RowBytes:
     def masks(self, copies: int) -> int:
         """Bytes per token of the mask of packed rows, and its copies in layers of which so many are stored at once."""
         # With pairs beside the tokens' a layer widens the mask.
-        widened = min(copies, sum(bool(plan.at("beside")) for plan in self.config.layer_plans)) * self.config.is_causal
+        widened = min(copies, sum(bool(plan.at("beside")) for plan in plan_layers(self.config))) * self.config.is_causal
         return self.context * (1 + copies * self.element + widened)
 
 
@@ -435,7 +438,7 @@ def _looked_up_in_maps(config: HeadwaterConfig) -> int:
     """Parameters of what replaces linear layers, in tables of which a token reads a few rows."""
     return sum(
         _attention_cost(config, plan).looked_up + _feed_forward_cost(config, plan.index).looked_up
-        for plan in config.layer_plans
+        for plan in plan_layers(config)
     )
 
 
@@ -449,5 +452,5 @@ def weights_read(config: HeadwaterConfig) -> int:
 
 def _tables(config: HeadwaterConfig) -> int:
     """The parameters in tables in which mechanisms look tokens up."""
-    tables = sum(cost.looked_up for plan in config.layer_plans for cost in _mechanism_costs(config, plan))
+    tables = sum(cost.looked_up for plan in plan_layers(config) for cost in _mechanism_costs(config, plan))
     return tables + sum(cost.looked_up for cost in _shared_costs(config))

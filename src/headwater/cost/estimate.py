@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.text import Text
 
-from headwater.config.planner import output_only_from
+from headwater.config.planner import output_only_from, plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
 from headwater.cost import counts as cost
@@ -248,7 +248,7 @@ def price(
         **common,
         tokens=tokens,
         cache_bytes_per_token=cost.cache_bytes_per_token(config, element),
-        last_token_layers=config.num_hidden_layers - output_only_from(config),
+        last_token_layers=config.num_hidden_layers - output_only_from(config, plan_layers(config)),
         loss_chunk_tokens=loss_chunk_tokens,
         masked=masked,
     )

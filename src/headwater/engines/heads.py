@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from headwater.config.plan import LayerPlan
-from headwater.config.planner import groups_of
+from headwater.config.planner import groups_of, plan_layers, with_all_layers
 from headwater.config.text import HeadwaterConfig
 
 
@@ -30,15 +30,7 @@ def narrowed(plans: Sequence[LayerPlan], heads: range) -> tuple[LayerPlan, ...]:
         )
         for plan in plans
     ]
-    return tuple(replace(plan, groups=groups_of(plan, narrow)) for plan in narrow)
-
-
-def narrow_config(config: HeadwaterConfig, plans: tuple[LayerPlan, ...], queries: int, heads: int) -> HeadwaterConfig:
-    """The config of a process that has some heads only."""
-    narrow = copy.copy(config)
-    narrow.__class__ = type("NarrowConfig", (_Narrow, type(config)), {})
-    narrow.__dict__.update(narrow_plans=plans, num_attention_heads=queries, num_key_value_heads=heads)
-    return narrow
+    return with_all_layers(replace(plan, groups=groups_of(plan, narrow)) for plan in narrow)
 
 
 @dataclass(frozen=True)
@@ -63,10 +55,21 @@ class SomeHeads:
         return range(self.heads.start * group, self.heads.stop * group)
 
     @cached_property
+    def model_plans(self) -> tuple[LayerPlan, ...]:
+        """The plans of the whole model."""
+        return plan_layers(self.config)
+
+    @cached_property
+    def plans(self) -> tuple[LayerPlan, ...]:
+        """The plans of a model with these heads only."""
+        return narrowed(self.model_plans, self.heads)
+
+    @cached_property
     def narrow(self) -> HeadwaterConfig:
         """The config of a model with these heads only."""
-        plans = narrowed(self.config.layer_plans, self.heads)
-        return narrow_config(self.config, plans, len(self.queries), len(self.heads))
+        narrow = copy.copy(self.config)
+        narrow.num_attention_heads, narrow.num_key_value_heads = len(self.queries), len(self.heads)
+        return narrow
 
     def places(self, plan: LayerPlan) -> dict[str, tuple[int, list[int]]]:
         """How many heads' queries ("q"), keys, values and attention weights ("a") a layer makes; which are these."""
@@ -74,11 +77,3 @@ class SomeHeads:
         made = {"q": queries, "k": plan.k_heads, "v": plan.v_heads, "a": queries}
         own = {"q": self.queries, "k": self.heads, "v": self.heads, "a": self.queries}
         return {part: (len(of), [at for at, head in enumerate(of) if head in own[part]]) for part, of in made.items()}
-
-
-class _Narrow:
-    narrow_plans: tuple[LayerPlan, ...]
-
-    @property
-    def layer_plans(self) -> tuple[LayerPlan, ...]:
-        return self.narrow_plans

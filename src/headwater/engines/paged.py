@@ -151,7 +151,7 @@ class PagedEngine(Engine):
         self.memory: Tensor | None = None
         self.batch: FlatBatch | None = None
         self.views: dict[tuple[int, str], Tensor] = {}
-        self.layers = [RawTokens(self, plan.index) if plan.tails else None for plan in config.layer_plans]
+        self.layers = [RawTokens(self, plan.index) if plan.tails else None for plan in page.plans]
 
     def bind(self, memory: Tensor) -> None:
         """Use this memory. Raises `HeadwaterError` if its blocks have another size than the page."""

@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from headwater.config.plan import Stage
+from headwater.config.layers import layer_config
+from headwater.config.plan import LayerPlan, Stage
+from headwater.config.planner import plan_layers
 from headwater.cost.counts import ID, kept_numbers
 from headwater.plugins.registry import resolve
 from headwater.util.errors import HeadwaterError
@@ -52,11 +54,12 @@ class Room(NamedTuple):
 class Page:
     """One block of the cache.
 
-    config: the model. block_size: tokens. element: bytes of a number. spare: how many tokens may be taken back. least:
-    bytes it has at least, where the blocks of several processes are to be alike.
+    config, plans: the model. block_size: tokens. element: bytes of a number. spare: how many tokens may be taken back.
+    least: bytes it has at least, where the blocks of several processes are to be alike.
     """
 
     config: HeadwaterConfig
+    plans: tuple[LayerPlan, ...]
     block_size: int
     element: int = 4
     spare: int = 0
@@ -68,21 +71,20 @@ class Page:
         found: dict[tuple[int, str], Store] = {}
         first = 0
         for part, layer, heads in self._stored():
-            width = self.config.at(layer).head_dim
+            width = layer_config(self.config, layer).head_dim
             found[layer, part] = Store(layer, part, heads, width, first)
             first += heads * width * self.block_size * self.element
         return found
 
     def _stored(self) -> Iterator[tuple[Literal["k", "v"], int, int]]:
-        plans = self.config.layer_plans
-        yield from (("k", plan.index, len(plan.k_heads)) for plan in plans if plan.k_heads)
-        yield from (("v", plan.index, len(plan.v_heads)) for plan in plans if plan.v_heads)
+        yield from (("k", plan.index, len(plan.k_heads)) for plan in self.plans if plan.k_heads)
+        yield from (("v", plan.index, len(plan.v_heads)) for plan in self.plans if plan.v_heads)
 
     @cached_property
     def rooms(self) -> dict[int, Room]:
         """By layer, of those with raw tokens."""
         found, first = {}, self.history
-        for plan in self.config.layer_plans:
+        for plan in self.plans:
             numbers = kept_numbers(self.config, plan)
             size = 0
             for part, length, _ in plan.tails:
@@ -123,7 +125,7 @@ def check_servable(config: HeadwaterConfig) -> None:
                 f"Mechanism {name!r} with its options needs masks or attention weights, which a server's attention "
                 "kernels do not give; serve this model with headwater serve, without --engine."
             )
-    for plan in config.layer_plans:
+    for plan in plan_layers(config):
         for stage in INSIDE_KERNEL:
             if acting := plan.at(stage):
                 raise HeadwaterError(

@@ -8,7 +8,7 @@ Of a pipeline, a process has some consecutive blocks, and passes on the residual
 
 The residual stream, the embeddings, the output head, and what mechanisms do outside attention are whole in every
 process. So is a feed-forward that a mechanism acts inside of, and a Pattention with another score or of which a token
-reads a few pairs. Attention is built once more from the plans of the process's own heads (`paging.heads.narrowed`).
+reads a few pairs. Attention is built once more from the plans of the process's own heads (`engines.heads.narrowed`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from headwater.config.plan import Inner, LayerPlan
-from headwater.engines.heads import SomeHeads, narrow_config
+from headwater.config.planner import with_all_layers
+from headwater.engines.heads import SomeHeads
 from headwater.mechanisms.base import Mechanism, Processes
 from headwater.mechanisms.enlarging import of_heads
 from headwater.nn.attention import Attention
@@ -55,7 +56,7 @@ class Portion:
             self._check_heads()
 
     def _check_layers(self) -> None:
-        for plan in self.config.layer_plans:
+        for plan in self.heads.model_plans:
             crossing = [one.layer for one in plan.reads if one.kind != "shared" and one.layer not in self.own_layers]
             if plan.index in self.own_layers and crossing and self.is_stage:
                 where = "the embedding" if crossing[0] < 0 else f"block {crossing[0]}"
@@ -78,7 +79,7 @@ class Portion:
                 "A model whose layers have different heads (sliding_fields) runs in one process; leave out "
                 "tensor_parallel_size."
             )
-        inside = {name for plan in config.layer_plans for name in self.inside(plan)}
+        inside = {name for plan in self.heads.model_plans for name in self.inside(plan)}
         for name in config.mechanisms:
             if name in inside and not resolve(name).splits(config.mechanisms[name]):
                 raise HeadwaterError(
@@ -106,15 +107,16 @@ class Portion:
 
     @cached_property
     def narrow(self) -> HeadwaterConfig:
-        """The config of a model with these heads only, of which other blocks store nothing."""
-        if self.size == 1 and not self.is_stage:
-            return self.config
-        own = self.heads.narrow
-        plans = tuple(
+        """The config of a model with these heads only."""
+        return self.config if self.size == 1 else self.heads.narrow
+
+    @cached_property
+    def plans(self) -> tuple[LayerPlan, ...]:
+        """The plans of a model with these heads only, of which other blocks store nothing."""
+        return with_all_layers(
             plan if plan.index in self.own_layers else replace(plan, k_heads=(), v_heads=(), tails=())
-            for plan in own.layer_plans
+            for plan in self.heads.plans
         )
-        return narrow_config(self.config, plans, own.num_attention_heads, own.num_key_value_heads)
 
     @property
     def slopes(self) -> Tensor | None:
@@ -164,7 +166,7 @@ def own_attention(block: Block, share: Portion, processes: Processes) -> Attenti
     plan, whole = block.plan, block.self_attn
     try:
         with torch.device("meta"):
-            mine = Attention(share.narrow, share.narrow.layer_plans[plan.index])
+            mine = Attention(share.narrow, share.plans[plan.index])
     except KeyError as error:  # a tensor of another layer that this process's part of a mechanism would read
         raise _unsplittable(plan, list(whole.mechanisms.names)) from error
     mine.q_norm, mine.k_norm = whole.q_norm, whole.k_norm if mine.k_proj is not None else None

@@ -15,7 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from headwater.config.layers import layer_config
 from headwater.config.plan import EMBEDDING, LayerPlan, Source
+from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
 from headwater.growth.methods import GrowthOptions, growth_of
@@ -89,10 +91,10 @@ def planned(config: HeadwaterConfig, options: GrowthOptions) -> tuple[Larger, He
         name: resolve(name).grown(of_mechanism, config, growth)
         for name, of_mechanism in (config.mechanisms or {}).items()
     }
-    new.settle()
-    new.validate_architecture()
+    new.complete_fields()
+    plans = plan_layers(config), plan_layers(new)
     if growth.keeps:
-        _check_plans(config, new, growth)
+        _check_plans(*plans, growth)
     return growth, new
 
 
@@ -172,7 +174,7 @@ class Moves:
         self.model, self.large, self.growth = model, large, growth
         self.names = dict(model.named_parameters())
         self.used: set[str] = set()
-        self.plans = model.config.layer_plans, large.config.layer_plans
+        self.plans = model.plans, large.plans
 
     def layer_of(self, name: str) -> int | None:
         found = LAYER.search(name)
@@ -343,7 +345,7 @@ class Moves:
         growth, layer = self.growth, self.layer_of(name)
         if axis.of == "q":
             if layer is not None and "num_attention_heads" in (self.model.config.sliding_fields or {}):
-                before = self.model.config.at(growth.layers[layer]).num_attention_heads
+                before = layer_config(self.model.config, growth.layers[layer]).num_attention_heads
                 return list(range(before)), before
             return list(growth.q), max(growth.q) + 1
         if axis.of == "kv":
@@ -421,9 +423,8 @@ def _check_units(config: HeadwaterConfig) -> None:
             )
 
 
-def _check_plans(old: HeadwaterConfig, new: HeadwaterConfig, growth: Larger) -> None:
+def _check_plans(before: Sequence[LayerPlan], after: Sequence[LayerPlan], growth: Larger) -> None:
     """Raise `HeadwaterError` where a layer would attend to or read another layer than the one it is made from does."""
-    before, after = old.layer_plans, new.layer_plans
     if growth.deepens:
         _check_last_layer(before, after, growth)
     for layer, source in enumerate(growth.layers):

@@ -25,7 +25,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from headwater.config.text import MOST, HeadwaterConfig
+from headwater.config.layers import MOST
+from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.enlarging import Larger
 from headwater.util.errors import HeadwaterError, either, nearest
 

@@ -372,7 +372,7 @@ def _settle(model: HeadwaterPreTrainedModel, counts: Counts, frozen: Counts | No
 def _write_counts(config: HeadwaterConfig, counts: Counts, frozen: Counts | None) -> None:
     options = Pattention.with_pairs(options_of(config), counts) | {"frozen": frozen}
     config.mechanisms = (config.mechanisms or {}) | {Pattention.name(): options}
-    config.settle()
+    config.complete_fields()
 
 
 def _shape(model: HeadwaterPreTrainedModel) -> dict[str, torch.Size]:

@@ -25,6 +25,7 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
 from headwater.config.plan import Attends, LayerPlan, Part, Source
+from headwater.config.planner import plan_layers
 from headwater.mechanisms.base import KV, Context, Mechanism, Shown, Step
 from headwater.mechanisms.enlarging import Larger
 from headwater.mechanisms.precision import KeepsPrecision
@@ -144,15 +145,13 @@ class Blend(KeepsPrecision, Mechanism):
                     "share instead, and leave num_key_value_heads out."
                 )
             goal.num_key_value_heads = fewer
-        goal.settle()
+        goal.complete_fields()
         return goal
 
     @classmethod
     def without(cls, config: "HeadwaterConfig") -> "HeadwaterConfig":
         """The config of the model that is converted."""
-        # The config of one layer would give the plans of the whole model, which has this mechanism.
-        whole: HeadwaterConfig = vars(config).get("whole", config)
-        plain = copy.deepcopy(whole)
+        plain = copy.deepcopy(config)
         plain.mechanisms = {name: given for name, given in (config.mechanisms or {}).items() if name != cls.name()}
         return plain
 
@@ -171,7 +170,7 @@ class Blend(KeepsPrecision, Mechanism):
 
     @classmethod
     def plan(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
-        group, goals = cls.group_of(options, config), cls.goal(options, config).layer_plans
+        group, goals = cls.group_of(options, config), plan_layers(cls.goal(options, config))
         for name in options["mechanisms"] or {}:
             shares = next(one for one in MECHANISMS.resolve(name).__mro__ if "share" in vars(one)) is not Mechanism
             if not shares or any(name == acting for goal in goals for _, acting in goal.acts):
@@ -180,13 +179,13 @@ class Blend(KeepsPrecision, Mechanism):
                     "same when the conversion ends; convert without it, and add it with `headwater retrofit`."
                 )
             rest = {one: given for one, given in options["mechanisms"].items() if one != name}
-            without = cls.goal(options | {"mechanisms": rest}, config).layer_plans if rest else []
+            without = plan_layers(cls.goal(options | {"mechanisms": rest}, config)) if rest else ()
             if rest and len(_kept(without)) <= len(_kept(goals)):
                 raise HeadwaterError(
                     f"Mechanism {name!r} makes the cache no smaller than {' and '.join(map(repr, rest))} alone; "
                     "leave it out."
                 )
-        for plan in cls.without(config).layer_plans:
+        for plan in plan_layers(cls.without(config)):
             if any(one != Attends(plan.index, plan.index) for one in plan.attends):
                 raise HeadwaterError(
                     f"Layer {plan.index} already attends to another layer's keys or values; convert the model before "
@@ -218,7 +217,7 @@ class Blend(KeepsPrecision, Mechanism):
     @classmethod
     def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
         group = cls.group_of(options, config)
-        attends = cls.goal(options, config).layer_plans[plan.index].attends if plan.at("gathered") else ()
+        attends = plan_layers(cls.goal(options, config))[plan.index].attends if plan.at("gathered") else ()
 
         def runs(part: Part) -> tuple[Stretch, ...]:
             """Whose keys or values the heads take, consecutive ones at once; none if all are the layer's own."""

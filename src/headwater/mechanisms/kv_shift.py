@@ -27,6 +27,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
+from headwater.config.layers import layer_config
 from headwater.config.plan import LayerPlan, Part, Source
 from headwater.mechanisms.base import KV, Ancestors, Context, Cost, Mechanism, Shown, Tail
 from headwater.mechanisms.enlarging import SAME, Dim, Larger
@@ -184,7 +185,7 @@ class KVShift(KeepsPrecision, Mechanism):
             for layer, (name, asked) in product(
                 config.kinds.values(), zip(("num_key_value_heads", "num_attention_heads"), wanted, strict=True)
             ):
-                if asked and (heads := getattr(config.at(layer), name)) % 2:
+                if asked and (heads := getattr(layer_config(config, layer), name)) % 2:
                     raise HeadwaterError(
                         f"Mechanism 'kv_shift': variant 'half_heads' needs an even number of heads, and {name} of "
                         f"layer {layer} is {heads}; use 'half_channels'."
@@ -228,7 +229,8 @@ class KVShift(KeepsPrecision, Mechanism):
     @classmethod
     def plan(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
         def amend(plan: LayerPlan) -> LayerPlan:
-            tails = [(part, options["window"] - 1) for part in cls.shifted(options, config.at(plan.index), plan)]
+            shifted = cls.shifted(options, layer_config(config, plan.index), plan)
+            tails = [(part, options["window"] - 1) for part in shifted]
             return plan.acting("local", cls.name(), tails) if tails else plan
 
         return [amend(plan) for plan in plans]

@@ -32,6 +32,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
+from headwater.config.layers import layer_config
 from headwater.config.plan import Kept, LayerPlan, Source
 from headwater.mechanisms.base import KV, Ancestors, Context, Cost, Mechanism, Shown, Tail
 from headwater.mechanisms.enlarging import SAME, WRITES, Dim, Larger
@@ -354,7 +355,7 @@ class NGramMemory(KeepsPrecision, Mechanism):
         values = options["target"] == "values"
         new = list(plans)
         for layer in layers_with_values(cls.name(), options, chosen, plans) if values else chosen:
-            cls.numbers(options, cls.width(options, config.at(layer), plans[layer]))
+            cls.numbers(options, cls.width(options, layer_config(config, layer), plans[layer]))
             new[layer] = plans[layer].acting("local" if values else "arrive", cls.name(), [tail])
         return new
 

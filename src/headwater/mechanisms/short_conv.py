@@ -31,6 +31,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
+from headwater.config.layers import layer_config
 from headwater.config.plan import Kept, LayerPlan, Outer, Source, Stage
 from headwater.mechanisms.base import KV, Ancestors, Context, Cost, Hidden, Mechanism, Shown, Tail
 from headwater.mechanisms.enlarging import READS, SAME, Dim, Larger
@@ -229,7 +230,7 @@ class ShortConv(KeepsPrecision, Mechanism):
     @classmethod
     def plan(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
         def amend(plan: LayerPlan) -> LayerPlan:
-            sizes, back = cls.sizes(options, config.at(plan.index), plan), options["window"] - 1
+            sizes, back = cls.sizes(options, layer_config(config, plan.index), plan), options["window"] - 1
             for stage in ("projected", *get_args(Outer)):
                 tails = [((PARTS | HIDDEN).get(name, "x"), back) for name in sizes if stage_of(name) == stage]
                 if tails:

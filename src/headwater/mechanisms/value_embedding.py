@@ -13,6 +13,7 @@ addition. W starts at 0, which gives g = s/2, as in nanochat's first versions; i
 [0, 0.02). Tables are initialized normal with standard deviation 1/√D, that of the uniform numbers in nanochat.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -20,7 +21,9 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
+from headwater.config.layers import layer_config
 from headwater.config.plan import Heads, LayerPlan, Source, choose
+from headwater.config.planner import plan_layers
 from headwater.mechanisms.base import KV, Context, Cost, Mechanism, Shown
 from headwater.mechanisms.enlarging import SAME, Dim, Larger
 from headwater.mechanisms.precision import KeepsPrecision
@@ -186,7 +189,8 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
         """Raise `HeadwaterError` if tables without a rank are shared by layers whose values are not as wide."""
         if options["tables"] is None or options["rank"] is not None:
             return
-        widths = {layer: config.at(layer).num_key_value_heads * config.at(layer).head_dim for layer in receiving}
+        views = {layer: layer_config(config, layer) for layer in receiving}
+        widths = {layer: view.num_key_value_heads * view.head_dim for layer, view in views.items()}
         for layer, width in widths.items():
             if width != widths[receiving[0]]:
                 raise HeadwaterError(
@@ -222,14 +226,14 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
         )
 
     @classmethod
-    def receiving(cls, config: "HeadwaterConfig") -> list[int]:
+    def receiving(cls, plans: Sequence[LayerPlan]) -> list[int]:
         """The layers in which it acts."""
-        return [plan.index for plan in config.layer_plans if cls.name() in plan.at("local")]
+        return [plan.index for plan in plans if cls.name() in plan.at("local")]
 
     @classmethod
     def shared_numbers(cls, options: dict[str, Any], config: "HeadwaterConfig") -> int:
         """Numbers in a row of a shared table: as many as the values of each layer that reads it have."""
-        reader = config.at(cls.receiving(config)[0])
+        reader = layer_config(config, cls.receiving(plan_layers(config))[0])
         return cls.numbers(options, reader, reader.num_key_value_heads)
 
     @classmethod
@@ -253,7 +257,7 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
     @classmethod
     def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
         # Layers that add nothing at first have no table: which layers share one would change.
-        acting = cls.receiving(config)
+        acting = cls.receiving(plan_layers(config))
         layers = [growth.at(layer) for layer in acting] if growth.silent else growth.copies(acting)
         return options | {"layers": layers} if growth.deepens else options
 
@@ -272,7 +276,7 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
         at: tuple[int, int, Heads] = (0, 0, None)
         if tables is not None:
             heads = None if options["rank"] else choose(plan.v_heads, every)
-            at = plan.slot(SHARED), cls.receiving(config).index(plan.index) % tables, heads
+            at = plan.slot(SHARED), cls.receiving(plan.all_layers).index(plan.index) % tables, heads
         return cls(
             len(plan.v_heads),
             config.head_dim,

@@ -29,6 +29,7 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
 from headwater.config.plan import LayerPlan, Source, Stage, choose
+from headwater.config.planner import plan_layers
 from headwater.mechanisms.base import KV, Context, Cost, Mechanism, Shown
 from headwater.mechanisms.enlarging import SAME, Dim, Larger
 from headwater.mechanisms.precision import KeepsPrecision
@@ -273,21 +274,21 @@ class ValueResidual(KeepsPrecision, Mechanism):
     @classmethod
     def sources_of(cls, options: dict[str, Any], plan: LayerPlan, plans: Sequence[LayerPlan]) -> tuple[Source, ...]:
         """The sources that have every head they are mixed into. The dense form skips the others."""
-        wanted = set(cls.own(options, plan))
+        heads = set(cls.own(options, plan))
         return tuple(
             source
             for source in cls.read(options, plan.index)
-            if source.layer < 0 or wanted <= set(cls.own(options, plans[source.layer]))
+            if source.layer < 0 or heads <= set(cls.own(options, plans[source.layer]))
         )
 
     @classmethod
-    def acting(cls, config: "HeadwaterConfig") -> list[int]:
+    def acting(cls, plans: Sequence[LayerPlan]) -> list[int]:
         """The layers in which a model's value residual acts."""
-        return [plan.index for plan in config.layer_plans if any(name == cls.name() for _, name in plan.acts)]
+        return [plan.index for plan in plans if any(name == cls.name() for _, name in plan.acts)]
 
     @classmethod
     def cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
-        sources = len(cls.sources_of(options, plan, config.layer_plans)) if options["mode"] == "dense" else 1
+        sources = len(cls.sources_of(options, plan, plan.all_layers)) if options["mode"] == "dense" else 1
         count = {"learnable": 2, "learnable_plus": 1, "dense": sources + 1}.get(options["mode"], 0)
         # Autograd keeps what free weights are multiplied with; the earlier layers' tensors are counted there.
         heads = {"v": len(plan.v_heads), "k": len(plan.k_heads), "q": config.num_attention_heads}
@@ -296,17 +297,17 @@ class ValueResidual(KeepsPrecision, Mechanism):
 
     @classmethod
     def shared_cost(cls, options: dict[str, Any], config: "HeadwaterConfig") -> Cost:
-        return Cost(parameters=len(cls.acting(config)) + 1 if options["mode"] == "learnable_plus" else 0)
+        return Cost(parameters=len(cls.acting(plan_layers(config))) + 1 if options["mode"] == "learnable_plus" else 0)
 
     @classmethod
     def shared(cls, options: dict[str, Any], config: "HeadwaterConfig") -> nn.Module | None:
         if options["mode"] != "learnable_plus":
             return None
-        return PlusWeights(cls.acting(config), config.num_hidden_layers, options["plus_init"])
+        return PlusWeights(cls.acting(plan_layers(config)), config.num_hidden_layers, options["plus_init"])
 
     @classmethod
     def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
-        acting, depth = cls.acting(config), config.num_hidden_layers
+        acting, depth = cls.acting(plan_layers(config)), config.num_hidden_layers
         if options["mode"] == "learnable_plus" and growth.silent:  # layers that add nothing have no part in the budget
             return options | {"source": growth.at(options["source"]), "layers": [growth.at(layer) for layer in acting]}
         fixed = options["mode"] == "sparse" and options["layers"] is None
@@ -321,7 +322,7 @@ class ValueResidual(KeepsPrecision, Mechanism):
 
     @classmethod
     def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
-        plans = config.layer_plans
+        plans = plan.all_layers
         reads = cls.sources_of(options, plan, plans)
         own = cls.own(options, plan)
         return cls(
@@ -334,7 +335,7 @@ class ValueResidual(KeepsPrecision, Mechanism):
             slots=tuple(plan.slot(source) for source in reads),
             chosen=tuple(None if s.layer < 0 else choose(own, cls.own(options, plans[s.layer])) for s in reads),
             plus=plan.slot(SHARED) if options["mode"] == "learnable_plus" else 0,
-            receiver=cls.acting(config).index(plan.index),
+            receiver=cls.acting(plans).index(plan.index),
         )
 
     def shown(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:

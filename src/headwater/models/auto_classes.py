@@ -1,4 +1,4 @@
-"""Register headwater's models with transformers' Auto classes once both are imported, in any order.
+"""Register headwater's models and cache layers with transformers once both are imported, in any order.
 
 `import headwater` alone imports neither transformers nor the models. If transformers' Auto classes are
 loaded already, the models are registered at once; otherwise an import hook does it later. Since the models import
@@ -15,17 +15,25 @@ from types import ModuleType
 
 from headwater.util.layout import is_ours, top_package
 
-# Every Auto class imports this module, and nothing else that headwater's config needs does.
-AUTO = "transformers.models.auto.configuration_auto"
-MODELS = "headwater.models.causal_lm", "headwater.models.image_classification"  # register themselves
+# What to import once a module of transformers is imported. Every Auto class imports the first, and nothing else that
+# headwater's config needs does; the models register themselves. Caches are made by the second, of any config.
+IMPORTED_AFTER = {
+    "transformers.models.auto.configuration_auto": (
+        "headwater.models.causal_lm",
+        "headwater.models.image_classification",
+    ),
+    "transformers.cache_utils": ("headwater.models.cache",),
+}
 
 
 def register() -> None:
-    """Register the models with transformers' Auto classes, now or when those are imported."""
-    if AUTO in sys.modules:
-        _import_models()
-    else:
-        sys.meta_path.insert(0, _Hook())
+    """Register the models with transformers' Auto classes and the cache layers with its caches, now or when those are
+    imported.
+    """
+    hook = _Hook()
+    hook.look()
+    if hook.waiting:
+        sys.meta_path.insert(0, hook)
 
 
 class _Hook:
@@ -36,6 +44,7 @@ class _Hook:
 
     def __init__(self) -> None:
         self.under_way: set[str] = set()
+        self.waiting = dict(IMPORTED_AFTER)
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if not is_ours(name) and top_package(name) != "transformers":
@@ -57,11 +66,9 @@ class _Hook:
         return spec
 
     def look(self) -> None:
-        if AUTO in sys.modules and not self.under_way and self in sys.meta_path:
+        for name in IMPORTED_AFTER:
+            if name in sys.modules and name in self.waiting and not self.under_way:
+                for module in self.waiting.pop(name):
+                    import_module(module)
+        if not self.waiting and self in sys.meta_path:
             sys.meta_path.remove(self)
-            _import_models()
-
-
-def _import_models() -> None:
-    for module in MODELS:
-        import_module(module)

@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
+from headwater.config.layers import layer_config
 from headwater.config.plan import Source
 from headwater.config.planner import output_only_from
 from headwater.config.text import HeadwaterConfig
@@ -23,6 +24,7 @@ from headwater.kernels.autotune import allow_autotuning
 from headwater.kernels.varlen import VARLEN
 from headwater.mechanisms.base import Ancestors
 from headwater.models.cache import restart  # the module registers the cache layers, too
+from headwater.models.paging import check_paged
 from headwater.models.pretrained import HeadwaterPreTrainedModel, shared_modules
 from headwater.models.stack import Last, OfKind, Stack
 from headwater.nn.attention import Engine, tail_of
@@ -65,23 +67,22 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
     """Token embeddings, the stack of blocks, and the final norm."""
 
     def __init__(self, config: HeadwaterConfig) -> None:
-        config.settle()  # fields may have been set since it was created
         super().__init__(config)
+        plans = self.plan_layers()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         learned = config.position == "learned"
         self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
         # The first layer of each kind, by whether it has the sliding window, and the config as it sees it.
-        self.kinds = {slides: (layer, config.at(layer)) for slides, layer in config.kinds.items()}
+        self.kinds = {slides: (layer, layer_config(config, layer)) for slides, layer in config.kinds.items()}
         given = config.sliding_fields or {}
         differs = config.position == "rope" and ("rope_parameters" in given or "head_dim" in given)
         self.rotary_emb = RotaryEmbedding(config) if config.position == "rope" else None
         self.sliding_rotary_emb = RotaryEmbedding(self.kinds[True][1]) if differs else None
         self.embedding_norm = make_norm(config) if config.embedding_norm else None
         self.dropout = nn.Dropout(config.embedding_dropout)
-        self.layers = Stack(config)
+        self.layers = Stack(config, plans)
         self.mechanisms = shared_modules(config)
         self.reads_ids = [name for name in config.mechanisms if resolve(name).reads_ids]
-        plans = config.layer_plans
         # Heads whose keys and values each layer caches.
         self.cached_heads = [
             (len(p.attends),) * 2 if config.materialise else (len(p.k_heads), len(p.v_heads)) for p in plans
@@ -91,7 +92,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         kept = {length for plan in plans for _, length, _ in plan.tails}
         self.tails = tuple(min(n for n in kept if n >= back) for back in range(1, self.tail + 1))
         self.keeper = next((plan for plan in plans if plan.tails), None)
-        self.output_only_from = output_only_from(config)
+        self.output_only_from = output_only_from(config, plans)
         self.is_pageable = False
         self.norm = make_norm(config, final=True)
         self.gradient_checkpointing = False
@@ -151,6 +152,9 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         elif use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         made = attention_mask if isinstance(attention_mask, dict) else {}
+        for _, view in self.kinds.values():
+            if view is not self.config:  # a copy, and the kernel may have been set since
+                view._attn_implementation_internal = self.config._attn_implementation_internal
         masks: dict[bool, Any] = {}  # by kind of layer, where they were made before
         if any(name in made for name in MASK.values()):
             masks, attention_mask = {slides: made[MASK[slides]] for slides in self.kinds}, None
@@ -188,8 +192,8 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
             used = (borders, borders, longest, longest) if by_document else (None,) * 4
             kwargs.update(zip(BORDERS, used, strict=True))
         if not self.is_pageable and (paged or (past_key_values is None and self.may_be_paged())):
-            self.config.check_paged()
-            self.is_pageable = True  # checked once: it computes the plans again
+            check_paged(self.config, self.plans)
+            self.is_pageable = True
         if paged or by_document:
             masks = dict.fromkeys(self.kinds, attention_mask)
         elif not any(name in made for name in MASK.values()):
@@ -482,7 +486,6 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
     packs_weights = True
 
     def __init__(self, config: HeadwaterConfig) -> None:
-        config.settle()
         super().__init__(config)
         self.model = HeadwaterModel(config)
         self.vocab_size = config.vocab_size
@@ -709,11 +712,12 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """As in transformers. Raises `HeadwaterError` where its paged cache could not hold what this model needs."""
-        self.config.check_paged()
+        check_paged(self.config, self.plans)
         return super().init_continuous_batching(*args, **kwargs)
 
-    # `generate` makes masks with this, outside compiled code; ours respects documents.
-    create_masks_for_generate = staticmethod(masks_for_generate)
+    def create_masks_for_generate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The masks that `generate` makes outside compiled code; these respect documents."""
+        return masks_for_generate(*args, **kwargs, looks_back=self.model.keeper is not None)
 
 
 def positions_kept(hidden: Tensor, which: int | Tensor) -> Tensor:

@@ -48,8 +48,8 @@ class HeadwaterImageModel(HeadwaterImagePreTrainedModel):
     """Patch embedding, class token and positions, the stack of blocks, and the final norm."""
 
     def __init__(self, config: HeadwaterVisionConfig) -> None:
-        config.settle()  # fields may have been set since it was created
         super().__init__(config)
+        plans = self.plan_layers()
         high, wide = config.patch_shape
         width = config.hidden_size
         self.embed_patches = nn.Linear(config.num_channels * high * wide, width, bias=config.patch_bias)
@@ -57,9 +57,9 @@ class HeadwaterImageModel(HeadwaterImagePreTrainedModel):
         self.registers = nn.Embedding(config.register_tokens, width) if config.register_tokens else None
         self.embed_positions = nn.Embedding(config.tokens, width) if config.position == "learned" else None
         self.dropout = nn.Dropout(config.embedding_dropout)
-        self.layers = Stack(config)
+        self.layers = Stack(config, plans)
         self.mechanisms = shared_modules(config)
-        self.tail = max(plan.tail for plan in config.layer_plans)
+        self.tail = max(plan.tail for plan in plans)
         self.norm = make_norm(config, final=True)
         self.gradient_checkpointing = False
         self.post_init()
@@ -152,7 +152,6 @@ class HeadwaterForImageClassification(HeadwaterImagePreTrainedModel):
     accepts_loss_kwargs = False
 
     def __init__(self, config: HeadwaterVisionConfig) -> None:
-        config.settle()
         super().__init__(config)
         self.model = HeadwaterImageModel(config)
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)

@@ -30,6 +30,7 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
+from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
 from headwater.models.weights import check_kinds, kinds_of, unwrapped
@@ -148,6 +149,8 @@ def config_from(kind: type[PreTrainedConfig], folder: Path) -> Any:
     check_names(kind, content, file)
     with reading(f"The {CONFIG} in {str(folder)!r}", "correct it, or use an intact checkpoint"):
         config = kind.from_dict(content)
+        if isinstance(config, HeadwaterConfig):
+            plan_layers(config)
         config.return_dict = True  # other fields only matter to direct callers of the model
         return config
 

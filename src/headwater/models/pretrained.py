@@ -1,6 +1,7 @@
 """`HeadwaterPreTrainedModel`: what text and image models share."""
 
 # No postponed annotations in this file: other packages read those of models at run time.
+import os
 from typing import Any
 
 import torch
@@ -11,15 +12,20 @@ from transformers import initialization as init
 from transformers.modeling_utils import load_state_dict
 
 from headwater import kernels
+from headwater.config import auto_map
+from headwater.config.layers import cache_types
+from headwater.config.plan import LayerPlan
+from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.base import Mechanism, Named, owner_of
 from headwater.mechanisms.precision import KeepsPrecision
 from headwater.models.quantization import BESIDE, check_quantized
+from headwater.models.remote_code import add_code, is_code
 from headwater.models.token_tables import check_resizable, resize_token_tables
 from headwater.models.weights import check_kinds, is_plain, kinds_of, stored_kinds, unwrapped_names
 from headwater.nn.attention import Attention
+from headwater.nn.attention_kernel import supported_kernels
 from headwater.nn.block import Block
-from headwater.plugins import remote_code
 from headwater.plugins.registry import resolve
 from headwater.util.errors import HeadwaterError, either
 from headwater.util.seeding import generator
@@ -43,6 +49,22 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
     _keep_in_fp32_modules = [BESIDE]
     _can_record_outputs = {"hidden_states": Block, "attentions": Attention}
 
+    def __init__(self, config: HeadwaterConfig) -> None:
+        config.complete_fields()  # they may have been set since it was created
+        super().__init__(config)
+
+    def plan_layers(self) -> tuple[LayerPlan, ...]:
+        """The plans from which the layers are built. Also tells transformers what their caches hold."""
+        config = self.config
+        plans = plan_layers(config)
+        config.layer_types = cache_types(config, all(p.is_ordinary for p in plans if config.slides(p.index)))
+        return plans
+
+    @property
+    def plans(self) -> tuple[LayerPlan, ...]:
+        """What each layer projects, stores and reads."""
+        return tuple(block.plan for block in self.base_model.layers)
+
     def post_init(self) -> None:
         """As in transformers; also names the modules, and freezes what a mechanism does not train.
 
@@ -63,12 +85,24 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
     @classmethod
     def register_for_auto_class(cls, auto_class: str | type = "AutoModel") -> None:
         """As `HeadwaterConfig.register_for_auto_class`. Raises `HeadwaterError` for another class's auto class."""
-        if not remote_code.register(cls, auto_class):
+        if not auto_map.register(cls, auto_class):
             super().register_for_auto_class(auto_class)
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], is_main_process: bool = True, *args: Any, **kwargs: Any
+    ) -> None:
+        """As in transformers, with the code beside the weights if it belongs there (`headwater.config.auto_map`)."""
+        if is_main_process:
+            add_code(self.config, save_directory)
+        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
+
+    def _get_files_timestamps(self, working_dir: str | os.PathLike[str]) -> dict[str, float]:
+        """As in transformers, which uploads what changes from then on; without the code, which was written before."""
+        return {name: time for name, time in super()._get_files_timestamps(working_dir).items() if not is_code(name)}
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
         """As in transformers. Raises `HeadwaterError` for a kernel that does not support what the config asks for."""
-        possible, reason = self.config.attention_kernels
+        possible, reason = supported_kernels(self.config)
         if possible is not None and requested_attention is None:
             return "sdpa" if "sdpa" in possible else possible[0]
         if possible is not None and requested_attention not in possible:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from torch import Tensor, nn
@@ -35,8 +35,7 @@ class Last(NamedTuple):
 class Stack(nn.ModuleList):
     """The blocks of a model, in order."""
 
-    def __init__(self, config: HeadwaterConfig) -> None:
-        plans = config.layer_plans
+    def __init__(self, config: HeadwaterConfig, plans: Sequence[LayerPlan]) -> None:
         super().__init__(Block(config, plan) for plan in plans)
         self.last_reader = last_readers(plans)
 

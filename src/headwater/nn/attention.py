@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from headwater.config.layers import layer_config
 from headwater.config.plan import HeadGroup, Heads, Inner, LayerPlan, Source, Stage
 from headwater.kernels.attention import FEW
 from headwater.mechanisms.base import KV, Ancestors, Context, Mechanism, Named, Tail
@@ -62,7 +63,7 @@ class Attention(nn.Module):
     def __init__(self, config: HeadwaterConfig, plan: LayerPlan) -> None:
         super().__init__()
         self.config = config
-        config = config.at(plan.index)
+        config = layer_config(config, plan.index)
         self.plan = plan
         self.layer_idx = plan.index
         self.is_causal = config.is_causal  # read by transformers' attention kernels

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,27 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from headwater.kernels.attention import FEW, run_fastest_attention
 from headwater.kernels.autotune import get_choices
 from headwater.mechanisms.base import KV
+from headwater.plugins.registry import resolve
+
+if TYPE_CHECKING:
+    from headwater.config.text import HeadwaterConfig
 
 Kernel = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+def supported_kernels(config: HeadwaterConfig) -> tuple[tuple[str, ...] | None, str]:
+    """The values of `attn_implementation` that support a model of this config (None: all), and what limits them."""
+    limits = {
+        f"Mechanism {name!r} with its options": resolve(name).kernels(options)
+        for name, options in config.mechanisms.items()
+    }
+    limits["ALiBi"] = ("sdpa", "eager", "matmul") if config.position == "alibi" else None
+    limits["attention_softcap"] = ("eager",) if config.attention_softcap is not None else None
+    known = {reason: kernels for reason, kernels in limits.items() if kernels is not None}
+    if not known:
+        return None, ""
+    reason, fewest = min(known.items(), key=lambda limit: len(limit[1]))
+    return tuple(name for name in fewest if all(name in kernels for kernels in known.values())), reason
 
 
 def attention_kernel(implementation: str | None, q: Tensor, k: Tensor) -> Kernel:

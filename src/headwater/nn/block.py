@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from headwater.config.layers import layer_config
 from headwater.config.plan import EMBEDDING, LayerPlan, Outer, Part, Source
 from headwater.mechanisms.base import AttentionInputs, Context, Hidden, Named, PartTail
 from headwater.nn.attention import Attention, tail_of
@@ -46,7 +47,7 @@ class Block(GradientCheckpointingLayer):
         self.feed_forward_output_norm = make_norm(config) if config.output_norms else None
         self.residual_dropout = config.residual_dropout
         self.drop_path = config.drop_path * plan.index / max(1, config.num_hidden_layers - 1)
-        own, outer = config.at(plan.index), plan.at(*get_args(Outer))
+        own, outer = layer_config(config, plan.index), plan.at(*get_args(Outer))
         self.mechanisms = Named({name: resolve(name).build_outer(config.mechanisms[name], own, plan) for name in outer})
         self.stages = {stage: plan.at(stage) for stage in get_args(Outer)}
         self.inputs = plan.inputs

@@ -23,6 +23,7 @@ from torch.nn.attention.flex_attention import create_mask
 from transformers import Cache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
+from headwater.config.layers import layer_config
 from headwater.kernels.attention import MATMUL
 from headwater.kernels.varlen import VARLEN
 from headwater.mechanisms.base import Ancestors
@@ -388,14 +389,21 @@ def masks_for_generate(
     past_key_values: Cache | None = None,
     position_ids: Tensor | None = None,
     cache: Cache | None = None,
+    *,
+    looks_back: bool = False,
     **unused: Any,
 ) -> dict[str, Any]:
-    """What `generate` computes outside compiled code: the mask, and the reach, which does not follow from it."""
+    """What `generate` computes outside compiled code: the mask, and the reach, which does not follow from it.
+
+    looks_back: whether any layer keeps raw tokens.
+    """
     past_key_values = one_cache(past_key_values, cache)
     given = inputs_embeds, attention_mask, past_key_values, position_ids
     kinds = config.kinds
-    made = {MASK[slides]: attention_mask_for(config.at(layer), *given, layer) for slides, layer in kinds.items()}
-    if any(plan.tails for plan in config.layer_plans):
+    made = {
+        MASK[slides]: attention_mask_for(layer_config(config, layer), *given, layer) for slides, layer in kinds.items()
+    }
+    if looks_back:
         length, device = inputs_embeds.shape[1], inputs_embeds.device
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         if position_ids is None:

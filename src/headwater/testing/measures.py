@@ -82,7 +82,7 @@ class HeadsAlone:
         """
         config, size = self.config, self.config.head_dim
         some = SomeHeads(config, heads)
-        queries, plans, narrow = some.queries, config.layer_plans, some.narrow
+        queries, plans, narrow = some.queries, some.model_plans, some.narrow
 
         def own(source: Source, x: Tensor) -> Tensor:
             """A tensor of an earlier layer, with these heads' part."""
@@ -92,7 +92,7 @@ class HeadsAlone:
 
         pairs = []
         for block, (given, named), read in zip(self.blocks, self.given, self.read, strict=True):
-            mine = Attention(narrow, narrow.layer_plans[block.plan.index]).to(read.dtype).eval()
+            mine = Attention(narrow, some.plans[block.plan.index]).to(read.dtype).eval()
             self._narrow(mine, block.self_attn, some.places(block.plan))
             sources = [own(source, x) for source, x in zip(block.plan.reads, given[1:], strict=True)]
             mask = named.get("attention_mask")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.nn.cache_name import cache_of
@@ -27,8 +28,11 @@ SIZES = dict(
 
 
 def config(mechanisms: dict | None = None, gpt2: bool = False, **changes: Any) -> HeadwaterConfig:
+    """A small config. Raises `HeadwaterError` if its layers cannot be planned."""
     make = HeadwaterConfig.gpt2 if gpt2 else HeadwaterConfig
-    return make(**(SIZES | dict(mechanisms=mechanisms or {}) | changes))
+    made = make(**(SIZES | dict(mechanisms=mechanisms or {}) | changes))
+    plan_layers(made)
+    return made
 
 
 def disturb(model: Any, scale: float = 0.2) -> Any:

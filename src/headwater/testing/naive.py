@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headwater.config.layers import layer_config
+
 HeadRows = list[list[Tensor]]
 # Attention weights by head and position, of each slot that it sees.
 AttentionWeights = list[list[dict[int, Tensor]]]
@@ -399,7 +401,7 @@ class Reference:
         return x, {part: self.around("attention_input", layer, row) for part, row in normed.items()}
 
     def attention(self, layer: int, inputs: dict[str, list[Tensor]]) -> list[Tensor]:
-        self.own = self.config.at(layer)
+        self.own = layer_config(self.config, layer)
         c, name = self.own, f"model.layers.{layer}.self_attn"
         heads = {"q": range(c.num_attention_heads), "k": self.stored(layer, 0), "v": self.stored(layer, 1)}
         self.inputs.append(inputs["q"])
@@ -511,11 +513,10 @@ class Reference:
 
     def stored(self, layer: int, part: int) -> list[int]:
         """The heads whose keys (part 0) or values (part 1) of `layer` somebody attends to."""
-        every, layers = range(self.config.at(layer).num_key_value_heads), range(self.config.num_hidden_layers)
+        layers = range(self.config.num_hidden_layers)
+        heads = [layer_config(self.config, i).num_key_value_heads for i in layers]
         return [
-            h
-            for h in every
-            if any(self.attended(i, h)[part] == layer for i in layers if h < self.config.at(i).num_key_value_heads)
+            h for h in range(heads[layer]) if any(self.attended(i, h)[part] == layer for i in layers if h < heads[i])
         ]
 
     def enter(self, name: str, layer: int, x: list[Tensor]) -> list[Tensor]:

@@ -78,8 +78,9 @@ class Server:
         self.model, self.size, self.takes_back, self.sharing = model, block_size, takes_back, sharing
         self.random = random.Random(seed)
         element = next(model.parameters()).element_size()
-        config, slopes = (model.config, None) if share is None else (share.narrow, share.slopes)
-        self.engine = NaiveEngine(config, Page(config, block_size, element, takes_back), slopes)
+        share = share or Portion(model.config)
+        page = Page(share.narrow, share.plans, block_size, element, takes_back)
+        self.engine = NaiveEngine(share.narrow, page, share.slopes)
         self.known: dict[tuple[int, ...], int] = {}  # blocks of prefixes
         self.used = 0
 

@@ -10,10 +10,12 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import DynamicCache, PreTrainedModel
 
+from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.cost import counts as cost
 from headwater.models.cache import cache_bytes
 from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.nn.attention_kernel import supported_kernels
 from headwater.util.errors import HeadwaterError
 from headwater.verification.verdicts import EXACT, Verified, verify_twice
 from headwater.verification.watch import Subject
@@ -37,6 +39,7 @@ def tiny(mechanisms: dict[str, dict], layers: int = 4, seed: int = 0) -> Headwat
             initializer_seed=seed,
             mechanisms=mechanisms,
         )
+        plan_layers(config)
     except (HeadwaterError, StrictDataclassError):
         return None
     model = HeadwaterForCausalLM(config)
@@ -44,7 +47,7 @@ def tiny(mechanisms: dict[str, dict], layers: int = 4, seed: int = 0) -> Headwat
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn(parameter.shape, generator=draw))
-    kernels, _ = config.attention_kernels
+    kernels, _ = supported_kernels(config)
     if kernels is not None:
         model.set_attn_implementation(kernels[0])
     return model.double().eval()

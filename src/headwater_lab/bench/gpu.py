@@ -311,7 +311,7 @@ def combinations(names: Sequence[str] = tuple(REGISTRY)) -> dict[str, dict[str, 
     together: dict[str, dict] = {}
     for name in names:
         with suppress(HeadwaterError):
-            _small({**together, name: {}})
+            plan_layers(_small({**together, name: {}}))
             together[name] = {}
     return {"none": {}, **alone, "together": together}
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from headwater.config.planner import output_only_from
+from headwater.config.planner import output_only_from, plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.cost import counts as cost
 from headwater.models.causal_lm import HeadwaterForCausalLM
@@ -65,7 +65,7 @@ def bench_prefill(
     return [
         Prefill(
             name,
-            layers - output_only_from(config),
+            layers - output_only_from(config, plan_layers(config)),
             PairedTimes(seconds[name], seconds[VANILLA]),
             flops[name] / flops[VANILLA],
         )

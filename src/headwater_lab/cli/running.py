@@ -179,7 +179,9 @@ def serve(
 
     from transformers.utils import is_serve_available
 
+    from headwater.config.planner import plan_layers
     from headwater.models.load import has_tokenizer, read_config
+    from headwater.models.paging import check_paged
     from headwater.util.extras import MissingExtra
     from headwater_lab.training.checkpoint import check
     from headwater_lab.training.places import newest_checkpoint
@@ -197,7 +199,8 @@ def serve(
     if engine == "vllm":
         return _serve_with_vllm(str(checkpoint), source, context.args)
     if "--continuous-batching" in context.args:
-        read_config(source).check_paged()
+        config = read_config(source)
+        check_paged(config, plan_layers(config))
     if "@" in str(source):
         raise HeadwaterError(
             f"The server reads the part after @ as a revision; serve {str(source)!r} from another path."

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from headwater.config.layers import layer_config
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.util.errors import HeadwaterError
 from headwater.util.seeding import generator
@@ -106,5 +107,5 @@ def repeated(model: HeadwaterForCausalLM) -> tuple[Sample, int]:
 
 def batch_size(model: HeadwaterForCausalLM, length: int) -> int:
     """The number of rows of this length whose attention weights in one layer fit in memory."""
-    heads = max(model.config.at(layer).num_attention_heads for layer in model.config.kinds.values())
+    heads = max(layer_config(model.config, layer).num_attention_heads for layer in model.config.kinds.values())
     return max(1, WEIGHTS // (heads * length**2))

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from headwater.config.layers import layer_config
 from headwater.models.kinds import AnyModel, is_of_images
 from headwater.nn.patches import raster_positions
 from headwater_lab.inspection.pairs import Firing, PairCounter
@@ -245,7 +246,7 @@ class Watch:
         def add(name: str, by_query: Tensor, count: Any = rows * length) -> None:
             self.sums.add(name, layer, by_query.sum((0, 2), dtype=torch.float64), count)
 
-        window = self.model.config.at(layer).sliding_window
+        window = layer_config(self.model.config, layer).sliding_window
         seen = (self.sight.sees if window is None else self.sight.sees.clamp(max=window))[:, None]
         found = entropy(weights)
         add("entropy", found)
@@ -265,7 +266,7 @@ class Watch:
 
     def heads(self, layer: int, out: Tensor) -> None:
         """out [B, T, H·d], the input of the output projection."""
-        block, width = blocks(self.model)[layer], self.model.config.at(layer).head_dim
+        block, width = blocks(self.model)[layer], layer_config(self.model.config, layer).head_dim
         parts = out.split(width, dim=-1)
         output = block.self_attn.o_proj
         if isinstance(output, nn.Linear):

@@ -17,6 +17,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.nn.attention import Attention
 from headwater.nn.masking import attention_mask_for
@@ -77,7 +78,7 @@ def shifted_head(
         hidden_size=width, num_hidden_layers=1, num_attention_heads=1, position=position, mechanisms={name: {}}
     )
     config._attn_implementation = "eager"
-    attention = Attention(config, config.layer_plans[0]).double()
+    attention = Attention(config, plan_layers(config)[0]).double()
     eye = torch.eye(width, dtype=torch.float64)
     alpha, beta = torch.tensor(scalars, dtype=torch.float64).view(2, 2, 1)
     weights = {"q_proj.weight": math.sqrt(width) * sharpness * (eye if match is None else match.T)}

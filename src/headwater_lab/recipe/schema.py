@@ -31,6 +31,7 @@ from pydantic import (
     model_validator,
 )
 
+from headwater.config.planner import plan_layers
 from headwater.config.presets import PRESETS, preset
 from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
@@ -608,6 +609,7 @@ class Recipe(Settings):
                 given[token] = getattr(data.tokenizer, token)
         try:
             config = make(**(given | fields))
+            plan_layers(config)  # or a run would end after others of its comparison have been trained
         except (HeadwaterError, StrictDataclassError) as error:
             raise HeadwaterError(f"model: {sentence(error)}") from error
         if config.vocab_size < data.vocab_size:
@@ -648,6 +650,7 @@ class Recipe(Settings):
             raise HeadwaterError(f"model.base {base!r} is a text model; use vit or an image preset.")
         try:
             config = make(**(given | fields))
+            plan_layers(config)  # or a run would end after others of its comparison have been trained
         except (HeadwaterError, StrictDataclassError) as error:
             raise HeadwaterError(f"model: {sentence(error)}") from error
         if config.num_labels < len(names):

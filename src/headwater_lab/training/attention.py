@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 
 from headwater import kernels
+from headwater.config.layers import layer_config
 from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
 from headwater.kernels.varlen import FROM, VARLEN, find_refusal
 from headwater.models.kinds import AnyModel
+from headwater.nn.attention_kernel import supported_kernels
 from headwater.util.errors import HeadwaterError, sentence
 from headwater_lab.recipe.schema import Training
 
@@ -31,12 +33,12 @@ def kernel_for(config: HeadwaterConfig, training: Training, device: str, context
             raise HeadwaterError(f"training.attn_implementation: {VARLEN} is for rows of documents; leave it out.")
         return training.attn_implementation
     dtype = {"32-true": torch.float32, "64-true": torch.float64}.get(training.precision, torch.bfloat16)
-    widths = [config.at(layer).head_dim for layer in config.kinds.values()]
+    widths = [layer_config(config, layer).head_dim for layer in config.kinds.values()]
     reasons = [find_refusal(torch.device(device), dtype, config.attention_dropout, width or 0) for width in widths]
     reason = next((reason for reason in reasons if reason is not None), None)
     if training.attn_implementation == VARLEN and reason is not None:
         raise HeadwaterError(f"training.attn_implementation: {VARLEN} {reason}; leave it out.")
-    possible, _ = config.attention_kernels
+    possible, _ = supported_kernels(config)
     cannot = reason is not None or (possible is not None and VARLEN not in possible)
     if training.attn_implementation is not None or cannot or kernels.are_disabled():
         return training.attn_implementation

@@ -64,6 +64,7 @@ from headwater.models.load import (
     reading,
     weight_files,
 )
+from headwater.models.remote_code import add_code
 from headwater.models.weights import check_kinds, unwrapped_names
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import STAGING, flush, read_bytes, sha256_of, staged
@@ -206,6 +207,7 @@ def write_parts(
     if weights is not None:
         model.save_pretrained(folder, state_dict=dict(weights))
     else:
+        add_code(model.config, folder)
         model.config.save_pretrained(folder)
         if getattr(model, "generation_config", None) is not None:
             model.generation_config.save_pretrained(folder)

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from headwater.config.planner import plan_layers
 from headwater.config.presets import PRESETS, preset
 from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
@@ -262,7 +263,9 @@ def _configs(model: HeadwaterConfig | str | Path, changes: dict[str, Any]) -> di
             # Not from_pretrained, which applies overrides to a config that was checked without them.
             _check_fields(changes, made)
             check_names(made, content, file)
-            return {name: made.from_dict(merged(content, changes))}
+            config = made.from_dict(merged(content, changes))
+            plan_layers(config)
+            return {name: config}
     except HeadwaterError as error:
         raise HeadwaterError(f"{argument!r}: {sentence(error)}") from error
 

@@ -69,8 +69,7 @@ def refitted(trained: Trained, data: Data, change: Change) -> Trained:
     old = config.grid
     if "image_size" in changes:
         config.image_size = changes["image_size"]
-        config.settle()
-        config.validate_architecture()
+        config.complete_fields()
     made = HeadwaterForImageClassification(config).to(model.dtype)
     weights = model.state_dict()
     if POSITIONS in weights:

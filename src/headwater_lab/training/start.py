@@ -11,6 +11,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
+from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
 from headwater.growth.pairs import has_pairs
@@ -99,8 +100,8 @@ def begin(recipe: Recipe, path: Path, data: Data, resumed: bool = False) -> Begi
     try:
         for name, value in dropouts.items():
             setattr(config, name, value)
-        config.settle()
-        config.validate_architecture()
+        config.complete_fields()
+        plan_layers(config)
     except (HeadwaterError, StrictDataclassError) as error:
         raise HeadwaterError(f"model: {sentence(error)}") from error
     assert recipe.start is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.plugins.registry import resolve
 from headwater.util.errors import HeadwaterError
@@ -74,7 +75,7 @@ def _check_model(config: HeadwaterConfig, length: int) -> None:
 
 def _check_columns(config: HeadwaterConfig, degree: int) -> None:
     """Raise `HeadwaterError` if a feed-forward or the vocabulary cannot be split over `degree` processes."""
-    if inside := [name for plan in config.layer_plans for name in plan.at("feed_forward_hidden")]:
+    if inside := [name for plan in plan_layers(config) for name in plan.at("feed_forward_hidden")]:
         raise HeadwaterError(
             f"Mechanism {inside[0]!r} acts inside the feed-forward, of which a process has a part of the channels "
             "under tensor parallelism; set tensor_parallel_degree to 1."

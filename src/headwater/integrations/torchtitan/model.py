@@ -104,7 +104,7 @@ class TitanModel(BaseModel):
         self.lm_head: nn.Module | None = whole.lm_head
         self.enable_weight_tying = self.settings.tie_word_embeddings
         self.keys = dict(model.mechanisms.names)
-        self.last_reader = last_readers(self.settings.layer_plans)
+        self.last_reader = last_readers(whole.plans)
         self.tail, self.reads_ids = model.tail, model.reads_ids
         # Set where the tokens of a row are split over processes.
         self.context_mesh: DeviceMesh | None = None

@@ -6,7 +6,7 @@
                tokens of some heads instead, so that a mechanism that looks at earlier tokens finds them.
     FSDP2      as torchtitan's own models: one group a block, one for the head.
 
-Under the first two, attention is built once more from plans of the process's own heads (`paging.heads.narrowed`).
+Under the first two, attention is built once more from plans of the process's own heads (`engines.heads.narrowed`).
 Parameters keep their shapes and names: they become DTensors, of which the code of a module sees its own part (`seen`).
 Within attention a replicated parameter or tensor has a different gradient in each process, and what counts is the sum.
 """
@@ -338,7 +338,7 @@ class SplitHeads:
         plan, whole = block.plan, block.self_attn
         try:
             with torch.device("meta"):
-                mine = OwnHeads(self.heads.narrow, self.heads.narrow.layer_plans[plan.index])
+                mine = OwnHeads(self.heads.narrow, self.heads.plans[plan.index])
         except KeyError as error:  # a tensor of another layer that this process's part of a mechanism would read
             raise unsplittable(plan, list(whole.mechanisms.names)) from error
         for name, module in whole.mechanisms.named():

@@ -10,6 +10,8 @@ from vllm.distributed.utils import get_pp_indices
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
+from headwater.config.layers import layer_config
+from headwater.config.planner import plan_layers
 from headwater.engines.pages import check_servable
 from headwater.engines.split import Portion
 from headwater.integrations.vllm.version import other_version
@@ -124,7 +126,7 @@ def _check_device(vllm_config: Any, device: str) -> None:
 def _check_blocks(config: Any, cache: Any, device: str) -> None:
     if cache.user_specified_block_size and cache.block_size % 32:  # vLLM's own default comes later, and is one
         raise HeadwaterError(f"block_size must be a multiple of 32, not {cache.block_size}.")
-    if cache.prefix_match_unit is not None and any(plan.tails for plan in config.layer_plans):
+    if cache.prefix_match_unit is not None and any(plan.tails for plan in plan_layers(config)):
         raise HeadwaterError(
             "This model keeps raw tokens at the ends of blocks, so prefixes match by whole blocks; leave out "
             "prefix_match_unit."
@@ -132,7 +134,7 @@ def _check_blocks(config: Any, cache: Any, device: str) -> None:
     # FlashAttention takes these, of the multiples of 8 up to 256.
     known = CPUAttentionBackend.get_supported_head_sizes() if device == "cpu" else list(range(8, 257, 8))
     for layer in range(config.num_hidden_layers):
-        if (width := config.at(layer).head_dim) not in known:
+        if (width := layer_config(config, layer).head_dim) not in known:
             raise HeadwaterError(
                 f"vLLM's attention kernel takes heads of {either([str(size) for size in known])} channels, and those "
                 f"of layer {layer} have {width}; serve this model with headwater serve, without --engine."

@@ -18,6 +18,8 @@ from vllm.v1.attention.backend import AttentionMetadataBuilder
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, _get_attn_isa
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
+from headwater.config.layers import layer_config
+from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.engines.paged import FlatBatch, PagedEngine
 from headwater.engines.pages import Page
@@ -88,10 +90,10 @@ class Blocks(torch.nn.Module, AttentionLayerBase):
         size = vllm_config.cache_config.block_size, vllm_config.model_config.dtype.itemsize
         spare = 0 if speculation is None else speculation.num_speculative_tokens
         # vLLM wants blocks that are alike in all processes.
-        least = max(Page(share.narrow, *size, spare).size for share in shares)
+        least = max(Page(share.narrow, share.plans, *size, spare).size for share in shares)
         self.config, self.num_heads, self.name = own.config, len(own.heads.queries), name
         kind = CPUEngine if vllm_config.device_config.device_type == "cpu" else FlashEngine
-        self.engine = kind(own.narrow, Page(own.narrow, *size, spare, least), own.slopes)
+        self.engine = kind(own.narrow, Page(own.narrow, own.plans, *size, spare, least), own.slopes)
         self.kv_cache = torch.tensor([])
         vllm_config.compilation_config.static_forward_context[name] = self
 
@@ -117,10 +119,10 @@ class Blocks(torch.nn.Module, AttentionLayerBase):
         given |= dict(tokens_per_state=page.block_size)
         config = self.config
         layers = range(config.num_hidden_layers)
-        windows = {config.at(layer).sliding_window or 0 for layer in layers}
+        windows = {layer_config(config, layer).sliding_window or 0 for layer in layers}
         if len(windows) > 1 or 0 in windows:
             return FullAttentionSpec(**given)
-        looks_back = 1 + max(plan.tail for plan in config.layer_plans)
+        looks_back = 1 + max(plan.tail for plan in plan_layers(config))
         return SlidingWindowSpec(**given, sliding_window=max(looks_back, *windows))
 
     def step(self, tokens: int) -> None:

@@ -4,7 +4,8 @@ transformers copies such code (`trust_remote_code=True`) into one folder, and fo
 `from .name import …`. So each module becomes one file beside the weights, headwater.nn.attention ->
 headwater_nn_attention.py, with its imports rewritten, and one entry file names them all. Which modules are needed is
 read off their sources: imports (inside functions and for type checkers too), and strings of the form
-"package.module:Class", which is how the registry, and `EXPORTED` below, name theirs. A mechanism from outside the
+"package.module:Class", which is how the registry and `headwater.config.auto_map`
+name theirs. A mechanism from outside the
 package comes along: its module and those of its own package, as headwater_outside_….py.
 """
 
@@ -23,71 +24,23 @@ from importlib.util import find_spec, resolve_name
 from pathlib import Path
 from typing import Any
 
+from headwater.config.auto_map import ENTRY, EXPORTED, complete_auto_map, has_code
 from headwater.plugins.outside import source_of
 from headwater.plugins.registry import MECHANISMS
 from headwater.util.errors import HeadwaterError
 from headwater.util.layout import IS_EXPORTED, LIBRARY, package_folder, top_package
 
-ENTRY = "modeling_headwater"
-# What the Auto classes of transformers find in an exported checkpoint. One entry file for all: in a local folder each
-# entry file gets its own copy of the code, and the config's classes would not be the model's.
-OF_TEXT = {
-    "AutoConfig": "headwater.config.text:HeadwaterConfig",
-    "AutoModel": "headwater.models.causal_lm:HeadwaterModel",
-    "AutoModelForCausalLM": "headwater.models.causal_lm:HeadwaterForCausalLM",
-}
-OF_IMAGES = {
-    "AutoConfig": "headwater.config.vision:HeadwaterVisionConfig",
-    "AutoModel": "headwater.models.image_classification:HeadwaterImageModel",
-    "AutoModelForImageClassification": "headwater.models.image_classification:HeadwaterForImageClassification",
-}
-EXPORTED = [*OF_TEXT.items(), *OF_IMAGES.items()]
 
-_registered: set[type] = set()
-
-
-def auto_class_of(cls: type) -> str | None:
-    """The Auto class for which `cls` is exported; None if it is not one of ours, or somebody's subclass."""
-    for auto, target in EXPORTED:
-        module, _, name = target.partition(":")
-        if (cls.__module__, cls.__name__) == (resolve_name(module, __package__), name):
-            return auto
-    return None
-
-
-def auto_map_of(config: Any) -> dict[str, str]:
-    """What the Auto classes find in an exported checkpoint with this config: Auto class -> "file.Class"."""
-    kinds = OF_TEXT if getattr(config, "is_causal", True) else OF_IMAGES
-    return {auto: f"{ENTRY}.{target.partition(':')[2]}" for auto, target in kinds.items()}
-
-
-def register(cls: type, auto_class: str | type) -> bool:
-    """Let all that is saved with the config class of `cls` carry the code; False, and nothing done, if it is not ours.
-
-    Raises `HeadwaterError` if `cls` is exported for another Auto class.
-    """
-    asked, ours = auto_class if isinstance(auto_class, str) else auto_class.__name__, auto_class_of(cls)
-    if ours is None:
-        return False
-    if asked != ours:
-        raise HeadwaterError(f"{cls.__name__} is exported for {ours}, not for {asked}; register it for {ours!r}.")
-    _registered.add(getattr(cls, "config_class", cls))
-    return True
-
-
-def add_to(config: Any, folder: str | os.PathLike[str]) -> None:
-    """Write the code into `folder` and point `config` to it, if its class is registered or it points there already.
-
-    The latter keeps models loaded from an exported checkpoint exported when they are saved.
-    """
-    auto_map = getattr(config, "auto_map", None) or {}
-    if type(config) in _registered:
-        # Other people's classes keep their entries; ours in another repository become ours in this folder.
-        ours = auto_map_of(config)
-        ours = {name: here for name, here in ours.items() if str(auto_map.get(name, here)).split("--")[-1] == here}
-        config.auto_map = auto_map = auto_map | ours
-    if any(str(target).startswith(f"{ENTRY}.") for target in auto_map.values()):
+def add_code(config: Any, folder: str | os.PathLike[str]) -> None:
+    """Write the code into `folder` and point `config` to it, if it is one that is saved with code."""
+    if has_code(config):
+        complete_auto_map(config)
         write_code(folder, brought_along(config))
+
+
+def is_code(name: str) -> bool:
+    """Whether a file of a checkpoint is one that `write_code` writes."""
+    return name.endswith(".py") and name.startswith((ENTRY, f"{LIBRARY}_"))
 
 
 def brought_along(config: Any) -> dict[str, str]:
@@ -183,14 +136,16 @@ def _rewritten(module: str, source: str, kinds: dict[str, str]) -> str:
 def _edits(module: str, tree: ast.Module, kinds: dict[str, str]) -> Iterator[tuple[Any, str, list[str]]]:
     """What changes in a module: (node, text in its place, modules of the package that it names)."""
     package = module if _path(module).name == "__init__.py" else module.rpartition(".")[0]
+    packages = LIBRARY, module.split(".")[0]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            _check_plain_import(module, node)
+            _check_flat(module, node, packages)
         elif isinstance(node, ast.ImportFrom):
             source = resolve_name("." * node.level + (node.module or ""), package)
-            if source.split(".")[0] in (LIBRARY, module.split(".")[0]):
-                from_top = node.level == 0 and source == LIBRARY and not _is_ours(module)
-                yield node, *(_from_package(node) if from_top else _from_module(node, source))
+            if node.level == 0 and source == LIBRARY and not _is_ours(module):
+                yield node, *_from_package(node)
+            elif source.split(".")[0] in packages:
+                yield node, *_from_module(node, source)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             if match := re.fullmatch(rf"({LIBRARY}(?:\.\w+)+):(\w+)", node.value):
                 yield node, f'".{_flat(match[1])}:{match[2]}"', [match[1]]
@@ -198,20 +153,19 @@ def _edits(module: str, tree: ast.Module, kinds: dict[str, str]) -> Iterator[tup
                 yield node, f'"{kinds[node.value]}"', []
 
 
-def _check_plain_import(module: str, node: ast.Import) -> None:
-    """Raise `HeadwaterError` for an import of the package that cannot be rewritten."""
+def _check_flat(module: str, node: ast.Import, packages: Iterable[str]) -> None:
     for alias in node.names:
-        if alias.name.split(".")[0] in (LIBRARY, module.split(".")[0]):
+        if alias.name.split(".")[0] in packages:
             raise HeadwaterError(f"{module}: write import {alias.name} as from … import …, which has a flat form.")
 
 
 def _from_module(node: ast.ImportFrom, source: str) -> tuple[str, list[str]]:
-    """Rewrites `from source import …`, whose names may be modules themselves."""
+    """Rewrites `from source import …`, where a name may be a module."""
     modules = [alias for alias in node.names if _is_module(f"{source}.{alias.name}")]
-    others = [alias for alias in node.names if alias not in modules]
-    new = [f"from .{_flat(source)} import {', '.join(map(ast.unparse, others))}"] if others else []
-    new += [f"from . import {_flat(f'{source}.{a.name}')} as {a.asname or a.name}" for a in modules]
-    return "; ".join(new), [f"{source}.{a.name}" for a in modules] + [source] * bool(others)
+    names = [ast.unparse(alias) for alias in node.names if alias not in modules]
+    lines = [f"from .{_flat(source)} import {', '.join(names)}"] if names else []
+    lines += [f"from . import {_flat(f'{source}.{a.name}')} as {a.asname or a.name}" for a in modules]
+    return "; ".join(lines), [f"{source}.{a.name}" for a in modules] + [source] * bool(names)
 
 
 def _layer_types(tree: ast.Module) -> set[str]:

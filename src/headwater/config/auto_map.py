@@ -1,0 +1,90 @@
+"""The field `auto_map`: which classes transformers' Auto classes open in a checkpoint that is saved with its code.
+
+Models write the code (`headwater.models.remote_code`).
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.util import resolve_name
+from pathlib import Path
+from typing import Any
+
+from headwater.util.errors import HeadwaterError, shown
+
+# One entry file for all: in a local folder each entry file gets its own copy of the code, and the config's classes
+# would not be the model's.
+ENTRY = "modeling_headwater"
+OF_TEXT = {
+    "AutoConfig": "headwater.config.text:HeadwaterConfig",
+    "AutoModel": "headwater.models.causal_lm:HeadwaterModel",
+    "AutoModelForCausalLM": "headwater.models.causal_lm:HeadwaterForCausalLM",
+}
+OF_IMAGES = {
+    "AutoConfig": "headwater.config.vision:HeadwaterVisionConfig",
+    "AutoModel": "headwater.models.image_classification:HeadwaterImageModel",
+    "AutoModelForImageClassification": "headwater.models.image_classification:HeadwaterForImageClassification",
+}
+EXPORTED = [*OF_TEXT.items(), *OF_IMAGES.items()]
+
+_registered: set[type] = set()
+
+
+def auto_class_of(cls: type) -> str | None:
+    """The Auto class for which `cls` is exported; None if it is not one of ours, or somebody's subclass."""
+    for auto, target in EXPORTED:
+        module, _, name = target.partition(":")
+        if (cls.__module__, cls.__name__) == (resolve_name(module, __package__), name):
+            return auto
+    return None
+
+
+def auto_map_of(config: Any) -> dict[str, str]:
+    """What the Auto classes find in an exported checkpoint with this config: Auto class -> "file.Class"."""
+    kinds = OF_TEXT if getattr(config, "is_causal", True) else OF_IMAGES
+    return {auto: f"{ENTRY}.{target.partition(':')[2]}" for auto, target in kinds.items()}
+
+
+def register(cls: type, auto_class: str | type) -> bool:
+    """Let all models with the config class of `cls` be saved with code; False, and nothing done, if it is not ours.
+
+    Raises `HeadwaterError` if `cls` is exported for another Auto class.
+    """
+    name, ours = auto_class if isinstance(auto_class, str) else auto_class.__name__, auto_class_of(cls)
+    if ours is None:
+        return False
+    if name != ours:
+        raise HeadwaterError(f"{cls.__name__} is exported for {ours}, not for {name}; register it for {ours!r}.")
+    _registered.add(getattr(cls, "config_class", cls))
+    return True
+
+
+def has_code(config: Any) -> bool:
+    """Whether what is saved with this config carries code: its class is registered, or it points to code already.
+
+    The latter keeps models loaded from an exported checkpoint exported when they are saved.
+    """
+    targets = (getattr(config, "auto_map", None) or {}).values()
+    return type(config) in _registered or any(str(target).startswith(f"{ENTRY}.") for target in targets)
+
+
+def complete_auto_map(config: Any) -> None:
+    """Point a config whose class is registered to the code.
+
+    Other people's classes keep their entries; ours in another repository become ours in this folder.
+    """
+    if type(config) in _registered:
+        entries = getattr(config, "auto_map", None) or {}
+        ours = auto_map_of(config).items()
+        config.auto_map = entries | {
+            name: local for name, local in ours if str(entries.get(name, local)).split("--")[-1] == local
+        }
+
+
+def check_code(config: Any, folder: str | os.PathLike[str]) -> None:
+    """Raise `HeadwaterError` if a config would be saved without the code that its `auto_map` names."""
+    if has_code(config) and not (Path(folder) / f"{ENTRY}.py").is_file():
+        raise HeadwaterError(
+            f"This config belongs to a model that is saved with its code, and {shown(str(folder))} has no {ENTRY}.py; "
+            "save the model there (model.save_pretrained), which writes code and config."
+        )

@@ -1,0 +1,97 @@
+"""Layers with and without a sliding window: the config as each of them sees it, and the kind of its cache."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Protocol
+
+from headwater.config.rope import complete_rope
+from headwater.util.errors import HeadwaterError, nearest, shown
+
+# Limits that no real model reaches; planning, which lists every key/value head of every layer, would take forever.
+MOST = {"num_hidden_layers": 4096, "num_attention_heads": 4096, "num_key_value_heads": 4096}
+MOST_ANYWHERE = 2**40
+# Fields that may differ between layers.
+_HEADS = "num_attention_heads", "num_key_value_heads", "head_dim"
+_FIELDS = *_HEADS, "rope_parameters"
+# Kinds of cache layers, without and with a sliding window: transformers' own, for the usual K and V, and those of
+# models/cache.py, which hold these and all else.
+_ORDINARY = "full_attention", "sliding_attention"
+_OWN = "headwater_attention", "headwater_sliding_attention"
+
+
+class LayerFields(Protocol):
+    """What these functions read of a config."""
+
+    num_hidden_layers: int
+    position: str
+    sliding_window: int | None
+    sliding_layers: list[int] | None
+    sliding_fields: dict | None
+    materialise: bool
+
+    def slides(self, layer: int) -> bool: ...
+
+
+def layer_config(config: Any, layer: int) -> Any:
+    """The config as one layer sees it: a copy with the layer's own fields where layers differ, else `config` itself."""
+    if config.sliding_layers is None:
+        return config
+    fields = (config.sliding_fields or {}) if config.slides(layer) else {"sliding_window": None}
+    view = copy.copy(config)
+    vars(view).update(fields, sliding_layers=None, sliding_fields=None)
+    return view
+
+
+def cache_types(config: LayerFields, windows_are_ordinary: bool) -> list[str]:
+    """The kind of cache layer that each layer needs, by which transformers builds caches (`layer_types`).
+
+    windows_are_ordinary: whether the layers with a sliding window all cache the usual keys and values. Then, since our
+    growing layer has no advantage there, they have transformers' own. Never a mixture: layers that attend to each other
+    must use the same slots, and transformers' static layer rolls while ours does not.
+    """
+    is_ordinary = config.materialise, config.materialise or windows_are_ordinary
+    kinds = [(_ORDINARY if is_ordinary[slides] else _OWN)[slides] for slides in (False, True)]
+    return [kinds[config.slides(layer)] for layer in range(config.num_hidden_layers)]
+
+
+def complete_sliding(config: LayerFields) -> None:
+    """Check `sliding_layers` and `sliding_fields`, and fill in what they leave out. Raises `HeadwaterError`."""
+    if config.sliding_layers is not None:
+        _complete_layers(config, config.sliding_layers)
+    if not config.sliding_fields:
+        config.sliding_fields = None
+        return
+    if config.sliding_layers is None:
+        raise HeadwaterError(
+            "sliding_fields differ in sliding_layers, which are some of the layers; name those, or set the fields "
+            "themselves."
+        )
+    for name in config.sliding_fields:
+        if name not in _FIELDS:
+            raise HeadwaterError(f"sliding_fields has no field {name!r}; {nearest(str(name), _FIELDS)}")
+    inside = layer_config(config, config.sliding_layers[0])
+    for name in _HEADS:
+        size = getattr(inside, name)
+        if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= MOST.get(name, MOST_ANYWHERE):
+            raise HeadwaterError(f"sliding_fields.{name} must be a whole number above 0, not {shown(size)}.")
+    inside.check_heads()
+    if inside.rope_parameters is not None and not isinstance(inside.rope_parameters, dict):
+        raise HeadwaterError(f"sliding_fields.rope_parameters must be a mapping, not {shown(inside.rope_parameters)}.")
+    if config.position == "rope":
+        complete_rope(inside)
+        if "rope_parameters" in config.sliding_fields:
+            config.sliding_fields = config.sliding_fields | {"rope_parameters": inside.rope_parameters}
+        inside.check_rope()
+    elif "rope_parameters" in config.sliding_fields:
+        raise HeadwaterError(f"position {config.position!r} has no rope_parameters; leave them out of sliding_fields.")
+
+
+def _complete_layers(config: LayerFields, layers: list[int]) -> None:
+    config.sliding_layers = layers = sorted(set(layers))
+    if config.sliding_window is None or not layers:
+        raise HeadwaterError("sliding_layers names the layers with a sliding_window; set both, or neither.")
+    if not 0 <= layers[0] <= layers[-1] < config.num_hidden_layers:
+        raise HeadwaterError(f"sliding_layers must lie between 0 and {config.num_hidden_layers - 1}, not at {layers}.")
+    if len(layers) == config.num_hidden_layers:
+        config.sliding_layers = None

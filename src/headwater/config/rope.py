@@ -1,0 +1,106 @@
+"""The field `rope_parameters`: what it leaves out, and what it must be."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from headwater.util.errors import HeadwaterError, nearest, sentence, shown
+
+# The fields that transformers' RoPE functions read.
+_KEYS = (
+    "rope_type",
+    "rope_theta",
+    "partial_rotary_factor",
+    "factor",
+    "original_max_position_embeddings",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "truncate",
+    "mscale",
+    "mscale_all_dim",
+    "short_factor",
+    "long_factor",
+    "low_freq_factor",
+    "high_freq_factor",
+)
+# Those that must not be null.
+_NEEDED = "rope_type", "rope_theta", "factor", "partial_rotary_factor"
+# The types of those that are not numbers, also in words.
+_TYPES: dict[str, tuple[type, str]] = {
+    "rope_type": (str, "a name"),
+    "truncate": (bool, "true or false"),
+    "short_factor": (list, "a list of numbers"),
+    "long_factor": (list, "a list of numbers"),
+}
+
+
+class RopeFields(Protocol):
+    """What these functions read of a config."""
+
+    rope_parameters: dict | None
+    head_dim: int | None
+    default_theta: float
+
+    @property
+    def rotary_dim(self) -> int: ...
+
+    def standardize_rope_params(self) -> None: ...
+
+
+def complete_rope(config: RopeFields) -> None:
+    """Fill in what `rope_parameters` leaves out."""
+    config.rope_parameters = dict(config.rope_parameters or {})
+    if config.rope_parameters.get("rope_theta") is None:
+        config.rope_parameters["rope_theta"] = config.default_theta
+    config.standardize_rope_params()
+
+
+def check_rope(config: RopeFields) -> None:
+    """Raise `HeadwaterError` for rope_parameters that transformers' functions make no frequencies from."""
+    parameters = config.rope_parameters or {}
+    kind, fraction = parameters["rope_type"], parameters.get("partial_rotary_factor", 1.0)
+    for key, value in parameters.items():
+        _check_type(key, value)
+    if kind not in ("default", *ROPE_INIT_FUNCTIONS):
+        raise HeadwaterError(f"There is no rope_type {kind!r}; {nearest(kind, ['default', *ROPE_INIT_FUNCTIONS])}")
+    for name, value in parameters.items():
+        if name.startswith("rope_theta") and not 0 < value < float("inf"):
+            raise HeadwaterError(f"{name} must be above zero and finite, not {value}.")
+    if not 0 < fraction <= 1:
+        raise HeadwaterError(
+            f"partial_rotary_factor must be a fraction of the head's width, above 0 and at most 1, not {fraction}."
+        )
+    if config.rotary_dim % 2:
+        raise HeadwaterError(
+            f"RoPE rotates pairs of channels, but head_dim {config.head_dim} with partial_rotary_factor {fraction} "
+            f"gives {config.rotary_dim}; make it even."
+        )
+    if kind != "default":
+        _check_frequencies(config, kind)
+
+
+def _check_type(key: Any, value: Any) -> None:
+    if key not in _KEYS:
+        raise HeadwaterError(f"rope_parameters has no field {key!r}; {nearest(str(key), _KEYS)}")
+    if value is None and key not in _NEEDED:
+        return
+    types, words = _TYPES.get(key, ((int, float), "a number"))
+    is_flag = isinstance(value, bool) and types is not bool  # which is an int, too
+    if is_flag or not isinstance(value, types):
+        raise HeadwaterError(f"rope_parameters.{key} must be {words}, not {shown(value)}.")
+
+
+def _check_frequencies(config: RopeFields, kind: str) -> None:
+    try:
+        frequencies, _ = ROPE_INIT_FUNCTIONS[kind](config)
+        if not frequencies.is_meta and not bool(frequencies.isfinite().all()):
+            raise ZeroDivisionError("some are not finite")
+    except KeyError as error:
+        raise HeadwaterError(f"rope_type {kind!r} needs {error} in rope_parameters.") from error
+    except Exception as error:  # transformers' functions fail for zeros and lists of a wrong length
+        raise HeadwaterError(
+            f"rope_type {kind!r} makes no frequencies from these rope_parameters: {sentence(error)}."
+        ) from error
