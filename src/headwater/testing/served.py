@@ -18,8 +18,8 @@ from headwater.engines.paged import FlatBatch, PagedEngine
 from headwater.engines.pages import Page
 from headwater.engines.split import Portion
 from headwater.models.causal_lm import HeadwaterForCausalLM
-from headwater.nn.attention import Attention
 from headwater.nn.attention_kernel import eager_attention
+from headwater.nn.engine import AttentionLayer
 
 
 class NaiveEngine(PagedEngine):
@@ -31,7 +31,7 @@ class NaiveEngine(PagedEngine):
             if x.shape[1]:
                 self.store(layer, part, x.dtype)[self.batch.block, :, self.batch.offset] = x
 
-    def read(self, attention: Attention, q: Tensor, keys: Tensor, values: Tensor, first: int) -> Tensor:
+    def read(self, attention: AttentionLayer, q: Tensor, keys: Tensor, values: Tensor, first: int) -> Tensor:
         batch, out = self.batch, torch.empty_like(q)
         assert batch is not None
         for sequence, end in enumerate(batch.ends.tolist()):

@@ -17,7 +17,7 @@ from headwater.kernels.scratch import keep_freed_memory
 from headwater.mechanisms.base import Mechanism
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.image_classification import HeadwaterForImageClassification
-from headwater.nn.masking import cu_seq_lens, takes_documents
+from headwater.nn.documents import make_cu_seq_lens, takes_documents
 from headwater_lab.bench.decoding import shape_of
 from headwater_lab.bench.paired import PairedTimes, interleave
 
@@ -56,7 +56,7 @@ def text_pair(
         positions = packed_positions(batch_size, context, documents)
         for each in inputs:
             each["position_ids"] = positions
-        if takes_documents(attention) and (borders := cu_seq_lens(positions)) is not None:
+        if takes_documents(attention) and (borders := make_cu_seq_lens(positions)) is not None:
             inputs[0]["cu_seq_lens_q"] = borders
     return ModelPair((ours, theirs), (inputs[0], inputs[1]))
 
