@@ -20,7 +20,7 @@ from headwater.config.vision import HeadwaterVisionConfig
 from headwater.models.inputs import ModelInputs
 from headwater.models.pretrained import HeadwaterPreTrainedModel, shared_modules
 from headwater.models.stack import Stack
-from headwater.nn.lookback import Lookback, find_reach
+from headwater.nn.lookback import LookbackLimits, find_reach
 from headwater.nn.loss import classification_loss
 from headwater.nn.norm import make_norm
 from headwater.nn.patches import patches, raster_positions, resized, rotary, sincos
@@ -60,7 +60,7 @@ class HeadwaterImageModel(HeadwaterImagePreTrainedModel):
         self.dropout = nn.Dropout(config.embedding_dropout)
         self.layers = Stack(config)
         self.mechanisms = shared_modules(config)
-        self.lookback = Lookback.from_plans(config.layer_plans)
+        self.lookback = LookbackLimits.from_plans(config.layer_plans)
         self.norm = make_norm(config, final=True)
         self.gradient_checkpointing = False
         self.post_init()

@@ -32,7 +32,7 @@ from headwater.nn.ancestors import find_ancestors
 from headwater.nn.cache_name import CACHE, is_paged
 from headwater.nn.checks import is_replayed
 from headwater.nn.documents import check_documents, count_positions, restarted_positions, takes_documents
-from headwater.nn.lookback import Lookback, count_reach, find_reach, find_tail
+from headwater.nn.lookback import LookbackLimits, count_reach, find_reach, find_tail
 from headwater.nn.masks import LayerKind, NewTokens, find_new_tokens, is_kernel_mask, keep_last_rows, make_mask
 from headwater.util.errors import HeadwaterError
 
@@ -62,7 +62,7 @@ class InputSpec(NamedTuple):
     config: HeadwaterConfig
     kinds: dict[bool, LayerKind]
     layers: list[CachedLayer]
-    lookback: Lookback
+    lookback: LookbackLimits
     output_only_from: int
     id_readers: list[str]
 
@@ -76,7 +76,7 @@ class InputSpec(NamedTuple):
             else CachedLayer(len(plan.k_heads), len(plan.v_heads), window)
             for plan, window in zip(plans, windows, strict=True)
         ]
-        return cls(config, kinds, layers, Lookback.from_plans(plans), output_only_from(config), id_readers)
+        return cls(config, kinds, layers, LookbackLimits.from_plans(plans), output_only_from(config), id_readers)
 
 
 class ForwardArguments(NamedTuple):

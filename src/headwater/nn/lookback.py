@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from headwater.nn.engine import Engine
 
 
-class Lookback(NamedTuple):
+class LookbackLimits(NamedTuple):
     """How far back the mechanisms of a model look.
 
     limit: the longest tail of any; 0 if none looks back.
