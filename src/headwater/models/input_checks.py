@@ -81,13 +81,14 @@ def check_cached_heads(layers: list[CachedLayer], cache: Cache | None) -> None:
     for index, (held, layer) in enumerate(zip(getattr(cache, "layers", ()), layers, strict=False)):
         if held.is_compileable:  # static, which may have room for more heads than it uses
             continue
-        tensors = [getattr(held, name, None) for name in ("keys", "values")]
-        if any(x is not None and x.ndim == 4 and x.shape[1] != n for x, n in zip(tensors, layer[:2], strict=True)):
-            raise HeadwaterError(
-                f"Layer {index} caches {layer.k_heads} heads of keys and {layer.v_heads} of values, and the cache it "
-                f"is given has {tensors[0].shape[1]} and {tensors[1].shape[1]}; for prefix tuning, or another model's "
-                "cache, load the model with materialise=True."
-            )
+        for name, heads in (("keys", layer.k_heads), ("values", layer.v_heads)):
+            tensor = getattr(held, name, None)
+            if tensor is not None and tensor.ndim == 4 and tensor.shape[1] != heads:
+                raise HeadwaterError(
+                    f"Layer {index} caches {layer.k_heads} heads of keys and {layer.v_heads} of values, and the cache "
+                    f"it is given has {held.keys.shape[1]} and {held.values.shape[1]}; for prefix tuning, or another "
+                    "model's cache, load the model with materialise=True."
+                )
 
 
 def check_mask_size(attention_mask: Any, length: int, slots: int) -> None:

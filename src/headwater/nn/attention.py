@@ -13,7 +13,7 @@ B batch, T new tokens, S all tokens, D model width, H query heads, K key/value h
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 from torch import Tensor, nn
@@ -73,9 +73,10 @@ class Attention(nn.Module):
         self.shows_weights = bool(self.stages["probabilities"]) or any(s.kind == "probabilities" for s in plan.exports)
         self.groups = tuple(GroupSlots.from_plan(plan, group, self.num_key_value_groups) for group in plan.groups)
 
-    def at(self, stage: Inner) -> Iterator[Mechanism]:
+    def at(self, stage: Inner) -> Sequence[Mechanism]:
         """The mechanisms that act at a stage, in the order of application."""
-        return (cast(Mechanism, self.mechanisms[name]) for name in self.stages[stage])
+        names = self.stages[stage]
+        return [cast(Mechanism, self.mechanisms[name]) for name in names] if names else ()
 
     def forward(
         self,
@@ -101,7 +102,8 @@ class Attention(nn.Module):
         q, k, v = self.project(x, key_input, value_input)
         for mechanism in self.at("projected"):
             q, (k, v) = mechanism.projected(q, KV(k, v), context)
-        q, k = self.normalize(q, k)
+        q = q if self.q_norm is None else self.q_norm(q.transpose(1, 2)).transpose(1, 2)
+        k = k if self.k_norm is None else self.k_norm(k.transpose(1, 2)).transpose(1, 2)
         tensors += q, k, v
         for mechanism in self.at("local"):
             q, (k, v) = mechanism.local(q, KV(k, v), context)
@@ -152,11 +154,6 @@ class Attention(nn.Module):
         k = split_heads(self.k_proj, x if key_input is None else key_input)
         return split_heads(self.q_proj, x), k, split_heads(self.v_proj, x if value_input is None else value_input)
 
-    def normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys after their norms, if they have any."""
-        q = q if self.q_norm is None else self.q_norm(q.transpose(1, 2)).transpose(1, 2)
-        return q, k if self.k_norm is None else self.k_norm(k.transpose(1, 2)).transpose(1, 2)
-
     def rotate(self, q: Tensor, k: Tensor, angles: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
         """Queries and keys after RoPE, if there is any."""
         if angles is None:
@@ -179,8 +176,9 @@ class Attention(nn.Module):
 
     def add_pairs(self, inputs: list[KernelInputs], context: Context) -> list[KernelInputs]:
         """The calls, with what every token sees beside the tokens."""
-        pairs = [mechanism.beside(context) for mechanism in self.at("beside")]
-        return divide_pairs(inputs, pairs) if pairs else inputs
+        if not self.stages["beside"]:
+            return inputs
+        return divide_pairs(inputs, [mechanism.beside(context) for mechanism in self.at("beside")])
 
     def attend(self, inputs: list[KernelInputs], context: Context, **options: Any) -> tuple[Tensor, Tensor | None]:
         """What each head reads [B, T, H, d], and the attention weights of the tokens if the kernel returns them."""

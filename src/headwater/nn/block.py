@@ -69,13 +69,14 @@ class Block(GradientCheckpointingLayer):
         cache = kwargs.pop(CACHE, None)
         context = Context([*sources], kwargs.get("reach"), find_tail(self.plan, cache), kwargs.get("token_ids"))
         x = self.run_stage("embedded", x, context)
-        if self.embedding is not None and self.stages["embedded"]:
+        if self.stages["embedded"] and self.embedding is not None:
             context.sources[self.embedding] = x
         embedding, x = x, self.run_stage("arrive", x, context)
 
         inputs = self.separate(self.run_stage("enter", x, context), x, context)
-        kwargs |= dict(past_key_values=cache, key_input=inputs.k, value_input=inputs.v)
-        attended, _, *exports = self.self_attn(inputs.q, *context.sources, **kwargs)
+        attended, _, *exports = self.self_attn(
+            inputs.q, *context.sources, past_key_values=cache, key_input=inputs.k, value_input=inputs.v, **kwargs
+        )
         if self.attention_output_norm is not None:
             attended = self.attention_output_norm(attended)
         attended = self.drop(self.run_stage("attention_output", attended, context))

@@ -47,10 +47,11 @@ class GroupSlots(NamedTuple):
 
     def select(self, q: Tensor, attention_mask: Any, tensors: Sequence[Tensor]) -> KernelInputs:
         """Its call, with its heads of all queries and of a mask that differs between heads."""
+        k, v = self.select_kv(tensors)
+        if self.q_heads is None:
+            return KernelInputs(q, k, v, attention_mask)
         by_head = isinstance(attention_mask, Tensor) and attention_mask.ndim == 4 and attention_mask.shape[1] > 1
-        if by_head:
-            attention_mask = select_heads(attention_mask, self.q_heads)
-        return KernelInputs(select_heads(q, self.q_heads), *self.select_kv(tensors), attention_mask)
+        return KernelInputs(q[:, self.q_heads], k, v, attention_mask[:, self.q_heads] if by_head else attention_mask)
 
 
 def divide_pairs(inputs: Sequence[KernelInputs], pairs: Sequence[KV]) -> list[KernelInputs]:
