@@ -44,7 +44,6 @@ from headwater.nn.loss import causal_lm_loss, counted, shifted, squared_normaliz
 from headwater.nn.masks import find_new_tokens
 from headwater.nn.norm import make_norm
 from headwater.nn.position import RotaryEmbedding, document_lengths, for_heads
-from headwater.plugins.registry import resolve
 from headwater.util.errors import HeadwaterError
 from headwater.util.layout import IS_EXPORTED
 
@@ -61,8 +60,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         learned = config.position == "learned"
         self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
-        id_readers = [name for name in config.mechanisms if resolve(name).reads_ids]
-        self.input_spec = InputSpec.from_config(config, config.layer_plans, id_readers)
+        self.input_spec = InputSpec.from_config(config, config.layer_plans)
         fields = config.sliding_fields or {}
         differs = config.position == "rope" and ("rope_parameters" in fields or "head_dim" in fields)
         self.rotary_emb = RotaryEmbedding(config) if config.position == "rope" else None

@@ -131,17 +131,16 @@ class HeadwaterImageModel(HeadwaterImagePreTrainedModel):
 
     def prepare_inputs(self, x: Tensor, grid: tuple[int, int], kwargs: dict[str, Any]) -> ModelInputs:
         """What the blocks read beside x [B, T, D]: no mask, for every token sees all others, and no window."""
-        angles = self.angles(x, grid)
         return ModelInputs(
-            {False: None}, reach=self.reach(grid, x.device), position_embeddings={False: angles}, kwargs=kwargs
+            {False: None}, reach=self.reach(grid, x.device), position_embeddings=self.angles(x, grid), kwargs=kwargs
         )
 
-    def angles(self, x: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor] | None:
-        """cos and sin of rotary positions, as `rotate` takes them."""
+    def angles(self, x: Tensor, grid: tuple[int, int]) -> dict[bool, Any]:
+        """The angles of RoPE, as `rotate` takes them, for the one kind of layer there is."""
         if self.config.position != "rope":
-            return None
+            return {}
         theta = self.config.rope_parameters["rope_theta"]
-        return rotary(grid, self.config.first_patch, self.config.rotary_dim, theta, x)
+        return {False: rotary(grid, self.config.first_patch, self.config.rotary_dim, theta, x)}
 
     def reach(self, grid: tuple[int, int], device: torch.device) -> Tensor | None:
         """How far back mechanisms may look, [1, T]; None if none does."""

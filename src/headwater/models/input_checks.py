@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import Cache
 
 from headwater.nn.cache_name import CACHE
-from headwater.nn.checks import must_wait, refuse_where
-from headwater.nn.masks import is_kernel_mask
+from headwater.nn.checks import is_replayed, must_wait, refuse_where
+from headwater.nn.documents import Positions
+from headwater.nn.masks import NewTokens, is_kernel_mask
 from headwater.util.errors import HeadwaterError
+
+if TYPE_CHECKING:
+    from headwater.config.text import HeadwaterConfig
 
 
 class CachedLayer(NamedTuple):
@@ -41,24 +45,24 @@ def check_cache(layers: list[CachedLayer], cache: Cache | None, inputs_embeds: T
             f"{CACHE} must be a transformers Cache, not {type(cache).__name__}; make it with "
             "DynamicCache(config=model.config)."
         )
+    remedy = f"{type(cache).__name__}(config=model.config"
     if cache.layer_class_to_replicate is None and len(cache.layers) < len(layers):
         raise HeadwaterError(
-            f"This cache is for {len(cache.layers)} layers and the model has {len(layers)}; make it with "
-            f"{type(cache).__name__}(config=model.config)."
+            f"This cache is for {len(cache.layers)} layers and the model has {len(layers)}; make it with {remedy})."
         )
     rows, length = inputs_embeds.shape[:2]
     for index, (held, layer) in enumerate(zip(cache.layers, layers, strict=False)):
         keys = getattr(held, "keys", None)
-        if isinstance(keys, Tensor) and keys.ndim == 4 and len(keys) != rows:
+        size = len(keys) if isinstance(keys, Tensor) and keys.ndim == 4 else rows
+        if size != rows:
             raise HeadwaterError(
-                f"This cache was made for {len(keys)} rows and is given {rows}; make another one with "
-                f"{type(cache).__name__}(config=model.config, …), since reset() keeps the number of rows of a "
-                "static cache."
+                f"This cache was made for {size} rows and is given {rows}; make another one with {remedy}, …), since "
+                "reset() keeps the number of rows of a static cache."
             )
         if drops_visible_tokens(held, layer.sliding_window, length):
             raise HeadwaterError(
                 f"This cache drops tokens that the model still attends to (sliding_window of layer {index} is "
-                f"{layer.sliding_window}); make it with {type(cache).__name__}(config=model.config)."
+                f"{layer.sliding_window}); make it with {remedy})."
             )
 
 
@@ -124,20 +128,24 @@ def check_document_starts(document_starts: Tensor | None, past: int | Tensor, li
         )
 
 
-def check_learned_positions(position_ids: Tensor, size: int, last: int | None = None, later: bool = False) -> None:
-    """Each position must have one of `size` embeddings: on a GPU the lookup would abort the device.
+def check_learned_positions(config: HeadwaterConfig, tokens: NewTokens, positions: Positions) -> None:
+    """Each position must have an embedding, where positions are learned: on a GPU the lookup would abort the device.
 
-    last: the largest position where it is known without looking. later: a GPU need not be waited for; there the
-    error comes later, as a failed assertion with the same sentence.
+    A GPU is not waited for in training, nor where it may replay a step; there the error comes later, as a failed
+    assertion with the same sentence.
     """
-    advice = f"give it at most {size} tokens, or train with a larger max_position_embeddings or position=rope."
-    if torch.compiler.is_compiling() or position_ids.is_meta or not position_ids.numel():
+    if config.position != "learned" or torch.compiler.is_compiling():
         return
-    if last is None and later and must_wait(position_ids):
+    position_ids, size, past = positions.ids, config.max_position_embeddings, tokens.past
+    if position_ids.is_meta or not position_ids.numel():
+        return
+    advice = f"give it at most {size} tokens, or train with a larger max_position_embeddings or position=rope."
+    later = torch.is_grad_enabled() or is_replayed(past, tokens.length)
+    if not positions.are_slots and later and must_wait(position_ids):
         torch._assert_async(
             (position_ids < size).all(), f"A position is beyond this model's {size} learned positions; {advice}"
         )
         return
-    last = int(position_ids.max()) if last is None else last
+    last = int(past + tokens.length - 1 if positions.are_slots else position_ids.max())
     if last >= size:
         raise HeadwaterError(f"Position {last} is beyond this model's {size} learned positions; {advice}")

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
@@ -30,10 +29,16 @@ from headwater.models.input_checks import (
 )
 from headwater.nn.ancestors import find_ancestors
 from headwater.nn.cache_name import CACHE, is_paged
-from headwater.nn.checks import is_replayed
-from headwater.nn.documents import check_documents, count_positions, restarted_positions, takes_documents
+from headwater.nn.documents import (
+    Positions,
+    check_documents,
+    count_positions,
+    restarted_positions,
+    takes_documents,
+)
 from headwater.nn.lookback import LookbackLimits, count_reach, find_reach, find_tail
 from headwater.nn.masks import LayerKind, NewTokens, find_new_tokens, is_kernel_mask, keep_last_rows, make_mask
+from headwater.plugins.registry import resolve
 from headwater.util.errors import HeadwaterError
 
 if TYPE_CHECKING:
@@ -67,7 +72,7 @@ class InputSpec(NamedTuple):
     id_readers: list[str]
 
     @classmethod
-    def from_config(cls, config: HeadwaterConfig, plans: Sequence[LayerPlan], id_readers: list[str]) -> Self:
+    def from_config(cls, config: HeadwaterConfig, plans: Sequence[LayerPlan]) -> Self:
         kinds = {slides: LayerKind(layer, config.at(layer)) for slides, layer in config.kinds.items()}
         windows = [config.sliding_window if config.slides(plan.index) else None for plan in plans]
         layers = [
@@ -76,6 +81,7 @@ class InputSpec(NamedTuple):
             else CachedLayer(len(plan.k_heads), len(plan.v_heads), window)
             for plan, window in zip(plans, windows, strict=True)
         ]
+        id_readers = [name for name in config.mechanisms if resolve(name).reads_ids]
         return cls(config, kinds, layers, LookbackLimits.from_plans(plans), output_only_from(config), id_readers)
 
 
@@ -104,7 +110,7 @@ class ModelInputs(NamedTuple):
     position_ids: Tensor | None = None
     reach: Tensor | Ancestors | None = None
     past_key_values: Cache | Engine | None = None
-    position_embeddings: dict[bool, Any] | None = None
+    position_embeddings: dict[bool, Any] = {}
     kwargs: dict[str, Any] = {}
     has_borders: bool = False
 
@@ -117,18 +123,10 @@ class ModelInputs(NamedTuple):
         """The keyword arguments of a block, by kind of layer."""
         name = "cache" if is_paged(self.past_key_values) else CACHE
         common = {**self.kwargs, "reach": self.reach, "position_ids": self.position_ids, name: self.past_key_values}
-        angles = self.position_embeddings or {}
         return {
-            slides: {**common, "position_embeddings": angles.get(slides), "attention_mask": mask}
+            slides: {**common, "position_embeddings": self.position_embeddings.get(slides), "attention_mask": mask}
             for slides, mask in self.attention_mask.items()
         }
-
-
-class Positions(NamedTuple):
-    """Position ids [B or 1, T]; are_slots: they follow from the number of cached tokens alone."""
-
-    ids: Tensor
-    are_slots: bool
 
 
 def make_cache(config: HeadwaterConfig, past_key_values: Any, use_cache: bool) -> Any:
@@ -160,10 +158,10 @@ def prepare_inputs(spec: InputSpec, arguments: ForwardArguments) -> ModelInputs:
         masks = make_masks(spec, tokens, masks, position_ids)
     positions = find_positions(tokens, attention_mask, position_ids)
     reach = prepare_reach(spec, arguments, tokens, attention_mask, positions)
-    check_learned(spec.config, tokens, positions)
+    check_learned_positions(spec.config, tokens, positions)
     ids = {"token_ids": arguments.input_ids} if spec.id_readers else {}
     kwargs = {**arguments.kwargs, **choose_borders(arguments.kwargs, cu_seq_lens, tokens.length, by_document), **ids}
-    return ModelInputs(masks, positions.ids, reach, arguments.past_key_values, None, kwargs, has_borders)
+    return ModelInputs(masks, positions.ids, reach, arguments.past_key_values, {}, kwargs, has_borders)
 
 
 # Masks
@@ -277,16 +275,6 @@ def choose_borders(
     return dict(zip(BORDERS, borders, strict=True))
 
 
-def check_learned(config: HeadwaterConfig, tokens: NewTokens, positions: Positions) -> None:
-    """Raise `HeadwaterError` for a position that has no embedding, if positions are learned."""
-    if config.position != "learned":
-        return
-    past: Any = tokens.past
-    last = past + tokens.length - 1 if positions.are_slots else None
-    later = torch.is_grad_enabled() or is_replayed(tokens.past, tokens.length)
-    check_learned_positions(positions.ids, config.max_position_embeddings, last, later)
-
-
 # Looking back
 
 
@@ -339,18 +327,37 @@ def keep_last_tokens(spec: InputSpec, inputs: ModelInputs, x: Tensor, count: int
     """The inputs of the last `count` tokens of x [B, T, D]; None where they cannot be told from those of all."""
     if inputs.has_borders or isinstance(inputs.reach, Ancestors):
         return None
-    tokens, masks, angles = find_new_tokens(x, inputs.cache), {}, {}
-    for slides, kind in spec.kinds.items():
-        possible, masks[slides] = keep_last_rows(kind, tokens, inputs.attention_mask[slides], count)
-        if not possible:
-            return None
-        turns = (inputs.position_embeddings or {}).get(slides)
-        angles[slides] = None if turns is None else tuple(part[:, :, -count:] for part in turns)
-    ids = {name: inputs.kwargs[name][:, -count:] for name in ("token_ids",) if name in inputs.kwargs}
+    tokens = find_new_tokens(x, inputs.cache)
+    masks = keep_last_masks(spec, tokens, inputs.attention_mask, count)
+    if masks is None:
+        return None
+    kwargs = {**inputs.kwargs, "left_out": tokens.length - count}
+    if "token_ids" in kwargs:
+        kwargs["token_ids"] = select_last(kwargs["token_ids"], count)
     return inputs._replace(
         attention_mask=masks,
-        position_ids=None if inputs.position_ids is None else inputs.position_ids[:, -count:],
-        reach=None if inputs.reach is None else inputs.reach[:, -count:],
-        position_embeddings=angles,
-        kwargs={**inputs.kwargs, **ids, "left_out": tokens.length - count},
+        position_ids=select_last(inputs.position_ids, count),
+        reach=select_last(inputs.reach, count),
+        position_embeddings={
+            slides: tuple(part[:, :, -count:] for part in angles)
+            for slides, angles in inputs.position_embeddings.items()
+        },
+        kwargs=kwargs,
     )
+
+
+def keep_last_masks(
+    spec: InputSpec, tokens: NewTokens, masks: dict[bool, Any], count: int
+) -> dict[bool, Tensor | None] | None:
+    """The masks of the last `count` tokens; None where they cannot be taken from those of all."""
+    kept = {}
+    for slides, kind in spec.kinds.items():
+        possible, kept[slides] = keep_last_rows(kind, tokens, masks[slides], count)
+        if not possible:
+            return None
+    return kept
+
+
+def select_last(x: Tensor | None, count: int) -> Tensor | None:
+    """The columns of the last `count` tokens in x [B, T]."""
+    return None if x is None else x[:, -count:]

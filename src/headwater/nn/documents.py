@@ -5,6 +5,8 @@ Some attention kernels take the borders of documents in place of a mask, as tran
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -82,6 +84,13 @@ def select_columns(x: Tensor, past: int | Tensor, length: int) -> Tensor:
     if isinstance(past, Tensor):
         return x.index_select(1, torch.arange(length, device=x.device) + past.to(x.device))
     return x[:, -length:]
+
+
+class Positions(NamedTuple):
+    """Position ids [B or 1, T]; are_slots: they follow from the number of cached tokens alone."""
+
+    ids: Tensor
+    are_slots: bool
 
 
 def count_positions(attention_mask: Tensor | None, past: int | Tensor, length: int, device: torch.device) -> Tensor:

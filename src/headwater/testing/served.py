@@ -10,9 +10,10 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headwater.engines.paged import FlatBatch, PagedEngine
 from headwater.engines.pages import Page
@@ -46,7 +47,8 @@ class NaiveEngine(PagedEngine):
             if (slopes := self.slopes_of(attention, first, q.shape[1])) is not None:
                 mask = mask - slopes[:, None, None] * distance
             one = q[own].transpose(0, 1)[None]
-            out[own] = eager_attention(attention, one, k, v, mask, attention.scaling, softcap=attention.softcap)[0][0]
+            module = cast(nn.Module, attention)
+            out[own] = eager_attention(module, one, k, v, mask, attention.scaling, softcap=attention.softcap)[0][0]
         return out
 
 
