@@ -215,8 +215,8 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         recorded = (f"output_{name}" for name in self._can_record_outputs)
         if any(inputs.kwargs.get(name, getattr(self.config, name, False)) for name in recorded):
             return None
-        kept = keep_last_tokens(self.input_spec, inputs, x, tokens)
-        return None if kept is None else Last(first, tokens, kept.arguments())
+        inputs_of_last = keep_last_tokens(self.input_spec, inputs, x, tokens)
+        return None if inputs_of_last is None else Last(first, tokens, inputs_of_last.arguments())
 
     def shared_tensors(self, input_ids: Tensor | None) -> dict[Source, Tensor]:
         """The outputs of the modules that the model holds once. input_ids: the new tokens [B, T]."""
@@ -228,8 +228,8 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
     def may_be_paged(self) -> bool:
         """Whether the attention kernel is neither transformers' nor ours, and may manage keys and values itself."""
         name = self.config._attn_implementation or "eager"
-        own = name.startswith(OWN_ATTENTION) or ("/" in name and "|" not in name)  # owner/name: a kernel of the hub
-        return not own and not self.training
+        is_own = name.startswith(OWN_ATTENTION) or ("/" in name and "|" not in name)  # owner/name: a kernel of the hub
+        return not is_own and not self.training
 
     def check_engine(self, arguments: ForwardArguments) -> None:
         """Raise `HeadwaterError` if an engine with paged attention calls the model and cannot run it exactly."""

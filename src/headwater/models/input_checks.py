@@ -51,47 +51,47 @@ def check_cache(layers: list[CachedLayer], cache: Cache | None, inputs_embeds: T
             f"This cache is for {len(cache.layers)} layers and the model has {len(layers)}; make it with {remedy})."
         )
     rows, length = inputs_embeds.shape[:2]
-    for index, (held, layer) in enumerate(zip(cache.layers, layers, strict=False)):
-        keys = getattr(held, "keys", None)
+    for index, (cached, layer) in enumerate(zip(cache.layers, layers, strict=False)):
+        keys = getattr(cached, "keys", None)
         size = len(keys) if isinstance(keys, Tensor) and keys.ndim == 4 else rows
         if size != rows:
             raise HeadwaterError(
                 f"This cache was made for {size} rows and is given {rows}; make another one with {remedy}, …), since "
                 "reset() keeps the number of rows of a static cache."
             )
-        if drops_visible_tokens(held, layer.sliding_window, length):
+        if drops_visible_tokens(cached, layer.sliding_window, length):
             raise HeadwaterError(
                 f"This cache drops tokens that the model still attends to (sliding_window of layer {index} is "
                 f"{layer.sliding_window}); make it with {remedy})."
             )
 
 
-def drops_visible_tokens(held: Any, window: int | None, length: int) -> bool:
+def drops_visible_tokens(cached: Any, window: int | None, length: int) -> bool:
     """Whether a cache's layer keeps fewer tokens than the model's layer attends to, once it has `length` new ones."""
-    if not getattr(held, "is_sliding", False):
+    if not getattr(cached, "is_sliding", False):
         return False
     if window is None:
         return True
-    size = getattr(held, "sliding_window", None)
+    size = getattr(cached, "sliding_window", None)
     if size is not None:
         return bool(size < window)
     # Static: at most as many slots as the window, which suffice until they are full.
-    full = getattr(held, "cumulative_length_int", 0) + length > held.get_max_length()
-    return bool(full and held.get_max_length() < window)
+    full = getattr(cached, "cumulative_length_int", 0) + length > cached.get_max_length()
+    return bool(full and cached.get_max_length() < window)
 
 
 def check_cached_heads(layers: list[CachedLayer], cache: Cache | None) -> None:
     """The cache must not have other heads: another model's, or those of PEFT's prefix tuning."""
-    for index, (held, layer) in enumerate(zip(getattr(cache, "layers", ()), layers, strict=False)):
-        if held.is_compileable:  # static, which may have room for more heads than it uses
+    for index, (cached, layer) in enumerate(zip(getattr(cache, "layers", ()), layers, strict=False)):
+        if cached.is_compileable:  # static, which may have room for more heads than it uses
             continue
         for name, heads in (("keys", layer.k_heads), ("values", layer.v_heads)):
-            tensor = getattr(held, name, None)
+            tensor = getattr(cached, name, None)
             if tensor is not None and tensor.ndim == 4 and tensor.shape[1] != heads:
                 raise HeadwaterError(
-                    f"Layer {index} caches {layer.k_heads} heads of keys and {layer.v_heads} of values, and the cache "
-                    f"it is given has {held.keys.shape[1]} and {held.values.shape[1]}; for prefix tuning, or another "
-                    "model's cache, load the model with materialise=True."
+                    f"Layer {index} caches {layer.k_heads} heads of keys and {layer.v_heads} of values, and the "
+                    f"cache it is given has {cached.keys.shape[1]} and {cached.values.shape[1]}; for prefix tuning, or "
+                    "another model's cache, load the model with materialise=True."
                 )
 
 
@@ -146,6 +146,6 @@ def check_learned_positions(config: HeadwaterConfig, tokens: NewTokens, position
             (position_ids < size).all(), f"A position is beyond this model's {size} learned positions; {advice}"
         )
         return
-    last = int(past + tokens.length - 1 if positions.are_slots else position_ids.max())
-    if last >= size:
-        raise HeadwaterError(f"Position {last} is beyond this model's {size} learned positions; {advice}")
+    largest = int(past + tokens.length - 1 if positions.are_slots else position_ids.max())
+    if largest >= size:
+        raise HeadwaterError(f"Position {largest} is beyond this model's {size} learned positions; {advice}")

@@ -293,8 +293,8 @@ def prepare_reach(
     reach: Tensor | Ancestors | None = None
     if is_kernel_mask(attention_mask):
         column = find_first_column(spec, tokens, attention_mask)
-        held = None if tail is None else tail.positions()
-        reach = find_ancestors(positions.ids, attention_mask, held, column, lookback.tail_lengths, starts)
+        raw = None if tail is None else tail.positions()
+        reach = find_ancestors(positions.ids, attention_mask, raw, column, lookback.tail_lengths, starts)
     elif starts is not None or not positions.are_slots:
         reach = find_prepared_reach(arguments.attention_mask)
         if reach is None:
@@ -339,7 +339,7 @@ def keep_last_tokens(spec: InputSpec, inputs: ModelInputs, x: Tensor, count: int
         position_ids=select_last(inputs.position_ids, count),
         reach=select_last(inputs.reach, count),
         position_embeddings={
-            slides: tuple(part[:, :, -count:] for part in angles)
+            slides: tuple(angle[:, :, -count:] for angle in angles)
             for slides, angles in inputs.position_embeddings.items()
         },
         kwargs=kwargs,
@@ -350,12 +350,12 @@ def keep_last_masks(
     spec: InputSpec, tokens: NewTokens, masks: dict[bool, Any], count: int
 ) -> dict[bool, Tensor | None] | None:
     """The masks of the last `count` tokens; None where they cannot be taken from those of all."""
-    kept = {}
+    selected = {}
     for slides, kind in spec.kinds.items():
-        possible, kept[slides] = keep_last_rows(kind, tokens, masks[slides], count)
+        possible, selected[slides] = keep_last_rows(kind, tokens, masks[slides], count)
         if not possible:
             return None
-    return kept
+    return selected
 
 
 def select_last(x: Tensor | None, count: int) -> Tensor | None:

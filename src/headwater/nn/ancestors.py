@@ -66,8 +66,8 @@ def find_ancestors(
     parent, count = find_at(1, sees_candidate)
     # If a token sees more tokens than there are earlier positions, two share a position, and it is unknown which.
     visible = (sees & (torch.arange(slots, device=device) < first_column - in_tail)).sum(-1)
-    before = (candidate[:, None, :] < position[:, :, None]) & (candidate[:, None, :] >= 0)
-    visible = visible + (sees_candidate & before).sum(-1)
+    is_before = (candidate[:, None, :] < position[:, :, None]) & (candidate[:, None, :] >= 0)
+    visible = visible + (sees_candidate & is_before).sum(-1)
     crowded = (visible > position) & (first_column > in_tail)
     wrong = ~start & ~(padding & (count == 0)) & ((count != 1) | crowded)
     parent = torch.where(start | (count == 0), nothing, parent)

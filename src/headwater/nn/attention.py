@@ -162,8 +162,8 @@ class Attention(nn.Module):
 
     def gather(self, context: Context) -> KV:
         """What all heads attend to, [B, K, S, d] each."""
-        parts = [group.select_kv(context.sources) for group in self.groups]
-        kv = KV(*(join(tensors, dim=1) for tensors in zip(*parts, strict=True)))
+        by_group = [group.select_kv(context.sources) for group in self.groups]
+        kv = KV(*(join(tensors, dim=1) for tensors in zip(*by_group, strict=True)))
         for mechanism in self.at("gathered"):
             kv = mechanism.gathered(kv, context)
         return kv

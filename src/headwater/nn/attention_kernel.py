@@ -28,9 +28,9 @@ def attend_in_groups(
     module: nn.Module, implementation: str | None, inputs: Sequence[KernelInputs], options: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
     """What each head reads [B, T, H, d], and the attention weights of the tokens if the kernel returns them."""
-    results = [attend_in_group(module, implementation, each, options) for each in inputs]
-    out = join([read for read, _ in results], dim=2)
-    weights = [each for _, each in results if each is not None]
+    results = [attend_in_group(module, implementation, group, options) for group in inputs]
+    out = join([heads for heads, _ in results], dim=2)
+    weights = [of_keys for _, of_keys in results if of_keys is not None]
     return out, of_tokens(join(weights, dim=1), inputs) if len(weights) == len(results) else None
 
 
@@ -44,18 +44,18 @@ def attend_in_group(
     if implementation == "eager":
         return eager_attention(module, q, k, v, mask, beside=beside, **options)
     length, pairs = q.shape[2], beside.k.shape[1]
-    first = mask is None and bool(module.is_causal) and length > 1
-    if not first and not torch.is_grad_enabled() and is_few(length):  # a decoding step does not copy the history
+    from_start = mask is None and bool(module.is_causal) and length > 1
+    if not from_start and not torch.is_grad_enabled() and is_few(length):  # a decoding step does not copy the history
         return eager_attention(module, q, k, v, mask, beside=beside, **options)[0], None
     keys, values = (x.expand(q.shape[0], -1, -1, -1) for x in beside)
-    if first:  # as tokens before the first, whose queries are dropped: so the kernel needs no mask
+    if from_start:  # as tokens before the first, whose queries are dropped: so the kernel needs no mask
         q = nn.functional.pad(q, (0, 0, pairs, 0))
     elif mask is not None:
         mask = nn.functional.pad(mask, (pairs, 0), value=mask.dtype == torch.bool)
     k, v = torch.cat((keys, k), dim=2), torch.cat((values, v), dim=2)
     out, _ = attention_kernel(implementation, q, k)(module, q, k, v, mask, **options)
     # The output projection would copy a slice of several rows.
-    return out[:, pairs:].clone() if first else out, None
+    return out[:, pairs:].clone() if from_start else out, None
 
 
 def is_few(length: int) -> bool:
@@ -75,12 +75,12 @@ def read_groups(
     """What each head reads [B, T, H, d], by the weights of the tokens and, beside them, as `weigh_keys` gave them."""
     if inputs[0].beside is not None:
         weights = torch.cat((weights, weights_of_keys[..., weights.shape[3] :]), dim=3)
-    by_group = weights.split([each.q.shape[1] for each in inputs], 1)
-    read = [
-        read_values(module, of_group, each.v, dropout, each.beside)
-        for of_group, each in zip(by_group, inputs, strict=True)
+    by_group = weights.split([group.q.shape[1] for group in inputs], 1)
+    heads = [
+        read_values(module, of_group, group.v, dropout, group.beside)
+        for of_group, group in zip(by_group, inputs, strict=True)
     ]
-    return join(read, dim=2)
+    return join(heads, dim=2)
 
 
 def attention_kernel(implementation: str | None, q: Tensor, k: Tensor) -> Kernel:

@@ -57,9 +57,13 @@ class GroupSlots(NamedTuple):
 def divide_pairs(inputs: Sequence[KernelInputs], pairs: Sequence[KV]) -> list[KernelInputs]:
     """The calls with keys and values [K, n, d] beside the tokens': each with those of its own key/value heads."""
     keys, values = (join([pair[part] for pair in pairs], dim=1).to(inputs[0].q.dtype) for part in (0, 1))
-    sizes = [each.k.shape[1] for each in inputs]
-    divided = zip(inputs, keys.split(sizes), values.split(sizes), strict=True)
-    return [each._replace(beside=KV(k, v)) for each, k, v in divided]
+    calls: list[KernelInputs] = []
+    start = 0
+    for group in inputs:
+        end = start + group.k.shape[1]
+        calls.append(group._replace(beside=KV(keys[start:end], values[start:end])))
+        start = end
+    return calls
 
 
 def of_tokens(weights: Tensor, inputs: Sequence[KernelInputs]) -> Tensor:
