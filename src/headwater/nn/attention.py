@@ -151,8 +151,8 @@ class Attention(nn.Module):
             y = apply_linear(projection, y)
             return y.view(*y.shape[:2], -1, self.head_dim).transpose(1, 2)
 
-        k = split_heads(self.k_proj, x if key_input is None else key_input)
-        return split_heads(self.q_proj, x), k, split_heads(self.v_proj, x if value_input is None else value_input)
+        q, k = split_heads(self.q_proj, x), split_heads(self.k_proj, x if key_input is None else key_input)
+        return q, k, split_heads(self.v_proj, x if value_input is None else value_input)
 
     def rotate(self, q: Tensor, k: Tensor, angles: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
         """Queries and keys after RoPE, if there is any."""
