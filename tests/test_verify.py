@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from conftest import Wanted, build
 from headwater import verification as verify
 from headwater.mechanisms import kv_shift
-from headwater.models import cache, causal_lm
+from headwater.models import cache, inputs
 from headwater.plugins.registry import MECHANISMS, Registry
 from headwater.verification import WAYS, Parting, Verified, own, tiny, verdicts
 from headwater.verification.own import OWN_WAYS
@@ -155,18 +155,18 @@ def test_a_shifted_token_kept_instead_of_the_raw_one_is_seen(monkeypatch):
 
 @pytest.mark.slow
 def test_a_forgotten_padding_mask_is_seen(monkeypatch):
-    original = causal_lm.attention_mask_for
+    original = inputs.make_mask
 
-    def forgetful(config, x, mask, past, positions, layer):  # positions tell of the padding too
-        return original(config, x, None, past, None, layer)
+    def forgetful(kind, row, mask, positions):  # positions tell of the padding too
+        return original(kind, row, None, None)
 
-    monkeypatch.setattr(causal_lm, "attention_mask_for", forgetful)
+    monkeypatch.setattr(inputs, "make_mask", forgetful)
     assert failed(tiny({}, layers=2)) == PADDED & SOME | {"packing"}
 
 
 @pytest.mark.slow
 def test_a_shift_into_the_padding_is_seen(monkeypatch):
-    monkeypatch.setattr(causal_lm, "reach", lambda *args: None)
+    monkeypatch.setattr(inputs, "find_reach", lambda *args: None)
     assert failed(tiny({"kv_shift": {}}, layers=2)) == PADDED & SOME | {"packing"}
 
 
@@ -248,7 +248,7 @@ def test_verify_command_on_a_checkpoint(run, tmp_path):
 
 @pytest.mark.slow
 def test_verify_command_fails(run, monkeypatch, tmp_path):
-    monkeypatch.setattr(causal_lm, "reach", lambda *args: None)
+    monkeypatch.setattr(inputs, "find_reach", lambda *args: None)
     tiny({"kv_shift": {}}, layers=1).save_pretrained(tmp_path)
     code, out, err = run("verify", tmp_path)
     assert code == 1

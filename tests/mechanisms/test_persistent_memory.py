@@ -6,7 +6,7 @@ import torch
 from conftest import assert_near, build, config, tokens
 from headwater import HeadwaterConfig, HeadwaterError, HeadwaterForCausalLM
 from headwater.mechanisms import PersistentMemory
-from headwater.nn import attention
+from headwater.nn import attention_kernel
 from headwater.nn.attention_kernel import supported_kernels
 from headwater.testing.naive import Reference
 
@@ -78,7 +78,7 @@ def test_a_step_does_not_join_the_pairs_to_the_history(monkeypatch):
         assert_near(whole, model(ids, use_cache=False).logits, 1e-12)
     first = model(ids[:, :6])
     assert_near(first.logits, whole[:, :6], 1e-12)
-    monkeypatch.setattr(attention, "attention_kernel", None)
+    monkeypatch.setattr(attention_kernel, "attention_kernel", None)
     for part in (ids[:, 6:8], ids[:, 8:]):
         last = model(part, past_key_values=first.past_key_values).logits
     assert_near(last, whole[:, 8:], 1e-12)

@@ -104,12 +104,13 @@ def test_unbuilt_heads_change_nothing():
     for depth, block in enumerate(whole.model.layers):
         attention = block.self_attn
 
-        def hooked(inputs, context, pairs, attention=attention, depth=depth, **kwargs):
-            ((q, k, v, mask),) = inputs
+        def hooked(inputs, context, attention=attention, depth=depth, **kwargs):
+            (group,) = inputs
+            k, v = group.k, group.v
             saved.append((k, v))
             if depth == 2:  # two layers back, the last of two key/value heads
                 k, v = (torch.cat((own[:, :1], source[:, 1:]), 1) for own, source in zip((k, v), saved[0], strict=True))
-            return type(attention).attend(attention, [(q, k, v, mask)], context, pairs, **kwargs)
+            return type(attention).attend(attention, [group._replace(k=k, v=v)], context, **kwargs)
 
         attention.attend = hooked
     assert_near(model(ids, use_cache=False).logits, whole(ids, use_cache=False).logits, 1e-12)

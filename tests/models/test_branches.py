@@ -10,7 +10,7 @@ from transformers import DynamicCache, StaticCache
 
 from conftest import assert_near, build, config, document_positions, shared, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
-from headwater.nn.masking import ancestors
+from headwater.nn.ancestors import find_ancestors
 from headwater.testing.trees import Tree, batch, part
 
 EXACT = 1e-12
@@ -270,8 +270,8 @@ def test_flex_attentions_block_masks():
     tree = Tree.random(9, 3, 3)
     position_ids, seen = tree.positions[None], tree.seen
     blocks = create_block_mask(lambda b, h, q, kv: seen[q, kv], 1, 1, 9, 9, device="cpu")
-    slots = ancestors(position_ids, blocks, tails=(3, 3, 3)).slots
-    assert torch.equal(slots, ancestors(position_ids, seen[None, None], tails=(3, 3, 3)).slots)
+    slots = find_ancestors(position_ids, blocks, tail_lengths=(3, 3, 3)).slots
+    assert torch.equal(slots, find_ancestors(position_ids, seen[None, None], tail_lengths=(3, 3, 3)).slots)
     assert slots[0, 0].tolist() == [9 if parent < 0 else parent for parent in tree.parents]
     model = shared({"kv_shift": {}})
     with pytest.raises(HeadwaterError, match="sdpa does not take"):

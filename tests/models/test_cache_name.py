@@ -12,7 +12,6 @@ from conftest import assert_near, build, decode, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
 from headwater.models.cache import HeadwaterStaticLayer
 from headwater.nn.cache_name import CACHE, cache_of, is_paged
-from headwater.nn.masking import masks_for_generate
 from headwater_lab.bench.decoding import decode_in_turns
 
 NAMES = ("past_key_values", "cache")
@@ -61,14 +60,15 @@ def test_both_names_are_refused():
         call(ids, **BOTH)  # None under both is no cache
         call(ids, **BOTH | {"cache": DynamicCache(config=model.config)})
     with pytest.raises(HeadwaterError, match="two names of one argument"):
-        masks_for_generate(model.config, torch.zeros(1, 4, 32), None, **caches(model))
+        model.create_masks_for_generate(model.config, torch.zeros(1, 4, 32), None, **caches(model))
 
 
 def test_masks_are_made_under_either_name():
     model = build({"kv_shift": {}}, sliding_window=3)
     cache = DynamicCache(config=model.config)
     model(tokens(2, 4), past_key_values=cache)
-    made = [masks_for_generate(model.config, torch.zeros(2, 2, 32), None, **{name: cache}) for name in NAMES]
+    embeds = torch.zeros(2, 2, 32)
+    made = [model.create_masks_for_generate(model.config, embeds, None, **{name: cache}) for name in NAMES]
     assert all(torch.equal(one, other) for one, other in zip(*(masks.values() for masks in made), strict=True))
 
 

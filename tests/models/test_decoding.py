@@ -21,8 +21,9 @@ from transformers import StaticCache
 
 from conftest import assert_near, build, config, shared, tokens
 from headwater import HeadwaterForCausalLM
+from headwater.models import input_checks
 from headwater.models.decoding import WARM, Arrivals, Decoder, Held
-from headwater.nn import masking
+from headwater.nn import lookback, masks
 from headwater.plugins.registry import REGISTRY
 from headwater.util.errors import HeadwaterError
 from headwater_lab.bench.waits import NoWaits, no_waits
@@ -302,8 +303,8 @@ def test_the_decoder_refuses_what_it_cannot_replay():
 
 def as_on_a_gpu(monkeypatch):
     """The numbers of every tensor would have to be waited for."""
-    monkeypatch.setattr(masking, "waits", lambda tensor: True)
-    monkeypatch.setattr("headwater.models.causal_lm.waits", lambda tensor: True)
+    for module in (input_checks, lookback, masks):
+        monkeypatch.setattr(module, "must_wait", lambda tensor: True)
 
 
 @pytest.mark.sampled(2)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from conftest import document_positions, shared, tokens
-from headwater.nn.masking import last_marked
+from headwater.nn.lookback import last_marked
 from headwater.plugins.registry import REGISTRY
 
 SHAPES = {0: torch.export.Dim("batch", min=1, max=8), 1: torch.export.Dim("length", min=2, max=64)}

@@ -18,7 +18,7 @@ from headwater.cost.counts import prefill_flops
 from headwater.mechanisms.base import Mechanism
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.decoding import Decoder
-from headwater.nn.masking import last_rows
+from headwater.nn.masks import LayerKind, find_new_tokens, keep_last_rows
 from headwater.plugins.registry import MECHANISMS, REGISTRY
 
 # Of four layers, the last two attend to what the second stores.
@@ -198,9 +198,11 @@ def test_gradients_are_those_of_the_last_token():
 
 
 def test_a_mask_that_cannot_be_cut_is_left_whole():
-    assert last_rows(config(), object(), 1, T, None, torch.device("cpu")) == (False, None)
+    row = find_new_tokens(torch.zeros(1, T, 1))
+    assert keep_last_rows(LayerKind(0, config()), row, object(), 1) == (False, None)
     # Without a mask this kernel aligns queries as it likes.
-    assert last_rows(config(attn_implementation="flex_attention"), None, 3, T, None, torch.device("cpu"))[0] is False
+    flex = LayerKind(0, config(attn_implementation="flex_attention"))
+    assert keep_last_rows(flex, row, None, 3) == (False, None)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from conftest import assert_near, build, config, document_positions, tokens
 from headwater.kernels import varlen
-from headwater.nn.masking import cu_seq_lens, positions_in
+from headwater.nn.documents import make_cu_seq_lens, restarted_positions
 from headwater.plugins.registry import REGISTRY, resolve
 from headwater.util.errors import HeadwaterError
 from headwater_lab.bench.gpu import combinations
@@ -39,7 +39,7 @@ def _few_tokens_a_call(monkeypatch):
 
 
 def borders_of(rows) -> torch.Tensor:
-    return cu_seq_lens(document_positions(rows))
+    return make_cu_seq_lens(document_positions(rows))
 
 
 def equation(q, k, v, rows, window=None):
@@ -102,7 +102,7 @@ def test_lower_precisions_round_only(dtype, tolerance, by_matrix_units, monkeypa
 @pytest.mark.slow
 def test_autograd_agrees_with_differences_and_the_fake_forms_with_the_real_ones():
     q, k, v = (x[:, :, :9].detach().contiguous() for x in inputs(kv_heads=4))
-    borders = cu_seq_lens(document_positions([[4, 1, 4], [9]]))
+    borders = make_cu_seq_lens(document_positions([[4, 1, 4], [9]]))
     for window in (0, 2):
         given = [x.clone().requires_grad_() for x in (q, k, v)]
         checks = "test_schema", "test_autograd_registration", "test_faketensor"
@@ -227,17 +227,17 @@ def test_borders_have_one_size_for_one_shape():
         assert (found.dtype, int(found[0]), int(found[-1])) == (torch.int32, 0, 2 * T)
     more = borders_of([[1] * T, [1] * T])
     assert len(more) > len(borders[0])
-    assert torch.equal(positions_in(more, 2, T), torch.zeros(2, T).long())
+    assert torch.equal(restarted_positions(more, 2, T), torch.zeros(2, T).long())
 
 
 def test_borders_of_padded_and_continued_rows():
     """A padded tail is documents of its own; a row may begin inside a document, and look no further back."""
     tail = torch.cat((document_positions([[5, 3]]), torch.zeros(1, 4).long()), 1)
-    assert cu_seq_lens(tail)[:7].tolist() == [0, 5, 8, 9, 10, 11, 12]
+    assert make_cu_seq_lens(tail)[:7].tolist() == [0, 5, 8, 9, 10, 11, 12]
     continued = torch.tensor([[7, 8, 9, 0, 1]])
-    assert cu_seq_lens(continued)[:3].tolist() == [0, 3, 5]
+    assert make_cu_seq_lens(continued)[:3].tolist() == [0, 3, 5]
     for unlike in ([[0, 1, 2, 1, 2]], [[0, 0, 0, 2, 3]], [[0, 1, 1, 2, 3]]):  # no blocks
-        assert cu_seq_lens(torch.tensor(unlike)) is None
+        assert make_cu_seq_lens(torch.tensor(unlike)) is None
 
 
 def test_batches_without_documents_are_left_alone():

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from headwater.engines.pages import ALIGNED, Page, Room
-from headwater.nn.attention import Attention, Engine, taken
+from headwater.nn.engine import AttentionLayer, Engine
+from headwater.nn.head_groups import select_heads
 from headwater.nn.position import alibi_slopes
 from headwater.util.errors import HeadwaterError
 
@@ -178,7 +179,7 @@ class PagedEngine(Engine):
             self.views[layer, part] = numbers.unflatten(1, (at.heads, size, at.width))
         return self.views[layer, part]
 
-    def attend(self, attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, attention: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.memory is None or self.batch is None:
             return torch.zeros_like(q).transpose(1, 2)
         layer, per_key = attention.layer_idx, attention.num_key_value_groups
@@ -187,12 +188,12 @@ class PagedEngine(Engine):
         read = []
         for group in attention.plan.groups:
             first, end = group.first * per_key, (group.first + group.size) * per_key
-            keys = taken(self.store(group.k, "k", q.dtype), group.k_heads)
-            values = taken(self.store(group.v, "v", q.dtype), group.v_heads)
+            keys = select_heads(self.store(group.k, "k", q.dtype), group.k_heads)
+            values = select_heads(self.store(group.v, "v", q.dtype), group.v_heads)
             read.append(self.read(attention, q[:, first:end], keys, values, first))
         return (read[0] if len(read) == 1 else torch.cat(read, dim=1)).unsqueeze(1)
 
-    def slopes_of(self, attention: Attention, first: int, count: int) -> Tensor | None:
+    def slopes_of(self, attention: AttentionLayer, first: int, count: int) -> Tensor | None:
         """ALiBi's slopes of `count` of a layer's query heads, from `first` on, in fp32; None without ALiBi."""
         if self.config.position != "alibi":
             return None
@@ -206,7 +207,7 @@ class PagedEngine(Engine):
         """Store the new tokens' keys and values, [N, heads, d] each; heads: those the layer stores, possibly none."""
 
     @abstractmethod
-    def read(self, attention: Attention, q: Tensor, keys: Tensor, values: Tensor, first: int) -> Tensor:
+    def read(self, attention: AttentionLayer, q: Tensor, keys: Tensor, values: Tensor, first: int) -> Tensor:
         """What each head of q [N, h, d] reads from keys and values [blocks, heads, block_size, d], [N, h, d].
 
         first: which of the layer's query heads is the first one.

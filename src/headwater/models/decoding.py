@@ -51,14 +51,14 @@ class Choice(NamedTuple):
 
     def warpers(self) -> LogitsProcessorList:
         """What `generate` does to logits before it samples."""
-        made = LogitsProcessorList()
+        warpers = LogitsProcessorList()
         if self.temperature not in (0.0, 1.0):
-            made.append(TemperatureLogitsWarper(self.temperature))
+            warpers.append(TemperatureLogitsWarper(self.temperature))
         if self.temperature and self.top_k:
-            made.append(TopKLogitsWarper(self.top_k))
+            warpers.append(TopKLogitsWarper(self.top_k))
         if self.temperature and self.top_p < 1:
-            made.append(TopPLogitsWarper(self.top_p))
-        return made
+            warpers.append(TopPLogitsWarper(self.top_p))
+        return warpers
 
 
 class Decoder:
@@ -107,16 +107,16 @@ class Decoder:
         rows, length = input_ids.shape
         real = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(input_ids.device)
         self.check_length(int(real.sum(1).max()) + max_new_tokens)
-        given = () if eos_token_id is None else (eos_token_id,) if isinstance(eos_token_id, int) else eos_token_id
-        choice = Choice(temperature, top_k, top_p, tuple(given), pad_token_id)
+        ends = () if eos_token_id is None else (eos_token_id,) if isinstance(eos_token_id, int) else eos_token_id
+        choice = Choice(temperature, top_k, top_p, tuple(ends), pad_token_id)
         if self.held is None or not self.held.fits(rows, length + max_new_tokens, choice):
             self.held = None  # its memory is free before more is taken
             self.held = Held(self.model, rows, length + max_new_tokens, choice, self.compiled, self.backend)
         device = self.model.device
         on_it = torch.cuda.device(device) if device.type == "cuda" else nullcontext()  # for its streams and events
         with on_it, allow_autotuning(self.model.packs_weights):
-            made = self.held.continued(input_ids, real, max_new_tokens, seed, watch)
-        return torch.cat((input_ids, made.to(input_ids.device)), dim=1)
+            new_ids = self.held.continued(input_ids, real, max_new_tokens, seed, watch)
+        return torch.cat((input_ids, new_ids.to(input_ids.device)), dim=1)
 
     @property
     def cache(self) -> StaticCache | None:
@@ -189,15 +189,15 @@ class Held:
         self.choose(prompt.logits[:, -1])
 
         arrivals = Arrivals(self.rows, self.device)
-        made: list[Tensor] = []
+        new_ids: list[Tensor] = []
         ended = [False] * self.rows
 
         def over() -> bool:
             """Read the tokens of the step before, and say whether they were the last."""
-            made.append(arrivals.receive())
-            for row, token in enumerate(made[-1].tolist()):
+            new_ids.append(arrivals.receive())
+            for row, token in enumerate(new_ids[-1].tolist()):
                 ended[row] |= token in self.choice.ends
-            return bool(watch is not None and watch(made[-1])) or all(ended)
+            return bool(watch is not None and watch(new_ids[-1])) or all(ended)
 
         arrivals.send(self.token)
         for _ in range(tokens - 1):
@@ -207,7 +207,7 @@ class Held:
                 break
         else:
             over()
-        return torch.stack(made, dim=1)
+        return torch.stack(new_ids, dim=1)
 
     def advance(self) -> None:
         """One step: as it is, to warm up, or replayed."""

@@ -5,7 +5,7 @@ output, and attention in both directions, for which the config says that it is n
 """
 
 # No postponed annotations in this file: other packages read those of `forward` at run time.
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,11 @@ from transformers.utils.output_capturing import capture_outputs
 
 from headwater.config.plan import Source
 from headwater.config.vision import HeadwaterVisionConfig
+from headwater.models.inputs import ModelInputs
 from headwater.models.pretrained import HeadwaterPreTrainedModel, shared_modules
 from headwater.models.stack import Stack
+from headwater.nn.lookback import LookbackLimits, find_reach
 from headwater.nn.loss import classification_loss
-from headwater.nn.masking import reach
 from headwater.nn.norm import make_norm
 from headwater.nn.patches import patches, raster_positions, resized, rotary, sincos
 from headwater.util.errors import HeadwaterError
@@ -59,7 +60,7 @@ class HeadwaterImageModel(HeadwaterImagePreTrainedModel):
         self.dropout = nn.Dropout(config.embedding_dropout)
         self.layers = Stack(config, plans)
         self.mechanisms = shared_modules(config)
-        self.tail = max(plan.tail for plan in plans)
+        self.lookback = LookbackLimits.from_plans(plans)
         self.norm = make_norm(config, final=True)
         self.gradient_checkpointing = False
         self.post_init()
@@ -81,18 +82,9 @@ class HeadwaterImageModel(HeadwaterImagePreTrainedModel):
         grid = self.grid_of(pixel_values)
         if kwargs.pop("attention_mask", None) is not None:
             raise HeadwaterError("An image model takes no attention_mask: every patch sees all others; leave it out.")
-        x = self.embed_patches(patches(pixel_values.to(self.embed_patches.weight.dtype), grid))
-        before = [part.weight for part in (self.class_token, self.registers) if part is not None]
-        if before:
-            x = torch.cat([*(tokens.to(x.dtype).expand(x.shape[0], -1, -1) for tokens in before), x], 1)
-        x = self.layers(
-            self.dropout(self.placed(x, grid, interpolate_pos_encoding)),
-            shared=self.shared_tensors(),
-            position_embeddings=self.angles(x, grid),
-            attention_mask=None,
-            reach=self.reach(grid, x.device),
-            **kwargs,
-        )
+        x = self.embed(pixel_values, grid, interpolate_pos_encoding)
+        inputs = self.prepare_inputs(x, grid, kwargs)
+        x = self.layers(self.dropout(x), self.shared_tensors(), inputs.arguments())
         x = self.norm(x)
         pooled = x[:, self.config.first_patch :].mean(1) if self.class_token is None else x[:, 0]
         return BaseModelOutputWithPooling(last_hidden_state=x, pooler_output=pooled)
@@ -115,7 +107,15 @@ class HeadwaterImageModel(HeadwaterImagePreTrainedModel):
             )
         return self.config.grid_of(images.shape[2], images.shape[3])
 
-    def placed(self, x: Tensor, grid: tuple[int, int], interpolate: bool) -> Tensor:
+    def embed(self, images: Tensor, grid: tuple[int, int], interpolate: bool) -> Tensor:
+        """What the first block is given: the class token, the registers and the patches, with positions, [B, T, D]."""
+        x = self.embed_patches(patches(images.to(self.embed_patches.weight.dtype), grid))
+        prefixes = [table.weight for table in (self.class_token, self.registers) if table is not None]
+        if prefixes:
+            x = torch.cat([*(tokens.to(x.dtype).expand(x.shape[0], -1, -1) for tokens in prefixes), x], 1)
+        return self.add_positions(x, grid, interpolate)
+
+    def add_positions(self, x: Tensor, grid: tuple[int, int], interpolate: bool) -> Tensor:
         """x [B, T, D] with what is added to it for its position. Raises `HeadwaterError` for a size not trained on."""
         if self.config.position == "sincos":
             return x + nn.functional.pad(sincos(grid, x.shape[-1], x), (0, 0, self.config.first_patch, 0))
@@ -129,20 +129,26 @@ class HeadwaterImageModel(HeadwaterImagePreTrainedModel):
             )
         return x + resized(self.embed_positions.weight, trained, grid).to(x.dtype)
 
-    def angles(self, x: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor] | None:
-        """cos and sin of rotary positions, as `rotate` takes them."""
+    def prepare_inputs(self, x: Tensor, grid: tuple[int, int], kwargs: dict[str, Any]) -> ModelInputs:
+        """What the blocks read beside x [B, T, D]: no mask, for every token sees all others, and no window."""
+        return ModelInputs(
+            {False: None}, reach=self.reach(grid, x.device), position_embeddings=self.angles(x, grid), kwargs=kwargs
+        )
+
+    def angles(self, x: Tensor, grid: tuple[int, int]) -> dict[bool, Any]:
+        """The angles of RoPE, as `rotate` takes them, for the one kind of layer there is."""
         if self.config.position != "rope":
-            return None
+            return {}
         theta = self.config.rope_parameters["rope_theta"]
-        return rotary(grid, self.config.first_patch, self.config.rotary_dim, theta, x)
+        return {False: rotary(grid, self.config.first_patch, self.config.rotary_dim, theta, x)}
 
     def reach(self, grid: tuple[int, int], device: torch.device) -> Tensor | None:
         """How far back mechanisms may look, [1, T]; None if none does."""
-        if not self.tail:
+        limit = self.lookback.limit
+        if not limit:
             return None
-        return reach(
-            raster_positions(grid, self.config.first_patch, self.config.stop_at_rows, device), None, limit=self.tail
-        )
+        positions = raster_positions(grid, self.config.first_patch, self.config.stop_at_rows, device)
+        return find_reach(positions, None, limit=limit)
 
 
 class HeadwaterForImageClassification(HeadwaterImagePreTrainedModel):

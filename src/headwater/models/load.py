@@ -284,11 +284,15 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
     if not isinstance(content, Mapping) or not all(isinstance(name, str) for name in content):
         raise HeadwaterError(f"{str(file)!r} contains no named tensors; save a state dict.")
     for name, tensor in content.items():
-        plain = isinstance(tensor, Tensor) and tensor.layout is torch.strided and tensor.device.type == "cpu"
-        # One number can stand for terabytes of them.
-        if not plain or tensor.is_quantized or tensor.untyped_storage().nbytes() < tensor.nbytes:
+        if not _is_weight(tensor):
             raise HeadwaterError(f"{name!r} in {str(file)!r} is not a weight tensor; save only the weights.")
     return dict(content)
+
+
+def _is_weight(tensor: Any) -> bool:
+    """Whether it is a plain tensor. One number can stand for terabytes of them, in a tensor that repeats it."""
+    plain = isinstance(tensor, Tensor) and tensor.layout is torch.strided and tensor.device.type == "cpu"
+    return bool(plain and not tensor.is_quantized and tensor.untyped_storage().nbytes() >= tensor.nbytes)
 
 
 def check_finite(tensors: Mapping[str, Tensor], where: str) -> None:

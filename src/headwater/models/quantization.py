@@ -39,40 +39,52 @@ def torchao_config(weights: Any) -> Any:
 def check_quantized(model: nn.Module, quantizer: HfQuantizer | None) -> None:
     """Raise `HeadwaterError` if `quantizer` has skipped all linear layers, or parameters that mechanisms have in place
     of linear layers."""
-    given = getattr(quantizer, "quantization_config", None)
-    if quantizer is None or getattr(given, "dequantize", False):
+    settings = getattr(quantizer, "quantization_config", None)
+    if quantizer is None or getattr(settings, "dequantize", False):
         return
     spared = getattr(quantizer, "modules_to_not_convert", None) or []
-    left = {
-        f"{place}.{name}": parameter
-        for place, module in model.named_modules()
-        if isinstance(module, Mechanism)
-        for name, parameter in module.named_parameters(recurse=False)
-        if name in module.matrices
-        and all(should_convert_module(given, spared) for given in (place, f"{place}.{name}"))
-        and not quantizer.param_needs_quantization(model, f"{place}.{name}")
+    skipped = {
+        name: parameter
+        for name, parameter in _matrices(model, spared).items()
+        if not quantizer.param_needs_quantization(model, name)
     }
-    if left:
-        held = sum(parameter.numel() * parameter.element_size() for parameter in left.values())
+    if skipped:
+        size = sum(parameter.numel() * parameter.element_size() for parameter in skipped.values())
         raise HeadwaterError(
-            f"This quantization_config reaches linear layers only and would leave {len(left)} matrices of "
-            f"{held / 2**20:,.1f} MiB as they are ({next(iter(left))}, …). For torchao give "
+            f"This quantization_config reaches linear layers only and would leave {len(skipped)} matrices of "
+            f"{size / 2**20:,.1f} MiB as they are ({next(iter(skipped))}, …). For torchao give "
             "TorchAoConfig(headwater.models.quantization.torchao_config(…)); or name the modules in "
             "modules_to_not_convert to leave them."
         )
-    projections = {
-        name: module
-        for name, module in model.named_modules()
-        if name.endswith("_proj") and not isinstance(module, Mechanism) and should_convert_module(name, spared)
-    }
+    projections = _projections(model, spared)
     if projections and all(
         _is_full(module) and not quantizer.param_needs_quantization(model, f"{name}.weight")
         for name, module in projections.items()
     ):
         raise HeadwaterError(
-            f"This quantization_config ({type(given).__name__}) has left all {len(projections)} linear layers of the "
-            "blocks as they are; give another one, such as a BitsAndBytesConfig."
+            f"This quantization_config ({type(settings).__name__}) has left all {len(projections)} linear layers of "
+            "the blocks as they are; give another one, such as a BitsAndBytesConfig."
         )
+
+
+def _matrices(model: nn.Module, spared: list[str]) -> dict[str, nn.Parameter]:
+    """The parameters that mechanisms have in place of linear layers, by name, but for `spared` modules."""
+    return {
+        f"{path}.{name}": parameter
+        for path, module in model.named_modules()
+        if isinstance(module, Mechanism)
+        for name, parameter in module.named_parameters(recurse=False)
+        if name in module.matrices and all(should_convert_module(part, spared) for part in (path, f"{path}.{name}"))
+    }
+
+
+def _projections(model: nn.Module, spared: list[str]) -> dict[str, nn.Module]:
+    """The linear layers of the blocks, or what a quantizer has put in their place, but for `spared` modules."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if name.endswith("_proj") and not isinstance(module, Mechanism) and should_convert_module(name, spared)
+    }
 
 
 def check_full_precision(model: nn.Module) -> None:

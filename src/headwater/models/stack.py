@@ -13,20 +13,20 @@ from headwater.nn.block import Block
 if TYPE_CHECKING:
     from headwater.config.text import HeadwaterConfig
 
-OfKind = dict[bool, dict[str, Any]]
+# The keyword arguments of blocks: of those with a sliding window (True), and of the others.
+BlockArguments = dict[bool, dict[str, Any]]
 # By kind of source, the dimension of the new tokens; None: it has all tokens or none.
 TOKENS: dict[Kind, int | None] = {"raw": 2, "local": 2, "bank": None, "probabilities": 2, "stream": 1, "shared": None}
 
 
 class Last(NamedTuple):
-    """From block `first` on, only the last `tokens` tokens, with these `kwargs` and `of_kind` instead."""
+    """From block `first` on, only the last `tokens` tokens, with these `arguments` instead."""
 
     first: int
     tokens: int
-    kwargs: dict[str, Any]
-    of_kind: OfKind | None
+    arguments: BlockArguments
 
-    def of(self, source: Source, tensor: Tensor) -> Tensor:
+    def select(self, source: Source, tensor: Tensor) -> Tensor:
         """The part of a carried tensor that belongs to these tokens."""
         dim = TOKENS[source.kind]
         return tensor if dim is None else tensor.narrow(dim, tensor.shape[dim] - self.tokens, self.tokens)
@@ -44,41 +44,32 @@ class Stack(nn.ModuleList):
         return nn.ModuleList(list(self)[index]) if isinstance(index, slice) else super().__getitem__(index)
 
     def forward(
-        self,
-        x: Tensor,
-        shared: dict[Source, Tensor],
-        of_kind: OfKind | None = None,
-        last: Last | None = None,
-        **kwargs: Any,
+        self, x: Tensor, shared: dict[Source, Tensor], arguments: BlockArguments, last: Last | None = None
     ) -> Tensor:
         """x [B, T, D] -> [B, T, D], or of fewer tokens, with `last`.
 
-        shared: tensors from mechanisms for all blocks. kwargs: passed to every block. of_kind: what else is passed to
-        blocks with a sliding window (True), and to the others.
+        shared: tensors from mechanisms for all blocks.
         """
-        return run(cast(Iterable[Block], self), self.last_reader, x, shared, of_kind, last, **kwargs)
+        return run_blocks(cast(Iterable[Block], self), self.last_reader, x, shared, arguments, last)
 
 
-def run(
+def run_blocks(
     blocks: Iterable[Block],
     last_reader: dict[Source, int],
     x: Tensor,
     shared: dict[Source, Tensor],
-    of_kind: OfKind | None = None,
+    arguments: BlockArguments,
     last: Last | None = None,
-    /,
-    **kwargs: Any,
 ) -> Tensor:
-    """As `Stack.forward`, for blocks that another package holds. last_reader: see `last_readers`."""
-    carried = {source: t for source, t in {EMBEDDING: x, **shared}.items() if source in last_reader}
+    """`Stack.forward`, for blocks that another package may hold. last_reader: see `last_readers`."""
+    carried = {source: tensor for source, tensor in {EMBEDDING: x, **shared}.items() if source in last_reader}
     for block in blocks:
         if last is not None and block.plan.index == last.first:
-            x, kwargs, of_kind = x[:, -last.tokens :], last.kwargs, last.of_kind
-            carried = {source: last.of(source, tensor) for source, tensor in carried.items()}
-        own = kwargs if of_kind is None else kwargs | of_kind[block.slides]
-        x, *exports = block(x, *(carried[source] for source in block.plan.reads), **own)
+            x, arguments = x[:, -last.tokens :], last.arguments
+            carried = {source: last.select(source, tensor) for source, tensor in carried.items()}
+        x, *exports = block(x, *(carried[source] for source in block.plan.reads), **arguments[block.slides])
         carried.update(zip(block.plan.exports, exports, strict=True))
-        carried = {source: t for source, t in carried.items() if last_reader[source] > block.plan.index}
+        carried = {source: tensor for source, tensor in carried.items() if last_reader[source] > block.plan.index}
     return x
 
 

@@ -1,4 +1,4 @@
-"""Which attention kernel runs, and the eager kernel.
+"""Calls of the attention kernel: which kernel runs, how it is called for groups of heads, and the eager kernel.
 
 `attn_implementation` names the kernel, as everywhere in transformers: "sdpa" (default), "eager", "flash_attention_2",
 "flex_attention", or headwater's "matmul" (`headwater.kernels.attention`) and "varlen" (`headwater.kernels.varlen`, for
@@ -8,7 +8,7 @@ was timed to be faster.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from headwater.kernels.attention import FEW, run_fastest_attention
 from headwater.kernels.autotune import get_choices
 from headwater.mechanisms.base import KV
+from headwater.nn.head_groups import KernelInputs, join, of_tokens
 from headwater.plugins.registry import resolve
 
 if TYPE_CHECKING:
@@ -40,6 +41,65 @@ def supported_kernels(config: HeadwaterConfig) -> tuple[tuple[str, ...] | None, 
         return None, ""
     reason, fewest = min(known.items(), key=lambda limit: len(limit[1]))
     return tuple(name for name in fewest if all(name in kernels for kernels in known.values())), reason
+
+
+def attend_in_groups(
+    module: nn.Module, implementation: str | None, inputs: Sequence[KernelInputs], options: dict[str, Any]
+) -> tuple[Tensor, Tensor | None]:
+    """What each head reads [B, T, H, d], and the attention weights of the tokens if the kernel returns them."""
+    results = [attend_in_group(module, implementation, group, options) for group in inputs]
+    out = join([heads for heads, _ in results], dim=2)
+    weights = [of_keys for _, of_keys in results if of_keys is not None]
+    return out, of_tokens(join(weights, dim=1), inputs) if len(weights) == len(results) else None
+
+
+def attend_in_group(
+    module: nn.Module, implementation: str | None, inputs: KernelInputs, options: dict[str, Any]
+) -> tuple[Tensor, Tensor | None]:
+    """One kernel call: what its heads read, and the weights of all keys if the kernel returns them."""
+    q, k, v, mask, beside = inputs
+    if beside is None:
+        return attention_kernel(implementation, q, k)(module, q, k, v, mask, **options)
+    if implementation == "eager":
+        return eager_attention(module, q, k, v, mask, beside=beside, **options)
+    length, pairs = q.shape[2], beside.k.shape[1]
+    from_start = mask is None and bool(module.is_causal) and length > 1
+    if not from_start and not torch.is_grad_enabled() and is_few(length):  # a decoding step does not copy the history
+        return eager_attention(module, q, k, v, mask, beside=beside, **options)[0], None
+    keys, values = (x.expand(q.shape[0], -1, -1, -1) for x in beside)
+    if from_start:  # as tokens before the first, whose queries are dropped: so the kernel needs no mask
+        q = nn.functional.pad(q, (0, 0, pairs, 0))
+    elif mask is not None:
+        mask = nn.functional.pad(mask, (pairs, 0), value=mask.dtype == torch.bool)
+    k, v = torch.cat((keys, k), dim=2), torch.cat((values, v), dim=2)
+    out, _ = attention_kernel(implementation, q, k)(module, q, k, v, mask, **options)
+    # The output projection would copy a slice of several rows.
+    return out[:, pairs:].clone() if from_start else out, None
+
+
+def is_few(length: int) -> bool:
+    """Whether new tokens are so few that their scores are small beside the history: a step, or some candidates."""
+    return length == 1 or (not torch.compiler.is_compiling() and length <= FEW)
+
+
+def weigh_keys(module: nn.Module, inputs: Sequence[KernelInputs], scaling: float, softcap: float | None) -> Tensor:
+    """The attention weights of all keys, [B, H, T, S], those beside the tokens' the last."""
+    weights = [attention_weights(module, q, k, mask, scaling, softcap, beside) for q, k, _, mask, beside in inputs]
+    return join(weights, dim=1)
+
+
+def read_groups(
+    module: nn.Module, inputs: Sequence[KernelInputs], weights: Tensor, weights_of_keys: Tensor, dropout: float
+) -> Tensor:
+    """What each head reads [B, T, H, d], by the weights of the tokens and, beside them, as `weigh_keys` gave them."""
+    if inputs[0].beside is not None:
+        weights = torch.cat((weights, weights_of_keys[..., weights.shape[3] :]), dim=3)
+    by_group = weights.split([group.q.shape[1] for group in inputs], 1)
+    heads = [
+        read_values(module, of_group, group.v, dropout, group.beside)
+        for of_group, group in zip(by_group, inputs, strict=True)
+    ]
+    return join(heads, dim=2)
 
 
 def attention_kernel(implementation: str | None, q: Tensor, k: Tensor) -> Kernel:

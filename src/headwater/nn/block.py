@@ -11,9 +11,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from headwater.config.layers import layer_config
 from headwater.config.plan import EMBEDDING, LayerPlan, Outer, Part, Source
 from headwater.mechanisms.base import AttentionInputs, Context, Hidden, Named, PartTail
-from headwater.nn.attention import Attention, tail_of
+from headwater.nn.attention import Attention
 from headwater.nn.cache_name import CACHE
 from headwater.nn.feed_forward import make_feed_forward
+from headwater.nn.lookback import find_tail
 from headwater.nn.norm import make_norm
 from headwater.plugins.registry import resolve
 
@@ -67,67 +68,66 @@ class Block(GradientCheckpointingLayer):
     def run(self, x: Tensor, *sources: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
         # Under transformers' own name until here, since newer versions take it away while they checkpoint.
         cache = kwargs.pop(CACHE, None)
-        tail = tail_of(self.plan, cache)
-        context = Context([*sources], kwargs.get("reach"), tail, kwargs.get("token_ids"))
-        if self.stages["embedded"]:
-            x = self.through("embedded", x, context)
-            if self.embedding is not None:
-                context.sources[self.embedding] = x
-                sources = (*context.sources,)
-        embedding, x = x, self.through("arrive", x, context)
-        entered = self.through("enter", x, context)
-        if self.stages["separate"]:
-            entered, others, x = self.separated(entered, x, context)
-            kwargs |= others
-        else:
-            entered = self.normed(entered, context)
-        attended, _, *made = self.self_attn(entered, *sources, past_key_values=cache, **kwargs)
+        context = Context([*sources], kwargs.get("reach"), find_tail(self.plan, cache), kwargs.get("token_ids"))
+        x = self.run_stage("embedded", x, context)
+        if self.stages["embedded"] and self.embedding is not None:
+            context.sources[self.embedding] = x
+        embedding, x = x, self.run_stage("arrive", x, context)
+
+        inputs = self.separate(self.run_stage("enter", x, context), x, context)
+        attended, _, *exports = self.self_attn(
+            inputs.q, *context.sources, past_key_values=cache, key_input=inputs.k, value_input=inputs.v, **kwargs
+        )
         if self.attention_output_norm is not None:
             attended = self.attention_output_norm(attended)
-        attended = self.through("attention_output", attended, context)
-        made = [*made]  # PyTorch 2.11 traces the starred name as a tuple
-        before = x
-        x = x + self.dropped(attended) if self.residual else self.dropped(attended)
-        inner = self.post_attention_layernorm(before if self.parallel else x)
-        inner = self.through("feed_forward_input", inner, context)
+        attended = self.drop(self.run_stage("attention_output", attended, context))
+        x = inputs.stream + attended if self.residual else attended
+
+        hidden = self.post_attention_layernorm(inputs.stream if self.parallel else x)
+        hidden = self.run_stage("feed_forward_input", hidden, context)
         if self.stages["feed_forward_hidden"]:
-            inner = self.mlp(inner, partial(self.through, "feed_forward_hidden", context=context))
+            hidden = self.mlp(hidden, partial(self.run_stage, "feed_forward_hidden", context=context))
         else:
-            inner = self.mlp(inner)
+            hidden = self.mlp(hidden)
         if self.feed_forward_output_norm is not None:
-            inner = self.feed_forward_output_norm(inner)
-        x = x + self.dropped(self.through("feed_forward_output", inner, context))
+            hidden = self.feed_forward_output_norm(hidden)
+        x = x + self.drop(self.run_stage("feed_forward_output", hidden, context))
+
+        exports = [*exports]  # PyTorch 2.11 traces the starred name as a tuple
         # The last of the plan's exports, which are sorted.
         if self.exports_embedding:
-            made.append(embedding)
+            exports.append(embedding)
         if self.exports_stream:
-            made.append(x)
-        return self.through("leave", x, context), *made
+            exports.append(x)
+        return self.run_stage("leave", x, context), *exports
 
-    def normed(self, x: Tensor, context: Context) -> Tensor:
-        """What attention is given, from x [B, T, D] before its norm."""
-        return self.through("attention_input", self.input_layernorm(x), context)
-
-    def separated(self, entered: Tensor, x: Tensor, context: Context) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """What attention is given for queries, and for keys and values by name; and the residual stream, formerly x."""
-        k, v = (entered if part in self.inputs else None for part in ("k", "v"))
-        made = self.through("separate", AttentionInputs(entered, k, v, x), context)
-
-        def normed(part: Part, one: Tensor) -> Tensor:
-            tail = None if context.tail is None else PartTail(context.tail, part)
-            return self.normed(one, context._replace(tail=tail))
-
-        others = {} if made.k is None else {"key_input": normed("k", made.k)}
-        others |= {} if made.v is None else {"value_input": normed("v", made.v)}
-        return self.normed(made.q, context), others, made.stream
-
-    def through(self, stage: Outer, x: X, context: Context) -> X:
+    def run_stage(self, stage: Outer, x: X, context: Context) -> X:
         """x, [B, T, D] or several tensors, after the mechanisms that act at `stage`."""
         for name in self.stages[stage]:
             x = getattr(self.mechanisms[name], stage)(x, context)
         return x
 
-    def dropped(self, x: Tensor) -> Tensor:
+    def separate(self, entered: Tensor, x: Tensor, context: Context) -> AttentionInputs:
+        """What attention is given, alike or for queries, keys and values; and the residual stream, formerly x."""
+        if not self.stages["separate"]:
+            return AttentionInputs(self.normalize(entered, context), None, None, x)
+        k, v = (entered if part in self.inputs else None for part in ("k", "v"))
+        inputs = self.run_stage("separate", AttentionInputs(entered, k, v, x), context)
+        k, v = (self.normalize_part("k", inputs.k, context), self.normalize_part("v", inputs.v, context))
+        return AttentionInputs(self.normalize(inputs.q, context), k, v, inputs.stream)
+
+    def normalize(self, x: Tensor, context: Context) -> Tensor:
+        """What attention is given, from x [B, T, D] before its norm."""
+        return self.run_stage("attention_input", self.input_layernorm(x), context)
+
+    def normalize_part(self, part: Part, x: Tensor | None, context: Context) -> Tensor | None:
+        """`normalize` of the input of keys or values alone, with tails of its own; None if there is none."""
+        if x is None:
+            return None
+        tail = None if context.tail is None else PartTail(context.tail, part)
+        return self.normalize(x, context._replace(tail=tail))
+
+    def drop(self, x: Tensor) -> Tensor:
         """A branch's output after dropout of its numbers, and of the whole branch by row (stochastic depth)."""
         if self.training and self.residual_dropout:
             x = nn.functional.dropout(x, self.residual_dropout)

@@ -447,7 +447,7 @@ class Contract:
     def test_materialised_equals_the_same_model(self, case):
         """Every layer with keys and values of its own before the cache, so that any cache will do."""
         model, ids = case.model, tokens(2, T)
-        if model.model.tail:
+        if model.model.input_spec.lookback.limit:
             with pytest.raises((HeadwaterError, StrictDataclassError), match=r"keeps? raw tokens"):
                 case.config(materialise=True)
             return

@@ -10,16 +10,17 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headwater.engines.paged import FlatBatch, PagedEngine
 from headwater.engines.pages import Page
 from headwater.engines.split import Portion
 from headwater.models.causal_lm import HeadwaterForCausalLM
-from headwater.nn.attention import Attention
 from headwater.nn.attention_kernel import eager_attention
+from headwater.nn.engine import AttentionLayer
 
 
 class NaiveEngine(PagedEngine):
@@ -31,7 +32,7 @@ class NaiveEngine(PagedEngine):
             if x.shape[1]:
                 self.store(layer, part, x.dtype)[self.batch.block, :, self.batch.offset] = x
 
-    def read(self, attention: Attention, q: Tensor, keys: Tensor, values: Tensor, first: int) -> Tensor:
+    def read(self, attention: AttentionLayer, q: Tensor, keys: Tensor, values: Tensor, first: int) -> Tensor:
         batch, out = self.batch, torch.empty_like(q)
         assert batch is not None
         for sequence, end in enumerate(batch.ends.tolist()):
@@ -46,7 +47,8 @@ class NaiveEngine(PagedEngine):
             if (slopes := self.slopes_of(attention, first, q.shape[1])) is not None:
                 mask = mask - slopes[:, None, None] * distance
             one = q[own].transpose(0, 1)[None]
-            out[own] = eager_attention(attention, one, k, v, mask, attention.scaling, softcap=attention.softcap)[0][0]
+            module = cast(nn.Module, attention)
+            out[own] = eager_attention(module, one, k, v, mask, attention.scaling, softcap=attention.softcap)[0][0]
         return out
 
 

@@ -42,7 +42,7 @@ from headwater.mechanisms.precision import KeepsPrecision
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.compiling import compile_blocks, compile_model
 from headwater.models.decoding import Decoder
-from headwater.nn.masking import cu_seq_lens
+from headwater.nn.documents import make_cu_seq_lens
 from headwater.plugins.registry import REGISTRY
 from headwater.util.errors import HeadwaterError, first_line, nearest
 from headwater.util.outputs import write_json
@@ -620,7 +620,7 @@ def packing(phase: Phase) -> None:
 def _documents(rows: int, context: int, device: torch.device) -> dict[str, Tensor]:
     """Three documents in each row."""
     positions = (torch.arange(context) % max(1, context // 3 + 1))[None].expand(rows, -1)
-    borders = cu_seq_lens(positions)
+    borders = make_cu_seq_lens(positions)
     assert borders is not None
     return {"position_ids": positions.to(device), "cu_seq_lens_q": borders.to(device)}
 

@@ -16,7 +16,7 @@ from headwater.conversion import to_transformers
 from headwater.mechanisms.base import Mechanism
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.image_classification import HeadwaterForImageClassification
-from headwater.nn.masking import cu_seq_lens, takes_documents
+from headwater.nn.documents import make_cu_seq_lens, takes_documents
 from headwater.util.autograd import saved_bytes
 from headwater.util.freed_memory import keep_freed_memory
 from headwater_lab.bench.decoding import shape_of
@@ -60,7 +60,7 @@ def text_pair(
         positions = packed_positions(batch_size, context, documents)
         for each in inputs:
             each["position_ids"] = positions
-        if takes_documents(attention) and (borders := cu_seq_lens(positions)) is not None:
+        if takes_documents(attention) and (borders := make_cu_seq_lens(positions)) is not None:
             inputs[0]["cu_seq_lens_q"] = borders
     return ModelPair((ours, theirs), (inputs[0], inputs[1]))
 

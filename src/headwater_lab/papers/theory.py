@@ -20,7 +20,7 @@ from torch import Tensor
 from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.nn.attention import Attention
-from headwater.nn.masking import attention_mask_for
+from headwater.nn.masks import LayerKind, find_new_tokens, make_mask
 from headwater.nn.position import alibi_slopes
 from headwater.plugins.registry import REGISTRY, resolve
 from headwater.util.errors import HeadwaterError
@@ -94,7 +94,7 @@ def shift_name() -> str:
 
 def attend(attention: Attention, x: Tensor) -> Tensor:
     """A layer of attention alone, without norm, residual or feed-forward: x [B, T, d] -> [B, T, d]."""
-    mask = attention_mask_for(attention.config, x, None, None, None)
+    mask = make_mask(LayerKind(0, attention.config), find_new_tokens(x), None, None)
     return cast(Tensor, attention(x, attention_mask=mask)[0])
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from headwater.nn.masking import cu_seq_lens
+from headwater.nn.documents import make_cu_seq_lens
 from headwater_lab.data.base import Batch, Data, Share, labels_of, main_input
 from headwater_lab.recipe.schema import Recipe
 
@@ -65,7 +65,7 @@ def with_documents(batch: Batch) -> Batch:
     Found here, where the numbers are: looking for them on a GPU would wait for it.
     """
     positions = batch.get("position_ids")
-    borders = None if positions is None else cu_seq_lens(positions.expand(len(batch["input_ids"]), -1))
+    borders = None if positions is None else make_cu_seq_lens(positions.expand(len(batch["input_ids"]), -1))
     return batch if borders is None else batch | {"cu_seq_lens_q": borders}
 
 

@@ -14,8 +14,8 @@ from headwater.config.text import HeadwaterConfig
 from headwater.cost import price, si
 from headwater.cost.hardware import memory_of
 from headwater.models.kinds import is_of_images
+from headwater.nn.documents import takes_documents
 from headwater.nn.loss import smoothed
-from headwater.nn.masking import takes_documents
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import disk_problem
 from headwater_lab.data.base import Batch

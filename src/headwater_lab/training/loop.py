@@ -22,7 +22,7 @@ from torch import Tensor
 from headwater.cost.hardware import set_threads
 from headwater.models.compiling import is_compiled
 from headwater.models.kinds import is_of_images
-from headwater.nn.masking import takes_documents
+from headwater.nn.documents import takes_documents
 from headwater.util.errors import Diverged, HeadwaterError, Interrupted, sentence
 from headwater.util.freed_memory import keep_freed_memory
 from headwater.util.process import stop_requests

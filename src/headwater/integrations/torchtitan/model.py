@@ -23,10 +23,11 @@ from headwater.cost.counts import training_flops_per_token
 from headwater.integrations.torchtitan.limits import check
 from headwater.mechanisms.precision import KeepsPrecision
 from headwater.models.causal_lm import HeadwaterForCausalLM
-from headwater.models.stack import last_readers, run
+from headwater.models.stack import last_readers, run_blocks
+from headwater.nn.documents import count_positions
 from headwater.nn.linear import model_linears
-from headwater.nn.masking import attention_mask_for, reach
-from headwater.nn.masking import positions as counted
+from headwater.nn.lookback import find_reach
+from headwater.nn.masks import LayerKind, find_new_tokens, make_mask
 from headwater.nn.position import for_heads
 from headwater.util.errors import HeadwaterError
 from headwater.util.seeding import generator
@@ -105,7 +106,7 @@ class TitanModel(BaseModel):
         self.enable_weight_tying = self.settings.tie_word_embeddings
         self.keys = dict(model.mechanisms.names)
         self.last_reader = last_readers(whole.plans)
-        self.tail, self.reads_ids = model.tail, model.reads_ids
+        self.limit, self.id_readers = model.input_spec.lookback.limit, model.input_spec.id_readers
         # Set where the tokens of a row are split over processes.
         self.context_mesh: DeviceMesh | None = None
         # Called when the parameters are on their device.
@@ -122,23 +123,20 @@ class TitanModel(BaseModel):
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         local_positions, positions = positions, self.gather_positions(positions)
         length = x.shape[1] if positions is None else positions.shape[1]
-        counts = counted(None, 0, length, x.device) if positions is None else positions
+        counts = count_positions(None, 0, length, x.device) if positions is None else positions
         row = x[:, :1, :0].expand(-1, length, -1)  # a whole row's shape, dtype and device
         if self.embed_positions is not None:
             x = x + self.embed_positions(counts if local_positions is None else local_positions)
         if self.dropout is not None:
             x = self.dropout(x)
-        looks_back = None if self.tail == 0 or positions is None else reach(positions, None, 0, self.tail)
-        x = run(
-            self.layers.values(),
-            self.last_reader,
-            x,
-            self.shared_tensors(tokens),
+        arguments = dict(
             position_embeddings=None if self.rotary_emb is None else for_heads(*self.rotary_emb(row, counts)),
-            attention_mask=attention_mask_for(self.settings, row, None, None, positions),
-            reach=looks_back,
-            token_ids=tokens if self.reads_ids else None,
+            attention_mask=make_mask(LayerKind(0, self.settings), find_new_tokens(row), None, positions),
+            reach=None if self.limit == 0 or positions is None else find_reach(positions, None, 0, self.limit),
+            token_ids=tokens if self.id_readers else None,
         )
+        shared, by_kind = self.shared_tensors(tokens), dict.fromkeys((False, True), arguments)
+        x = run_blocks(self.layers.values(), self.last_reader, x, shared, by_kind)
         return self.compute_logits(x)
 
     def gather_positions(self, positions: Tensor | None) -> Tensor | None:
@@ -161,7 +159,7 @@ class TitanModel(BaseModel):
         """As `HeadwaterModel.shared_tensors`."""
         held = {name: self.mechanisms[key] for name, key in self.keys.items() if key in self.mechanisms}
         return {
-            Source("shared", name, -1): module(tokens) if name in self.reads_ids else module()
+            Source("shared", name, -1): module(tokens) if name in self.id_readers else module()
             for name, module in held.items()
         }
 

@@ -25,7 +25,7 @@ from headwater.engines.paged import FlatBatch, PagedEngine
 from headwater.engines.pages import Page
 from headwater.engines.split import Portion
 from headwater.integrations.vllm.flash import FlashEngine
-from headwater.nn.attention import Attention
+from headwater.nn.engine import AttentionLayer
 from headwater.util.errors import HeadwaterError
 
 
@@ -177,7 +177,7 @@ class CPUEngine(PagedEngine):
             self.orders[dtype, width] = tuple(one.argsort().view(size, width) for one in found)
         return self.orders[dtype, width]
 
-    def read(self, attention: Attention, q: Tensor, keys: Tensor, values: Tensor, first: int) -> Tensor:
+    def read(self, attention: AttentionLayer, q: Tensor, keys: Tensor, values: Tensor, first: int) -> Tensor:
         batch, q = self.batch, q.contiguous()
         assert isinstance(batch, ScheduledBatch)
         window = -1 if attention.sliding_window is None else attention.sliding_window

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from headwater.engines.paged import PagedEngine
-from headwater.nn.attention import Attention
+from headwater.nn.engine import AttentionLayer
 
 
 def kernel(**given: Any) -> Tensor:
@@ -33,7 +33,7 @@ class FlashEngine(PagedEngine):
             if x.shape[1]:
                 self.store(layer, part, x.dtype)[batch.block, :, batch.offset] = x
 
-    def read(self, attention: Attention, q: Tensor, keys: Tensor, values: Tensor, first: int) -> Tensor:
+    def read(self, attention: AttentionLayer, q: Tensor, keys: Tensor, values: Tensor, first: int) -> Tensor:
         batch: Any = self.batch
         given = batch.given
         window = attention.sliding_window

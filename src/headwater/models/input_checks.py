@@ -1,0 +1,151 @@
+"""Checks of what a model is called with, before it runs. Each raises `HeadwaterError`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from headwater.nn.cache_name import CACHE
+from headwater.nn.checks import is_replayed, must_wait, refuse_where
+from headwater.nn.documents import Positions
+from headwater.nn.masks import NewTokens, is_kernel_mask
+from headwater.util.errors import HeadwaterError
+
+if TYPE_CHECKING:
+    from headwater.config.text import HeadwaterConfig
+
+
+class CachedLayer(NamedTuple):
+    """What one layer caches: so many heads of keys and of values; sliding_window: of the last tokens alone, if any."""
+
+    k_heads: int
+    v_heads: int
+    sliding_window: int | None
+
+
+def check_position_count(position_ids: Tensor | None, length: int) -> None:
+    """There must be a position for each of the `length` new tokens."""
+    if position_ids is not None and not torch.compiler.is_compiling() and position_ids.shape[-1] != length:
+        raise HeadwaterError(
+            f"position_ids has {position_ids.shape[-1]} positions and the input {length} tokens; give one for each."
+        )
+
+
+def check_cache(layers: list[CachedLayer], cache: Cache | None, inputs_embeds: Tensor) -> None:
+    """The cache must not be made for another model, which would lose what this one attends to, or for another number
+    of rows than inputs_embeds [B, T, D] has.
+    """
+    if cache is None or torch.compiler.is_compiling():
+        return
+    if not isinstance(cache, Cache):
+        raise HeadwaterError(
+            f"{CACHE} must be a transformers Cache, not {type(cache).__name__}; make it with "
+            "DynamicCache(config=model.config)."
+        )
+    remedy = f"{type(cache).__name__}(config=model.config"
+    if cache.layer_class_to_replicate is None and len(cache.layers) < len(layers):
+        raise HeadwaterError(
+            f"This cache is for {len(cache.layers)} layers and the model has {len(layers)}; make it with {remedy})."
+        )
+    rows, length = inputs_embeds.shape[:2]
+    for index, (cached, layer) in enumerate(zip(cache.layers, layers, strict=False)):
+        keys = getattr(cached, "keys", None)
+        size = len(keys) if isinstance(keys, Tensor) and keys.ndim == 4 else rows
+        if size != rows:
+            raise HeadwaterError(
+                f"This cache was made for {size} rows and is given {rows}; make another one with {remedy}, …), since "
+                "reset() keeps the number of rows of a static cache."
+            )
+        if drops_visible_tokens(cached, layer.sliding_window, length):
+            raise HeadwaterError(
+                f"This cache drops tokens that the model still attends to (sliding_window of layer {index} is "
+                f"{layer.sliding_window}); make it with {remedy})."
+            )
+
+
+def drops_visible_tokens(cached: Any, window: int | None, length: int) -> bool:
+    """Whether a cache's layer keeps fewer tokens than the model's layer attends to, once it has `length` new ones."""
+    if not getattr(cached, "is_sliding", False):
+        return False
+    if window is None:
+        return True
+    size = getattr(cached, "sliding_window", None)
+    if size is not None:
+        return bool(size < window)
+    # Static: at most as many slots as the window, which suffice until they are full.
+    full = getattr(cached, "cumulative_length_int", 0) + length > cached.get_max_length()
+    return bool(full and cached.get_max_length() < window)
+
+
+def check_cached_heads(layers: list[CachedLayer], cache: Cache | None) -> None:
+    """The cache must not have other heads: another model's, or those of PEFT's prefix tuning."""
+    for index, (cached, layer) in enumerate(zip(getattr(cache, "layers", ()), layers, strict=False)):
+        if cached.is_compileable:  # static, which may have room for more heads than it uses
+            continue
+        for name, heads in (("keys", layer.k_heads), ("values", layer.v_heads)):
+            tensor = getattr(cached, name, None)
+            if tensor is not None and tensor.ndim == 4 and tensor.shape[1] != heads:
+                raise HeadwaterError(
+                    f"Layer {index} caches {layer.k_heads} heads of keys and {layer.v_heads} of values, and the "
+                    f"cache it is given has {cached.keys.shape[1]} and {cached.values.shape[1]}; for prefix tuning, or "
+                    "another model's cache, load the model with materialise=True."
+                )
+
+
+def check_mask_size(attention_mask: Any, length: int, slots: int) -> None:
+    """A kernel's mask must be for `length` new tokens among `slots`."""
+    if tuple(attention_mask.shape[2:]) != (length, slots):
+        raise HeadwaterError(
+            f"The attention mask is for {attention_mask.shape[2]} new tokens among {attention_mask.shape[3]}, and "
+            f"there are {length} among {slots}."
+        )
+
+
+def check_gaps(attention_mask: Any, input_ids: Tensor | None, looks_back: bool) -> None:
+    """Embeddings must have no padding between them, as PEFT's prompts before a padded row, if some layer looks back.
+
+    Windows count such padding, and mechanisms do not look across it, so the row would differ from the row alone.
+    """
+    if input_ids is not None or attention_mask is None or is_kernel_mask(attention_mask) or not looks_back:
+        return
+    real = attention_mask.bool()
+    refuse_where(
+        real[:, 1:] & ~real[:, :-1] & (real.cumsum(-1)[:, :-1] > 0),
+        "A model with a sliding window or with mechanisms that look back takes no embeddings with padding between "
+        "them, such as PEFT's virtual tokens before a padded row; give it rows of equal length, or one at a time.",
+    )
+
+
+def check_document_starts(document_starts: Tensor | None, past: int | Tensor, limit: int) -> None:
+    """A cache must not have to know where documents started that a mechanism looks back to."""
+    if document_starts is not None and limit > 1 and bool(past > 0):
+        raise HeadwaterError(
+            "With a window longer than 2, a cache does not record where earlier documents started; pass "
+            "document_starts only without a cache."
+        )
+
+
+def check_learned_positions(config: HeadwaterConfig, tokens: NewTokens, positions: Positions) -> None:
+    """Each position must have an embedding, where positions are learned: on a GPU the lookup would abort the device.
+
+    A GPU is not waited for in training, nor where it may replay a step; there the error comes later, as a failed
+    assertion with the same sentence.
+    """
+    if config.position != "learned" or torch.compiler.is_compiling():
+        return
+    position_ids, size, past = positions.ids, config.max_position_embeddings, tokens.past
+    if position_ids.is_meta or not position_ids.numel():
+        return
+    advice = f"give it at most {size} tokens, or train with a larger max_position_embeddings or position=rope."
+    later = torch.is_grad_enabled() or is_replayed(past, tokens.length)
+    if not positions.are_slots and later and must_wait(position_ids):
+        torch._assert_async(
+            (position_ids < size).all(), f"A position is beyond this model's {size} learned positions; {advice}"
+        )
+        return
+    largest = int(past + tokens.length - 1 if positions.are_slots else position_ids.max())
+    if largest >= size:
+        raise HeadwaterError(f"Position {largest} is beyond this model's {size} learned positions; {advice}")

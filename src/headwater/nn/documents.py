@@ -1,0 +1,103 @@
+"""Position ids, and the documents of packed rows: a document starts wherever position ids restart at 0.
+
+Some attention kernels take the borders of documents in place of a mask, as transformers' `cu_seq_lens_q`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from headwater.kernels.varlen import VARLEN
+from headwater.util.errors import HeadwaterError
+
+# Kernels that take the borders of documents in place of a mask.
+BY_DOCUMENTS = VARLEN, "flash_attention"
+# Room for this many tokens a document, on average, in `make_cu_seq_lens`; and for at least this many documents.
+TOKENS, DOCUMENTS = 256, 64
+
+
+def takes_documents(implementation: str | None) -> bool:
+    """Whether attention of this name takes `cu_seq_lens_q` in place of a mask."""
+    return implementation is not None and implementation.startswith(BY_DOCUMENTS)
+
+
+def make_cu_seq_lens(position_ids: Tensor) -> Tensor | None:
+    """Where each document begins among all B·T tokens of packed rows, row after row, and then the end: int32 [n + 1].
+
+    The end is repeated, as documents of no tokens, up to a length that depends on B and T alone (unless documents are
+    shorter than `TOKENS` on average; then it doubles): compiled code sees one shape, whatever the documents.
+
+    position_ids: [B, T] on the CPU; on a GPU the host waits. None if some document is not numbered 0, 1, 2, …; such
+    rows need a mask.
+    """
+    rows, length = position_ids.shape
+    slot = torch.arange(length, device=position_ids.device)
+    starts = (position_ids == 0) | (slot == 0)
+    since = slot - torch.where(starts, slot, 0).cummax(1).values
+    # A row may begin inside a document: further back than its first token there is nothing to see.
+    if not torch.equal(torch.minimum(position_ids, slot), since):
+        return None
+    begins = starts.flatten().nonzero().flatten()
+    room = rows + max(DOCUMENTS, rows * length // TOKENS)
+    while room < len(begins):
+        room *= 2
+    cu_seq_lens = torch.full((room + 1,), rows * length, dtype=torch.int32, device=position_ids.device)
+    cu_seq_lens[: len(begins)] = begins
+    return cu_seq_lens
+
+
+def restarted_positions(cu_seq_lens: Tensor, rows: int, length: int) -> Tensor:
+    """Position ids [B, T] that restart with each document."""
+    token = torch.arange(rows * length, dtype=cu_seq_lens.dtype, device=cu_seq_lens.device)
+    begin = cu_seq_lens[torch.searchsorted(cu_seq_lens, token, right=True) - 1]
+    return (token - begin).long().view(rows, length)
+
+
+def check_documents(cu_seq_lens: Tensor, position_ids: Tensor, rows: int, length: int) -> None:
+    """Raise `HeadwaterError` if documents do not begin where positions restart; on a GPU, an assertion fails later.
+
+    Compiled code does not look.
+    """
+    if torch.compiler.is_compiling() or position_ids.is_meta:
+        return
+    sentence = (
+        "cu_seq_lens_q and position_ids disagree about where documents begin; make the former with "
+        "headwater.nn.documents.make_cu_seq_lens(position_ids), or leave one of them out."
+    )
+    slot = torch.arange(length, device=position_ids.device)
+    same = torch.minimum(position_ids, slot) == restarted_positions(cu_seq_lens, rows, length)
+    try:
+        torch._assert_async(same.all(), sentence)
+    except RuntimeError as error:
+        raise HeadwaterError(sentence) from error
+
+
+def select_columns(x: Tensor, past: int | Tensor, length: int) -> Tensor:
+    """The columns [B, T] of the `length` new tokens in x [B, S], which covers the whole history.
+
+    past: the number of cached tokens. A static cache has it as a tensor; x may then be as wide as that cache, so that
+    its shape is the same at every step. What follows the new tokens is not looked at.
+    """
+    if isinstance(past, Tensor):
+        return x.index_select(1, torch.arange(length, device=x.device) + past.to(x.device))
+    return x[:, -length:]
+
+
+class Positions(NamedTuple):
+    """Position ids [B or 1, T]; are_slots: they follow from the number of cached tokens alone."""
+
+    ids: Tensor
+    are_slots: bool
+
+
+def count_positions(attention_mask: Tensor | None, past: int | Tensor, length: int, device: torch.device) -> Tensor:
+    """Position ids [B or 1, T] of the `length` new tokens: the number of real tokens before each of them.
+
+    attention_mask: [B, S] of zeros and ones over the whole history; None: all tokens are real.
+    """
+    if attention_mask is not None:
+        return select_columns((attention_mask.long().cumsum(-1) - 1).clamp(min=0), past, length).to(device)
+    return (torch.arange(length, device=device) + past).unsqueeze(0)

@@ -1,0 +1,39 @@
+"""`Engine`: how a server with a cache and an attention kernel of its own runs a model."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from headwater.config.plan import LayerPlan
+
+
+class AttentionLayer(Protocol):
+    """What an engine reads of the attention that calls it."""
+
+    plan: LayerPlan
+    layer_idx: int
+    num_key_value_groups: int
+    scaling: float
+    softcap: float | None
+    sliding_window: int | None
+
+
+class Engine(ABC):
+    """A server's cache and attention kernel, which a model is given as `past_key_values`.
+
+    layers: what holds each layer's raw tokens (`Tail`); of layers without any, anything.
+    """
+
+    layers: Sequence[Any]
+
+    @abstractmethod
+    def attend(self, attention: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store the new tokens' k and v, and return what each head of q reads, [B, T, H, d].
+
+        q [B, H, T, d]; k, v [B, heads, T, d] of the heads that the layer stores, after RoPE. Whose keys and values each
+        head attends to is in `attention.plan.groups`.
+        """

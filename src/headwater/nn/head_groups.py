@@ -1,0 +1,82 @@
+"""Calls of the attention kernel: one for each group of heads that attend to the same layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from headwater.config.plan import HeadGroup, Heads, LayerPlan, Source
+from headwater.mechanisms.base import KV
+
+
+class KernelInputs(NamedTuple):
+    """What one call of the kernel is given: q [B, h, T, d]; k, v [B, K, S, d]; keys and values beside the tokens'."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    attention_mask: Any = None
+    beside: KV | None = None
+
+
+class GroupSlots(NamedTuple):
+    """Where a group of heads finds its queries, and its keys and values among a layer's tensors (`LayerPlan.slot`).
+
+    None stands for all heads.
+    """
+
+    q_heads: Heads
+    k_slot: int
+    k_heads: Heads
+    v_slot: int
+    v_heads: Heads
+
+    @classmethod
+    def from_plan(cls, plan: LayerPlan, group: HeadGroup, queries_per_key: int) -> Self:
+        q_heads = slice(group.first * queries_per_key, (group.first + group.size) * queries_per_key)
+        k_slot, v_slot = plan.slot(Source("bank", "k", group.k)), plan.slot(Source("bank", "v", group.v))
+        has_all = group.size == len(plan.attends)
+        return cls(None if has_all else q_heads, k_slot, group.k_heads, v_slot, group.v_heads)
+
+    def select_kv(self, tensors: Sequence[Tensor]) -> KV:
+        """Its keys and values, [B, heads, S, d] each."""
+        return KV(select_heads(tensors[self.k_slot], self.k_heads), select_heads(tensors[self.v_slot], self.v_heads))
+
+    def select(self, q: Tensor, attention_mask: Any, tensors: Sequence[Tensor]) -> KernelInputs:
+        """Its call, with its heads of all queries and of a mask that differs between heads."""
+        k, v = self.select_kv(tensors)
+        if self.q_heads is None:
+            return KernelInputs(q, k, v, attention_mask)
+        by_head = isinstance(attention_mask, Tensor) and attention_mask.ndim == 4 and attention_mask.shape[1] > 1
+        return KernelInputs(q[:, self.q_heads], k, v, attention_mask[:, self.q_heads] if by_head else attention_mask)
+
+
+def divide_pairs(inputs: Sequence[KernelInputs], pairs: Sequence[KV]) -> list[KernelInputs]:
+    """The calls with keys and values [K, n, d] beside the tokens': each with those of its own key/value heads."""
+    keys, values = (join([pair[part] for pair in pairs], dim=1).to(inputs[0].q.dtype) for part in (0, 1))
+    calls: list[KernelInputs] = []
+    start = 0
+    for group in inputs:
+        end = start + group.k.shape[1]
+        calls.append(group._replace(beside=KV(keys[start:end], values[start:end])))
+        start = end
+    return calls
+
+
+def of_tokens(weights: Tensor, inputs: Sequence[KernelInputs]) -> Tensor:
+    """The weights of the tokens among those of all keys, of which those beside the tokens are the last."""
+    beside = inputs[0].beside
+    return weights if beside is None else weights[..., : weights.shape[3] - beside.k.shape[1]]
+
+
+def select_heads(x: Tensor, heads: Heads) -> Tensor:
+    """Some heads of x [B, heads, …]."""
+    return x if heads is None else x[:, heads]
+
+
+def join(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """The parts one after another, without a copy of a single one."""
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim=dim)

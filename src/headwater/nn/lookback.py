@@ -1,0 +1,118 @@
+"""How far back mechanisms may look: how many tokens precede each one, and the cache that keeps the raw ones.
+
+In rows that branch, which token comes before another is another question: `headwater.nn.ancestors`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from headwater.config.plan import LayerPlan
+from headwater.mechanisms.base import Tail
+from headwater.nn.checks import must_wait
+from headwater.nn.documents import select_columns
+from headwater.util.errors import HeadwaterError
+
+if TYPE_CHECKING:
+    from transformers import Cache
+
+    from headwater.nn.engine import Engine
+
+
+class LookbackLimits(NamedTuple):
+    """How far back the mechanisms of a model look.
+
+    limit: the longest tail of any; 0 if none looks back.
+    tail_lengths: for s = 1, 2, … limit: the length of the shortest tail that still holds the token s back.
+    keeper: the plan of the first layer that keeps raw tokens.
+    """
+
+    limit: int = 0
+    tail_lengths: tuple[int, ...] = ()
+    keeper: LayerPlan | None = None
+
+    @classmethod
+    def from_plans(cls, plans: Sequence[LayerPlan]) -> Self:
+        limit = max(plan.tail for plan in plans)
+        lengths = {length for plan in plans for _, length, _ in plan.tails}
+        shortest = tuple(min(length for length in lengths if length >= back) for back in range(1, limit + 1))
+        return cls(limit, shortest, next((plan for plan in plans if plan.tails), None))
+
+
+def find_tail(plan: LayerPlan, past_key_values: Cache | Engine | None) -> Tail | None:
+    """The cache layer that holds the raw tokens of a layer; None without a cache, or if no mechanism looks back.
+
+    Raises `HeadwaterError` for a cache that does not keep them.
+    """
+    if past_key_values is None or not plan.tails:
+        return None
+    layers = past_key_values.layers
+    layer = layers[plan.index] if plan.index < len(layers) else None
+    if not hasattr(layer, "before"):
+        keepers = dict.fromkeys(mechanism for *_, mechanism in plan.tails)
+        raise HeadwaterError(
+            f"{' and '.join(keepers)} needs a cache that keeps the last raw keys and values, and this "
+            f"{type(past_key_values).__name__} does not; make it with DynamicCache(config=model.config). The tokens of "
+            "PEFT's prefix tuning have none: use prompt tuning or LoRA with such a model."
+        )
+    return layer
+
+
+def find_reach(
+    position_ids: Tensor,
+    attention_mask: Tensor | None,
+    past: int | Tensor = 0,
+    limit: int = 1,
+    document_starts: Tensor | None = None,
+) -> Tensor | None:
+    """How many tokens of the same document precede each without a gap, [B, T], from position_ids [B or 1, T].
+
+    It counts up to `limit`, in bytes where that is enough: a compiled layer keeps it for the backward pass. None if it
+    is `limit` everywhere and finding out does not wait for a device.
+
+    attention_mask: [B, S] of zeros and ones over the whole history, or None.
+    past: the number of cached tokens; a static cache has more slots than that before the new ones.
+    limit: the longest look back of any mechanism.
+    document_starts: [B, T], True where a document starts although positions continue.
+    """
+    if document_starts is not None:
+        slot = torch.arange(document_starts.shape[1], device=document_starts.device)
+        begin = last_marked(document_starts)
+        since = torch.where(begin < 0, slot + past, slot - begin)
+        return _limited(torch.minimum(count_reach(position_ids, attention_mask, past), since), limit)
+    # Without a cache a row begins within the limit.
+    looks = isinstance(past, int) and past > 0 and not must_wait(position_ids) and not torch.compiler.is_compiling()
+    if looks and bool((position_ids >= limit).all()):
+        near = None if attention_mask is None else attention_mask[:, -(position_ids.shape[1] + limit) :]
+        if near is None or bool(near.all()):
+            return None
+    return _limited(count_reach(position_ids, attention_mask, past), limit)
+
+
+def _limited(reach: Tensor, limit: int) -> Tensor:
+    return reach.clamp(max=limit).to(torch.int8 if limit <= torch.iinfo(torch.int8).max else reach.dtype)
+
+
+def count_reach(position_ids: Tensor, attention_mask: Tensor | None, past: int | Tensor) -> Tensor:
+    """`find_reach` without a limit."""
+    if attention_mask is None:
+        return position_ids
+    slot = torch.arange(attention_mask.shape[-1], device=attention_mask.device)
+    since_gap = slot - last_marked(~attention_mask.bool()) - 1
+    return torch.minimum(position_ids, select_columns(since_gap, past, position_ids.shape[1]))
+
+
+def last_marked(marks: Tensor) -> Tensor:
+    """The last marked slot at or before each slot, -1 before the first: booleans [B, S] -> [B, S]."""
+    slot = torch.arange(marks.shape[1], device=marks.device).expand_as(marks)
+    if not torch.compiler.is_exporting():
+        return torch.where(marks, slot, -1).cummax(-1).values
+    # ONNX has no running maximum: each slot looks up the mark of its number.
+    count = marks.long().cumsum(-1)
+    by_count = slot.new_full((marks.shape[0], marks.shape[1] + 1), -1)
+    by_count = by_count.scatter(1, torch.where(marks, count, 0), torch.where(marks, slot, -1))
+    return by_count.gather(1, count)
