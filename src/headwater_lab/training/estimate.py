@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -12,7 +13,9 @@ from headwater.config.presets import PRESETS, preset
 from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
 from headwater.conversion import config_of
+from headwater.conversion.convert import way_of
 from headwater.cost import ImagePrice, Price, price
+from headwater.cost import counts as cost
 from headwater.cost.hardware import Hardware
 from headwater.cost.hardware import hardware as named_hardware
 from headwater.cost.schedule import ToTrain
@@ -21,11 +24,91 @@ from headwater.util.errors import HeadwaterError, nearest, sentence, shown
 from headwater.util.files import absence, is_address
 from headwater_lab.data.tokenizer import local_size
 from headwater_lab.recipe.overrides import merged
-from headwater_lab.recipe.schema import MODEL_FIELDS, Recipe, Training, changed_config, parse, read_recipe, values_of
+from headwater_lab.recipe.schema import (
+    MODEL_FIELDS,
+    Change,
+    Recipe,
+    Training,
+    changed_config,
+    parse,
+    read_recipe,
+    values_of,
+)
 from headwater_lab.recipe.shipped import shipped_recipes
-from headwater_lab.training.attention import kernel_for
-from headwater_lab.training.checkpoint import history_of
-from headwater_lab.training.places import newest_checkpoint
+from headwater_lab.training.checkpoints import history_of, newest_checkpoint
+from headwater_lab.training.models import kernel_for, open_source
+
+
+@dataclass(frozen=True)
+class Side:
+    """A model before or after. Bytes of the cache are in the precision of the model's weights."""
+
+    parameters: int
+    cache_bytes_per_token: int
+    cache_bytes: int
+    """Of a sequence of the recipe's context."""
+    weights_bytes: int
+
+
+@dataclass(frozen=True)
+class ConversionPrice:
+    """What a conversion costs and saves.
+
+    flops: of healing, by stage, with the teacher's. step_bytes: memory of a step at its peak; teacher_bytes: of these,
+    the teacher's weights.
+    """
+
+    before: Side
+    after: Side
+    tokens: int
+    flops: dict[str, float]
+    step_bytes: int
+    teacher_bytes: int
+
+
+def price_of(recipe: Recipe, config: HeadwaterConfig, element: int) -> ConversionPrice:
+    """The price of a recipe that converts a model of this config. element: bytes of its numbers.
+
+    Raises `HeadwaterError` if the model cannot be converted so.
+    """
+    context = int(getattr(recipe.data, "context", 0))
+    theirs = _teacher(recipe, config)
+    teacher = 0.0 if theirs is None else cost.forward_flops_per_token(theirs, context)
+    teacher_bytes = 0 if theirs is None else sum(cost.parameters(theirs).values()) * element
+    flops, peak, tokens, now = {}, 0, 0, config
+    changes: list[Change | None] = [recipe.start, *recipe.stages]
+    for name, change, (run, _) in zip(recipe.stage_names, changes, recipe.chain(lambda *_: Path()), strict=True):
+        now = now if change is None else changed_config(now, change)
+        training = run.training
+        count = training.steps * training.batch_size * training.gradient_accumulation_steps * context
+        flops[name] = count * (cost.training_flops_per_token(now, context) + teacher)
+        tokens += count
+        held = price(now, context=context, batch=training.batch_size, precision=training.precision)
+        peak = max(peak, held.at[0].step_bytes)
+    if way_of(now) is not None or not recipe.stages:
+        raise HeadwaterError(
+            "The recipe has no stage after which the model is the smaller one, trained; leave its stages as they are."
+        )
+
+    def side(config: HeadwaterConfig) -> Side:
+        count = sum(cost.parameters(config).values())
+        per_token = cost.cache_bytes_per_token(config, element)
+        return Side(count, per_token, cost.cache_bytes(config, context, 1, element), count * element)
+
+    return ConversionPrice(side(config), side(now), tokens, flops, peak + teacher_bytes, teacher_bytes)
+
+
+def _teacher(recipe: Recipe, config: HeadwaterConfig) -> HeadwaterConfig | None:
+    """The config of what the model learns from; by default, of the model that is converted. None: from the text alone.
+
+    Raises `HeadwaterError` if it cannot be read.
+    """
+    settings = recipe.training.distillation
+    if settings is None or settings.teacher is None:
+        return None if settings is None else config
+    path = Path(settings.teacher)
+    return config_of(newest_checkpoint(path)) if path.is_dir() else open_source(settings.teacher).model.config
+
 
 _WHAT = "name a preset, a recipe, a config.json or a checkpoint"
 # Kernels that packed rows need no mask in memory for.

@@ -5,24 +5,28 @@ runs/NAME/
   config.json, …               the model of the last stage; see training/model_folder.py
   stages/00-start/             the runs
   stages/01-NAME-OF-STAGE/
-"""
+
+
+Converting a trained model to a smaller cache with one command: the recipe for it, its price, and what it did."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from headwater.conversion import config_of
 from headwater.util.errors import HeadwaterError, nearest
+from headwater.util.files import replace_text
 from headwater.util.output_folder import occupied
 from headwater_lab.recipe.schema import Recipe, changed_config
-from headwater_lab.training.loop import OnEvent, train
-from headwater_lab.training.model_folder import publish_model
-from headwater_lab.training.places import checkpoints, newest_checkpoint
+from headwater_lab.training.checkpoints import STAGES, checkpoints, newest_checkpoint, publish_model
+from headwater_lab.training.loop import train
 from headwater_lab.training.records import Experiment, RunRecord, StageRecord, read_record, write_record
-from headwater_lab.training.run_folder import STAGES, check_ours, mark
+from headwater_lab.training.run_folder import OnEvent, check_ours, mark
 
 
 def chain(recipe: Recipe, folder: Path) -> list[tuple[Recipe, Path]]:
@@ -190,3 +194,93 @@ def _later(on_event: OnEvent | None, steps: int) -> OnEvent | None:
     if on_event is None:
         return None
     return lambda step, point: on_event(step + steps, point)
+
+
+RESULT, RECIPE = "conversion.json", "recipe.yaml"
+# One in which a model goes over, one at a constant rate, and one that decays.
+LEAST_STEPS = 3
+
+
+def conversion_recipe(
+    name: str,
+    source: str,
+    data: dict[str, Any],
+    convert: dict[str, Any],
+    *,
+    tokens: float,
+    context: int,
+    batch_size: int,
+    learning_rate: float,
+    gradient_accumulation_steps: int = 1,
+) -> dict[str, Any]:
+    """A recipe, as plain values, that converts `source` and heals it on this many tokens.
+
+    Half of the steps are at a constant rate after a warm-up, then the cosine decays. If `convert` has `anneal`, the
+    model goes over in the first tenth of all; without, it is the smaller model from the first step. Raises
+    `HeadwaterError` for too few tokens.
+    """
+    rows = batch_size * gradient_accumulation_steps
+    steps = int(tokens // (rows * context))
+    if steps < LEAST_STEPS:
+        raise HeadwaterError(
+            f"{tokens:,.0f} tokens are {steps} steps of {rows} rows of {context} tokens, and healing takes at "
+            f"least {LEAST_STEPS}; pass --heal {LEAST_STEPS * rows * context} or more, or a smaller --batch-size."
+        )
+    constant, decaying = steps - steps // 2, steps // 2
+    first = max(1, steps // 10) if convert.get("anneal") else constant
+    training = {
+        "steps": first,
+        "batch_size": batch_size,
+        "learning_rate": learning_rate,
+        "schedule": "constant",
+        "warmup_steps": min(50, constant // 4, first),
+        "distillation": {},
+    }
+    stages: list[dict[str, Any]] = []
+    if first < constant:
+        rest = {"steps": constant - first, "warmup_steps": 0}
+        stages.append({"name": "finish", "finish_conversion": True, "optimizer_state": "keep", "training": rest})
+    decay = {"steps": decaying, "schedule": "cosine", "warmup_steps": 0}
+    stages.append({"name": "heal", "optimizer_state": "keep", "training": decay})
+    return {
+        "name": name,
+        "data": data,
+        "start": {"checkpoint": source, "convert": convert},
+        "training": training,
+        "stages": stages,
+        "reporting": {
+            "evaluate_every": max(1, constant // 4),
+            "log_every": 10,
+            "keep_checkpoints": 1,
+            "tensorboard": False,
+        },
+    }
+
+
+def write_recipe(recipe: Recipe, folder: Path) -> None:
+    """Write the recipe of a conversion to its folder, for `headwater train`."""
+    values = recipe.model_dump(mode="json", exclude_defaults=True)
+    values["data"]["kind"] = recipe.data.kind  # a default of its class, and what says which class it is
+    replace_text(folder / RECIPE, json.dumps(values, indent=1) + "\n")
+
+
+def curve_of(record: RunRecord) -> list[dict[str, float]]:
+    """Held-out metrics over the tokens of healing, with the bytes a token adds to the cache of the model then."""
+    ends = [(stage.tokens, stage.cache_bytes_per_token) for stage in record.stages] or [
+        (record.tokens, record.cache_bytes_per_token)
+    ]
+    stage, end = 0, ends[0][0]
+    found: list[dict[str, float]] = []
+    for point in record.held_out:
+        # Where stages meet there are two: of the model before the change, and after it.
+        if found and point.tokens == end == found[-1]["tokens"] and stage + 1 < len(ends):
+            stage += 1
+            end += ends[stage][0]
+        now = {"tokens": point.tokens, "cache_bytes_per_token": ends[stage][1], **point.metrics}
+        if now not in found[-1:]:  # the change may be only one of the learning rate
+            found.append(now)
+    return found
+
+
+def write_result(folder: Path, result: dict[str, Any]) -> None:
+    replace_text(folder / RESULT, json.dumps(result, indent=1) + "\n")

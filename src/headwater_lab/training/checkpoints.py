@@ -1,57 +1,69 @@
 """Checkpoints: a Hugging Face folder with what training needs to resume.
 
-    step-000400/
+    runs/NAME/checkpoints/step-000400/
       config.json, model.safetensors, generation_config.json, tokenizer files    load them with from_pretrained
       training.safetensors    optimizer state by parameter name, running sums; with training.ema_decay the trained
                               weights, since model.safetensors has their average
       training.json           the run's progress: step, rows, tokens, …, recipe
       history.json            what was done to the model: trained, grown, … (records.Event)
       SHA256SUMS              of all these files; `sha256sum -c SHA256SUMS` checks them too
+    runs/NAME/
+      config.json, model.safetensors, tokenizer files, …    the newest checkpoint's model (`publish_model`)
 
 A run whose parameters are sharded (FSDP) writes shard-*.safetensors instead of the two large files, one per process, in
 the safetensors format of torch.distributed.checkpoint: any number of processes can resume from them, and `headwater
 export` merges them into one model. Nothing is pickled in either format.
 
-A checkpoint is written under a temporary name and renamed, so one with its final name is complete; see `saving` for how
+A checkpoint is written under a temporary name and renamed, so one with its final name is complete; see `Saver` for how
 a run does so. One that no run has written (`write_model`: grown, retrofitted, …) has no training.json; a run can start
 from it, but not resume it.
 """
 
 from __future__ import annotations
 
-import functools
+import filecmp
 import json
 import logging
 import os
+import re
+import shlex
 import shutil
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, field
+from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.checkpoint import SavePlan, SavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.tensor import DTensor
+from torch.futures import Future as TorchFuture
 from transformers import BaseImageProcessor, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 
 from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
-from headwater.models.kinds import AnyModel, model_class
+from headwater.cost.hardware import available_memory
+from headwater.models.kinds import MODEL_TYPES, AnyModel, model_class
 from headwater.models.load import (
+    CONFIG,
     SHARDS,
+    WEIGHTS,
     build,
     check_finite,
     check_regular,
@@ -66,12 +78,22 @@ from headwater.models.load import (
 )
 from headwater.models.weights import check_kinds, unwrapped_names
 from headwater.util.errors import HeadwaterError
-from headwater.util.files import STAGING, flush, read_bytes, sha256_of, staged
-from headwater_lab.training.places import FOLDER, checkpoints
-from headwater_lab.training.records import Event
+from headwater.util.files import (
+    STAGING,
+    absence,
+    explaining,
+    flush,
+    read_bytes,
+    replacing,
+    sha256_of,
+    staged,
+)
+from headwater_lab.training.optimizers import Average
+from headwater_lab.training.processes import first, gathered, local, together
+from headwater_lab.training.records import RECORD, Event, read_record
 
-if TYPE_CHECKING:
-    from headwater_lab.training.averaging import Average  # which needs the trainer's packages; serving does not
+if TYPE_CHECKING:  # reading needs none of the trainer's packages
+    from lightning_fabric import Fabric
 
 FORMAT_VERSION = 2
 # What the names of tensors begin with that are the state of a run, not weights.
@@ -79,9 +101,44 @@ OF_RUN = "optimizer.", "running.", "trained."
 TENSORS, FACTS, HISTORY, SUMS = "training.safetensors", "training.json", "history.json", "SHA256SUMS"
 _REMOVING, _DAMAGED = ".removing-", "damaged-"
 logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
+FOLDER, STAGES = "checkpoints", "stages"
+_NAME = re.compile(r"step-(\d+)", re.ASCII)
 
 
-@dataclass
+def checkpoints(run: Path) -> list[Path]:
+    """The checkpoints of a run, oldest first."""
+    found = [path for path in (run / FOLDER).glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=step_of)
+
+
+def newest_checkpoint(path: Path) -> Path:
+    """`path` itself, or the newest checkpoint of the run it names. Raises `HeadwaterError` if nothing is there."""
+    if not path.is_dir():
+        raise HeadwaterError(f"{absence(path, 'checkpoint folder')}; name a checkpoint's folder, or a run's.")
+    if whole := checkpoints(path):
+        return whole[-1]
+    has_model = (path / "config.json").exists()
+    if has_model and not (path / STAGES).is_dir():
+        return path
+    if (path / RECORD).is_file():
+        record = read_record(path)
+        if record.stages:
+            last = path / record.stages[-1].folder
+            if path.resolve() not in last.resolve().parents:
+                raise HeadwaterError(f"The {RECORD} of {str(path)!r} names a stage outside of it: {str(last)!r}.")
+            return newest_checkpoint(last)
+        if has_model:
+            return path
+        why = "it diverged" if record.status == "diverged" else f"its status is {record.status!r}"
+        raise HeadwaterError(f"The run {str(path)!r} has no checkpoint: {why}.")
+    return path
+
+
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+@dataclass(config=ConfigDict(extra="forbid"))
 class Progress:
     """A run's progress.
 
@@ -106,8 +163,6 @@ class Progress:
     data: dict[str, Any] = field(default_factory=dict)
     run_id: str = ""
     format_version: int = FORMAT_VERSION
-
-    __pydantic_config__ = ConfigDict(extra="forbid")
 
 
 def newest_whole(run: Path, notice: Callable[[str], None]) -> Path | None:
@@ -140,7 +195,8 @@ def newest_whole(run: Path, notice: Callable[[str], None]) -> Path | None:
 def damage(path: Path) -> str | None:
     """What is wrong with the files of a checkpoint; None if they are unchanged."""
     try:
-        sums = _listed(path)
+        lines = read_bytes(path / SUMS).decode("utf-8").splitlines()
+        sums = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
     except (OSError, ValueError):
         return f"its {SUMS} cannot be read"
     if "config.json" not in sums or any(Path(name).name != name for name in sums):
@@ -163,12 +219,6 @@ def check(path: Path) -> None:
         return
     if (problem := damage(path)) is not None:
         raise HeadwaterError(f"The checkpoint {str(path)!r} is damaged: {problem}; use the one before it.")
-
-
-def _listed(path: Path) -> dict[str, str]:
-    """The checksums of a checkpoint, by file name."""
-    lines = read_bytes(path / SUMS).decode("utf-8").splitlines()
-    return {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
 
 
 def write_model(
@@ -204,7 +254,7 @@ def write_parts(
     weights: by their names in the model; None if the processes write them with the state.
     """
     if weights is not None:
-        model.save_pretrained(folder, state_dict=dict(weights))
+        model.save_pretrained(folder, state_dict=dict(weights), max_shard_size=2**60)  # one file
     else:
         model.config.save_pretrained(folder)
         if getattr(model, "generation_config", None) is not None:
@@ -344,19 +394,13 @@ def _from_shards(path: Path, config: HeadwaterConfig) -> AnyModel:
     return model.eval()
 
 
-@functools.cache
-def _progress() -> TypeAdapter[Progress]:
-    """Validates progress when it is read; cached, since building it takes longer than reading."""
-    return TypeAdapter(Progress)
-
-
 def read_progress(path: Path) -> Progress:
     """The progress of the run of checkpoint `path`. Raises `HeadwaterError` for a foreign or newer format."""
     try:
         facts = read_object(path / FACTS)
         version = facts["format_version"]
         if version == FORMAT_VERSION:
-            return _progress().validate_python(facts)
+            return Progress(**facts)
     except (HeadwaterError, ValidationError, KeyError) as error:
         raise HeadwaterError(f"{str(path)!r} cannot be resumed: its {FACTS} is missing or damaged.") from error
     raise HeadwaterError(
@@ -417,7 +461,7 @@ def begin_with(path: Path, model: AnyModel, optimizers: Sequence[torch.optim.Opt
 def _check_state(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Raise `HeadwaterError` for weights or optimizer state that no run has written: training would seem to diverge."""
     for name, tensor in tensors.items():
-        value = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        value = local(tensor)
         if name.startswith("running.") or not value.is_floating_point():
             continue
         is_negative = name.endswith(".exp_avg_sq") and bool((value < 0).any())
@@ -519,3 +563,300 @@ def _read(path: Path, targets: dict[str, Tensor], distributed: bool) -> None:
         differ = "size" in last.lower() or "shape" in last.lower()
         what = "holds tensors whose shapes differ from this run's" if differ else "cannot be read"
         raise HeadwaterError(f"{str(path)!r} {what}: {last}") from error
+
+
+class Saver:
+    """Writes one checkpoint at a time in another thread. All processes call its methods together.
+
+    As a context it ends with the thread: a checkpoint on its way is completed first, if an exception does not end the
+    process at once, but other processes are not waited for. failure: what went wrong with it then.
+    """
+
+    def __init__(self, fabric: Fabric, sharded: bool = False, neighbors: int = 1) -> None:
+        """sharded: each process writes its own part. neighbors: how many processes of this machine copy theirs."""
+        self.fabric, self.sharded, self.neighbors = fabric, sharded, neighbors
+        self.thread = ThreadPoolExecutor(1, "checkpoint")
+        self.host: dict[str, Tensor] = {}  # kept, because fresh memory costs more than the copy
+        self.leaving = threading.Event()
+        self.failure: BaseException | None = None
+        self.phase = 0
+        """How many pieces of work the threads were given, the same in all processes."""
+        self.saving = False
+        """Whether a checkpoint is on its way, the same in all processes."""
+        self.work: Future[dict[str, str]] | None = None
+        self.complete: Callable[[Mapping[str, str]], dict[str, str]] | None = None
+        self.staged = ExitStack()
+
+    @property
+    def ready(self) -> bool:
+        """Whether this process's thread is idle."""
+        return self.work is None or self.work.done()
+
+    def start(
+        self,
+        target: Path,
+        progress: Progress,
+        model: AnyModel,
+        tokenizer: PreTrainedTokenizerBase | BaseImageProcessor | None,
+        state: Mapping[str, Tensor],
+        *,
+        history: Sequence[Event] = (),
+        then: Callable[[], None] | None = None,
+        copy: bool = True,
+    ) -> None:
+        """Begin a checkpoint at `target`, unless it exists; the one before is finished first.
+
+        state: what training needs besides the model, by name. history: what was done to the model, including this run.
+        then: called in the first process at the end. copy: whether the tensors may change before `finish`. Without the
+        memory for a copy, this waits until all is written.
+        Raises `HeadwaterError` if the disk is full; nothing is lost.
+        """
+        self.finish()
+        fabric, rank = self.fabric, self.fabric.global_rank
+        if first(fabric, target.exists):  # each step is saved once
+            return
+        tensors = model_tensors(model) | dict(state)
+        facts = json.dumps(asdict(progress), indent=1)
+        explain = partial(not_saved, target, progress.step)
+        with ExitStack() as undo:
+            # The first process makes the folder, and renames or removes it; all write into it.
+            undo.push(self.staged)
+            folder = first(fabric, lambda: self.staged.enter_context(staged(target, size_of(tensors), explain)))
+            shard = Shard(folder) if self.sharded else None
+            if shard is not None:
+                with together(fabric), explaining(explain):
+                    shard.plan(tensors)
+                tensors = shard.tensors
+            elif rank > 0:
+                tensors = {}
+            fits = not copy or all(gathered(fabric, self.fits(tensors)))
+            arrived = self.copied(tensors) if copy and fits else None
+            names = model_tensors(model).keys()
+
+            def part() -> dict[str, str]:
+                """Write this process's files; returns their checksums."""
+                with explaining(explain):
+                    if arrived is not None:
+                        arrived.synchronize()
+                    if shard is not None:
+                        shard.write(tensors)
+                    if rank == 0:
+                        self.check()
+                        weights = {name: tensor for name, tensor in tensors.items() if name in names}
+                        rest = {name: tensor for name, tensor in tensors.items() if name not in names}
+                        whole = (None, None) if self.sharded else (weights, rest)
+                        write_parts(folder, model, tokenizer, history, *whole)
+                        (folder / FACTS).write_text(facts)
+                    sums: dict[str, str] = {}
+                    for name in written_by(rank, folder):
+                        self.check()
+                        sums |= sums_of(folder, [name])
+                    return sums
+
+            def complete(sums: Mapping[str, str]) -> dict[str, str]:
+                with self.staged:
+                    self.check()
+                    write_sums(folder, sums)
+                if then is not None:
+                    then()
+                return {}
+
+            def alone() -> dict[str, str]:
+                with self.staged:
+                    sums = part()
+                    return complete(sums)
+
+            undo.pop_all()
+        self.saving, self.complete = True, complete if self.sharded else None
+        self.submit(part if self.sharded else None if rank > 0 else alone)
+        if not fits:
+            self.finish()
+
+    def submit(self, work: Callable[[], dict[str, str]] | None) -> None:
+        self.phase += 1
+        self.work = None if work is None else self.thread.submit(work)
+
+    def advance(self) -> None:
+        """Wait for the threads and give them what comes next. Raises what went wrong in any process."""
+        if not self.saving:
+            return
+        self.saving, complete = False, self.complete
+        with ExitStack() as undo:
+            undo.push(self.staged)
+            with together(self.fabric):
+                own = {} if self.work is None else self.work.result()
+            if complete is not None:
+                sums = {name: digest for part in gathered(self.fabric, own) for name, digest in part.items()}
+            undo.pop_all()
+        if complete is not None:
+            self.saving, self.complete = True, None
+            self.submit(partial(complete, sums) if self.fabric.global_rank == 0 else None)
+
+    def finish(self) -> None:
+        """Wait until the checkpoint on its way is complete, if there is one. Raises as `advance`."""
+        while self.saving:
+            self.advance()
+
+    def fits(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether this machine has the memory for its processes' copies of what they write."""
+        fresh = size_of({name: tensor for name, tensor in tensors.items() if not self.has_room(name, tensor)})
+        if any(tensor.is_cuda for tensor in tensors.values()):
+            fresh *= 2  # page-locked memory is allocated in powers of two
+        return fresh * self.neighbors <= available_memory()
+
+    def has_room(self, name: str, tensor: Tensor) -> bool:
+        there = self.host.get(name)
+        return there is not None and (there.shape, there.dtype) == (tensor.shape, tensor.dtype)
+
+    def copied(self, tensors: dict[str, Tensor]) -> torch.cuda.Event | None:
+        """Replace tensors by copies on the host; returns the event after which the copies of a GPU's are there.
+
+        Nothing waits for a GPU: it copies before it takes the next step.
+        """
+        on_gpu = False
+        for name, tensor in tensors.items():
+            if not self.has_room(name, tensor):
+                self.host[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            tensors[name] = self.host[name].copy_(tensor.detach(), non_blocking=True)
+            on_gpu = on_gpu or tensor.is_cuda
+        if not on_gpu:
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def check(self) -> None:
+        """Give up in the middle if the process is to end at once."""
+        if self.leaving.is_set():
+            raise Left
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is not None and not issubclass(kind, Exception):
+            self.leaving.set()
+        self.thread.shutdown()
+        if self.saving:
+            if self.work is not None and not isinstance(self.work.exception(), Left):
+                self.failure = self.work.exception()
+            with suppress(Left), self.staged:  # remove what is not complete
+                raise Left
+
+
+class Left(BaseException):
+    """The process ends before a checkpoint is complete."""
+
+
+class Shard(HuggingFaceStorageWriter):
+    """This process's part of sharded tensors, in a file of torch.distributed.checkpoint's safetensors format.
+
+    PyTorch plans who writes what. Its own writer would put the whole file together in memory, and keep other threads
+    from running meanwhile.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(str(folder), save_distributed=True)
+        self.folder = folder
+        self.tensors: dict[str, Tensor] = {}
+        self.offsets: dict[str, Any] = {}
+        self.name = ""
+
+    def plan(self, tensors: dict[str, Tensor]) -> None:
+        """Agree with the other processes on what this one writes: `tensors`."""
+        try:
+            dcp.save(dict(tensors), storage_writer=self)
+        except CheckpointException as error:  # of one process or several
+            raise next(iter(error.failures.values()))[0] from error
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture:
+        self.name = f"shard-{plan.storage_data['shard_index']:05d}-model-00001-of-00001.safetensors"
+        for item in plan.items:
+            assert item.tensor_data is not None
+            part = planner.resolve_data(item)
+            assert isinstance(part, Tensor)
+            self.tensors[item.index.fqn] = part.detach()
+            self.offsets[item.index.fqn] = {"saved_offsets": [*item.tensor_data.chunk.offsets]}
+        written: TorchFuture = TorchFuture()
+        written.set_result([])
+        return written
+
+    def write(self, tensors: Mapping[str, Tensor]) -> None:
+        metadata = {"DCP_SHARDING_INFO": json.dumps(self.offsets), "DCP_VERSION": "1.0", "format": "pt"}
+        if tensors:
+            whole = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+            save_file(whole, self.folder / self.name, metadata)
+
+
+def written_by(rank: int, folder: Path) -> list[str]:
+    """The names of a process's files in a checkpoint that all are writing: its shard; the first one's, all the rest."""
+    # Hidden ones come and go: safetensors writes a file beside its place, and renames it.
+    shards = {path.name: re.match(r"shard-(\d+)", path.name) for path in folder.iterdir() if path.name[0] != "."}
+    return [name for name, shard in shards.items() if (int(shard[1]) - 1 if shard else 0) == rank]
+
+
+def not_saved(target: Path, step: int, problem: str) -> str:
+    """The sentence for a checkpoint that could not be written."""
+    whole = checkpoints(target.parents[1])
+    last = f"the one of step {step_of(whole[-1])} is intact" if whole else "there is none before it"
+    return (
+        f"The checkpoint of step {step} could not be saved to {str(target.parent)!r}: {problem}; {last}. "
+        "Free some space and continue with --resume."
+    )
+
+
+def publish_model(checkpoint: Path, folder: Path) -> None:
+    """Put a checkpoint's model at the top of a run's folder, where `from_pretrained` loads it by the run's name.
+
+    The weights are a hard link, which takes no space, or else a copy. All else is copied: programs write small files in
+    place, which would change the checkpoint too. Each file is replaced at once. transformers cannot read weights in a
+    file per process: then there is no model at the top. Raises `HeadwaterError` if it cannot be written.
+    """
+    if any(checkpoint.glob(SHARDS)):
+        withdraw_model(folder)
+        return
+    with explaining(lambda problem: f"The model cannot be written to {str(folder)!r}: {problem}."):
+        for file in sorted(checkpoint.iterdir(), key=lambda file: (file.name != WEIGHTS, file.name)):
+            target, is_weights = folder / file.name, file.name == WEIGHTS
+            if file.name in (TENSORS, FACTS, SUMS) or not file.is_file():
+                continue
+            if target.is_file() and (os.path.samefile if is_weights else _same_content)(file, target):
+                continue
+            with replacing(target) as beside:
+                (_link if is_weights else shutil.copyfile)(file, beside)
+
+
+def withdraw_model(folder: Path) -> None:
+    """Remove the model at the top of a run's folder, if there is one."""
+    with explaining(lambda problem: f"The model in {str(folder)!r} cannot be removed: {problem}."):
+        for name in (CONFIG, WEIGHTS):
+            (folder / name).unlink(missing_ok=True)
+
+
+def how_to_load(folder: Path) -> str:
+    """A sentence that says how transformers loads the model in a folder."""
+    if not (folder / CONFIG).is_file():
+        return (
+            "Each process has written its part of the weights, which transformers does not read: "
+            f"`headwater export {shlex.quote(str(folder))} --out NEW` writes a folder that it loads."
+        )
+    content = read_object(folder / CONFIG)
+    of_images = any("ImageClassification" in str(name) for name in content.get("architectures") or ())
+    kind = "AutoModelForImageClassification" if of_images else "AutoModelForCausalLM"
+    if "auto_map" in content:  # its code is in the folder
+        return f"{kind}.from_pretrained({str(folder)!r}, trust_remote_code=True) loads it."
+    after = " after import headwater" if content.get("model_type") in MODEL_TYPES else ""
+    return f"{kind}.from_pretrained({str(folder)!r}) loads it{after}."
+
+
+def _same_content(file: Path, target: Path) -> bool:
+    return filecmp.cmp(file, target, shallow=False)
+
+
+def _link(file: Path, target: Path) -> None:
+    try:
+        os.link(file, target)
+    except OSError:
+        shutil.copyfile(file, target)

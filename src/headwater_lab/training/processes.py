@@ -21,14 +21,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
-from lightning_fabric import Fabric
-from lightning_fabric.loggers import TensorBoardLogger
-from lightning_fabric.strategies import DDPStrategy, ModelParallelStrategy, Strategy
-from lightning_fabric.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -41,6 +37,10 @@ from headwater.util.errors import HeadwaterError, first_line
 from headwater.util.workers import die_with_parent
 from headwater_lab.data.base import Share
 from headwater_lab.recipe.schema import Recipe, Training
+
+if TYPE_CHECKING:  # reading a checkpoint needs none of the trainer's packages
+    from lightning_fabric import Fabric
+    from lightning_fabric.strategies import Strategy
 
 for _name in ("lightning.fabric", "lightning_fabric"):
     logging.getLogger(_name).setLevel(logging.WARNING)
@@ -64,6 +64,9 @@ def connected(recipe: Recipe, run: Path) -> Iterator[Fabric]:
 
 def make_fabric(recipe: Recipe, run: Path) -> Fabric:
     """Start and connect the processes that the recipe asks for. Raises `HeadwaterError` if that is impossible."""
+    from lightning_fabric import Fabric
+    from lightning_fabric.loggers import TensorBoardLogger
+
     training, reporting = recipe.training, recipe.reporting
     to_files = reporting.tensorboard or reporting.wandb is not None
     devices, nodes = placed(training)
@@ -149,27 +152,23 @@ def sharded(training: Training) -> bool:
 
 
 def strategy(training: Training, world: int) -> Strategy | str:
+    """Fabric's strategy. FSDP2 shards the model over the processes; with replicas, over those of a replica (HSDP)."""
+    from lightning_fabric.strategies import DDPStrategy, ModelParallelStrategy
+
+    def sharded_over(model: AnyModel, mesh: DeviceMesh) -> AnyModel:
+        if training.replicas == 1:
+            return shard(model, mesh["data_parallel"], training.precision)
+        sizes = (training.replicas, world // training.replicas)
+        split = init_device_mesh(mesh.device_type, sizes, mesh_dim_names=("replicate", "shard"))
+        return shard(model, split, training.precision)
+
     timeout = timedelta(minutes=training.timeout_minutes)
     if sharded(training):
-        return ModelParallelStrategy(
-            lambda model, mesh: shard(model, mesh_of(training, mesh), training.precision),
-            data_parallel_size=world,
-            tensor_parallel_size=1,
-            timeout=timeout,
-        )
+        return ModelParallelStrategy(sharded_over, data_parallel_size=world, tensor_parallel_size=1, timeout=timeout)
     if world == 1 and training.strategy != "ddp":
         return "auto"
     # Buffers are constants, and gradients need not be held twice.
     return DDPStrategy(timeout=timeout, broadcast_buffers=False, gradient_as_bucket_view=True)
-
-
-def mesh_of(training: Training, mesh: DeviceMesh) -> DeviceMesh:
-    """The processes over which FSDP2 shards a model; with replicas [replicas, processes per replica] (HSDP)."""
-    world = mesh.size()
-    if training.replicas == 1:
-        return mesh["data_parallel"]
-    sizes = (training.replicas, world // training.replicas)
-    return init_device_mesh(mesh.device_type, sizes, mesh_dim_names=("replicate", "shard"))
 
 
 def shard(model: AnyModel, mesh: DeviceMesh, precision: str) -> AnyModel:
@@ -347,4 +346,6 @@ _LOST = re.compile(
 
 def is_first() -> bool:
     """Whether this process reports for all: it has rank 0, or there are no others."""
+    from lightning_fabric.utilities.rank_zero import rank_zero_only
+
     return getattr(rank_zero_only, "rank", 0) in (0, None) and int(os.environ.get("LOCAL_RANK", 0)) == 0
