@@ -89,7 +89,7 @@ from headwater.util.files import (
     staged,
 )
 from headwater_lab.training.optimizers import Average
-from headwater_lab.training.processes import first, gathered, local, together
+from headwater_lab.training.processes import first, gathered, local, recorded, together
 from headwater_lab.training.records import RECORD, Event, read_record
 
 if TYPE_CHECKING:  # reading needs none of the trainer's packages
@@ -713,17 +713,12 @@ class Saver:
 
         Nothing waits for a GPU: it copies before it takes the next step.
         """
-        on_gpu = False
+        on_gpu = any(tensor.is_cuda for tensor in tensors.values())
         for name, tensor in tensors.items():
             if not self.has_room(name, tensor):
                 self.host[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
             tensors[name] = self.host[name].copy_(tensor.detach(), non_blocking=True)
-            on_gpu = on_gpu or tensor.is_cuda
-        if not on_gpu:
-            return None
-        event = torch.cuda.Event()
-        event.record()
-        return event
+        return recorded(on_gpu)
 
     def check(self) -> None:
         """Give up in the middle if the process is to end at once."""

@@ -15,6 +15,7 @@ from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -57,7 +58,6 @@ from headwater_lab.training.processes import (
     placed,
     reshard,
     sharded,
-    share_of,
     to_device,
     total,
 )
@@ -175,7 +175,7 @@ class TrainingRun(Setup):
         """checkpoint: to resume from; None to begin."""
         super().__init__(recipe, folder, checkpoint, fabric)
         self.journal = Journal(self, checkpoint is not None, experiment, on_event, measure_peak)
-        self.share = share_of(fabric)
+        self.share = Share(fabric.global_rank, fabric.world_size, partial(total, fabric))
         self.by_document = takes_documents(self.config._attn_implementation)
         on_gpu = fabric.device.type == "cuda"
         self.batches = batches(recipe, self.data, self.progress.rows, self.share, on_gpu, self.by_document)

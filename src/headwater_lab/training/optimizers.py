@@ -1,18 +1,4 @@
-"""Parameter groups, optimizers, clipping, learning-rate schedules.
-
-Muon on stacks of matrices of one shape, divided among the processes that share the parameters.
-
-Keller Jordan, "Muon: an optimizer for hidden layers in neural networks" (2024); learning rate and weight decay as in
-Liu et al., "Muon is Scalable for LLM Training", arXiv 2502.16982, sections 2.2 and 2.3:
-
-    M ← μM + (1 - μ)G        O = NewtonSchulz5(μM + (1 - μ)G)        W ← W - η(0.2·√max(rows, columns)·O + λW)
-
-`torch.optim.Muon` takes one matrix after another, and under FSDP2 every process orthogonalizes all of them. Here all
-matrices of one shape are one batched product, and under FSDP2 each process orthogonalizes a share of them, unsharded,
-and sends the rows back to their owners.
-
-
-An exponential moving average of the weights: `training.ema_decay`. The average is what is evaluated and saved."""
+"""Parameter groups, optimizers, clipping, learning-rate schedules, and the average of the weights."""
 
 from __future__ import annotations
 
@@ -197,8 +183,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
 def clip(parameters: Iterable[nn.Parameter], norm: Tensor, limit: float) -> None:
     """Scale a gradient of known norm down to `limit` if it is longer (as `clip_grad_norm_` does)."""
     factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-    grads = gradients(parameters)
-    torch._foreach_mul_([grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads], factor)
+    torch._foreach_mul_([local(grad) for grad in gradients(parameters)], factor)
 
 
 def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
@@ -247,6 +232,15 @@ STEPS, EPS = 5, 1e-7
 class Muon(torch.optim.Optimizer):
     """Muon with Nesterov momentum, for matrices; updates have the size of AdamW's, so one learning rate fits both.
 
+    Keller Jordan, "Muon: an optimizer for hidden layers in neural networks" (2024); learning rate and weight decay as
+    in Liu et al., "Muon is Scalable for LLM Training", arXiv 2502.16982, sections 2.2 and 2.3:
+
+        M ← μM + (1 - μ)G        O = NewtonSchulz5(μM + (1 - μ)G)        W ← W - η(0.2·√max(rows, columns)·O + λW)
+
+    `torch.optim.Muon` takes one matrix after another, and under FSDP2 every process orthogonalizes all of them. Here
+    all matrices of one shape are one batched product, and under FSDP2 each process orthogonalizes a share of them,
+    unsharded, and sends the rows back to their owners.
+
     Its state is that of `torch.optim.Muon`: "momentum_buffer" for each parameter. Like a fused optimizer it changes
     nothing if `found_inf`, 0-d, is 1.
     """
@@ -256,11 +250,7 @@ class Muon(torch.optim.Optimizer):
     found_inf: Tensor | None = None
 
     def __init__(
-        self,
-        params: Sequence[dict[str, Any]],
-        lr: float = 1e-3,
-        momentum: float = 0.95,
-        weight_decay: float = 0.1,
+        self, params: Sequence[dict[str, Any]], lr: float = 1e-3, momentum: float = 0.95, weight_decay: float = 0.1
     ) -> None:
         """params: groups of two-dimensional parameters. Raises `HeadwaterError` for others."""
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
@@ -290,9 +280,9 @@ class Muon(torch.optim.Optimizer):
             state = self.state[parameter]
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(parameter)
-        weights = [_own(parameter) for parameter in parameters]
-        buffers = [_own(self.state[parameter]["momentum_buffer"]) for parameter in parameters]
-        grads = [_own(parameter.grad) for parameter in parameters]
+        weights = [local(parameter) for parameter in parameters]
+        buffers = [local(self.state[parameter]["momentum_buffer"]) for parameter in parameters]
+        grads = [local(grad) for grad in gradients(parameters)]
         taken: Tensor | float = 1.0
         if self.found_inf is not None:
             taken = 1.0 - self.found_inf
@@ -305,12 +295,6 @@ class Muon(torch.optim.Optimizer):
         size = 0.2 * max(parameters[0].shape) ** 0.5
         torch._foreach_mul_(weights, 1 - lr * weight_decay * taken)
         torch._foreach_add_(weights, list((updates.to(weights[0].dtype) * (-lr * size * taken)).unbind()))
-
-
-def _own(tensor: Tensor | None) -> Tensor:
-    """This process's shard of it."""
-    assert tensor is not None
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def newton_schulz(matrices: Tensor) -> Tensor:
@@ -353,7 +337,7 @@ def _orthogonalized(like: nn.Parameter, updates: Tensor) -> Tensor:
 
 
 class Average:
-    """The average of a model's trainable parameters, sharded as they are.
+    """An exponential moving average of a model's trainable parameters, sharded as they are: `training.ema_decay`.
 
     While it is `in_place`, it is in the model, and the trained weights are here.
     """

@@ -35,7 +35,6 @@ from headwater.models.kinds import AnyModel
 from headwater.nn.block import Block
 from headwater.util.errors import HeadwaterError, first_line
 from headwater.util.workers import die_with_parent
-from headwater_lab.data.base import Share
 from headwater_lab.recipe.schema import Recipe, Training
 
 if TYPE_CHECKING:  # reading a checkpoint needs none of the trainer's packages
@@ -245,18 +244,23 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
+def recorded(on_gpu: bool) -> torch.cuda.Event | None:
+    """An event after which a GPU has done all that it was given so far; None if nothing is on a GPU."""
+    if not on_gpu:
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
 class Reading:
     """A copy of a small tensor to the host, started now and waited for when it is read."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.arrived: torch.cuda.Event | None = None
-        if tensor.device.type == "cuda":
-            self.copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self.copy.copy_(tensor, non_blocking=True)
-            self.arrived = torch.cuda.Event()
-            self.arrived.record()
-        else:
-            self.copy = tensor.detach()
+        self.copy = tensor.detach()
+        if tensor.is_cuda:
+            self.copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+        self.arrived = recorded(tensor.is_cuda)
 
     def values(self) -> list:
         """The numbers; waits for the device if they have not arrived."""
@@ -265,51 +269,39 @@ class Reading:
         return self.copy.tolist()
 
 
-def share_of(fabric: Fabric) -> Share:
-    return Share(fabric.global_rank, fabric.world_size, lambda tensor: total(fabric, tensor))
-
-
 @contextmanager
-def together(fabric: Fabric) -> Iterator[None]:
+def together(fabric: Fabric) -> Iterator[list[Any]]:
     """Work that each process does by itself and all must finish: an error in one ends all.
 
-    The first process raises `HeadwaterError` with the message of the first one that failed; the others end silently.
-    The processes must not communicate inside.
+    Yields a list, which in the end holds what the first process has put into its own. The first process raises
+    `HeadwaterError` with the message of the first one that failed; the others end silently. The processes must not
+    communicate inside.
     """
+    results: list[Any] = []
     error: Exception | None = None
     try:
-        yield
+        yield results
     except Exception as raised:
         if fabric.world_size == 1:
             raise
         error = raised
-    if fabric.world_size > 1:
-        _exchanged(fabric, error)
+    if fabric.world_size == 1:
+        return
+    outcomes = gathered(fabric, (None if error is None else str(error) or type(error).__name__, results))
+    results[:] = outcomes[0][1]
+    failed = [f"Process {rank}: {message}" for rank, (message, _) in enumerate(outcomes) if message is not None]
+    if failed and fabric.global_rank > 0:
+        leave(failed=True)
+    if failed:
+        raise error or HeadwaterError(failed[0])
 
 
 def first(fabric: Fabric, do: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call `do` in the first process, and return its result in all. An error ends all, as in `together`."""
-    if fabric.world_size == 1:
-        return do(*args, **kwargs)
-    result: Any = None
-    error: Exception | None = None
-    if fabric.global_rank == 0:
-        try:
-            result = do(*args, **kwargs)
-        except Exception as raised:
-            error = raised
-    return _exchanged(fabric, error, result)
-
-
-def _exchanged(fabric: Fabric, error: Exception | None, result: Any = None) -> Any:
-    """Exchange outcomes: returns the first process's result, unless some process has failed."""
-    outcomes = gathered(fabric, (None if error is None else str(error) or type(error).__name__, result))
-    failed = [(rank, said) for rank, (said, _) in enumerate(outcomes) if said is not None]
-    if not failed:
-        return outcomes[0][1]
-    if fabric.global_rank > 0:
-        leave(failed=True)
-    raise error or HeadwaterError(f"Process {failed[0][0]}: {failed[0][1]}")
+    with together(fabric) as results:
+        if fabric.global_rank == 0:
+            results.append(do(*args, **kwargs))
+    return results[0]
 
 
 def gathered(fabric: Fabric, value: T) -> list[T]:

@@ -2,12 +2,12 @@
 
 runs/NAME/
   record.json                  the sum: points continue from stage to stage, costs add up
-  config.json, …               the model of the last stage; see training/model_folder.py
+  config.json, …               the model of the last stage
   stages/00-start/             the runs
   stages/01-NAME-OF-STAGE/
 
-
-Converting a trained model to a smaller cache with one command: the recipe for it, its price, and what it did."""
+`headwater convert` trains such a recipe, which `conversion_recipe` makes.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ from typing import Any
 from headwater.conversion import config_of
 from headwater.util.errors import HeadwaterError, nearest
 from headwater.util.files import replace_text
-from headwater.util.output_folder import occupied
 from headwater_lab.recipe.schema import Recipe, changed_config
 from headwater_lab.training.checkpoints import STAGES, checkpoints, newest_checkpoint, publish_model
 from headwater_lab.training.loop import train
 from headwater_lab.training.records import Experiment, RunRecord, StageRecord, read_record, write_record
-from headwater_lab.training.run_folder import OnEvent, check_ours, mark
+from headwater_lab.training.run_folder import OnEvent, check_ours, locked, mark
 
 
 def chain(recipe: Recipe, folder: Path) -> list[tuple[Recipe, Path]]:
@@ -54,51 +53,38 @@ def train_stages(
     Raises `HeadwaterError` as `train` and `check_later_stages` do, and if several devices would have to be set up
     once per stage.
     """
-    with ExitStack() as stack:
-        if recipe.stages:
-            check_ours(folder)
-            if not on_several(recipe):
-                stack.enter_context(occupied(folder, nested=True, busy="run is writing to"))
-                check_ours(folder)  # another process may have been faster
-            if checkpoints(folder) and not (folder / STAGES).is_dir():
-                raise HeadwaterError(f"{str(folder)!r} already holds a run without stages; choose another --out.")
-        return _train_stages(recipe, folder, resume, experiment, only, on_event, measure_peak)
-
-
-def _train_stages(
-    recipe: Recipe,
-    folder: Path,
-    resume: bool,
-    experiment: Experiment | None,
-    only: str | None,
-    on_event: OnEvent | None,
-    measure_peak: bool,
-) -> RunRecord:
-    runs, names = chain(recipe, folder), recipe.stage_names
-    if not finished(*runs[0]):
-        check_later_stages(recipe)
-    if only is not None:
-        if only not in names:
-            raise HeadwaterError(f"{recipe.name!r} has no stage {only!r}; {nearest(only, names)}")
-        plain, place = runs[names.index(only)]
-        record = train(plain, place, resume=resume, on_event=on_event, measure_peak=measure_peak)
-        if all(finished(plain, place) for plain, place in runs):
-            finish(recipe, folder, runs, experiment)
-        return record
-    if not recipe.stages:
+    if not recipe.stages and only is None:
         return train(recipe, folder, resume=resume, experiment=experiment, on_event=on_event, measure_peak=measure_peak)
-    if on_several(recipe):
-        raise HeadwaterError(
-            "Train stages separately on several devices, which a process can set up only once: "
-            f"{', '.join(f'--stage {name}' for name in names)}."
-        )
-    before = 0
-    mark(folder)
-    for plain, place in runs:
-        if not (resume and finished(plain, place)):
-            train(plain, place, resume=resume, on_event=_later(on_event, before), measure_peak=measure_peak)
-        before += plain.training.steps
-    return finish(recipe, folder, runs, experiment)
+    runs, names = chain(recipe, folder), recipe.stage_names
+    with ExitStack() as stack:
+        if on_several(recipe):
+            check_ours(folder)
+        elif recipe.stages:
+            stack.enter_context(locked(folder, nested=True))
+        if recipe.stages and checkpoints(folder) and not (folder / STAGES).is_dir():
+            raise HeadwaterError(f"{str(folder)!r} already holds a run without stages; choose another --out.")
+        if not finished(*runs[0]):
+            check_later_stages(recipe)
+        if only is not None and only not in names:
+            raise HeadwaterError(f"{recipe.name!r} has no stage {only!r}; {nearest(only, names)}")
+        if only is not None:
+            plain, path = runs[names.index(only)]
+            record = train(plain, path, resume=resume, on_event=on_event, measure_peak=measure_peak)
+            if all(finished(plain, path) for plain, path in runs):
+                finish(recipe, folder, runs, experiment)
+            return record
+        if on_several(recipe):
+            raise HeadwaterError(
+                "Train stages separately on several devices, which a process can set up only once: "
+                f"{', '.join(f'--stage {name}' for name in names)}."
+            )
+        mark(folder)
+        before = 0
+        for plain, path in runs:
+            if not (resume and finished(plain, path)):
+                train(plain, path, resume=resume, on_event=_later(on_event, before), measure_peak=measure_peak)
+            before += plain.training.steps
+        return finish(recipe, folder, runs, experiment)
 
 
 def finish(
@@ -145,18 +131,15 @@ def joined(
     """
     records = [read_record(place) for _, place in runs]
     first, last = records[0], records[-1]
+    summed = ("tokens", "flops", "seconds", "data_wait_seconds", "skipped_steps")
     whole = last.model_copy(
-        update=dict(
+        update={name: sum(getattr(record, name) for record in records) for name in summed}
+        | dict(
             name=recipe.name,
             experiment=experiment,
             origin=first.origin,
             recipe=recipe.model_dump(mode="json", exclude={"compare"}),
             identity=recipe.identity,
-            tokens=sum(record.tokens for record in records),
-            flops=sum(record.flops for record in records),
-            seconds=sum(record.seconds for record in records),
-            data_wait_seconds=sum(record.data_wait_seconds for record in records),
-            skipped_steps=sum(record.skipped_steps for record in records),
             data_order=hashlib.sha256("".join(record.data_order for record in records).encode()).hexdigest(),
         )
     )
