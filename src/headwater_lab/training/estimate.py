@@ -25,6 +25,7 @@ from headwater.util.files import absence, is_address
 from headwater_lab.data.tokenizer import local_size
 from headwater_lab.recipe.overrides import merged
 from headwater_lab.recipe.schema import (
+    IMAGE_FIELDS,
     MODEL_FIELDS,
     Change,
     Recipe,
@@ -69,10 +70,13 @@ class ConversionPrice:
 def price_of(recipe: Recipe, config: HeadwaterConfig, element: int) -> ConversionPrice:
     """The price of a recipe that converts a model of this config. element: bytes of its numbers.
 
-    Raises `HeadwaterError` if the model cannot be converted so.
+    Raises `HeadwaterError` if the model cannot be converted so, or if its teacher, by default itself, cannot be read.
     """
     context = int(getattr(recipe.data, "context", 0))
-    theirs = _teacher(recipe, config)
+    theirs = None if (settings := recipe.training.distillation) is None else config
+    if settings is not None and settings.teacher is not None:
+        path = Path(settings.teacher)
+        theirs = config_of(newest_checkpoint(path)) if path.is_dir() else open_source(settings.teacher).model.config
     teacher = 0.0 if theirs is None else cost.forward_flops_per_token(theirs, context)
     teacher_bytes = 0 if theirs is None else sum(cost.parameters(theirs).values()) * element
     flops, peak, tokens, now = {}, 0, 0, config
@@ -98,18 +102,6 @@ def price_of(recipe: Recipe, config: HeadwaterConfig, element: int) -> Conversio
     return ConversionPrice(side(config), side(now), tokens, flops, peak + teacher_bytes, teacher_bytes)
 
 
-def _teacher(recipe: Recipe, config: HeadwaterConfig) -> HeadwaterConfig | None:
-    """The config of what the model learns from; by default, of the model that is converted. None: from the text alone.
-
-    Raises `HeadwaterError` if it cannot be read.
-    """
-    settings = recipe.training.distillation
-    if settings is None or settings.teacher is None:
-        return None if settings is None else config
-    path = Path(settings.teacher)
-    return config_of(newest_checkpoint(path)) if path.is_dir() else open_source(settings.teacher).model.config
-
-
 _WHAT = "name a preset, a recipe, a config.json or a checkpoint"
 # Kernels that packed rows need no mask in memory for.
 _UNMASKED = ("varlen", "flash_attention", "flex_attention")
@@ -119,28 +111,23 @@ _FACTORS = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 class Planned(NamedTuple):
     """A model to price, and how it is trained: by its recipe, or as overrides say; None for neither.
 
-    recipe: whether it has one; otherwise only fields that overrides set count. packed: whether its rows hold several
-    documents. length: tokens per row of its data. before: FLOPs of the checkpoint that it begins with. stage: its
-    schedule's name, and its own. teacher: the model that it is distilled from.
+    run: its recipe; without one, only fields that overrides set count. before: FLOPs of the checkpoint that it begins
+    with. stage: its schedule's name, and its own. teacher: the model that it is distilled from.
     """
 
     config: HeadwaterConfig
     training: Training | None = None
-    recipe: bool = False
-    packed: bool = False
-    length: int = 1
+    run: Recipe | None = None
     before: float = 0.0
     stage: tuple[str, str] = ("", "")
     teacher: HeadwaterConfig | None = None
 
     def budget(self, context: int) -> float | None:
         """The recipe's training budget: tokens in rows of `context`; with context 1, images."""
-        training = self.training if self.recipe else None
-        return (
-            None
-            if training is None
-            else training.steps * training.batch_size * training.gradient_accumulation_steps * context
-        )
+        if self.run is None:
+            return None
+        training = self.run.training
+        return training.steps * training.batch_size * training.gradient_accumulation_steps * context
 
     def shared(self) -> dict[str, Any]:
         """Settings that all columns of a table share: of the first model."""
@@ -150,29 +137,22 @@ class Planned(NamedTuple):
         found = {"precision": training.precision, "devices": devices, "batch": max(1, training.batch_size // devices)}
         of = {"precision": ["precision"], "devices": ["devices", "nodes"], "batch": ["batch_size"]}
         said = training.model_fields_set
-        return {name: value for name, value in found.items() if self.recipe or said.intersection(of[name])}
+        return {name: value for name, value in found.items() if self.run or said.intersection(of[name])}
 
     def own(self, context: int, precision: str) -> dict[str, Any]:
         """Settings of this column."""
         if (training := self.training) is None:
             return {}
-        found = {
-            "gradient_checkpointing": training.gradient_checkpointing,
-            "averages": training.ema_decay is not None,
-        }
+        found = {"gradient_checkpointing": training.gradient_checkpointing, "averages": training.ema_decay is not None}
         if isinstance(self.config, HeadwaterVisionConfig):
             return found
-        return found | {
-            "loss_chunk_tokens": training.loss_chunk_tokens,
-            "masked": self.packed and self.masked(context, precision),
-        }
-
-    def masked(self, context: int, precision: str) -> bool:
-        """Whether packed rows get a mask in memory, on a GPU, or on the CPU if the recipe names it."""
-        assert self.training is not None
-        device = "cpu" if self.training.device == "cpu" else "cuda"
-        training = self.training.model_copy(update={"precision": precision})
-        return not (kernel_for(self.config, training, device, context) or "sdpa").startswith(_UNMASKED)
+        # Packed rows get a mask in memory, on a GPU, or on the CPU if the recipe names it.
+        masked = self.run is not None and getattr(self.run.data, "row_layout", "") == "packed"
+        if masked:
+            device = "cpu" if training.device == "cpu" else "cuda"
+            computed = training.model_copy(update={"precision": precision})
+            masked = not (kernel_for(self.config, computed, device, context) or "sdpa").startswith(_UNMASKED)
+        return found | {"loss_chunk_tokens": training.loss_chunk_tokens, "masked": masked}
 
 
 def planned(
@@ -192,7 +172,13 @@ def planned(
     changes = _changes(fields := [text for text in overrides if text not in of_training])
     found: dict[str, Planned] = {}
     for model in models:
-        for name, one in _planned(model, fields, changes, of_training, schedule).items():
+        if _is_recipe(model):
+            entries = _of_recipe(model, fields, of_training, changes.get("vocab_size"), schedule)
+        else:
+            values = {"name": "plan", "data": {"kind": "induction"}, **values_of(of_training)}
+            training = parse(values, "plan").training if of_training else None
+            entries = {name: Planned(config, training) for name, config in _configs(model, changes).items()}
+        for name, one in entries.items():
             found[name if name not in found else f"{name} ({len(found) + 1})"] = one
     if not found:
         raise HeadwaterError("Name at least one preset, recipe, config.json or checkpoint.")
@@ -260,35 +246,13 @@ def schedules(models: Iterable[Any], overrides: Sequence[str] = (), vocabulary: 
         if not _is_recipe(model):
             raise HeadwaterError(f"{str(model)!r} is no recipe, so it has no schedule to price; leave out --grow.")
         for one in planned([model], overrides, vocabulary, schedule=True).values():
-            assert one.training is not None
-            length = None if isinstance(one.config, HeadwaterVisionConfig) else one.length
-            rows = one.training.batch_size * one.training.gradient_accumulation_steps
-            how = one.training
-            devices = how.devices * how.nodes
-            found.append(
-                ToTrain(
-                    *one.stage, one.config, how.steps, rows, length, one.before, how.precision, devices, one.teacher
-                )
-            )
+            assert one.run is not None
+            length = None if isinstance(one.config, HeadwaterVisionConfig) else one.run.row_length
+            how = one.run.training
+            rows, devices = how.batch_size * how.gradient_accumulation_steps, how.devices * how.nodes
+            stage = (*one.stage, one.config, how.steps, rows, length, one.before, how.precision, devices, one.teacher)
+            found.append(ToTrain(*stage))
     return found
-
-
-def _planned(
-    model: Any, overrides: list[str], changes: dict[str, Any], of_training: list[str], schedule: bool
-) -> dict[str, Planned]:
-    """Models by name for one argument."""
-    if not _is_recipe(model):
-        training = _training(of_training)
-        return {name: Planned(config, training) for name, config in _configs(model, changes).items()}
-    what = repr(str(model)) if isinstance(model, str | Path) else "the recipe"
-    return _of_recipe(model, what, overrides, of_training, changes.get("vocab_size"), schedule)
-
-
-def _training(overrides: list[str]) -> Training | None:
-    """How a model that comes without a recipe is trained, by "training.field=value". Raises `HeadwaterError`."""
-    if not overrides:
-        return None
-    return parse({"name": "plan", "data": {"kind": "induction"}, **values_of(overrides)}, "plan").training
 
 
 def _is_recipe(model: Any) -> bool:
@@ -302,12 +266,8 @@ def _is_recipe(model: Any) -> bool:
         return False
     if path.suffix in (".yaml", ".yml"):
         return True
-    return not path.exists() and argument in _shipped()
-
-
-def _shipped() -> list[str]:
-    """The names of shipped recipes, also without their folders."""
-    return [known for name in shipped_recipes() for known in (name, name.rpartition("/")[2])]
+    # Shipped recipes are named also without their folders.
+    return not path.exists() and any(argument in (name, name.rpartition("/")[2]) for name in shipped_recipes())
 
 
 def _configs(model: HeadwaterConfig | str | Path, changes: dict[str, Any]) -> dict[str, HeadwaterConfig]:
@@ -354,14 +314,11 @@ def _changes(overrides: list[str]) -> dict[str, Any]:
     """The model fields that "field=value" overrides change, by name. Raises `HeadwaterError` for an unknown one."""
     if not overrides:
         return {}
-    changes, known = values_of(overrides), (MODEL_FIELDS - {"base"}) | {*IMAGE_FIELDS}
+    changes, known = values_of(overrides), (MODEL_FIELDS | IMAGE_FIELDS) - {"base"}
     for field in changes:
         if field not in known:
             raise HeadwaterError(f"A model has no field {field!r}; {nearest(field, known)}")
     return changes
-
-
-IMAGE_FIELDS = {"num_labels", *HeadwaterVisionConfig.field_names()} - {"layer_types", "initializer_seed"}
 
 
 def _check_fields(changes: Mapping[str, Any], kind: type[HeadwaterConfig]) -> None:
@@ -373,7 +330,6 @@ def _check_fields(changes: Mapping[str, Any], kind: type[HeadwaterConfig]) -> No
 
 def _of_recipe(
     given: Recipe | Mapping[str, Any] | str | Path,
-    what: str,
     overrides: list[str],
     of_training: list[str],
     vocabulary: int | None,
@@ -381,6 +337,7 @@ def _of_recipe(
 ) -> dict[str, Planned]:
     """Models of a recipe by name, one for each arm of its comparison, each size if asked for, and each stage. The data
     is not read, and of tokenizers only local ones."""
+    what = repr(str(given)) if isinstance(given, str | Path) else "the recipe"
     given = Path(given) if isinstance(given, str) else given
     loaded = read_recipe(given, [*(f"model.{override}" for override in overrides), *of_training])
     if loaded.compare is None:
@@ -418,34 +375,22 @@ def _of_recipe(
 
 
 def _stages(name: str, recipe: Recipe, config: HeadwaterConfig, schedule: bool) -> dict[str, Planned]:
-    """The models of a recipe's stages by name, of which this is the first."""
+    """The models of a recipe's stages by name, of which this is the first unless it begins with a checkpoint."""
+    before = 0.0
+    if recipe.start is not None:
+        path = _there(name, "begins with", recipe.start.checkpoint)
+        config = changed_config(config_of(path), recipe.start)
+        before = sum(event.flops for event in history_of(path))
     runs = [run for run, _ in recipe.chain(lambda name, _: Path(name))]
-    config, before = _started(name, recipe, config)
     configs = [config, *(later for _, later in recipe.stage_configs(config))]
-    before_each = zip(runs, [None, *configs], strict=False)
-    teachers = [_teacher(name, run, last) if schedule else None for run, last in before_each]
-    return {
-        name if stage == "start" else f"{name}, {stage}": Planned(
-            each,
-            run.training,
-            True,
-            getattr(run.data, "row_layout", "") == "packed",
-            run.row_length,
-            before,
-            (name, stage),
-            teacher,
-        )
-        for stage, each, run, teacher in zip(recipe.stage_names, configs, runs, teachers, strict=True)
-    }
-
-
-def _started(name: str, recipe: Recipe, config: HeadwaterConfig) -> tuple[HeadwaterConfig, float]:
-    """The config that a recipe's first stage trains, by default `config`, the recipe's own; and the FLOPs of the
-    checkpoint that it begins with. Raises `HeadwaterError` if that is not there."""
-    if recipe.start is None:
-        return config, 0.0
-    path = _there(name, "begins with", recipe.start.checkpoint)
-    return changed_config(config_of(path), recipe.start), sum(event.flops for event in history_of(path))
+    found: dict[str, Planned] = {}
+    last = None
+    for stage, each, run in zip(recipe.stage_names, configs, runs, strict=True):
+        teacher = _teacher(name, run, last) if schedule else None
+        key = name if stage == "start" else f"{name}, {stage}"
+        found[key] = Planned(each, run.training, run, before, (name, stage), teacher)
+        last = each
+    return found
 
 
 def _teacher(name: str, run: Recipe, last: HeadwaterConfig | None) -> HeadwaterConfig | None:
