@@ -21,7 +21,6 @@ from it, but not resume it.
 
 from __future__ import annotations
 
-import filecmp
 import json
 import logging
 import os
@@ -57,7 +56,6 @@ from transformers import BaseImageProcessor, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 
 from headwater.config.text import HeadwaterConfig
-from headwater.config.vision import HeadwaterVisionConfig
 from headwater.cost.hardware import available_memory
 from headwater.models.kinds import MODEL_TYPES, AnyModel, model_class
 from headwater.models.load import (
@@ -355,7 +353,7 @@ def load_model(path: Path) -> AnyModel:
     finite.
     """
     kind = model_type(path)
-    if kind not in (None, HeadwaterConfig.model_type, HeadwaterVisionConfig.model_type):
+    if kind not in (None, *MODEL_TYPES):
         raise HeadwaterError(f"{str(path)!r} is a {kind} checkpoint; convert it with `headwater retrofit`.")
     config = read_config(path)
     files = weight_files(path)
@@ -388,7 +386,7 @@ def _from_shards(path: Path, config: HeadwaterConfig) -> AnyModel:
         model = model_class(config)(config)
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(stored[names[name]].properties.dtype)
-    _read_model(path, model, {}, distributed=False)
+    _read(path, {names[name]: tensor for name, tensor in model_tensors(model).items()}, distributed=False)
     if (generation := read_generation_config(path)) is not None:
         model.generation_config = generation
     return model.eval()
@@ -428,7 +426,6 @@ def restore(
     if average is not None:
         targets |= average.state
     _read_model(path, model, targets, distributed)
-    _check_state(path, model_tensors(model) | targets)
     if average is not None:
         average.swap()  # the file of the model has the average
 
@@ -455,12 +452,14 @@ def begin_with(path: Path, model: AnyModel, optimizers: Sequence[torch.optim.Opt
             "training.optimizer, or leave out start.optimizer_state=keep."
         )
     _read_model(path, model, state, distributed)
-    _check_state(path, model_tensors(model) | state)
 
 
-def _check_state(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Raise `HeadwaterError` for weights or optimizer state that no run has written: training would seem to diverge."""
-    for name, tensor in tensors.items():
+def _read_model(path: Path, model: AnyModel, state: dict[str, Tensor], distributed: bool) -> None:
+    """Fill the model and `state` in place. Raises `HeadwaterError` unless the files hold the model's weights, and for
+    values that no run has written: training would seem to diverge."""
+    names, weights = _names_in(path, model), model_tensors(model)
+    _read(path, {names[name]: tensor for name, tensor in weights.items()} | state, distributed)
+    for name, tensor in (weights | state).items():
         value = local(tensor)
         if name.startswith("running.") or not value.is_floating_point():
             continue
@@ -542,12 +541,6 @@ def _names_in(path: Path, model: AnyModel) -> dict[str, str]:
     return {name: name for name in own} | {bare: name for name, bare in plain.items()}
 
 
-def _read_model(path: Path, model: AnyModel, state: dict[str, Tensor], distributed: bool) -> None:
-    """Fill the model and `state` in place. Raises `HeadwaterError` unless the files hold the model's weights."""
-    names = _names_in(path, model)
-    _read(path, {names[name]: tensor for name, tensor in model_tensors(model).items()} | state, distributed)
-
-
 def _read(path: Path, targets: dict[str, Tensor], distributed: bool) -> None:
     """Fill `targets` in place. Raises `HeadwaterError` unless the files hold these tensors."""
     stored = _stored(path)
@@ -615,6 +608,7 @@ class Saver:
         fabric, rank = self.fabric, self.fabric.global_rank
         if first(fabric, target.exists):  # each step is saved once
             return
+        names = model_tensors(model).keys()
         tensors = model_tensors(model) | dict(state)
         facts = json.dumps(asdict(progress), indent=1)
         explain = partial(not_saved, target, progress.step)
@@ -631,7 +625,6 @@ class Saver:
                 tensors = {}
             fits = not copy or all(gathered(fabric, self.fits(tensors)))
             arrived = self.copied(tensors) if copy and fits else None
-            names = model_tensors(model).keys()
 
             def part() -> dict[str, str]:
                 """Write this process's files; returns their checksums."""
@@ -642,10 +635,9 @@ class Saver:
                         shard.write(tensors)
                     if rank == 0:
                         self.check()
-                        weights = {name: tensor for name, tensor in tensors.items() if name in names}
-                        rest = {name: tensor for name, tensor in tensors.items() if name not in names}
-                        whole = (None, None) if self.sharded else (weights, rest)
-                        write_parts(folder, model, tokenizer, history, *whole)
+                        rest = {} if self.sharded else dict(tensors)
+                        weights = None if self.sharded else {name: rest.pop(name) for name in names}
+                        write_parts(folder, model, tokenizer, history, weights, rest)
                         (folder / FACTS).write_text(facts)
                     sums: dict[str, str] = {}
                     for name in written_by(rank, folder):
@@ -661,14 +653,9 @@ class Saver:
                     then()
                 return {}
 
-            def alone() -> dict[str, str]:
-                with self.staged:
-                    sums = part()
-                    return complete(sums)
-
             undo.pop_all()
         self.saving, self.complete = True, complete if self.sharded else None
-        self.submit(part if self.sharded else None if rank > 0 else alone)
+        self.submit(part if self.sharded else None if rank > 0 else lambda: complete(part()))
         if not fits:
             self.finish()
 
@@ -817,7 +804,7 @@ def publish_model(checkpoint: Path, folder: Path) -> None:
             target, is_weights = folder / file.name, file.name == WEIGHTS
             if file.name in (TENSORS, FACTS, SUMS) or not file.is_file():
                 continue
-            if target.is_file() and (os.path.samefile if is_weights else _same_content)(file, target):
+            if is_weights and target.is_file() and os.path.samefile(file, target):
                 continue
             with replacing(target) as beside:
                 (_link if is_weights else shutil.copyfile)(file, beside)
@@ -844,10 +831,6 @@ def how_to_load(folder: Path) -> str:
         return f"{kind}.from_pretrained({str(folder)!r}, trust_remote_code=True) loads it."
     after = " after import headwater" if content.get("model_type") in MODEL_TYPES else ""
     return f"{kind}.from_pretrained({str(folder)!r}) loads it{after}."
-
-
-def _same_content(file: Path, target: Path) -> bool:
-    return filecmp.cmp(file, target, shallow=False)
 
 
 def _link(file: Path, target: Path) -> None:
