@@ -14,7 +14,7 @@ from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
 from headwater.conversion import config_of
 from headwater.conversion.convert import way_of
-from headwater.cost import ImagePrice, Price, price
+from headwater.cost import ImagePrice, Price, price, price_schedule
 from headwater.cost import counts as cost
 from headwater.cost.hardware import Hardware
 from headwater.cost.hardware import hardware as named_hardware
@@ -27,7 +27,6 @@ from headwater_lab.recipe.overrides import merged
 from headwater_lab.recipe.schema import (
     IMAGE_FIELDS,
     MODEL_FIELDS,
-    Change,
     Recipe,
     Training,
     changed_config,
@@ -37,7 +36,7 @@ from headwater_lab.recipe.schema import (
 )
 from headwater_lab.recipe.shipped import shipped_recipes
 from headwater_lab.training.checkpoints import history_of, newest_checkpoint
-from headwater_lab.training.models import kernel_for, open_source
+from headwater_lab.training.models import kernel_for, open_source, step_settings
 
 
 @dataclass(frozen=True)
@@ -72,39 +71,38 @@ def price_of(recipe: Recipe, config: HeadwaterConfig, element: int) -> Conversio
 
     Raises `HeadwaterError` if the model cannot be converted so, or if its teacher, by default itself, cannot be read.
     """
-    context = int(getattr(recipe.data, "context", 0))
-    theirs = None if (settings := recipe.training.distillation) is None else config
+    context, settings, teacher = recipe.row_length, recipe.training.distillation, None
     if settings is not None and settings.teacher is not None:
         path = Path(settings.teacher)
-        theirs = config_of(newest_checkpoint(path)) if path.is_dir() else open_source(settings.teacher).model.config
-    teacher = 0.0 if theirs is None else cost.forward_flops_per_token(theirs, context)
-    teacher_bytes = 0 if theirs is None else sum(cost.parameters(theirs).values()) * element
-    flops, peak, tokens, now = {}, 0, 0, config
-    changes: list[Change | None] = [recipe.start, *recipe.stages]
-    for name, change, (run, _) in zip(recipe.stage_names, changes, recipe.chain(lambda *_: Path()), strict=True):
-        now = now if change is None else changed_config(now, change)
-        training = run.training
-        count = training.steps * training.batch_size * training.gradient_accumulation_steps * context
-        flops[name] = count * (cost.training_flops_per_token(now, context) + teacher)
-        tokens += count
-        held = price(now, context=context, batch=training.batch_size, precision=training.precision)
-        peak = max(peak, held.at[0].step_bytes)
-    if way_of(now) is not None or not recipe.stages:
+        teacher = config_of(newest_checkpoint(path)) if path.is_dir() else open_source(settings.teacher).model.config
+    elif settings is not None:
+        teacher = config
+    first = config if recipe.start is None else changed_config(config, recipe.start)
+    configs = [first, *(later for _, later in recipe.stage_configs(first))]
+    if way_of(configs[-1]) is not None or not recipe.stages:
         raise HeadwaterError(
             "The recipe has no stage after which the model is the smaller one, trained; leave its stages as they are."
         )
+    stages, peak = [], 0
+    for name, each, (run, _) in zip(recipe.stage_names, configs, recipe.chain(lambda *_: Path()), strict=True):
+        how = run.training
+        rows = how.batch_size * how.gradient_accumulation_steps
+        stages.append(ToTrain("", name, each, how.steps, rows, context, teacher=teacher))
+        step = price(each, context=context, batch=how.batch_size, precision=how.precision).at[0]
+        peak = max(peak, step.step_bytes)
+    priced = price_schedule(stages)
 
     def side(config: HeadwaterConfig) -> Side:
         count = sum(cost.parameters(config).values())
         per_token = cost.cache_bytes_per_token(config, element)
         return Side(count, per_token, cost.cache_bytes(config, context, 1, element), count * element)
 
-    return ConversionPrice(side(config), side(now), tokens, flops, peak + teacher_bytes, teacher_bytes)
+    before, after, held = side(config), side(configs[-1]), 0 if teacher is None else side(teacher).weights_bytes
+    flops = {stage.stage: stage.flops for stage in priced}
+    return ConversionPrice(before, after, sum(stage.tokens for stage in priced), flops, peak + held, held)
 
 
 _WHAT = "name a preset, a recipe, a config.json or a checkpoint"
-# Kernels that packed rows need no mask in memory for.
-_UNMASKED = ("varlen", "flash_attention", "flex_attention")
 _FACTORS = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
 
@@ -143,16 +141,11 @@ class Planned(NamedTuple):
         """Settings of this column."""
         if (training := self.training) is None:
             return {}
-        found = {"gradient_checkpointing": training.gradient_checkpointing, "averages": training.ema_decay is not None}
-        if isinstance(self.config, HeadwaterVisionConfig):
-            return found
-        # Packed rows get a mask in memory, on a GPU, or on the CPU if the recipe names it.
-        masked = self.run is not None and getattr(self.run.data, "row_layout", "") == "packed"
-        if masked:
-            device = "cpu" if training.device == "cpu" else "cuda"
+        data, attention = None if self.run is None else self.run.data, None
+        if getattr(data, "row_layout", "") == "packed":  # on a GPU, or on the CPU if the recipe names it
             computed = training.model_copy(update={"precision": precision})
-            masked = not (kernel_for(self.config, computed, device, context) or "sdpa").startswith(_UNMASKED)
-        return found | {"loss_chunk_tokens": training.loss_chunk_tokens, "masked": masked}
+            attention = kernel_for(self.config, computed, "cpu" if training.device == "cpu" else "cuda", context)
+        return step_settings(self.config, training, data, attention)
 
 
 def planned(

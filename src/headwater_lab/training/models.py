@@ -50,6 +50,7 @@ from headwater.models.kinds import MODEL_TYPES, AnyModel, is_of_images
 from headwater.models.load import check_regular, check_vocabulary, model_type, open_tokenizer, read_tokenizer, reading
 from headwater.models.quantization import check_full_precision
 from headwater.nn.block import Block
+from headwater.nn.masking import takes_documents
 from headwater.nn.patches import resized
 from headwater.plugins.outside import check_paths
 from headwater.util.errors import HeadwaterError, sentence, shown
@@ -95,6 +96,16 @@ def kernel_for(config: HeadwaterConfig, training: Training, device: str, context
     if training.attn_implementation is not None or cannot or kernels.off():
         return training.attn_implementation
     return VARLEN if device != "cpu" or context >= FROM else None
+
+
+def step_settings(config: HeadwaterConfig, training: Training, data: Any, attention: str | None) -> dict[str, Any]:
+    """What the memory of a step depends on besides its rows, as `headwater.cost.price` takes it. data: a recipe's."""
+    settings = {"gradient_checkpointing": training.gradient_checkpointing, "averages": training.ema_decay is not None}
+    if isinstance(config, HeadwaterVisionConfig):
+        return settings
+    unmasked = takes_documents(attention) or attention == "flex_attention"
+    masked = getattr(data, "row_layout", "") == "packed" and not unmasked
+    return settings | {"loss_chunk_tokens": training.loss_chunk_tokens, "masked": masked}
 
 
 def set_attention(model: AnyModel, name: str) -> None:
@@ -244,6 +255,11 @@ class Trained:
     foreign: bool = False
     original: PreTrainedModel | None = None
 
+    def after(self, kind: Any, details: dict[str, Any], **changes: Any) -> Trained:
+        """With these changes, and an event of this kind in its history."""
+        event = Event(kind=kind, details=details)
+        return replace(self, history=[*self.history, event], original=None, **changes)
+
 
 def open_trained(path: Path, with_state: bool = False) -> Trained:
     """Open a checkpoint, or a run's newest. Raises `HeadwaterError` if it is damaged, quantized or not a checkpoint."""
@@ -349,9 +365,8 @@ def changed(trained: Trained, change: Change, rows: Tensor | None = None) -> Tra
         arguments = {}
     details = {name: value for name, value in (of_pairs | arguments).items() if value is not None}
     counts = {"from": trained.model.num_parameters(), "to": model.num_parameters()}
-    event = Event(kind="grown", details=details | {"parameters": counts})
-    state = {} if thaws else state
-    return replace(trained, model=model, history=[*trained.history, event], state=state, original=None)
+    details |= {"parameters": counts}
+    return trained.after("grown", details, model=model, state={} if thaws else state)
 
 
 def converted(trained: Trained, change: Change, rows: Tensor | None) -> Trained:
@@ -394,8 +409,7 @@ def converted(trained: Trained, change: Change, rows: Tensor | None) -> Trained:
             blend, model = model, finished(model)
             state = finished_state(state, blend, model)
     bytes_ = {"from": cache_bytes_per_token(first), "to": cache_bytes_per_token(model.config)}
-    event = Event(kind="converted", details=details | {"cache_bytes_per_token": bytes_})
-    return replace(trained, model=model, history=[*trained.history, event], state=state, original=None)
+    return trained.after("converted", details | {"cache_bytes_per_token": bytes_}, model=model, state=state)
 
 
 def enlarged(state: dict[str, Tensor], model: AnyModel) -> dict[str, Tensor]:
@@ -605,8 +619,7 @@ def refitted(trained: Trained, data: Data, change: Change) -> Trained:
         for name, each in (("from", model.config), ("to", config))
     }
     details |= {"new_classifier": change.new_classifier, "interpolated": interpolated}
-    event = Event(kind="refitted", details=details)
-    return replace(trained, model=made.eval(), history=[*trained.history, event], original=None)
+    return trained.after("refitted", details, model=made.eval())
 
 
 def with_more_tokens(trained: Trained, data: Data) -> Trained:
@@ -621,8 +634,7 @@ def with_more_tokens(trained: Trained, data: Data) -> Trained:
         torch.manual_seed(model.config.initializer_seed)
         model.resize_token_embeddings(data.vocab_size)
     details = {"from": {"vocab_size": old}, "to": {"vocab_size": data.vocab_size}}
-    event = Event(kind="refitted", details=details)
-    return replace(trained, tokenizer=data.tokenizer, history=[*trained.history, event], original=None)
+    return trained.after("refitted", details, tokenizer=data.tokenizer)
 
 
 def refitting(event: Event) -> str:

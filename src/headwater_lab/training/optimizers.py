@@ -86,9 +86,8 @@ def parameter_groups(
         kind, decays, _, rate = key
         scale = {} if rate == 1 else {"rate": rate}
         groups.append({"name": kind, "params": found[key], "weight_decay": weight_decay if decays else 0.0} | scale)
-    trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    grouped = sum(parameter.numel() for parameters in found.values() for parameter in parameters)
-    assert grouped == trainable, "the groups must hold every parameter once"
+    trainable = {parameter for parameter in model.parameters() if parameter.requires_grad}
+    assert seen == trainable, "the groups must hold every parameter once"
     return groups
 
 

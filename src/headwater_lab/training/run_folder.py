@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from filelock import FileLock, Timeout
@@ -56,7 +56,6 @@ from headwater_lab.training.records import (
 from headwater_lab.training.start import KEPT, MADE, Setup, trained_event
 
 METRICS, MARK = "metrics.jsonl", ".headwater"
-T = TypeVar("T")
 
 
 @contextmanager
@@ -213,9 +212,12 @@ class Metrics:
                     file.write(_line(point))
             self.torn = False
 
-    def of(self, kind: type[T]) -> list[T]:
-        """All points of one kind, in order."""
-        return [point for point in self.points if isinstance(point, kind)]
+    def fill(self, record: RunRecord) -> None:
+        """Give the record all points, in order."""
+        record.curve = [point for point in self.points if isinstance(point, CurvePoint)]
+        record.held_out = [point for point in self.points if isinstance(point, HeldOutPoint)]
+        record.speed = [point for point in self.points if isinstance(point, SpeedPoint)]
+        record.notices = [point for point in self.points if isinstance(point, Notice)]
 
 
 KINDS: dict[str, type[Point]] = {"curve": CurvePoint, "held_out": HeldOutPoint, "speed": SpeedPoint, "notice": Notice}
@@ -246,25 +248,25 @@ class RunSummary:
     updated: float
 
     def to_json(self) -> dict[str, Any]:
-        best = self.record.best
+        record, best, environment = self.record, self.record.best, self.record.environment
         return {
             "folder": str(self.folder),
-            "name": self.record.name,
+            "name": record.name,
             "status": self.status,
             "step": self.step,
-            "steps": self.record.recipe["training"]["steps"],
-            "unit": self.record.unit,
-            "tokens": self.record.tokens,
-            "tokens_per_second": _number(self.record.tokens_per_second),
-            "metric": self.record.metric,
-            "last": _number(self.record.result),
-            "best": None if best is None else _number(best.metrics[self.record.metric]),
+            "steps": record.recipe["training"]["steps"],
+            "unit": record.unit,
+            "tokens": record.tokens,
+            "tokens_per_second": _number(record.tokens_per_second),
+            "metric": record.metric,
+            "last": _number(record.result),
+            "best": None if best is None else _number(best.metrics[record.metric]),
             "best_step": None if best is None else best.step,
-            "skipped_steps": self.record.skipped_steps,
-            "device": self.record.environment.device_name or self.record.environment.device,
-            "compiled": self.record.environment.compiled,
-            "attention": self.record.environment.attention,
-            "error": self.record.error,
+            "skipped_steps": record.skipped_steps,
+            "device": environment.device_name or environment.device,
+            "compiled": environment.compiled,
+            "attention": environment.attention,
+            "error": record.error,
             "updated": self.updated,
         }
 
@@ -281,34 +283,29 @@ def runs_in(folder: Path, tell: Callable[[str], None]) -> list[RunSummary]:
     """
     found = []
     for file in record_files(folder, tell):
-        run, metrics = file.parent, file.with_name(METRICS)
+        run = file.parent
         try:
             record = read_record(file)
         except HeadwaterError as error:
             tell(str(error))
             continue
+        points = None
         try:
             points = Metrics(run, step=2**62, metric=record.metric, writes=False)
+            if points.damage is not None:
+                tell(f"{str(run)!r}: {points.damage}.")
         except HeadwaterError as error:
             tell(str(error))
-            points = None
-        if points is not None and points.damage is not None:
-            tell(f"{str(run)!r}: {points.damage}.")
-        status = record.status
-        alive = is_running(run)
-        if points is not None and (alive or status == "running"):
+        status = "running" if is_running(run) else "interrupted" if record.status == "running" else record.status
+        if points is not None and "running" in (status, record.status):
             # The record is written at the start and at the end; in between, the points show the progress.
-            record.held_out = points.of(HeldOutPoint)
-            curve = points.of(CurvePoint)
-            record.tokens = curve[-1].tokens if curve else record.tokens
-            speed = points.of(SpeedPoint)
-            if speed and speed[-1].tokens_per_second > 0:
-                record.seconds = record.tokens / speed[-1].tokens_per_second
-            record.curve = curve
-        steps = [point.step for point in record.curve] + [point.step for point in record.held_out]
-        updated = max(path.stat().st_mtime for path in (file, metrics) if path.exists())
-        shown = "running" if alive else "interrupted" if status == "running" else status
-        found.append(RunSummary(run, record, shown, max(steps, default=0), updated))
+            points.fill(record)
+            record.tokens = record.curve[-1].tokens if record.curve else record.tokens
+            if record.speed and record.speed[-1].tokens_per_second > 0:
+                record.seconds = record.tokens / record.speed[-1].tokens_per_second
+        steps = [point.step for point in (*record.curve, *record.held_out)]
+        updated = max(path.stat().st_mtime for path in (file, run / METRICS) if path.exists())
+        found.append(RunSummary(run, record, status, max(steps, default=0), updated))
     return sorted(found, key=lambda one: -one.updated)
 
 
@@ -446,14 +443,13 @@ class Journal:
 
     def write(self, status: str, error: Exception | None = None) -> None:
         """Update record.json. Raises `HeadwaterError` if it cannot be written."""
-        record, progress, metrics = self.record, self.progress, self.metrics
+        record, progress = self.record, self.progress
         record.status = status  # type: ignore[assignment]
         record.error = record.error if error is None else str(error)
         record.tokens, record.flops = progress.tokens, self.flops_per_unit * progress.tokens
         record.seconds, record.data_wait_seconds = progress.seconds, progress.waited
         record.skipped_steps, record.data_order = progress.skipped, progress.order
-        record.curve, record.held_out = metrics.of(CurvePoint), metrics.of(HeldOutPoint)
-        record.speed, record.notices = metrics.of(SpeedPoint), metrics.of(Notice)
+        self.metrics.fill(record)
         if self.run.fabric.global_rank == 0:
             try:
                 with explaining(self.unwritten):

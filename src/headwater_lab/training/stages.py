@@ -144,30 +144,26 @@ def joined(
         )
     )
     parts: dict[str, list] = {"curve": [], "held_out": [], "speed": [], "notices": []}
-    step, tokens, flops = 0, 0, 0.0
-    stages = []
-    origin = first.origin
-    for name, record, (plain, place) in zip(recipe.stage_names, records, runs, strict=True):
+    before, stages = {"step": 0, "tokens": 0, "flops": 0.0}, []
+    for name, record, (plain, path) in zip(recipe.stage_names, records, runs, strict=True):
         for kind, points in parts.items():
             for point in getattr(record, kind):
-                counted = {"step": point.step + step}
-                if kind in ("curve", "held_out"):
-                    counted |= {"tokens": point.tokens + tokens, "flops": point.flops + flops}
+                counted = {
+                    count: getattr(point, count) + value for count, value in before.items() if hasattr(point, count)
+                }
                 points.append(point.model_copy(update=counted))
-        step, tokens, flops = step + plain.training.steps, tokens + record.tokens, flops + record.flops
+        before["step"] += plain.training.steps
+        before["tokens"] += record.tokens
+        before["flops"] += record.flops
         stages.append(
             StageRecord(
                 name=name,
-                folder=Path(os.path.relpath(place, folder)).as_posix(),
-                parameters=record.parameters,
+                folder=Path(os.path.relpath(path, folder)).as_posix(),
                 steps=plain.training.steps,
-                tokens=record.tokens,
-                flops=record.flops,
-                seconds=record.seconds,
-                total_tokens=tokens + (origin.tokens if origin else 0),
-                total_flops=flops + (origin.flops if origin else 0.0),
+                total_tokens=first.total_tokens - first.tokens + before["tokens"],
+                total_flops=before["flops"] + (first.origin.flops if first.origin else 0.0),
                 result=record.result,
-                cache_bytes_per_token=record.cache_bytes_per_token,
+                **record.model_dump(include={"parameters", "tokens", "flops", "seconds", "cache_bytes_per_token"}),
             )
         )
     return whole.model_copy(update=parts | {"stages": stages})

@@ -37,7 +37,6 @@ from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.compiling import compile_model
 from headwater.models.kinds import MODEL_TYPES, AnyModel, is_of_images, model_class
 from headwater.models.load import CONFIG, model_type, read_config, read_tokenizer
-from headwater.nn.masking import takes_documents
 from headwater.util.errors import HeadwaterError, sentence
 from headwater_lab.data.base import LABELS, Batch, Data
 from headwater_lab.data.images import ImageData
@@ -66,6 +65,7 @@ from headwater_lab.training.models import (
     refitted,
     refitting,
     set_attention,
+    step_settings,
 )
 from headwater_lab.training.optimizers import Average, freeze, learning_rate, make_optimizers
 from headwater_lab.training.processes import first, in_precision, scalars, sharded, together
@@ -291,7 +291,7 @@ def _check_data(config: HeadwaterConfig, path: Path, data: Data, start: Start) -
 class Hooks:
     """The modules of a model that act before each step, with what checkpoints store for them.
 
-    kept: that, by the module's name. notices: warnings for the record of a run that begins.
+    kept: that, by the module's name. notices: warnings for the record of a run that begins, or None.
     """
 
     def __init__(
@@ -304,13 +304,12 @@ class Hooks:
         self.first = Step(0, recipe.training.steps, recipe.training.warmup_steps, start)
         mechanisms = {name: module for name, module in model.named_modules() if isinstance(module, Mechanism)}
         if kept is None:
-            asked = ((name, module.before_training(self.first)) for name, module in mechanisms.items())
-            kept = {name: value for name, value in asked if value is not None}
+            answers = {name: module.before_training(self.first) for name, module in mechanisms.items()}
+            kept = {name: value for name, value in answers.items() if value is not None}
         self.kept = kept
         self.modules = [(mechanisms[name], value) for name, value in kept.items()]
-        counted = Counter(type(module) for module, _ in self.modules)
-        said = (kind.announced(count, self.first) for kind, count in counted.items())
-        self.notices = [message for message in said if message is not None]
+        counts = Counter(type(module) for module, _ in self.modules)
+        self.notices = [kind.announced(count, self.first) for kind, count in counts.items()]
 
     def before_step(self, number: int) -> None:
         """Call them; number: the step, from 0."""
@@ -407,25 +406,19 @@ def memory_advice(recipe: Recipe, config: HeadwaterConfig, context: int, fabric:
         training, device, world = recipe.training, fabric.device, fabric.world_size
         rows = training.batch_size // world
         of_images = is_of_images(config)
-        settings: dict[str, Any] = {}
-        if not of_images:
-            attention = attention_of(config, training, device, context)
-            masked = getattr(recipe.data, "row_layout", "") == "packed" and not takes_documents(attention)
-            masked = masked and attention != "flex_attention"
-            settings = {"context": context, "loss_chunk_tokens": training.loss_chunk_tokens, "masked": masked}
+        attention = None if of_images else attention_of(config, training, device, context)
         one = price(
             config,
             batch=rows,
             precision=training.precision,
-            gradient_checkpointing=training.gradient_checkpointing,
-            averages=training.ema_decay is not None,
-            **settings,
+            context=None if of_images else context,
+            **step_settings(config, training, recipe.data, attention),
         )
         at = one.at[0]
-        state = sum(one.state_bytes.values()) / (world if training.strategy == "fsdp" else 1)
-        row = at.step_bytes - sum(one.state_bytes.values())
-        free = memory_of(device) - state
-        fits = max(0, int(free / (row / rows)))
+        whole = sum(one.state_bytes.values())
+        state = whole / (world if training.strategy == "fsdp" else 1)
+        row = at.step_bytes - whole
+        fits = max(0, int((memory_of(device) - state) / (row / rows)))
         advice = []
         if training.gradient_checkpointing is not True:
             advice.append(f"training.gradient_checkpointing=true ({si(at.activation_bytes_checkpointed)}B instead)")
