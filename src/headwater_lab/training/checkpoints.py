@@ -53,9 +53,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.futures import Future as TorchFuture
 from transformers import BaseImageProcessor, PreTrainedTokenizerBase
-from transformers.initialization import no_init_weights
 
-from headwater.config.text import HeadwaterConfig
 from headwater.cost.hardware import available_memory
 from headwater.models.kinds import MODEL_TYPES, AnyModel, model_class
 from headwater.models.load import (
@@ -67,7 +65,6 @@ from headwater.models.load import (
     check_regular,
     model_type,
     read_config,
-    read_generation_config,
     read_json,
     read_object,
     read_weights,
@@ -355,41 +352,19 @@ def load_model(path: Path) -> AnyModel:
     kind = model_type(path)
     if kind not in (None, *MODEL_TYPES):
         raise HeadwaterError(f"{str(path)!r} is a {kind} checkpoint; convert it with `headwater retrofit`.")
-    config = read_config(path)
-    files = weight_files(path)
-    if files[0].match(SHARDS):
-        model = _from_shards(path, config)
-    else:
-        model, found = build(model_class(config), config, read_weights(files), path)
-        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-            names = sorted(str(one if isinstance(one, str) else one[0]) for one in found.get(kind) or ())
-            if names:
-                raise HeadwaterError(
-                    f"The weights in {str(path)!r} do not match its config.json: {len(names)} "
-                    f"{kind.replace('_', ' ')}, {names[0]} first; use an intact checkpoint."
-                )
+    config, files = read_config(path), weight_files(path)
+    in_shards = files[0].match(SHARDS)
+    tensors = _unsharded(path, lambda name: not name.startswith(OF_RUN)) if in_shards else read_weights(files)
+    model, found = build(model_class(config), config, tensors, path)
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        names = sorted(str(one if isinstance(one, str) else one[0]) for one in found.get(kind) or ())
+        if names:
+            raise HeadwaterError(
+                f"The weights in {str(path)!r} do not match its config.json: {len(names)} {kind.replace('_', ' ')}, "
+                f"{names[0]} first; use an intact checkpoint."
+            )
     check_finite(model_tensors(model), repr(str(path)))
     return model
-
-
-def _from_shards(path: Path, config: HeadwaterConfig) -> AnyModel:
-    stored = _stored(path)
-    with reading(f"The checkpoint {str(path)!r}"):
-        with torch.device("meta"), no_init_weights():
-            skeleton = model_class(config)(config)
-            skeleton.tie_weights()
-            sizes = {name: tensor.shape for name, tensor in model_tensors(skeleton).items()}
-        names = _names_in(path, skeleton)
-        for name, size in sizes.items():
-            if names[name] not in stored or stored[names[name]].size != size:
-                raise HeadwaterError(f"The weights in {str(path)!r} do not match its config.json: {name} first.")
-        model = model_class(config)(config)
-    for name, parameter in model.named_parameters():
-        parameter.data = parameter.data.to(stored[names[name]].properties.dtype)
-    _read(path, {names[name]: tensor for name, tensor in model_tensors(model).items()}, distributed=False)
-    if (generation := read_generation_config(path)) is not None:
-        model.generation_config = generation
-    return model.eval()
 
 
 def read_progress(path: Path) -> Progress:
@@ -484,14 +459,19 @@ def history_of(path: Path) -> list[Event]:
 
 def optimizer_state(path: Path) -> dict[str, Tensor]:
     """The optimizer state in a checkpoint, unsharded, by name; empty if there is none."""
-    found = {
+    return _unsharded(path, lambda name: name.startswith("optimizer."))
+
+
+def _unsharded(path: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
+    """The tensors of a checkpoint whose names are wanted."""
+    tensors = {
         name: torch.empty(known.size, dtype=known.properties.dtype)
         for name, known in _stored(path).items()
-        if name.startswith("optimizer.")
+        if wanted(name)
     }
-    if found:
-        _read(path, found, distributed=False)
-    return found
+    if tensors:
+        _read(path, tensors, distributed=False)
+    return tensors
 
 
 class _Named(FileSystem):
