@@ -73,23 +73,22 @@ from headwater_lab.training.records import Event, Origin
 
 # Fields that may change when a run is resumed: how long it runs and on which hardware, not the model or its data.
 MAY_CHANGE = {
-    ("training", name)
-    for name in (
-        "steps",
-        "device",
-        "devices",
-        "nodes",
-        "strategy",
-        "replicas",
-        "threads",
-        "attn_implementation",
-        "compile",
-        "gradient_checkpointing",
-        "loss_chunk_tokens",
-        "max_skipped_steps",
-        "timeout_minutes",
-    )
-} | {("start", "checkpoint"), ("data", "workers")}  # it may have been moved
+    "training.steps",
+    "training.device",
+    "training.devices",
+    "training.nodes",
+    "training.strategy",
+    "training.replicas",
+    "training.threads",
+    "training.attn_implementation",
+    "training.compile",
+    "training.gradient_checkpointing",
+    "training.loss_chunk_tokens",
+    "training.max_skipped_steps",
+    "training.timeout_minutes",
+    "start.checkpoint",  # it may have been moved
+    "data.workers",
+}
 
 
 def progress_of(checkpoint: Path, recipe: Recipe, data: dict[str, Any]) -> Progress:
@@ -98,24 +97,18 @@ def progress_of(checkpoint: Path, recipe: Recipe, data: dict[str, Any]) -> Progr
     data: the facts about the data as they are now.
     """
     progress = read_progress(checkpoint)
-    old, new = progress.recipe, recipe.model_dump(mode="json")
+    values = recipe.model_dump(mode="json")
     for section in ("model", "data", "seed", "training", "start"):
-        before, now = old.get(section), new[section]
-        if before == now:
-            continue
-        if isinstance(before, dict) and isinstance(now, dict):
-            changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
-            changed = [key for key in changed if (section, key) not in MAY_CHANGE]
-            if not changed:
-                continue
-            key = changed[0]
-            what, was, now = f"{section}.{key}", before.get(key), now.get(key)
-        else:
-            what, was = section, before
-        raise HeadwaterError(
-            f"This run was started with {what}={was!r} and cannot be resumed with {now!r}; restore it, or start a new "
-            "run with another --out."
-        )
+        old, new = progress.recipe.get(section), values[section]
+        fields = {section: (old, new)}
+        if isinstance(old, dict) and isinstance(new, dict):
+            fields = {f"{section}.{key}": (old.get(key), new.get(key)) for key in {**old, **new}}
+        for name, (was, now) in fields.items():
+            if was != now and name not in MAY_CHANGE:
+                raise HeadwaterError(
+                    f"This run was started with {name}={was!r} and cannot be resumed with {now!r}; restore it, or "
+                    "start a new run with another --out."
+                )
     if progress.step > recipe.training.steps:
         raise HeadwaterError(
             f"The run is already at step {progress.step}, past training.steps={recipe.training.steps}."
@@ -126,7 +119,7 @@ def progress_of(checkpoint: Path, recipe: Recipe, data: dict[str, Any]) -> Progr
                 f"The data have changed since this run was started ({fact} {progress.data.get(fact)!r}, now "
                 f"{data.get(fact)!r}); restore them, or start a new run with another --out."
             )
-    progress.recipe = new
+    progress.recipe = values
     return progress
 
 
@@ -529,8 +522,6 @@ def build(recipe: Recipe, config: HeadwaterConfig, fabric: Fabric, context: int)
     in_precision(model, training.precision)
     wrapped = fabric.setup_module(model)
     wrapped.train()
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        assert tensor.device.type == fabric.device.type, f"{name} is on {tensor.device}"
     return model, wrapped
 
 
