@@ -47,7 +47,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint import SavePlan, SavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -286,8 +285,7 @@ def prune(run: Path, keep: int, lower_is_better: bool) -> None:
         with suppress(HeadwaterError):  # damaged, which `newest_whole` reports
             if (result := read_progress(path).result) is not None:
                 results[path] = result
-    choose = min if lower_is_better else max
-    best = choose(results, key=lambda path: results[path]) if results else None
+    best = (min if lower_is_better else max)(results, key=results.__getitem__, default=None)
     for old in whole[:-keep]:
         if old != best:
             remove(old)
@@ -430,10 +428,22 @@ def begin_with(path: Path, model: AnyModel, optimizers: Sequence[torch.optim.Opt
 
 
 def _read_model(path: Path, model: AnyModel, state: dict[str, Tensor], distributed: bool) -> None:
-    """Fill the model and `state` in place. Raises `HeadwaterError` unless the files hold the model's weights, and for
-    values that no run has written: training would seem to diverge."""
-    names, weights = _names_in(path, model), model_tensors(model)
-    _read(path, {names[name]: tensor for name, tensor in weights.items()} | state, distributed)
+    """Fill the model and `state` in place. The files may have the names that wrappers have changed.
+
+    Raises `HeadwaterError` unless the files hold the model's weights and no others, of the same kind, and for values
+    that no run has written: training would seem to diverge.
+    """
+    stored = {name: known for name, known in _stored(path).items() if not name.startswith(OF_RUN)}
+    own, where, weights = model.state_dict(), repr(str(path)), model_tensors(model)
+    plain = unwrapped_names(stored, where, own)
+    if unknown := sorted(name for name, bare in plain.items() if bare not in own):
+        raise HeadwaterError(
+            f"The weights in {where} do not match its config.json: {len(unknown)} have no place in the model, "
+            f"{unknown[0]} first; use an intact checkpoint with its own config."
+        )
+    check_kinds({plain[name]: known.properties.dtype for name, known in stored.items()}, where, model)
+    names = {bare: name for name, bare in plain.items()}
+    _read(path, {names.get(name, name): tensor for name, tensor in weights.items()} | state, distributed)
     for name, tensor in (weights | state).items():
         value = local(tensor)
         if name.startswith("running.") or not value.is_floating_point():
@@ -474,23 +484,12 @@ def _unsharded(path: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
     return tensors
 
 
-class _Named(FileSystem):
-    """A view of a folder that shows only these files."""
-
-    def __init__(self, files: Sequence[Path]) -> None:
-        super().__init__()
-        self.files = files
-
-    def ls(self, path: str | os.PathLike) -> list[str]:
-        return [str(file) for file in self.files]
-
-
 def _reader(path: Path) -> HuggingFaceStorageReader:
     """Reads only a checkpoint's own tensor files, no others in its folder."""
     check_regular(path)
+    files = [file for file in (*weight_files(path), path / TENSORS) if os.path.lexists(file)]
     reader = HuggingFaceStorageReader(str(path))
-    rest = path / TENSORS
-    reader.fs = _Named([*weight_files(path), *([rest] if os.path.lexists(rest) else [])])
+    reader.fs.ls = lambda _: [str(file) for file in files]  # type: ignore[method-assign]
     return reader
 
 
@@ -502,23 +501,6 @@ def _stored(path: Path) -> dict[str, TensorStorageMetadata]:
             if sum(chunk.sizes.numel() for chunk in tensor.chunks) != tensor.size.numel():
                 raise HeadwaterError(f"{str(path)!r} lacks a part of {name!r}; use an intact checkpoint.")
     return known
-
-
-def _names_in(path: Path, model: AnyModel) -> dict[str, str]:
-    """The name that each of the model's tensors has in a checkpoint's files, where wrappers may have changed it.
-
-    Raises `HeadwaterError` for weights in these files that are not the model's, or of another kind.
-    """
-    stored = {name: known for name, known in _stored(path).items() if not name.startswith(OF_RUN)}
-    own, where = model.state_dict(), repr(str(path))
-    plain = unwrapped_names(stored, where, own)
-    if unknown := sorted(name for name, bare in plain.items() if bare not in own):
-        raise HeadwaterError(
-            f"The weights in {where} do not match its config.json: {len(unknown)} have no place in the model, "
-            f"{unknown[0]} first; use an intact checkpoint with its own config."
-        )
-    check_kinds({plain[name]: known.properties.dtype for name, known in stored.items()}, where, model)
-    return {name: name for name in own} | {bare: name for name, bare in plain.items()}
 
 
 def _read(path: Path, targets: dict[str, Tensor], distributed: bool) -> None:

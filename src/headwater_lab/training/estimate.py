@@ -263,7 +263,7 @@ def _is_recipe(model: Any) -> bool:
     return not path.exists() and any(argument in (name, name.rpartition("/")[2]) for name in shipped_recipes())
 
 
-def _configs(model: HeadwaterConfig | str | Path, changes: dict[str, Any]) -> dict[str, HeadwaterConfig]:
+def _configs(model: Any, changes: dict[str, Any]) -> dict[str, HeadwaterConfig]:
     """Configs by name for one model that is no recipe."""
     if isinstance(model, HeadwaterConfig):
         _check_fields(changes, type(model))

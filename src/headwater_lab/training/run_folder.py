@@ -303,7 +303,7 @@ def runs_in(folder: Path, tell: Callable[[str], None]) -> list[RunSummary]:
             record.tokens = record.curve[-1].tokens if record.curve else record.tokens
             if record.speed and record.speed[-1].tokens_per_second > 0:
                 record.seconds = record.tokens / record.speed[-1].tokens_per_second
-        steps = [point.step for point in (*record.curve, *record.held_out)]
+        steps = [point.step for point in record.curve] + [point.step for point in record.held_out]
         updated = max(path.stat().st_mtime for path in (file, run / METRICS) if path.exists())
         found.append(RunSummary(run, record, status, max(steps, default=0), updated))
     return sorted(found, key=lambda one: -one.updated)
@@ -414,9 +414,9 @@ class Journal:
         passed = max(progress.seconds - last.seconds, 1e-9)
         rate = (progress.tokens - last.tokens) / passed
         mfu = None if self.peak is None else rate * self.flops_per_unit / self.peak / self.run.fabric.world_size
-        shared = {"data_wait_fraction": (progress.waited - last.waited) / passed, "mfu": mfu}
-        self.tell(SpeedPoint(step=step, tokens_per_second=rate, **shared))
-        speeds = {f"{self.record.unit}_per_second": rate} | shared
+        waited = (progress.waited - last.waited) / passed
+        self.tell(SpeedPoint(step=step, tokens_per_second=rate, data_wait_fraction=waited, mfu=mfu))
+        speeds = {f"{self.record.unit}_per_second": rate, "data_wait_fraction": waited, "mfu": mfu}
         if self.run.fabric.device.type == "cuda":
             speeds["peak_memory_gb"] = torch.cuda.max_memory_allocated(self.run.fabric.device) / 1e9
         self.show({name: value for name, value in speeds.items() if value is not None}, step)

@@ -144,7 +144,8 @@ def joined(
         )
     )
     parts: dict[str, list] = {"curve": [], "held_out": [], "speed": [], "notices": []}
-    before, stages = {"step": 0, "tokens": 0, "flops": 0.0}, []
+    before: dict[str, Any] = {"step": 0, "tokens": 0, "flops": 0.0}
+    stages = []
     for name, record, (plain, path) in zip(recipe.stage_names, records, runs, strict=True):
         for kind, points in parts.items():
             for point in getattr(record, kind):

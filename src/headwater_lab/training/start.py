@@ -268,16 +268,20 @@ def _check_data(config: HeadwaterConfig, path: Path, data: Data, start: Start) -
             f"The checkpoint's vocabulary has {config.vocab_size} tokens and the data's {data.vocab_size}; use the "
             "tokenizer the model was trained with (data.tokenizer), or one that adds tokens to it."
         )
-    if config.position == "learned" and config.max_position_embeddings < data.context:
-        raise HeadwaterError(
-            f"The checkpoint has {config.max_position_embeddings} learned positions and data.context is "
-            f"{data.context}; lower data.context."
-        )
+    _check_positions("checkpoint", config, data.context)
     own = read_tokenizer(path)
     if own is not None and data.tokenizer is not None and not extends(data.tokenizer, own):
         raise HeadwaterError(
             f"The data's tokenizer is not the one {source!r} was trained with, nor one that adds tokens "
             f"to it; set data.tokenizer={source!r}, or prepare the data with it."
+        )
+
+
+def _check_positions(owner: str, config: HeadwaterConfig, context: int) -> None:
+    if config.position == "learned" and config.max_position_embeddings < context:
+        raise HeadwaterError(
+            f"The {owner} has {config.max_position_embeddings} learned positions and data.context is {context}; lower "
+            "data.context."
         )
 
 
@@ -335,11 +339,7 @@ class Teacher:
                 f"{theirs.num_hidden_layers} layers of width {theirs.hidden_size}, the model "
                 f"{config.num_hidden_layers} of {config.hidden_size}; leave hidden_weight out."
             )
-        if theirs.position == "learned" and theirs.max_position_embeddings < context:
-            raise HeadwaterError(
-                f"The teacher {source!r} has {theirs.max_position_embeddings} learned positions and data.context is "
-                f"{context}; lower data.context."
-            )
+        _check_positions(f"teacher {source!r}", theirs, context)
         assert isinstance(model, HeadwaterForCausalLM)
         self.model = model.to(device).eval().requires_grad_(False)
         self.flops = forward_flops_per_token(theirs, context)
