@@ -11,7 +11,7 @@ from torch import nn
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.config.presets import preset
 from headwater_lab.cli import app
-from headwater_lab.training.diagnostics import drowning, init_diagnostics
+from headwater_lab.training.models import drowning, init_diagnostics
 
 SIZES = dict(vocab_size=97, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, max_position_embeddings=128)
 TOKENFORMER = dict(

@@ -18,7 +18,7 @@ import torch
 import headwater
 import processes
 from headwater.plugins.outside import VARIABLE
-from headwater_lab.training.places import newest_checkpoint
+from headwater_lab.training.checkpoints import newest_checkpoint
 
 PROGRAMS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.startfile", "pty.spawn")
 # A module that Python, headwater's packages or a file in the folder could ask for.

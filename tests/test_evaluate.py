@@ -33,7 +33,7 @@ from headwater_lab.evaluation.candidates import candidates, same_tokenizer, uniq
 from headwater_lab.evaluation.paired import Items, difference
 from headwater_lab.evaluation.tasks import GROUPS, parse
 from headwater_lab.evaluation.text import nats, windows
-from headwater_lab.training.checkpoint import write_model
+from headwater_lab.training.checkpoints import write_model
 from headwater_lab.training.records import Event
 
 pytest.importorskip("lm_eval")

@@ -36,7 +36,7 @@ def test_recipes_train(folder, name):
 
 
 def test_schedule_and_optimizer_are_the_page_s(folder):
-    from headwater_lab.training.optim import learning_rate
+    from headwater_lab.training.optimizers import learning_rate
 
     recipe = load_recipe("optimizer.yaml", ["training.steps=11", "training.learning_rate=1.0"])
     rates = [learning_rate(step, recipe.training) for step in range(11)]

@@ -19,9 +19,8 @@ from conftest import VOCAB, build, disturb, shared, tokens
 from headwater import HeadwaterForCausalLM
 from headwater.growth import pairs_of
 from headwater_lab.data.tokenizer import load_tokenizer
-from headwater_lab.training.checkpoint import history_of, write_model
+from headwater_lab.training.checkpoints import history_of, newest_checkpoint, write_model
 from headwater_lab.training.loop import train
-from headwater_lab.training.places import newest_checkpoint
 from headwater_lab.training.records import Event
 
 PAIRS = {"pattention": {"attention_pairs": 7, "ffn_pairs": 13}}

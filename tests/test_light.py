@@ -235,7 +235,7 @@ assert find_spec("datasets") is None
 hide("wandb", "accelerate", "torchtitan", "rendercv_fonts")  # transformers looks for accelerate once
 from headwater_lab.evaluation.tasks import quiet
 from headwater.integrations.torchtitan import spec
-from headwater_lab.training.journal import start_wandb
+from headwater_lab.training.run_folder import start_wandb
 from headwater_lab.recipe.schema import parse
 recipe = parse(small | {"reporting": {"wandb": "mine"}}, "the recipe")
 def titans():

@@ -13,7 +13,7 @@ from headwater_lab.comparison.trials import trials_of
 from headwater_lab.reports import comparisons, write_report
 from headwater_lab.reports.pictures import curves_picture
 from headwater_lab.reports.words import table
-from headwater_lab.training.places import newest_checkpoint
+from headwater_lab.training.checkpoints import newest_checkpoint
 from headwater_lab.training.records import StageRecord, read_record, write_record
 from test_report import BASE, GOOD, record, saved, three
 

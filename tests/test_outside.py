@@ -23,7 +23,7 @@ from headwater.plugins.outside import VARIABLE, may_read, trust
 from headwater.plugins.registry import MECHANISMS, register
 from headwater.util.errors import NotTrusted
 from headwater_lab.recipe.schema import OPTIMIZERS, parse, read_recipe
-from headwater_lab.training.optim import make_optimizers, parameter_groups
+from headwater_lab.training.optimizers import make_optimizers, parameter_groups
 
 SMALL = '''
 from dataclasses import dataclass
@@ -127,8 +127,8 @@ def test_a_checkpoint_has_nothing_imported(here, tmp_path, monkeypatch):
 
 
 def trained_on(settings):
+    from headwater_lab.training.models import data_of
     from headwater_lab.training.records import Event
-    from headwater_lab.training.trained import data_of
 
     return data_of([Event(kind="trained", details={"data": {"settings": {"kind": "text", "context": 8} | settings}})])
 

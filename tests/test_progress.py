@@ -9,7 +9,7 @@ from headwater.testing.models import build
 from headwater_lab.cli import progress
 from headwater_lab.cli.progress import ProgressReport
 from headwater_lab.data.text import TextSettings
-from headwater_lab.training.trained import measure
+from headwater_lab.training.models import measure
 
 
 @pytest.fixture

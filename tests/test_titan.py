@@ -31,7 +31,7 @@ from headwater_lab import train
 from headwater_lab.recipe.schema import load_recipe
 from headwater_lab.titan import config_registry
 from headwater_lab.titan.data import RecipeLoader
-from headwater_lab.training.optim import parameter_groups
+from headwater_lab.training.optimizers import parameter_groups
 
 SIZES = dict(
     vocab_size=32, hidden_size=16, num_hidden_layers=4, num_attention_heads=4, max_position_embeddings=64

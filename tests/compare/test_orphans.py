@@ -20,7 +20,7 @@ import processes
 from headwater_lab.comparison import pool
 from headwater_lab.comparison.pool import run_trials
 from headwater_lab.comparison.trials import trials_of
-from headwater_lab.training.places import checkpoints
+from headwater_lab.training.checkpoints import checkpoints
 from headwater_lab.training.records import read_record
 from headwater_lab.training.run_folder import METRICS, is_running
 

@@ -13,8 +13,8 @@ from headwater_lab.comparison.pool import result_of, run_trials
 from headwater_lab.comparison.running import jobs_of
 from headwater_lab.comparison.statistics import summarize
 from headwater_lab.comparison.trials import trial_of, trials_of
+from headwater_lab.training.checkpoints import STAGES
 from headwater_lab.training.records import read_record, write_record
-from headwater_lab.training.stages import STAGES
 
 
 def test_trials_come_seed_by_seed_each_with_its_folder(tmp_path):

@@ -16,8 +16,8 @@ from headwater_lab.data.stream import TextSource
 from headwater_lab.data.text import TextSettings
 from headwater_lab.recipe.schema import parse
 from headwater_lab.training.loop import train
+from headwater_lab.training.models import measure
 from headwater_lab.training.records import read_record
-from headwater_lab.training.trained import measure
 
 LINES = {
     "wiki": "The river {i} rises in the hills and ends in the sea after {i} miles.\n",

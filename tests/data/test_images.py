@@ -31,7 +31,7 @@ from headwater_lab.data.images.glyphs import FAMILIES, GlyphImages, files_of
 from headwater_lab.data.images.randomness import drawing_from
 from headwater_lab.data.images.reading import UnreadableImage, read_image
 from headwater_lab.recipe.schema import parse
-from headwater_lab.training.batches import batches
+from headwater_lab.training.loop import batches
 
 v2 = pytest.importorskip("torchvision.transforms.v2") if find_spec("torchvision") else None
 # Without torchvision images are not changed.

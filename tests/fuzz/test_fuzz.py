@@ -25,7 +25,7 @@ from generator import Case
 from world import make_world
 
 from headwater_lab.cli import main
-from headwater_lab.training.checkpoint import SUMS
+from headwater_lab.training.checkpoints import SUMS
 
 SEED = os.environ.get("HEADWATER_FUZZ_SEED", "0")
 SECONDS = 60

@@ -14,7 +14,7 @@ from headwater_lab.inspection.sample import Sample, repeated
 from headwater_lab.inspection.scores import effective, induction, similarity
 from headwater_lab.inspection.watch import induction_scores, logits, read
 from headwater_lab.papers.theory import shifted_head
-from headwater_lab.training.trained import Trained
+from headwater_lab.training.models import Trained
 
 LENGTH = 12
 

@@ -216,7 +216,7 @@ def test_maps_to_heads_that_nobody_attends_to_are_not_built():
 
 
 def test_pairs_decay_and_tau_does_not():
-    from headwater_lab.training.optim import parameter_groups
+    from headwater_lab.training.optimizers import parameter_groups
 
     model = HeadwaterForCausalLM(config({"pattention": {}, "kv_shift": {}}))
     decayed, *kept = (set(group["params"]) for group in parameter_groups(model, 0.1))

@@ -22,9 +22,9 @@ from headwater_lab import grow
 from headwater_lab.inspection.sample import Sample
 from headwater_lab.inspection.watch import read
 from headwater_lab.recipe.schema import load_recipe
-from headwater_lab.training.diagnostics import init_diagnostics
 from headwater_lab.training.loop import train
-from headwater_lab.training.optim import parameter_groups
+from headwater_lab.training.models import init_diagnostics
+from headwater_lab.training.optimizers import parameter_groups
 
 MAPS = ["query", "key", "value", "output", "feed_forward"]
 PRODUCT = {"ffn_pairs": 36, "attention_pairs": 25, "top_k": 4, "product_keys": MAPS, "product_heads": 2}

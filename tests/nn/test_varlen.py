@@ -16,8 +16,8 @@ from headwater.plugins.registry import REGISTRY, resolve
 from headwater.util.errors import HeadwaterError
 from headwater_lab.bench.gpu import combinations
 from headwater_lab.recipe.schema import parse
-from headwater_lab.training.attention import attention_of
-from headwater_lab.training.batches import with_documents
+from headwater_lab.training.loop import with_documents
+from headwater_lab.training.models import attention_of
 
 # Documents of two rows of 150 tokens: some share a call, some are longer than such calls.
 T = 150

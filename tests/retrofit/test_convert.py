@@ -52,13 +52,11 @@ from headwater.testing.naive import Reference
 from headwater_lab.cli.converting import _written
 from headwater_lab.data.tokenizer import load_tokenizer
 from headwater_lab.recipe.schema import CacheConversion, Change, changed_config, load_recipe, parse
-from headwater_lab.training.checkpoint import write_model
-from headwater_lab.training.conversion import curve_of
-from headwater_lab.training.distill import distance, divergence
-from headwater_lab.training.places import newest_checkpoint
+from headwater_lab.training.checkpoints import newest_checkpoint, write_model
+from headwater_lab.training.models import Trained, converted, measure, open_trained
 from headwater_lab.training.records import Event, read_record
-from headwater_lab.training.stages import train_stages
-from headwater_lab.training.trained import Trained, converted, measure, open_trained
+from headwater_lab.training.stages import curve_of, train_stages
+from headwater_lab.training.start import distance, divergence
 
 DEEP = dict(num_hidden_layers=4, num_key_value_heads=4)
 # (the model, what it goes over to)
@@ -671,7 +669,7 @@ def test_a_refused_conversion_leaves_an_empty_folder_empty(written, tmp_path, ru
     def refuse(*_):
         raise HeadwaterError("no such device")
 
-    monkeypatch.setattr("headwater_lab.training.parallel.connected", refuse)
+    monkeypatch.setattr("headwater_lab.training.processes.connected", refuse)
     given = ["--text", written / "texts", "data.context=16", "--heal", "1k", "training.batch_size=2"]
     code, _, said = run("convert", written / "llama", "--num-key-value-heads", "1", *given, "--out", tmp_path)
     assert code == 2

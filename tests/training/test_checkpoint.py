@@ -10,10 +10,9 @@ from trials import PowerCut, cut_at, same_end
 
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import sha256_of
-from headwater_lab.training import checkpoint as module
-from headwater_lab.training.checkpoint import damage, load_model, newest_whole
+from headwater_lab.training import checkpoints as module
+from headwater_lab.training.checkpoints import checkpoints, damage, load_model, newest_whole
 from headwater_lab.training.loop import train
-from headwater_lab.training.places import checkpoints
 from headwater_lab.training.records import Notice, read_record
 
 FILES = ["model.safetensors", "training.safetensors", "training.json", "config.json", "tokenizer.json", "SHA256SUMS"]

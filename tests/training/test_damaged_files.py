@@ -24,9 +24,9 @@ from headwater_lab.data.tokenizer import byte_tokenizer
 from headwater_lab.inspection import inspect_model
 from headwater_lab.recipe.schema import Change
 from headwater_lab.serving.generation import continue_prompts, load_for_generation
-from headwater_lab.training.checkpoint import write_model
+from headwater_lab.training.checkpoints import write_model
+from headwater_lab.training.models import changed, open_source, open_trained
 from headwater_lab.training.records import Event
-from headwater_lab.training.trained import changed, open_source, open_trained
 
 VALUES = [
     *(None, True, False, 0, -1, 1, 2, 7, 2**31, 2**70, 10**8, -0.5, 1e-320, 1e308, float("nan"), float("inf")),

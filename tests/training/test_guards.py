@@ -13,8 +13,8 @@ import yaml
 import processes
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.util.errors import HeadwaterError
+from headwater_lab.training.checkpoints import checkpoints
 from headwater_lab.training.loop import train
-from headwater_lab.training.places import checkpoints
 from headwater_lab.training.records import read_record
 
 

@@ -13,7 +13,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from headwater_lab.training.places import checkpoints
+from headwater_lab.training.checkpoints import checkpoints
 from headwater_lab.training.records import read_record
 
 STEPS = 60

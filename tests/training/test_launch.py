@@ -9,7 +9,7 @@ import yaml
 
 import processes
 from headwater_lab.recipe.schema import Training
-from headwater_lab.training.parallel import placed
+from headwater_lab.training.processes import placed
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "1",

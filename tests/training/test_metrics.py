@@ -91,7 +91,7 @@ def test_a_full_disk_leaves_no_line_that_runs_into_the_next(tmp_path, monkeypatc
     with file.open("a") as stream:  # what the disk had room for
         stream.write('{"kind": "noti')
     metrics.add(Notice(step=21, message="after"))
-    assert [point.message for point in read(tmp_path).of(Notice)[-2:]] == ["before", "after"]
+    assert [point.message for point in read(tmp_path).points[-2:]] == ["before", "after"]
     assert read(tmp_path).damage is None
 
 

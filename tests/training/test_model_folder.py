@@ -1,6 +1,5 @@
 """The model at the top of a run's folder: transformers loads it, and it is always the newest checkpoint's."""
 
-import json
 import shutil
 
 import pytest
@@ -10,10 +9,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.util.errors import HeadwaterError
-from headwater_lab.training.checkpoint import damage, load_model, write_model
+from headwater_lab.training.checkpoints import (
+    checkpoints,
+    damage,
+    how_to_load,
+    load_model,
+    newest_checkpoint,
+    publish_model,
+    write_model,
+)
 from headwater_lab.training.loop import train
-from headwater_lab.training.model_folder import how_to_load, publish_model
-from headwater_lab.training.places import checkpoints, newest_checkpoint
 from headwater_lab.training.stages import train_stages
 
 
@@ -73,31 +78,6 @@ def model(config=None):
     )
 
 
-def sharded_copy(model, folder):
-    """A checkpoint whose weights are in several files."""
-    write_model(folder, model)
-    (folder / "model.safetensors").unlink()
-    model.save_pretrained(folder, max_shard_size="5KB")
-    assert (folder / "model.safetensors.index.json").exists()
-    return folder
-
-
-def test_weights_in_several_files_are_never_mixed_and_leave_nothing(model, tmp_path):
-    (run := tmp_path / "run").mkdir()
-    first = sharded_copy(model, run / "checkpoints" / "step-000001")
-    publish_model(first, run)
-    with torch.no_grad():
-        model.lm_head.weight.add_(1)
-    second = sharded_copy(model, run / "checkpoints" / "step-000002")
-    publish_model(second, run)
-    index = json.loads((run / "model.safetensors.index.json").read_text())["weight_map"]
-    assert {name.partition("-model")[0] for name in index.values()} == {"step-000002"}
-    assert {path.name for path in run.glob("*.safetensors")} == set(index.values())
-    assert torch.equal(AutoModelForCausalLM.from_pretrained(run).lm_head.weight, model.lm_head.weight)
-    publish_model(write_model(run / "checkpoints" / "step-000003", model), run)
-    assert [path.name for path in run.glob("*.safetensors*")] == ["model.safetensors"]
-
-
 def test_a_disk_without_links_has_a_copy(model, tmp_path, monkeypatch):
     def unsupported(*_):
         raise OSError(95, "Operation not supported")
@@ -121,7 +101,7 @@ def test_weights_by_process_are_not_loaded_and_the_sentence_says_what_to_run(mod
 def test_a_damaged_optimizer_state_is_not_taken_for_a_learning_rate(recipe, tmp_path):
     from safetensors.torch import save_file
 
-    from headwater_lab.training.checkpoint import SUMS, sums_of, write_sums
+    from headwater_lab.training.checkpoints import SUMS, sums_of, write_sums
 
     train(recipe(), tmp_path / "run", until=2)
     newest = checkpoints(tmp_path / "run")[-1]

@@ -10,8 +10,14 @@ from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.mechanisms import KVShift
 from headwater.util.errors import HeadwaterError
 from headwater_lab.recipe.schema import Training
-from headwater_lab.training.muon import Muon
-from headwater_lab.training.optim import clip, gradient_norm, learning_rate, make_optimizers, parameter_groups
+from headwater_lab.training.optimizers import (
+    Muon,
+    clip,
+    gradient_norm,
+    learning_rate,
+    make_optimizers,
+    parameter_groups,
+)
 
 
 @pytest.fixture

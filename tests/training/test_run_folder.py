@@ -15,7 +15,9 @@ from trials import PowerCut, cut_at
 import processes
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.util.errors import HeadwaterError
-from headwater_lab.training.checkpoint import (
+from headwater_lab.training.checkpoints import (
+    Saver,
+    checkpoints,
     damage,
     history_of,
     load_model,
@@ -24,10 +26,8 @@ from headwater_lab.training.checkpoint import (
     restore,
 )
 from headwater_lab.training.loop import train
-from headwater_lab.training.places import checkpoints
 from headwater_lab.training.records import Notice, read_record
 from headwater_lab.training.run_folder import MARK
-from headwater_lab.training.saving import Saver
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:
@@ -214,7 +214,7 @@ def test_every_optimiser_goes_on_as_if_it_had_never_stopped(kind, options, tmp_p
     from lightning_fabric import Fabric
 
     from conftest import config
-    from headwater_lab.training.checkpoint import Progress
+    from headwater_lab.training.checkpoints import Progress
 
     def take(model, optimizer, steps):
         for step in steps:

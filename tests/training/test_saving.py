@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from trials import PowerCut, same_end
 
 from headwater.util.errors import HeadwaterError
-from headwater_lab.training import saving
+from headwater_lab.training import checkpoints as saving
+from headwater_lab.training.checkpoints import checkpoints, step_of
 from headwater_lab.training.loop import train
-from headwater_lab.training.places import checkpoints, step_of
 from headwater_lab.training.records import read_record
 
 PATIENCE = 60.0
@@ -164,5 +164,5 @@ def test_a_process_leaves_alone_what_another_is_still_writing(tmp_path):
     second = "shard-00002-model-00001-of-00001.safetensors"
     for name in (".tmpQ3wK9d", "shard-00001-model-00001-of-00001.safetensors", second, "config.json"):
         (tmp_path / name).touch()
-    assert set(saving.written_by(0, 2, tmp_path)) == {"shard-00001-model-00001-of-00001.safetensors", "config.json"}
-    assert saving.written_by(1, 2, tmp_path) == [second]
+    assert set(saving.written_by(0, tmp_path)) == {"shard-00001-model-00001-of-00001.safetensors", "config.json"}
+    assert saving.written_by(1, tmp_path) == [second]

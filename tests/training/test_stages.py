@@ -13,9 +13,8 @@ from headwater_lab.comparison.trials import levels, trials_of
 from headwater_lab.recipe.schema import load_recipe, parse
 from headwater_lab.reports import comparisons, write_report
 from headwater_lab.reports.comparison import differ_in_cost
-from headwater_lab.training.checkpoint import optimizer_state
+from headwater_lab.training.checkpoints import newest_checkpoint, optimizer_state
 from headwater_lab.training.loop import train
-from headwater_lab.training.places import newest_checkpoint
 from headwater_lab.training.records import read_record
 from headwater_lab.training.stages import chain, train_stages
 

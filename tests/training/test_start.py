@@ -14,9 +14,8 @@ from headwater.growth import TauAnnealing, pairs_of
 from headwater.growth.pairs import maps_of
 from headwater.util.errors import Interrupted
 from headwater_lab import grow
-from headwater_lab.training.checkpoint import history_of, optimizer_state, write_model
+from headwater_lab.training.checkpoints import history_of, newest_checkpoint, optimizer_state, write_model
 from headwater_lab.training.loop import TrainingRun, train
-from headwater_lab.training.places import newest_checkpoint
 from headwater_lab.training.records import read_record
 from headwater_lab.training.start import begin, prepare
 
@@ -123,9 +122,9 @@ def test_optimiser_state_goes_on_for_old_rows_and_is_fresh_for_new_ones(
 
 
 def state_of(run: TrainingRun) -> dict[str, torch.Tensor]:
-    from headwater_lab.training.checkpoint import optimizer_tensors
+    from headwater_lab.training.checkpoints import optimizer_tensors
 
-    return {name: tensor.clone() for name, tensor in optimizer_tensors(run.model, run.setup.optimizers).items()}
+    return {name: tensor.clone() for name, tensor in optimizer_tensors(run.model, run.optimizers).items()}
 
 
 @pytest.mark.sampled(5)

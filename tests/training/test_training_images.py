@@ -20,12 +20,11 @@ from headwater_lab.cli import main
 from headwater_lab.recipe.schema import AnyData, Start, parse
 from headwater_lab.serving.prediction import load_for_prediction, predict
 from headwater_lab.training import estimate as priced
-from headwater_lab.training.averaging import Average
-from headwater_lab.training.checkpoint import load_model
+from headwater_lab.training.checkpoints import checkpoints, load_model, newest_checkpoint
 from headwater_lab.training.loop import train
-from headwater_lab.training.places import checkpoints, newest_checkpoint
+from headwater_lab.training.models import changes_for, check_classes, refitting
+from headwater_lab.training.optimizers import Average
 from headwater_lab.training.records import Event, Experiment, read_record
-from headwater_lab.training.refit import changes_for, check_classes, refitting
 
 # Without torchvision images are not changed.
 AUGMENTED = dict(crop=[0.5, 1.0], flip=0.5, rand_augment=[9.0, 0.5], erase=0.3, mixup=0.8, cutmix=1.0)

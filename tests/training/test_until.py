@@ -3,8 +3,8 @@
 import pytest
 from trials import same_end
 
+from headwater_lab.training.checkpoints import checkpoints
 from headwater_lab.training.loop import train
-from headwater_lab.training.places import checkpoints
 from headwater_lab.training.records import read_record
 
 

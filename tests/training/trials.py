@@ -3,7 +3,7 @@
 import torch
 from safetensors.torch import load_file
 
-from headwater_lab.training.places import checkpoints
+from headwater_lab.training.checkpoints import checkpoints
 from headwater_lab.training.records import read_record
 
 

@@ -15,9 +15,9 @@ from torch.distributed.fsdp import FSDPModule
 from headwater.models.compiling import compile_model
 from headwater.util.errors import HeadwaterError, Interrupted
 from headwater_lab.recipe.schema import parse
-from headwater_lab.training import setup
+from headwater_lab.training import start
+from headwater_lab.training.checkpoints import Shard
 from headwater_lab.training.loop import TrainingRun, train
-from headwater_lab.training.saving import Shard
 
 seeds: list[int] = []
 # Before each forward pass, how many parameters have a gradient that is whole in this process.
@@ -61,7 +61,7 @@ def seeded(seed: int):
 def main(file: Path) -> None:
     """file: a list of jobs. The environment is as torchrun makes it."""
     torch.manual_seed = seeded
-    setup.compile_model = partial(compile_model, backend="aot_eager")  # without a C++ compiler, which takes minutes
+    start.compile_model = partial(compile_model, backend="aot_eager")  # without a C++ compiler, which takes minutes
     TrainingRun.losses = looked_before
     dist.init_process_group("gloo")  # once: processes that part and meet again may meet their former selves
     for job in json.loads(file.read_text()):

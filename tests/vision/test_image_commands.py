@@ -11,7 +11,7 @@ import headwater_lab as lab
 from conftest import assert_near
 from headwater import HeadwaterForImageClassification
 from headwater.testing import disturb
-from headwater_lab.training.checkpoint import load_model, write_model
+from headwater_lab.training.checkpoints import load_model, write_model
 
 PAIRS = {"pattention": {"attention_pairs": 8, "ffn_pairs": 16}}
 SIZE = {"height": 9, "width": 16}

@@ -139,8 +139,8 @@ def carried(state: dict[str, Tensor], model: Model, large: Model, options: Growt
 
     Where the function is kept, what copies write has a share of the old gradient, and factors on copies have all of it.
     What layers that add nothing are made from has no gradient yet. New elements have an average of zero, and of squares
-    the mean of the old ones (see `headwater_lab.training.trained.enlarged`). A parameter with no counterpart has been
-    stepped 0 times, and nothing else: `training.checkpoint.begin_with` begins its averages.
+    the mean of the old ones (see `headwater_lab.training.models.enlarged`). A parameter with no counterpart has been
+    stepped 0 times, and nothing else: `training.checkpoints.begin_with` begins its averages.
     """
     growth, _ = planned(model.config, options)
     moves = Moves(model, large, growth)

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 # The linear layers of a block that a mechanism may replace; "feed_forward" is the whole feed-forward.
 Map = Literal["query", "key", "value", "output", "feed_forward"]
-# The optimizer's parameter groups (training/optim.py).
+# The optimizer's parameter groups (training/optimizers.py).
 Group = Literal["matrices", "tensors", "embeddings", "vectors", "scalars"]
 
 

@@ -18,8 +18,7 @@ from headwater.plugins.registry import as_mapping
 from headwater.util.errors import HeadwaterError, shown
 from headwater.util.files import local
 from headwater_lab.api.common import quiet
-from headwater_lab.training.checkpoint import load_model
-from headwater_lab.training.places import newest_checkpoint
+from headwater_lab.training.checkpoints import load_model, newest_checkpoint
 
 
 @quiet()

@@ -12,10 +12,9 @@ from headwater.plugins import outside
 from headwater.util.files import local
 from headwater_lab.api.common import PathLike, Result, quiet
 from headwater_lab.recipe.schema import Recipe, read_recipe
-from headwater_lab.training.checkpoint import load_model
-from headwater_lab.training.loop import OnEvent
-from headwater_lab.training.places import newest_checkpoint
+from headwater_lab.training.checkpoints import load_model, newest_checkpoint
 from headwater_lab.training.records import RunRecord
+from headwater_lab.training.run_folder import OnEvent
 from headwater_lab.training.stages import train_stages
 
 

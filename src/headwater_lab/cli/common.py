@@ -59,7 +59,7 @@ def tell(line: str) -> None:
 
 def tell_model(folder: Path, model: Path | None = None) -> None:
     """Print where a command has written, and how transformers loads the model. model: its folder, if not `folder`."""
-    from headwater_lab.training.model_folder import how_to_load
+    from headwater_lab.training.checkpoints import how_to_load
 
     out.print(f"written to {folder}\n{how_to_load(model or folder)}", soft_wrap=True, markup=False, highlight=False)
 
@@ -126,7 +126,7 @@ def check_outside(folder: Path, source: str | Path, around: bool = False) -> Non
 
     around: it may hold the source.
     """
-    from headwater_lab.training.places import FOLDER
+    from headwater_lab.training.checkpoints import FOLDER
 
     if not Path(source).is_dir():
         return
@@ -142,7 +142,7 @@ def new_folder(folder: Path | None, source: str | Path, suffix: str, may_exist: 
     Raises `HeadwaterError` before any work if it exists, or cannot be written.
     """
     from headwater.util.files import check_free
-    from headwater_lab.training.places import FOLDER
+    from headwater_lab.training.checkpoints import FOLDER
 
     source = Path(source)
     if folder is None:

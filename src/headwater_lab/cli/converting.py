@@ -18,9 +18,9 @@ from headwater_lab.cli.training import trained_with_bar
 if TYPE_CHECKING:
     import torch
 
-    from headwater_lab.training.conversion import ConversionPrice
+    from headwater_lab.training.estimate import ConversionPrice
+    from headwater_lab.training.models import Trained
     from headwater_lab.training.records import RunRecord
-    from headwater_lab.training.trained import Trained
 
 # Tokens in a row, if the model has positions for as many, and rows in a step.
 CONTEXT, ROWS = 512, 8
@@ -70,15 +70,12 @@ def convert(
     from headwater.util.output_folder import occupied
     from headwater_lab.data.corpus import local_files
     from headwater_lab.recipe.schema import changed_recipe
-    from headwater_lab.training.checkpoint import write_model
-    from headwater_lab.training.conversion import conversion_recipe, price_of, write_recipe
-    from headwater_lab.training.estimate import count_of
-    from headwater_lab.training.model_folder import publish_model
-    from headwater_lab.training.parallel import connected
-    from headwater_lab.training.places import newest_checkpoint
+    from headwater_lab.training.checkpoints import newest_checkpoint, publish_model, write_model
+    from headwater_lab.training.estimate import count_of, price_of
+    from headwater_lab.training.models import changed_text, open_source
+    from headwater_lab.training.processes import connected
     from headwater_lab.training.run_folder import mark
-    from headwater_lab.training.stages import chain, on_several
-    from headwater_lab.training.trained import changed_text, open_source
+    from headwater_lab.training.stages import chain, conversion_recipe, on_several, write_recipe
 
     quiet()
     mechanisms = mechanisms_of(mechanism or [])
@@ -201,9 +198,8 @@ def _settings(trained: Trained) -> dict[str, Any] | None:
 
 def _written(target: Path, record: RunRecord, dtype: torch.dtype) -> Path:
     """The checkpoint of the result in the source's dtype: what training wrote, or a copy of it in OUT/checkpoints."""
-    from headwater_lab.training.checkpoint import write_model
-    from headwater_lab.training.places import FOLDER, newest_checkpoint
-    from headwater_lab.training.trained import open_trained
+    from headwater_lab.training.checkpoints import FOLDER, newest_checkpoint, write_model
+    from headwater_lab.training.models import open_trained
 
     trained = open_trained(target / record.stages[-1].folder)
     if trained.model.dtype == dtype:
@@ -239,7 +235,7 @@ def _tell(
     source: str,
 ) -> None:
     """Print what the conversion did, and write it beside the run. measures: of the original and the result."""
-    from headwater_lab.training.conversion import curve_of, write_result
+    from headwater_lab.training.stages import curve_of, write_result
 
     before, after = measures
     curve = curve_of(record)

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from headwater.models.causal_lm import HeadwaterForCausalLM
     from headwater_lab.recipe.schema import Change
+    from headwater_lab.training.models import Trained
     from headwater_lab.training.records import Event
-    from headwater_lab.training.trained import Trained
 
 # In a sample of a text.
 ROWS = 32
@@ -60,7 +60,7 @@ def grow(
     """Make a trained model deeper or wider, or add parameter tokens, by default without changing its function."""
     from headwater.cost.counts import check_memory
     from headwater_lab.recipe.schema import changed_config
-    from headwater_lab.training.trained import changed, open_source
+    from headwater_lab.training.models import changed, open_source
 
     quiet()
     change = _change_of(fields or [])
@@ -111,8 +111,8 @@ def shrink(
     """Remove the parameter tokens that matter least, by mean |score|·‖V‖ over a sample."""
     from headwater.growth import importance
     from headwater.growth import shrink as without
+    from headwater_lab.training.models import changed_text, data_of, open_trained, sample_rows
     from headwater_lab.training.records import Event
-    from headwater_lab.training.trained import changed_text, data_of, open_trained, sample_rows
 
     quiet()
     target = new_folder(out_folder, checkpoint, "shrunk")
@@ -146,8 +146,8 @@ def merge(
 ) -> None:
     """Merge grown copies of one model that were trained separately, and measure all of them on each one's data."""
     from headwater.growth import merge as joined
+    from headwater_lab.training.models import changed_text, data_of, open_trained
     from headwater_lab.training.records import Event
-    from headwater_lab.training.trained import changed_text, data_of, open_trained
 
     quiet()
     target = new_folder(out_folder, base, "merged")
@@ -238,8 +238,8 @@ def retrofit(
     """Convert a trained model to a headwater checkpoint, and add mechanisms without changing its logits."""
     from headwater.conversion import add_mechanisms, to_parameter_tokens
     from headwater_lab.recipe.schema import values_of
+    from headwater_lab.training.models import open_source, sample_rows
     from headwater_lab.training.records import Event
-    from headwater_lab.training.trained import open_source, sample_rows
 
     quiet()
     if not parameter_tokens and (attention_pairs or ffn_pairs):
@@ -289,8 +289,7 @@ def retrofit(
 
 def _has_history(source: str) -> bool:
     """Whether a headwater checkpoint records its training data."""
-    from headwater_lab.training.checkpoint import history_of
-    from headwater_lab.training.places import newest_checkpoint
+    from headwater_lab.training.checkpoints import history_of, newest_checkpoint
 
     path = Path(source)
     return path.is_dir() and any(event.kind == "trained" for event in history_of(newest_checkpoint(path)))
@@ -298,7 +297,7 @@ def _has_history(source: str) -> bool:
 
 def _some_rows(trained: Trained, text: Path | None = None, rows: int = ROWS) -> tuple[Tensor, str]:
     """Rows of a text, or of one that is always available, and a description of them."""
-    from headwater_lab.training.trained import known_rows, sample_rows
+    from headwater_lab.training.models import known_rows, sample_rows
 
     if text is None:
         return known_rows(trained)
@@ -346,7 +345,7 @@ def _show(report: Any) -> None:
 
 
 def _write(target: Path, trained: Trained, model: HeadwaterForCausalLM, event: Event | None) -> None:
-    from headwater_lab.training.checkpoint import write_model
+    from headwater_lab.training.checkpoints import write_model
 
     history = trained.history if event is None else [*trained.history, event]
     write_model(target, model, trained.tokenizer, history, trained.state if event is None else None)

@@ -60,7 +60,7 @@ def inspect(
     from headwater.util.output_folder import occupied
     from headwater.util.outputs import check_replaceable
     from headwater_lab.inspection import check_alike, draw, inspect_model, tables, write_json
-    from headwater_lab.training.trained import open_trained
+    from headwater_lab.training.models import open_trained
 
     quiet()
     if out_folder is not None:

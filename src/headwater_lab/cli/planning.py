@@ -159,7 +159,7 @@ def init(
     from headwater.cost.counts import check_memory
     from headwater.models.kinds import model_class
     from headwater_lab.training import estimate as priced
-    from headwater_lab.training.diagnostics import drowning, init_diagnostics
+    from headwater_lab.training.models import drowning, init_diagnostics
 
     quiet()
     changes = [argument for argument in configs if "=" in argument]

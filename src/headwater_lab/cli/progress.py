@@ -96,7 +96,7 @@ def line_of(task: Task) -> str:
 
 def measure_with_progress(what: str, model: AnyModel, data: Data) -> dict[str, float]:
     """Measure a model on the held-out data, with progress under the name `what`."""
-    from headwater_lab.training.trained import measure
+    from headwater_lab.training.models import measure
 
     with ProgressReport() as progress:
         task_id = progress.add_task(what, total=None, unit="batch")

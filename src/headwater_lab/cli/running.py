@@ -183,8 +183,7 @@ def serve(
     from headwater.models.load import has_tokenizer, read_config
     from headwater.models.paging import check_paged
     from headwater.util.extras import MissingExtra
-    from headwater_lab.training.checkpoint import check
-    from headwater_lab.training.places import newest_checkpoint
+    from headwater_lab.training.checkpoints import check, newest_checkpoint
 
     if engine == "transformers" and not is_serve_available():
         raise MissingExtra("transformers' server", "serve")
@@ -284,7 +283,7 @@ def export(
     from headwater.conversion.export import export_family
     from headwater.conversion.families import check_family
     from headwater.util.files import check_free
-    from headwater_lab.training.trained import open_trained
+    from headwater_lab.training.models import open_trained
 
     quiet()
     check_outside(folder, checkpoint)

@@ -25,9 +25,8 @@ from headwater_lab.cli.progress import ProgressReport
 
 if TYPE_CHECKING:
     from headwater_lab.recipe.schema import Recipe
-    from headwater_lab.training.journal import Activity
     from headwater_lab.training.records import RunRecord
-    from headwater_lab.training.run_folder import Point
+    from headwater_lab.training.run_folder import Activity, Point
 
 
 def train(
@@ -49,7 +48,7 @@ def train(
 ) -> None:
     """Train the model of a recipe, stage by stage if it has stages, or one arm of its comparison."""
     from headwater_lab.comparison.trials import trial_of
-    from headwater_lab.training.parallel import is_first
+    from headwater_lab.training.processes import is_first
     from headwater_lab.training.stages import chain
 
     quiet()
@@ -126,8 +125,8 @@ class _TrainingBar:
         self.loss, self.speed, self.held_out, self.activity = "", "", "", ""
 
     def __call__(self, step: int, point: Point | Activity | None) -> None:
-        from headwater_lab.training.journal import Activity
         from headwater_lab.training.records import CurvePoint, HeldOutPoint, Notice, SpeedPoint
+        from headwater_lab.training.run_folder import Activity
 
         if isinstance(point, Notice):
             err.print(f"step {point.step}: {point.message}", soft_wrap=True, highlight=False)

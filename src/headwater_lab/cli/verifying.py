@@ -51,8 +51,8 @@ def verify(
     from headwater import verification as verifying
     from headwater.models.kinds import MODEL_TYPES
     from headwater.models.load import model_type
-    from headwater_lab.training.places import newest_checkpoint
-    from headwater_lab.training.trained import open_trained
+    from headwater_lab.training.checkpoints import newest_checkpoint
+    from headwater_lab.training.models import open_trained
 
     quiet()
     if checkpoint is not None and model:

@@ -22,8 +22,8 @@ from headwater.util.output_folder import keep
 from headwater.util.workers import Answer, Worker
 from headwater_lab.comparison.trials import Job, Trial, levels
 from headwater_lab.recipe.schema import Recipe
+from headwater_lab.training.checkpoints import checkpoints
 from headwater_lab.training.loop import train
-from headwater_lab.training.places import checkpoints
 from headwater_lab.training.records import ENDED, RECORD, Experiment, RunRecord, read_record, write_record
 from headwater_lab.training.run_folder import METRICS
 from headwater_lab.training.stages import check_later_stages, finish

@@ -26,7 +26,7 @@ from headwater.util.files import file_name, replace_text
 from headwater_lab.bench.decoding import decode_in_turns
 from headwater_lab.bench.paired import PairedTimes, interleave
 from headwater_lab.recipe.schema import Recipe
-from headwater_lab.training.loop import stepping
+from headwater_lab.training.loop import TrainingRun, stepping
 from headwater_lab.training.records import device_name
 
 PRICES = "prices.json"
@@ -201,6 +201,16 @@ def _device(recipe: Recipe) -> torch.device:
     return torch.device(wanted)
 
 
+def _settled_step(run: TrainingRun) -> Callable[[], None]:
+    """A step of a run, with its outcome."""
+
+    def step() -> None:
+        run.step()
+        run.settle()
+
+    return step
+
+
 def _price(arm: Recipe, baseline: Recipe) -> ArmPrice:
     arm, baseline = timed_recipe(arm), timed_recipe(baseline)
     with (
@@ -208,9 +218,9 @@ def _price(arm: Recipe, baseline: Recipe) -> ArmPrice:
         stepping(arm, Path(folder) / "a") as a,
         stepping(baseline, Path(folder) / "b") as b,
     ):
-        times = interleave(a.step, b.step, STEPS)
+        times = interleave(_settled_step(a), _settled_step(b), STEPS)
         config, context = a.model.config, a.data.context
-        sizes = [one.units / one.steps for one in (a, b)]
+        sizes = [run.progress.tokens / run.progress.step for run in (a, b)]
         training = _timed([t / sizes[0] for t in times.a], [t / sizes[1] for t in times.b])
         parameters = sum(parameter.numel() for parameter in a.model.parameters())
         configs = config, b.model.config

@@ -10,8 +10,8 @@ from headwater.util.errors import HeadwaterError, nearest
 from headwater_lab.comparison.budget import match_arms
 from headwater_lab.comparison.prices import folder_of, slug
 from headwater_lab.recipe.schema import Compare, Recipe
+from headwater_lab.training.checkpoints import STAGES
 from headwater_lab.training.records import Experiment, SeedPlan
-from headwater_lab.training.stages import STAGES
 
 
 @dataclass(frozen=True)

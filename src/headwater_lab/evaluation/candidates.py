@@ -18,9 +18,8 @@ from headwater.models.weights import check_files
 from headwater.util.errors import HeadwaterError, first_line
 from headwater.util.hub import check_reachable
 from headwater_lab.data.tokenizer import separator
-from headwater_lab.training.checkpoint import check, history_of, load_model
-from headwater_lab.training.places import newest_checkpoint
-from headwater_lab.training.trained import tokenizer_of
+from headwater_lab.training.checkpoints import check, history_of, load_model, newest_checkpoint
+from headwater_lab.training.models import tokenizer_of
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 # The limit for a model without its own, as in lm-evaluation-harness.

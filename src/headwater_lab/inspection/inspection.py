@@ -18,7 +18,7 @@ from headwater_lab.inspection.images import Answered, answered, sample_images
 from headwater_lab.inspection.sample import Sample, repeated, sample
 from headwater_lab.inspection.scalars import Census, Scalars, blocks, census, scalars
 from headwater_lab.inspection.watch import SHOWN, Induction, Read, answers, hooked, induction_scores, logits, read
-from headwater_lab.training.trained import Trained
+from headwater_lab.training.models import Trained
 
 SCHEMA_VERSION = 1
 

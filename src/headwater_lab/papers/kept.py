@@ -25,7 +25,7 @@ from headwater_lab.papers.result import Reproduction, reproduction
 from headwater_lab.papers.table import ScaleName, reads_models, table
 from headwater_lab.papers.work import Work, prepare, with_seeds
 from headwater_lab.recipe.schema import Recipe
-from headwater_lab.training.places import checkpoints
+from headwater_lab.training.checkpoints import checkpoints
 from headwater_lab.training.records import (
     ENDED,
     RECORD,

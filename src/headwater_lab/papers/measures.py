@@ -26,10 +26,9 @@ from headwater_lab.inspection.scalars import Census, Scalars, census, scalars
 from headwater_lab.inspection.watch import read
 from headwater_lab.papers.places import FinishedRun, SizedArm, finished, of_law
 from headwater_lab.papers.table import Measure, Pair, PaperTable, cell_measures
-from headwater_lab.training.checkpoint import load_model
-from headwater_lab.training.places import newest_checkpoint
+from headwater_lab.training.checkpoints import load_model, newest_checkpoint
+from headwater_lab.training.models import open_trained
 from headwater_lab.training.records import RunRecord, changed_data
-from headwater_lab.training.trained import open_trained
 
 FACTS: dict[str, Callable[[RunRecord], float]] = {
     "parameters": lambda record: record.parameters,

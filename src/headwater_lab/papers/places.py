@@ -15,7 +15,7 @@ from headwater_lab.comparison.trials import at_rate, trial_of
 from headwater_lab.comparison.tuning import found_rate
 from headwater_lab.papers.table import Claim, Gains, Pair, PaperTable, ReferenceText, ScaleName, Sooner
 from headwater_lab.recipe.schema import Recipe
-from headwater_lab.training.places import checkpoints
+from headwater_lab.training.checkpoints import checkpoints
 from headwater_lab.training.records import ENDED, RunRecord, read_record
 from headwater_lab.training.stages import chain
 

@@ -22,8 +22,8 @@ from headwater_lab.papers.measures import Runs
 from headwater_lab.papers.places import RESTORED, finished, named
 from headwater_lab.papers.table import reads_models
 from headwater_lab.papers.work import Work, with_seeds
-from headwater_lab.training.loop import OnEvent
 from headwater_lab.training.records import RECORD
+from headwater_lab.training.run_folder import OnEvent
 from headwater_lab.training.stages import chain, train_stages
 from headwater_lab.training.stages import finished as is_finished
 

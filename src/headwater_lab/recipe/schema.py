@@ -79,12 +79,12 @@ DATA = Registry(
 OPTIMIZERS = Registry(
     "optimizer",
     "headwater.optimizers",
-    {"adamw": "headwater_lab.training.optim:adamw", "muon": "headwater_lab.training.optim:muon"},
+    {"adamw": "headwater_lab.training.optimizers:adamw", "muon": "headwater_lab.training.optimizers:muon"},
 )
 SCHEDULES = Registry(
     "schedule",
     "headwater.schedules",
-    {"cosine": "headwater_lab.training.optim:cosine", "constant": "headwater_lab.training.optim:constant"},
+    {"cosine": "headwater_lab.training.optimizers:cosine", "constant": "headwater_lab.training.optimizers:constant"},
 )
 
 

@@ -25,8 +25,7 @@ from headwater.models.load import read_tokenizer
 from headwater.util.errors import HeadwaterError, shown
 from headwater_lab.data.tokenizer import encode_plainly, separator
 from headwater_lab.serving.stops import UntilStop, before_stop
-from headwater_lab.training.checkpoint import check, load_model
-from headwater_lab.training.places import newest_checkpoint
+from headwater_lab.training.checkpoints import check, load_model, newest_checkpoint
 
 
 def load_for_generation(path: Path) -> tuple[HeadwaterForCausalLM, PreTrainedTokenizerBase]:

@@ -11,9 +11,8 @@ from transformers import BaseImageProcessor
 from headwater.models.image_classification import HeadwaterForImageClassification
 from headwater.util.errors import HeadwaterError, shown
 from headwater_lab.data.images.reading import read_image
-from headwater_lab.training.checkpoint import check, load_model
-from headwater_lab.training.places import newest_checkpoint
-from headwater_lab.training.trained import PROCESSOR, image_processor_of
+from headwater_lab.training.checkpoints import check, load_model, newest_checkpoint
+from headwater_lab.training.models import PROCESSOR, image_processor_of
 
 BATCH = 32
 

@@ -28,8 +28,8 @@ from headwater.plugins.registry import REGISTRY, resolve
 from headwater.util.errors import HeadwaterError
 from headwater_lab.recipe.schema import Recipe, find_recipe, load_recipe
 from headwater_lab.titan.data import NoTokenizer, RecipeLoader
-from headwater_lab.training.attention import set_attention
-from headwater_lab.training.optim import parameter_groups
+from headwater_lab.training.models import set_attention
+from headwater_lab.training.optimizers import parameter_groups
 
 # torchtitan 0.3 calls this function by its name in PyTorch after 2.13.
 if not hasattr(dist, "set_timeout"):

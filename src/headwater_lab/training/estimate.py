@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -13,7 +14,9 @@ from headwater.config.presets import PRESETS, preset
 from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
 from headwater.conversion import config_of
-from headwater.cost import ImagePrice, Price, price
+from headwater.conversion.convert import way_of
+from headwater.cost import ImagePrice, Price, price, price_schedule
+from headwater.cost import counts as cost
 from headwater.cost.hardware import Hardware
 from headwater.cost.hardware import hardware as named_hardware
 from headwater.cost.schedule import ToTrain
@@ -22,43 +25,108 @@ from headwater.util.errors import HeadwaterError, nearest, sentence, shown
 from headwater.util.files import absence, is_address
 from headwater_lab.data.tokenizer import local_size
 from headwater_lab.recipe.overrides import merged
-from headwater_lab.recipe.schema import MODEL_FIELDS, Recipe, Training, changed_config, parse, read_recipe, values_of
+from headwater_lab.recipe.schema import (
+    IMAGE_FIELDS,
+    MODEL_FIELDS,
+    Recipe,
+    Training,
+    changed_config,
+    parse,
+    read_recipe,
+    values_of,
+)
 from headwater_lab.recipe.shipped import shipped_recipes
-from headwater_lab.training.attention import kernel_for
-from headwater_lab.training.checkpoint import history_of
-from headwater_lab.training.places import newest_checkpoint
+from headwater_lab.training.checkpoints import history_of, newest_checkpoint
+from headwater_lab.training.models import kernel_for, open_source, step_settings
+
+
+@dataclass(frozen=True)
+class Side:
+    """A model before or after. Bytes of the cache are in the precision of the model's weights."""
+
+    parameters: int
+    cache_bytes_per_token: int
+    cache_bytes: int
+    """Of a sequence of the recipe's context."""
+    weights_bytes: int
+
+
+@dataclass(frozen=True)
+class ConversionPrice:
+    """What a conversion costs and saves.
+
+    flops: of healing, by stage, with the teacher's. step_bytes: memory of a step at its peak; teacher_bytes: of these,
+    the teacher's weights.
+    """
+
+    before: Side
+    after: Side
+    tokens: int
+    flops: dict[str, float]
+    step_bytes: int
+    teacher_bytes: int
+
+
+def price_of(recipe: Recipe, config: HeadwaterConfig, element: int) -> ConversionPrice:
+    """The price of a recipe that converts a model of this config. element: bytes of its numbers.
+
+    Raises `HeadwaterError` if the model cannot be converted so, or if its teacher, by default itself, cannot be read.
+    """
+    context, settings, teacher = recipe.row_length, recipe.training.distillation, None
+    if settings is not None and settings.teacher is not None:
+        path = Path(settings.teacher)
+        teacher = config_of(newest_checkpoint(path)) if path.is_dir() else open_source(settings.teacher).model.config
+    elif settings is not None:
+        teacher = config
+    first = config if recipe.start is None else changed_config(config, recipe.start)
+    configs = [first, *(later for _, later in recipe.stage_configs(first))]
+    if way_of(configs[-1]) is not None or not recipe.stages:
+        raise HeadwaterError(
+            "The recipe has no stage after which the model is the smaller one, trained; leave its stages as they are."
+        )
+    stages, peak = [], 0
+    for name, each, (run, _) in zip(recipe.stage_names, configs, recipe.chain(lambda *_: Path()), strict=True):
+        how = run.training
+        rows = how.batch_size * how.gradient_accumulation_steps
+        stages.append(ToTrain("", name, each, how.steps, rows, context, teacher=teacher))
+        step = price(each, context=context, batch=how.batch_size, precision=how.precision).at[0]
+        peak = max(peak, step.step_bytes)
+    priced = price_schedule(stages)
+
+    def side(config: HeadwaterConfig) -> Side:
+        count = sum(cost.parameters(config).values())
+        per_token = cost.cache_bytes_per_token(config, element)
+        return Side(count, per_token, cost.cache_bytes(config, context, 1, element), count * element)
+
+    before, after, held = side(config), side(configs[-1]), 0 if teacher is None else side(teacher).weights_bytes
+    flops = {stage.stage: stage.flops for stage in priced}
+    return ConversionPrice(before, after, sum(stage.tokens for stage in priced), flops, peak + held, held)
+
 
 _WHAT = "name a preset, a recipe, a config.json or a checkpoint"
-# Kernels that packed rows need no mask in memory for.
-_UNMASKED = ("varlen", "flash_attention", "flex_attention")
 _FACTORS = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
 
 class Planned(NamedTuple):
     """A model to price, and how it is trained: by its recipe, or as overrides say; None for neither.
 
-    recipe: whether it has one; otherwise only fields that overrides set count. packed: whether its rows hold several
-    documents. length: tokens per row of its data. before: FLOPs of the checkpoint that it begins with. stage: its
-    schedule's name, and its own. teacher: the model that it is distilled from.
+    run: its recipe; without one, only fields that overrides set count. before: FLOPs of the checkpoint that it begins
+    with. stage: its schedule's name, and its own. teacher: the model that it is distilled from.
     """
 
     config: HeadwaterConfig
     training: Training | None = None
-    recipe: bool = False
-    packed: bool = False
-    length: int = 1
+    run: Recipe | None = None
     before: float = 0.0
     stage: tuple[str, str] = ("", "")
     teacher: HeadwaterConfig | None = None
 
     def budget(self, context: int) -> float | None:
         """The recipe's training budget: tokens in rows of `context`; with context 1, images."""
-        training = self.training if self.recipe else None
-        return (
-            None
-            if training is None
-            else training.steps * training.batch_size * training.gradient_accumulation_steps * context
-        )
+        if self.run is None:
+            return None
+        training = self.run.training
+        return training.steps * training.batch_size * training.gradient_accumulation_steps * context
 
     def shared(self) -> dict[str, Any]:
         """Settings that all columns of a table share: of the first model."""
@@ -68,29 +136,17 @@ class Planned(NamedTuple):
         found = {"precision": training.precision, "devices": devices, "batch": max(1, training.batch_size // devices)}
         of = {"precision": ["precision"], "devices": ["devices", "nodes"], "batch": ["batch_size"]}
         said = training.model_fields_set
-        return {name: value for name, value in found.items() if self.recipe or said.intersection(of[name])}
+        return {name: value for name, value in found.items() if self.run or said.intersection(of[name])}
 
     def own(self, context: int, precision: str) -> dict[str, Any]:
         """Settings of this column."""
         if (training := self.training) is None:
             return {}
-        found = {
-            "gradient_checkpointing": training.gradient_checkpointing,
-            "averages": training.ema_decay is not None,
-        }
-        if isinstance(self.config, HeadwaterVisionConfig):
-            return found
-        return found | {
-            "loss_chunk_tokens": training.loss_chunk_tokens,
-            "masked": self.packed and self.masked(context, precision),
-        }
-
-    def masked(self, context: int, precision: str) -> bool:
-        """Whether packed rows get a mask in memory, on a GPU, or on the CPU if the recipe names it."""
-        assert self.training is not None
-        device = "cpu" if self.training.device == "cpu" else "cuda"
-        training = self.training.model_copy(update={"precision": precision})
-        return not (kernel_for(self.config, training, device, context) or "sdpa").startswith(_UNMASKED)
+        data, attention = None if self.run is None else self.run.data, None
+        if getattr(data, "row_layout", "") == "packed":  # on a GPU, or on the CPU if the recipe names it
+            computed = training.model_copy(update={"precision": precision})
+            attention = kernel_for(self.config, computed, "cpu" if training.device == "cpu" else "cuda", context)
+        return step_settings(self.config, training, data, attention)
 
 
 def planned(
@@ -110,7 +166,13 @@ def planned(
     changes = _changes(fields := [text for text in overrides if text not in of_training])
     found: dict[str, Planned] = {}
     for model in models:
-        for name, one in _planned(model, fields, changes, of_training, schedule).items():
+        if _is_recipe(model):
+            entries = _of_recipe(model, fields, of_training, changes.get("vocab_size"), schedule)
+        else:
+            values = {"name": "plan", "data": {"kind": "induction"}, **values_of(of_training)}
+            training = parse(values, "plan").training if of_training else None
+            entries = {name: Planned(config, training) for name, config in _configs(model, changes).items()}
+        for name, one in entries.items():
             found[name if name not in found else f"{name} ({len(found) + 1})"] = one
     if not found:
         raise HeadwaterError("Name at least one preset, recipe, config.json or checkpoint.")
@@ -178,35 +240,13 @@ def schedules(models: Iterable[Any], overrides: Sequence[str] = (), vocabulary: 
         if not _is_recipe(model):
             raise HeadwaterError(f"{str(model)!r} is no recipe, so it has no schedule to price; leave out --grow.")
         for one in planned([model], overrides, vocabulary, schedule=True).values():
-            assert one.training is not None
-            length = None if isinstance(one.config, HeadwaterVisionConfig) else one.length
-            rows = one.training.batch_size * one.training.gradient_accumulation_steps
-            how = one.training
-            devices = how.devices * how.nodes
-            found.append(
-                ToTrain(
-                    *one.stage, one.config, how.steps, rows, length, one.before, how.precision, devices, one.teacher
-                )
-            )
+            assert one.run is not None
+            length = None if isinstance(one.config, HeadwaterVisionConfig) else one.run.row_length
+            how = one.run.training
+            rows, devices = how.batch_size * how.gradient_accumulation_steps, how.devices * how.nodes
+            stage = (*one.stage, one.config, how.steps, rows, length, one.before, how.precision, devices, one.teacher)
+            found.append(ToTrain(*stage))
     return found
-
-
-def _planned(
-    model: Any, overrides: list[str], changes: dict[str, Any], of_training: list[str], schedule: bool
-) -> dict[str, Planned]:
-    """Models by name for one argument."""
-    if not _is_recipe(model):
-        training = _training(of_training)
-        return {name: Planned(config, training) for name, config in _configs(model, changes).items()}
-    what = repr(str(model)) if isinstance(model, str | Path) else "the recipe"
-    return _of_recipe(model, what, overrides, of_training, changes.get("vocab_size"), schedule)
-
-
-def _training(overrides: list[str]) -> Training | None:
-    """How a model that comes without a recipe is trained, by "training.field=value". Raises `HeadwaterError`."""
-    if not overrides:
-        return None
-    return parse({"name": "plan", "data": {"kind": "induction"}, **values_of(overrides)}, "plan").training
 
 
 def _is_recipe(model: Any) -> bool:
@@ -220,15 +260,11 @@ def _is_recipe(model: Any) -> bool:
         return False
     if path.suffix in (".yaml", ".yml"):
         return True
-    return not path.exists() and argument in _shipped()
+    # Shipped recipes are named also without their folders.
+    return not path.exists() and any(argument in (name, name.rpartition("/")[2]) for name in shipped_recipes())
 
 
-def _shipped() -> list[str]:
-    """The names of shipped recipes, also without their folders."""
-    return [known for name in shipped_recipes() for known in (name, name.rpartition("/")[2])]
-
-
-def _configs(model: HeadwaterConfig | str | Path, changes: dict[str, Any]) -> dict[str, HeadwaterConfig]:
+def _configs(model: Any, changes: dict[str, Any]) -> dict[str, HeadwaterConfig]:
     """Configs by name for one model that is no recipe."""
     if isinstance(model, HeadwaterConfig):
         _check_fields(changes, type(model))
@@ -274,14 +310,11 @@ def _changes(overrides: list[str]) -> dict[str, Any]:
     """The model fields that "field=value" overrides change, by name. Raises `HeadwaterError` for an unknown one."""
     if not overrides:
         return {}
-    changes, known = values_of(overrides), (MODEL_FIELDS - {"base"}) | {*IMAGE_FIELDS}
+    changes, known = values_of(overrides), (MODEL_FIELDS | IMAGE_FIELDS) - {"base"}
     for field in changes:
         if field not in known:
             raise HeadwaterError(f"A model has no field {field!r}; {nearest(field, known)}")
     return changes
-
-
-IMAGE_FIELDS = {"num_labels", *HeadwaterVisionConfig.field_names()} - {"layer_types", "initializer_seed"}
 
 
 def _check_fields(changes: Mapping[str, Any], kind: type[HeadwaterConfig]) -> None:
@@ -293,7 +326,6 @@ def _check_fields(changes: Mapping[str, Any], kind: type[HeadwaterConfig]) -> No
 
 def _of_recipe(
     given: Recipe | Mapping[str, Any] | str | Path,
-    what: str,
     overrides: list[str],
     of_training: list[str],
     vocabulary: int | None,
@@ -301,6 +333,7 @@ def _of_recipe(
 ) -> dict[str, Planned]:
     """Models of a recipe by name, one for each arm of its comparison, each size if asked for, and each stage. The data
     is not read, and of tokenizers only local ones."""
+    what = repr(str(given)) if isinstance(given, str | Path) else "the recipe"
     given = Path(given) if isinstance(given, str) else given
     loaded = read_recipe(given, [*(f"model.{override}" for override in overrides), *of_training])
     if loaded.compare is None:
@@ -338,34 +371,22 @@ def _of_recipe(
 
 
 def _stages(name: str, recipe: Recipe, config: HeadwaterConfig, schedule: bool) -> dict[str, Planned]:
-    """The models of a recipe's stages by name, of which this is the first."""
+    """The models of a recipe's stages by name, of which this is the first unless it begins with a checkpoint."""
+    before = 0.0
+    if recipe.start is not None:
+        path = _there(name, "begins with", recipe.start.checkpoint)
+        config = changed_config(config_of(path), recipe.start)
+        before = sum(event.flops for event in history_of(path))
     runs = [run for run, _ in recipe.chain(lambda name, _: Path(name))]
-    config, before = _started(name, recipe, config)
     configs = [config, *(later for _, later in recipe.stage_configs(config))]
-    before_each = zip(runs, [None, *configs], strict=False)
-    teachers = [_teacher(name, run, last) if schedule else None for run, last in before_each]
-    return {
-        name if stage == "start" else f"{name}, {stage}": Planned(
-            each,
-            run.training,
-            True,
-            getattr(run.data, "row_layout", "") == "packed",
-            run.row_length,
-            before,
-            (name, stage),
-            teacher,
-        )
-        for stage, each, run, teacher in zip(recipe.stage_names, configs, runs, teachers, strict=True)
-    }
-
-
-def _started(name: str, recipe: Recipe, config: HeadwaterConfig) -> tuple[HeadwaterConfig, float]:
-    """The config that a recipe's first stage trains, by default `config`, the recipe's own; and the FLOPs of the
-    checkpoint that it begins with. Raises `HeadwaterError` if that is not there."""
-    if recipe.start is None:
-        return config, 0.0
-    path = _there(name, "begins with", recipe.start.checkpoint)
-    return changed_config(config_of(path), recipe.start), sum(event.flops for event in history_of(path))
+    found: dict[str, Planned] = {}
+    last = None
+    for stage, each, run in zip(recipe.stage_names, configs, runs, strict=True):
+        teacher = _teacher(name, run, last) if schedule else None
+        key = name if stage == "start" else f"{name}, {stage}"
+        found[key] = Planned(each, run.training, run, before, (name, stage), teacher)
+        last = each
+    return found
 
 
 def _teacher(name: str, run: Recipe, last: HeadwaterConfig | None) -> HeadwaterConfig | None:

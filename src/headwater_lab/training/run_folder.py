@@ -1,11 +1,11 @@
-"""A run's folder: who may write to it, and its log of points.
+"""A run's folder: who may write to it, its log of points, and the journal through which a run reports.
 
 runs/NAME/
   record.json      the result, and the only thing reports read
   metrics.jsonl    curve, held-out metrics, speed and warnings, written as they occur
-  checkpoints/     see training/checkpoint.py
-  config.json, model.safetensors, …    the newest checkpoint's model; see training/model_folder.py
+  checkpoints/     see training/checkpoints.py, also for config.json, model.safetensors, …: the newest one's model
   start/           the model the run began with, if it was changed for it; see training/start.py
+  stages/          of a run that has several; see training/stages.py
   tensorboard/     event files
   .headwater       marks the folder as a run's
 """
@@ -16,35 +16,55 @@ import json
 import math
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
+import torch
 from filelock import FileLock, Timeout
 from lightning_fabric import Fabric
 
+from headwater.cost.counts import cache_bytes_per_token, embedding_parameters, training_flops
+from headwater.cost.hardware import peak_of
+from headwater.models.compiling import is_compiled
+from headwater.models.kinds import unit_of
 from headwater.util.errors import HeadwaterError
-from headwater.util.files import read_bytes, replace_text, settled
-from headwater.util.output_folder import LOCK, occupied
-from headwater_lab.training.checkpoint import newest_whole, tidy
-from headwater_lab.training.model_folder import withdraw_model
-from headwater_lab.training.parallel import first
-from headwater_lab.training.places import STAGES, checkpoints
+from headwater.util.files import disk_problem, explaining, read_bytes, replace_text, settled
+from headwater.util.output_folder import LOCK, keep, occupied
+from headwater_lab.data.base import Evaluation
+from headwater_lab.recipe.schema import Recipe
+from headwater_lab.training.checkpoints import STAGES, Progress, checkpoints, newest_whole, tidy, withdraw_model
+from headwater_lab.training.processes import first
 from headwater_lab.training.records import (
     CurvePoint,
+    DocumentLoss,
+    Event,
+    Experiment,
     HeldOutPoint,
     Notice,
     RunRecord,
     SpeedPoint,
+    environment,
     read_record,
     record_files,
+    stop_record,
+    write_record,
 )
-from headwater_lab.training.start import KEPT, MADE
+from headwater_lab.training.start import KEPT, MADE, Setup, trained_event
 
 METRICS, MARK = "metrics.jsonl", ".headwater"
-T = TypeVar("T")
+
+
+@contextmanager
+def locked(run: Path, nested: bool = False) -> Iterator[None]:
+    """Lock a run's folder; nested: as `occupied`. Raises `HeadwaterError` as `check_ours`."""
+    check_ours(run)
+    with occupied(run, nested=nested, busy="run is writing to"):
+        check_ours(run)  # another process may have been faster
+        yield
 
 
 @contextmanager
@@ -58,9 +78,7 @@ def claimed(run: Path, resume: bool, fabric: Fabric, notice: Callable[[str], Non
     lock = ExitStack()
 
     def claim() -> Path | None:
-        check_ours(run)
-        lock.enter_context(occupied(run, busy="run is writing to"))
-        check_ours(run)  # another process may have been faster
+        lock.enter_context(locked(run))
         lock.callback(shutil.rmtree, run / MADE, ignore_errors=True)  # left by a run that never began
         mark(run)
         if (run / STAGES).is_dir():
@@ -194,9 +212,12 @@ class Metrics:
                     file.write(_line(point))
             self.torn = False
 
-    def of(self, kind: type[T]) -> list[T]:
-        """All points of one kind, in order."""
-        return [point for point in self.points if isinstance(point, kind)]
+    def fill(self, record: RunRecord) -> None:
+        """Give the record all points, in order."""
+        record.curve = [point for point in self.points if isinstance(point, CurvePoint)]
+        record.held_out = [point for point in self.points if isinstance(point, HeldOutPoint)]
+        record.speed = [point for point in self.points if isinstance(point, SpeedPoint)]
+        record.notices = [point for point in self.points if isinstance(point, Notice)]
 
 
 KINDS: dict[str, type[Point]] = {"curve": CurvePoint, "held_out": HeldOutPoint, "speed": SpeedPoint, "notice": Notice}
@@ -227,25 +248,25 @@ class RunSummary:
     updated: float
 
     def to_json(self) -> dict[str, Any]:
-        best = self.record.best
+        record, best, environment = self.record, self.record.best, self.record.environment
         return {
             "folder": str(self.folder),
-            "name": self.record.name,
+            "name": record.name,
             "status": self.status,
             "step": self.step,
-            "steps": self.record.recipe["training"]["steps"],
-            "unit": self.record.unit,
-            "tokens": self.record.tokens,
-            "tokens_per_second": _number(self.record.tokens_per_second),
-            "metric": self.record.metric,
-            "last": _number(self.record.result),
-            "best": None if best is None else _number(best.metrics[self.record.metric]),
+            "steps": record.recipe["training"]["steps"],
+            "unit": record.unit,
+            "tokens": record.tokens,
+            "tokens_per_second": _number(record.tokens_per_second),
+            "metric": record.metric,
+            "last": _number(record.result),
+            "best": None if best is None else _number(best.metrics[record.metric]),
             "best_step": None if best is None else best.step,
-            "skipped_steps": self.record.skipped_steps,
-            "device": self.record.environment.device_name or self.record.environment.device,
-            "compiled": self.record.environment.compiled,
-            "attention": self.record.environment.attention,
-            "error": self.record.error,
+            "skipped_steps": record.skipped_steps,
+            "device": environment.device_name or environment.device,
+            "compiled": environment.compiled,
+            "attention": environment.attention,
+            "error": record.error,
             "updated": self.updated,
         }
 
@@ -262,32 +283,225 @@ def runs_in(folder: Path, tell: Callable[[str], None]) -> list[RunSummary]:
     """
     found = []
     for file in record_files(folder, tell):
-        run, metrics = file.parent, file.with_name(METRICS)
+        run = file.parent
         try:
             record = read_record(file)
         except HeadwaterError as error:
             tell(str(error))
             continue
+        points = None
         try:
             points = Metrics(run, step=2**62, metric=record.metric, writes=False)
+            if points.damage is not None:
+                tell(f"{str(run)!r}: {points.damage}.")
         except HeadwaterError as error:
             tell(str(error))
-            points = None
-        if points is not None and points.damage is not None:
-            tell(f"{str(run)!r}: {points.damage}.")
-        status = record.status
-        alive = is_running(run)
-        if points is not None and (alive or status == "running"):
+        status = "running" if is_running(run) else "interrupted" if record.status == "running" else record.status
+        if points is not None and "running" in (status, record.status):
             # The record is written at the start and at the end; in between, the points show the progress.
-            record.held_out = points.of(HeldOutPoint)
-            curve = points.of(CurvePoint)
-            record.tokens = curve[-1].tokens if curve else record.tokens
-            speed = points.of(SpeedPoint)
-            if speed and speed[-1].tokens_per_second > 0:
-                record.seconds = record.tokens / speed[-1].tokens_per_second
-            record.curve = curve
+            points.fill(record)
+            record.tokens = record.curve[-1].tokens if record.curve else record.tokens
+            if record.speed and record.speed[-1].tokens_per_second > 0:
+                record.seconds = record.tokens / record.speed[-1].tokens_per_second
         steps = [point.step for point in record.curve] + [point.step for point in record.held_out]
-        updated = max(path.stat().st_mtime for path in (file, metrics) if path.exists())
-        shown = "running" if alive else "interrupted" if status == "running" else status
-        found.append(RunSummary(run, record, shown, max(steps, default=0), updated))
+        updated = max(path.stat().st_mtime for path in (file, run / METRICS) if path.exists())
+        found.append(RunSummary(run, record, status, max(steps, default=0), updated))
     return sorted(found, key=lambda one: -one.updated)
+
+
+@contextmanager
+def full_disk_told_once() -> Iterator[None]:
+    """Stop TensorBoard's thread from printing a traceback when the disk is full: its caller gets the error too."""
+    before = threading.excepthook
+
+    def hook(args: threading.ExceptHookArgs) -> None:
+        if args.exc_value is None or disk_problem(args.exc_value) is None:
+            before(args)
+
+    threading.excepthook = hook
+    try:
+        yield
+    finally:
+        threading.excepthook = before
+
+
+class Activity(NamedTuple):
+    """What a run does between steps, such as "evaluating, batch 7". The caller hears it; it is not recorded."""
+
+    text: str
+
+
+# Called with the step and an event: None after every step, a point of the curve, a warning, or what the run does now.
+OnEvent = Callable[[int, Point | Activity | None], None]
+
+
+class Journal:
+    """Everything that a run reports goes through here. Only the first process writes."""
+
+    def __init__(
+        self,
+        run: Setup,
+        resumed: bool,
+        experiment: Experiment | None = None,
+        on_event: OnEvent | None = None,
+        measure_peak: bool = False,
+    ) -> None:
+        self.run, self.folder, self.progress, fabric = run, run.folder, run.progress, run.fabric
+        recipe, is_first = run.recipe, fabric.global_rank == 0
+        self.on_event = on_event if is_first else None
+        self.to_tensorboard = True
+        self.record = first(fabric, new_record, run, experiment)
+        self.flops_per_unit = training_flops(run.config, run.data.context)
+        if run.teacher is not None:
+            self.flops_per_unit += run.teacher.flops
+        known = measure_peak or fabric.device.type == "cuda"
+        self.peak = peak_of(fabric.device, recipe.training.precision) if known else None
+        self.last = replace(run.progress)  # at the last point of the curve
+        if recipe.reporting.wandb is not None:
+            first(fabric, start_wandb, recipe, self.folder, run.progress.run_id)
+        with explaining(self.unwritten):
+            if not resumed:
+                first(fabric, begun, self.folder)
+            self.metrics = Metrics(self.folder, run.progress.step, run.data.metric, writes=is_first)
+        if self.metrics.damage is not None:
+            self.warn(f"{self.metrics.damage}.")
+        for message in run.warnings:
+            self.warn(message)
+        self.write("running")
+        first(fabric, keep, self.folder)
+
+    @property
+    def history(self) -> list[Event]:
+        """What was done to the model, including this run."""
+        run, progress = self.run, self.progress
+        flops = self.flops_per_unit * progress.tokens
+        own = trained_event(run.recipe, run.data, progress.step, progress.rows, progress.tokens, flops)
+        return [*(run.beginning.origin.history if run.beginning else ()), own]
+
+    def tell(self, point: Point) -> None:
+        """Record a point, and pass it to the caller."""
+        self.metrics.add(point)
+        self.report(point.step, point)
+
+    def report(self, step: int, event: Point | Activity | None) -> None:
+        """Call the caller's `on_event`."""
+        if self.on_event is not None:
+            self.on_event(step, event)
+
+    def warn(self, message: str, step: int | None = None) -> None:
+        """Record a warning; step: the step it is about, by default the current one."""
+        self.tell(Notice(step=self.progress.step if step is None else step, message=message))
+
+    def announce(self, activity: str) -> None:
+        """Tell the caller what the run does now; see `Activity`."""
+        self.report(self.progress.step, Activity(activity))
+
+    def curve(self, progress: Progress, learning_rate: float, norm: float) -> None:
+        """A point of the curve: the mean loss, of steps up to this progress, and the speed since the previous one.
+
+        progress: a copy from after its step, which may since have been followed by others.
+        """
+        running, step = self.run.running, progress.step
+        steps = float(running["steps"])
+        if steps:  # 0 if every step since then was skipped
+            shown = {"loss": float(running["loss"]) / steps, "learning_rate": learning_rate, "gradient_norm": norm}
+            flops = self.flops_per_unit * progress.tokens
+            for total in running.values():
+                total.zero_()
+            self.tell(CurvePoint(step=step, tokens=progress.tokens, flops=flops, **shown))
+            self.show(shown | {"skipped_steps": self.progress.skipped}, step)
+        last, self.last = self.last, progress
+        passed = max(progress.seconds - last.seconds, 1e-9)
+        rate = (progress.tokens - last.tokens) / passed
+        mfu = None if self.peak is None else rate * self.flops_per_unit / self.peak / self.run.fabric.world_size
+        waited = (progress.waited - last.waited) / passed
+        self.tell(SpeedPoint(step=step, tokens_per_second=rate, data_wait_fraction=waited, mfu=mfu))
+        speeds = {f"{self.record.unit}_per_second": rate, "data_wait_fraction": waited, "mfu": mfu}
+        if self.run.fabric.device.type == "cuda":
+            speeds["peak_memory_gb"] = torch.cuda.max_memory_allocated(self.run.fabric.device) / 1e9
+        self.show({name: value for name, value in speeds.items() if value is not None}, step)
+
+    def held_out(self, evaluation: Evaluation) -> None:
+        """Record the held-out metrics at this step."""
+        progress, metrics = self.progress, evaluation.metrics
+        flops = self.flops_per_unit * progress.tokens
+        self.tell(HeldOutPoint(step=progress.step, tokens=progress.tokens, flops=flops, metrics=metrics))
+        self.show({f"held_out/{name}": value for name, value in metrics.items()}, progress.step)
+        self.record.documents = [DocumentLoss(**document) for document in evaluation.documents]
+
+    def show(self, values: dict[str, Any], step: int) -> None:
+        """Pass the numbers of a step to TensorBoard until it fails to write them; metrics.jsonl has them too."""
+        try:
+            if self.to_tensorboard:
+                self.run.fabric.log_dict(values, step=step)
+        except Exception as error:
+            # The logger wraps the disk's error in its own.
+            if (problem := disk_problem(error) or disk_problem(error.__cause__ or error)) is None:
+                raise
+            self.to_tensorboard = False
+            self.warn(f"TensorBoard's files cannot be written ({problem}); the run continues without them.")
+
+    def write(self, status: str, error: Exception | None = None) -> None:
+        """Update record.json. Raises `HeadwaterError` if it cannot be written."""
+        record, progress = self.record, self.progress
+        record.status = status  # type: ignore[assignment]
+        record.error = record.error if error is None else str(error)
+        record.tokens, record.flops = progress.tokens, self.flops_per_unit * progress.tokens
+        record.seconds, record.data_wait_seconds = progress.seconds, progress.waited
+        record.skipped_steps, record.data_order = progress.skipped, progress.order
+        self.metrics.fill(record)
+        if self.run.fabric.global_rank == 0:
+            try:
+                with explaining(self.unwritten):
+                    write_record(record, self.folder)
+            except HeadwaterError:
+                stop_record(self.folder)
+                raise
+
+    def unwritten(self, problem: str) -> str:
+        return f"The run's files in {str(self.folder)!r} cannot be written: {problem}; then continue with --resume."
+
+
+def new_record(run: Setup, experiment: Experiment | None) -> RunRecord:
+    """The record of a run before its first step."""
+    recipe, data, config, fabric = run.recipe, run.data, run.config, run.fabric
+    return RunRecord(
+        name=recipe.name,
+        experiment=experiment,
+        origin=None if run.beginning is None else run.beginning.origin,
+        seed=recipe.seed,
+        status="running",
+        recipe=recipe.model_dump(mode="json"),
+        identity=recipe.identity,
+        data=data.description,
+        metric=data.metric,
+        lower_is_better=data.lower_is_better,
+        parameters=run.model.num_parameters(),
+        embedding_parameters=embedding_parameters(config),
+        cache_bytes_per_token=cache_bytes_per_token(config),
+        unit=unit_of(config),
+        tokens=0,
+        flops=0.0,
+        seconds=0.0,
+        environment=environment(
+            str(fabric.device), fabric.world_size, is_compiled(run.model), config._attn_implementation
+        ),
+    )
+
+
+def start_wandb(recipe: Recipe, folder: Path, run_id: str) -> None:
+    """Weights & Biases syncs the TensorBoard files, so there is one way of logging. Raises `HeadwaterError`."""
+    import wandb
+
+    try:
+        wandb.init(
+            project=recipe.reporting.wandb,
+            name=recipe.name,
+            id=run_id,  # a resumed run continues its curve
+            resume="allow",
+            dir=folder,
+            config=recipe.model_dump(mode="json"),
+            sync_tensorboard=True,
+        )
+    except wandb.Error as error:
+        raise HeadwaterError(f"Weights & Biases refused reporting.wandb={recipe.reporting.wandb!r}: {error}") from error

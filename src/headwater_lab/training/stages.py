@@ -2,27 +2,30 @@
 
 runs/NAME/
   record.json                  the sum: points continue from stage to stage, costs add up
-  config.json, …               the model of the last stage; see training/model_folder.py
+  config.json, …               the model of the last stage
   stages/00-start/             the runs
   stages/01-NAME-OF-STAGE/
+
+`headwater convert` trains such a recipe, which `conversion_recipe` makes.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from headwater.conversion import config_of
 from headwater.util.errors import HeadwaterError, nearest
-from headwater.util.output_folder import occupied
+from headwater.util.files import replace_text
 from headwater_lab.recipe.schema import Recipe, changed_config
-from headwater_lab.training.loop import OnEvent, train
-from headwater_lab.training.model_folder import publish_model
-from headwater_lab.training.places import checkpoints, newest_checkpoint
+from headwater_lab.training.checkpoints import STAGES, checkpoints, newest_checkpoint, publish_model
+from headwater_lab.training.loop import train
 from headwater_lab.training.records import Experiment, RunRecord, StageRecord, read_record, write_record
-from headwater_lab.training.run_folder import STAGES, check_ours, mark
+from headwater_lab.training.run_folder import OnEvent, check_ours, locked, mark
 
 
 def chain(recipe: Recipe, folder: Path) -> list[tuple[Recipe, Path]]:
@@ -50,51 +53,38 @@ def train_stages(
     Raises `HeadwaterError` as `train` and `check_later_stages` do, and if several devices would have to be set up
     once per stage.
     """
-    with ExitStack() as stack:
-        if recipe.stages:
-            check_ours(folder)
-            if not on_several(recipe):
-                stack.enter_context(occupied(folder, nested=True, busy="run is writing to"))
-                check_ours(folder)  # another process may have been faster
-            if checkpoints(folder) and not (folder / STAGES).is_dir():
-                raise HeadwaterError(f"{str(folder)!r} already holds a run without stages; choose another --out.")
-        return _train_stages(recipe, folder, resume, experiment, only, on_event, measure_peak)
-
-
-def _train_stages(
-    recipe: Recipe,
-    folder: Path,
-    resume: bool,
-    experiment: Experiment | None,
-    only: str | None,
-    on_event: OnEvent | None,
-    measure_peak: bool,
-) -> RunRecord:
-    runs, names = chain(recipe, folder), recipe.stage_names
-    if not finished(*runs[0]):
-        check_later_stages(recipe)
-    if only is not None:
-        if only not in names:
-            raise HeadwaterError(f"{recipe.name!r} has no stage {only!r}; {nearest(only, names)}")
-        plain, place = runs[names.index(only)]
-        record = train(plain, place, resume=resume, on_event=on_event, measure_peak=measure_peak)
-        if all(finished(plain, place) for plain, place in runs):
-            finish(recipe, folder, runs, experiment)
-        return record
-    if not recipe.stages:
+    if not recipe.stages and only is None:
         return train(recipe, folder, resume=resume, experiment=experiment, on_event=on_event, measure_peak=measure_peak)
-    if on_several(recipe):
-        raise HeadwaterError(
-            "Train stages separately on several devices, which a process can set up only once: "
-            f"{', '.join(f'--stage {name}' for name in names)}."
-        )
-    before = 0
-    mark(folder)
-    for plain, place in runs:
-        if not (resume and finished(plain, place)):
-            train(plain, place, resume=resume, on_event=_later(on_event, before), measure_peak=measure_peak)
-        before += plain.training.steps
-    return finish(recipe, folder, runs, experiment)
+    runs, names = chain(recipe, folder), recipe.stage_names
+    with ExitStack() as stack:
+        if on_several(recipe):
+            check_ours(folder)
+        elif recipe.stages:
+            stack.enter_context(locked(folder, nested=True))
+        if recipe.stages and checkpoints(folder) and not (folder / STAGES).is_dir():
+            raise HeadwaterError(f"{str(folder)!r} already holds a run without stages; choose another --out.")
+        if not finished(*runs[0]):
+            check_later_stages(recipe)
+        if only is not None and only not in names:
+            raise HeadwaterError(f"{recipe.name!r} has no stage {only!r}; {nearest(only, names)}")
+        if only is not None:
+            plain, path = runs[names.index(only)]
+            record = train(plain, path, resume=resume, on_event=on_event, measure_peak=measure_peak)
+            if all(finished(plain, path) for plain, path in runs):
+                finish(recipe, folder, runs, experiment)
+            return record
+        if on_several(recipe):
+            raise HeadwaterError(
+                "Train stages separately on several devices, which a process can set up only once: "
+                f"{', '.join(f'--stage {name}' for name in names)}."
+            )
+        mark(folder)
+        before = 0
+        for plain, path in runs:
+            if not (resume and finished(plain, path)):
+                train(plain, path, resume=resume, on_event=_later(on_event, before), measure_peak=measure_peak)
+            before += plain.training.steps
+        return finish(recipe, folder, runs, experiment)
 
 
 def finish(
@@ -141,46 +131,40 @@ def joined(
     """
     records = [read_record(place) for _, place in runs]
     first, last = records[0], records[-1]
+    summed = ("tokens", "flops", "seconds", "data_wait_seconds", "skipped_steps")
     whole = last.model_copy(
-        update=dict(
+        update={name: sum(getattr(record, name) for record in records) for name in summed}
+        | dict(
             name=recipe.name,
             experiment=experiment,
             origin=first.origin,
             recipe=recipe.model_dump(mode="json", exclude={"compare"}),
             identity=recipe.identity,
-            tokens=sum(record.tokens for record in records),
-            flops=sum(record.flops for record in records),
-            seconds=sum(record.seconds for record in records),
-            data_wait_seconds=sum(record.data_wait_seconds for record in records),
-            skipped_steps=sum(record.skipped_steps for record in records),
             data_order=hashlib.sha256("".join(record.data_order for record in records).encode()).hexdigest(),
         )
     )
     parts: dict[str, list] = {"curve": [], "held_out": [], "speed": [], "notices": []}
-    step, tokens, flops = 0, 0, 0.0
+    before: dict[str, Any] = {"step": 0, "tokens": 0, "flops": 0.0}
     stages = []
-    origin = first.origin
-    for name, record, (plain, place) in zip(recipe.stage_names, records, runs, strict=True):
+    for name, record, (plain, path) in zip(recipe.stage_names, records, runs, strict=True):
         for kind, points in parts.items():
             for point in getattr(record, kind):
-                counted = {"step": point.step + step}
-                if kind in ("curve", "held_out"):
-                    counted |= {"tokens": point.tokens + tokens, "flops": point.flops + flops}
+                counted = {
+                    count: getattr(point, count) + value for count, value in before.items() if hasattr(point, count)
+                }
                 points.append(point.model_copy(update=counted))
-        step, tokens, flops = step + plain.training.steps, tokens + record.tokens, flops + record.flops
+        before["step"] += plain.training.steps
+        before["tokens"] += record.tokens
+        before["flops"] += record.flops
         stages.append(
             StageRecord(
                 name=name,
-                folder=Path(os.path.relpath(place, folder)).as_posix(),
-                parameters=record.parameters,
+                folder=Path(os.path.relpath(path, folder)).as_posix(),
                 steps=plain.training.steps,
-                tokens=record.tokens,
-                flops=record.flops,
-                seconds=record.seconds,
-                total_tokens=tokens + (origin.tokens if origin else 0),
-                total_flops=flops + (origin.flops if origin else 0.0),
+                total_tokens=first.total_tokens - first.tokens + before["tokens"],
+                total_flops=before["flops"] + (first.origin.flops if first.origin else 0.0),
                 result=record.result,
-                cache_bytes_per_token=record.cache_bytes_per_token,
+                **record.model_dump(include={"parameters", "tokens", "flops", "seconds", "cache_bytes_per_token"}),
             )
         )
     return whole.model_copy(update=parts | {"stages": stages})
@@ -190,3 +174,93 @@ def _later(on_event: OnEvent | None, steps: int) -> OnEvent | None:
     if on_event is None:
         return None
     return lambda step, point: on_event(step + steps, point)
+
+
+RESULT, RECIPE = "conversion.json", "recipe.yaml"
+# One in which a model goes over, one at a constant rate, and one that decays.
+LEAST_STEPS = 3
+
+
+def conversion_recipe(
+    name: str,
+    source: str,
+    data: dict[str, Any],
+    convert: dict[str, Any],
+    *,
+    tokens: float,
+    context: int,
+    batch_size: int,
+    gradient_accumulation_steps: int = 1,
+) -> dict[str, Any]:
+    """A recipe, as plain values, that converts `source` and heals it on this many tokens.
+
+    Half of the steps are at a constant rate after a warm-up, then the cosine decays. If `convert` has `anneal`, the
+    model goes over in the first tenth of all; without, it is the smaller model from the first step. Raises
+    `HeadwaterError` for too few tokens.
+    """
+    rows = batch_size * gradient_accumulation_steps
+    steps = int(tokens // (rows * context))
+    if steps < LEAST_STEPS:
+        raise HeadwaterError(
+            f"{tokens:,.0f} tokens are {steps} steps of {rows} rows of {context} tokens, and healing takes at "
+            f"least {LEAST_STEPS}; pass --heal {LEAST_STEPS * rows * context} or more, or a smaller "
+            "training.batch_size."
+        )
+    constant, decaying = steps - steps // 2, steps // 2
+    first = max(1, steps // 10) if convert.get("anneal") else constant
+    training = {
+        "steps": first,
+        "batch_size": batch_size,
+        "learning_rate": 3e-4,
+        "schedule": "constant",
+        "warmup_steps": min(50, constant // 4, first),
+        "distillation": {},
+    }
+    stages: list[dict[str, Any]] = []
+    if first < constant:
+        rest = {"steps": constant - first, "warmup_steps": 0}
+        stages.append({"name": "finish", "finish_conversion": True, "optimizer_state": "keep", "training": rest})
+    decay = {"steps": decaying, "schedule": "cosine", "warmup_steps": 0}
+    stages.append({"name": "heal", "optimizer_state": "keep", "training": decay})
+    return {
+        "name": name,
+        "data": data,
+        "start": {"checkpoint": source, "convert": convert},
+        "training": training,
+        "stages": stages,
+        "reporting": {
+            "evaluate_every": max(1, constant // 4),
+            "log_every": 10,
+            "keep_checkpoints": 1,
+            "tensorboard": False,
+        },
+    }
+
+
+def write_recipe(recipe: Recipe, folder: Path) -> None:
+    """Write the recipe of a conversion to its folder, for `headwater train`."""
+    values = recipe.model_dump(mode="json", exclude_defaults=True)
+    values["data"]["kind"] = recipe.data.kind  # a default of its class, and what says which class it is
+    replace_text(folder / RECIPE, json.dumps(values, indent=1) + "\n")
+
+
+def curve_of(record: RunRecord) -> list[dict[str, float]]:
+    """Held-out metrics over the tokens of healing, with the bytes a token adds to the cache of the model then."""
+    ends = [(stage.tokens, stage.cache_bytes_per_token) for stage in record.stages] or [
+        (record.tokens, record.cache_bytes_per_token)
+    ]
+    stage, end = 0, ends[0][0]
+    found: list[dict[str, float]] = []
+    for point in record.held_out:
+        # Where stages meet there are two: of the model before the change, and after it.
+        if found and point.tokens == end == found[-1]["tokens"] and stage + 1 < len(ends):
+            stage += 1
+            end += ends[stage][0]
+        now = {"tokens": point.tokens, "cache_bytes_per_token": ends[stage][1], **point.metrics}
+        if now not in found[-1:]:  # the change may be only one of the learning rate
+            found.append(now)
+    return found
+
+
+def write_result(folder: Path, result: dict[str, Any]) -> None:
+    replace_text(folder / RESULT, json.dumps(result, indent=1) + "\n")

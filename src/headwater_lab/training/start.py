@@ -1,32 +1,128 @@
-"""Where a run begins: with a fresh model, or with a trained one that is grown or converted first."""
+"""What a run trains: its data, model and optimizers; new, from a trained checkpoint, or resumed.
+
+A run that learns from a teacher minimizes (arXiv 1503.02531)
+
+    (1 - w)·loss + w·T²·KL(p_T ‖ q_T) + c·Σ_l ‖h_l - h'_l‖² / ‖h'_l‖² / L        p_T = softmax(teacher's logits / T)
+
+Each is a mean over the tokens that have a label. h_l, h'_l: the residual stream after layer l, the model's and the
+teacher's, which is in memory once, in the precision it was saved in, without gradients and without a cache.
+"""
 
 from __future__ import annotations
 
+import os
+import secrets
 import shutil
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from torch import Tensor
+from lightning_fabric import Fabric
+from lightning_fabric.wrappers import _FabricModule
+from torch import Tensor, nn
+from torch.utils._triton import has_triton
 
 from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
+from headwater.cost import price, si
+from headwater.cost.counts import check_memory, forward_flops_per_token
+from headwater.cost.hardware import c_compiler, memory_of, sheet_of
 from headwater.growth.pairs import has_pairs
-from headwater.models.kinds import MODEL_TYPES, is_of_images
+from headwater.mechanisms.base import Mechanism, Step
+from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.models.compiling import compile_model
+from headwater.models.kinds import MODEL_TYPES, AnyModel, is_of_images, model_class
 from headwater.models.load import CONFIG, model_type, read_config, read_tokenizer
 from headwater.util.errors import HeadwaterError, sentence
-from headwater_lab.data.base import Data
+from headwater_lab.data.base import LABELS, Batch, Data
 from headwater_lab.data.images import ImageData
 from headwater_lab.data.tokenizer import extends
-from headwater_lab.recipe.schema import Recipe, Start
-from headwater_lab.training.checkpoint import check, history_of, write_model
-from headwater_lab.training.places import newest_checkpoint
+from headwater_lab.recipe.schema import Distillation, Recipe, Start, Training
+from headwater_lab.training.checkpoints import (
+    Progress,
+    begin_with,
+    check,
+    history_of,
+    newest_checkpoint,
+    read_progress,
+    restore,
+    write_model,
+)
+from headwater_lab.training.models import (
+    attention_of,
+    changed,
+    changes_for,
+    check_classes,
+    drowning,
+    init_diagnostics,
+    last_training,
+    open_source,
+    open_trained,
+    refitted,
+    refitting,
+    set_attention,
+    step_settings,
+)
+from headwater_lab.training.optimizers import Average, freeze, learning_rate, make_optimizers
+from headwater_lab.training.processes import first, in_precision, scalars, sharded, together
 from headwater_lab.training.records import Event, Origin
-from headwater_lab.training.refit import changes_for, check_classes, refitted, refitting
-from headwater_lab.training.trained import changed, open_source, open_trained
+
+# Fields that may change when a run is resumed: how long it runs and on which hardware, not the model or its data.
+MAY_CHANGE = {
+    "training.steps",
+    "training.device",
+    "training.devices",
+    "training.nodes",
+    "training.strategy",
+    "training.replicas",
+    "training.threads",
+    "training.attn_implementation",
+    "training.compile",
+    "training.gradient_checkpointing",
+    "training.loss_chunk_tokens",
+    "training.max_skipped_steps",
+    "training.timeout_minutes",
+    "start.checkpoint",  # it may have been moved
+    "data.workers",
+}
+
+
+def progress_of(checkpoint: Path, recipe: Recipe, data: dict[str, Any]) -> Progress:
+    """A run's progress, if this recipe may resume it. Raises `HeadwaterError` if not.
+
+    data: the facts about the data as they are now.
+    """
+    progress = read_progress(checkpoint)
+    values = recipe.model_dump(mode="json")
+    for section in ("model", "data", "seed", "training", "start"):
+        old, new = progress.recipe.get(section), values[section]
+        fields = {section: (old, new)}
+        if isinstance(old, dict) and isinstance(new, dict):
+            fields = {f"{section}.{key}": (old.get(key), new.get(key)) for key in {**old, **new}}
+        for name, (was, now) in fields.items():
+            if was != now and name not in MAY_CHANGE:
+                raise HeadwaterError(
+                    f"This run was started with {name}={was!r} and cannot be resumed with {now!r}; restore it, or "
+                    "start a new run with another --out."
+                )
+    if progress.step > recipe.training.steps:
+        raise HeadwaterError(
+            f"The run is already at step {progress.step}, past training.steps={recipe.training.steps}."
+        )
+    for fact in ("sha256", "train_tokens", "held_out_sha256"):
+        if progress.data.get(fact) != data.get(fact):
+            raise HeadwaterError(
+                f"The data have changed since this run was started ({fact} {progress.data.get(fact)!r}, now "
+                f"{data.get(fact)!r}); restore them, or start a new run with another --out."
+            )
+    progress.recipe = values
+    return progress
+
 
 # The folder of a changed model, before and after the run begins.
 MADE, KEPT = ".start", "start"
@@ -36,27 +132,19 @@ SAMPLE = 16
 MAY_DIFFER = ("embedding_dropout", "attention_dropout", "residual_dropout", "drop_path")
 
 
-@dataclass
-class Beginning:
+class Beginning(NamedTuple):
     """The checkpoint a run starts from, and what it keeps of it.
 
     rows: how many rows of the same data in the same order the model has already seen; the run continues after them.
+    tau: "anneal" if the run moves τ to the default for its pairs, else "keep".
     """
 
-    start: Start
     path: Path
     config: HeadwaterConfig
     origin: Origin
     rows: int
+    tau: str
     notices: list[str]
-
-    @property
-    def anneals(self) -> bool:
-        """Whether the run moves τ to the default for its pairs: as the recipe says, else after growth that kept τ."""
-        if self.start.tau is not None:
-            return self.start.tau == "anneal"
-        grown = [event.details for event in since_training(self.origin.history) if event.kind == "grown"]
-        return any(each.get("tau") == "keep" for each in grown) and not any(each.get("freeze") for each in grown)
 
 
 def prepare(start: Start, folder: Path, data: Data, device: torch.device) -> Path:
@@ -80,14 +168,11 @@ def prepare(start: Start, folder: Path, data: Data, device: torch.device) -> Pat
         trained = open_trained(Path(start.checkpoint), with_state=start.optimizer_state == "keep")
     if start.convert is not None and device.type == "cuda":
         trained.model.to(device)
-    made = refitted(changed(trained, start, rows_of(data) if start.convert is not None else None), data, start)
+    rows = None
+    if start.convert is not None:  # always the same
+        rows = next(iter(data.batches(seed=0, batch_size=SAMPLE, start=0))).get("input_ids")
+    made = refitted(changed(trained, start, rows), data, start)
     return write_model(target, made.model, made.tokenizer, made.history, made.state)
-
-
-def rows_of(data: Data) -> Tensor | None:
-    """Some rows of tokens of the training data, [B, T], always the same."""
-    batch = next(iter(data.batches(seed=0, batch_size=SAMPLE, start=0)))
-    return batch.get("input_ids")
 
 
 def begin(recipe: Recipe, path: Path, data: Data, resumed: bool = False) -> Beginning:
@@ -116,21 +201,16 @@ def begin(recipe: Recipe, path: Path, data: Data, resumed: bool = False) -> Begi
         history=history,
     )
     rows = _rows_used(recipe, data, history)
-    notices = [] if resumed else _notices(recipe, config, rows, history)
-    return Beginning(recipe.start, path, config, origin, rows, notices)
+    grown = [event.details for event in since_training(history) if event.kind == "grown"]
+    anneals = any(each.get("tau") == "keep" for each in grown) and not any(each.get("freeze") for each in grown)
+    tau = recipe.start.tau or ("anneal" if anneals else "keep")
+    return Beginning(path, config, origin, rows, tau, [] if resumed else _notices(recipe, config, rows, history))
 
 
 def trained_event(recipe: Recipe, data: Data, steps: int, rows: int, tokens: int, flops: float) -> Event:
     """The event that a run adds to its model's history."""
-    details = dict(
-        name=recipe.name,
-        identity=recipe.identity,
-        seed=recipe.seed,
-        data=_data_key(recipe, data),
-        steps=steps,
-        rows=rows,
-    )
-    return Event(kind="trained", tokens=tokens, flops=flops, details=details)
+    details = {"name": recipe.name, "identity": recipe.identity, "seed": recipe.seed, "data": _data_key(recipe, data)}
+    return Event(kind="trained", tokens=tokens, flops=flops, details=details | {"steps": steps, "rows": rows})
 
 
 def since_training(history: list[Event]) -> list[Event]:
@@ -145,7 +225,7 @@ def _data_key(recipe: Recipe, data: Data) -> dict[str, Any]:
 
 def _rows_used(recipe: Recipe, data: Data, history: list[Event]) -> int:
     """How many rows of this data, in this seed's order, the last training used."""
-    last = next((event for event in reversed(history) if event.kind == "trained"), None)
+    last = last_training(history)
     if last is None or last.details.get("seed") != recipe.seed or last.details.get("data") != _data_key(recipe, data):
         return 0
     rows = last.details.get("rows")
@@ -189,14 +269,323 @@ def _check_data(config: HeadwaterConfig, path: Path, data: Data, start: Start) -
             f"The checkpoint's vocabulary has {config.vocab_size} tokens and the data's {data.vocab_size}; use the "
             "tokenizer the model was trained with (data.tokenizer), or one that adds tokens to it."
         )
-    if config.position == "learned" and config.max_position_embeddings < data.context:
-        raise HeadwaterError(
-            f"The checkpoint has {config.max_position_embeddings} learned positions and data.context is "
-            f"{data.context}; lower data.context."
-        )
+    _check_positions("checkpoint", config, data.context)
     own = read_tokenizer(path)
     if own is not None and data.tokenizer is not None and not extends(data.tokenizer, own):
         raise HeadwaterError(
             f"The data's tokenizer is not the one {source!r} was trained with, nor one that adds tokens "
             f"to it; set data.tokenizer={source!r}, or prepare the data with it."
         )
+
+
+def _check_positions(owner: str, config: HeadwaterConfig, context: int) -> None:
+    if config.position == "learned" and config.max_position_embeddings < context:
+        raise HeadwaterError(
+            f"The {owner} has {config.max_position_embeddings} learned positions and data.context is {context}; lower "
+            "data.context."
+        )
+
+
+class Hooks:
+    """The modules of a model that act before each step, with what checkpoints store for them.
+
+    kept: that, by the module's name. notices: warnings for the record of a run that begins, or None.
+    """
+
+    def __init__(
+        self, model: nn.Module, recipe: Recipe, beginning: Beginning | None, kept: dict[str, Any] | None
+    ) -> None:
+        """kept: of a resumed run; None for one that begins."""
+        start: dict[str, Any] = {}
+        if recipe.start is not None and beginning is not None:
+            start = recipe.start.model_dump(mode="json") | {"tau": beginning.tau}
+        self.first = Step(0, recipe.training.steps, recipe.training.warmup_steps, start)
+        mechanisms = {name: module for name, module in model.named_modules() if isinstance(module, Mechanism)}
+        if kept is None:
+            answers = {name: module.before_training(self.first) for name, module in mechanisms.items()}
+            kept = {name: value for name, value in answers.items() if value is not None}
+        self.kept = kept
+        self.modules = [(mechanisms[name], value) for name, value in kept.items()]
+        counts = Counter(type(module) for module, _ in self.modules)
+        self.notices = [kind.announced(count, self.first) for kind, count in counts.items()]
+
+    def before_step(self, number: int) -> None:
+        """Call them; number: the step, from 0."""
+        step = self.first._replace(number=number)
+        for module, kept in self.modules:
+            module.before_step(kept, step)
+
+
+class Teacher:
+    """The model that a run learns from. Raises `HeadwaterError` if it cannot be read, or predicts other tokens."""
+
+    def __init__(self, recipe: Recipe, config: HeadwaterConfig, context: int, device: torch.device) -> None:
+        settings = recipe.training.distillation
+        assert settings is not None
+        self.settings: Distillation = settings
+        source = settings.teacher or (recipe.start.checkpoint if recipe.start is not None else None)
+        assert source is not None
+        model = open_source(str(Path(source))).model
+        theirs = model.config
+        if is_of_images(theirs) or theirs.vocab_size != config.vocab_size:
+            what = "is an image model" if is_of_images(theirs) else f"has a vocabulary of {theirs.vocab_size} tokens"
+            raise HeadwaterError(
+                f"training.distillation: the teacher {source!r} {what}, and the model one of {config.vocab_size}; use "
+                "a teacher with the same vocabulary."
+            )
+        alike = (theirs.num_hidden_layers, theirs.hidden_size) == (config.num_hidden_layers, config.hidden_size)
+        if settings.hidden_weight and not alike:
+            raise HeadwaterError(
+                f"training.distillation.hidden_weight compares layer by layer, and the teacher {source!r} has "
+                f"{theirs.num_hidden_layers} layers of width {theirs.hidden_size}, the model "
+                f"{config.num_hidden_layers} of {config.hidden_size}; leave hidden_weight out."
+            )
+        _check_positions(f"teacher {source!r}", theirs, context)
+        assert isinstance(model, HeadwaterForCausalLM)
+        self.model = model.to(device).eval().requires_grad_(False)
+        self.flops = forward_flops_per_token(theirs, context)
+
+    @torch.no_grad()
+    def __call__(self, batch: Batch) -> Any:
+        """Its logits and, if they are compared, its hidden states."""
+        inputs = {name: tensor for name, tensor in batch.items() if name not in LABELS}
+        return self.model(**inputs, use_cache=False, output_hidden_states=self.settings.hidden_weight > 0)
+
+    def aim(self, loss: Tensor, out: Any, batch: Batch, counted: Tensor) -> Tensor:
+        """The loss to minimize. loss: what it would be without a teacher; out: the model's output for the batch."""
+        theirs, settings = self(batch), self.settings
+        which = batch["shift_labels"] != -100
+        aim = (1 - settings.weight) * loss
+        if settings.weight:
+            aim = aim + settings.weight * divergence(out.logits, theirs.logits, which, settings.temperature) / counted
+        if settings.hidden_weight:
+            aim = aim + settings.hidden_weight * distance(out.hidden_states, theirs.hidden_states, which) / counted
+        return aim
+
+
+def divergence(logits: Tensor, teacher: Tensor, which: Tensor, temperature: float = 1.0) -> Tensor:
+    """T²·Σ KL(softmax(teacher / T) ‖ softmax(logits / T)) over the tokens `which` [B, T]; logits [B, T, V].
+
+    The other tokens are made equal, and not left out: how many there are is known to the device alone.
+    """
+    own, theirs = (
+        x.masked_fill(~which[..., None], 0.0)
+        .to(torch.promote_types(x.dtype, torch.float32))
+        .div(temperature)
+        .log_softmax(-1)
+        for x in (logits, teacher)
+    )
+    kl = torch.nn.functional.kl_div(own, theirs.to(own.dtype), log_target=True, reduction="sum")
+    return temperature**2 * kl
+
+
+def distance(states: tuple[Tensor, ...], teacher: tuple[Tensor, ...], which: Tensor) -> Tensor:
+    """Σ ‖h - h'‖² / ‖h'‖² over the tokens `which` [B, T], mean over layers. The embedding is left out."""
+    found = []
+    for own, theirs in zip(states[1:], teacher[1:], strict=True):
+        own, theirs = (x.masked_fill(~which[..., None], 1.0).float() for x in (own, theirs))
+        found.append(((own - theirs).square().sum(-1) / theirs.square().sum(-1)).sum())
+    return torch.stack(found).mean()
+
+
+@contextmanager
+def memory_advice(recipe: Recipe, config: HeadwaterConfig, context: int, fabric: Fabric) -> Iterator[None]:
+    """Turn running out of memory into a `HeadwaterError` with the estimate of `headwater plan` for this model."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        said = str(error)
+        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "can't allocate memory" not in said:
+            raise
+        training, device, world = recipe.training, fabric.device, fabric.world_size
+        rows = training.batch_size // world
+        of_images = is_of_images(config)
+        attention = None if of_images else attention_of(config, training, device, context)
+        one = price(
+            config,
+            batch=rows,
+            precision=training.precision,
+            context=None if of_images else context,
+            **step_settings(config, training, recipe.data, attention),
+        )
+        at = one.at[0]
+        whole = sum(one.state_bytes.values())
+        state = whole / (world if training.strategy == "fsdp" else 1)
+        row = at.step_bytes - whole
+        fits = max(0, int((memory_of(device) - state) / (row / rows)))
+        advice = []
+        if training.gradient_checkpointing is not True:
+            advice.append(f"training.gradient_checkpointing=true ({si(at.activation_bytes_checkpointed)}B instead)")
+        if training.loss_chunk_tokens is None and not of_images:
+            advice.append("training.loss_chunk_tokens=1024 (the logits of this many tokens at once)")
+        if 0 < fits < rows:
+            advice.append(f"training.batch_size={fits * world} with a larger training.gradient_accumulation_steps")
+        elif rows > 1:
+            advice.append("a smaller training.batch_size with a larger training.gradient_accumulation_steps")
+        if training.strategy != "fsdp":
+            advice.append("training.strategy=fsdp on several devices")
+        raise HeadwaterError(
+            f"Out of memory. Estimated: parameters, gradients and optimizer take {si(state)}B and the activations of "
+            f"{rows} {'images' if of_images else f'rows of {context} tokens'} {si(row)}B; try {', or '.join(advice)}."
+        ) from error
+
+
+class Setup:
+    """Everything that a training step uses. Raises `HeadwaterError` if recipe, data, checkpoint and machine do not fit
+    together.
+
+    model: the plain model, which is saved. wrapped: the model that runs: sharded, compiled.
+    optimizers: PyTorch's. steppers: these, as wrapped by Fabric. parameters: the trainable ones.
+    scalars: parameters that FSDP does not shard; the loop averages their gradients itself.
+    running: sums since the last point of the curve; saved with the run.
+    average: of the weights, if the recipe asks for one. teacher: what the run learns from beside its data.
+    preparer: what makes inputs for the model and is saved with it: the tokenizer, or the image processor.
+    """
+
+    def __init__(self, recipe: Recipe, folder: Path, checkpoint: Path | None, fabric: Fabric) -> None:
+        """checkpoint: of this run, to resume from; None for a run that begins."""
+        self.recipe, self.folder, self.fabric = recipe, folder, fabric
+        self.beginning: Beginning | None = None
+        self.teacher: Teacher | None = None
+        training, start = recipe.training, recipe.start
+        is_sharded = sharded(training)
+        with together(fabric):
+            self.data = data = recipe.data.build()
+        self.preparer = getattr(data, "processor", None) or data.tokenizer
+        if start is not None:
+            path = checkpoint or first(fabric, prepare, start, folder, data, fabric.device)
+            with together(fabric):
+                self.beginning = begin(recipe, path, data, resumed=checkpoint is not None)
+        with together(fabric):
+            config = recipe.config_for(data) if self.beginning is None else self.beginning.config
+            if fabric.device.type == "cpu" and not is_sharded:
+                check_memory(config)
+        if checkpoint is not None:
+            self.progress = first(fabric, progress_of, checkpoint, recipe, data.description)
+        else:
+            rows = 0 if self.beginning is None else self.beginning.rows
+            values = recipe.model_dump(mode="json")
+            self.progress = Progress(rows=rows, recipe=values, data=data.description, run_id=secrets.token_hex(4))
+
+        with memory_advice(recipe, config, data.context, fabric):
+            self.model, self.wrapped = build(recipe, config, fabric, data.context)
+            self.optimizers = make_optimizers(self.model, training, fabric.device)
+            steppers = fabric.setup_optimizers(*self.optimizers)
+        self.config = self.model.config
+        self.steppers = steppers if isinstance(steppers, tuple) else (steppers,)
+        self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.scalars = scalars(self.model) if is_sharded else []
+        if training.distillation is not None:
+            with together(fabric):
+                self.teacher = Teacher(recipe, config, data.context, fabric.device)
+        self.running = {name: torch.zeros(1, dtype=torch.float64) for name in ("loss", "steps")}
+        with together(fabric):
+            if checkpoint is None and start is not None and self.beginning is not None:
+                kept = self.optimizers if start.optimizer_state == "keep" else ()
+                begin_with(self.beginning.path, self.model, kept, is_sharded)
+            # Of the weights the run begins with, or read from the checkpoint.
+            self.average = None if training.ema_decay is None else Average(self.model, training.ema_decay)
+            if checkpoint is not None:
+                restore(checkpoint, self.model, self.optimizers, self.running, is_sharded, self.average)
+        self.hooks = Hooks(self.model, recipe, self.beginning, None if checkpoint is None else self.progress.kept)
+        self.progress.kept = self.hooks.kept
+        self.warnings = self.notices() if checkpoint is None else []
+
+    def notices(self) -> list[str]:
+        """Sentences for the record of a run that begins."""
+        training, device = self.recipe.training, self.fabric.device
+        notices = [uncompiled(training, device), in_fp32(training, device), unfinished_warmup(training)]
+        notices += getattr(self.data, "notices", [])
+        if self.beginning is not None:
+            notices += self.beginning.notices
+        elif not sharded(training):
+            notices.append(drowning(init_diagnostics(self.model)))
+        return [notice for notice in (*notices, *self.hooks.notices) if notice is not None]
+
+
+def build(recipe: Recipe, config: HeadwaterConfig, fabric: Fabric, context: int) -> tuple[AnyModel, _FabricModule]:
+    """(the plain model, the model that runs: in its precision, compiled, on its device, sharded)."""
+    training = recipe.training
+    with torch.device("meta") if sharded(training) else nullcontext():
+        model = model_class(config)(config)
+    if training.trainable_mechanisms is not None:
+        with together(fabric):
+            freeze(model, training.trainable_mechanisms)
+    with together(fabric):
+        attention = attention_of(config, training, fabric.device, context)
+        if attention is not None:
+            set_attention(model, attention)
+        if training.gradient_checkpointing:
+            older: Any = model.gradient_checkpointing_enable  # the only name in transformers 5.17
+            getattr(model, "activation_checkpointing_enable", older)({"use_reentrant": False})
+        if compiles(training, fabric.device):
+            compile_model(model)
+    in_precision(model, training.precision)
+    wrapped = fabric.setup_module(model)
+    wrapped.train()
+    return model, wrapped
+
+
+def compiles(training: Training, device: torch.device) -> bool:
+    """Whether to compile the model: by default on a GPU, where it can be. Raises `HeadwaterError` if asked in vain."""
+    if training.compile is None:
+        return device.type == "cuda" and has_triton() and not lacks_compiler(device)
+    if training.compile and lacks_compiler(device):
+        on_gpu = ("C", "gcc or clang", "CC")
+        kind, names, variable = on_gpu if device.type == "cuda" else ("C++", "g++ or clang++", "CXX")
+        raise HeadwaterError(
+            f"training.compile needs a {kind} compiler, but none was found; install {names}, or set {variable}, or "
+            "leave training.compile=false."
+        )
+    return training.compile
+
+
+def lacks_compiler(device: torch.device) -> bool:
+    """Whether PyTorch's compiler misses the one it needs: for C++ on a CPU, and for C, as Triton does, on a GPU."""
+    if device.type == "cuda":
+        return os.name == "posix" and c_compiler() is None  # on Windows Triton brings its own
+    if device.type != "cpu":
+        return False
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return True
+    return False
+
+
+def uncompiled(training: Training, device: torch.device) -> str | None:
+    """A notice if a run is not compiled only because the machine has no C compiler."""
+    if not (training.compile is None and device.type == "cuda" and has_triton() and lacks_compiler(device)):
+        return None
+    return (
+        "The model is not compiled, which is slower, because Triton needs a C compiler and none was found; install gcc "
+        "or clang, or set CC."
+    )
+
+
+def unfinished_warmup(training: Training) -> str | None:
+    """A notice if the run ends before its learning rate has reached the peak."""
+    if training.warmup_steps <= training.steps:
+        return None
+    highest = learning_rate(training.steps - 1, training)
+    return (
+        f"The warm-up is longer than the run, so the learning rate only reaches {highest:.3g} of "
+        f"{training.learning_rate:.3g}; set training.warmup_steps to less than training.steps={training.steps}."
+    )
+
+
+def in_fp32(training: Training, device: torch.device) -> str | None:
+    """A notice if a run computes in fp32 on a GPU that has bf16."""
+    if device.type != "cuda" or training.precision != "32-true":
+        return None
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
+        return None
+    sheet = sheet_of(torch.cuda.get_device_properties(device).name)
+    figures = "" if sheet is None else f", {sheet.flops / 1e12:.0f} TFLOP/s instead of {sheet.flops_fp32 / 1e12:.0f}"
+    return (
+        "The run computes in fp32 (training.precision=32-true). This GPU multiplies matrices much faster "
+        f"in bf16{figures}; set training.precision=bf16-mixed, unless you need fp32."
+    )

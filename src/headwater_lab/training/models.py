@@ -1,9 +1,20 @@
-"""Open trained models to make new ones from them: the contents of a checkpoint's folder, and its history."""
+"""Which attention kernel a run uses.
+
+A model's initial state: what each sub-layer writes to the residual stream, compared with the stream itself.
+
+A sub-layer whose output is much larger than the residual stream drowns the token before training begins. Pattention
+does that if the embedding is initialized small, since the size of its output does not depend on that of its input.
+
+
+Open trained models to make new ones from them: the contents of a checkpoint's folder, and its history.
+
+A model for the data of a run: more tokens, learned positions for another size, a classifier for other classes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -11,9 +22,12 @@ from typing import Any, cast
 
 import torch
 from pydantic import TypeAdapter, ValidationError
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoImageProcessor, BaseImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
+from headwater import kernels
+from headwater.config.layers import layer_config
+from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
 from headwater.conversion import from_transformers, load_transformers, read_foreign
 from headwater.conversion.convert import (
@@ -29,24 +43,197 @@ from headwater.cost.counts import cache_bytes_per_token
 from headwater.growth import grow
 from headwater.growth.enlarge import carried
 from headwater.growth.enlarge import enlarged as enlarged_model
+from headwater.kernels.varlen import FROM, VARLEN, find_refusal
 from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.models.compiling import is_compiled
+from headwater.models.image_classification import HeadwaterForImageClassification
 from headwater.models.kinds import MODEL_TYPES, AnyModel, is_of_images
 from headwater.models.load import check_regular, check_vocabulary, model_type, open_tokenizer, read_tokenizer, reading
 from headwater.models.quantization import check_full_precision
+from headwater.nn.attention_kernel import supported_kernels
+from headwater.nn.block import Block
+from headwater.nn.documents import takes_documents
+from headwater.nn.patches import resized
 from headwater.plugins.outside import check_paths
-from headwater.util.errors import HeadwaterError
+from headwater.util.errors import HeadwaterError, sentence, shown
 from headwater.util.files import local
+from headwater.util.seeding import generator
 from headwater_lab.data.base import LABELS, Data, main_input
 from headwater_lab.data.chat import contents
 from headwater_lab.data.corpus import TOPICS, read_documents, topics
+from headwater_lab.data.images import ImageData
 from headwater_lab.data.reading import PACKED, table_kind
-from headwater_lab.data.tokenizer import encode_plainly
+from headwater_lab.data.tokenizer import encode_plainly, extends
 from headwater_lab.recipe.overrides import MOST_TEXT, read_text
-from headwater_lab.recipe.schema import AnyData, Change, untrusted_in
-from headwater_lab.training.checkpoint import check, history_of, load_model, optimizer_state
-from headwater_lab.training.diagnostics import sample_images
-from headwater_lab.training.places import newest_checkpoint
+from headwater_lab.recipe.schema import AnyData, Change, Training, untrusted_in
+from headwater_lab.training.checkpoints import check, history_of, load_model, newest_checkpoint, optimizer_state
 from headwater_lab.training.records import Event
+
+
+def attention_of(config: HeadwaterConfig, training: Training, device: torch.device, context: int) -> str | None:
+    """The kernel that the recipe names; else varlen if packed rows of `context` tokens are faster with it; else None.
+
+    Not decided by timing, since a run's bits depend on it. Raises `HeadwaterError` if varlen is named and cannot run.
+    """
+    found = kernel_for(config, training, device.type, context)
+    if found == VARLEN and training.attn_implementation is None and device.type == "cuda":
+        return VARLEN if torch.cuda.get_device_capability(device) >= (8, 0) else None  # FlashAttention needs Ampere
+    return found
+
+
+def kernel_for(config: HeadwaterConfig, training: Training, device: str, context: int) -> str | None:
+    """The same for a kind of device, whose capability suffices."""
+    if isinstance(config, HeadwaterVisionConfig):
+        if training.attn_implementation == VARLEN:
+            raise HeadwaterError(f"training.attn_implementation: {VARLEN} is for rows of documents; leave it out.")
+        return training.attn_implementation
+    dtype = {"32-true": torch.float32, "64-true": torch.float64}.get(training.precision, torch.bfloat16)
+    widths = [layer_config(config, layer).head_dim for layer in config.kinds.values()]
+    reasons = [find_refusal(torch.device(device), dtype, config.attention_dropout, width or 0) for width in widths]
+    reason = next((reason for reason in reasons if reason is not None), None)
+    if training.attn_implementation == VARLEN and reason is not None:
+        raise HeadwaterError(f"training.attn_implementation: {VARLEN} {reason}; leave it out.")
+    possible, _ = supported_kernels(config)
+    cannot = reason is not None or (possible is not None and VARLEN not in possible)
+    if training.attn_implementation is not None or cannot or kernels.are_disabled():
+        return training.attn_implementation
+    return VARLEN if device != "cpu" or context >= FROM else None
+
+
+def step_settings(config: HeadwaterConfig, training: Training, data: Any, attention: str | None) -> dict[str, Any]:
+    """What the memory of a step depends on besides its rows, as `headwater.cost.price` takes it. data: a recipe's."""
+    settings = {"gradient_checkpointing": training.gradient_checkpointing, "averages": training.ema_decay is not None}
+    if isinstance(config, HeadwaterVisionConfig):
+        return settings
+    unmasked = takes_documents(attention) or attention == "flex_attention"
+    masked = getattr(data, "row_layout", "") == "packed" and not unmasked
+    return settings | {"loss_chunk_tokens": training.loss_chunk_tokens, "masked": masked}
+
+
+def set_attention(model: AnyModel, name: str) -> None:
+    """Raise `HeadwaterError` if the kernel is not installed, or does not support the model."""
+    try:
+        model.set_attn_implementation(name)
+    except (ValueError, ImportError) as error:
+        raise HeadwaterError(f"training.attn_implementation: {sentence(error)}") from error
+
+
+# Warn about a sub-layer that writes more than this many times the residual stream.
+DROWNS = 10.0
+
+
+@dataclass(frozen=True)
+class SubLayerInit:
+    """One sub-layer of a model that has not been trained, over a sample of tokens.
+
+    output: root mean square of what it adds to the residual stream. stream: of the residual stream before it.
+    cosine: mean cosine of its input with the embedding (token and position) of the same token.
+    constant: share of its output that is one vector, the same for all tokens, ‖mean‖² / mean ‖·‖².
+    """
+
+    layer: int
+    name: str
+    output: float
+    stream: float
+    cosine: float
+    constant: float
+
+    @property
+    def ratio(self) -> float:
+        """Output over residual stream; infinite if the stream is zero."""
+        return self.output / self.stream if self.stream else float("inf")
+
+
+def sample_tokens(vocabulary: int, context: int, rows: int = 8) -> Tensor:
+    """Tokens drawn uniformly, [rows, at most 128]: the same ones in every call."""
+    draw = generator(0, "init diagnostics")
+    return torch.randint(0, vocabulary, (rows, min(context, 128)), generator=draw)
+
+
+def sample_images(config: HeadwaterVisionConfig, images: int = 8) -> Tensor:
+    """Normalized pixels of noise, [images, C, H, W]: the same ones in every call."""
+    return torch.randn(images, config.num_channels, *config.image_shape, generator=generator(0, "init diagnostics"))
+
+
+@torch.no_grad()
+def init_diagnostics(model: AnyModel, input_ids: Tensor | None = None) -> list[SubLayerInit]:
+    """Both sub-layers of every block, in order, from one forward pass.
+
+    input_ids: [B, T], or pixels [B, C, H, W]; default: 8 rows of 128 random tokens, or 8 images of noise, so the result
+        depends only on the model.
+    """
+    sample: dict[str, Any]
+    if is_of_images(model.config):
+        sample = {"pixel_values": sample_images(model.config) if input_ids is None else input_ids}
+    else:
+        if input_ids is None:
+            input_ids = sample_tokens(model.config.vocab_size, model.config.max_position_embeddings)
+        sample = {"input_ids": input_ids, "use_cache": False}
+    sample = {name: value.to(model.device) if isinstance(value, Tensor) else value for name, value in sample.items()}
+    found: list[SubLayerInit] = []
+    state: dict[str, Tensor] = {}
+    was_training = model.training
+    with ExitStack() as stack:
+        stack.callback(model.train, was_training)
+        model.eval()
+        if is_compiled(model):
+            stack.enter_context(torch.compiler.set_stance("force_eager"))  # no graph can hold these hooks
+        for layer, block in enumerate(cast(Sequence[Block], model.model.layers)):
+            for handle in _hooks(layer, block, state, found):
+                stack.callback(handle.remove)
+        model.model(**sample)
+    return found
+
+
+def _hooks(layer: int, block: Block, state: dict[str, Tensor], found: list[SubLayerInit]) -> Iterator[Any]:
+    def enter(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        state["block"] = inputs[0]
+        state.setdefault("embedding", inputs[0])
+
+    def attended(module: nn.Module, inputs: Any, output: tuple[Tensor, ...]) -> None:
+        state["attended"] = output[0]
+
+    def between(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        state["between"] = inputs[0]
+
+    def fed(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        first = state["block"] if block.residual else torch.zeros_like(state["block"])
+        found.append(_measured(layer, "attention", state["attended"], first, state["block"], state["embedding"]))
+        stream = first if block.parallel else state["between"]
+        found.append(_measured(layer, "feed-forward", output, stream, state["between"], state["embedding"]))
+
+    yield block.register_forward_pre_hook(enter)
+    yield block.self_attn.register_forward_hook(attended)
+    yield block.post_attention_layernorm.register_forward_pre_hook(between)
+    yield block.mlp.register_forward_hook(fed)
+
+
+def _measured(layer: int, name: str, output: Tensor, stream: Tensor, read: Tensor, embedding: Tensor) -> SubLayerInit:
+    rows = output.double().flatten(0, -2)
+    energy = rows.square().sum(-1).mean()
+    cosine = nn.functional.cosine_similarity(read.double(), embedding.double(), dim=-1).mean()
+    return SubLayerInit(
+        layer=layer,
+        name=name,
+        output=float(rows.square().mean().sqrt()),
+        stream=float(stream.double().square().mean().sqrt()),
+        cosine=float(cosine),
+        constant=float(rows.mean(0).square().sum() / energy) if energy else 0.0,
+    )
+
+
+def drowning(found: Sequence[SubLayerInit]) -> str | None:
+    """A warning about the first sub-layer that drowns the residual stream; None if none does."""
+    bad = [one for one in found if DROWNS < one.ratio < float("inf")]
+    if not bad:
+        return None
+    more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
+    return (
+        f"At initialization, the {bad[0].name} of layer {bad[0].layer}{more} writes {bad[0].ratio:.0f} times the "
+        "residual stream, which drowns the tokens; raise model.embedding_range, or initialize its linear layers "
+        "smaller."
+    )
+
 
 PROCESSOR = "preprocessor_config.json"
 # The arguments of growth by parameter tokens.
@@ -69,6 +256,11 @@ class Trained:
     state: dict[str, Tensor]
     foreign: bool = False
     original: PreTrainedModel | None = None
+
+    def after(self, kind: Any, details: dict[str, Any], **changes: Any) -> Trained:
+        """With these changes, and an event of this kind in its history."""
+        event = Event(kind=kind, details=details)
+        return replace(self, history=[*self.history, event], original=None, **changes)
 
 
 def open_trained(path: Path, with_state: bool = False) -> Trained:
@@ -175,9 +367,8 @@ def changed(trained: Trained, change: Change, rows: Tensor | None = None) -> Tra
         arguments = {}
     details = {name: value for name, value in (of_pairs | arguments).items() if value is not None}
     counts = {"from": trained.model.num_parameters(), "to": model.num_parameters()}
-    event = Event(kind="grown", details=details | {"parameters": counts})
-    state = {} if thaws else state
-    return replace(trained, model=model, history=[*trained.history, event], state=state, original=None)
+    details |= {"parameters": counts}
+    return trained.after("grown", details, model=model, state={} if thaws else state)
 
 
 def converted(trained: Trained, change: Change, rows: Tensor | None) -> Trained:
@@ -220,8 +411,7 @@ def converted(trained: Trained, change: Change, rows: Tensor | None) -> Trained:
             blend, model = model, finished(model)
             state = finished_state(state, blend, model)
     bytes_ = {"from": cache_bytes_per_token(first), "to": cache_bytes_per_token(model.config)}
-    event = Event(kind="converted", details=details | {"cache_bytes_per_token": bytes_})
-    return replace(trained, model=model, history=[*trained.history, event], state=state, original=None)
+    return trained.after("converted", details | {"cache_bytes_per_token": bytes_}, model=model, state=state)
 
 
 def enlarged(state: dict[str, Tensor], model: AnyModel) -> dict[str, Tensor]:
@@ -250,7 +440,7 @@ def data_of(history: list[Event]) -> Data | None:
     """The data a model was last trained on; None if its history names none. Raises `HeadwaterError`, also for data
     that the user does not trust.
     """
-    last = _last_training(history)
+    last = last_training(history)
     if last is None:
         return None
     try:
@@ -264,13 +454,13 @@ def data_of(history: list[Event]) -> Data | None:
     return settings.build()
 
 
-def _last_training(history: list[Event]) -> Event | None:
+def last_training(history: list[Event]) -> Event | None:
     return next((event for event in reversed(history) if event.kind == "trained"), None)
 
 
 def changed_text(trained: Trained, data: Data) -> str:
     """A warning if the data that a model was last trained on are others now; "" if not, or if that is not known."""
-    last = _last_training(trained.history)
+    last = last_training(trained.history)
     recorded = last.details.get("data") if last is not None else None
     before = recorded.get("sha256") if isinstance(recorded, dict) else None
     now = data.description.get("sha256")
@@ -362,3 +552,126 @@ def known_rows(trained: Trained) -> tuple[Tensor, str]:
     length = min(64, config.max_position_embeddings)
     ids = torch.randint(config.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
     return ids, f"{ids.numel()} random tokens"
+
+
+POSITIONS, CLASSIFIER = "model.embed_positions.weight", "classifier."
+
+
+def changes_for(
+    config: HeadwaterConfig,
+    data: Data,
+    change: Change,
+    tokenizer: PreTrainedTokenizerBase | BaseImageProcessor | None = None,
+) -> dict[str, Any]:
+    """The fields of a model's config that the data change: vocab_size of a text model, or image_size and id2label.
+
+    tokenizer: the model's. The data's may add tokens to it.
+
+    Classes that only have numbers in the model take the data's
+    names. Other names are an error in `check_classes`, unless `change` asks for a new classifier.
+    """
+    if not isinstance(config, HeadwaterVisionConfig) or not isinstance(data, ImageData):
+        grows = data.tokenizer is not None and not is_of_images(config) and data.vocab_size > config.vocab_size
+        return {"vocab_size": data.vocab_size} if grows and extends(data.tokenizer, tokenizer) else {}
+    found: dict[str, Any] = {}
+    if config.image_shape != data.settings.size:
+        found["image_size"] = list(data.settings.size)
+    names = names_of(config)
+    unnamed = names == [f"LABEL_{number}" for number in range(len(names))]
+    if change.new_classifier:
+        found["id2label"] = dict(enumerate(data.classes))
+    elif unnamed and len(data.classes) <= len(names):
+        found["id2label"] = dict(enumerate([*data.classes, *names[len(data.classes) :]]))
+    return found
+
+
+def refitted(trained: Trained, data: Data, change: Change) -> Trained:
+    """The model with what `changes_for` says; unchanged if that is nothing. Raises `HeadwaterError`."""
+    model = trained.model
+    changes = changes_for(model.config, data, change, trained.tokenizer)
+    if "vocab_size" in changes:
+        return with_more_tokens(trained, data)
+    if not changes or not isinstance(model, HeadwaterForImageClassification):
+        return trained
+    config = copy.deepcopy(model.config)
+    if "id2label" in changes:
+        config.num_labels = len(changes["id2label"])
+        config.id2label = changes["id2label"]
+        config.label2id = {name: number for number, name in changes["id2label"].items()}
+    old = config.grid
+    if "image_size" in changes:
+        config.image_size = changes["image_size"]
+        config.complete_fields()
+    made = HeadwaterForImageClassification(config).to(model.dtype)
+    weights = model.state_dict()
+    if POSITIONS in weights:
+        weights[POSITIONS] = resized(weights[POSITIONS].float(), old, config.grid)
+    if change.new_classifier:
+        weights |= {name: tensor for name, tensor in made.state_dict().items() if name.startswith(CLASSIFIER)}
+    made.load_state_dict(weights)
+    interpolated = POSITIONS in weights and config.grid != old
+    if trained.state and (change.new_classifier or interpolated):
+        raise HeadwaterError(
+            "start.optimizer_state=keep has no state for a new classifier or for interpolated positions; use "
+            "start.optimizer_state=fresh, or data of the checkpoint's classes and size."
+        )
+    details: dict[str, Any] = {
+        name: {"image_size": list(each.image_shape), "classes": each.num_labels}
+        for name, each in (("from", model.config), ("to", config))
+    }
+    details |= {"new_classifier": change.new_classifier, "interpolated": interpolated}
+    return trained.after("refitted", details, model=made.eval())
+
+
+def with_more_tokens(trained: Trained, data: Data) -> Trained:
+    """A text model with the data's tokenizer. Raises `HeadwaterError` if the optimizer's state is to be kept."""
+    if trained.state:
+        raise HeadwaterError(
+            "start.optimizer_state=keep has no state for new tokens; use start.optimizer_state=fresh, or data with the "
+            "checkpoint's tokenizer."
+        )
+    model, old = trained.model, trained.model.config.vocab_size
+    with torch.random.fork_rng(devices=[]):  # transformers draws the embedding's new rows
+        torch.manual_seed(model.config.initializer_seed)
+        model.resize_token_embeddings(data.vocab_size)
+    details = {"from": {"vocab_size": old}, "to": {"vocab_size": data.vocab_size}}
+    return trained.after("refitted", details, tokenizer=data.tokenizer)
+
+
+def refitting(event: Event) -> str:
+    """What `refitted` has done, in a sentence."""
+    old, new = event.details["from"], event.details["to"]
+    if "vocab_size" in new:
+        sizes = f"{new['vocab_size']} tokens now, {old['vocab_size']} before"
+        return f"The model was fitted to the data's tokenizer, which has more tokens: it knows {sizes}."
+    said = []
+    if old["image_size"] != new["image_size"]:
+        before, after = ("{} x {}".format(*each["image_size"]) for each in (old, new))
+        how = ", with learned positions interpolated" if event.details["interpolated"] else ""
+        said.append(f"it takes images of {after} pixels now, of {before} before{how}")
+    if event.details["new_classifier"]:
+        said.append(f"a new classifier has {new['classes']} classes in place of {old['classes']}")
+    elif not said:
+        said.append("its classes, which were numbers, have the data's names")
+    return f"The model was fitted to the data: {' and '.join(said)}."
+
+
+def check_classes(config: HeadwaterVisionConfig, data: ImageData) -> None:
+    """Raises `HeadwaterError` unless the model's first classes are the data's, by name."""
+    names = names_of(config)
+    if names[: len(data.classes)] == data.classes:
+        return
+    pairs = zip(names, data.classes, strict=False)
+    number = next((number for number, (one, other) in enumerate(pairs) if one != other), len(names))
+    model = names[number] if number < len(names) else "none"
+    own = data.classes[number]
+    raise HeadwaterError(
+        f"The checkpoint has {len(names)} classes and the data {len(data.classes)}, and they differ: class {number} is "
+        f"{shown(model)} in the checkpoint and {shown(own)} in the data; set start.new_classifier=true to train a new "
+        "classifier for the data's."
+    )
+
+
+def names_of(config: HeadwaterVisionConfig) -> list[str]:
+    """The names of the model's classes, in order."""
+    return [str(config.id2label[number]) for number in range(config.num_labels)]

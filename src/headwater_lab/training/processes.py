@@ -21,14 +21,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
-from lightning_fabric import Fabric
-from lightning_fabric.loggers import TensorBoardLogger
-from lightning_fabric.strategies import DDPStrategy, ModelParallelStrategy, Strategy
-from lightning_fabric.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -39,8 +35,11 @@ from headwater.models.kinds import AnyModel
 from headwater.nn.block import Block
 from headwater.util.errors import HeadwaterError, first_line
 from headwater.util.workers import die_with_parent
-from headwater_lab.data.base import Share
 from headwater_lab.recipe.schema import Recipe, Training
+
+if TYPE_CHECKING:  # reading a checkpoint needs none of the trainer's packages
+    from lightning_fabric import Fabric
+    from lightning_fabric.strategies import Strategy
 
 for _name in ("lightning.fabric", "lightning_fabric"):
     logging.getLogger(_name).setLevel(logging.WARNING)
@@ -64,6 +63,9 @@ def connected(recipe: Recipe, run: Path) -> Iterator[Fabric]:
 
 def make_fabric(recipe: Recipe, run: Path) -> Fabric:
     """Start and connect the processes that the recipe asks for. Raises `HeadwaterError` if that is impossible."""
+    from lightning_fabric import Fabric
+    from lightning_fabric.loggers import TensorBoardLogger
+
     training, reporting = recipe.training, recipe.reporting
     to_files = reporting.tensorboard or reporting.wandb is not None
     devices, nodes = placed(training)
@@ -149,27 +151,23 @@ def sharded(training: Training) -> bool:
 
 
 def strategy(training: Training, world: int) -> Strategy | str:
+    """Fabric's strategy. FSDP2 shards the model over the processes; with replicas, over those of a replica (HSDP)."""
+    from lightning_fabric.strategies import DDPStrategy, ModelParallelStrategy
+
+    def sharded_over(model: AnyModel, mesh: DeviceMesh) -> AnyModel:
+        if training.replicas == 1:
+            return shard(model, mesh["data_parallel"], training.precision)
+        sizes = (training.replicas, world // training.replicas)
+        split = init_device_mesh(mesh.device_type, sizes, mesh_dim_names=("replicate", "shard"))
+        return shard(model, split, training.precision)
+
     timeout = timedelta(minutes=training.timeout_minutes)
     if sharded(training):
-        return ModelParallelStrategy(
-            lambda model, mesh: shard(model, mesh_of(training, mesh), training.precision),
-            data_parallel_size=world,
-            tensor_parallel_size=1,
-            timeout=timeout,
-        )
+        return ModelParallelStrategy(sharded_over, data_parallel_size=world, tensor_parallel_size=1, timeout=timeout)
     if world == 1 and training.strategy != "ddp":
         return "auto"
     # Buffers are constants, and gradients need not be held twice.
     return DDPStrategy(timeout=timeout, broadcast_buffers=False, gradient_as_bucket_view=True)
-
-
-def mesh_of(training: Training, mesh: DeviceMesh) -> DeviceMesh:
-    """The processes over which FSDP2 shards a model; with replicas [replicas, processes per replica] (HSDP)."""
-    world = mesh.size()
-    if training.replicas == 1:
-        return mesh["data_parallel"]
-    sizes = (training.replicas, world // training.replicas)
-    return init_device_mesh(mesh.device_type, sizes, mesh_dim_names=("replicate", "shard"))
 
 
 def shard(model: AnyModel, mesh: DeviceMesh, precision: str) -> AnyModel:
@@ -246,18 +244,23 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
+def recorded(on_gpu: bool) -> torch.cuda.Event | None:
+    """An event after which a GPU has done all that it was given so far; None if nothing is on a GPU."""
+    if not on_gpu:
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
 class Reading:
     """A copy of a small tensor to the host, started now and waited for when it is read."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.arrived: torch.cuda.Event | None = None
-        if tensor.device.type == "cuda":
-            self.copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self.copy.copy_(tensor, non_blocking=True)
-            self.arrived = torch.cuda.Event()
-            self.arrived.record()
-        else:
-            self.copy = tensor.detach()
+        self.copy = tensor.detach()
+        if tensor.is_cuda:
+            self.copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+        self.arrived = recorded(tensor.is_cuda)
 
     def values(self) -> list:
         """The numbers; waits for the device if they have not arrived."""
@@ -266,51 +269,39 @@ class Reading:
         return self.copy.tolist()
 
 
-def share_of(fabric: Fabric) -> Share:
-    return Share(fabric.global_rank, fabric.world_size, lambda tensor: total(fabric, tensor))
-
-
 @contextmanager
-def together(fabric: Fabric) -> Iterator[None]:
+def together(fabric: Fabric) -> Iterator[list[Any]]:
     """Work that each process does by itself and all must finish: an error in one ends all.
 
-    The first process raises `HeadwaterError` with the message of the first one that failed; the others end silently.
-    The processes must not communicate inside.
+    Yields a list, which in the end holds what the first process has put into its own. The first process raises
+    `HeadwaterError` with the message of the first one that failed; the others end silently. The processes must not
+    communicate inside.
     """
+    results: list[Any] = []
     error: Exception | None = None
     try:
-        yield
+        yield results
     except Exception as raised:
         if fabric.world_size == 1:
             raise
         error = raised
-    if fabric.world_size > 1:
-        _exchanged(fabric, error)
+    if fabric.world_size == 1:
+        return
+    outcomes = gathered(fabric, (None if error is None else str(error) or type(error).__name__, results))
+    results[:] = outcomes[0][1]
+    failed = [f"Process {rank}: {message}" for rank, (message, _) in enumerate(outcomes) if message is not None]
+    if failed and fabric.global_rank > 0:
+        leave(failed=True)
+    if failed:
+        raise error or HeadwaterError(failed[0])
 
 
 def first(fabric: Fabric, do: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call `do` in the first process, and return its result in all. An error ends all, as in `together`."""
-    if fabric.world_size == 1:
-        return do(*args, **kwargs)
-    result: Any = None
-    error: Exception | None = None
-    if fabric.global_rank == 0:
-        try:
-            result = do(*args, **kwargs)
-        except Exception as raised:
-            error = raised
-    return _exchanged(fabric, error, result)
-
-
-def _exchanged(fabric: Fabric, error: Exception | None, result: Any = None) -> Any:
-    """Exchange outcomes: returns the first process's result, unless some process has failed."""
-    outcomes = gathered(fabric, (None if error is None else str(error) or type(error).__name__, result))
-    failed = [(rank, said) for rank, (said, _) in enumerate(outcomes) if said is not None]
-    if not failed:
-        return outcomes[0][1]
-    if fabric.global_rank > 0:
-        leave(failed=True)
-    raise error or HeadwaterError(f"Process {failed[0][0]}: {failed[0][1]}")
+    with together(fabric) as results:
+        if fabric.global_rank == 0:
+            results.append(do(*args, **kwargs))
+    return results[0]
 
 
 def gathered(fabric: Fabric, value: T) -> list[T]:
@@ -347,4 +338,6 @@ _LOST = re.compile(
 
 def is_first() -> bool:
     """Whether this process reports for all: it has rank 0, or there are no others."""
+    from lightning_fabric.utilities.rank_zero import rank_zero_only
+
     return getattr(rank_zero_only, "rank", 0) in (0, None) and int(os.environ.get("LOCAL_RANK", 0)) == 0
