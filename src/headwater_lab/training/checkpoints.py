@@ -489,7 +489,7 @@ def _reader(path: Path) -> HuggingFaceStorageReader:
     check_regular(path)
     files = [file for file in (*weight_files(path), path / TENSORS) if os.path.lexists(file)]
     reader = HuggingFaceStorageReader(str(path))
-    reader.fs.ls = lambda _: [str(file) for file in files]  # type: ignore[method-assign]
+    reader.fs.ls = lambda _: [str(file) for file in files]  # type: ignore[method-assign, assignment]
     return reader
 
 

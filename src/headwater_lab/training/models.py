@@ -1,5 +1,5 @@
-"""Trained models, to make new ones from them: opened, changed, fitted to data, measured; which attention kernel computes
-them; and what each sub-layer of a new one writes to the residual stream.
+"""Trained models, to make new ones from them: opened, changed, fitted to data, measured; the attention kernel that
+computes them; and what each sub-layer of a new one writes to the residual stream.
 """
 
 from __future__ import annotations
