@@ -31,7 +31,7 @@ def clock(monkeypatch):
     def interleave(a, b, pairs, warmup=3):
         for step in (a, b):
             step()
-        timed.append(a.__self__.run.recipe.model)
+        timed.append(a.__self__.recipe.model)
         works = [training_flops_per_token(one.__self__.model.config, 12) for one in (a, b)]
         return PairedTimes(*([work * 1e-9 * turn for turn in (1.0, 2.0, 3.0)] for work in works))
 

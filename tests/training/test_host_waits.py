@@ -96,12 +96,12 @@ def test_a_step_of_a_run_does_not_wait(gradient_accumulation_steps, packed, devi
     step, steps = TrainingRun.step, []
 
     def watched(self, stop):
-        if self.progress.step:  # the optimizer makes its state in the first
-            with no_waits(self.fabric.device):
-                step(self, stop)
-            steps.append(self.progress.step)
-        else:
-            step(self, stop)
+        if not self.progress.step:  # the optimizer makes its state in the first
+            return step(self, stop)
+        with no_waits(self.fabric.device):
+            rate = step(self, stop)
+        steps.append(self.progress.step)
+        return rate
 
     settle, settled = TrainingRun.settle, []
 

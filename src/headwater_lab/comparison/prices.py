@@ -26,7 +26,7 @@ from headwater.util.files import file_name, replace_text
 from headwater_lab.bench.decoding import decode_in_turns
 from headwater_lab.bench.paired import PairedTimes, interleave
 from headwater_lab.recipe.schema import Recipe
-from headwater_lab.training.loop import TrainingRun, stepping
+from headwater_lab.training.loop import stepping
 from headwater_lab.training.records import device_name
 
 PRICES = "prices.json"
@@ -201,16 +201,6 @@ def _device(recipe: Recipe) -> torch.device:
     return torch.device(wanted)
 
 
-def _settled_step(run: TrainingRun) -> Callable[[], None]:
-    """A step of a run, with its outcome."""
-
-    def step() -> None:
-        run.step()
-        run.settle()
-
-    return step
-
-
 def _price(arm: Recipe, baseline: Recipe) -> ArmPrice:
     arm, baseline = timed_recipe(arm), timed_recipe(baseline)
     with (
@@ -218,7 +208,7 @@ def _price(arm: Recipe, baseline: Recipe) -> ArmPrice:
         stepping(arm, Path(folder) / "a") as a,
         stepping(baseline, Path(folder) / "b") as b,
     ):
-        times = interleave(_settled_step(a), _settled_step(b), STEPS)
+        times = interleave(a.settled_step, b.settled_step, STEPS)
         config, context = a.model.config, a.data.context
         sizes = [run.progress.tokens / run.progress.step for run in (a, b)]
         training = _timed([t / sizes[0] for t in times.a], [t / sizes[1] for t in times.b])

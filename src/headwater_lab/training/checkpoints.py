@@ -491,7 +491,7 @@ def _reader(path: Path) -> HuggingFaceStorageReader:
     check_regular(path)
     files = [file for file in (*weight_files(path), path / TENSORS) if os.path.lexists(file)]
     reader = HuggingFaceStorageReader(str(path))
-    reader.fs.ls = lambda _: [str(file) for file in files]  # type: ignore[assignment, method-assign]
+    reader.fs.ls = lambda _: [str(file) for file in files]  # type: ignore[method-assign, assignment]
     return reader
 
 
@@ -523,7 +523,15 @@ def _read(path: Path, targets: dict[str, Tensor], distributed: bool) -> None:
 
 
 class Saver:
-    """Writes one checkpoint at a time in another thread. All processes call its methods together.
+    """Saves checkpoints while training continues. All processes call its methods together.
+
+    A save copies everything to host memory; a thread then writes, hashes, syncs and renames it, while further steps
+    run. There is one checkpoint on its way at a time: the next save waits for it, and so do the end of training and a
+    stop. Errors are raised by the training thread, in all processes.
+
+    If the parameters are sharded, each process writes its own part. Threads never communicate: in each step the
+    processes tell each other whether their threads are done (`ready`), and once all are, the training threads exchange
+    the checksums and the first process's thread completes the checkpoint (`advance`).
 
     As a context it ends with the thread: a checkpoint on its way is completed first, if an exception does not end the
     process at once, but other processes are not waited for. failure: what went wrong with it then.

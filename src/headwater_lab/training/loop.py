@@ -273,6 +273,11 @@ class TrainingRun(Setup):
         progress.seconds += time.perf_counter() - started
         return rate
 
+    def settled_step(self) -> None:
+        """One step, with its outcome."""
+        self.step()
+        self.settle()
+
     def backward(self, micro: list[Batch], counted: Tensor) -> Tensor:
         """Forward and backward passes of one step with `counted` labels over all processes; returns its loss."""
         world = self.fabric.world_size

@@ -1,14 +1,6 @@
-"""Which attention kernel a run uses.
-
-A model's initial state: what each sub-layer writes to the residual stream, compared with the stream itself.
-
-A sub-layer whose output is much larger than the residual stream drowns the token before training begins. Pattention
-does that if the embedding is initialized small, since the size of its output does not depend on that of its input.
-
-
-Open trained models to make new ones from them: the contents of a checkpoint's folder, and its history.
-
-A model for the data of a run: more tokens, learned positions for another size, a classifier for other classes."""
+"""Trained models, to make new ones from them: opened, changed, fitted to data, measured; the attention kernel that
+computes them; and what each sub-layer of a new one writes to the residual stream.
+"""
 
 from __future__ import annotations
 
@@ -69,173 +61,10 @@ from headwater_lab.recipe.schema import AnyData, Change, Training, untrusted_in
 from headwater_lab.training.checkpoints import check, history_of, load_model, newest_checkpoint, optimizer_state
 from headwater_lab.training.records import Event
 
-
-def attention_of(config: HeadwaterConfig, training: Training, device: torch.device, context: int) -> str | None:
-    """The kernel that the recipe names; else varlen if packed rows of `context` tokens are faster with it; else None.
-
-    Not decided by timing, since a run's bits depend on it. Raises `HeadwaterError` if varlen is named and cannot run.
-    """
-    found = kernel_for(config, training, device.type, context)
-    if found == VARLEN and training.attn_implementation is None and device.type == "cuda":
-        return VARLEN if torch.cuda.get_device_capability(device) >= (8, 0) else None  # FlashAttention needs Ampere
-    return found
-
-
-def kernel_for(config: HeadwaterConfig, training: Training, device: str, context: int) -> str | None:
-    """The same for a kind of device, whose capability suffices."""
-    if isinstance(config, HeadwaterVisionConfig):
-        if training.attn_implementation == VARLEN:
-            raise HeadwaterError(f"training.attn_implementation: {VARLEN} is for rows of documents; leave it out.")
-        return training.attn_implementation
-    dtype = {"32-true": torch.float32, "64-true": torch.float64}.get(training.precision, torch.bfloat16)
-    widths = [layer_config(config, layer).head_dim for layer in config.kinds.values()]
-    reasons = [find_refusal(torch.device(device), dtype, config.attention_dropout, width or 0) for width in widths]
-    reason = next((reason for reason in reasons if reason is not None), None)
-    if training.attn_implementation == VARLEN and reason is not None:
-        raise HeadwaterError(f"training.attn_implementation: {VARLEN} {reason}; leave it out.")
-    possible, _ = supported_kernels(config)
-    cannot = reason is not None or (possible is not None and VARLEN not in possible)
-    if training.attn_implementation is not None or cannot or kernels.are_disabled():
-        return training.attn_implementation
-    return VARLEN if device != "cpu" or context >= FROM else None
-
-
-def step_settings(config: HeadwaterConfig, training: Training, data: Any, attention: str | None) -> dict[str, Any]:
-    """What the memory of a step depends on besides its rows, as `headwater.cost.price` takes it. data: a recipe's."""
-    settings = {"gradient_checkpointing": training.gradient_checkpointing, "averages": training.ema_decay is not None}
-    if isinstance(config, HeadwaterVisionConfig):
-        return settings
-    unmasked = takes_documents(attention) or attention == "flex_attention"
-    masked = getattr(data, "row_layout", "") == "packed" and not unmasked
-    return settings | {"loss_chunk_tokens": training.loss_chunk_tokens, "masked": masked}
-
-
-def set_attention(model: AnyModel, name: str) -> None:
-    """Raise `HeadwaterError` if the kernel is not installed, or does not support the model."""
-    try:
-        model.set_attn_implementation(name)
-    except (ValueError, ImportError) as error:
-        raise HeadwaterError(f"training.attn_implementation: {sentence(error)}") from error
-
-
+PROCESSOR = "preprocessor_config.json"
+POSITIONS, CLASSIFIER = "model.embed_positions.weight", "classifier."
 # Warn about a sub-layer that writes more than this many times the residual stream.
 DROWNS = 10.0
-
-
-@dataclass(frozen=True)
-class SubLayerInit:
-    """One sub-layer of a model that has not been trained, over a sample of tokens.
-
-    output: root mean square of what it adds to the residual stream. stream: of the residual stream before it.
-    cosine: mean cosine of its input with the embedding (token and position) of the same token.
-    constant: share of its output that is one vector, the same for all tokens, ‖mean‖² / mean ‖·‖².
-    """
-
-    layer: int
-    name: str
-    output: float
-    stream: float
-    cosine: float
-    constant: float
-
-    @property
-    def ratio(self) -> float:
-        """Output over residual stream; infinite if the stream is zero."""
-        return self.output / self.stream if self.stream else float("inf")
-
-
-def sample_tokens(vocabulary: int, context: int, rows: int = 8) -> Tensor:
-    """Tokens drawn uniformly, [rows, at most 128]: the same ones in every call."""
-    draw = generator(0, "init diagnostics")
-    return torch.randint(0, vocabulary, (rows, min(context, 128)), generator=draw)
-
-
-def sample_images(config: HeadwaterVisionConfig, images: int = 8) -> Tensor:
-    """Normalized pixels of noise, [images, C, H, W]: the same ones in every call."""
-    return torch.randn(images, config.num_channels, *config.image_shape, generator=generator(0, "init diagnostics"))
-
-
-@torch.no_grad()
-def init_diagnostics(model: AnyModel, input_ids: Tensor | None = None) -> list[SubLayerInit]:
-    """Both sub-layers of every block, in order, from one forward pass.
-
-    input_ids: [B, T], or pixels [B, C, H, W]; default: 8 rows of 128 random tokens, or 8 images of noise, so the result
-        depends only on the model.
-    """
-    sample: dict[str, Any]
-    if is_of_images(model.config):
-        sample = {"pixel_values": sample_images(model.config) if input_ids is None else input_ids}
-    else:
-        if input_ids is None:
-            input_ids = sample_tokens(model.config.vocab_size, model.config.max_position_embeddings)
-        sample = {"input_ids": input_ids, "use_cache": False}
-    sample = {name: value.to(model.device) if isinstance(value, Tensor) else value for name, value in sample.items()}
-    found: list[SubLayerInit] = []
-    state: dict[str, Tensor] = {}
-    was_training = model.training
-    with ExitStack() as stack:
-        stack.callback(model.train, was_training)
-        model.eval()
-        if is_compiled(model):
-            stack.enter_context(torch.compiler.set_stance("force_eager"))  # no graph can hold these hooks
-        for layer, block in enumerate(cast(Sequence[Block], model.model.layers)):
-            for handle in _hooks(layer, block, state, found):
-                stack.callback(handle.remove)
-        model.model(**sample)
-    return found
-
-
-def _hooks(layer: int, block: Block, state: dict[str, Tensor], found: list[SubLayerInit]) -> Iterator[Any]:
-    def enter(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        state["block"] = inputs[0]
-        state.setdefault("embedding", inputs[0])
-
-    def attended(module: nn.Module, inputs: Any, output: tuple[Tensor, ...]) -> None:
-        state["attended"] = output[0]
-
-    def between(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        state["between"] = inputs[0]
-
-    def fed(module: nn.Module, inputs: Any, output: Tensor) -> None:
-        first = state["block"] if block.residual else torch.zeros_like(state["block"])
-        found.append(_measured(layer, "attention", state["attended"], first, state["block"], state["embedding"]))
-        stream = first if block.parallel else state["between"]
-        found.append(_measured(layer, "feed-forward", output, stream, state["between"], state["embedding"]))
-
-    yield block.register_forward_pre_hook(enter)
-    yield block.self_attn.register_forward_hook(attended)
-    yield block.post_attention_layernorm.register_forward_pre_hook(between)
-    yield block.mlp.register_forward_hook(fed)
-
-
-def _measured(layer: int, name: str, output: Tensor, stream: Tensor, read: Tensor, embedding: Tensor) -> SubLayerInit:
-    rows = output.double().flatten(0, -2)
-    energy = rows.square().sum(-1).mean()
-    cosine = nn.functional.cosine_similarity(read.double(), embedding.double(), dim=-1).mean()
-    return SubLayerInit(
-        layer=layer,
-        name=name,
-        output=float(rows.square().mean().sqrt()),
-        stream=float(stream.double().square().mean().sqrt()),
-        cosine=float(cosine),
-        constant=float(rows.mean(0).square().sum() / energy) if energy else 0.0,
-    )
-
-
-def drowning(found: Sequence[SubLayerInit]) -> str | None:
-    """A warning about the first sub-layer that drowns the residual stream; None if none does."""
-    bad = [one for one in found if DROWNS < one.ratio < float("inf")]
-    if not bad:
-        return None
-    more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
-    return (
-        f"At initialization, the {bad[0].name} of layer {bad[0].layer}{more} writes {bad[0].ratio:.0f} times the "
-        "residual stream, which drowns the tokens; raise model.embedding_range, or initialize its linear layers "
-        "smaller."
-    )
-
-
-PROCESSOR = "preprocessor_config.json"
 # The arguments of growth by parameter tokens.
 OF_PAIRS = ("attention_pairs", "ffn_pairs", "key_init", "tau", "freeze")
 
@@ -554,9 +383,6 @@ def known_rows(trained: Trained) -> tuple[Tensor, str]:
     return ids, f"{ids.numel()} random tokens"
 
 
-POSITIONS, CLASSIFIER = "model.embed_positions.weight", "classifier."
-
-
 def changes_for(
     config: HeadwaterConfig,
     data: Data,
@@ -675,3 +501,167 @@ def check_classes(config: HeadwaterVisionConfig, data: ImageData) -> None:
 def names_of(config: HeadwaterVisionConfig) -> list[str]:
     """The names of the model's classes, in order."""
     return [str(config.id2label[number]) for number in range(config.num_labels)]
+
+
+def attention_of(config: HeadwaterConfig, training: Training, device: torch.device, context: int) -> str | None:
+    """The kernel that the recipe names; else varlen if packed rows of `context` tokens are faster with it; else None.
+
+    Not decided by timing, since a run's bits depend on it. Raises `HeadwaterError` if varlen is named and cannot run.
+    """
+    found = kernel_for(config, training, device.type, context)
+    if found == VARLEN and training.attn_implementation is None and device.type == "cuda":
+        return VARLEN if torch.cuda.get_device_capability(device) >= (8, 0) else None  # FlashAttention needs Ampere
+    return found
+
+
+def kernel_for(config: HeadwaterConfig, training: Training, device: str, context: int) -> str | None:
+    """The same for a kind of device, whose capability suffices."""
+    named = training.attn_implementation
+    if isinstance(config, HeadwaterVisionConfig):
+        if named == VARLEN:
+            raise HeadwaterError(f"training.attn_implementation: {VARLEN} is for rows of documents; leave it out.")
+        return named
+    dtype = {"32-true": torch.float32, "64-true": torch.float64}.get(training.precision, torch.bfloat16)
+    widths = [layer_config(config, layer).head_dim for layer in config.kinds.values()]
+    reasons = [find_refusal(torch.device(device), dtype, config.attention_dropout, width or 0) for width in widths]
+    reason = next((reason for reason in reasons if reason is not None), None)
+    if named == VARLEN and reason is not None:
+        raise HeadwaterError(f"training.attn_implementation: {VARLEN} {reason}; leave it out.")
+    possible, _ = supported_kernels(config)
+    cannot = reason is not None or (possible is not None and VARLEN not in possible)
+    if named is not None or cannot or kernels.are_disabled():
+        return named
+    return VARLEN if device != "cpu" or context >= FROM else None
+
+
+def step_settings(config: HeadwaterConfig, training: Training, data: Any, attention: str | None) -> dict[str, Any]:
+    """What the memory of a step depends on besides its rows, as `headwater.cost.price` takes it. data: a recipe's."""
+    settings = {"gradient_checkpointing": training.gradient_checkpointing, "averages": training.ema_decay is not None}
+    if isinstance(config, HeadwaterVisionConfig):
+        return settings
+    unmasked = takes_documents(attention) or attention == "flex_attention"
+    masked = getattr(data, "row_layout", "") == "packed" and not unmasked
+    return settings | {"loss_chunk_tokens": training.loss_chunk_tokens, "masked": masked}
+
+
+def set_attention(model: AnyModel, name: str) -> None:
+    """Raise `HeadwaterError` if the kernel is not installed, or does not support the model."""
+    try:
+        model.set_attn_implementation(name)
+    except (ValueError, ImportError) as error:
+        raise HeadwaterError(f"training.attn_implementation: {sentence(error)}") from error
+
+
+@dataclass(frozen=True)
+class SubLayerInit:
+    """One sub-layer of a model that has not been trained, over a sample of tokens.
+
+    output: root mean square of what it adds to the residual stream. stream: of the residual stream before it.
+    cosine: mean cosine of its input with the embedding (token and position) of the same token.
+    constant: share of its output that is one vector, the same for all tokens, ‖mean‖² / mean ‖·‖².
+    """
+
+    layer: int
+    name: str
+    output: float
+    stream: float
+    cosine: float
+    constant: float
+
+    @property
+    def ratio(self) -> float:
+        """Output over residual stream; infinite if the stream is zero."""
+        return self.output / self.stream if self.stream else float("inf")
+
+
+def sample_tokens(vocabulary: int, context: int, rows: int = 8) -> Tensor:
+    """Tokens drawn uniformly, [rows, at most 128]: the same ones in every call."""
+    draw = generator(0, "init diagnostics")
+    return torch.randint(0, vocabulary, (rows, min(context, 128)), generator=draw)
+
+
+def sample_images(config: HeadwaterVisionConfig, images: int = 8) -> Tensor:
+    """Normalized pixels of noise, [images, C, H, W]: the same ones in every call."""
+    return torch.randn(images, config.num_channels, *config.image_shape, generator=generator(0, "init diagnostics"))
+
+
+@torch.no_grad()
+def init_diagnostics(model: AnyModel, input_ids: Tensor | None = None) -> list[SubLayerInit]:
+    """Both sub-layers of every block, in order, from one forward pass.
+
+    A sub-layer whose output is much larger than the residual stream drowns the token before training begins. Pattention
+    does that if the embedding is initialized small, since the size of its output does not depend on that of its input.
+
+    input_ids: [B, T], or pixels [B, C, H, W]; default: 8 rows of 128 random tokens, or 8 images of noise, so the result
+        depends only on the model.
+    """
+    of_images = is_of_images(model.config)
+    if input_ids is None and of_images:
+        input_ids = sample_images(model.config)
+    elif input_ids is None:
+        input_ids = sample_tokens(model.config.vocab_size, model.config.max_position_embeddings)
+    x = input_ids.to(model.device)
+    sample: dict[str, Any] = {"pixel_values": x} if of_images else {"input_ids": x, "use_cache": False}
+    found: list[SubLayerInit] = []
+    state: dict[str, Tensor] = {}
+    was_training = model.training
+    with ExitStack() as stack:
+        stack.callback(model.train, was_training)
+        model.eval()
+        if is_compiled(model):
+            stack.enter_context(torch.compiler.set_stance("force_eager"))  # no graph can hold these hooks
+        for layer, block in enumerate(cast(Sequence[Block], model.model.layers)):
+            for handle in _hooks(layer, block, state, found):
+                stack.callback(handle.remove)
+        model.model(**sample)
+    return found
+
+
+def _hooks(layer: int, block: Block, state: dict[str, Tensor], found: list[SubLayerInit]) -> Iterator[Any]:
+    def enter(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        state["block"] = inputs[0]
+        state.setdefault("embedding", inputs[0])
+
+    def attended(module: nn.Module, inputs: Any, output: tuple[Tensor, ...]) -> None:
+        state["attended"] = output[0]
+
+    def between(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        state["between"] = inputs[0]
+
+    def fed(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        first = state["block"] if block.residual else torch.zeros_like(state["block"])
+        found.append(_measured(layer, "attention", state["attended"], first, state["block"], state["embedding"]))
+        stream = first if block.parallel else state["between"]
+        found.append(_measured(layer, "feed-forward", output, stream, state["between"], state["embedding"]))
+
+    yield block.register_forward_pre_hook(enter)
+    yield block.self_attn.register_forward_hook(attended)
+    yield block.post_attention_layernorm.register_forward_pre_hook(between)
+    yield block.mlp.register_forward_hook(fed)
+
+
+def _measured(layer: int, name: str, output: Tensor, stream: Tensor, read: Tensor, embedding: Tensor) -> SubLayerInit:
+    rows = output.double().flatten(0, -2)
+    energy = rows.square().sum(-1).mean()
+    cosine = nn.functional.cosine_similarity(read.double(), embedding.double(), dim=-1).mean()
+    return SubLayerInit(
+        layer=layer,
+        name=name,
+        output=float(rows.square().mean().sqrt()),
+        stream=float(stream.double().square().mean().sqrt()),
+        cosine=float(cosine),
+        constant=float(rows.mean(0).square().sum() / energy) if energy else 0.0,
+    )
+
+
+def drowning(found: Sequence[SubLayerInit]) -> str | None:
+    """A warning about the first sub-layer that drowns the residual stream; None if none does."""
+    bad = [one for one in found if DROWNS < one.ratio < float("inf")]
+    if not bad:
+        return None
+    more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
+    return (
+        f"At initialization, the {bad[0].name} of layer {bad[0].layer}{more} writes {bad[0].ratio:.0f} times the "
+        "residual stream, which drowns the tokens; raise model.embedding_range, or initialize its linear layers "
+        "smaller."
+    )

@@ -54,7 +54,7 @@ def train_stages(
     once per stage.
     """
     if not recipe.stages and only is None:
-        return train(recipe, folder, resume=resume, experiment=experiment, on_event=on_event, measure_peak=measure_peak)
+        return train(recipe, folder, experiment=experiment, on_event=on_event, resume=resume, measure_peak=measure_peak)
     runs, names = chain(recipe, folder), recipe.stage_names
     with ExitStack() as stack:
         if on_several(recipe):

@@ -72,6 +72,12 @@ from headwater_lab.training.optimizers import Average, freeze, learning_rate, ma
 from headwater_lab.training.processes import first, in_precision, scalars, sharded, together
 from headwater_lab.training.records import Event, Origin
 
+# The folder of a changed model, before and after the run begins.
+MADE, KEPT = ".start", "start"
+# Rows on which a conversion measures how alike keys and values are.
+SAMPLE = 16
+# What a recipe may change in a trained model.
+MAY_DIFFER = ("embedding_dropout", "attention_dropout", "residual_dropout", "drop_path")
 # Fields that may change when a run is resumed: how long it runs and on which hardware, not the model or its data.
 MAY_CHANGE = {
     "training.steps",
@@ -122,14 +128,6 @@ def progress_of(checkpoint: Path, recipe: Recipe, data: dict[str, Any]) -> Progr
             )
     progress.recipe = values
     return progress
-
-
-# The folder of a changed model, before and after the run begins.
-MADE, KEPT = ".start", "start"
-# Rows on which a conversion measures how alike keys and values are.
-SAMPLE = 16
-# What a recipe may change in a trained model.
-MAY_DIFFER = ("embedding_dropout", "attention_dropout", "residual_dropout", "drop_path")
 
 
 class Beginning(NamedTuple):
