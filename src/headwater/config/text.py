@@ -229,7 +229,7 @@ class HeadwaterConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         self.settle()
         if by_hand and self.embedding_range is None:  # a file without it is older than this field
-            wanted = (resolve(name).embedding_range(options, self) for name, options in self.mechanisms.items())
+            wanted = (resolve(name).choose_embedding_range(options, self) for name, options in self.mechanisms.items())
             self.embedding_range = next((std for std in wanted if std is not None), None)
 
     @classmethod
@@ -343,7 +343,7 @@ class HeadwaterConfig(PreTrainedConfig):
         if len(self.mechanisms) < len(named):
             raise HeadwaterError(f"mechanisms has a repeated name: {', '.join(map(str, given))}; name each once.")
         for name, options in self.mechanisms.items():
-            resolve(name).validate(options, self)
+            resolve(name).validate_options(options, self)
         plans = self.layer_plans
         keepers, s = _keepers(plans)
         if self.materialise and keepers:
@@ -507,7 +507,7 @@ class HeadwaterConfig(PreTrainedConfig):
         if self.position == "rope":
             self._check_rope()
         for name, options in self.mechanisms.items():
-            resolve(name).validate(options, self)
+            resolve(name).validate_options(options, self)
 
     def _check_heads(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads:
@@ -597,7 +597,7 @@ class HeadwaterConfig(PreTrainedConfig):
     def attention_kernels(self) -> tuple[tuple[str, ...] | None, str]:
         """The values of `attn_implementation` that support this config (None: all), and what limits them."""
         limits = {
-            f"Mechanism {name!r} with its options": resolve(name).kernels(options)
+            f"Mechanism {name!r} with its options": resolve(name).list_kernels(options)
             for name, options in self.mechanisms.items()
         }
         limits["ALiBi"] = ("sdpa", "eager", "matmul") if self.position == "alibi" else None
@@ -656,8 +656,10 @@ def _name_of(name: str) -> str:
     known = MECHANISMS.name_of(kind)
     # A name added by a test or a notebook takes precedence.
     known = name if MECHANISMS.has(name) or name in MECHANISMS.added else known
-    if kind.name() != known:
-        raise HeadwaterError(f"Mechanism {known!r} calls itself {kind.name()!r}; remove name() from its class.")
+    if kind.registered_name() != known:
+        raise HeadwaterError(
+            f"Mechanism {known!r} calls itself {kind.registered_name()!r}; remove name() from its class."
+        )
     return known
 
 

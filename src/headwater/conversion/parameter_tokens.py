@@ -33,11 +33,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headwater.config.capabilities import Map
 from headwater.config.text import HeadwaterConfig
 from headwater.conversion.add import function_change
 from headwater.cost.hardware import memory_of
 from headwater.mechanisms import Pattention
-from headwater.mechanisms.base import Map
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.quantization import check_full_precision
 from headwater.nn.block import Block
@@ -109,7 +109,7 @@ def to_parameter_tokens(
     Raises `HeadwaterError` for a model that has Pattention already, and for a sample that cannot be split or fitted to.
     """
     check_full_precision(model)
-    config, name = model.config, Pattention.name()
+    config, name = model.config, Pattention.registered_name()
     if name in (config.mechanisms or {}):
         raise HeadwaterError(f"The model already has mechanism {name!r}; use one with linear layers.")
     if input_ids.ndim != 2 or len(input_ids) < 2 or input_ids.shape[1] < 2:
@@ -326,5 +326,5 @@ def _with_pairs(config: HeadwaterConfig, reports: list[MapReport]) -> HeadwaterC
     new = copy.deepcopy(config)
     new.norm_bias = config.norm_bias or _has_constant(config)
     new.qkv_bias = new.output_bias = new.mlp_bias = False
-    new.mechanisms = (config.mechanisms or {}) | {Pattention.name(): options}
+    new.mechanisms = (config.mechanisms or {}) | {Pattention.registered_name(): options}
     return new

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from headwater.config.plan import Kept, LayerPlan
+from headwater.config.capabilities import Map
+from headwater.config.plan import Kept, LayerPlan, Stage
 from headwater.config.planner import output_only_from
 from headwater.config.vision import HeadwaterVisionConfig
 from headwater.cost.hardware import memory_of
-from headwater.mechanisms.base import Cost, Map
+from headwater.mechanisms.contract import Cost
 from headwater.plugins.registry import resolve
 from headwater.util.errors import HeadwaterError
 
@@ -46,7 +47,7 @@ def map_cost(config: HeadwaterConfig, layer: int, name: Map, d_in: int, d_out: i
 
 def _own_map_cost(config: HeadwaterConfig, layer: int, name: Map, d_in: int, d_out: int) -> Cost | None:
     for mechanism, options in config.mechanisms.items():
-        own = resolve(mechanism).map_cost(options, config, layer, name, d_in, d_out)
+        own = resolve(mechanism).count_linear_cost(options, config, layer, name, d_in, d_out)
         if own is not None:
             return own
     return None
@@ -103,12 +104,12 @@ def _norms(config: HeadwaterConfig) -> int:
 
 def _mechanism_costs(config: HeadwaterConfig, plan: LayerPlan) -> Iterator[Cost]:
     for name in dict.fromkeys(name for _, name in plan.acts):
-        yield resolve(name).cost(config.mechanisms[name], config.at(plan.index), plan)
+        yield resolve(name).count_cost(config.mechanisms[name], config.at(plan.index), plan)
 
 
 def _shared_costs(config: HeadwaterConfig) -> list[Cost]:
     """What the modules cost that mechanisms share across all layers."""
-    return [resolve(name).shared_cost(given, config) for name, given in config.mechanisms.items()]
+    return [resolve(name).count_shared_cost(given, config) for name, given in config.mechanisms.items()]
 
 
 def check_memory(config: HeadwaterConfig) -> None:
@@ -358,7 +359,7 @@ def activation_bytes(
     at_once = min(loss_chunk_tokens, tokens) * config.vocab_size if loss_chunk_tokens else whole
     masks = tokens * context * (1 + copies * element) if masked else 0
     # With pairs beside the tokens' a layer widens the mask.
-    own = min(copies, sum(bool(plan.at("beside")) for plan in plans)) * config.is_causal
+    own = min(copies, sum(bool(plan.at(Stage.ADDED_KEY_VALUES)) for plan in plans)) * config.is_causal
     masks += own * masked * tokens * context
     return {
         "kept": tokens * kept + batch_size * before + (0 if loss_chunk_tokens else softmax * whole),
@@ -375,7 +376,10 @@ def _readers(plan: LayerPlan) -> int:
 
 def _shown_weights(config: HeadwaterConfig, plan: LayerPlan) -> int:
     """Sets of attention weights that are stored: none with a fused kernel, else the softmax's and derived ones."""
-    acting, capped = bool(plan.at("probabilities")), config.attention_softcap is not None  # which keeps its tanh
+    acting, capped = (
+        bool(plan.at(Stage.ATTENTION_WEIGHTS)),
+        config.attention_softcap is not None,
+    )  # which keeps its tanh
     return acting + capped + (acting or capped or any(source.kind == "probabilities" for source in plan.exports))
 
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from headwater.kernels import applies, applies_traced
 from headwater.kernels.shift import back, fused_dynamic_shift, fused_shift, traced_shift
-from headwater.mechanisms.base import Ancestors
+from headwater.mechanisms.contract import Ancestors
 
 
 def shift(

@@ -23,7 +23,7 @@ from headwater.kernels.attention import MATMUL
 from headwater.kernels.choose import measured
 from headwater.kernels.linear import packed
 from headwater.kernels.varlen import VARLEN
-from headwater.mechanisms.base import Ancestors
+from headwater.mechanisms.contract import Ancestors
 from headwater.models.cache import restart  # the module registers the cache layers, too
 from headwater.models.pretrained import HeadwaterPreTrainedModel, shared_modules
 from headwater.models.stack import Last, OfKind, Stack
@@ -82,7 +82,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         self.dropout = nn.Dropout(config.embedding_dropout)
         self.layers = Stack(config)
         self.mechanisms = shared_modules(config)
-        self.reads_ids = [name for name in config.mechanisms if resolve(name).reads_ids]
+        self.reads_ids = [name for name in config.mechanisms if resolve(name).needs_input_ids]
         plans = config.layer_plans
         # Heads whose keys and values each layer caches.
         self.cached_heads = [

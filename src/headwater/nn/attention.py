@@ -23,7 +23,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from headwater.config.plan import HeadGroup, Heads, Inner, LayerPlan, Source, Stage
 from headwater.kernels.attention import FEW
-from headwater.mechanisms.base import KV, Ancestors, Context, Mechanism, Named, Tail
+from headwater.mechanisms.contract import KV, Ancestors, Context, Mechanism, Tail
+from headwater.mechanisms.named import Named
 from headwater.nn.attention_kernel import attention_kernel, attention_weights, eager_attention, read_values
 from headwater.nn.cache_name import is_paged
 from headwater.nn.linear import apply_linear
@@ -85,7 +86,10 @@ class Attention(nn.Module):
 
         self.stages = {stage: plan.at(stage) for stage in get_args(Inner)}
         self.mechanisms = Named(
-            {name: resolve(name).build(config.mechanisms[name], config, plan) for name in plan.at(*get_args(Inner))}
+            {
+                name: resolve(name).build_module(config.mechanisms[name], config, plan)
+                for name in plan.at(*get_args(Inner))
+            }
         )
         weights = [source for source in plan.exports if source.kind == "probabilities"]
         self.shows_weights = bool(weights or self.stages["probabilities"])
@@ -130,14 +134,14 @@ class Attention(nn.Module):
         known = [*sources]  # each at its `LayerPlan.slot`
         context = Context(known, reach, tail_of(self.plan, past_key_values), token_ids, x)
         q, k, v = self.project(x, key_input, value_input)
-        for mechanism in self.at("projected"):
-            q, (k, v) = mechanism.projected(q, KV(k, v), context)
+        for mechanism in self.at(Stage.PROJECTIONS):
+            q, (k, v) = mechanism.transform_projections(q, KV(k, v), context)
         q = q if self.q_norm is None else self.q_norm(q.transpose(1, 2)).transpose(1, 2)
         k = k if self.k_norm is None else self.k_norm(k.transpose(1, 2)).transpose(1, 2)
         known += q, k, v
 
-        for mechanism in self.at("local"):
-            q, (k, v) = mechanism.local(q, KV(k, v), context)
+        for mechanism in self.at(Stage.QKV):
+            q, (k, v) = mechanism.transform_qkv(q, KV(k, v), context)
         known.append(v)
         if position_embeddings is not None:
             q = rotate(q, *position_embeddings)
@@ -174,7 +178,7 @@ class Attention(nn.Module):
 
         pairs = None
         if self.stages["beside"]:
-            more = [mechanism.beside(context) for mechanism in self.at("beside")]
+            more = [mechanism.add_key_values(context) for mechanism in self.at(Stage.ADDED_KEY_VALUES)]
             keys, values = (join([one[part] for one in more], dim=1).to(q.dtype) for part in (0, 1))
             pairs = [KV(keys[first:end], values[first:end]) for first, end in self.spans]
         out, weights = self.attend(inputs, context, pairs, **kwargs)
@@ -184,8 +188,8 @@ class Attention(nn.Module):
         self, out: Tensor, weights: Tensor | None, known: Sequence[Tensor], context: Context
     ) -> tuple[Tensor | None, ...]:
         """What `forward` returns. out: what each head read, [B, T, H, d]. known: each tensor at its slot."""
-        for mechanism in self.at("heads"):
-            out = mechanism.heads(out, context)
+        for mechanism in self.at(Stage.HEAD_OUTPUTS):
+            out = mechanism.transform_head_outputs(out, context)
         out = apply_linear(self.o_proj, out.flatten(2))
         return out, weights, *(known[slot] for slot in self.exports)
 
@@ -193,8 +197,8 @@ class Attention(nn.Module):
         """What all heads attend to, [B, K, S, d] each."""
         each = [call.select(q, known) for call in self.calls]
         kv = KV(*(join([one[part] for one in each], dim=1) for part in (1, 2)))
-        for mechanism in self.at("gathered"):
-            kv = mechanism.gathered(kv, context)
+        for mechanism in self.at(Stage.ATTENDED_KV):
+            kv = mechanism.transform_attended_kv(kv, context)
         return kv
 
     def project(
@@ -232,8 +236,8 @@ class Attention(nn.Module):
             every = join(shown, dim=1)
             weights = of_tokens(every, pairs)
             context.sources.append(weights)
-            for mechanism in self.at("probabilities"):
-                weights = mechanism.probabilities(weights, context)
+            for mechanism in self.at(Stage.ATTENTION_WEIGHTS):
+                weights = mechanism.transform_attention_weights(weights, context)
             every = weights if pairs is None else torch.cat((weights, every[..., weights.shape[3] :]), dim=3)
             sizes = [q.shape[1] for (q, *_), _ in groups]
             read = [

@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from headwater.kernels.attention import FEW, attention_of_few
 from headwater.kernels.choose import remembered
-from headwater.mechanisms.base import KV
+from headwater.mechanisms.contract import KV
 
 Kernel = Callable[..., tuple[Tensor, Tensor | None]]
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from headwater.kernels.choose import remembered
 from headwater.kernels.linear import fastest
-from headwater.mechanisms.base import owner_of
+from headwater.mechanisms.named import owner_of
 
 
 def apply_linear(layer: nn.Module, x: Tensor) -> Tensor:

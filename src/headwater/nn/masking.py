@@ -25,7 +25,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 
 from headwater.kernels.attention import MATMUL
 from headwater.kernels.varlen import VARLEN
-from headwater.mechanisms.base import Ancestors
+from headwater.mechanisms.contract import Ancestors
 from headwater.nn.cache_name import CACHE, one_cache
 from headwater.nn.position import alibi_slopes
 from headwater.util.errors import HeadwaterError

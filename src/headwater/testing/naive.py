@@ -359,10 +359,10 @@ class Reference:
             x = self.around("arrive", layer, x)
             entered = x
             for mechanism in c.mechanisms:
-                entered = self.enter(mechanism, layer, entered)
+                entered = self.transform_block_input(mechanism, layer, entered)
             inputs = {"q": entered, "k": entered, "v": entered, "stream": x}
             for mechanism in c.mechanisms:
-                inputs = self.separate(mechanism, layer, inputs)
+                inputs = self.split_attention_inputs(mechanism, layer, inputs)
             x = inputs.pop("stream")
             inputs = {
                 part: self.around("attention_input", layer, [self.norm(f"{name}.input_layernorm", a) for a in row])
@@ -382,7 +382,7 @@ class Reference:
             x = [a + b for a, b in zip(x, self.around("feed_forward_output", layer, inner), strict=True)]
             self.stream.append(x)
             for mechanism in c.mechanisms:
-                x = self.leave(mechanism, layer, x)
+                x = self.transform_block_output(mechanism, layer, x)
         return x
 
     def attention(self, layer: int, inputs: dict[str, list[Tensor]]) -> list[Tensor]:
@@ -393,19 +393,19 @@ class Reference:
         self.inputs.append(x)
         q, k, v = (self.project(name, part, inputs[part], heads[part]) for part in "qkv")
         for mechanism in c.mechanisms:
-            q, k, v = self.projected(mechanism, layer, q, k, v)
+            q, k, v = self.transform_projections(mechanism, layer, q, k, v)
         if c.qk_norm:
             q, k = (self.normed(f"{name}.{part}_norm", heads) for part, heads in (("q", q), ("k", k)))
         self.raw.append({"q": q, "k": k, "v": v})
         for mechanism in c.mechanisms:
-            q, k, v = self.local(mechanism, layer, q, k, v)
+            q, k, v = self.transform_qkv(mechanism, layer, q, k, v)
         self.final_v.append(v)
         if c.position == "rope":
             q, k = ({h: [self.rope(a, p) for a, p in zip(s[h], self.position, strict=True)] for h in s} for s in (q, k))
         self.bank.append((k, v))
 
         groups = c.num_attention_heads // c.num_key_value_heads
-        pairs = [pair for mechanism in c.mechanisms for pair in self.beside(mechanism, layer)]
+        pairs = [pair for mechanism in c.mechanisms for pair in self.add_key_values(mechanism, layer)]
         weights = [
             [
                 attention_weights(
@@ -444,7 +444,7 @@ class Reference:
                 [sum((w * (values[j] if j >= 0 else more[-1 - j]) for j, w in row.items()), zero) for row in weights[h]]
             )
         for mechanism in c.mechanisms:
-            read = self.heads(mechanism, layer, read)
+            read = self.transform_head_outputs(mechanism, layer, read)
         return [self.linear(f"{name}.o_proj", torch.cat([head[t] for head in read])) for t in range(len(x))]
 
     # Mechanisms
@@ -493,14 +493,14 @@ class Reference:
             if any(self.attended(i, h)[part] == layer for i in layers if h < self.config.at(i).num_key_value_heads)
         ]
 
-    def enter(self, name: str, layer: int, x: list[Tensor]) -> list[Tensor]:
+    def transform_block_input(self, name: str, layer: int, x: list[Tensor]) -> list[Tensor]:
         """What goes into a block's attention, by position."""
         if name == "depth_attention" and self.queries(layer, 1):
             (query,) = self.queries(layer, 1)
             return self.depth_attention(layer, query, x)
         return self.hidden_residual(layer, x) if name == "value_residual" else x
 
-    def separate(self, name: str, layer: int, inputs: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
+    def split_attention_inputs(self, name: str, layer: int, inputs: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
         """What goes into queries "q", keys "k" and values "v", and the residual "stream", each by position."""
         ways = [part for i, part in enumerate("kv") if self.stored(layer, i)]
         if name == "depth_attention":
@@ -548,7 +548,7 @@ class Reference:
                 made[s].append(sum((a * term for a, term in zip(weights[s], terms, strict=True)), 0 * state))
         return made
 
-    def beside(self, name: str, layer: int) -> list[tuple[Tensor, Tensor]]:
+    def add_key_values(self, name: str, layer: int) -> list[tuple[Tensor, Tensor]]:
         """Keys and values beside the tokens', each by key/value head: [K, d]."""
         options = self.config.mechanisms[name]
         if name != "persistent_memory" or not self.acts(options, layer):
@@ -596,7 +596,7 @@ class Reference:
         """Whether the option `layers` names a layer; by default it names all."""
         return options["layers"] is None or layer in options["layers"]
 
-    def leave(self, name: str, layer: int, x: list[Tensor]) -> list[Tensor]:
+    def transform_block_output(self, name: str, layer: int, x: list[Tensor]) -> list[Tensor]:
         """What the next block is given, by position."""
         if name == "mudd" and layer == self.config.num_hidden_layers - 1:
             own = f"model.layers.{layer}.mechanisms.mudd.last"
@@ -608,7 +608,7 @@ class Reference:
             return [a - strength * b for a, b in zip(x, self.stream[middle + 1], strict=True)]
         return self.dense_former(layer, x) if name == "dense_former" else x
 
-    def heads(self, name: str, layer: int, read: list[list[Tensor]]) -> list[list[Tensor]]:
+    def transform_head_outputs(self, name: str, layer: int, read: list[list[Tensor]]) -> list[list[Tensor]]:
         """What each query head has read, by head and position."""
         if name == "exclusive":
             return self.exclusive(layer, read)
@@ -675,7 +675,7 @@ class Reference:
         share = logits[self.receivers(options).index(layer)] / logits.sum()
         return self.weights["model.mechanisms.value_residual.scale"][0] * share, self.weights[own][0]
 
-    def projected(self, name: str, layer: int, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+    def transform_projections(self, name: str, layer: int, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
         """Queries, keys and values, each by head, before their norms."""
         if name == "blend":
             return q, self.pooled(k), self.pooled(v)
@@ -725,7 +725,7 @@ class Reference:
                 made[h].append(y if map_ is None else y / math.sqrt(2 * len(taps) + 1))
         return made
 
-    def local(self, name: str, layer: int, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+    def transform_qkv(self, name: str, layer: int, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
         """Queries, keys and values, each by head, after the mechanism `name`."""
         options, parameters = self.config.mechanisms[name], f"model.layers.{layer}.self_attn.mechanisms.{name}"
         if name == "kv_shift" and options["variant"].startswith("half"):
@@ -918,13 +918,15 @@ class Reference:
         sides = ("gate", "up") if self.config.feed_forward == "gated" else ("up",)
         hidden = {side: [self.linear(f"{name}.mlp.{side}_proj", a) for a in x] for side in sides}
         for mechanism in self.config.mechanisms:
-            hidden = self.hidden(mechanism, layer, hidden)
+            hidden = self.transform_feed_forward_hidden(mechanism, layer, hidden)
         inner = [act(a) for a in hidden[sides[0]]]
         if len(sides) > 1:
             inner = [a * b for a, b in zip(inner, hidden["up"], strict=True)]
         return [self.linear(f"{name}.mlp.down_proj", a) for a in inner]
 
-    def hidden(self, name: str, layer: int, hidden: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
+    def transform_feed_forward_hidden(
+        self, name: str, layer: int, hidden: dict[str, list[Tensor]]
+    ) -> dict[str, list[Tensor]]:
         """What goes into the feed-forward's activation, "gate" and "up", by position."""
         if name != "short_conv":
             return hidden
