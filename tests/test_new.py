@@ -33,7 +33,7 @@ def test_its_files_fit_together(package):
     ]
     project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
     module, _, name = project["entry-points"]["headwater.mechanisms"]["value_mixing"].partition(":")
-    assert getattr(importlib.import_module(module), name).name() == "value_mixing:ValueMixing"
+    assert getattr(importlib.import_module(module), name).registered_name() == "value_mixing:ValueMixing"
     for path in package.rglob("*.*"):
         assert path.suffix == ".pyc" or "@" not in path.read_text().replace("@strict", "").replace("@data", "").replace(
             "@class", ""

@@ -353,7 +353,7 @@ def test_everything_is_listed(run):
 def test_every_mechanism_says_what_attention_reads_through_it():
     for name in MECHANISMS.own:
         mechanism = resolve(name)
-        assert mechanism.origin(mechanism.options({})) != name
+        assert mechanism.describe_source(mechanism.options({})) != name
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from headwater.integrations.torchtitan import export, spec
 from headwater.integrations.torchtitan.limits import check
 from headwater.integrations.torchtitan.model import Linears, TitanAdapter, ours_of, theirs_of
 from headwater.integrations.torchtitan.pipeline import check_cuts
-from headwater.mechanisms.base import Mechanism
+from headwater.mechanisms.contract import Mechanism
 from headwater.plugins.registry import MECHANISMS
 from headwater.util.errors import HeadwaterError
 from headwater_lab import train
@@ -171,7 +171,7 @@ def test_a_cut_between_a_layer_and_its_reader_is_refused(made):
 
 
 class Hooked(Mechanism):
-    def before_training(self, step):
+    def prepare_training(self, step):
         return {}
 
 

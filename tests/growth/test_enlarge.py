@@ -12,7 +12,7 @@ from headwater import HeadwaterError, HeadwaterForCausalLM, HeadwaterForImageCla
 from headwater.growth import enlarge, methods, pairs_of
 from headwater.growth.enlarge import carried, enlarged_config, planned
 from headwater.growth.methods import GrowthOptions
-from headwater.mechanisms.base import Mechanism
+from headwater.mechanisms.contract import Mechanism
 from headwater.mechanisms.kv_shift import KVShift
 from headwater.plugins.registry import MECHANISMS
 from headwater_lab import grow
@@ -507,11 +507,11 @@ def test_models_of_images_grow_too(method, sizes):
 class Unknown(KVShift):
     """An outside mechanism that says nothing of growth."""
 
-    grown = classmethod(Mechanism.grown.__func__)
+    grown = classmethod(Mechanism.grow_options.__func__)
 
 
 class Wordless(KVShift):
-    axes = Mechanism.axes
+    axes = Mechanism.describe_axes
 
 
 def test_an_outside_mechanism_has_to_say_how_it_grows(monkeypatch):

@@ -130,7 +130,7 @@ def assert_same(actual, expected):
         assert_near(actual[1][name], gradient, 1e-10)
 
 
-MASKLESS = [name for name in REGISTRY if resolve(name).kernels(resolve(name).options({})) is None]
+MASKLESS = [name for name in REGISTRY if resolve(name).list_kernels(resolve(name).options({})) is None]
 # All of them with grouped queries; the mechanisms as they are by default and in other forms.
 MODELS = {
     **{name: (mechanisms, {}) for name, mechanisms in combinations(MASKLESS).items()},

@@ -75,7 +75,7 @@ def is_new(name: str) -> bool:
 
 def test_every_mechanism_says_whether_it_has_an_identity_start():
     for name in REGISTRY:
-        assert (resolve(name).identity({}) is not None) == (name in IDENTITIES)
+        assert (resolve(name).find_identity_options({}) is not None) == (name in IDENTITIES)
 
 
 @pytest.mark.sampled(17)

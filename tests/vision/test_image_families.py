@@ -159,7 +159,7 @@ def test_other_models_are_refused(tmp_path):
 @pytest.mark.parametrize("name", ["kv_shift", "value_residual", "neutreno", "dense_former"])
 def test_mechanisms_are_added_at_identity(name):
     ours = from_transformers(theirs(CASES["vit"]))
-    if resolve(name).identity({}) is None:
+    if resolve(name).find_identity_options({}) is None:
         pytest.skip("it has no identity")
     added = add_mechanisms(ours, {name: {}})
     assert type(added) is HeadwaterForImageClassification

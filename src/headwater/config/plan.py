@@ -165,7 +165,7 @@ class LayerPlan:
     def inputs(self) -> tuple[Part, ...]:
         """What attention has an input of its own for: ("q",), for all, unless a mechanism acts at `separate`; then also
         "k" and "v", if the layer projects any."""
-        if not self.at("separate"):
+        if not self.at(Stage.ATTENTION_INPUTS):
             return ("q",)
         heads: tuple[tuple[Part, tuple[int, ...]], ...] = (("k", self.k_heads), ("v", self.v_heads))
         return ("q", *(part for part, stored in heads if stored))

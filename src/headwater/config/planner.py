@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from headwater.config.layers import layer_config
-from headwater.config.plan import EMBEDDING, Attends, HeadGroup, LayerPlan, Source, choose
+from headwater.config.plan import EMBEDDING, Attends, HeadGroup, LayerPlan, Source, Stage, choose
 from headwater.plugins.registry import resolve
 from headwater.util.errors import HeadwaterError
 
@@ -117,7 +117,7 @@ def _redirected(
 
     Raises `HeadwaterError` if that is not one plan a layer, or names a layer that does not come before.
     """
-    redirected = resolve(name).share(options, config, list(plans))
+    redirected = resolve(name).redirect_heads(options, config, list(plans))
     heads = [len(plan.attends) for plan in plans]
     if not isinstance(redirected, list) or [len(getattr(plan, "attends", ())) for plan in redirected] != heads:
         raise HeadwaterError(f"Mechanism {name!r}: share must return a list with the plan of each layer.")
@@ -132,15 +132,15 @@ def _redirected(
 
 
 def _gives(plan: LayerPlan, source: Source) -> bool:
-    return source.layer == plan.index or (source == EMBEDDING and bool(plan.at("embedded")))
+    return source.layer == plan.index or (source == EMBEDDING and bool(plan.at(Stage.EMBEDDING)))
 
 
 def _check_inside(config: HeadwaterConfig, plan: LayerPlan) -> None:
     """Raise `HeadwaterError` if a mechanism acts inside a feed-forward that another one replaces."""
     width = config.hidden_size
-    for inside in plan.at("feed_forward_hidden"):
+    for inside in plan.at(Stage.FEED_FORWARD_HIDDEN):
         for name, options in config.mechanisms.items():
-            if resolve(name).map_cost(options, config, plan.index, "feed_forward", width, width) is not None:
+            if resolve(name).count_linear_cost(options, config, plan.index, "feed_forward", width, width) is not None:
                 raise HeadwaterError(
                     f"Mechanism {inside!r} acts inside the feed-forward of layer {plan.index}, which {name!r} "
                     f"replaces; remove one of them, or what {inside!r} does there."
@@ -159,7 +159,7 @@ def output_only_from(config: HeadwaterConfig, plans: Sequence[LayerPlan]) -> int
 
     def reads_what_ids_give(plan: LayerPlan) -> bool:
         """Whether it reads a tensor for all layers that has a token's part at a place that only its maker knows."""
-        return any(source.kind == "shared" and resolve(source.part).reads_ids for source in plan.reads)
+        return any(source.kind == "shared" and resolve(source.part).needs_input_ids for source in plan.reads)
 
     while first and plans[first - 1].leaves_nothing and not reads_what_ids_give(plans[first - 1]):
         first -= 1

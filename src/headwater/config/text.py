@@ -195,7 +195,7 @@ class HeadwaterConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         self.complete_fields()
         if by_hand and self.embedding_range is None:  # a file without it is older than this field
-            ranges = (resolve(name).embedding_range(options, self) for name, options in self.mechanisms.items())
+            ranges = (resolve(name).choose_embedding_range(options, self) for name, options in self.mechanisms.items())
             self.embedding_range = next((std for std in ranges if std is not None), None)
 
     @classmethod
@@ -362,7 +362,7 @@ class HeadwaterConfig(PreTrainedConfig):
         if self.position == "rope":
             self.check_rope()
         for name, options in self.mechanisms.items():
-            resolve(name).validate(options, self)
+            resolve(name).validate_options(options, self)
 
     def _check_numbers(self) -> None:
         for name in ("embedding_dropout", "attention_dropout", "residual_dropout"):
@@ -454,6 +454,8 @@ def _name_of(name: str) -> str:
     known = MECHANISMS.name_of(kind)
     # A name added by a test or a notebook takes precedence.
     known = name if MECHANISMS.has(name) or name in MECHANISMS.added else known
-    if kind.name() != known:
-        raise HeadwaterError(f"Mechanism {known!r} calls itself {kind.name()!r}; remove name() from its class.")
+    if kind.registered_name() != known:
+        raise HeadwaterError(
+            f"Mechanism {known!r} calls itself {kind.registered_name()!r}; remove name() from its class."
+        )
     return known

@@ -35,7 +35,7 @@ from headwater.nn.attention import Attention
 from headwater.plugins.registry import as_mapping, resolve
 from headwater.util.errors import HeadwaterError
 
-BLEND = Blend.name()
+BLEND = Blend.registered_name()
 
 
 class Similarity(NamedTuple):
@@ -406,7 +406,7 @@ def chosen(config: HeadwaterConfig, mechanisms: Any, alike: Similarity) -> dict[
     made, found = {}, False
     for name, options in given.items():
         options = options or {}
-        better = resolve(name).by_similarity(options, config, alike.keys, alike.values)
+        better = resolve(name).choose_by_similarity(options, config, alike.keys, alike.values)
         made[name], found = options if better is None else better, found or better is not None
     if not found:
         raise HeadwaterError(

@@ -120,7 +120,7 @@ def check_servable(config: HeadwaterConfig) -> None:
     if not config.is_causal:
         raise HeadwaterError("A server generates text, and this is an image model; use headwater predict.")
     for name, options in config.mechanisms.items():
-        if resolve(name).kernels(options) is not None:
+        if resolve(name).list_kernels(options) is not None:
             raise HeadwaterError(
                 f"Mechanism {name!r} with its options needs masks or attention weights, which a server's attention "
                 "kernels do not give; serve this model with headwater serve, without --engine."

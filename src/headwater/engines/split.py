@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from headwater.config.plan import Inner, LayerPlan
 from headwater.config.planner import with_all_layers
 from headwater.engines.heads import SomeHeads
-from headwater.mechanisms.base import Mechanism, Processes
+from headwater.mechanisms.capabilities import Processes
+from headwater.mechanisms.contract import Mechanism
 from headwater.mechanisms.enlarging import of_heads
 from headwater.nn.attention import Attention
 from headwater.nn.feed_forward import FeedForward
@@ -81,7 +82,7 @@ class Portion:
             )
         inside = {name for plan in self.heads.model_plans for name in self.inside(plan)}
         for name in config.mechanisms:
-            if name in inside and not resolve(name).splits(config.mechanisms[name]):
+            if name in inside and not resolve(name).splits_heads(config.mechanisms[name]):
                 raise HeadwaterError(
                     f"Mechanism {name!r} does not say that its heads can be split over processes with these options "
                     "(per_head, docs/extending.md); leave out tensor_parallel_size."
@@ -192,14 +193,14 @@ def _own_parameters(mine: nn.Module, whole: Mechanism, share: Portion, plan: Lay
     parameters = dict(whole.named_parameters())
     for place, known in (parameters | dict(whole.named_buffers())).items():
         tensor = known.detach()
-        axes = whole.axes(place) if place in parameters else ()
+        axes = whole.describe_axes(place) if place in parameters else ()
         if (own := of_heads(axes, tensor.shape, share.heads.places(plan))) is not None:
             tensor = tensor.index_select(own[0], torch.tensor(own[1], dtype=torch.long))
         there = wanted.pop(place, None)
         if there is None and tensor.numel() == 0:
             continue
         if there is None or there.shape != tensor.shape:
-            raise _unsplittable(plan, [whole.name()])
+            raise _unsplittable(plan, [whole.registered_name()])
         owner, _, last = place.rpartition(".")
         module = mine.get_submodule(owner)
         if last in module._parameters:
@@ -207,7 +208,7 @@ def _own_parameters(mine: nn.Module, whole: Mechanism, share: Portion, plan: Lay
         else:
             module._buffers[last] = tensor.clone()
     if wanted:
-        raise _unsplittable(plan, [whole.name()])
+        raise _unsplittable(plan, [whole.registered_name()])
 
 
 def _unsplittable(plan: LayerPlan, names: list[str]) -> HeadwaterError:
@@ -268,4 +269,4 @@ class Joined(nn.Module):
 
 
 def _part(layer: nn.Module, processes: Processes) -> nn.Module:
-    return layer.part(processes) if isinstance(layer, Mechanism) else layer
+    return layer.build_part(processes) if isinstance(layer, Mechanism) else layer

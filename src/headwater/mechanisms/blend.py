@@ -24,9 +24,10 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
-from headwater.config.plan import Attends, LayerPlan, Part, Source
+from headwater.config.plan import Attends, LayerPlan, Part, Source, Stage
 from headwater.config.planner import plan_layers
-from headwater.mechanisms.base import KV, Context, Mechanism, Shown, Step
+from headwater.mechanisms.capabilities import Shown, Step
+from headwater.mechanisms.contract import KV, Context, Mechanism
 from headwater.mechanisms.enlarging import Larger
 from headwater.mechanisms.precision import KeepsPrecision
 from headwater.plugins.registry import MECHANISMS, in_order
@@ -102,7 +103,7 @@ class Blend(KeepsPrecision, Mechanism):
     # In a headwater model
 
     @classmethod
-    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
+    def grow_options(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
         raise HeadwaterError(
             "The model is on its way to a smaller cache and cannot grow before; finish the conversion."
         )
@@ -114,7 +115,7 @@ class Blend(KeepsPrecision, Mechanism):
         return made | {"mechanisms": {n: MECHANISMS.resolve(n).options(one) for n, one in mechanisms.items()} or None}
 
     @classmethod
-    def origin(cls, options: dict[str, Any]) -> str:
+    def describe_source(cls, options: dict[str, Any]) -> str:
         return "a layer's own, going over to those of a cheaper model"
 
     @classmethod
@@ -152,7 +153,9 @@ class Blend(KeepsPrecision, Mechanism):
     def without(cls, config: "HeadwaterConfig") -> "HeadwaterConfig":
         """The config of the model that is converted."""
         plain = copy.deepcopy(config)
-        plain.mechanisms = {name: given for name, given in (config.mechanisms or {}).items() if name != cls.name()}
+        plain.mechanisms = {
+            name: given for name, given in (config.mechanisms or {}).items() if name != cls.registered_name()
+        }
         return plain
 
     @classmethod
@@ -161,7 +164,7 @@ class Blend(KeepsPrecision, Mechanism):
         return config.num_key_value_heads // (options["num_key_value_heads"] or config.num_key_value_heads)
 
     @classmethod
-    def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
+    def validate_options(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
         if not 0 <= options["weight"] <= 1:
             raise HeadwaterError(f"Mechanism 'blend': weight must be from 0 to 1, not {options['weight']}.")
         if not options["mechanisms"] and options["num_key_value_heads"] is None:
@@ -169,7 +172,7 @@ class Blend(KeepsPrecision, Mechanism):
         cls.goal(options, config)
 
     @classmethod
-    def plan(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
+    def plan_stages(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
         group, goals = cls.group_of(options, config), plan_layers(cls.goal(options, config))
         for name in options["mechanisms"] or {}:
             shares = next(one for one in MECHANISMS.resolve(name).__mro__ if "share" in vars(one)) is not Mechanism
@@ -191,7 +194,7 @@ class Blend(KeepsPrecision, Mechanism):
                     f"Layer {plan.index} already attends to another layer's keys or values; convert the model before "
                     "layers share."
                 )
-            if acting := plan.at("probabilities", "heads"):
+            if acting := plan.at(Stage.ATTENTION_WEIGHTS, Stage.HEAD_OUTPUTS):
                 raise HeadwaterError(
                     f"Mechanism {acting[0]!r} acts on what heads have read, which depends on whose values they are; "
                     "remove it before the model is converted."
@@ -199,14 +202,14 @@ class Blend(KeepsPrecision, Mechanism):
         new = []
         for plan, goal in zip(plans, goals, strict=True):
             if group > 1:
-                plan = plan.acting("projected", cls.name())
+                plan = plan.acting(cls, cls.transform_projections)
             others = [
                 Source("bank", part, layer)
                 for attends in goal.attends
                 for part, layer in attends._asdict().items()
                 if layer != plan.index
             ]
-            new.append(plan.reading(*others).acting("gathered", cls.name()) if others else plan)
+            new.append(plan.reading(*others).acting(cls, cls.transform_attended_kv) if others else plan)
         if new == plans:
             raise HeadwaterError(
                 "Heads would read the keys and values that they read now; choose mechanisms that let layers share, or "
@@ -215,9 +218,9 @@ class Blend(KeepsPrecision, Mechanism):
         return new
 
     @classmethod
-    def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
+    def build_module(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
         group = cls.group_of(options, config)
-        attends = plan_layers(cls.goal(options, config))[plan.index].attends if plan.at("gathered") else ()
+        attends = plan_layers(cls.goal(options, config))[plan.index].attends if plan.at(Stage.ATTENDED_KV) else ()
 
         def runs(part: Part) -> tuple[Stretch, ...]:
             """Whose keys or values the heads take, consecutive ones at once; none if all are the layer's own."""
@@ -230,10 +233,10 @@ class Blend(KeepsPrecision, Mechanism):
 
         return cls(group, options["weight"], runs("k"), runs("v"))
 
-    def projected(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
+    def transform_projections(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
         return q, KV(self.pooled(kv.k), self.pooled(kv.v))
 
-    def gathered(self, kv: KV, context: Context) -> KV:
+    def transform_attended_kv(self, kv: KV, context: Context) -> KV:
         return KV(self.mixed(kv.k, self.keys, context.sources), self.mixed(kv.v, self.values, context.sources))
 
     def mixed(self, own: Tensor, runs: tuple[Stretch, ...], sources: list[Tensor]) -> Tensor:
@@ -242,18 +245,18 @@ class Blend(KeepsPrecision, Mechanism):
         parts = [(own if slot is None else sources[slot])[:, first:end] for first, end, slot in runs]
         return self(own, parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
 
-    def shown(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
+    def show_scalars(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
         return {"w": Shown(self.weight)}
 
     # Annealing
 
-    def before_training(self, step: Step) -> float | None:
+    def prepare_training(self, step: Step) -> float | None:
         return float(self.weight) if (step.start.get("convert") or {}).get("anneal") else None
 
-    def before_step(self, kept: Any, step: Step) -> None:
+    def prepare_step(self, kept: Any, step: Step) -> None:
         self.weight.fill_(kept + (1 - kept) * (step.number + 1) / step.steps)
 
     @classmethod
-    def announced(cls, modules: int, step: Step) -> str:
+    def describe_training(cls, modules: int, step: Step) -> str:
         steps = "one step" if step.steps == 1 else f"{step.steps} steps"
         return f"The keys and values of {modules} layers go over to fewer ones in {steps}."

@@ -22,8 +22,8 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
-from headwater.config.plan import LayerPlan, Source
-from headwater.mechanisms.base import AttentionInputs, Context, Cost, Mechanism
+from headwater.config.plan import LayerPlan, Source, Stage
+from headwater.mechanisms.contract import AttentionInputs, Context, Cost, Mechanism
 from headwater.mechanisms.enlarging import READS, SAME, Dim, Larger
 from headwater.mechanisms.receivers import check_receivers, receivers
 from headwater.util.errors import HeadwaterError
@@ -92,10 +92,10 @@ class DepthAttention(Mechanism):
         self.labels = labels if queries > 1 else ()
         self.reset_parameters()
 
-    def init(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
+    def initial_value(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
         return torch.zeros(self.query.shape)
 
-    def group(self, parameter: str) -> Literal["vectors"]:
+    def choose_group(self, parameter: str) -> Literal["vectors"]:
         return "vectors"
 
     def forward(self, x: Tensor, *earlier: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ class DepthAttention(Mechanism):
             weights = [weight * norm for weight, norm in zip(weights, norms, strict=True)]
         return [weight.unsqueeze(3).to(x.dtype) for weight in weights], read
 
-    def terms(self, x: Tensor, *earlier: Tensor) -> dict[str, Tensor]:
+    def show_terms(self, x: Tensor, *earlier: Tensor) -> dict[str, Tensor]:
         made = [weight * h for weight, h in zip(*self.attended(x, earlier), strict=True)]
         made = [one[0] for one in made] if len(self.query) == 1 else made
         names = [f"h{j}" for j in range(len(earlier))]
@@ -140,12 +140,12 @@ class DepthAttention(Mechanism):
     # In a headwater model
 
     @classmethod
-    def origin(cls, options: dict[str, Any]) -> str:
+    def describe_source(cls, options: dict[str, Any]) -> str:
         return "what earlier layers wrote, chosen by learned queries"
 
     @classmethod
-    def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
-        check_receivers(cls.name(), options | {"source": 0}, config)
+    def validate_options(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
+        check_receivers(cls.registered_name(), options | {"source": 0}, config)
         if options["block"] < 1:
             raise HeadwaterError(f"Mechanism 'depth_attention': block must be at least 1, not {options['block']}.")
 
@@ -155,11 +155,11 @@ class DepthAttention(Mechanism):
         return tuple(Source("stream", "x", j) for j in range(-1, layer - 1, options["block"]))
 
     @classmethod
-    def plan(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
+    def plan_stages(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
         new = list(plans)
         for layer in receivers(options | {"source": 0}, config):
             stage: Literal["enter", "separate"] = "enter" if options["queries"] == 1 else "separate"
-            new[layer] = new[layer].acting(stage, cls.name()).reading(*cls.read(options, layer))
+            new[layer] = new[layer].acting(stage, cls.registered_name()).reading(*cls.read(options, layer))
         return new
 
     @classmethod
@@ -167,7 +167,7 @@ class DepthAttention(Mechanism):
         return 1 if options["queries"] == 1 else len(plan.inputs)
 
     @classmethod
-    def cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
+    def count_cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
         count, width = len(cls.read(options, plan.index)) + 1, config.hidden_size
         numbers = cls.queries(options, plan) * width
         # Autograd keeps what is summed, besides hidden states of earlier layers, and per h_j the norm, its inverse, the
@@ -177,7 +177,7 @@ class DepthAttention(Mechanism):
         return Cost(parameters=numbers, flops=2 * numbers * count, saved=summed * width + count * each)
 
     @classmethod
-    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
+    def grow_options(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
         if growth.keeps and growth.deepens:
             raise HeadwaterError(
                 "Mechanism 'depth_attention' chooses among what all layers add by a softmax, in which every new layer "
@@ -190,11 +190,11 @@ class DepthAttention(Mechanism):
         layers = [layer for layer in growth.copies(receivers(options | {"source": 0}, config)) if layer]
         return options | {"layers": None if options["layers"] is None else layers}
 
-    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+    def describe_axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
         return SAME, READS._replace(normed=True)
 
     @classmethod
-    def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
+    def build_module(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
         return cls(
             config.hidden_size,
             cls.queries(options, plan),
@@ -203,13 +203,13 @@ class DepthAttention(Mechanism):
             config.norm_eps,
             labels=plan.inputs,
             slots=tuple(plan.slot(source) for source in cls.read(options, plan.index)),
-            is_first=plan.at("separate")[:1] == (cls.name(),),
+            is_first=plan.at(Stage.ATTENTION_INPUTS)[:1] == (cls.registered_name(),),
         )
 
-    def enter(self, x: Tensor, context: Context) -> Tensor:
+    def transform_block_input(self, x: Tensor, context: Context) -> Tensor:
         return self(x, *(context.sources[slot] for slot in self.slots))
 
-    def separate(self, x: AttentionInputs, context: Context) -> AttentionInputs:
+    def split_attention_inputs(self, x: AttentionInputs, context: Context) -> AttentionInputs:
         own = x.q if self.is_first else torch.stack(x.parts())
         made = self(own, *(context.sources[slot] for slot in self.slots))
         return x.having(made.unbind(0) if len(self.query) > 1 else [made])

@@ -19,9 +19,10 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
 from headwater.config.plan import EMBEDDING, LayerPlan, Source
-from headwater.mechanisms.base import Context, Cost, Mechanism, Shown
+from headwater.mechanisms.capabilities import Shown
+from headwater.mechanisms.contract import Context, Cost, Mechanism
 from headwater.mechanisms.enlarging import SAME, Dim, Larger
-from headwater.mechanisms.precision import KeepsPrecision
+from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.receivers import check_layers, is_chosen, moved_layers
 from headwater.mechanisms.weighted_sum import weighted_sum
 
@@ -61,60 +62,60 @@ class EmbeddingResidual(KeepsPrecision, Mechanism):
     def __init__(self, weight: float = 0.0, *, slot: int = 0) -> None:
         super().__init__()
         self.weight, self.slot = weight, slot
-        self.lambdas = self.scalars(2)
+        self.lambdas = fp32_parameter(2)
         self.reset_parameters()
 
-    def init(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
+    def initial_value(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
         return torch.tensor([float(self.weight), 1.0])
 
     def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
         """x and embedding [B, T, D] -> their weighted sum."""
         return weighted_sum(self.lambdas, embedding, x)
 
-    def terms(self, x: Tensor, embedding: Tensor) -> dict[str, Tensor]:
+    def show_terms(self, x: Tensor, embedding: Tensor) -> dict[str, Tensor]:
         return {"embedding": self.lambdas[0] * embedding, "own": self.lambdas[1] * x}
 
     # In a headwater model
 
     @classmethod
-    def origin(cls, options: dict[str, Any]) -> str:
+    def describe_source(cls, options: dict[str, Any]) -> str:
         return "the embedding, mixed into the stream"
 
     @classmethod
-    def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
-        check_layers(cls.name(), options, config)
+    def validate_options(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
+        check_layers(cls.registered_name(), options, config)
 
     @classmethod
-    def identity(cls, options: dict[str, Any]) -> dict[str, Any] | None:
+    def find_identity_options(cls, options: dict[str, Any]) -> dict[str, Any] | None:
         return None if options.get("weight") else options | {"weight": 0.0}
 
     @classmethod
-    def plan(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
+    def plan_stages(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
         return [
-            plan.acting("arrive", cls.name()).reading(EMBEDDING) if is_chosen(plan.index, options) else plan
+            plan.acting(cls, cls.update_residual).reading(EMBEDDING) if is_chosen(plan.index, options) else plan
             for plan in plans
         ]
 
     @classmethod
-    def cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
+    def count_cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
         return Cost(parameters=2, saved=config.hidden_size)  # autograd keeps what λ is multiplied with
 
     @classmethod
-    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
+    def grow_options(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
         return moved_layers(options, growth)
 
-    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+    def describe_axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
         return (SAME,)
 
-    def passing(self, parameter: str) -> Tensor | None:
+    def find_neutral_value(self, parameter: str) -> Tensor | None:
         return torch.tensor([0.0, 1.0])
 
     @classmethod
-    def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
+    def build_module(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
         return cls(options["weight"], slot=plan.slot(EMBEDDING))
 
-    def shown(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
+    def show_scalars(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
         return {"μ": Shown(self.lambdas[:1]), "λ": Shown(self.lambdas[1:])}
 
-    def arrive(self, x: Tensor, context: Context) -> Tensor:
+    def update_residual(self, x: Tensor, context: Context) -> Tensor:
         return self(x, context.sources[self.slot])

@@ -1,7 +1,7 @@
 """How a larger model comes from a smaller one, as plain data: `Larger`; and what a parameter's entries are: `Dim`.
 
 `headwater.growth` makes a `Larger` from what the user asks for. Each mechanism answers with its options in the larger
-model (`Mechanism.grown`) and with the axes of its parameters (`Mechanism.axes`); one function then fills all tensors.
+model (`Mechanism.grow_options`) and with the axes of its parameters (`Mechanism.describe_axes`); one function then fills all tensors.
 """
 
 from __future__ import annotations

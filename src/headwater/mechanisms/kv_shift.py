@@ -29,9 +29,10 @@ from torch import Tensor, nn
 
 from headwater.config.layers import layer_config
 from headwater.config.plan import LayerPlan, Part, Source
-from headwater.mechanisms.base import KV, Ancestors, Context, Cost, Mechanism, Shown, Tail
+from headwater.mechanisms.capabilities import Shown
+from headwater.mechanisms.contract import KV, Ancestors, Context, Cost, Mechanism, Tail
 from headwater.mechanisms.enlarging import SAME, Dim, Larger
-from headwater.mechanisms.precision import KeepsPrecision
+from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.shift import earlier, shift
 from headwater.util.errors import HeadwaterError, nearest
 
@@ -108,16 +109,16 @@ class KVShift(KeepsPrecision, Mechanism):
         values = key_heads if value_heads is None else value_heads
         self.sizes: dict[Part, int] = {"k": key_heads, "v": values, "q": query_heads}
         self.current = {part: heads // 2 for part, heads in self.sizes.items()} if current is None else current
-        self.tails = {part: f"{self.name()}.{part}" for part in "kvq"}
+        self.tails = {part: f"{self.registered_name()}.{part}" for part in "kvq"}
 
         def taps(heads: int) -> nn.Parameter | None:
             shape = (window, heads) if variant == "free" else (heads,)
-            return self.scalars(*shape) if heads and variant not in HALVES else None
+            return fp32_parameter(*shape) if heads and variant not in HALVES else None
 
         self.alpha, self.beta, self.gamma = taps(key_heads), taps(values), taps(query_heads)
         self.reset_parameters()
 
-    def init(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
+    def initial_value(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
         shape = getattr(self, parameter).shape
         if self.init_mode == "identity":
             return torch.eye(self.window, 1).repeat(1, shape[1]) if self.variant == "free" else torch.ones(shape)
@@ -170,11 +171,11 @@ class KVShift(KeepsPrecision, Mechanism):
     # In a headwater model
 
     @classmethod
-    def origin(cls, options: dict[str, Any]) -> str:
+    def describe_source(cls, options: dict[str, Any]) -> str:
         return "the previous token" if options["window"] == 2 else f"the {options['window'] - 1} previous tokens"
 
     @classmethod
-    def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
+    def validate_options(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
         if not (options["keys"] or options["values"] or options["queries"]):
             raise HeadwaterError(
                 "Mechanism 'kv_shift' shifts nothing; set one of its options keys, values, queries to true."
@@ -192,13 +193,13 @@ class KVShift(KeepsPrecision, Mechanism):
                     )
 
     @classmethod
-    def identity(cls, options: dict[str, Any]) -> dict[str, Any] | None:
+    def find_identity_options(cls, options: dict[str, Any]) -> dict[str, Any] | None:
         if options.get("variant") in ("gate", *HALVES) or options.get("init") == "random":
             return None
         return options | {"init": "identity"}
 
     @classmethod
-    def splits(cls, options: dict[str, Any]) -> bool:
+    def splits_heads(cls, options: dict[str, Any]) -> bool:
         return options["variant"] != "half_heads"  # of all heads: a process with a part does not know which it has
 
     @classmethod
@@ -227,16 +228,16 @@ class KVShift(KeepsPrecision, Mechanism):
         }
 
     @classmethod
-    def plan(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
+    def plan_stages(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
         def amend(plan: LayerPlan) -> LayerPlan:
             shifted = cls.shifted(options, layer_config(config, plan.index), plan)
             tails = [(part, options["window"] - 1) for part in shifted]
-            return plan.acting("local", cls.name(), tails) if tails else plan
+            return plan.acting(cls, cls.transform_qkv, tails) if tails else plan
 
         return [amend(plan) for plan in plans]
 
     @classmethod
-    def cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
+    def count_cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
         if options["variant"] in HALVES:
             return Cost()
         heads = sum(cls.shifted(options, config, plan).values())
@@ -246,7 +247,7 @@ class KVShift(KeepsPrecision, Mechanism):
         )
 
     @classmethod
-    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
+    def grow_options(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
         if options["variant"] == "half_heads":
             asked = options["keys"] or options["values"], options["queries"]
             for heads, is_asked in zip((growth.kv, growth.q), asked, strict=True):
@@ -258,12 +259,12 @@ class KVShift(KeepsPrecision, Mechanism):
                     )
         return options
 
-    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+    def describe_axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
         heads = Dim({"alpha": "k", "beta": "v", "gamma": "q"}[parameter])  # type: ignore[arg-type]
         return (SAME, heads) if self.variant == "free" else (heads,)
 
     @classmethod
-    def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
+    def build_module(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
         heads = cls.shifted(options, config, plan)
         return cls(
             heads.get("k", 0),
@@ -275,7 +276,7 @@ class KVShift(KeepsPrecision, Mechanism):
             current=cls.first_half(config, plan),
         )
 
-    def windows(self) -> dict[str, Tensor]:
+    def show_windows(self) -> dict[str, Tensor]:
         """Of half_channels: the mean over a head's channels."""
         if self.variant in HALVES:
             return {part: self.fixed(part) for part, heads in self.sizes.items() if heads}
@@ -289,18 +290,18 @@ class KVShift(KeepsPrecision, Mechanism):
             own = (torch.arange(self.sizes[part]) < self.current[part]).float()
         return torch.stack((own, 1 - own))
 
-    def shown(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
+    def show_scalars(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
         queries = tuple(range(self.sizes["q"]))
         heads = {"k": plan.k_heads, "v": plan.v_heads, "q": queries}
         return {
             f"{dict(k='α', v='β', q='γ')[part]}{back}": Shown(
                 weights, "query head" if part == "q" else "kv head", heads[part]
             )
-            for part, window in self.windows().items()
+            for part, window in self.show_windows().items()
             for back, weights in enumerate(window, 1)
         }
 
-    def local(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
+    def transform_qkv(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
         # Through __call__, where accelerate's hooks load offloaded parameters.
         k, v, q = self(kv.k, kv.v, q, context.reach, context.tail)
         return q, KV(k, v)

@@ -28,7 +28,7 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
 from headwater.config.plan import LayerPlan
-from headwater.mechanisms.base import Mechanism
+from headwater.mechanisms.contract import Mechanism
 from headwater.mechanisms.enlarging import Larger
 from headwater.util.errors import HeadwaterError
 
@@ -85,11 +85,11 @@ class KVSource(Mechanism):
     # In a headwater model
 
     @classmethod
-    def origin(cls, options: dict[str, Any]) -> str:
+    def describe_source(cls, options: dict[str, Any]) -> str:
         return "another layer, by a free map"
 
     @classmethod
-    def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
+    def validate_options(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
         depth, maps = config.num_hidden_layers, (options["keys"], options["values"])
         if options["group_size"] < 1:
             raise HeadwaterError(f"Mechanism 'kv_source': group_size must be at least 1, not {options['group_size']}.")
@@ -149,7 +149,7 @@ class KVSource(Mechanism):
         return [layer - (layer % options["group_size"] if given == "cross_layer" else 0) for layer in layers]
 
     @classmethod
-    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
+    def grow_options(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
         def moved(part: str) -> list[int]:
             sources = cls.sources(options, config, part)
             return [
@@ -162,7 +162,7 @@ class KVSource(Mechanism):
         return cls.options({"keys": moved("keys"), "values": moved("values")})
 
     @classmethod
-    def by_similarity(
+    def choose_by_similarity(
         cls, options: dict[str, Any], config: "HeadwaterConfig", keys: Tensor, values: Tensor
     ) -> dict[str, Any] | None:
         """Maps of their own for keys and values, in which as many layers share as in groups of `group_size`."""
@@ -174,7 +174,9 @@ class KVSource(Mechanism):
         return options | {part: nearest_sources(alike, kept) for part, alike in left.items()}
 
     @classmethod
-    def share(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
+    def redirect_heads(
+        cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]
+    ) -> list[LayerPlan]:
         keys, values = (cls.sources(options, config, part) for part in ("keys", "values"))
         return [plan.attending(range(len(plan.attends)), k, v) for plan, k, v in zip(plans, keys, values, strict=True)]
 

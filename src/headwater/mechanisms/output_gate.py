@@ -18,7 +18,7 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
 from headwater.config.plan import LayerPlan
-from headwater.mechanisms.base import Context, Cost, Mechanism
+from headwater.mechanisms.contract import Context, Cost, Mechanism
 from headwater.mechanisms.enlarging import READS, Dim, Larger
 from headwater.mechanisms.receivers import check_channels, check_layers, is_chosen, moved_layers
 from headwater.util.errors import HeadwaterError
@@ -71,7 +71,7 @@ class OutputGate(Mechanism):
         if init == "zero":
             nn.init.zeros_(self.gate.weight)
 
-    def init(self, parameter: str, generator: torch.Generator | None = None) -> Tensor | None:
+    def initial_value(self, parameter: str, generator: torch.Generator | None = None) -> Tensor | None:
         return torch.zeros(self.gate.weight.shape) if self.init_mode == "zero" else None
 
     def forward(self, out: Tensor, x: Tensor) -> Tensor:
@@ -85,32 +85,34 @@ class OutputGate(Mechanism):
             gate = gate * self.scale
         return gate.view(*out.shape[:3], -1)
 
-    def terms(self, out: Tensor, x: Tensor) -> dict[str, Tensor]:
+    def show_terms(self, out: Tensor, x: Tensor) -> dict[str, Tensor]:
         return {"changed by the gate": (self.factor(out, x) - 1) * out, "read": out}
 
     # In a headwater model
 
     @classmethod
-    def origin(cls, options: dict[str, Any]) -> str:
+    def describe_source(cls, options: dict[str, Any]) -> str:
         return "what a head reads, times a gate of the layer's input"
 
     @classmethod
-    def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
-        check_layers(cls.name(), options, config)
+    def validate_options(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
+        check_layers(cls.registered_name(), options, config)
         if options["channels"] is not None:
-            check_channels(cls.name(), options["channels"], config)
+            check_channels(cls.registered_name(), options["channels"], config)
         if options["scale"] <= 0:
             raise HeadwaterError(f"Mechanism 'output_gate': scale must be above zero, not {options['scale']}.")
 
     @classmethod
-    def identity(cls, options: dict[str, Any]) -> dict[str, Any] | None:
+    def find_identity_options(cls, options: dict[str, Any]) -> dict[str, Any] | None:
         if options.get("scale", 2) != 2 or options.get("init") == "random":
             return None
         return options | {"scale": 2.0, "init": "zero"}
 
     @classmethod
-    def plan(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
-        return [plan.acting("heads", cls.name()) if is_chosen(plan.index, options) else plan for plan in plans]
+    def plan_stages(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
+        return [
+            plan.acting(cls, cls.transform_head_outputs) if is_chosen(plan.index, options) else plan for plan in plans
+        ]
 
     @classmethod
     def sizes(cls, options: dict[str, Any], config: "HeadwaterConfig") -> tuple[int, int]:
@@ -121,23 +123,23 @@ class OutputGate(Mechanism):
         )
 
     @classmethod
-    def cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
+    def count_cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
         channels, outputs = cls.sizes(options, config)
         # Autograd keeps the result, for the output projection, and the gate before and after its scale.
         kept = config.num_attention_heads * config.head_dim + outputs * (1 + (options["scale"] != 1))
         return Cost(parameters=channels * outputs, flops=2 * channels * outputs, saved=kept)
 
     @classmethod
-    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
+    def grow_options(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
         reads_all = options["channels"] == config.hidden_size
         return moved_layers(options, growth) | ({"channels": None} if reads_all else {})
 
-    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+    def describe_axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
         return Dim("q"), READS
 
     @classmethod
-    def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
+    def build_module(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
         return cls(*cls.sizes(options, config), options["scale"], options["init"])
 
-    def heads(self, out: Tensor, context: Context) -> Tensor:
+    def transform_head_outputs(self, out: Tensor, context: Context) -> Tensor:
         return self(out, context.x)

@@ -36,10 +36,12 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
+from headwater.config.capabilities import Map
 from headwater.config.plan import LayerPlan, Source
 from headwater.kernels import can_fuse
 from headwater.kernels.pattention import fused_pattention
-from headwater.mechanisms.base import Cost, Group, Map, Mechanism, Processes, Shown, Step
+from headwater.mechanisms.capabilities import Group, Processes, Shown, Step
+from headwater.mechanisms.contract import Cost, Mechanism
 from headwater.mechanisms.enlarging import SAME, Dim, Larger
 from headwater.mechanisms.precision import KeepsPrecision
 from headwater.util.errors import HeadwaterError, nearest
@@ -154,8 +156,10 @@ class Pattention(Mechanism):
         self.annealed: float | None = None  # how far τ has moved to its target, 0 to 1
         self.reset_parameters()
 
-    def init(self, parameter: str, generator: torch.Generator | None = None, rows: int | None = None) -> Tensor:
-        """As `Mechanism.init`; rows: draw only this many rows."""
+    def initial_value(
+        self, parameter: str, generator: torch.Generator | None = None, rows: int | None = None
+    ) -> Tensor:
+        """As `Mechanism.initial_value`; rows: draw only this many rows."""
         # Two rows of product keys make a key.
         key_std = self.key_std if self.product is None else self.key_std / 2**0.5
         std = {"key": key_std, "value": self.value_std}[parameter.removeprefix("frozen_")]
@@ -196,7 +200,7 @@ class Pattention(Mechanism):
             scores = scores / self.key.shape[1] ** 0.5
         return SCORES[self.score](_wide(scores), tau, GELU[self.gelu])
 
-    def part(self, processes: Processes) -> nn.Module:
+    def build_part(self, processes: Processes) -> nn.Module:
         return PairsOfProcess(self, processes) if self.score == "l2_norm_gelu" and self.top_k is None else self
 
     def extra_repr(self) -> str:
@@ -247,11 +251,11 @@ class Pattention(Mechanism):
         return weights.new_zeros(*x.shape[:-1], self.n).scatter_add_(-1, pairs, weights)
 
     @torch.no_grad()
-    def firing(self, x: Tensor, *_: Any) -> Tensor:
+    def show_firing(self, x: Tensor, *_: Any) -> Tensor:
         """|Θ|·‖V_P‖: x [..., d_in] -> the norm of each pair's contribution to the output [..., n]."""
         return self.weights(x).abs() * _wide(self.values).norm(dim=-1)
 
-    def group(self, parameter: str) -> Group | None:
+    def choose_group(self, parameter: str) -> Group | None:
         """Values that are looked up are like embeddings, in which a row that no token reads should stay."""
         return "embeddings" if self.top_k is not None and parameter.endswith("value") else None
 
@@ -275,19 +279,19 @@ class Pattention(Mechanism):
         """The steps of annealing: the warm-up, or half of all if there is none; it ends before the last step."""
         return max(1, min(step.warmup or step.steps // 2, step.steps - 1))
 
-    def before_training(self, step: Step) -> tuple[float, float] | None:
+    def prepare_training(self, step: Step) -> tuple[float, float] | None:
         return self.way() if step.start.get("tau") == "anneal" else None
 
-    def before_step(self, kept: Any, step: Step) -> None:
+    def prepare_step(self, kept: Any, step: Step) -> None:
         self.anneal(kept, step.number / self.length(step))
 
     @classmethod
-    def announced(cls, modules: int, step: Step) -> str:
+    def describe_training(cls, modules: int, step: Step) -> str:
         return f"τ of {modules} maps goes to √n of their pairs in {cls.length(step)} steps."
 
     # For `headwater bench`
 
-    def twin(self) -> nn.Module:
+    def build_twin(self) -> nn.Module:
         """An MLP with a unit for each pair: linear, GELU, linear. Without `top_k` it has the same matmuls."""
         (d_in, d_out), bias = (self.key.shape[1], self.value.shape[1]), False
         return nn.Sequential(nn.Linear(d_in, self.n, bias=bias), nn.GELU(), nn.Linear(self.n, d_out, bias=bias))
@@ -307,14 +311,14 @@ class Pattention(Mechanism):
     # In a headwater model
 
     @classmethod
-    def origin(cls, options: dict[str, Any]) -> str:
+    def describe_source(cls, options: dict[str, Any]) -> str:
         return "the parameters, as key/value tokens"
 
-    def shown(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
+    def show_scalars(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
         return {"τ": Shown(self.scale())}
 
     @classmethod
-    def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
+    def validate_options(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
         for name in ("attention_pairs", "ffn_pairs", "query_pairs", "key_pairs", "value_pairs", "output_pairs"):
             if options[name] is not None and options[name] < 1:
                 raise HeadwaterError(f"Mechanism 'pattention': {name} must be at least 1, not {options[name]}.")
@@ -374,7 +378,7 @@ class Pattention(Mechanism):
         return options["product_heads"] if name in (options["product_keys"] or []) else 0
 
     @classmethod
-    def embedding_range(cls, options: dict[str, Any], config: "HeadwaterConfig") -> float:
+    def choose_embedding_range(cls, options: dict[str, Any], config: "HeadwaterConfig") -> float:
         return EMBEDDING
 
     @classmethod
@@ -402,14 +406,14 @@ class Pattention(Mechanism):
         return options | given | {"ffn_pairs": counts["feed_forward"]}
 
     @classmethod
-    def tunes(cls, options: dict[str, Any]) -> bool:
+    def freezes_model(cls, options: dict[str, Any]) -> bool:
         return options["frozen"] is not None
 
-    def learns(self, parameter: str) -> bool:
+    def is_trained(self, parameter: str) -> bool:
         return self.frozen_key is not None and not parameter.startswith("frozen_")
 
     @classmethod
-    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
+    def grow_options(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
         if growth.keeps and options["score"] == "softmax" and (growth.widens or len(growth.q) > max(growth.q) + 1):
             raise HeadwaterError(
                 "Mechanism 'pattention': score=softmax divides by the square root of its input's width, so with "
@@ -418,12 +422,12 @@ class Pattention(Mechanism):
             )
         return cls.with_pairs(options, {name: cls.pairs(options, config, name) for name in get_args(Map)})
 
-    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+    def describe_axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
         ins, outs = (SAME, SAME) if place is None else place
         return SAME, ins if parameter.removeprefix("frozen_") == "key" else outs
 
     @classmethod
-    def map(
+    def build_linear(
         cls, options: dict[str, Any], config: "HeadwaterConfig", layer: int, name: Map, d_in: int, d_out: int
     ) -> Self:
         pairs, top_k = cls.pairs(options, config, name), cls.top_k_of(options, name)
@@ -460,13 +464,13 @@ class Pattention(Mechanism):
         )
 
     @classmethod
-    def feed_forward_size(cls, options: dict[str, Any]) -> str | None:
+    def name_size_option(cls, options: dict[str, Any]) -> str | None:
         if cls.top_k_of(options, "feed_forward") is not None:
             return None  # not any number will do
         return "ffn_pairs"
 
     @classmethod
-    def map_cost(
+    def count_linear_cost(
         cls, options: dict[str, Any], config: "HeadwaterConfig", layer: int, name: Map, d_in: int, d_out: int
     ) -> Cost:
         pairs = cls.pairs(options, config, name)

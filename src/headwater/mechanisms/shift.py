@@ -5,7 +5,7 @@ from torch import Tensor
 
 from headwater.kernels import can_fuse, can_fuse_traced
 from headwater.kernels.shift import fused_dynamic_shift, fused_shift, shift_back, traced_shift
-from headwater.mechanisms.base import Ancestors
+from headwater.mechanisms.contract import Ancestors
 
 
 def shift(

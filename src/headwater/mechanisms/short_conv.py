@@ -33,9 +33,10 @@ from torch import Tensor, nn
 
 from headwater.config.layers import layer_config
 from headwater.config.plan import Kept, LayerPlan, Outer, Source, Stage
-from headwater.mechanisms.base import KV, Ancestors, Context, Cost, Hidden, Mechanism, Shown, Tail
+from headwater.mechanisms.capabilities import Shown
+from headwater.mechanisms.contract import KV, Ancestors, Context, Cost, Hidden, Mechanism, Tail
 from headwater.mechanisms.enlarging import READS, SAME, Dim, Larger
-from headwater.mechanisms.precision import KeepsPrecision
+from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.receivers import check_layers, is_chosen, moved_layers
 from headwater.mechanisms.shift import dynamic_shift, shift
 from headwater.util.errors import HeadwaterError, nearest
@@ -119,16 +120,16 @@ class ShortConv(KeepsPrecision, Mechanism):
     ) -> None:
         super().__init__()
         self.window, self.residual, self.init_mode, self.dynamic = window, residual, init, tuple(dynamic)
-        self.tails = {name: f"{self.name()}.{name}" for name in sizes}
+        self.tails = {name: f"{self.registered_name()}.{name}" for name in sizes}
         for name, (heads, channels) in sizes.items():
-            self.register_parameter(f"{name}_taps", self.scalars(window, heads, channels))
+            self.register_parameter(f"{name}_taps", fp32_parameter(window, heads, channels))
             if name in dynamic:
                 setattr(self, f"{name}_map", nn.Linear(width, heads * window, bias=False))
                 if init == "identity":
                     nn.init.zeros_(self.get_parameter(f"{name}_map.weight"))
         self.reset_parameters()
 
-    def init(self, parameter: str, generator: torch.Generator | None = None) -> Tensor | None:
+    def initial_value(self, parameter: str, generator: torch.Generator | None = None) -> Tensor | None:
         name, shape = parameter.removesuffix("_taps"), self.get_parameter(parameter).shape
         if name == parameter:  # of a map
             return torch.zeros(shape) if self.init_mode == "identity" else None
@@ -172,13 +173,13 @@ class ShortConv(KeepsPrecision, Mechanism):
         more = getattr(self, f"{name}_map")(given).to(taps.dtype) * self.scale(name)
         return dynamic_shift(x, taps, more.unflatten(2, (x.shape[1], -1)).permute(3, 0, 2, 1)[..., None], reach, before)
 
-    def group(self, parameter: str) -> Literal["vectors"] | None:
+    def choose_group(self, parameter: str) -> Literal["vectors"] | None:
         return "vectors" if parameter.endswith("_taps") else None  # of each channel, however they are laid out
 
     # In a headwater model
 
     @classmethod
-    def origin(cls, options: dict[str, Any]) -> str:
+    def describe_source(cls, options: dict[str, Any]) -> str:
         return f"the {options['window'] - 1} previous tokens, by channel"
 
     @classmethod
@@ -186,8 +187,8 @@ class ShortConv(KeepsPrecision, Mechanism):
         return ["keys", "values"] if options["sites"] is None else list(dict.fromkeys(options["sites"]))
 
     @classmethod
-    def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
-        check_layers(cls.name(), options, config)
+    def validate_options(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
+        check_layers(cls.registered_name(), options, config)
         for site in cls.sites(options):
             if site not in get_args(Site):
                 raise HeadwaterError(
@@ -205,7 +206,7 @@ class ShortConv(KeepsPrecision, Mechanism):
             raise HeadwaterError(f"Mechanism 'short_conv': window must be at least 2, not {options['window']}.")
 
     @classmethod
-    def identity(cls, options: dict[str, Any]) -> dict[str, Any] | None:
+    def find_identity_options(cls, options: dict[str, Any]) -> dict[str, Any] | None:
         scale = 2 * options.get("window", 4) + 1
         rounded = options.get("dynamic") and isqrt(scale) ** 2 != scale  # 1/√(2w + 1) times its inverse is not 1
         return None if rounded or options.get("init") == "random" else options | {"init": "identity"}
@@ -228,13 +229,13 @@ class ShortConv(KeepsPrecision, Mechanism):
         return {name: (size // wide, wide) if size % wide == 0 else (1, size) for name, size in found.items() if size}
 
     @classmethod
-    def plan(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
+    def plan_stages(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
         def amend(plan: LayerPlan) -> LayerPlan:
             sizes, back = cls.sizes(options, layer_config(config, plan.index), plan), options["window"] - 1
             for stage in ("projected", *get_args(Outer)):
                 tails = [((PARTS | HIDDEN).get(name, "x"), back) for name in sizes if stage_of(name) == stage]
                 if tails:
-                    plan = plan.acting(stage, cls.name(), tails)
+                    plan = plan.acting(stage, cls.registered_name(), tails)
             return plan
 
         amended = [amend(plan) if is_chosen(plan.index, options) else plan for plan in plans]
@@ -245,7 +246,7 @@ class ShortConv(KeepsPrecision, Mechanism):
         return amended
 
     @classmethod
-    def cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
+    def count_cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
         sizes = cls.sizes(options, config, plan)
         channels = sum(heads * width for heads, width in sizes.values())
         numbers = options["window"] * sum(sizes[name][0] for name in options["dynamic"] or [] if name in sizes)
@@ -258,10 +259,10 @@ class ShortConv(KeepsPrecision, Mechanism):
         )
 
     @classmethod
-    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
+    def grow_options(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
         return moved_layers(options, growth)
 
-    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+    def describe_axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
         name, is_map = parameter.removesuffix("_taps"), parameter.endswith("_map.weight")
         of = {"gate": "units", "up": "units"} | {**PARTS}
         of |= {"attention_output": "outputs", "feed_forward_output": "outputs"}
@@ -269,11 +270,11 @@ class ShortConv(KeepsPrecision, Mechanism):
         return (axis, READS) if is_map else (SAME, axis)
 
     @classmethod
-    def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
+    def build_module(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
         return cls.made(options, config, plan, inside=True)
 
     @classmethod
-    def build_outer(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
+    def build_outer_module(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
         return cls.made(options, config, plan, inside=False)
 
     @classmethod
@@ -282,7 +283,7 @@ class ShortConv(KeepsPrecision, Mechanism):
         dynamic = [name for name in options["dynamic"] or [] if name in sizes]
         return cls(sizes, options["window"], options["residual"], options["init"], dynamic, config.hidden_size)
 
-    def shown(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
+    def show_scalars(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
         heads = {"k": plan.k_heads, "v": plan.v_heads}
         others = {
             f"mean {name} {tap}": Shown(weight.view(1))
@@ -301,7 +302,7 @@ class ShortConv(KeepsPrecision, Mechanism):
             for tap, weights in enumerate(self.taps(site).mean(2), 1)
         }
 
-    def projected(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
+    def transform_projections(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
         def convolved(site: str, x: Tensor) -> Tensor:
             return self(x, site, context.reach, context.tail, context.x) if site in self.tails else x
 
@@ -313,20 +314,20 @@ class ShortConv(KeepsPrecision, Mechanism):
         pieces = x.unflatten(2, (heads, -1)).transpose(1, 2)
         return self(pieces, name, context.reach, context.tail).transpose(1, 2).flatten(2)
 
-    def attention_input(self, x: Tensor, context: Context) -> Tensor:
+    def transform_attention_input(self, x: Tensor, context: Context) -> Tensor:
         return self.of_stream(x, "attention_input", context)
 
-    def attention_output(self, x: Tensor, context: Context) -> Tensor:
+    def transform_attention_output(self, x: Tensor, context: Context) -> Tensor:
         return self.of_stream(x, "attention_output", context)
 
-    def feed_forward_input(self, x: Tensor, context: Context) -> Tensor:
+    def transform_feed_forward_input(self, x: Tensor, context: Context) -> Tensor:
         return self.of_stream(x, "feed_forward_input", context)
 
-    def feed_forward_hidden(self, hidden: Hidden, context: Context) -> Hidden:
+    def transform_feed_forward_hidden(self, hidden: Hidden, context: Context) -> Hidden:
         gate, up = hidden
         return Hidden(
             None if gate is None else self.of_stream(gate, "gate", context), self.of_stream(up, "up", context)
         )
 
-    def feed_forward_output(self, x: Tensor, context: Context) -> Tensor:
+    def transform_feed_forward_output(self, x: Tensor, context: Context) -> Tensor:
         return self.of_stream(x, "feed_forward_output", context)

@@ -22,7 +22,7 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
 from headwater.config.plan import LayerPlan
-from headwater.mechanisms.base import Mechanism
+from headwater.mechanisms.contract import Mechanism
 from headwater.mechanisms.enlarging import Larger
 from headwater.util.errors import HeadwaterError
 
@@ -83,11 +83,11 @@ class SkipLayer(Mechanism):
     # In a headwater model
 
     @classmethod
-    def origin(cls, options: dict[str, Any]) -> str:
+    def describe_source(cls, options: dict[str, Any]) -> str:
         return "an earlier layer, for some heads"
 
     @classmethod
-    def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
+    def validate_options(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
         depth, heads = config.num_hidden_layers, config.num_attention_heads
         groups = heads // config.num_key_value_heads
         distance = cls.distance(options, config)
@@ -123,7 +123,7 @@ class SkipLayer(Mechanism):
         return (3 * config.num_attention_heads // 4 if heads is None else heads) // groups
 
     @classmethod
-    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
+    def grow_options(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
         skipping, old = cls.skipping(options, config), config.num_key_value_heads
         first = next((new for new, head in enumerate(growth.kv) if head >= old - skipping), len(growth.kv))
         queries = (len(growth.kv) - first) * (len(growth.q) // len(growth.kv))
@@ -147,7 +147,9 @@ class SkipLayer(Mechanism):
         return options["source"] == "alias"
 
     @classmethod
-    def share(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
+    def redirect_heads(
+        cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]
+    ) -> list[LayerPlan]:
         distance = cls.distance(options, config)
         skipping_heads = range(config.num_key_value_heads - cls.skipping(options, config), config.num_key_value_heads)
         new = list(plans)

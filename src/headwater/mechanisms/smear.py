@@ -18,9 +18,10 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
 from headwater.config.plan import LayerPlan, Source
-from headwater.mechanisms.base import Ancestors, Context, Cost, Mechanism, Shown, Tail
+from headwater.mechanisms.capabilities import Shown
+from headwater.mechanisms.contract import Ancestors, Context, Cost, Mechanism, Tail
 from headwater.mechanisms.enlarging import SAME, Dim, Larger
-from headwater.mechanisms.precision import KeepsPrecision
+from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.receivers import check_channels
 from headwater.mechanisms.shift import earlier
 from headwater.util.errors import HeadwaterError
@@ -67,15 +68,15 @@ class Smear(KeepsPrecision, Mechanism):
     ) -> None:
         super().__init__()
         self.channels, self.norm, self.initial, self.width = channels, norm, weight, width
-        self.tail = f"{self.name()}.x"
-        self.strength = self.scalars(1)
+        self.tail = f"{self.registered_name()}.x"
+        self.strength = fp32_parameter(1)
         self.gate = nn.Linear(channels, 1, bias=False)
         self.reset_parameters()
 
-    def init(self, parameter: str, generator: torch.Generator | None = None) -> Tensor | None:
+    def initial_value(self, parameter: str, generator: torch.Generator | None = None) -> Tensor | None:
         return torch.full((1,), float(self.initial)) if parameter == "strength" else None
 
-    def group(self, parameter: str) -> Literal["vectors"] | None:
+    def choose_group(self, parameter: str) -> Literal["vectors"] | None:
         return "vectors" if parameter == "gate.weight" else None  # one row
 
     def forward(self, x: Tensor, reach: Tensor | Ancestors | None = None, tail: Tail | None = None) -> Tensor:
@@ -99,32 +100,32 @@ class Smear(KeepsPrecision, Mechanism):
     # In a headwater model
 
     @classmethod
-    def origin(cls, options: dict[str, Any]) -> str:
+    def describe_source(cls, options: dict[str, Any]) -> str:
         return "the previous token's embedding"
 
     @classmethod
-    def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
-        check_channels(cls.name(), options["channels"], config)
+    def validate_options(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
+        check_channels(cls.registered_name(), options["channels"], config)
 
     @classmethod
-    def identity(cls, options: dict[str, Any]) -> dict[str, Any] | None:
+    def find_identity_options(cls, options: dict[str, Any]) -> dict[str, Any] | None:
         if options.get("weight") or options.get("norm", "none") != "none":
             return None
         return options | {"weight": 0.0}
 
     @classmethod
-    def plan(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
-        return [plans[0].acting("embedded", cls.name(), [("x", 1)]), *plans[1:]]
+    def plan_stages(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
+        return [plans[0].acting(cls, cls.transform_embedding, [("x", 1)]), *plans[1:]]
 
     @classmethod
-    def cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
+    def count_cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
         channels, norms = options["channels"], options["norm"] != "none"
         # Autograd keeps the embedding and the one before; what a norm is given; and the gate.
         saved = (2 + norms) * config.hidden_size + 2
         return Cost(parameters=channels + 1, flops=2 * channels, saved=saved)
 
     @classmethod
-    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
+    def grow_options(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
         if growth.pads and options["norm"] != "none" and growth.fill != "any":
             raise HeadwaterError(
                 "Mechanism 'smear' divides the embedding by its root mean square, which new channels change; multiply "
@@ -132,16 +133,16 @@ class Smear(KeepsPrecision, Mechanism):
             )
         return options
 
-    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+    def describe_axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
         return (SAME,) if parameter == "strength" else (SAME, SAME)
 
     @classmethod
-    def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
+    def build_module(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
         width = config.head_dim if config.hidden_size % config.head_dim == 0 else None
         return cls(options["channels"], options["norm"], options["weight"], width)
 
-    def shown(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
+    def show_scalars(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
         return {"λ": Shown(self.strength)}
 
-    def embedded(self, x: Tensor, context: Context) -> Tensor:
+    def transform_embedding(self, x: Tensor, context: Context) -> Tensor:
         return self(x, context.reach, context.tail)

@@ -16,7 +16,7 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
 from headwater.config.plan import LayerPlan
-from headwater.mechanisms.base import Mechanism
+from headwater.mechanisms.contract import Mechanism
 from headwater.mechanisms.enlarging import Larger
 from headwater.mechanisms.receivers import check_receivers, moved_receivers, receivers
 from headwater.util.errors import HeadwaterError
@@ -71,19 +71,21 @@ class SVFormer(Mechanism):
     # In a headwater model
 
     @classmethod
-    def origin(cls, options: dict[str, Any]) -> str:
+    def describe_source(cls, options: dict[str, Any]) -> str:
         return "the first layer's values, instead of a layer's own"
 
     @classmethod
-    def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
-        check_receivers(cls.name(), options, config)
+    def validate_options(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
+        check_receivers(cls.registered_name(), options, config)
 
     @classmethod
-    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
+    def grow_options(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
         return moved_receivers(options, receivers(options, config), growth)
 
     @classmethod
-    def share(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
+    def redirect_heads(
+        cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]
+    ) -> list[LayerPlan]:
         keys, values = options["share"] != "values", options["share"] != "keys"
         new = list(plans)
         for layer in receivers(options, config):

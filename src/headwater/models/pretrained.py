@@ -17,7 +17,8 @@ from headwater.config.layers import cache_types
 from headwater.config.plan import LayerPlan
 from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
-from headwater.mechanisms.base import Mechanism, Named, owner_of
+from headwater.mechanisms.contract import Mechanism
+from headwater.mechanisms.named import Named, owner_of
 from headwater.mechanisms.precision import KeepsPrecision
 from headwater.models.quantization import BESIDE, check_quantized
 from headwater.models.remote_code import add_code, is_code
@@ -118,12 +119,14 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
 
     def freeze(self) -> None:
         """If a mechanism tunes, freeze every parameter but those it trains."""
-        tuned = tuple(resolve(name) for name, given in self.config.mechanisms.items() if resolve(name).tunes(given))
+        tuned = tuple(
+            resolve(name) for name, given in self.config.mechanisms.items() if resolve(name).freezes_model(given)
+        )
         if not tuned:
             return
         for module in self.modules():
             for name, parameter in module.named_parameters(recurse=False):
-                parameter.requires_grad_(isinstance(module, tuned) and module.learns(name))
+                parameter.requires_grad_(isinstance(module, tuned) and module.is_trained(name))
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
@@ -211,10 +214,10 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
         """
         shape = module.get_parameter(name).shape
         owner, inner = self.owner(qualified)
-        if owner is not None and (value := owner.init(inner, draw)) is not None:
+        if owner is not None and (value := owner.initial_value(inner, draw)) is not None:
             if value.shape != shape:
                 raise HeadwaterError(
-                    f"Mechanism {owner.name()!r} initializes {inner!r} {list(shape)} with {list(value.shape)}; correct "
+                    f"Mechanism {owner.registered_name()!r} initializes {inner!r} {list(shape)} with {list(value.shape)}; correct "
                     "its init()."
                 )
             return value
@@ -242,5 +245,5 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
 
 def shared_modules(config: HeadwaterConfig) -> Named:
     """The modules that a model holds once, by mechanism."""
-    made = {name: resolve(name).shared(options, config) for name, options in config.mechanisms.items()}
+    made = {name: resolve(name).build_shared_module(options, config) for name, options in config.mechanisms.items()}
     return Named({name: module for name, module in made.items() if module is not None})

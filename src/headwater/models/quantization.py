@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from headwater.mechanisms.base import Mechanism
+from headwater.mechanisms.contract import Mechanism
 from headwater.util.errors import HeadwaterError
 
 # Qualified names of linear layers' weights, and of the parameters that mechanisms have in their place.

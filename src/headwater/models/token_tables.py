@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from headwater.config.text import HeadwaterConfig
-from headwater.mechanisms.base import owner_of
+from headwater.mechanisms.named import owner_of
 from headwater.util.errors import HeadwaterError
 from headwater.util.seeding import generator
 
@@ -39,7 +39,7 @@ def check_resizable(model: PreTrainedModel, new: int) -> None:
 
 @torch.no_grad()
 def resize_token_tables(model: PreTrainedModel, new: int, from_mean: bool = True) -> None:
-    """Give every table by token id (`Mechanism.token_tables`) `new` rows, and keep the first ones.
+    """Give every table by token id (`Mechanism.count_token_tables`) `new` rows, and keep the first ones.
 
     from_mean: rows that are added are the mean of a table's old ones; otherwise they are drawn as in a new model. Both
     are the same each time, so that a saved adapter, which does not hold them, finds them again.
@@ -63,7 +63,7 @@ def token_tables(model: nn.Module) -> dict[str, tuple[nn.Parameter, int]]:
     tables = {}
     for name, parameter in model.named_parameters():
         owner, inner = owner_of(model, name)
-        if owner is not None and (count := owner.token_tables(inner)):
+        if owner is not None and (count := owner.count_token_tables(inner)):
             tables[name] = parameter, count
     return tables
 

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from headwater.config.layers import layer_config
-from headwater.config.plan import Inner, LayerPlan
-from headwater.mechanisms.base import KV, Ancestors, Context, Mechanism, Named
+from headwater.config.plan import Inner, LayerPlan, Stage
+from headwater.mechanisms.contract import KV, Ancestors, Context, Mechanism
+from headwater.mechanisms.named import Named
 from headwater.nn.attention_kernel import attend_in_groups, eager_attention, read_groups, weigh_keys
 from headwater.nn.cache_name import is_paged
 from headwater.nn.engine import Engine
@@ -68,7 +69,10 @@ class Attention(nn.Module):
 
         self.stages = {stage: plan.at(stage) for stage in get_args(Inner)}
         self.mechanisms = Named(
-            {name: resolve(name).build(config.mechanisms[name], config, plan) for name in plan.at(*get_args(Inner))}
+            {
+                name: resolve(name).build_module(config.mechanisms[name], config, plan)
+                for name in plan.at(*get_args(Inner))
+            }
         )
         self.exports = tuple(plan.slot(source) for source in plan.exports if source.kind != "stream")
         self.shows_weights = bool(self.stages["probabilities"]) or any(s.kind == "probabilities" for s in plan.exports)
@@ -101,13 +105,13 @@ class Attention(nn.Module):
         tensors = [*sources]  # each at its `LayerPlan.slot`
         context = Context(tensors, reach, find_tail(self.plan, past_key_values), token_ids, x)
         q, k, v = self.project(x, key_input, value_input)
-        for mechanism in self.at("projected"):
-            q, (k, v) = mechanism.projected(q, KV(k, v), context)
+        for mechanism in self.at(Stage.PROJECTIONS):
+            q, (k, v) = mechanism.transform_projections(q, KV(k, v), context)
         q = q if self.q_norm is None else self.q_norm(q.transpose(1, 2)).transpose(1, 2)
         k = k if self.k_norm is None else self.k_norm(k.transpose(1, 2)).transpose(1, 2)
         tensors += q, k, v
-        for mechanism in self.at("local"):
-            q, (k, v) = mechanism.local(q, KV(k, v), context)
+        for mechanism in self.at(Stage.QKV):
+            q, (k, v) = mechanism.transform_qkv(q, KV(k, v), context)
         tensors.append(v)
         q, k = self.rotate(q, k, position_embeddings)
 
@@ -165,8 +169,8 @@ class Attention(nn.Module):
         """What all heads attend to, [B, K, S, d] each."""
         by_group = [group.select_kv(context.sources) for group in self.groups]
         kv = KV(*(join(tensors, dim=1) for tensors in zip(*by_group, strict=True)))
-        for mechanism in self.at("gathered"):
-            kv = mechanism.gathered(kv, context)
+        for mechanism in self.at(Stage.ATTENDED_KV):
+            kv = mechanism.transform_attended_kv(kv, context)
         return kv
 
     def select(self, q: Tensor, attention_mask: Any, context: Context) -> list[KernelInputs]:
@@ -179,7 +183,9 @@ class Attention(nn.Module):
         """The calls, with what every token sees beside the tokens."""
         if not self.stages["beside"]:
             return inputs
-        return divide_pairs(inputs, [mechanism.beside(context) for mechanism in self.at("beside")])
+        return divide_pairs(
+            inputs, [mechanism.add_key_values(context) for mechanism in self.at(Stage.ADDED_KEY_VALUES)]
+        )
 
     def attend(self, inputs: list[KernelInputs], context: Context, **options: Any) -> tuple[Tensor, Tensor | None]:
         """What each head reads [B, T, H, d], and the attention weights of the tokens if the kernel returns them."""
@@ -188,13 +194,13 @@ class Attention(nn.Module):
         weights_of_keys = weigh_keys(self, inputs, self.scaling, self.softcap)
         weights = of_tokens(weights_of_keys, inputs)
         context.sources.append(weights)
-        for mechanism in self.at("probabilities"):
-            weights = mechanism.probabilities(weights, context)
+        for mechanism in self.at(Stage.ATTENTION_WEIGHTS):
+            weights = mechanism.transform_attention_weights(weights, context)
         return read_groups(self, inputs, weights, weights_of_keys, options["dropout"]), weights
 
     def results(self, out: Tensor, weights: Tensor | None, context: Context) -> tuple[Tensor | None, ...]:
         """What `forward` returns. out: what each head read, [B, T, H, d]."""
-        for mechanism in self.at("heads"):
-            out = mechanism.heads(out, context)
+        for mechanism in self.at(Stage.HEAD_OUTPUTS):
+            out = mechanism.transform_head_outputs(out, context)
         out = apply_linear(self.o_proj, out.flatten(2))
         return out, weights, *(context.sources[slot] for slot in self.exports)

@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from headwater.kernels.attention import FEW, run_fastest_attention
 from headwater.kernels.autotune import get_choices
-from headwater.mechanisms.base import KV
+from headwater.mechanisms.contract import KV
 from headwater.nn.head_groups import KernelInputs, join, of_tokens
 from headwater.plugins.registry import resolve
 
@@ -31,7 +31,7 @@ Kernel = Callable[..., tuple[Tensor, Tensor | None]]
 def supported_kernels(config: HeadwaterConfig) -> tuple[tuple[str, ...] | None, str]:
     """The values of `attn_implementation` that support a model of this config (None: all), and what limits them."""
     limits = {
-        f"Mechanism {name!r} with its options": resolve(name).kernels(options)
+        f"Mechanism {name!r} with its options": resolve(name).list_kernels(options)
         for name, options in config.mechanisms.items()
     }
     limits["ALiBi"] = ("sdpa", "eager", "matmul") if config.position == "alibi" else None

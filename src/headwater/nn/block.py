@@ -10,7 +10,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from headwater.config.layers import layer_config
 from headwater.config.plan import EMBEDDING, LayerPlan, Outer, Part, Source
-from headwater.mechanisms.base import AttentionInputs, Context, Hidden, Named, PartTail
+from headwater.mechanisms.contract import AttentionInputs, Context, Hidden
+from headwater.mechanisms.named import Named, PartTail
 from headwater.nn.attention import Attention
 from headwater.nn.cache_name import CACHE
 from headwater.nn.feed_forward import make_feed_forward
@@ -49,7 +50,9 @@ class Block(GradientCheckpointingLayer):
         self.residual_dropout = config.residual_dropout
         self.drop_path = config.drop_path * plan.index / max(1, config.num_hidden_layers - 1)
         own, outer = layer_config(config, plan.index), plan.at(*get_args(Outer))
-        self.mechanisms = Named({name: resolve(name).build_outer(config.mechanisms[name], own, plan) for name in outer})
+        self.mechanisms = Named(
+            {name: resolve(name).build_outer_module(config.mechanisms[name], own, plan) for name in outer}
+        )
         self.stages = {stage: plan.at(stage) for stage in get_args(Outer)}
         self.inputs = plan.inputs
         self.exports_stream = Source("stream", "x", plan.index) in plan.exports

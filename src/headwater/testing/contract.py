@@ -23,7 +23,7 @@ from headwater.config.text import HeadwaterConfig
 from headwater.conversion import add_mechanisms
 from headwater.cost import counts as cost
 from headwater.engines.pages import check_servable
-from headwater.mechanisms.base import Mechanism
+from headwater.mechanisms.contract import Mechanism
 from headwater.models.cache import cache_bytes
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.nn.cache_name import cache_of
@@ -625,7 +625,7 @@ class Contract:
         """The last mechanism, added as `headwater retrofit` would to a trained model that has the others."""
         mechanisms = json.loads(case.mechanisms)
         name, given = mechanisms.popitem() if mechanisms else ("", {})
-        options = resolve(name).identity(given) if name else None
+        options = resolve(name).find_identity_options(given) if name else None
         if options is None:
             return
         assert given.items() <= options.items(), f"the options {options} do not contain those given"
@@ -641,7 +641,7 @@ class Contract:
         names = model.config.mechanisms
         if {"num_attention_heads", "num_key_value_heads", "head_dim"} & (model.config.sliding_fields or {}).keys():
             return  # such models run in one process
-        if not all(resolve(name).splits(options) for name, options in names.items()):
+        if not all(resolve(name).splits_heads(options) for name, options in names.items()):
             return
         heads, half = HeadsAlone(model, ids), model.config.num_key_value_heads // 2
         for first in (0, half):

@@ -116,7 +116,7 @@ class HeadsAlone:
             parameters = dict(mine.mechanisms[name].named_parameters())
             for place, parameter in module.named_parameters():
                 value = parameter.detach()
-                if (entries := of_heads(module.axes(place), value.shape, heads)) is not None:
+                if (entries := of_heads(module.describe_axes(place), value.shape, heads)) is not None:
                     value = value.index_select(entries[0], torch.tensor(entries[1], dtype=torch.long))
                 if place not in parameters and value.numel() == 0:
                     continue

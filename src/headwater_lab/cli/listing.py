@@ -67,7 +67,7 @@ def describe_presets() -> Sequence[dict[str, Any]]:
                 "parameters": sum(parameters(config).values()),
                 "reported": known.reported,
                 "note": known.note,
-                "reads": [resolve(mechanism).origin(options) for mechanism, options in mechanisms.items()],
+                "reads": [resolve(mechanism).describe_source(options) for mechanism, options in mechanisms.items()],
             }
         )
     return rows
@@ -81,7 +81,9 @@ def describe_mechanisms() -> Sequence[dict[str, Any]]:
     for name in MECHANISMS.names:
         mechanism = MECHANISMS.resolve(name)
         first_line = (mechanism.__doc__ or "").strip().partition("\n")[0]
-        rows.append({"name": name, "reads": mechanism.origin(mechanism.options({})), "description": first_line})
+        rows.append(
+            {"name": name, "reads": mechanism.describe_source(mechanism.options({})), "description": first_line}
+        )
     return rows
 
 

@@ -95,7 +95,7 @@ def _resized(recipe: Recipe, data: Data, wanted: int, name: str) -> dict:
     config = recipe.config_for(data)
     mechanisms: dict = config.mechanisms or {}
     given: dict = recipe.model.get("mechanisms") or mechanisms
-    own = {name: resolve(name).feed_forward_size(options) for name, options in mechanisms.items()}
+    own = {name: resolve(name).name_size_option(options) for name, options in mechanisms.items()}
     mechanism, option = next(((name, option) for name, option in own.items() if option), (None, None))
 
     def change(width: int) -> dict:

@@ -278,11 +278,11 @@ class Watch:
     def mechanism(
         self, layer: int, place: str, module: Any, inputs: tuple[Tensor, ...], named: dict[str, Any], _: Any
     ) -> None:
-        for name, term in module.terms(*inputs, **named).items():
+        for name, term in module.show_terms(*inputs, **named).items():
             for label, one in zip(module.labels or ("",), term if module.labels else (term,), strict=True):
-                found = self.terms.setdefault((layer, f"{module.name()} {label}".strip()), {})
+                found = self.terms.setdefault((layer, f"{module.registered_name()} {label}".strip()), {})
                 found[name] = found.get(name, 0.0) + float(one.norm(dim=-1).sum(dtype=torch.float64))
-        contributions = module.firing(*inputs)
+        contributions = module.show_firing(*inputs)
         if contributions is not None:
             counter = self.pairs.setdefault((layer, place), PairCounter(self.sample))
             counter.add(contributions, self.first_row)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from headwater.mechanisms.capabilities import Step
 from torch import nn
 
-from headwater.mechanisms.base import Mechanism, Step
+from headwater.mechanisms.contract import Mechanism
 from headwater_lab.recipe.schema import Recipe
 from headwater_lab.training.start import Beginning
 
@@ -28,16 +29,16 @@ class Hooks:
         self.first = Step(0, recipe.training.steps, recipe.training.warmup_steps, start)
         mechanisms = {name: module for name, module in model.named_modules() if isinstance(module, Mechanism)}
         if kept is None:
-            asked = ((name, module.before_training(self.first)) for name, module in mechanisms.items())
+            asked = ((name, module.prepare_training(self.first)) for name, module in mechanisms.items())
             kept = {name: value for name, value in asked if value is not None}
         self.kept = kept
         self.modules = [(mechanisms[name], value) for name, value in kept.items()]
         counted = Counter(type(module) for module, _ in self.modules)
-        said = (kind.announced(count, self.first) for kind, count in counted.items())
+        said = (kind.describe_training(count, self.first) for kind, count in counted.items())
         self.notices = [message for message in said if message is not None]
 
     def before_step(self, number: int) -> None:
         """Call them; number: the step, from 0."""
         step = self.first._replace(number=number)
         for module, kept in self.modules:
-            module.before_step(kept, step)
+            module.prepare_step(kept, step)

@@ -8,10 +8,10 @@ from difflib import get_close_matches
 from typing import Any, Literal, cast
 
 import torch
+from headwater.mechanisms.named import Named, owner_of
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from headwater.mechanisms.base import Named, owner_of
 from headwater.mechanisms.precision import KeepsPrecision
 from headwater.plugins.registry import resolve
 from headwater.util.errors import HeadwaterError, sentence
@@ -59,17 +59,21 @@ def parameter_groups(
             owner, inner = owner_of(model, f"{place}.{name}")
             said, rate = None, 1.0
             if owner is not None:
-                kind, said, rate = owner.group(inner) or kind, owner.decays(inner), owner.rate(inner)
+                kind, said, rate = (
+                    owner.choose_group(inner) or kind,
+                    owner.is_decayed(inner),
+                    owner.scale_learning_rate(inner),
+                )
                 misspelt = kind not in GROUPS and get_close_matches(str(kind), GROUPS, cutoff=0.7)
                 if not isinstance(kind, str) or misspelt or (kind == "matrices" and parameter.ndim != 2):
                     raise HeadwaterError(
-                        f"Mechanism {owner.name()!r} puts {inner!r} {list(parameter.shape)} among the {kind}; its "
+                        f"Mechanism {owner.registered_name()!r} puts {inner!r} {list(parameter.shape)} among the {kind}; its "
                         f"group() must give one of {', '.join(GROUPS)}, of which matrices have two dimensions, or "
                         "a name unlike these."
                     )
                 if not (isinstance(rate, int | float) and 0 <= rate < math.inf):
                     raise HeadwaterError(
-                        f"Mechanism {owner.name()!r}: the rate of {inner!r} must be a number of at least 0, not {rate}."
+                        f"Mechanism {owner.registered_name()!r}: the rate of {inner!r} must be a number of at least 0, not {rate}."
                     )
             decays = kind in DECAYED[decay_on] if said is None else said
             # Sharded and unsharded parameters cannot be stepped together.

@@ -263,7 +263,7 @@ class Mechanism(nn.Module):
     matrices: ClassVar[tuple[str, ...]] = ()
     # True if it looks up tokens by id. Then `Context.ids` is set, the module of `shared` is called with the ids, and
     # the model raises an error if it is called with `inputs_embeds`.
-    reads_ids: ClassVar[bool] = False
+    needs_input_ids: ClassVar[bool] = False
     # For models that are split over processes (`headwater_lab.serving`, `headwater.integrations.torchtitan`). True if
     # within attention
     # each head is computed from that head and the layer's input; `axes` says which entries of a parameter belong to
@@ -279,7 +279,7 @@ class Mechanism(nn.Module):
     @classmethod
     def options(cls, given: dict[str, Any] | None) -> dict[str, Any]:
         """`given` with defaults filled in. Raises `HeadwaterError` for an unknown name or a wrong type."""
-        name = cls.name()
+        name = cls.registered_name()
         given = {} if given is None else given
         if not isinstance(given, dict):
             raise HeadwaterError(
@@ -310,31 +310,33 @@ class Mechanism(nn.Module):
         return options
 
     @classmethod
-    def name(cls) -> str:
+    def registered_name(cls) -> str:
         """Its name in configs: headwater's own, its package's entry point, or "module:Class". Do not override."""
         return MECHANISMS.name_of(cls)
 
     @classmethod
-    def origin(cls, options: dict[str, Any]) -> str:
+    def describe_source(cls, options: dict[str, Any]) -> str:
         """What attention reads through it, in a few words such as "the previous token", for `headwater list`."""
-        return cls.name()
+        return cls.registered_name()
 
     @classmethod
-    def validate(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
+    def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
         """Raise `HeadwaterError` if the options contradict each other or the config."""
 
     @classmethod
-    def embedding_range(cls, options: dict[str, Any], config: HeadwaterConfig) -> float | None:
+    def choose_embedding_range(cls, options: dict[str, Any], config: HeadwaterConfig) -> float | None:
         """The standard deviation with which new models should initialize embeddings; None: no preference."""
         return None
 
     @classmethod
-    def kernels(cls, options: dict[str, Any]) -> tuple[str, ...] | None:
+    def list_kernels(cls, options: dict[str, Any]) -> tuple[str, ...] | None:
         """The values of `attn_implementation` that it works with; None: all."""
         return None
 
     @classmethod
-    def share(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
+    def redirect_heads(
+        cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]
+    ) -> list[LayerPlan]:
         """Return the plans with the heads redirected that take keys or values from another layer, by
         `LayerPlan.attending`.
 
@@ -353,7 +355,7 @@ class Mechanism(nn.Module):
         return True
 
     @classmethod
-    def plan(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
+    def plan_stages(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
         """Return the plans with the stages at which it acts, by `LayerPlan.acting`, and what it reads, by `.reading`.
 
         A mechanism that looks back also names its tails in `acting`: how many raw tokens the cache must keep for it.
@@ -364,7 +366,7 @@ class Mechanism(nn.Module):
     @classmethod
     def planned(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
         """What `plan` returns. Raises `HeadwaterError` if it is not one plan a layer, or leaves out what it does."""
-        made, name = cls.plan(options, config, plans), cls.name()
+        made, name = cls.plan_stages(options, config, plans), cls.registered_name()
         if not isinstance(made, list) or [type(one) for one in made] != [LayerPlan] * len(plans):
             raise HeadwaterError(f"Mechanism {name!r}: plan must return a list with the plan of each layer.")
         acts = [stage for one in made for stage, acting in one.acts if acting == name]
@@ -375,48 +377,48 @@ class Mechanism(nn.Module):
         if defined and not acts:
             raise HeadwaterError(
                 f"Mechanism {name!r} defines {defined[0]!r} but acts in no layer; in plan, return plans with "
-                f"plan.acting({defined[0]!r}, cls.name())."
+                f"plan.acting({defined[0]!r}, cls.registered_name())."
             )
         return made
 
     @classmethod
-    def cost(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Cost:
+    def count_cost(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Cost:
         """What the module that `build` makes for this layer costs."""
         return Cost()
 
     @classmethod
-    def shared_cost(cls, options: dict[str, Any], config: HeadwaterConfig) -> Cost:
+    def count_shared_cost(cls, options: dict[str, Any], config: HeadwaterConfig) -> Cost:
         """What the module of `shared` costs, once per model."""
         return Cost()
 
     @classmethod
-    def map_cost(
+    def count_linear_cost(
         cls, options: dict[str, Any], config: HeadwaterConfig, layer: int, name: Map, d_in: int, d_out: int
     ) -> Cost | None:
         """What the module that `map` makes costs, in place of the linear layer; None where `map` returns None."""
         return None
 
     @classmethod
-    def feed_forward_size(cls, options: dict[str, Any]) -> str | None:
+    def name_size_option(cls, options: dict[str, Any]) -> str | None:
         """The name of the option that sets the feed-forward's size; None if it leaves the feed-forward alone."""
         return None
 
     @classmethod
-    def tunes(cls, options: dict[str, Any]) -> bool:
+    def freezes_model(cls, options: dict[str, Any]) -> bool:
         """Whether all parameters of the model are frozen except those that `learns` names."""
         return False
 
     @classmethod
-    def splits(cls, options: dict[str, Any]) -> bool:
+    def splits_heads(cls, options: dict[str, Any]) -> bool:
         """Whether heads can be split over processes with these options; by default as `per_head` says."""
         return cls.per_head
 
-    def learns(self, parameter: str) -> bool:
+    def is_trained(self, parameter: str) -> bool:
         """If the mechanism `tunes`: whether this parameter of the module is trained."""
         return True
 
     @classmethod
-    def identity(cls, options: dict[str, Any]) -> dict[str, Any] | None:
+    def find_identity_options(cls, options: dict[str, Any]) -> dict[str, Any] | None:
         """The options with which it can be added to a trained model without changing what that computes.
 
         options: those the user gave, possibly none, which the result contains. None: it cannot be done with these.
@@ -426,38 +428,38 @@ class Mechanism(nn.Module):
     # Growth
 
     @classmethod
-    def grown(cls, options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
+    def grow_options(cls, options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
         """The options with which it does the same in a larger model. config: the smaller model's.
 
         Raises `HeadwaterError`, with the reason, for growth under which it cannot, or that would not keep the function
         though `growth.keeps`. By default for all growth.
         """
         raise HeadwaterError(
-            f"Mechanism {cls.name()!r} does not say how it grows, so a model with it keeps its layers and widths; "
+            f"Mechanism {cls.registered_name()!r} does not say how it grows, so a model with it keeps its layers and widths; "
             "remove it, or give its class grown() and axes()."
         )
 
-    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+    def describe_axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
         """What the entries along each dimension of a parameter belong to; the last covers all that remain, flattened.
 
         place: the inputs and the outputs of the linear layer that the module replaces.
         """
         return ()
 
-    def token_tables(self, parameter: str) -> int:
+    def count_token_tables(self, parameter: str) -> int:
         """How many tables with a row for each token id a parameter holds, one after the other along its first axis.
 
         `resize_token_embeddings` gives each as many rows as the embedding. 0: the parameter is no such table.
         """
         return 0
 
-    def passing(self, parameter: str) -> Tensor | None:
+    def find_neutral_value(self, parameter: str) -> Tensor | None:
         """If it changes the residual stream itself: the parameter's value with which it does not, for layers that add
         nothing at first; None: any will do."""
         return None
 
     @classmethod
-    def by_similarity(
+    def choose_by_similarity(
         cls, options: dict[str, Any], config: HeadwaterConfig, keys: Tensor, values: Tensor
     ) -> dict[str, Any] | None:
         """`options`, those the user gave, with whose keys and values are shared chosen by how alike they are.
@@ -470,18 +472,18 @@ class Mechanism(nn.Module):
     # Modules
 
     @classmethod
-    def build(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
+    def build_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
         """The module of one layer in which the mechanism acts."""
         raise NotImplementedError
 
     @classmethod
-    def build_outer(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
+    def build_outer_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
         """The module for the stages around attention and feed-forward (`plan.Outer`); `build` makes the one inside
         attention. By default the same: override it in a mechanism that acts at both in one layer."""
-        return cls.build(options, config, plan)
+        return cls.build_module(options, config, plan)
 
     @classmethod
-    def shared(cls, options: dict[str, Any], config: HeadwaterConfig) -> nn.Module | None:
+    def build_shared_module(cls, options: dict[str, Any], config: HeadwaterConfig) -> nn.Module | None:
         """A module that the model holds once, or None. Layers read its output as `Source("shared", name, -1)`.
 
         It is called once per forward pass, without arguments, or with the new tokens' ids [B, T] if `reads_ids`.
@@ -489,7 +491,7 @@ class Mechanism(nn.Module):
         return None
 
     @classmethod
-    def map(
+    def build_linear(
         cls, options: dict[str, Any], config: HeadwaterConfig, layer: int, name: Map, d_in: int, d_out: int
     ) -> nn.Module | None:
         """The module that replaces a linear layer, [..., d_in] -> [..., d_out]; None: keep the linear layer."""
@@ -505,7 +507,7 @@ class Mechanism(nn.Module):
 
     # Initialization
 
-    def init(self, parameter: str, generator: torch.Generator | None = None) -> Tensor | None:
+    def initial_value(self, parameter: str, generator: torch.Generator | None = None) -> Tensor | None:
         """The initial value of a parameter. Draw random numbers on the CPU, from `generator`.
 
         parameter: its name within the module; a child module's as "conv.weight".
@@ -520,12 +522,12 @@ class Mechanism(nn.Module):
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Set the module's own parameters to their `init`. Outside a model, child modules keep PyTorch's."""
         for name, parameter in self.named_parameters(recurse=False):
-            if not parameter.is_meta and (value := self.init(name, generator)) is not None:
+            if not parameter.is_meta and (value := self.initial_value(name, generator)) is not None:
                 parameter.copy_(value)
 
     # Training
 
-    def group(self, parameter: str) -> str | None:
+    def choose_group(self, parameter: str) -> str | None:
         """The optimizer group of a parameter, named as in `init`; None: by its kind and shape.
 
         One of `Group`, or another name for a group of its own, which does not decay unless `decays` says so. Only
@@ -533,63 +535,63 @@ class Mechanism(nn.Module):
         """
         return None
 
-    def rate(self, parameter: str) -> float:
+    def scale_learning_rate(self, parameter: str) -> float:
         """What the learning rate of a parameter, named as in `init`, is multiplied with; at least 0."""
         return 1.0
 
-    def decays(self, parameter: str) -> bool | None:
+    def is_decayed(self, parameter: str) -> bool | None:
         """Whether weight decay applies to a parameter, named as in `init`; None: as the recipe says of its group."""
         return None
 
-    def before_training(self, step: Step) -> Any:
+    def prepare_training(self, step: Step) -> Any:
         """What `before_step` needs, as JSON values, which checkpoints store; None: it need not be called.
 
         Called once, when a run begins; not when it is resumed.
         """
         return None
 
-    def before_step(self, kept: Any, step: Step) -> None:
+    def prepare_step(self, kept: Any, step: Step) -> None:
         """Called before each training step, if `before_training` returned something; kept: what it returned.
 
         Keep what it changes in a buffer or a parameter: a checkpoint does not hold other attributes.
         """
 
     @classmethod
-    def announced(cls, modules: int, step: Step) -> str | None:
+    def describe_training(cls, modules: int, step: Step) -> str | None:
         """A sentence for the run's record about the `modules` modules whose `before_step` is called; None: nothing."""
         return None
 
     # For `headwater bench`
 
-    def twin(self) -> nn.Module | None:
+    def build_twin(self) -> nn.Module | None:
         """If it replaces a linear layer: a module of plain layers with the same matmuls, to be timed against it."""
         return None
 
     # For `headwater inspect` and reports
 
-    def shown(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
+    def show_scalars(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
         """The scalars of this layer, learned or fixed, by symbol. shared: what the modules of `shared` return."""
         return {}
 
-    def windows(self) -> dict[str, Tensor]:
+    def show_windows(self) -> dict[str, Tensor]:
         """If queries, keys or values ("q", "k", "v") are mixed over tokens: the weights of each, [window, heads].
 
         Row s holds the weights of the token s back; heads: those the layer has.
         """
         return {}
 
-    def terms(self, *inputs: Any, **named: Any) -> dict[str, Tensor]:
+    def show_terms(self, *inputs: Any, **named: Any) -> dict[str, Tensor]:
         """If `forward` sums contributions of several layers: its terms for these inputs, by name, the layer's last.
 
         Where it makes several sums, `labels` names them, and each term has them as its first dimension.
         """
         return {}
 
-    def firing(self, *inputs: Any) -> Tensor | None:
+    def show_firing(self, *inputs: Any) -> Tensor | None:
         """If it reads n parameter tokens: how much each contributes to the output, [..., n], at least 0."""
         return None
 
-    def part(self, processes: Processes) -> nn.Module:
+    def build_part(self, processes: Processes) -> nn.Module:
         """If it replaces a linear layer: a module with this process's part of it, which returns the whole output.
 
         By default each process computes the whole.
@@ -598,19 +600,19 @@ class Mechanism(nn.Module):
 
     # Stages, in the order of the forward pass
 
-    def embedded(self, x: Tensor, context: Context) -> Tensor:
+    def transform_embedding(self, x: Tensor, context: Context) -> Tensor:
         """In layer 0 only, before all else: the embedding x [B, T, D] -> same, for all that reads it."""
         return x
 
-    def arrive(self, x: Tensor, context: Context) -> Tensor:
+    def update_residual(self, x: Tensor, context: Context) -> Tensor:
         """At the beginning of a block: the residual stream [B, T, D] -> same, for the block and all that follows."""
         return x
 
-    def enter(self, x: Tensor, context: Context) -> Tensor:
+    def transform_block_input(self, x: Tensor, context: Context) -> Tensor:
         """Before the norm and attention of a block: x [B, T, D] -> same. The residual connection keeps the old x."""
         return x
 
-    def separate(self, x: AttentionInputs, context: Context) -> AttentionInputs:
+    def split_attention_inputs(self, x: AttentionInputs, context: Context) -> AttentionInputs:
         """After `enter`: what goes into queries, keys and values, which may differ, and the residual stream -> same.
 
         They come in alike, unless another mechanism has acted here before. The block's one norm and `attention_input`
@@ -618,29 +620,29 @@ class Mechanism(nn.Module):
         """
         return x
 
-    def attention_input(self, x: Tensor, context: Context) -> Tensor:
+    def transform_attention_input(self, x: Tensor, context: Context) -> Tensor:
         """After the norm before attention: x [B, T, D] -> same; once for each of `LayerPlan.inputs`."""
         return x
 
-    def projected(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
+    def transform_projections(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
         """After projection, before the norms of queries and keys, if there are any: as `local`.
 
         What other layers read as projected is what this gives. A layer's own tensors are not in `context.sources` yet.
         """
         return q, kv
 
-    def local(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
+    def transform_qkv(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
         """After projection, before RoPE and the cache: q [B, H, T, d], k and v [B, heads, T, d] -> same."""
         return q, kv
 
-    def gathered(self, kv: KV, context: Context) -> KV:
+    def transform_attended_kv(self, kv: KV, context: Context) -> KV:
         """After RoPE and the cache: what all K heads attend to, k and v [B, K, S, d], the whole history -> same.
 
         What the cache holds and later layers read stays as it is. All heads then run in one kernel call.
         """
         return kv
 
-    def beside(self, context: Context) -> KV:
+    def add_key_values(self, context: Context) -> KV:
         """Keys and values that all tokens attend to beside the tokens': each [K, n, d], for all K key/value heads.
 
         They share the tokens' softmax, and have no position. Not all kernels can: say so in `kernels`. A decoding step
@@ -648,31 +650,31 @@ class Mechanism(nn.Module):
         """
         raise NotImplementedError
 
-    def probabilities(self, weights: Tensor, context: Context) -> Tensor:
+    def transform_attention_weights(self, weights: Tensor, context: Context) -> Tensor:
         """After the softmax: the tokens' attention weights [B, H, T, S] -> same. Only the eager kernel exposes them."""
         return weights
 
-    def heads(self, out: Tensor, context: Context) -> Tensor:
+    def transform_head_outputs(self, out: Tensor, context: Context) -> Tensor:
         """Before the output projection: what each head read, [B, T, H, d] -> same."""
         return out
 
-    def attention_output(self, x: Tensor, context: Context) -> Tensor:
+    def transform_attention_output(self, x: Tensor, context: Context) -> Tensor:
         """Before what attention gives is added to the residual stream: x [B, T, D] -> same."""
         return x
 
-    def feed_forward_input(self, x: Tensor, context: Context) -> Tensor:
+    def transform_feed_forward_input(self, x: Tensor, context: Context) -> Tensor:
         """After the norm before the feed-forward: x [B, T, D] -> same."""
         return x
 
-    def feed_forward_hidden(self, hidden: Hidden, context: Context) -> Hidden:
+    def transform_feed_forward_hidden(self, hidden: Hidden, context: Context) -> Hidden:
         """Inside the feed-forward, before its activation. Not where another mechanism replaces the feed-forward."""
         return hidden
 
-    def feed_forward_output(self, x: Tensor, context: Context) -> Tensor:
+    def transform_feed_forward_output(self, x: Tensor, context: Context) -> Tensor:
         """Before what the feed-forward gives is added to the residual stream: x [B, T, D] -> same."""
         return x
 
-    def leave(self, x: Tensor, context: Context) -> Tensor:
+    def transform_block_output(self, x: Tensor, context: Context) -> Tensor:
         """After the block: its output x [B, T, D] -> the input of the next block."""
         return x
 
