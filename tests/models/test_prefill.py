@@ -74,6 +74,9 @@ class ReadsIds(Mechanism):
             for plan in plans
         ]
 
+    def transform_block_output(self, x, context):
+        return x
+
 
 @pytest.mark.parametrize(
     ("mechanisms", "first"),

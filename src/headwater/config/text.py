@@ -4,7 +4,7 @@ import copy
 import difflib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from huggingface_hub.dataclasses import strict
@@ -12,6 +12,8 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from headwater.config.capabilities import CompletesOptions, LimitsKernels, PrefersEmbeddingRange
+from headwater.config.options import parse_options
 from headwater.config.plan import LayerPlan
 from headwater.config.planner import plan_layers
 from headwater.plugins import outside, remote_code
@@ -229,8 +231,7 @@ class HeadwaterConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         self.settle()
         if by_hand and self.embedding_range is None:  # a file without it is older than this field
-            wanted = (resolve(name).choose_embedding_range(options, self) for name, options in self.mechanisms.items())
-            self.embedding_range = next((std for std in wanted if std is not None), None)
+            self.embedding_range = next((std for std in self._preferred_ranges() if std is not None), None)
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
@@ -403,9 +404,15 @@ class HeadwaterConfig(PreTrainedConfig):
                 f"position {self.position!r} has no rope_parameters; leave them out of sliding_fields."
             )
 
+    def _preferred_ranges(self) -> Iterator[float | None]:
+        for name, options in self.mechanisms.items():
+            if isinstance(mechanism := resolve(name), PrefersEmbeddingRange):
+                yield mechanism.choose_embedding_range(options, self)
+
     def _complete_options(self, name: str, options: dict[str, Any]) -> dict[str, Any]:
-        kind = resolve(name)
-        return kind.complete_options(kind.options(options), self)
+        mechanism = resolve(name)
+        parsed = parse_options(mechanism, options)
+        return mechanism.complete_options(parsed, self) if isinstance(mechanism, CompletesOptions) else parsed
 
     def slides(self, layer: int) -> bool:
         """Whether a layer has the sliding window."""
@@ -597,8 +604,9 @@ class HeadwaterConfig(PreTrainedConfig):
     def attention_kernels(self) -> tuple[tuple[str, ...] | None, str]:
         """The values of `attn_implementation` that support this config (None: all), and what limits them."""
         limits = {
-            f"Mechanism {name!r} with its options": resolve(name).list_kernels(options)
+            f"Mechanism {name!r} with its options": mechanism.list_kernels(options)
             for name, options in self.mechanisms.items()
+            if isinstance(mechanism := resolve(name), LimitsKernels)
         }
         limits["ALiBi"] = ("sdpa", "eager", "matmul") if self.position == "alibi" else None
         limits["attention_softcap"] = ("eager",) if self.attention_softcap is not None else None
@@ -658,7 +666,7 @@ def _name_of(name: str) -> str:
     known = name if MECHANISMS.has(name) or name in MECHANISMS.added else known
     if kind.registered_name() != known:
         raise HeadwaterError(
-            f"Mechanism {known!r} calls itself {kind.registered_name()!r}; remove name() from its class."
+            f"Mechanism {known!r} calls itself {kind.registered_name()!r}; remove registered_name() from its class."
         )
     return known
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
+from headwater.mechanisms.capabilities import HoldsMatrices
 from headwater.mechanisms.contract import Mechanism
 from headwater.util.errors import HeadwaterError
 
@@ -46,9 +47,9 @@ def check_quantized(model: nn.Module, quantizer: HfQuantizer | None) -> None:
     left = {
         f"{place}.{name}": parameter
         for place, module in model.named_modules()
-        if isinstance(module, Mechanism)
         for name, parameter in module.named_parameters(recurse=False)
-        if name in module.matrices
+        if isinstance(module, HoldsMatrices)
+        and name in module.matrix_parameters
         and all(should_convert_module(given, spared) for given in (place, f"{place}.{name}"))
         and not quantizer.param_needs_quantization(model, f"{place}.{name}")
     }

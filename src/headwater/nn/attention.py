@@ -14,14 +14,14 @@ B batch, T new tokens, S all tokens, D model width, H query heads, K key/value h
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast, get_args
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from headwater.config.plan import HeadGroup, Heads, Inner, LayerPlan, Source, Stage
+from headwater.config.plan import ATTENTION_STAGES, HeadGroup, Heads, LayerPlan, Source, Stage
 from headwater.kernels.attention import FEW
 from headwater.mechanisms.contract import KV, Ancestors, Context, Mechanism, Tail
 from headwater.mechanisms.named import Named
@@ -84,20 +84,20 @@ class Attention(nn.Module):
         self.q_norm = make_norm(config, config.head_dim) if config.qk_norm else None
         self.k_norm = make_norm(config, config.head_dim) if config.qk_norm and plan.k_heads else None
 
-        self.stages = {stage: plan.at(stage) for stage in get_args(Inner)}
+        self.stages = {stage: plan.at(stage) for stage in ATTENTION_STAGES}
         self.mechanisms = Named(
             {
                 name: resolve(name).build_module(config.mechanisms[name], config, plan)
-                for name in plan.at(*get_args(Inner))
+                for name in plan.at(*ATTENTION_STAGES)
             }
         )
         weights = [source for source in plan.exports if source.kind == "probabilities"]
-        self.shows_weights = bool(weights or self.stages["probabilities"])
+        self.shows_weights = bool(weights or self.stages[Stage.ATTENTION_WEIGHTS])
         self.exports = tuple(plan.slot(source) for source in plan.exports if source.kind != "stream")
         self.calls = tuple(self.call(group) for group in plan.groups)
         # The key/value heads of each call, or of the only one if all are gathered.
         spans = [(group.first, group.first + group.size) for group in plan.groups]
-        self.spans = [(0, len(plan.attends))] if config.materialise or self.stages["gathered"] else spans
+        self.spans = [(0, len(plan.attends))] if config.materialise or self.stages[Stage.ATTENDED_KV] else spans
 
     def call(self, group: HeadGroup) -> Call:
         """One group of heads as a call of the kernel."""
@@ -108,9 +108,10 @@ class Attention(nn.Module):
             (self.plan.slot(Source("bank", "v", group.v)), group.v_heads),
         )
 
-    def at(self, stage: Stage) -> Iterator[Mechanism]:
+    def at(self, stage: Stage) -> Sequence[Mechanism]:
         """The mechanisms that act at a stage, in the order of application."""
-        return (cast(Mechanism, self.mechanisms[name]) for name in self.stages[stage])
+        names = self.stages[stage]
+        return [cast(Mechanism, self.mechanisms[name]) for name in names] if names else ()
 
     def forward(
         self,
@@ -159,7 +160,7 @@ class Attention(nn.Module):
             k, v = past_key_values.update(k, v, self.layer_idx, kwargs)
         elif past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx, sliding_window=self.sliding_window)
-        if self.materialise and not (self.shows_weights or self.stages["beside"]):
+        if self.materialise and not (self.shows_weights or self.stages[Stage.ADDED_KEY_VALUES]):
             # One lookup and one call, spelled out: vLLM's Transformers backend reads the source of `forward`.
             attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
             dropout, window = self.attention_dropout if self.training else 0.0, self.sliding_window
@@ -169,7 +170,7 @@ class Attention(nn.Module):
             return self.results(out, weights, known, context)
         if self.materialise:
             inputs = [(q, k, v, attention_mask)]
-        elif self.stages["gathered"]:
+        elif self.stages[Stage.ATTENDED_KV]:
             known += k, v
             inputs = [(q, *self.gathered(q, known, context), attention_mask)]
         else:
@@ -177,7 +178,7 @@ class Attention(nn.Module):
             inputs = [(*call.select(q, known), call.select_mask(attention_mask)) for call in self.calls]
 
         pairs = None
-        if self.stages["beside"]:
+        if self.stages[Stage.ADDED_KEY_VALUES]:
             more = [mechanism.add_key_values(context) for mechanism in self.at(Stage.ADDED_KEY_VALUES)]
             keys, values = (join([one[part] for one in more], dim=1).to(q.dtype) for part in (0, 1))
             pairs = [KV(keys[first:end], values[first:end]) for first, end in self.spans]

@@ -14,7 +14,7 @@ from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
 from headwater.conversion import to_transformers
 from headwater.kernels.scratch import keep_freed_memory
-from headwater.mechanisms.contract import Mechanism
+from headwater.mechanisms.capabilities import HasPlainTwin
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.image_classification import HeadwaterForImageClassification
 from headwater.nn.masking import cu_seq_lens, takes_documents
@@ -230,7 +230,7 @@ def twins(
 ) -> tuple[HeadwaterForCausalLM, HeadwaterForCausalLM]:
     """A model with `mechanisms` and the one it is compared with, without them.
 
-    If a mechanism replaces linear layers, the other model has its `twin` instead, with the same matmuls.
+    If a mechanism replaces linear layers, the other model has its plain twin instead, with the same matmuls.
     """
 
     def model(mechanisms: dict[str, dict]) -> HeadwaterForCausalLM:
@@ -255,7 +255,7 @@ def twins(
 
 
 def _twin(module: nn.Module) -> nn.Module | None:
-    return module.build_twin() if isinstance(module, Mechanism) else None
+    return module.build_twin() if isinstance(module, HasPlainTwin) else None
 
 
 def saved_bytes(run: Callable[[], Tensor], excluded: Iterable[Tensor] = ()) -> int:
