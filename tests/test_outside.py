@@ -364,19 +364,26 @@ class Acting(Mechanism):
     def transform_qkv(self, q, kv, context):
         return q, kv
 
+    def transform_qvk(self, q, kv, context):
+        return q, kv
+
 
 @pytest.mark.parametrize(
     ("plan", "said"),
     [
-        (lambda plans: [plan.acting("locale", "acting") for plan in plans], "did you mean 'local'"),
+        (lambda plans: [plan.acting(Acting, Acting.transform_qvk) for plan in plans], "did you mean 'transform_qkv'"),
+        (
+            lambda plans: [plan.acting(Acting, Acting.add_key_values) for plan in plans],
+            "add_key_values, which its class lacks",
+        ),
         (lambda plans: None, "must return a list"),
         (lambda plans: plans[:1], "must return a list"),
-        (lambda plans: plans, "defines 'local' but acts in no layer"),
+        (lambda plans: plans, "defines transform_qkv but acts in no layer"),
     ],
 )
 def test_a_plan_that_leaves_something_out_is_refused(monkeypatch, plan, said):
     monkeypatch.setitem(MECHANISMS.added, "acting", Acting)
-    monkeypatch.setattr(Acting, "plan", classmethod(lambda cls, options, config, plans: plan(plans)))
+    monkeypatch.setattr(Acting, "plan_stages", classmethod(lambda cls, options, config, plans: plan(plans)))
     with pytest.raises(HeadwaterError, match=said):
         _ = plan_layers(config({"acting": {}}))
 
@@ -574,7 +581,7 @@ def test_groups_are_what_the_mechanism_and_the_shapes_say(convolved):
 
 
 def test_three_dimensions_are_no_matrices(convolved, monkeypatch):
-    monkeypatch.setattr(Convolved, "group", lambda self, parameter: "matrices" if parameter == "bank" else None)
+    monkeypatch.setattr(Convolved, "choose_group", lambda self, parameter: "matrices" if parameter == "bank" else None)
     with pytest.raises(HeadwaterError, match=r"'bank' \[2, 3, 4\] among the matrices"):
         parameter_groups(HeadwaterForCausalLM(config(convolved)), 0.1)
 
@@ -597,7 +604,7 @@ def test_a_hook_is_called_before_each_step_and_goes_on_after_a_resume(convolved,
     from headwater_lab.training.loop import train
 
     seen = []
-    monkeypatch.setattr(Convolved, "before_step", lambda self, kept, step: seen.append((tuple(kept), step.number)))
+    monkeypatch.setattr(Convolved, "prepare_step", lambda self, kept, step: seen.append((tuple(kept), step.number)))
     given = recipe(model={"mechanisms": convolved}, training={"steps": 4})
     record = train(given, tmp_path / "run", until=2)
     assert any("2 of them convolve." in notice.message for notice in record.notices)

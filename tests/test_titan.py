@@ -174,13 +174,16 @@ class Hooked(Mechanism):
     def prepare_training(self, step):
         return {}
 
+    def prepare_step(self, kept, step):
+        pass
+
+    @classmethod
+    def describe_training(cls, modules, step):
+        return None
+
 
 class Quiet(Mechanism):
     """It says nothing about heads."""
-
-    @staticmethod
-    def options(given):
-        return {}
 
 
 @pytest.mark.parametrize(
@@ -312,7 +315,7 @@ def test_a_recipe_gives_the_trainers_config(folder):
         ("training: {precision: 64-true}", "training.precision=64-true"),
         ("training: {trainable_mechanisms: [kv_shift]}", "training.trainable_mechanisms=.*null"),
         ("training: {ema_decay: 0.9}", "training.ema_decay=0.9"),
-        (f"model: {{mechanisms: {{'{__name__}:Hooked': {{}}}}}}", "does not call before_step"),
+        (f"model: {{mechanisms: {{'{__name__}:Hooked': {{}}}}}}", "does not call prepare_step"),
         ("compare: {arms: {a: {}}, baseline: a}", "has compare"),
     ],
 )

@@ -110,11 +110,8 @@ def test_mudd_sums_by_weights_of_each_token():
 def test_mudd_reads_every_layer():
     plans = plan_layers(config({"mudd": {}}))
     assert [plan.reads for plan in plans] == [(), stream(-1), stream(-1, 0, 1)]
-    assert [plan.acts for plan in plans] == [
-        (),
-        ((Stage.ATTENTION_INPUTS, "mudd"),),
-        ((Stage.ATTENTION_INPUTS, "mudd"), (Stage.BLOCK_OUTPUT, "mudd")),
-    ]
+    before, after = (Stage.ATTENTION_INPUTS, "mudd"), (Stage.BLOCK_OUTPUT, "mudd")
+    assert [plan.acts for plan in plans] == [(), (before,), (before, after)]
     shown = build({"mudd": {}}).model.layers[2].mechanisms["mudd"].show_scalars(plans[2], {})
     assert list(shown) == ["b q", "b k", "b v", "b stream"]
     assert shown["b q"].at == (-1, 0, 1)

@@ -331,7 +331,9 @@ def test_a_mechanism_from_outside_shares_by_the_same_rule(turned, monkeypatch):
     given = dict(reversed(mechanisms.items())) if turned else mechanisms
     assert attends(given, 0) == [(0, 0), (0, 1), (0, 1), (0, 3)]
     assert attends(given, 1) == [(0, 0), (1, 1), (2, 1), (3, 3)]
-    with pytest.raises(HeadwaterError, match="layer 0 cannot attend to keys or values of layer 1; in share, name"):
+    with pytest.raises(
+        HeadwaterError, match="layer 0 cannot attend to keys or values of layer 1; in redirect_heads, name"
+    ):
         config({"from_below": {"above": True}})
-    with pytest.raises(HeadwaterError, match="share must return a list with the plan of each layer"):
+    with pytest.raises(HeadwaterError, match="redirect_heads must return a list with the plan of each layer"):
         config({"from_below": {"short": True}})

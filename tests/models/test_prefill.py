@@ -74,6 +74,9 @@ class ReadsIds(Mechanism):
             for plan in plans
         ]
 
+    def transform_block_output(self, x, context):
+        return x
+
 
 def first_of(made):
     return output_only_from(made, plan_layers(made))

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from headwater.config.capabilities import Map
+from headwater.config.capabilities import Map, ReplacesLinear
 from headwater.config.layers import layer_config
-from headwater.config.plan import Kept, LayerPlan, Stage
+from headwater.config.plan import Cost, Kept, LayerPlan, Stage
 from headwater.config.planner import output_only_from, plan_layers
 from headwater.config.vision import HeadwaterVisionConfig
 from headwater.cost.hardware import memory_of
-from headwater.mechanisms.contract import Cost
+from headwater.mechanisms.capabilities import HasSharedModule
 from headwater.plugins.registry import resolve
 from headwater.util.errors import HeadwaterError
 
@@ -49,9 +49,11 @@ def map_cost(config: HeadwaterConfig, layer: int, name: Map, d_in: int, d_out: i
 
 def _own_map_cost(config: HeadwaterConfig, layer: int, name: Map, d_in: int, d_out: int) -> Cost | None:
     for mechanism, options in config.mechanisms.items():
-        own = resolve(mechanism).count_linear_cost(options, config, layer, name, d_in, d_out)
-        if own is not None:
-            return own
+        kind = resolve(mechanism)
+        if isinstance(kind, ReplacesLinear):
+            own = kind.count_linear_cost(options, config, layer, name, d_in, d_out)
+            if own is not None:
+                return own
     return None
 
 
@@ -111,7 +113,11 @@ def _mechanism_costs(config: HeadwaterConfig, plan: LayerPlan) -> Iterator[Cost]
 
 def _shared_costs(config: HeadwaterConfig) -> list[Cost]:
     """What the modules cost that mechanisms share across all layers."""
-    return [resolve(name).count_shared_cost(given, config) for name, given in config.mechanisms.items()]
+    return [
+        mechanism.count_shared_cost(options, config)
+        for name, options in config.mechanisms.items()
+        if isinstance(mechanism := resolve(name), HasSharedModule)
+    ]
 
 
 def check_memory(config: HeadwaterConfig) -> None:

@@ -232,7 +232,7 @@ def _check_read(options: dict[str, Any], counts: Counts, new: Counts, key_init: 
                 f"The pairs of {which!r} have product keys, each of which belongs to many pairs; none can be added, "
                 "removed or merged."
             )
-        if wrong := unreadable(new[which], top_k, False, False):
+        if wrong := unreadable(new[which], top_k, False, 0):
             raise HeadwaterError(f"Too few pairs of {which!r} would remain: {wrong}.")
         if key_init == "zero":
             raise HeadwaterError(

@@ -9,22 +9,20 @@ A baseline of the value-residual paper (arXiv 2410.17897). Departures: none.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
 from headwater.config.plan import LayerPlan, Source
+from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import Context, Cost, Mechanism
 from headwater.mechanisms.enlarging import Dim, Larger
 from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.weighted_sum import weighted_sum
 from headwater.util.errors import HeadwaterError
-
-if TYPE_CHECKING:
-    from headwater.config.text import HeadwaterConfig
 
 
 class DenseFormer(KeepsPrecision, Mechanism):
@@ -47,7 +45,7 @@ class DenseFormer(KeepsPrecision, Mechanism):
         True
     """
 
-    per_head = per_token = True
+    source = "averages over depth"
 
     @strict
     @dataclass
@@ -70,14 +68,13 @@ class DenseFormer(KeepsPrecision, Mechanism):
         """`terms` hidden states [B, T, D], the block's own last -> their weighted sum [B, T, D]."""
         return weighted_sum(self.alpha, *states)
 
+    def transform_block_output(self, x: Tensor, context: Context) -> Tensor:
+        return self(*(context.sources[slot] for slot in self.slots), x)
+
     # In a headwater model
 
     @classmethod
-    def describe_source(cls, options: dict[str, Any]) -> str:
-        return "averages over depth"
-
-    @classmethod
-    def validate_options(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
+    def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
         for name in ("dilation", "period"):
             if options[name] < 1:
                 raise HeadwaterError(f"Mechanism 'dense_former': {name} must be at least 1, not {options[name]}.")
@@ -88,10 +85,6 @@ class DenseFormer(KeepsPrecision, Mechanism):
             )
 
     @classmethod
-    def find_identity_options(cls, options: dict[str, Any]) -> dict[str, Any] | None:
-        return dict(options)  # its init is the identity
-
-    @classmethod
     def read(cls, options: dict[str, Any], layer: int) -> tuple[Source, ...] | None:
         """The earlier hidden states averaged after block `layer`; None: no average follows it."""
         if (layer + 1) % options["period"]:
@@ -99,7 +92,7 @@ class DenseFormer(KeepsPrecision, Mechanism):
         return tuple(Source("stream", "x", j) for j in range(-1, layer) if (layer - j) % options["dilation"] == 0)
 
     @classmethod
-    def plan_stages(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
+    def plan_stages(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
         def amend(plan: LayerPlan) -> LayerPlan:
             sources = cls.read(options, plan.index)
             return plan if sources is None else plan.acting(cls, cls.transform_block_output).reading(*sources)
@@ -107,13 +100,20 @@ class DenseFormer(KeepsPrecision, Mechanism):
         return [amend(plan) for plan in plans]
 
     @classmethod
-    def count_cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
+    def count_cost(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Cost:
         sources = cls.read(options, plan.index)
         # Autograd keeps the block's own output; the earlier ones are counted where they are made.
         return Cost() if sources is None else Cost(parameters=len(sources) + 1, saved=config.hidden_size)
 
     @classmethod
-    def grow_options(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
+    def build_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
+        sources = cls.read(options, plan.index) or ()
+        return cls(len(sources) + 1, sources, tuple(plan.slot(source) for source in sources))
+
+    # Capabilities
+
+    @classmethod
+    def grow_options(cls, options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
         if growth.deepens and growth.keeps and (options["dilation"], options["period"]) != (1, 1):
             raise HeadwaterError(
                 "Mechanism 'dense_former' counts layers by its dilation and period, which new layers between them "
@@ -128,9 +128,10 @@ class DenseFormer(KeepsPrecision, Mechanism):
         return self.initial_value(parameter)
 
     @classmethod
-    def build_module(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
-        sources = cls.read(options, plan.index) or ()
-        return cls(len(sources) + 1, sources, tuple(plan.slot(source) for source in sources))
+    def find_identity_options(cls, options: dict[str, Any]) -> dict[str, Any] | None:
+        return dict(options)  # its init is the identity
+
+    per_head = per_token = True
 
     def show_scalars(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
         return {"α": Shown(self.alpha, "layer", (*(source.layer for source in self.reads), plan.index))}
@@ -138,6 +139,3 @@ class DenseFormer(KeepsPrecision, Mechanism):
     def show_terms(self, *states: Tensor) -> dict[str, Tensor]:
         names = [*(f"X{source.layer + 1}" for source in self.reads), "own"]
         return {name: weight * x for name, weight, x in zip(names, self.alpha, states, strict=True)}
-
-    def transform_block_output(self, x: Tensor, context: Context) -> Tensor:
-        return self(*(context.sources[slot] for slot in self.slots), x)

@@ -12,21 +12,20 @@ so that it can be zero when added to a trained model and then be learned.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
 from headwater.config.plan import Heads, LayerPlan, Source, Stage
+from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import Context, Cost, Mechanism
-from headwater.mechanisms.enlarging import SAME, Dim, Larger
+from headwater.mechanisms.enlarging import describe_fixed_axes
 from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
+from headwater.mechanisms.receivers import keep_options
 from headwater.util.errors import HeadwaterError
-
-if TYPE_CHECKING:
-    from headwater.config.text import HeadwaterConfig
 
 FIRST = Source("raw", "v", 0)
 
@@ -41,7 +40,7 @@ class NeuTRENO(KeepsPrecision, Mechanism):
     Args
         weight: λ, default 0.4.
         learnable: whether λ is a parameter, with `weight` as its init; default False, as in the paper.
-        The other arguments are set by `build`.
+        The other arguments are set by `build_module`.
 
     Parameters: none, or `lambdas` [1] if learnable.
 
@@ -53,7 +52,7 @@ class NeuTRENO(KeepsPrecision, Mechanism):
         torch.Size([3, 16, 8, 64])
     """
 
-    per_head = per_token = True
+    source = "the difference to the first values"
 
     @strict
     @dataclass
@@ -84,26 +83,14 @@ class NeuTRENO(KeepsPrecision, Mechanism):
         added, out = self.show_terms(out, first, own).values()
         return out + added
 
-    def show_terms(self, out: Tensor, first: Tensor, own: Tensor) -> dict[str, Tensor]:
-        # A 0-d factor does not raise the dtype of what it multiplies.
-        weight = self.weight if self.lambdas is None else self.lambdas[0]
-        difference = weight * (first - own).transpose(1, 2)
-        return {"V0 - V": difference.repeat_interleave(out.shape[2] // difference.shape[2], dim=2), "own": out}
+    def transform_head_outputs(self, out: Tensor, context: Context) -> Tensor:
+        own = [context.sources[slot] if at is None else context.sources[slot][:, at] for slot, at in self.own]
+        return self(out, context.sources[self.first], own[0] if len(own) == 1 else torch.cat(own, dim=1))
 
     # In a headwater model
 
     @classmethod
-    def describe_source(cls, options: dict[str, Any]) -> str:
-        return "the difference to the first values"
-
-    @classmethod
-    def find_identity_options(cls, options: dict[str, Any]) -> dict[str, Any] | None:
-        if options.get("weight") or options.get("learnable") is False:  # a fixed zero could not be trained
-            return None
-        return options | {"weight": 0.0, "learnable": True}
-
-    @classmethod
-    def plan_stages(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
+    def plan_stages(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
         def amend(plan: LayerPlan) -> LayerPlan:
             if all(attended.v == 0 for attended in plan.attends):
                 return plan  # V_0 - V_0 is zero
@@ -119,27 +106,35 @@ class NeuTRENO(KeepsPrecision, Mechanism):
         return amended
 
     @classmethod
-    def count_cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
+    def count_cost(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Cost:
         # Autograd keeps the sum, for the output projection, and what a free weight is multiplied with.
         heads = config.num_attention_heads + options["learnable"] * config.num_key_value_heads
         return Cost(parameters=int(options["learnable"]), saved=heads * config.head_dim)
 
     @classmethod
-    def grow_options(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
-        return options
-
-    def describe_axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
-        return (SAME,)
-
-    @classmethod
-    def build_module(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
+    def build_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
         own = tuple((plan.slot(Source("raw", "v", group.v)), group.v_heads) for group in plan.groups)
         return cls(options["weight"], options["learnable"], first=plan.slot(FIRST), own=own)
+
+    # Capabilities
+
+    grow_options = staticmethod(keep_options)
+    describe_axes = describe_fixed_axes
+
+    @classmethod
+    def find_identity_options(cls, options: dict[str, Any]) -> dict[str, Any] | None:
+        if options.get("weight") or options.get("learnable") is False:  # a fixed zero could not be trained
+            return None
+        return options | {"weight": 0.0, "learnable": True}
+
+    per_head = per_token = True
 
     def show_scalars(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
         fixed = torch.tensor([self.weight], dtype=torch.float64)
         return {"λ": Shown(fixed if self.lambdas is None else self.lambdas)}
 
-    def transform_head_outputs(self, out: Tensor, context: Context) -> Tensor:
-        own = [context.sources[slot] if at is None else context.sources[slot][:, at] for slot, at in self.own]
-        return self(out, context.sources[self.first], own[0] if len(own) == 1 else torch.cat(own, dim=1))
+    def show_terms(self, out: Tensor, first: Tensor, own: Tensor) -> dict[str, Tensor]:
+        # A 0-d factor does not raise the dtype of what it multiplies.
+        weight = self.weight if self.lambdas is None else self.lambdas[0]
+        difference = weight * (first - own).transpose(1, 2)
+        return {"V0 - V": difference.repeat_interleave(out.shape[2] // difference.shape[2], dim=2), "own": out}

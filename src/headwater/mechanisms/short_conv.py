@@ -25,24 +25,22 @@ that is mixed in (value residual) is the convolved one.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isqrt
-from typing import TYPE_CHECKING, Any, Literal, Self, cast, get_args
+from typing import Any, Literal, Self, get_args
 
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
 from headwater.config.layers import layer_config
-from headwater.config.plan import Kept, LayerPlan, Outer, Source, Stage
+from headwater.config.plan import Kept, LayerPlan, Source, Stage
+from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
-from headwater.mechanisms.contract import KV, Ancestors, Context, Cost, Hidden, Mechanism, Tail
-from headwater.mechanisms.enlarging import READS, SAME, Dim, Larger
+from headwater.mechanisms.contract import KV, Context, Cost, Hidden, Mechanism, Reach, Tail
+from headwater.mechanisms.enlarging import READS, SAME, Dim
 from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
-from headwater.mechanisms.receivers import check_layers, is_chosen, moved_layers
-from headwater.mechanisms.shift import dynamic_shift, shift
+from headwater.mechanisms.receivers import check_layers, is_chosen, move_layers
+from headwater.mechanisms.shift import dynamic_shift, read_tail, shift
 from headwater.util.errors import HeadwaterError, nearest
-
-if TYPE_CHECKING:
-    from headwater.config.text import HeadwaterConfig
 
 Site = Literal[
     "queries",
@@ -63,8 +61,8 @@ HIDDEN: dict[str, Kept] = {"gate": "gate", "up": "up"}
 def stage_of(name: str) -> Stage:
     """Where a tensor is convolved."""
     if name in PARTS:
-        return "projected"
-    return "feed_forward_hidden" if name in HIDDEN else cast(Stage, name)
+        return Stage.PROJECTIONS
+    return Stage.FEED_FORWARD_HIDDEN if name in HIDDEN else Stage[name.upper()]
 
 
 class ShortConv(KeepsPrecision, Mechanism):
@@ -97,7 +95,6 @@ class ShortConv(KeepsPrecision, Mechanism):
     """
 
     paper = "2512.17351"
-    per_head = True
 
     @strict
     @dataclass
@@ -154,7 +151,7 @@ class ShortConv(KeepsPrecision, Mechanism):
         self,
         x: Tensor,
         name: str,
-        reach: Tensor | Ancestors | None = None,
+        reach: Reach = None,
         tail: Tail | None = None,
         given: Tensor | None = None,
     ) -> Tensor:
@@ -165,142 +162,12 @@ class ShortConv(KeepsPrecision, Mechanism):
             before is not in the slot before.
         tail: holds the raw tokens before these; default: there are none.
         """
-        branches = isinstance(reach, Ancestors)
-        before = None if tail is None else tail.before(self.tails[name], x, self.window - 1, everything=branches)
+        before = read_tail(tail, self.tails[name], x, self.window - 1, reach)
         if name not in self.dynamic:
             return shift(x, self.get_parameter(f"{name}_taps"), reach, before, self.residual)
         taps = self.taps(name)
         more = getattr(self, f"{name}_map")(given).to(taps.dtype) * self.scale(name)
         return dynamic_shift(x, taps, more.unflatten(2, (x.shape[1], -1)).permute(3, 0, 2, 1)[..., None], reach, before)
-
-    def choose_group(self, parameter: str) -> Literal["vectors"] | None:
-        return "vectors" if parameter.endswith("_taps") else None  # of each channel, however they are laid out
-
-    # In a headwater model
-
-    @classmethod
-    def describe_source(cls, options: dict[str, Any]) -> str:
-        return f"the {options['window'] - 1} previous tokens, by channel"
-
-    @classmethod
-    def sites(cls, options: dict[str, Any]) -> list[str]:
-        return ["keys", "values"] if options["sites"] is None else list(dict.fromkeys(options["sites"]))
-
-    @classmethod
-    def validate_options(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
-        check_layers(cls.registered_name(), options, config)
-        for site in cls.sites(options):
-            if site not in get_args(Site):
-                raise HeadwaterError(
-                    f"Mechanism 'short_conv': sites cannot contain {site!r}; {nearest(site, get_args(Site))}"
-                )
-        if not cls.sites(options):
-            raise HeadwaterError("Mechanism 'short_conv': sites is empty; leave it out for keys and values.")
-        for site in options["dynamic"] or []:
-            if site not in PARTS or site not in cls.sites(options):
-                raise HeadwaterError(
-                    f"Mechanism 'short_conv': dynamic cannot contain {site!r}; it may contain only those of queries, "
-                    "keys and values that sites contains too."
-                )
-        if options["window"] < 2:
-            raise HeadwaterError(f"Mechanism 'short_conv': window must be at least 2, not {options['window']}.")
-
-    @classmethod
-    def find_identity_options(cls, options: dict[str, Any]) -> dict[str, Any] | None:
-        scale = 2 * options.get("window", 4) + 1
-        rounded = options.get("dynamic") and isqrt(scale) ** 2 != scale  # 1/√(2w + 1) times its inverse is not 1
-        return None if rounded or options.get("init") == "random" else options | {"init": "identity"}
-
-    @classmethod
-    def sizes(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> dict[str, tuple[int, int]]:
-        """What is convolved in a layer: heads and channels of a head, by name."""
-        heads = {"queries": config.num_attention_heads, "keys": len(plan.k_heads), "values": len(plan.v_heads)}
-        found = {}
-        for site in cls.sites(options):
-            if site in heads:
-                found[site] = heads[site] * config.head_dim
-            elif site == "feed_forward_hidden":
-                gated = config.feed_forward == "gated"
-                found |= {name: config.intermediate_size for name in HIDDEN if gated or name == "up"}
-            else:
-                found[site] = config.hidden_size
-        # In pieces as wide as a head, so that a cache keeps raw tokens like those of keys.
-        wide = config.head_dim
-        return {name: (size // wide, wide) if size % wide == 0 else (1, size) for name, size in found.items() if size}
-
-    @classmethod
-    def plan_stages(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
-        def amend(plan: LayerPlan) -> LayerPlan:
-            sizes, back = cls.sizes(options, layer_config(config, plan.index), plan), options["window"] - 1
-            for stage in ("projected", *get_args(Outer)):
-                tails = [((PARTS | HIDDEN).get(name, "x"), back) for name in sizes if stage_of(name) == stage]
-                if tails:
-                    plan = plan.acting(stage, cls.registered_name(), tails)
-            return plan
-
-        amended = [amend(plan) if is_chosen(plan.index, options) else plan for plan in plans]
-        if amended == plans:
-            raise HeadwaterError(
-                "Mechanism 'short_conv' is on keys or values that its layers share with others; change sites or layers."
-            )
-        return amended
-
-    @classmethod
-    def count_cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
-        sizes = cls.sizes(options, config, plan)
-        channels = sum(heads * width for heads, width in sizes.values())
-        numbers = options["window"] * sum(sizes[name][0] for name in options["dynamic"] or [] if name in sizes)
-        again = config.hidden_size * (len(plan.inputs) - 1) * ("attention_input" in sizes)
-        # Autograd keeps what is convolved for the gradient of the taps, and the taps of each token.
-        return Cost(
-            parameters=channels * options["window"] + numbers * config.hidden_size,
-            flops=2 * numbers * config.hidden_size,
-            saved=channels + again + numbers,
-        )
-
-    @classmethod
-    def grow_options(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
-        return moved_layers(options, growth)
-
-    def describe_axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
-        name, is_map = parameter.removesuffix("_taps"), parameter.endswith("_map.weight")
-        of = {"gate": "units", "up": "units"} | {**PARTS}
-        of |= {"attention_output": "outputs", "feed_forward_output": "outputs"}
-        axis = Dim(of.get(name.removesuffix("_map.weight"), "stream"))  # type: ignore[arg-type]
-        return (axis, READS) if is_map else (SAME, axis)
-
-    @classmethod
-    def build_module(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
-        return cls.made(options, config, plan, inside=True)
-
-    @classmethod
-    def build_outer_module(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
-        return cls.made(options, config, plan, inside=False)
-
-    @classmethod
-    def made(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan, inside: bool) -> Self:
-        sizes = {name: size for name, size in cls.sizes(options, config, plan).items() if (name in PARTS) == inside}
-        dynamic = [name for name in options["dynamic"] or [] if name in sizes]
-        return cls(sizes, options["window"], options["residual"], options["init"], dynamic, config.hidden_size)
-
-    def show_scalars(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
-        heads = {"k": plan.k_heads, "v": plan.v_heads}
-        others = {
-            f"mean {name} {tap}": Shown(weight.view(1))
-            for name in self.tails
-            if name not in PARTS
-            for tap, weight in enumerate(self.taps(name).mean((1, 2)), 1)
-        }
-        return others | {
-            f"mean {part}{tap}": Shown(
-                weights,
-                "query head" if part == "q" else "kv head",
-                heads.get(part, tuple(range(len(weights)))),
-            )
-            for site, part in PARTS.items()
-            if site in self.tails
-            for tap, weights in enumerate(self.taps(site).mean(2), 1)
-        }
 
     def transform_projections(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
         def convolved(site: str, x: Tensor) -> Tensor:
@@ -331,3 +198,143 @@ class ShortConv(KeepsPrecision, Mechanism):
 
     def transform_feed_forward_output(self, x: Tensor, context: Context) -> Tensor:
         return self.of_stream(x, "feed_forward_output", context)
+
+    # In a headwater model
+
+    @classmethod
+    def describe_source(cls, options: dict[str, Any]) -> str:
+        return f"the {options['window'] - 1} previous tokens, by channel"
+
+    @classmethod
+    def sites(cls, options: dict[str, Any]) -> list[str]:
+        return ["keys", "values"] if options["sites"] is None else list(dict.fromkeys(options["sites"]))
+
+    @classmethod
+    def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
+        check_layers(cls, options, config)
+        for site in cls.sites(options):
+            if site not in get_args(Site):
+                raise HeadwaterError(
+                    f"Mechanism 'short_conv': sites cannot contain {site!r}; {nearest(site, get_args(Site))}"
+                )
+        if not cls.sites(options):
+            raise HeadwaterError("Mechanism 'short_conv': sites is empty; leave it out for keys and values.")
+        for site in options["dynamic"] or []:
+            if site not in PARTS or site not in cls.sites(options):
+                raise HeadwaterError(
+                    f"Mechanism 'short_conv': dynamic cannot contain {site!r}; it may contain only those of queries, "
+                    "keys and values that sites contains too."
+                )
+        if options["window"] < 2:
+            raise HeadwaterError(f"Mechanism 'short_conv': window must be at least 2, not {options['window']}.")
+
+    @classmethod
+    def sizes(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> dict[str, tuple[int, int]]:
+        """What is convolved in a layer: heads and channels of a head, by name."""
+        heads = {"queries": config.num_attention_heads, "keys": len(plan.k_heads), "values": len(plan.v_heads)}
+        found = {}
+        for site in cls.sites(options):
+            if site in heads:
+                found[site] = heads[site] * config.head_dim
+            elif site == "feed_forward_hidden":
+                gated = config.feed_forward == "gated"
+                found |= {name: config.intermediate_size for name in HIDDEN if gated or name == "up"}
+            else:
+                found[site] = config.hidden_size
+        # In pieces as wide as a head, so that a cache keeps raw tokens like those of keys.
+        wide = config.head_dim
+        return {name: (size // wide, wide) if size % wide == 0 else (1, size) for name, size in found.items() if size}
+
+    @classmethod
+    def plan_stages(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
+        methods = (
+            cls.transform_projections,
+            cls.transform_attention_input,
+            cls.transform_attention_output,
+            cls.transform_feed_forward_input,
+            cls.transform_feed_forward_hidden,
+            cls.transform_feed_forward_output,
+        )
+
+        def amend(plan: LayerPlan) -> LayerPlan:
+            sizes, back = cls.sizes(options, layer_config(config, plan.index), plan), options["window"] - 1
+            for method in methods:
+                names = [name for name in sizes if stage_of(name) is Stage.of(method)]
+                if names:
+                    plan = plan.acting(cls, method, [((PARTS | HIDDEN).get(name, "x"), back) for name in names])
+            return plan
+
+        amended = [amend(plan) if is_chosen(plan.index, options) else plan for plan in plans]
+        if amended == plans:
+            raise HeadwaterError(
+                "Mechanism 'short_conv' is on keys or values that its layers share with others; change sites or layers."
+            )
+        return amended
+
+    @classmethod
+    def count_cost(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Cost:
+        sizes = cls.sizes(options, config, plan)
+        channels = sum(heads * width for heads, width in sizes.values())
+        numbers = options["window"] * sum(sizes[name][0] for name in options["dynamic"] or [] if name in sizes)
+        again = config.hidden_size * (len(plan.inputs) - 1) * ("attention_input" in sizes)
+        # Autograd keeps what is convolved for the gradient of the taps, and the taps of each token.
+        return Cost(
+            parameters=channels * options["window"] + numbers * config.hidden_size,
+            flops=2 * numbers * config.hidden_size,
+            saved=channels + again + numbers,
+        )
+
+    @classmethod
+    def build_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
+        return cls.made(options, config, plan, inside=True)
+
+    @classmethod
+    def made(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan, inside: bool) -> Self:
+        sizes = {name: size for name, size in cls.sizes(options, config, plan).items() if (name in PARTS) == inside}
+        dynamic = [name for name in options["dynamic"] or [] if name in sizes]
+        return cls(sizes, options["window"], options["residual"], options["init"], dynamic, config.hidden_size)
+
+    # Capabilities
+
+    @classmethod
+    def build_outer_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
+        return cls.made(options, config, plan, inside=False)
+
+    grow_options = staticmethod(move_layers)
+
+    def describe_axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+        name, is_map = parameter.removesuffix("_taps"), parameter.endswith("_map.weight")
+        of = {"gate": "units", "up": "units"} | {**PARTS}
+        of |= {"attention_output": "outputs", "feed_forward_output": "outputs"}
+        axis = Dim(of.get(name.removesuffix("_map.weight"), "stream"))  # type: ignore[arg-type]
+        return (axis, READS) if is_map else (SAME, axis)
+
+    @classmethod
+    def find_identity_options(cls, options: dict[str, Any]) -> dict[str, Any] | None:
+        scale = 2 * options.get("window", 4) + 1
+        rounded = options.get("dynamic") and isqrt(scale) ** 2 != scale  # 1/√(2w + 1) times its inverse is not 1
+        return None if rounded or options.get("init") == "random" else options | {"init": "identity"}
+
+    def choose_group(self, parameter: str) -> Literal["vectors"] | None:
+        return "vectors" if parameter.endswith("_taps") else None  # of each channel, however they are laid out
+
+    per_head, per_token = True, False
+
+    def show_scalars(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
+        heads = {"k": plan.k_heads, "v": plan.v_heads}
+        others = {
+            f"mean {name} {tap}": Shown(weight.view(1))
+            for name in self.tails
+            if name not in PARTS
+            for tap, weight in enumerate(self.taps(name).mean((1, 2)), 1)
+        }
+        return others | {
+            f"mean {part}{tap}": Shown(
+                weights,
+                "query head" if part == "q" else "kv head",
+                heads.get(part, tuple(range(len(weights)))),
+            )
+            for site, part in PARTS.items()
+            if site in self.tails
+            for tap, weights in enumerate(self.taps(site).mean(2), 1)
+        }

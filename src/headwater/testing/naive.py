@@ -1,8 +1,8 @@
 """Reference implementations, written from the equations with loops over rows, heads and positions.
 
-Nothing here is fast, caches anything, or calls headwater. A vector is a 1-d tensor; `heads` is a list over heads of
-lists over positions of vectors. A whole model is run on one document at a time. A mechanism from outside is a subclass
-of `Reference` that adds to `knows` and says at its stage what its equation says.
+Nothing here is fast, caches anything, or takes more from headwater than the names of stages. A vector is a 1-d tensor;
+`heads` is a list over heads of lists over positions of vectors. A whole model is run on one document at a time. A
+mechanism from outside is a subclass of `Reference` that adds to `knows` and says at its stage what its equation says.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from headwater.config.layers import layer_config
+from headwater.config.plan import Stage
 
 HeadRows = list[list[Tensor]]
 # Attention weights by head and position, of each slot that it sees.
@@ -291,9 +292,9 @@ class Reference:
     """The model with the given config and weights (by their names in the state dict), on one row at a time.
 
     knows: the mechanisms it has the equations of, by their names in the config; raises `NotImplementedError` for
-        others. A subclass for one more adds its name, and overrides the stage at which it acts: `outer`, `enter`,
-        `separate`, `projected`, `local`, `beside`, `heads`, `hidden`, `leave`, `linear` or `attended`. What there is to
-        read: `config`, and `own` as the layer that is being computed sees it; `weights`; the row's tokens `ids`, their
+        others. A subclass for one more adds its name, and overrides the method of its stage, which has the name of the
+        mechanism's, or `outer` (other stages of the block), `linear` or `attended`. What there is to read:
+        `config`, and `own` as the layer that is being computed sees it; `weights`; the row's tokens `ids`, their
         `position`, which are `real`; `inputs` of attention's queries by layer and position; `raw` q, k, v by layer,
         part, head and position; `stream`, what blocks gave.
     """
@@ -366,23 +367,23 @@ class Reference:
         self.final_v: list[dict[int, list[Tensor]]] = []
         self.bank: list[tuple[dict[int, list[Tensor]], dict[int, list[Tensor]]]] = []
         self.probabilities: list[AttentionWeights] = []
-        x = self.around("embedded", 0, x)
+        x = self.around(Stage.EMBEDDING, 0, x)
         self.stream = [x]
         for layer in range(c.num_hidden_layers):
             name = f"model.layers.{layer}"
-            x, inputs = self.attention_inputs(layer, self.around("arrive", layer, x))
+            x, inputs = self.attention_inputs(layer, self.around(Stage.RESIDUAL, layer, x))
             attended_to = self.attention(layer, inputs)
             if c.output_norms:
                 attended_to = [self.norm(f"{name}.attention_output_norm", a) for a in attended_to]
-            attended_to = self.around("attention_output", layer, attended_to)
+            attended_to = self.around(Stage.ATTENTION_OUTPUT, layer, attended_to)
             residual = x if c.first_residual or layer > 0 else [torch.zeros_like(a) for a in x]
             before = x
             x = [a + b for a, b in zip(residual, attended_to, strict=True)]
             inner = [self.norm(f"{name}.post_attention_layernorm", a) for a in (before if c.parallel_residual else x)]
-            inner = self.feed_forward(layer, self.around("feed_forward_input", layer, inner))
+            inner = self.feed_forward(layer, self.around(Stage.FEED_FORWARD_INPUT, layer, inner))
             if c.output_norms:
                 inner = [self.norm(f"{name}.feed_forward_output_norm", a) for a in inner]
-            x = [a + b for a, b in zip(x, self.around("feed_forward_output", layer, inner), strict=True)]
+            x = [a + b for a, b in zip(x, self.around(Stage.FEED_FORWARD_OUTPUT, layer, inner), strict=True)]
             self.stream.append(x)
             for mechanism in c.mechanisms:
                 x = self.transform_block_output(mechanism, layer, x)
@@ -398,7 +399,7 @@ class Reference:
             inputs = self.split_attention_inputs(mechanism, layer, inputs)
         x, norm = inputs.pop("stream"), f"model.layers.{layer}.input_layernorm"
         normed = {part: [self.norm(norm, a) for a in row] for part, row in inputs.items()}
-        return x, {part: self.around("attention_input", layer, row) for part, row in normed.items()}
+        return x, {part: self.around(Stage.ATTENTION_INPUT, layer, row) for part, row in normed.items()}
 
     def attention(self, layer: int, inputs: dict[str, list[Tensor]]) -> list[Tensor]:
         self.own = layer_config(self.config, layer)
@@ -583,25 +584,25 @@ class Reference:
         count, width = key.shape[1:]
         return [(math.sqrt(width) * key[:, i], math.sqrt(count) * value[:, i]) for i in range(count)]
 
-    def around(self, stage: str, layer: int, x: list[Tensor]) -> list[Tensor]:
+    def around(self, stage: Stage, layer: int, x: list[Tensor]) -> list[Tensor]:
         """`outer` of all mechanisms."""
         for mechanism in self.config.mechanisms:
             x = self.outer(stage, mechanism, layer, x)
         return x
 
-    def outer(self, stage: str, name: str, layer: int, x: list[Tensor]) -> list[Tensor]:
-        """The stages around attention and feed-forward but for `enter`, `separate` and `leave`, by position."""
+    def outer(self, stage: Stage, name: str, layer: int, x: list[Tensor]) -> list[Tensor]:
+        """The stages around attention and feed-forward but for those with a method here, by position."""
         options = self.config.mechanisms[name]
-        if name == "embedding_residual" and stage == "arrive" and self.acts(options, layer):
+        if name == "embedding_residual" and stage is Stage.RESIDUAL and self.acts(options, layer):
             mu, lambda_ = self.of(name, layer, "lambdas", block=True)
             return [lambda_ * a + mu * first for a, first in zip(x, self.stream[0], strict=True)]
-        if name == "smear" and stage == "embedded":
+        if name == "smear" and stage is Stage.EMBEDDING:
             return self.smeared(x)
-        if name == "ngram_memory" and stage == "arrive" and layer in self.remembers(options, "stream"):
+        if name == "ngram_memory" and stage is Stage.RESIDUAL and layer in self.remembers(options, "stream"):
             added = self.ngram_memory(f"model.layers.{layer}.mechanisms.{name}", layer, x)
             return [a + b for a, b in zip(x, added, strict=True)]
         if name == "short_conv":
-            return self.convolved(f"model.layers.{layer}.mechanisms.{name}.{stage}_taps", x)
+            return self.convolved(f"model.layers.{layer}.mechanisms.{name}.{stage.name.lower()}_taps", x)
         return x
 
     def smeared(self, x: list[Tensor]) -> list[Tensor]:

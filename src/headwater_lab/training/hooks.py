@@ -1,14 +1,13 @@
-"""What mechanisms do before each step of a training run: `before_training` and `before_step` of `Mechanism`."""
+"""What mechanisms do before each step of a training run: `ActsInTraining`."""
 
 from __future__ import annotations
 
 from collections import Counter
 from typing import Any
 
-from headwater.mechanisms.capabilities import Step
 from torch import nn
 
-from headwater.mechanisms.contract import Mechanism
+from headwater.mechanisms.capabilities import ActsInTraining, Step
 from headwater_lab.recipe.schema import Recipe
 from headwater_lab.training.start import Beginning
 
@@ -27,7 +26,7 @@ class Hooks:
         if recipe.start is not None and beginning is not None:
             start = recipe.start.model_dump(mode="json") | {"tau": "anneal" if beginning.anneals else "keep"}
         self.first = Step(0, recipe.training.steps, recipe.training.warmup_steps, start)
-        mechanisms = {name: module for name, module in model.named_modules() if isinstance(module, Mechanism)}
+        mechanisms = {name: module for name, module in model.named_modules() if isinstance(module, ActsInTraining)}
         if kept is None:
             asked = ((name, module.prepare_training(self.first)) for name, module in mechanisms.items())
             kept = {name: value for name, value in asked if value is not None}
@@ -37,7 +36,7 @@ class Hooks:
         said = (kind.describe_training(count, self.first) for kind, count in counted.items())
         self.notices = [message for message in said if message is not None]
 
-    def before_step(self, number: int) -> None:
+    def prepare_step(self, number: int) -> None:
         """Call them; number: the step, from 0."""
         step = self.first._replace(number=number)
         for module, kept in self.modules:

@@ -259,7 +259,7 @@ class TrainingRun:
                     * (settings.scalar_learning_rate_multiplier if group["name"] == "scalars" else 1.0)
                     * group.get("rate", 1.0)
                 )
-        setup.hooks.before_step(progress.step)
+        setup.hooks.prepare_step(progress.step)
         taken = self.take(settings.gradient_accumulation_steps)
         progress.waited += time.perf_counter() - started
         own = torch.tensor([[each.labels, each.fingerprint, 0, 0] for each in taken]).sum(0)

@@ -8,10 +8,11 @@ from difflib import get_close_matches
 from typing import Any, Literal, cast
 
 import torch
-from headwater.mechanisms.named import Named, owner_of
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from headwater.mechanisms.capabilities import DecaysWeights, GroupsParameters, ScalesLearningRate
+from headwater.mechanisms.named import Named, owner_of
 from headwater.mechanisms.precision import KeepsPrecision
 from headwater.plugins.registry import resolve
 from headwater.util.errors import HeadwaterError, sentence
@@ -59,21 +60,20 @@ def parameter_groups(
             owner, inner = owner_of(model, f"{place}.{name}")
             said, rate = None, 1.0
             if owner is not None:
-                kind, said, rate = (
-                    owner.choose_group(inner) or kind,
-                    owner.is_decayed(inner),
-                    owner.scale_learning_rate(inner),
-                )
+                kind = (owner.choose_group(inner) if isinstance(owner, GroupsParameters) else None) or kind
+                said = owner.is_decayed(inner) if isinstance(owner, DecaysWeights) else None
+                rate = owner.scale_learning_rate(inner) if isinstance(owner, ScalesLearningRate) else 1.0
                 misspelt = kind not in GROUPS and get_close_matches(str(kind), GROUPS, cutoff=0.7)
                 if not isinstance(kind, str) or misspelt or (kind == "matrices" and parameter.ndim != 2):
                     raise HeadwaterError(
-                        f"Mechanism {owner.registered_name()!r} puts {inner!r} {list(parameter.shape)} among the {kind}; its "
-                        f"group() must give one of {', '.join(GROUPS)}, of which matrices have two dimensions, or "
-                        "a name unlike these."
+                        f"Mechanism {owner.registered_name()!r} puts {inner!r} {list(parameter.shape)} among the "
+                        f"{kind}; its choose_group() must give one of {', '.join(GROUPS)}, of which matrices have two "
+                        "dimensions, or a name unlike these."
                     )
                 if not (isinstance(rate, int | float) and 0 <= rate < math.inf):
                     raise HeadwaterError(
-                        f"Mechanism {owner.registered_name()!r}: the rate of {inner!r} must be a number of at least 0, not {rate}."
+                        f"Mechanism {owner.registered_name()!r}: the rate of {inner!r} must be a number of at least 0, "
+                        f"not {rate}."
                     )
             decays = kind in DECAYED[decay_on] if said is None else said
             # Sharded and unsharded parameters cannot be stepped together.

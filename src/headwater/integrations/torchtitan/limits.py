@@ -7,6 +7,7 @@ from typing import Any
 from headwater.config.plan import Stage
 from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
+from headwater.mechanisms.capabilities import can_split_heads, can_split_tokens
 from headwater.plugins.registry import resolve
 from headwater.util.errors import HeadwaterError
 
@@ -99,7 +100,7 @@ def check_heads(config: HeadwaterConfig, tensor: bool, context: bool, parts: int
         )
     for name in config.mechanisms:
         mechanism = resolve(name)
-        if not (mechanism.per_token and mechanism.splits_heads(config.mechanisms[name])):
+        if not (can_split_tokens(mechanism) and can_split_heads(mechanism, config.mechanisms[name])):
             raise HeadwaterError(
                 f"Mechanism {name!r} does not say that heads and tokens can be split over processes; set per_head and "
                 f"per_token in its class (docs/extending.md), or train without {how} parallelism."
