@@ -1,6 +1,7 @@
 """What a config asks of a mechanism beyond the contract.
 
-`headwater.mechanisms.capabilities` says what a capability is, and has those that other tools ask for.
+`headwater.mechanisms.capabilities` says what a capability is, and has those that other tools ask for. `config` is
+always a `HeadwaterConfig`, which cannot be imported here: it imports this file.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from headwater.config.plan import Cost
-    from headwater.config.text import HeadwaterConfig
 
 # The linear layers of a block that a mechanism may replace; "feed_forward" is the whole feed-forward.
 Map = Literal["query", "key", "value", "output", "feed_forward"]
@@ -25,7 +25,7 @@ class CompletesOptions(Protocol):
     """
 
     @classmethod
-    def complete_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> dict[str, Any]:
+    def complete_options(cls, options: dict[str, Any], config: Any) -> dict[str, Any]:
         """The options with what they take from the config filled in."""
 
 
@@ -34,7 +34,7 @@ class PrefersEmbeddingRange(Protocol):
     """For a mechanism that needs larger or smaller embeddings. Asked when a new config sets no `embedding_range`."""
 
     @classmethod
-    def choose_embedding_range(cls, options: dict[str, Any], config: HeadwaterConfig) -> float | None:
+    def choose_embedding_range(cls, options: dict[str, Any], config: Any) -> float | None:
         """The standard deviation with which new models initialize embeddings; None: no preference."""
 
 
@@ -68,13 +68,13 @@ class ReplacesLinear(Protocol):
 
     @classmethod
     def build_linear(
-        cls, options: dict[str, Any], config: HeadwaterConfig, layer: int, name: Map, d_in: int, d_out: int
+        cls, options: dict[str, Any], config: Any, layer: int, name: Map, d_in: int, d_out: int
     ) -> nn.Module | None:
         """The module that replaces a linear layer, [..., d_in] -> [..., d_out]; None: keep the linear layer."""
 
     @classmethod
     def count_linear_cost(
-        cls, options: dict[str, Any], config: HeadwaterConfig, layer: int, name: Map, d_in: int, d_out: int
+        cls, options: dict[str, Any], config: Any, layer: int, name: Map, d_in: int, d_out: int
     ) -> Cost | None:
         """What that module costs; None where `build_linear` returns None."""
 

@@ -87,18 +87,7 @@ class Block(GradientCheckpointingLayer):
         attended = self.drop(attended)
         x = inputs.stream + attended if self.residual else attended
 
-        hidden = self.post_attention_layernorm(inputs.stream if self.parallel else x)
-        for mechanism in self.at(Stage.FEED_FORWARD_INPUT):
-            hidden = mechanism.transform_feed_forward_input(hidden, context)
-        if self.stages[Stage.FEED_FORWARD_HIDDEN]:
-            hidden = self.mlp(hidden, partial(self.transform_hidden, context=context))
-        else:
-            hidden = self.mlp(hidden)
-        if self.feed_forward_output_norm is not None:
-            hidden = self.feed_forward_output_norm(hidden)
-        for mechanism in self.at(Stage.FEED_FORWARD_OUTPUT):
-            hidden = mechanism.transform_feed_forward_output(hidden, context)
-        x = x + self.drop(hidden)
+        x = x + self.drop(self.feed_forward(inputs.stream if self.parallel else x, context))
 
         exports = [*exports]  # PyTorch 2.11 traces the starred name as a tuple
         # The last of the plan's exports, which are sorted.
@@ -114,6 +103,21 @@ class Block(GradientCheckpointingLayer):
         """The mechanisms that act at a stage, in the order of application."""
         names = self.stages[stage]
         return [cast(Mechanism, self.mechanisms[name]) for name in names] if names else ()
+
+    def feed_forward(self, x: Tensor, context: Context) -> Tensor:
+        """What the feed-forward and its norms make of the stream x [B, T, D]."""
+        x = self.post_attention_layernorm(x)
+        for mechanism in self.at(Stage.FEED_FORWARD_INPUT):
+            x = mechanism.transform_feed_forward_input(x, context)
+        if self.stages[Stage.FEED_FORWARD_HIDDEN]:
+            x = self.mlp(x, partial(self.transform_hidden, context=context))
+        else:
+            x = self.mlp(x)
+        if self.feed_forward_output_norm is not None:
+            x = self.feed_forward_output_norm(x)
+        for mechanism in self.at(Stage.FEED_FORWARD_OUTPUT):
+            x = mechanism.transform_feed_forward_output(x, context)
+        return x
 
     def transform_hidden(self, x: Hidden, context: Context) -> Hidden:
         """What goes into the feed-forward's activation, after the mechanisms that act there."""
