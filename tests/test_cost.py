@@ -162,7 +162,7 @@ def test_parameters_and_flops_are_those_of_the_real_model(case):
 class Projected(Mechanism):
     """Adds the rows of a table, projected once for all layers."""
 
-    reads_ids = True
+    needs_input_ids = True
 
     @strict
     @dataclass
@@ -170,26 +170,29 @@ class Projected(Mechanism):
         rank: int = 6
 
     @classmethod
-    def plan(cls, options, config, plans):
-        return [plan.reading(Source("shared", cls.name(), -1)).acting("leave", cls.name()) for plan in plans]
+    def plan_stages(cls, options, config, plans):
+        return [
+            plan.reading(Source("shared", cls.registered_name(), -1)).acting(cls, cls.transform_block_output)
+            for plan in plans
+        ]
 
     @classmethod
-    def build(cls, options, config, plan):
+    def build_module(cls, options, config, plan):
         made = cls()
-        made.slot = plan.slot(Source("shared", cls.name(), -1))
+        made.slot = plan.slot(Source("shared", cls.registered_name(), -1))
         return made
 
     @classmethod
-    def shared(cls, options, config):
+    def build_shared_module(cls, options, config):
         rank = options["rank"]
         return nn.Sequential(nn.Embedding(config.vocab_size, rank), nn.Linear(rank, config.hidden_size, bias=False))
 
     @classmethod
-    def shared_cost(cls, options, config):
+    def count_shared_cost(cls, options, config):
         rank, width = options["rank"], config.hidden_size
         return Cost(rank * (config.vocab_size + width), 2 * rank * width, saved=rank)
 
-    def leave(self, x, context):
+    def transform_block_output(self, x, context):
         return x + context.sources[self.slot]
 
 

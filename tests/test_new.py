@@ -10,17 +10,26 @@ from pathlib import Path
 import pytest
 
 import headwater
+from headwater.mechanisms.capabilities import CAPABILITIES
 from headwater.util.errors import HeadwaterError
 from headwater_lab.cli.new import write_mechanism
 
+# Models are kept by the name of their mechanism, so each form has a name of its own.
+SMALLEST, WHOLE = "value_mixing", "whole_mixing"
 
-@pytest.fixture
-def package(tmp_path, monkeypatch):
-    folder = write_mechanism("value_mixing", tmp_path / "new")
+
+@pytest.fixture(params=[SMALLEST, WHOLE])
+def package(request, tmp_path, monkeypatch):
+    """A new package; `WHOLE`: with the comments taken off the capabilities."""
+    folder = write_mechanism(request.param, tmp_path / request.param)
+    if request.param == WHOLE:
+        file = folder / f"{WHOLE}.py"
+        smallest, heading, capabilities = file.read_text().partition("has all.\n")
+        file.write_text(smallest + heading + capabilities.replace("\n    # ", "\n    "))
     monkeypatch.syspath_prepend(folder)
     monkeypatch.syspath_prepend(folder / "tests")
     yield folder
-    for name in ("value_mixing", "test_value_mixing"):
+    for name in (request.param, f"test_{request.param}"):
         sys.modules.pop(name, None)
 
 
@@ -28,22 +37,48 @@ def test_its_files_fit_together(package):
     assert sorted(path.relative_to(package).as_posix() for path in package.rglob("*.*")) == [
         "README.md",
         "pyproject.toml",
-        "tests/test_value_mixing.py",
-        "value_mixing.py",
+        f"tests/test_{package.name}.py",
+        f"{package.name}.py",
     ]
     project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
-    module, _, name = project["entry-points"]["headwater.mechanisms"]["value_mixing"].partition(":")
-    assert getattr(importlib.import_module(module), name).name() == "value_mixing:ValueMixing"
+    module, _, name = project["entry-points"]["headwater.mechanisms"][package.name].partition(":")
+    assert getattr(importlib.import_module(module), name).registered_name() == f"{module}:{name}"
     for path in package.rglob("*.*"):
         assert path.suffix == ".pyc" or "@" not in path.read_text().replace("@strict", "").replace("@data", "").replace(
             "@class", ""
         )
 
 
+def test_the_smallest_mechanism_has_25_lines_and_no_capabilities(tmp_path):
+    text = (write_mechanism("value_mixing", tmp_path / "new") / "value_mixing.py").read_text()
+    body = text[text.index("\nclass ") : text.index("    # Capabilities")]
+    assert len([line for line in body.splitlines() if line.strip()]) <= 25
+
+
+def class_of(name, prefix=""):
+    module = importlib.import_module(prefix + name)
+    return getattr(module, (prefix + name).title().replace("_", ""))
+
+
+def test_its_capabilities_are_found(package):
+    kind = class_of(package.name)
+    found = {capability.__name__ for capability in CAPABILITIES if isinstance(kind, capability)}
+    everything = {
+        "AddsToTrainedModel",
+        "SplitsOverProcesses",
+        "DescribesAxes",
+        "GrowsOptions",
+        "ShowsScalars",
+        "ShowsWindows",
+        "ScalesLearningRate",
+    }
+    assert found == (everything if package.name == WHOLE else set())
+
+
 @pytest.mark.slow
 def test_it_keeps_the_contract(package):
     """A few of its own tests, in this process; the slow test below runs all."""
-    suite = importlib.import_module("test_value_mixing").TestValueMixing()
+    suite = class_of(package.name, "test_")()
     case = suite.cases()[1].values[0]
     for check in (
         suite.test_forward_equals_naive,

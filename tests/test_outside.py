@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 import headwater_lab as lab
 from conftest import assert_near, build, config, decode, tokens
 from headwater import HeadwaterConfig, HeadwaterError, HeadwaterForCausalLM
+from headwater.config.plan import Stage
 from headwater.config.planner import plan_layers
 from headwater.conversion.export import export
 from headwater.mechanisms import Context, Cost, Mechanism
@@ -50,22 +51,22 @@ class Twice(Mechanism):
         super().__init__()
         self.begin, self.weight = begin, nn.Parameter(torch.empty(1))
 
-    def init(self, parameter, generator=None):
+    def initial_value(self, parameter, generator=None):
         return torch.full((1,), self.begin)
 
     @classmethod
-    def plan(cls, options, config, plans):
-        return [plan.acting("heads", cls.name()) for plan in plans]
+    def plan_stages(cls, options, config, plans):
+        return [plan.acting(cls, cls.transform_head_outputs) for plan in plans]
 
     @classmethod
-    def build(cls, options, config, plan):
+    def build_module(cls, options, config, plan):
         return cls(options["begin"])
 
     @classmethod
-    def cost(cls, options, config, plan):
+    def count_cost(cls, options, config, plan):
         return Cost(parameters=1)
 
-    def heads(self, out, context):
+    def transform_head_outputs(self, out, context):
         return out * self.weight.to(out.dtype)
 '''
 
@@ -104,7 +105,7 @@ def test_what_the_user_names_is_imported_from_the_current_folder(here):
     (here / "small.py").write_text(SMALL)
     made = config({"small:Twice": {"begin": 3.0}})
     assert made.mechanisms == {"small:Twice": {"begin": 3.0}}
-    assert [plan.at("heads") for plan in plan_layers(made)] == [("small:Twice",)] * 3
+    assert [plan.at(Stage.HEAD_OUTPUTS) for plan in plan_layers(made)] == [("small:Twice",)] * 3
     model = HeadwaterForCausalLM(made)
     assert model.state_dict()["model.layers.0.self_attn.mechanisms.small_Twice.weight"] == 3.0
 
@@ -360,22 +361,29 @@ def test_wrong_names_say_what_is_wrong(here, name, said):
 class Acting(Mechanism):
     """Names no options, and no stage either."""
 
-    def local(self, q, kv, context):
+    def transform_qkv(self, q, kv, context):
+        return q, kv
+
+    def transform_qvk(self, q, kv, context):
         return q, kv
 
 
 @pytest.mark.parametrize(
     ("plan", "said"),
     [
-        (lambda plans: [plan.acting("locale", "acting") for plan in plans], "did you mean 'local'"),
+        (lambda plans: [plan.acting(Acting, Acting.transform_qvk) for plan in plans], "did you mean 'transform_qkv'"),
+        (
+            lambda plans: [plan.acting(Acting, Acting.add_key_values) for plan in plans],
+            "add_key_values, which its class lacks",
+        ),
         (lambda plans: None, "must return a list"),
         (lambda plans: plans[:1], "must return a list"),
-        (lambda plans: plans, "defines 'local' but acts in no layer"),
+        (lambda plans: plans, "defines transform_qkv but acts in no layer"),
     ],
 )
 def test_a_plan_that_leaves_something_out_is_refused(monkeypatch, plan, said):
     monkeypatch.setitem(MECHANISMS.added, "acting", Acting)
-    monkeypatch.setattr(Acting, "plan", classmethod(lambda cls, options, config, plans: plan(plans)))
+    monkeypatch.setattr(Acting, "plan_stages", classmethod(lambda cls, options, config, plans: plan(plans)))
     with pytest.raises(HeadwaterError, match=said):
         _ = plan_layers(config({"acting": {}}))
 
@@ -478,7 +486,7 @@ class Convolved(Mechanism):
     class Options:
         silent: bool = False
 
-    reads_ids = True
+    needs_input_ids = True
 
     def __init__(self, width: int, silent: bool = False) -> None:
         super().__init__()
@@ -489,40 +497,40 @@ class Convolved(Mechanism):
         self.silent, self.seen = silent, []
         self.reset_parameters()
 
-    def init(self, parameter, generator=None):
+    def initial_value(self, parameter, generator=None):
         if self.silent or "." in parameter:
             return None
         return torch.randn(self.get_parameter(parameter).shape, generator=generator)
 
-    def group(self, parameter):
+    def choose_group(self, parameter):
         return "vectors" if parameter == "mix" else None
 
-    def decays(self, parameter):
+    def is_decayed(self, parameter):
         return {"conv.weight": False, "norm.weight": True}.get(parameter)
 
-    def before_training(self, step):
+    def prepare_training(self, step):
         return [step.steps, step.warmup]
 
-    def before_step(self, kept, step):
+    def prepare_step(self, kept, step):
         self.seen.append((tuple(kept), step.number))
 
     @classmethod
-    def announced(cls, modules, step):
+    def describe_training(cls, modules, step):
         return f"{modules} of them convolve."
 
     @classmethod
-    def plan(cls, options, config, plans):
-        return [plan.acting("leave", cls.name()) for plan in plans]
+    def plan_stages(cls, options, config, plans):
+        return [plan.acting(cls, cls.transform_block_output) for plan in plans]
 
     @classmethod
-    def build(cls, options, config, plan):
+    def build_module(cls, options, config, plan):
         return cls(config.hidden_size, options["silent"])
 
     @classmethod
-    def cost(cls, options, config, plan):
+    def count_cost(cls, options, config, plan):
         return Cost(parameters=6 * config.hidden_size + 40)
 
-    def leave(self, x, context: Context):
+    def transform_block_output(self, x, context: Context):
         assert context.ids.shape == x.shape[:2]
         return x + self.norm(x) * (self.bank.sum() + self.mix.sum()) + 0 * self.conv(x.mT)[:, :, :1].mT
 
@@ -573,7 +581,7 @@ def test_groups_are_what_the_mechanism_and_the_shapes_say(convolved):
 
 
 def test_three_dimensions_are_no_matrices(convolved, monkeypatch):
-    monkeypatch.setattr(Convolved, "group", lambda self, parameter: "matrices" if parameter == "bank" else None)
+    monkeypatch.setattr(Convolved, "choose_group", lambda self, parameter: "matrices" if parameter == "bank" else None)
     with pytest.raises(HeadwaterError, match=r"'bank' \[2, 3, 4\] among the matrices"):
         parameter_groups(HeadwaterForCausalLM(config(convolved)), 0.1)
 
@@ -596,7 +604,7 @@ def test_a_hook_is_called_before_each_step_and_goes_on_after_a_resume(convolved,
     from headwater_lab.training.loop import train
 
     seen = []
-    monkeypatch.setattr(Convolved, "before_step", lambda self, kept, step: seen.append((tuple(kept), step.number)))
+    monkeypatch.setattr(Convolved, "prepare_step", lambda self, kept, step: seen.append((tuple(kept), step.number)))
     given = recipe(model={"mechanisms": convolved}, training={"steps": 4})
     record = train(given, tmp_path / "run", until=2)
     assert any("2 of them convolve." in notice.message for notice in record.notices)
@@ -695,7 +703,7 @@ GATE = 8  # channels of the stream that the gate reads
 
 
 class GatedTable(Mechanism):
-    reads_ids = True
+    needs_input_ids = True
 
     @strict
     @dataclass
@@ -715,17 +723,17 @@ class GatedTable(Mechanism):
         self.register_buffer("heat", torch.ones(1))
         self.reset_parameters()
 
-    def init(self, parameter, generator=None):
+    def initial_value(self, parameter, generator=None):
         if parameter == "strength":
             return torch.full((self.heads,), 0.5)
         return torch.zeros_like(self.gate.weight) if parameter == "gate.weight" else None
 
     @classmethod
     def table(cls):
-        return Source("shared", cls.name(), -1)
+        return Source("shared", cls.registered_name(), -1)
 
     @classmethod
-    def share(cls, options, config, plans):
+    def redirect_heads(cls, options, config, plans):
         half = config.num_hidden_layers // 2
         return [
             plan.attending(range(len(plan.attends)), k=options["keys_of"])
@@ -735,30 +743,30 @@ class GatedTable(Mechanism):
         ]
 
     @classmethod
-    def plan(cls, options, config, plans):
+    def plan_stages(cls, options, config, plans):
         return [
-            plan.reading(Source("stream", "x", plan.index - 1), cls.table()).acting("local", cls.name())
+            plan.reading(Source("stream", "x", plan.index - 1), cls.table()).acting(cls, cls.transform_qkv)
             if plan.v_heads
             else plan
             for plan in plans
         ]
 
     @classmethod
-    def build(cls, options, config, plan):
+    def build_module(cls, options, config, plan):
         slots = plan.slot(Source("stream", "x", plan.index - 1)), plan.slot(cls.table())
         return cls(plan.v_heads, config.head_dim, min(GATE, config.hidden_size), slots, options["cool"])
 
     @classmethod
-    def shared(cls, options, config):
+    def build_shared_module(cls, options, config):
         return nn.Embedding(config.vocab_size, config.num_key_value_heads * config.head_dim)
 
     @classmethod
-    def shared_cost(cls, options, config):
+    def count_shared_cost(cls, options, config):
         width = config.num_key_value_heads * config.head_dim
         return Cost(parameters=config.vocab_size * width)
 
     @classmethod
-    def cost(cls, options, config, plan):
+    def count_cost(cls, options, config, plan):
         heads, d = len(plan.v_heads), config.head_dim
         gate = min(GATE, config.hidden_size)
         return Cost(
@@ -767,29 +775,29 @@ class GatedTable(Mechanism):
             saved=2 * heads * d + 3 * heads,
         )
 
-    def local(self, q, kv, context):
+    def transform_qkv(self, q, kv, context):
         x, rows = (context.sources[slot] for slot in self.slots)
         rows = self.conv(rows[..., self.columns].mT).mT.unflatten(2, (self.heads, -1)).transpose(1, 2)
         gate = 2 * torch.sigmoid(self.gate(x[..., : self.gate.in_features]) / self.heat) * self.strength.to(x.dtype)
         return q, KV(kv.k, kv.v + gate.mT[..., None] * rows)
 
-    def group(self, parameter):
+    def choose_group(self, parameter):
         return "convolutions" if parameter == "conv.weight" else None
 
-    def rate(self, parameter):
+    def scale_learning_rate(self, parameter):
         return 0.1 if parameter == "conv.weight" else 1.0
 
-    def decays(self, parameter):
+    def is_decayed(self, parameter):
         return True if parameter == "conv.weight" else None
 
-    def before_training(self, step):
+    def prepare_training(self, step):
         return {"from": self.cool}
 
-    def before_step(self, kept, step):
+    def prepare_step(self, kept, step):
         self.heat.fill_(1 + (kept["from"] - 1) * (1 - (step.number + 1) / step.steps))
 
     @classmethod
-    def announced(cls, modules, step):
+    def describe_training(cls, modules, step):
         return f"The gates of {modules} layers cool down to 1 in {step.steps} steps."
 '''
 

@@ -15,6 +15,7 @@ from headwater import (
     HeadwaterForImageClassification,
     HeadwaterVisionConfig,
 )
+from headwater.config.plan import Stage
 from headwater.config.planner import plan_layers
 from headwater.config.presets import PRESETS, preset
 from headwater.cost.counts import parameters
@@ -219,24 +220,32 @@ def test_gpt2_is_nanogpts(name):
 
 # The last layer's stages, what it reads of which layers, and options that say which form it is.
 LAST = {
-    "resformer-82m": (["local"], {("raw", "v"): [0]}, dict(mode="learnable")),
+    "resformer-82m": ([Stage.QKV], {("raw", "v"): [0]}, dict(mode="learnable")),
     "resformer-82m-vanilla": ([], {}, {}),
-    "resformer-82m-identity": (["local"], {("raw", "v"): [0]}, dict(mode="identity")),
-    "resformer-82m-constant": (["local"], {("raw", "v"): [0]}, dict(mode="constant")),
-    "resformer-82m-sparse": (["local"], {("raw", "v"): [0]}, dict(mode="sparse")),
+    "resformer-82m-identity": ([Stage.QKV], {("raw", "v"): [0]}, dict(mode="identity")),
+    "resformer-82m-constant": ([Stage.QKV], {("raw", "v"): [0]}, dict(mode="constant")),
+    "resformer-82m-sparse": ([Stage.QKV], {("raw", "v"): [0]}, dict(mode="sparse")),
     "resformer-82m-learnable-plus": (
-        ["local"],
+        [Stage.QKV],
         {("raw", "v"): [0], ("shared", "value_residual"): [-1]},
         dict(mode="learnable_plus"),
     ),
-    "resformer-82m-dense": (["local"], {("raw", "v"): list(range(7))}, dict(mode="dense")),
-    "resformer-82m-neutreno": (["heads"], {("raw", "v"): [0]}, dict(weight=0.4)),
-    "resformer-82m-identity-neutreno": (["local", "heads"], {("raw", "v"): [0]}, dict(mode="identity", weight=0.1)),
-    "resformer-82m-denseformer": (["leave"], {("stream", "x"): list(range(-1, 7))}, dict(dilation=1, period=1)),
-    "resformer-82m-query": (["local"], {("raw", "q"): [0]}, dict(mode="identity")),
-    "resformer-82m-key": (["local"], {("raw", "k"): [0]}, dict(mode="identity")),
-    "resformer-82m-attention": (["probabilities"], {("probabilities", "a"): [0]}, dict(mode="identity")),
-    "resformer-82m-hidden": (["enter"], {("stream", "x"): [-1]}, dict(mode="constant", weight=1.0)),
+    "resformer-82m-dense": ([Stage.QKV], {("raw", "v"): list(range(7))}, dict(mode="dense")),
+    "resformer-82m-neutreno": ([Stage.HEAD_OUTPUTS], {("raw", "v"): [0]}, dict(weight=0.4)),
+    "resformer-82m-identity-neutreno": (
+        [Stage.QKV, Stage.HEAD_OUTPUTS],
+        {("raw", "v"): [0]},
+        dict(mode="identity", weight=0.1),
+    ),
+    "resformer-82m-denseformer": (
+        [Stage.BLOCK_OUTPUT],
+        {("stream", "x"): list(range(-1, 7))},
+        dict(dilation=1, period=1),
+    ),
+    "resformer-82m-query": ([Stage.QKV], {("raw", "q"): [0]}, dict(mode="identity")),
+    "resformer-82m-key": ([Stage.QKV], {("raw", "k"): [0]}, dict(mode="identity")),
+    "resformer-82m-attention": ([Stage.ATTENTION_WEIGHTS], {("probabilities", "a"): [0]}, dict(mode="identity")),
+    "resformer-82m-hidden": ([Stage.BLOCK_INPUT], {("stream", "x"): [-1]}, dict(mode="constant", weight=1.0)),
     "svformer-82m": ([], {("bank", "v"): [0]}, dict(share="values")),
 }
 

@@ -24,7 +24,7 @@ from headwater.integrations.torchtitan import export, spec
 from headwater.integrations.torchtitan.limits import check
 from headwater.integrations.torchtitan.model import Linears, TitanAdapter, ours_of, theirs_of
 from headwater.integrations.torchtitan.pipeline import check_cuts
-from headwater.mechanisms.base import Mechanism
+from headwater.mechanisms.contract import Mechanism
 from headwater.plugins.registry import MECHANISMS
 from headwater.util.errors import HeadwaterError
 from headwater_lab import train
@@ -171,16 +171,19 @@ def test_a_cut_between_a_layer_and_its_reader_is_refused(made):
 
 
 class Hooked(Mechanism):
-    def before_training(self, step):
+    def prepare_training(self, step):
         return {}
+
+    def prepare_step(self, kept, step):
+        pass
+
+    @classmethod
+    def describe_training(cls, modules, step):
+        return None
 
 
 class Quiet(Mechanism):
     """It says nothing about heads."""
-
-    @staticmethod
-    def options(given):
-        return {}
 
 
 @pytest.mark.parametrize(
@@ -312,7 +315,7 @@ def test_a_recipe_gives_the_trainers_config(folder):
         ("training: {precision: 64-true}", "training.precision=64-true"),
         ("training: {trainable_mechanisms: [kv_shift]}", "training.trainable_mechanisms=.*null"),
         ("training: {ema_decay: 0.9}", "training.ema_decay=0.9"),
-        (f"model: {{mechanisms: {{'{__name__}:Hooked': {{}}}}}}", "does not call before_step"),
+        (f"model: {{mechanisms: {{'{__name__}:Hooked': {{}}}}}}", "does not call prepare_step"),
         ("compare: {arms: {a: {}}, baseline: a}", "has compare"),
     ],
 )

@@ -6,7 +6,8 @@ import textwrap
 
 import pytest
 
-from headwater.plugins.registry import MECHANISMS
+from headwater.config import text
+from headwater.config.options import parse_options
 from headwater.testing import Case, Contract, Reference
 
 MINE = '''
@@ -22,7 +23,7 @@ from headwater.mechanisms import KV, Ancestors, Context, Cost, Mechanism
 class Mine(Mechanism):
     """v_t + w·v_{t-1}, and a row of a table by token id, through a convolution."""
 
-    reads_ids = True
+    needs_input_ids = True
 
     @strict
     @dataclass
@@ -37,30 +38,30 @@ class Mine(Mechanism):
         self.mix = nn.Conv1d(heads * width, heads * width, 1, groups=heads * width, bias=False)
         self.reset_parameters()
 
-    def init(self, parameter, generator=None):
+    def initial_value(self, parameter, generator=None):
         return torch.rand(self.weight.shape, generator=generator) if parameter == "weight" else None
 
     @classmethod
-    def plan(cls, options, config, plans):
-        return [p.acting("local", cls.name(), [("v", options["back"])]) if p.v_heads else p for p in plans]
+    def plan_stages(cls, options, config, plans):
+        return [p.acting(cls, cls.transform_qkv, [("v", options["back"])]) if p.v_heads else p for p in plans]
 
     @classmethod
-    def build(cls, options, config, plan):
+    def build_module(cls, options, config, plan):
         return cls(len(plan.v_heads), config.head_dim, config.vocab_size, options["back"])
 
     @classmethod
-    def cost(cls, options, config, plan):
+    def count_cost(cls, options, config, plan):
         width = len(plan.v_heads) * config.head_dim
         return Cost(parameters=len(plan.v_heads) + config.vocab_size * width + width, flops=2 * width, saved=2 * width)
 
-    def token_tables(self, parameter):
+    def count_token_tables(self, parameter):
         return int(parameter == "table.weight")
 
-    def local(self, q, kv, context):
+    def transform_qkv(self, q, kv, context):
         v, length, before = kv.v, kv.v.shape[2], None
         branches = isinstance(context.reach, Ancestors)
         if context.tail is not None:
-            before = context.tail.before(f"{self.name()}.v", v, self.back, everything=branches)
+            before = context.tail.before(f"{self.registered_name()}.v", v, self.back, everything=branches)
         if branches:
             past = context.reach.of(v, before, self.back)
         else:
@@ -74,7 +75,7 @@ class Mine(Mechanism):
 # What is broken, and the tests that are to see it.
 BROKEN = {
     "tail": (
-        'context.tail.before(f"{self.name()}.v", v, self.back, everything=branches)',
+        'context.tail.before(f"{self.registered_name()}.v", v, self.back, everything=branches)',
         "None",
         "test_cached_equals_uncached",
     ),
@@ -130,38 +131,38 @@ class Mine(Mechanism):
         super().__init__()
         self.begin, self.taps, self.gain = begin, nn.Parameter(torch.empty(2, keys)), nn.Parameter(torch.empty(values))
 
-    def init(self, parameter, generator=None):
+    def initial_value(self, parameter, generator=None):
         first = torch.full((self.taps.shape[1],), 1 - self.begin)
         return torch.stack((first, 1 - first)) if parameter == "taps" else torch.ones(self.gain.shape)
 
     @classmethod
-    def identity(cls, options):
+    def find_identity_options(cls, options):
         return None if options.get("begin") else options | {"begin": 0.0}
 
     @classmethod
-    def plan(cls, options, config, plans):
-        return [p.acting("local", cls.name(), [("k", 1)] * bool(p.k_heads)) for p in plans]
+    def plan_stages(cls, options, config, plans):
+        return [p.acting(cls, cls.transform_qkv, [("k", 1)] * bool(p.k_heads)) for p in plans]
 
     @classmethod
-    def build(cls, options, config, plan):
+    def build_module(cls, options, config, plan):
         return cls(len(plan.k_heads), len(plan.v_heads), options["begin"])
 
-    def axes(self, parameter, place=None):
+    def describe_axes(self, parameter, place=None):
         return (SAME, Dim("k")) if parameter == "taps" else (Dim("v"),)
 
     @classmethod
-    def cost(cls, options, config, plan):
+    def count_cost(cls, options, config, plan):
         keys, values = len(plan.k_heads), len(plan.v_heads)
         return Cost(parameters=2 * keys + values, saved=(2 * keys + values) * config.head_dim)
 
-    def leave(self, x, context):  # not in its plan
+    def transform_block_output(self, x, context):  # not in its plan
         return x + 0.1 * x.roll(1, 1)
 
-    def local(self, q, kv, context):
+    def transform_qkv(self, q, kv, context):
         k, v, before, branches = kv.k, kv.v, None, isinstance(context.reach, Ancestors)
         if k.shape[1]:
             if context.tail is not None:
-                before = context.tail.before(f"{self.name()}.k", k, 1, everything=branches)
+                before = context.tail.before(f"{self.registered_name()}.k", k, 1, everything=branches)
             if branches:
                 last = context.reach.of(k, before, 1)
             else:
@@ -180,7 +181,11 @@ UNTRUE = {
     "mixed queries": ("return q, KV", "return q + q.flip(1), KV", "test_heads_and_tokens"),
     "undeclared": ('(SAME, Dim("k"))', "()", "test_heads_and_tokens"),
     "of other heads": ('Dim("v")', 'Dim("q")', "test_heads_and_tokens"),
-    "mixed tokens": (" * bool(p.k_heads))", " * bool(p.k_heads)).acting('leave', cls.name())", "test_heads_and_tokens"),
+    "mixed tokens": (
+        " * bool(p.k_heads))",
+        " * bool(p.k_heads)).acting(cls, cls.transform_block_output)",
+        "test_heads_and_tokens",
+    ),
     "more saved": ("(2 * keys + values) * config", "(keys + values) * config", "test_saved_is_what"),
     "less saved": ("(2 * keys + values) * config", "(3 * keys + values) * config", "test_saved_is_what"),
 }
@@ -189,9 +194,9 @@ UNTRUE = {
 class Naive(Reference):
     knows = (*Reference.knows, "mine:Mine")
 
-    def local(self, name, layer, q, k, v):
+    def transform_qkv(self, name, layer, q, k, v):
         if name != "mine:Mine" or not v:
-            return super().local(name, layer, q, k, v)
+            return super().transform_qkv(name, layer, q, k, v)
         back, weight = self.config.mechanisms[name]["back"], self.of(name, layer, "weight")
         table, mix = self.of(name, layer, "table.weight"), self.of(name, layer, "mix.weight")[:, 0, 0]
         begins = {t for t in range(len(self.real)) if t == 0 or not self.real[t - 1]} | set(self.starts)
@@ -309,8 +314,7 @@ def test_one_that_says_what_is_not_true_fails(mine, tmp_path, what):
 def test_one_that_loses_its_options_on_save_fails(mine, tmp_path, monkeypatch):
     """What the config was made with is kept in memory, and what is read back is something else."""
     name = mine()
-    kind = MECHANISMS.resolve(name)
-    real, lost = kind.options.__func__, []
-    monkeypatch.setattr(kind, "options", classmethod(lambda cls, given: real(cls, {} if lost else given)))
+    lost = []
+    monkeypatch.setattr(text, "parse_options", lambda kind, given: parse_options(kind, {} if lost else given))
     failed = failures(name, {"back": 2}, tmp_path, then=lambda: lost.append(True), tests=["round", "save_and"])
     assert set(failed) == {"test_config_round_trip", "test_save_and_load"}

@@ -159,7 +159,7 @@ def cases() -> list:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", REGISTRY)
 def test_every_registered_mechanism_builds_by_default(name):
-    assert name == resolve(name).name()
+    assert name == resolve(name).registered_name()
     assert Case("llama", json.dumps({name: {}})) in NORMAL
 
 

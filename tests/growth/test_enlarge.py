@@ -12,7 +12,6 @@ from headwater import HeadwaterError, HeadwaterForCausalLM, HeadwaterForImageCla
 from headwater.growth import enlarge, methods, pairs_of
 from headwater.growth.enlarge import carried, enlarged_config, planned
 from headwater.growth.methods import GrowthOptions
-from headwater.mechanisms.base import Mechanism
 from headwater.mechanisms.kv_shift import KVShift
 from headwater.plugins.registry import MECHANISMS
 from headwater_lab import grow
@@ -507,11 +506,11 @@ def test_models_of_images_grow_too(method, sizes):
 class Unknown(KVShift):
     """An outside mechanism that says nothing of growth."""
 
-    grown = classmethod(Mechanism.grown.__func__)
+    grow_options = None
 
 
 class Wordless(KVShift):
-    axes = Mechanism.axes
+    describe_axes = None
 
 
 def test_an_outside_mechanism_has_to_say_how_it_grows(monkeypatch):
@@ -563,7 +562,7 @@ def test_what_cannot_grow_is_refused_in_a_sentence(changes, sizes, said):
 def test_a_wrong_map_does_not_pass_unnoticed(monkeypatch):
     """Plans are compared: a mechanism that moves its source wrongly is refused, and not silently another function."""
     kind = type(
-        "Wrong", (MECHANISMS.resolve("svformer"),), {"grown": classmethod(lambda c, options, config, g: options)}
+        "Wrong", (MECHANISMS.resolve("svformer"),), {"grow_options": classmethod(lambda c, options, config, g: options)}
     )
     monkeypatch.setitem(MECHANISMS.added, "wrong", kind)
     with pytest.raises(HeadwaterError, match="attends to layers"):

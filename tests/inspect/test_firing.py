@@ -112,4 +112,4 @@ def test_contributions_add_up_to_the_output(score):
     x = torch.randn(3, 4, 32, dtype=torch.float64)
     added = mlp.weights(x)[..., None] * mlp.values
     assert torch.allclose(added.sum(-2), mlp(x))
-    assert torch.allclose(mlp.firing(x), added.norm(dim=-1))
+    assert torch.allclose(mlp.show_firing(x), added.norm(dim=-1))

@@ -220,9 +220,9 @@ def test_each_sum_has_shares_of_its_own(mechanisms, expected):
     model, lengths = build(mechanisms, num_hidden_layers=2), {}
 
     def note(module, inputs, named, _):
-        for name, term in module.terms(*inputs, **named).items():
+        for name, term in module.show_terms(*inputs, **named).items():
             for label, one in zip(module.labels, term, strict=True):
-                lengths.setdefault(f"{module.name()} {label}", {})[name] = float(one.norm(dim=-1).sum())
+                lengths.setdefault(f"{module.registered_name()} {label}", {})[name] = float(one.norm(dim=-1).sum())
 
     for module in model.model.layers[1].modules():
         if getattr(module, "labels", ()):

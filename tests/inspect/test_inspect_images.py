@@ -93,7 +93,7 @@ def test_shifted_values_are_those_of_the_same_row():
     has = [t for t in range(13) if before[t] >= 1]
     assert len(has) == 9
     for layer, block in enumerate(model.model.layers):
-        beta = block.self_attn.mechanisms["kv_shift"].windows()["v"].detach()
+        beta = block.self_attn.mechanisms["kv_shift"].show_windows()["v"].detach()
         expected = sum(beta[0] * weights[layer][:, :, t, t - 1] + beta[1] * weights[layer][:, :, t, t] for t in has)
         assert found.previous_token_effective[layer] == pytest.approx((expected.mean(0) / len(has)).tolist())
 
@@ -104,7 +104,7 @@ def test_parameter_tokens_by_class():
     found = read(model, seen)
     contributions = {}
     mlp = model.model.layers[1].mlp
-    handle = mlp.register_forward_hook(lambda module, inputs, _: contributions.update(c=module.firing(*inputs)))
+    handle = mlp.register_forward_hook(lambda module, inputs, _: contributions.update(c=module.show_firing(*inputs)))
     with torch.no_grad():
         model(**seen.inputs)
     handle.remove()

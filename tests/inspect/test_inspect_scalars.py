@@ -140,7 +140,7 @@ def test_shown_weights_are_those_of_the_forward_pass():
             model, seen = build({name: options}), []
 
             def check(module, inputs, named, output, seen=seen):
-                terms = module.terms(*inputs, **named)
+                terms = module.show_terms(*inputs, **named)
                 if terms:
                     seen.append(terms)
                     assert_near(sum(terms.values()), output)

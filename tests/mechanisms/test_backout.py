@@ -5,6 +5,7 @@ import torch
 
 from conftest import assert_near, build, config, decode, tokens
 from headwater import HeadwaterError
+from headwater.config.plan import Stage
 from headwater.testing.naive import reference
 
 
@@ -22,7 +23,7 @@ def test_it_is_the_equation(options):
 
 def test_only_the_last_layer_has_it():
     model = build({"backout": {}}, num_hidden_layers=5)
-    assert [plan.acts for plan in model.plans] == [()] * 4 + [(("leave", "backout"),)]
+    assert [plan.acts for plan in model.plans] == [()] * 4 + [((Stage.BLOCK_OUTPUT, "backout"),)]
     assert [source.layer for source in model.plans[4].reads] == [2], "as nanochat counts"
 
 

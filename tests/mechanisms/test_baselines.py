@@ -7,7 +7,7 @@ import torch
 
 from conftest import assert_near, build, config, random, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
-from headwater.config.plan import Source
+from headwater.config.plan import Source, Stage
 from headwater.config.planner import plan_layers
 from headwater.mechanisms import DenseFormer, NeuTRENO
 
@@ -32,7 +32,7 @@ def test_neutreno_may_learn_its_weight():
 
 
 def test_neutreno_starts_as_vanilla_at_zero_and_learns():
-    ids, options = tokens(2, 9), NeuTRENO.identity({})
+    ids, options = tokens(2, 9), NeuTRENO.find_identity_options({})
     assert options == {"weight": 0.0, "learnable": True}
     model = HeadwaterForCausalLM(config({"neutreno": options})).eval()
     assert torch.equal(model(ids).logits, HeadwaterForCausalLM(config()).eval()(ids).logits)
@@ -48,12 +48,12 @@ def test_neutreno_starts_as_vanilla_at_zero_and_learns():
     [({"weight": 0}, {"weight": 0.0, "learnable": True}), ({"weight": 0.4}, None), ({"learnable": False}, None)],
 )
 def test_options_for_neutrenos_identity_start(given, identity):
-    assert NeuTRENO.identity(given) == identity
+    assert NeuTRENO.find_identity_options(given) == identity
 
 
 def test_neutreno_reads_the_unmixed_values():
     plans = plan_layers(config({"value_residual": {"mode": "identity"}, "neutreno": {"weight": 0.2}}))
-    assert plans[1].acts == (("local", "value_residual"), ("heads", "neutreno"))
+    assert plans[1].acts == ((Stage.QKV, "value_residual"), (Stage.HEAD_OUTPUTS, "neutreno"))
     assert plans[1].reads == (Source("raw", "v", 0),)
 
 
@@ -146,6 +146,6 @@ def test_embedding_residual_starts_as_vanilla_or_with_a_weight():
 
 def test_embedding_residual_acts_before_the_layers_that_are_named():
     plans = plan_layers(config({"embedding_residual": {"layers": [0, 2]}}))
-    assert [plan.at("arrive") for plan in plans] == [("embedding_residual",), (), ("embedding_residual",)]
+    assert [plan.at(Stage.RESIDUAL) for plan in plans] == [("embedding_residual",), (), ("embedding_residual",)]
     with pytest.raises(HeadwaterError, match="between 0 and 2"):
         config({"embedding_residual": {"layers": [3]}})

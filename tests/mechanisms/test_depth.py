@@ -5,7 +5,7 @@ import torch
 
 from conftest import assert_near, build, config, decode, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
-from headwater.config.plan import Source
+from headwater.config.plan import Source, Stage
 from headwater.config.planner import plan_layers
 from headwater.cost.counts import cache_bytes as planned_bytes
 from headwater.mechanisms import MUDD, DepthAttention
@@ -49,9 +49,9 @@ def test_a_query_picks_the_layer_it_points_at():
 def test_layers_read_the_borders_of_blocks():
     plans = plan_layers(config({"depth_attention": {"block": 2}}, num_hidden_layers=6))
     assert [plan.reads for plan in plans] == [(), *[stream(-1)] * 2, *[stream(-1, 1)] * 2, stream(-1, 1, 3)]
-    assert [plan.at("enter") for plan in plans[:2]] == [(), ("depth_attention",)]
+    assert [plan.at(Stage.BLOCK_INPUT) for plan in plans[:2]] == [(), ("depth_attention",)]
     some = plan_layers(config({"depth_attention": {"layers": [2]}}, num_hidden_layers=4))
-    assert [plan.acts for plan in some] == [(), (), (("enter", "depth_attention"),), ()]
+    assert [plan.acts for plan in some] == [(), (), ((Stage.BLOCK_INPUT, "depth_attention"),), ()]
 
 
 def test_the_stream_stays_as_it_is():
@@ -65,7 +65,7 @@ def test_the_stream_stays_as_it_is():
 def test_queries_are_vectors():
     """Three of them are no matrix to be orthogonalized."""
     module = HeadwaterForCausalLM(config({"depth_attention": {"queries": 3}})).model.layers[1].mechanisms
-    assert module["depth_attention"].group("query") == "vectors"
+    assert module["depth_attention"].choose_group("query") == "vectors"
     assert not module["depth_attention"].query.any()
 
 
@@ -110,8 +110,9 @@ def test_mudd_sums_by_weights_of_each_token():
 def test_mudd_reads_every_layer():
     plans = plan_layers(config({"mudd": {}}))
     assert [plan.reads for plan in plans] == [(), stream(-1), stream(-1, 0, 1)]
-    assert [plan.acts for plan in plans] == [(), (("separate", "mudd"),), (("separate", "mudd"), ("leave", "mudd"))]
-    shown = build({"mudd": {}}).model.layers[2].mechanisms["mudd"].shown(plans[2], {})
+    before, after = (Stage.ATTENTION_INPUTS, "mudd"), (Stage.BLOCK_OUTPUT, "mudd")
+    assert [plan.acts for plan in plans] == [(), (before,), (before, after)]
+    shown = build({"mudd": {}}).model.layers[2].mechanisms["mudd"].show_scalars(plans[2], {})
     assert list(shown) == ["b q", "b k", "b v", "b stream"]
     assert shown["b q"].at == (-1, 0, 1)
 

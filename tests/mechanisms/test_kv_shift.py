@@ -6,9 +6,10 @@ from transformers import DynamicCache
 
 from conftest import assert_near, build, config, random, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM, kernels
+from headwater.config.plan import Stage
 from headwater.config.planner import plan_layers
 from headwater.kernels.shift import traced_shift
-from headwater.mechanisms.base import KV, Context
+from headwater.mechanisms.contract import KV, Context
 from headwater.mechanisms.kv_shift import KVShift, shift
 from headwater.mechanisms.shift import dynamic_shift
 from headwater.models.cache import HeadwaterLayer
@@ -119,7 +120,7 @@ def test_shift_computes_bf16_in_fp32(reach):
 
 def test_keys_and_values_are_shifted_by_their_own_scalars():
     module, k, v, q = mechanism(), random(B, K, T, D), random(B, K, T, D), random(B, 2 * K, T, D)
-    same_q, shifted = module.local(q, KV(k, v), Context([]))
+    same_q, shifted = module.transform_qkv(q, KV(k, v), Context([]))
     assert same_q is q
     assert_near(shifted.k, naive.kv_shift(k, module.alpha), 1e-12)
     assert_near(shifted.v, naive.kv_shift(v, module.beta), 1e-12)
@@ -128,7 +129,7 @@ def test_keys_and_values_are_shifted_by_their_own_scalars():
 def test_layer_without_values_has_no_beta():
     module, k, none = mechanism(value_heads=0), random(B, K, T, D), random(B, 0, T, D)
     assert dict(module.named_parameters()).keys() == {"alpha"}
-    _, shifted = module.local(k, KV(k, none), Context([]))
+    _, shifted = module.transform_qkv(k, KV(k, none), Context([]))
     assert shifted.v is none
     assert_near(shifted.k, naive.kv_shift(k, module.alpha), 1e-12)
 
@@ -141,7 +142,7 @@ def test_chunks_with_a_tail_equal_one_row(chunks, reach):
     for chunk in chunks:
         begin, end = end, end + chunk
         context = Context([], None if reach is None else reach[:, begin:end], tail)
-        parts.append(module.local(k, KV(k[:, :, begin:end], v[:, :, begin:end]), context)[1])
+        parts.append(module.transform_qkv(k, KV(k[:, :, begin:end], v[:, :, begin:end]), context)[1])
     border = frozenset() if reach is None else starts(reach)
     assert_near(torch.cat([part.k for part in parts], 2), naive.kv_shift(k, module.alpha, border), 1e-12)
     assert_near(torch.cat([part.v for part in parts], 2), naive.kv_shift(v, module.beta, border), 1e-12)
@@ -150,7 +151,7 @@ def test_chunks_with_a_tail_equal_one_row(chunks, reach):
 @pytest.mark.parametrize("window", [2, 4])
 def test_plan_keeps_the_raw_tokens_of_every_layer(window):
     for plan in plan_layers(config({"kv_shift": {"window": window}})):
-        assert (plan.acts, plan.reads, plan.exports) == ((("local", "kv_shift"),), (), ())
+        assert (plan.acts, plan.reads, plan.exports) == (((Stage.QKV, "kv_shift"),), (), ())
         assert plan.tails == (("k", window - 1, "kv_shift"), ("v", window - 1, "kv_shift"))
         assert plan.tail == window - 1
 
@@ -180,7 +181,7 @@ def test_scalars_are_built_for_stored_heads_alone():
 
 def test_layer_without_heads_of_its_own_is_left_alone():
     plans = plan_layers(config({"kv_shift": {}, "skip_layer": {"layers": 1, "heads": 4, "source": "alias"}}))
-    assert [plan.acts for plan in plans] == [(("local", "kv_shift"),), (), ()]
+    assert [plan.acts for plan in plans] == [((Stage.QKV, "kv_shift"),), (), ()]
 
 
 # The other forms
@@ -273,7 +274,7 @@ def test_start_is_uniform_and_sums_to_one():
     heads = 4000
     module = KVShift(heads)
     for name in ("alpha", "beta"):
-        current, previous = module.init(name, torch.Generator().manual_seed(5))
+        current, previous = module.initial_value(name, torch.Generator().manual_seed(5))
         assert torch.equal(previous, 1 - current)
         assert current.min() >= 0
         assert current.max() < 1
@@ -281,7 +282,7 @@ def test_start_is_uniform_and_sums_to_one():
 
 
 def test_start_of_longer_windows_is_normalized_once():
-    taps = KVShift(4000, window=3).init("alpha", torch.Generator().manual_seed(5))
+    taps = KVShift(4000, window=3).initial_value("alpha", torch.Generator().manual_seed(5))
     assert_near(taps.sum(0), torch.ones(4000), 1e-6)
     assert_near(taps.mean(1), torch.full((3,), 1 / 3), 0.01)
     assert taps.min() >= 0
@@ -290,7 +291,8 @@ def test_start_of_longer_windows_is_normalized_once():
 @pytest.mark.parametrize("variant", ["gate", "clamped"])
 def test_tied_variants_start_uniform(variant):
     module = KVShift(4000, variant=variant)
-    current, previous = module.taps(module.init("alpha", torch.Generator().manual_seed(5)))
+    module.reset_parameters(torch.Generator().manual_seed(5))
+    current, previous = module.taps("k")
     assert_near(current + previous, torch.ones(4000), 1e-6)
     assert (current.sort().values - torch.linspace(0, 1, 4000)).abs().max() < 0.03
 
@@ -306,7 +308,7 @@ def test_tied_variants_start_uniform(variant):
     ],
 )
 def test_options_for_an_identity_start(given, identity):
-    assert KVShift.identity(given) == identity
+    assert KVShift.find_identity_options(given) == identity
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 4}, {"variant": "clamped"}])
@@ -480,12 +482,12 @@ def test_half_of_the_heads_are_those_of_the_model():
     """Not of those that a layer stores: skip-layer attention leaves the last layers the first head alone."""
     made = config({"skip_layer": {"layers": 1, "heads": 2}, "kv_shift": {"variant": "half_heads"}})
     assert [plan.k_heads for plan in plan_layers(made)] == [(0, 1), (0, 1), (0,)]
-    assert [plan.at("local") for plan in plan_layers(made)] == [("kv_shift",), ("kv_shift",), ()]
+    assert [plan.at(Stage.QKV) for plan in plan_layers(made)] == [("kv_shift",), ("kv_shift",), ()]
     options = made.mechanisms["kv_shift"]
-    assert not KVShift.splits(options)
+    assert not KVShift.splits_heads(options)
     made = config({"kv_shift": options}, num_key_value_heads=4)
     plan = replace(plan_layers(made)[2], k_heads=(0, 1, 2), v_heads=())
-    assert KVShift.build(options, made, plan).windows()["k"].tolist() == [[1.0, 1.0, 0.0], [0.0, 0.0, 1.0]]
+    assert KVShift.build_module(options, made, plan).show_windows()["k"].tolist() == [[1.0, 1.0, 0.0], [0.0, 0.0, 1.0]]
 
 
 @pytest.mark.parametrize("heads", [8, 2])

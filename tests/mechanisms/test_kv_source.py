@@ -18,7 +18,7 @@ from conftest import assert_near, build, config, shared, tokens
 from headwater import HeadwaterConfig, HeadwaterError, HeadwaterForCausalLM
 from headwater.config.planner import plan_layers
 from headwater.cost import counts as cost
-from headwater.mechanisms.base import KV, Mechanism
+from headwater.mechanisms.contract import KV, Mechanism
 from headwater.models.cache import cache_bytes
 from headwater.nn.cache_name import CACHE
 from headwater.nn.position import for_heads
@@ -225,14 +225,14 @@ class ValueNorm(Mechanism):
         pass
 
     @classmethod
-    def plan(cls, options, config, plans):
-        return [plan.acting("local", cls.name()) if plan.v_heads else plan for plan in plans]
+    def plan_stages(cls, options, config, plans):
+        return [plan.acting(cls, cls.transform_qkv) if plan.v_heads else plan for plan in plans]
 
     @classmethod
-    def build(cls, options, config, plan):
+    def build_module(cls, options, config, plan):
         return cls()
 
-    def local(self, q, kv, context):
+    def transform_qkv(self, q, kv, context):
         return q, KV(kv.k, kv.v * (kv.v.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt())
 
 

@@ -36,7 +36,7 @@ from dataclasses import dataclass
 
 from huggingface_hub.dataclasses import strict
 
-from headwater.mechanisms.base import Mechanism
+from headwater.mechanisms.contract import Mechanism
 
 
 class CrossLayer(Mechanism):
@@ -46,7 +46,7 @@ class CrossLayer(Mechanism):
         every: int = 2
 
     @classmethod
-    def share(cls, options, config, plans):
+    def redirect_heads(cls, options, config, plans):
         heads = range(config.num_key_value_heads)
         first = [layer - layer % options["every"] for layer in range(len(plans))]
         return [plan.attending(heads, owner, owner) for plan, owner in zip(plans, first)]

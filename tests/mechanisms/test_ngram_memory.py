@@ -8,6 +8,7 @@ from transformers import DynamicCache, StaticCache
 
 from conftest import assert_near, build, config, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
+from headwater.config.plan import Stage
 from headwater.config.planner import plan_layers
 from headwater.cost import counts as cost
 from headwater.mechanisms import NGramMemory, NGramTable
@@ -174,6 +175,6 @@ def test_contradictory_options(options, message):
 
 def test_it_acts_where_a_layer_has_values_of_its_own():
     both = config({"ngram_memory": {"target": "values"}, "svformer": {"layers": [2]}})
-    assert [plan.at("local") for plan in plan_layers(both)] == [("ngram_memory",)] * 2 + [()]
+    assert [plan.at(Stage.QKV) for plan in plan_layers(both)] == [("ngram_memory",)] * 2 + [()]
     with pytest.raises(HeadwaterError, match="layer 2 has none"):
         config({"ngram_memory": {"target": "values", "layers": [0, 2]}, "svformer": {"layers": [2]}})

@@ -5,7 +5,7 @@ import torch
 
 from conftest import assert_near, build, config, random, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
-from headwater.config.plan import Source
+from headwater.config.plan import Source, Stage
 from headwater.config.planner import plan_layers
 from headwater.mechanisms import Exclusive, OutputGate
 
@@ -67,11 +67,11 @@ def test_exclusive_takes_the_values_that_a_head_attends_to():
 
 def test_exclusive_acts_in_the_layers_that_are_named():
     model = build({"exclusive": {"layers": [1], "learnable": True}})
-    assert [plan.at("heads") for plan in model.plans] == [(), ("exclusive",), ()]
+    assert [plan.at(Stage.HEAD_OUTPUTS) for plan in model.plans] == [(), ("exclusive",), ()]
     assert [name for name, _ in model.named_parameters() if "exclusive" in name] == [
         "model.layers.1.self_attn.mechanisms.exclusive.alpha"
     ]
-    shown = model.model.layers[1].self_attn.mechanisms["exclusive"].shown(model.plans[1], {})
+    shown = model.model.layers[1].self_attn.mechanisms["exclusive"].show_scalars(model.plans[1], {})
     assert shown["α"].by == "query head"
     assert shown["α"].values.abs().max() < 1
     model(tokens(1, 3))

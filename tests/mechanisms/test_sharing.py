@@ -9,9 +9,10 @@ from huggingface_hub.dataclasses import strict
 
 from conftest import assert_near, build, config, decode, shared, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
+from headwater.config.plan import Stage
 from headwater.config.planner import plan_layers
 from headwater.mechanisms import SkipLayer, SVFormer
-from headwater.mechanisms.base import Mechanism
+from headwater.mechanisms.contract import Mechanism
 from headwater.models.cache import cache_bytes
 from headwater.plugins.registry import MECHANISMS
 from headwater.testing.naive import attended, reference, stored
@@ -161,7 +162,7 @@ def test_off(options):
 
 def test_neutreno_acts_where_values_are_not_the_first_layers():
     plans = plan_layers(config({"svformer": {"layers": [2]}, "neutreno": {}}, num_hidden_layers=4))
-    assert [plan.at("heads") for plan in plans] == [(), ("neutreno",), (), ("neutreno",)]
+    assert [plan.at(Stage.HEAD_OUTPUTS) for plan in plans] == [(), ("neutreno",), (), ("neutreno",)]
 
 
 def test_plain_modules_refuse_what_they_cannot_do():
@@ -317,7 +318,7 @@ class FromBelow(Mechanism):
         short: bool = False
 
     @classmethod
-    def share(cls, options, config, plans):
+    def redirect_heads(cls, options, config, plans):
         step = -1 if options["above"] else 1
         changed = [plan.attending([0], k=max(0, plan.index - step)) for plan in plans]
         return changed[:-1] if options["short"] else changed
@@ -330,7 +331,9 @@ def test_a_mechanism_from_outside_shares_by_the_same_rule(turned, monkeypatch):
     given = dict(reversed(mechanisms.items())) if turned else mechanisms
     assert attends(given, 0) == [(0, 0), (0, 1), (0, 1), (0, 3)]
     assert attends(given, 1) == [(0, 0), (1, 1), (2, 1), (3, 3)]
-    with pytest.raises(HeadwaterError, match="layer 0 cannot attend to keys or values of layer 1; in share, name"):
+    with pytest.raises(
+        HeadwaterError, match="layer 0 cannot attend to keys or values of layer 1; in redirect_heads, name"
+    ):
         config({"from_below": {"above": True}})
-    with pytest.raises(HeadwaterError, match="share must return a list with the plan of each layer"):
+    with pytest.raises(HeadwaterError, match="redirect_heads must return a list with the plan of each layer"):
         config({"from_below": {"short": True}})

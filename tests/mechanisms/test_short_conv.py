@@ -7,6 +7,7 @@ from transformers.models.inkling.modeling_inkling import InklingShortConvolution
 
 from conftest import assert_near, build, config, decode, document_positions, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM, kernels
+from headwater.config.plan import Stage
 from headwater.mechanisms import ShortConv
 from headwater.models.cache import HeadwaterLayer
 from headwater.nn.cache_name import CACHE
@@ -135,7 +136,7 @@ def test_parameters_are_where_they_act():
         "model.layers.1.mechanisms.short_conv.feed_forward_output_taps": (4, 4, 8),
     }
     plan = model.plans[1]
-    assert plan.acts == (("projected", "short_conv"), ("feed_forward_output", "short_conv"))
+    assert plan.acts == ((Stage.PROJECTIONS, "short_conv"), (Stage.FEED_FORWARD_OUTPUT, "short_conv"))
     assert [tail[:2] for tail in plan.tails] == [("k", 3), ("x", 3)]
 
 

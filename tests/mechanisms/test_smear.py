@@ -5,6 +5,7 @@ import torch
 
 from conftest import assert_near, build, config, decode, document_positions, tokens
 from headwater import HeadwaterError
+from headwater.config.plan import Stage
 from headwater.mechanisms import Smear
 from headwater.testing.naive import reference
 
@@ -34,7 +35,7 @@ def test_whoever_reads_the_embedding_reads_the_smeared_one(norm):
 
 def test_it_is_in_layer_0_alone():
     model = build(SMEAR)
-    assert [plan.at("embedded") for plan in model.plans] == [("smear",), (), ()]
+    assert [plan.at(Stage.EMBEDDING) for plan in model.plans] == [("smear",), (), ()]
     assert [name for name, _ in model.named_parameters() if "smear" in name] == [
         "model.layers.0.mechanisms.smear.strength",
         "model.layers.0.mechanisms.smear.gate.weight",

@@ -16,7 +16,8 @@ from headwater.cost import counts as cost
 from headwater.growth import importance, merge, shrink
 from headwater.kernels import disable_kernels
 from headwater.mechanisms import Pattention
-from headwater.mechanisms.pattention import ProductKeys, default_tau, largest
+from headwater.mechanisms.pattention import default_tau
+from headwater.mechanisms.product_keys import ProductKeys, find_largest
 from headwater.testing import naive
 from headwater_lab import grow
 from headwater_lab.inspection.sample import Sample
@@ -102,7 +103,7 @@ def test_the_largest_are_in_order_and_of_equal_ones_the_first(dtype):
     a = torch.randint(-3, 4, (200, 11), generator=torch.Generator().manual_seed(0)).to(dtype) / 3
     a[a == 0] *= torch.where(torch.rand(200, 11) < 0.5, 1, -1)[a == 0]  # zeros of both signs are equal
     a[0, :3] = torch.tensor([math.inf, -math.inf, 1e-40])
-    for row, found in zip(a.tolist(), largest(a, 5).tolist(), strict=True):
+    for row, found in zip(a.tolist(), find_largest(a, 5).tolist(), strict=True):
         assert found == sorted(range(11), key=lambda i: (-row[i], i))[:5]
 
 
@@ -134,7 +135,7 @@ def test_precision(dtype):
     module = layer(d_in=32, pairs=64, top_k=8).to(dtype)
     x = random(9, 32).to(dtype)
     scores = (x @ module.key.T).double()
-    pairs = largest(scores, 8)
+    pairs = find_largest(scores, 8)
     weights = module._theta(scores.gather(-1, pairs), module.scale.tau).to(dtype).double()
     wanted = (weights[..., None] * module.value.double()[pairs]).sum(-2)
     assert module(x).dtype == dtype

@@ -5,6 +5,7 @@ import torch
 
 from conftest import assert_near, build, config, random, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
+from headwater.config.plan import Stage
 from headwater.config.planner import plan_layers
 from headwater.cost import counts as cost
 from headwater.mechanisms import ValueEmbedding, ValueTables
@@ -57,7 +58,7 @@ def test_the_gate_starts_half_open():
 
 def test_it_acts_where_a_layer_has_values_of_its_own():
     both = config({"value_embedding": {}, "svformer": {"layers": [2]}})
-    assert [plan.at("local") for plan in plan_layers(both)] == [("value_embedding",)] * 2 + [()]
+    assert [plan.at(Stage.QKV) for plan in plan_layers(both)] == [("value_embedding",)] * 2 + [()]
     with pytest.raises(HeadwaterError, match="layer 2 has none"):
         config({"value_embedding": {"layers": [0, 2]}, "svformer": {"layers": [2]}})
 

@@ -3,9 +3,9 @@ import torch
 
 from conftest import assert_near, build, config, random, shared, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
-from headwater.config.plan import Source
+from headwater.config.plan import Source, Stage
 from headwater.config.planner import plan_layers
-from headwater.mechanisms.base import KV, Context
+from headwater.mechanisms.contract import KV, Context
 from headwater.mechanisms.value_residual import PlusWeights, ValueResidual
 from headwater.testing import naive
 
@@ -32,7 +32,7 @@ def test_values_and_gradients_equal_naive(mode, length):
     module = mechanism(mode)
     first, own = (random(2, 3, length, 4).requires_grad_() for _ in range(2))
     inputs = [first, own, *module.parameters()]
-    actual = module.local(own, KV(own, own), Context([first]))[1].v
+    actual = module.transform_qkv(own, KV(own, own), Context([first]))[1].v
     expected = expected_values(module, first, own)
     weigh = random(*actual.shape)
     assert_near(actual, expected, 1e-12)
@@ -43,20 +43,20 @@ def test_values_and_gradients_equal_naive(mode, length):
 @pytest.mark.parametrize("mode", MODES)
 def test_non_contiguous_values(mode):
     module, first, own = mechanism(mode), random(2, 5, 3, 4).transpose(1, 2), random(2, 5, 3, 4).transpose(1, 2)
-    actual = module.local(own, KV(own, own), Context([first]))[1].v
+    actual = module.transform_qkv(own, KV(own, own), Context([first]))[1].v
     assert_near(actual, expected_values(module, first, own), 1e-12)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_no_new_tokens(mode):
     empty = random(2, 3, 0, 4)
-    assert mechanism(mode).local(empty, KV(empty, empty), Context([empty]))[1].v.shape == empty.shape
+    assert mechanism(mode).transform_qkv(empty, KV(empty, empty), Context([empty]))[1].v.shape == empty.shape
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_queries_and_keys_are_left_alone(mode):
     q, k, v = random(2, 4, 5, 4), random(2, 2, 5, 4), random(2, 2, 5, 4)
-    same_q, kv = mechanism(mode).local(q, KV(k, v), Context([v]))
+    same_q, kv = mechanism(mode).transform_qkv(q, KV(k, v), Context([v]))
     assert same_q is q
     assert kv.k is k
 
@@ -65,7 +65,7 @@ def test_queries_and_keys_are_left_alone(mode):
 def test_values_keep_their_precision(mode):
     first, own = (random(2, 3, 5, 4).bfloat16() for _ in range(2))
     module = mechanism(mode).float()
-    assert module.local(own, KV(own, own), Context([first]))[1].v.dtype == torch.bfloat16
+    assert module.transform_qkv(own, KV(own, own), Context([first]))[1].v.dtype == torch.bfloat16
 
 
 # In a model
@@ -79,7 +79,7 @@ def test_first_layer_has_no_mix_and_hands_on_its_values():
     first, *rest = plan_layers(config({"value_residual": {}}))
     assert (first.acts, first.reads, first.exports) == ((), (), (FIRST,))
     for plan in rest:
-        assert (plan.acts, plan.reads, plan.exports, plan.tails) == ((("local", "value_residual"),), (FIRST,), (), ())
+        assert (plan.acts, plan.reads, plan.exports, plan.tails) == (((Stage.QKV, "value_residual"),), (FIRST,), (), ())
 
 
 def acting(**changes) -> list[int]:
@@ -190,7 +190,7 @@ def test_identity_start_leaves_the_model_as_it_is(target):
     ],
 )
 def test_options_for_an_identity_start(given, identity):
-    assert ValueResidual.identity(given) == identity
+    assert ValueResidual.find_identity_options(given) == identity
 
 
 def test_the_start_is_written_into_the_config():

@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer, StaticLayer
 
 from conftest import assert_near, build, config, decode, document_positions, shared, tokens
 from headwater import HeadwaterConfig, HeadwaterError
-from headwater.mechanisms.base import KV
+from headwater.mechanisms.contract import KV
 from headwater.models.cache import (
     HeadwaterLayer,
     HeadwaterSlidingLayer,

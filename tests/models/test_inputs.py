@@ -7,7 +7,7 @@ from transformers import DynamicCache, StaticCache
 from conftest import config, document_positions
 from headwater import HeadwaterError
 from headwater.config.planner import plan_layers
-from headwater.mechanisms.base import Ancestors
+from headwater.mechanisms.contract import Ancestors
 from headwater.models import inputs
 from headwater.models.input_checks import CachedLayer
 from headwater.models.inputs import ForwardArguments, InputSpec, ModelInputs

@@ -15,7 +15,7 @@ from headwater import HeadwaterError
 from headwater.config.plan import Source
 from headwater.config.planner import output_only_from, plan_layers
 from headwater.cost.counts import prefill_flops
-from headwater.mechanisms.base import Mechanism
+from headwater.mechanisms.contract import Mechanism
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.decoding import Decoder
 from headwater.nn.masks import LayerKind, find_new_tokens, keep_last_rows
@@ -60,7 +60,7 @@ def greedy(model, ids, mask=None, new: int = 6) -> torch.Tensor:
 class ReadsIds(Mechanism):
     """Reads what one module for all layers makes of the ids, and where each token's part is only that module knows."""
 
-    reads_ids = True
+    needs_input_ids = True
 
     @strict
     @dataclass
@@ -68,8 +68,14 @@ class ReadsIds(Mechanism):
         pass
 
     @classmethod
-    def plan(cls, options, config, plans):
-        return [plan.reading(Source("shared", cls.name(), -1)).acting("leave", cls.name()) for plan in plans]
+    def plan_stages(cls, options, config, plans):
+        return [
+            plan.reading(Source("shared", cls.registered_name(), -1)).acting(cls, cls.transform_block_output)
+            for plan in plans
+        ]
+
+    def transform_block_output(self, x, context):
+        return x
 
 
 def first_of(made):

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from conftest import assert_near, build, config, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
 from headwater.conversion import add_mechanisms
-from headwater.mechanisms.base import Mechanism
+from headwater.mechanisms.contract import Mechanism
 from headwater.models.token_tables import token_tables
 from headwater.plugins.registry import MECHANISMS
 from headwater_lab import grow
@@ -127,27 +127,27 @@ def test_a_size_that_does_not_fit_changes_nothing():
 class TokenScale(Mechanism):
     """An outside mechanism with a number for each token, as a parameter of its own."""
 
-    reads_ids = True
+    needs_input_ids = True
 
     def __init__(self, vocabulary: int) -> None:
         super().__init__()
         self.factor = nn.Parameter(torch.ones(vocabulary))
 
-    def init(self, parameter, generator=None):
+    def initial_value(self, parameter, generator=None):
         return torch.ones(self.factor.shape)
 
-    def token_tables(self, parameter):
+    def count_token_tables(self, parameter):
         return 1
 
     @classmethod
-    def plan(cls, options, config, plans):
-        return [plan.acting("arrive", cls.name()) for plan in plans]
+    def plan_stages(cls, options, config, plans):
+        return [plan.acting(cls, cls.update_residual) for plan in plans]
 
     @classmethod
-    def build(cls, options, config, plan):
+    def build_module(cls, options, config, plan):
         return cls(config.vocab_size)
 
-    def arrive(self, x, context):
+    def update_residual(self, x, context):
         return x * self.factor[context.ids][..., None].to(x.dtype)
 
 
@@ -162,11 +162,11 @@ def test_an_outside_mechanism_says_which_of_its_tables_follow(from_mean, monkeyp
 
 
 def test_a_table_that_nobody_mentions_is_refused(monkeypatch):
-    monkeypatch.setitem(MECHANISMS.added, "token_scale", TokenScale)
-    monkeypatch.setattr(TokenScale, "token_tables", Mechanism.token_tables)
+    kind = type("Unmentioned", (TokenScale,), {"count_token_tables": None})
+    monkeypatch.setitem(MECHANISMS.added, "token_scale", kind)
     model, ids = build({"token_scale": {}}), tokens(2, 9)
     before = logits(model, ids)
-    with pytest.raises(HeadwaterError, match=r"factor' would have the shape \[101\].*define its token_tables"):
+    with pytest.raises(HeadwaterError, match=r"factor' would have the shape \[101\].*define its count_token_tables"):
         model.resize_token_embeddings(101)
     assert torch.equal(logits(model, ids), before)
 

@@ -42,7 +42,7 @@ def test_queries_keys_and_values_are_exact(mechanisms, changes):
     model = build(mechanisms, **EXACT, **changes)
     new, report = to_parameter_tokens(model, tokens(8, 24))
     assert worst(report, *NORMED) <= 1e-10
-    assert new.config.mechanisms.keys() == {*mechanisms, Pattention.name()}
+    assert new.config.mechanisms.keys() == {*mechanisms, Pattention.registered_name()}
     assert list(new.config.mechanisms)[:-1] == list(mechanisms)
     assert {of.pairs for of in report.maps if of.name in NORMED} == {64}
 

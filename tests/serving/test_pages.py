@@ -66,7 +66,9 @@ def test_raw_tokens_without_room_are_an_error(monkeypatch):
     engine = NaiveEngine(model.config, Page(model.config, model.plans, 4, 8))
     engine.bind(torch.zeros(4, engine.page.size, dtype=torch.uint8))
     engine.batch = FlatBatch(torch.tensor([0, 2]), torch.tensor([2]), torch.tensor([[1]]), 4)
-    monkeypatch.setattr(KVShift, "local", lambda self, q, kv, context: [context.tail.before("x", q, 9), (q, kv)][1])
+    monkeypatch.setattr(
+        KVShift, "transform_qkv", lambda self, q, kv, context: [context.tail.before("x", q, 9), (q, kv)][1]
+    )
     with pytest.raises(HeadwaterError, match="leaves no room; state them as tails"):
         model.model.served(torch.tensor([1, 2]), engine.batch.position, engine)
 
@@ -76,7 +78,7 @@ def test_raw_tokens_without_room_are_an_error(monkeypatch):
     [
         ({"value_residual": {"target": "probabilities"}}, {}, "'value_residual' with its options needs masks"),
         ({"persistent_memory": {}}, {}, "'persistent_memory' with its options needs masks"),
-        ({"blend": {"mechanisms": {"svformer": {}}}}, {}, "'blend' acts at the stage 'gathered'"),
+        ({"blend": {"mechanisms": {"svformer": {}}}}, {}, "'blend' acts at the stage 'transform_attended_kv'"),
         ({}, {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "'dynamic' follow"),
     ],
 )

@@ -64,7 +64,7 @@ def accepted(mechanisms: dict, **changes) -> bool:
 
 
 ALONE = [{name: options} for name in REGISTRY for options in choices(name)]
-OF_IMAGES = [name for name in REGISTRY if not resolve(name).reads_ids]
+OF_IMAGES = [name for name in REGISTRY if not resolve(name).needs_input_ids]
 
 
 def drawn(number: int) -> tuple[dict, dict, tuple[int, int]]:

@@ -126,7 +126,7 @@ def test_language_models_drop_no_branches_and_are_causal():
 
 
 class ByIds(Mechanism):
-    reads_ids = True
+    needs_input_ids = True
 
     @strict
     @dataclass

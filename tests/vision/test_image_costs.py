@@ -19,7 +19,7 @@ BASES = {
     "mean": dict(pooling="mean", position="sincos", patch_bias=False),
     "registers": dict(register_tokens=3, qk_norm=True, norm="rms_norm"),
     "rope": dict(position="rope", feed_forward="gated", hidden_act="silu", num_key_value_heads=4),
-    **{name: dict(mechanisms={name: {}}) for name in REGISTRY if not resolve(name).reads_ids},
+    **{name: dict(mechanisms={name: {}}) for name in REGISTRY if not resolve(name).needs_input_ids},
 }
 
 

@@ -6,9 +6,12 @@ cache stores what it names, the depth loop carries the tensors it names, and `co
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple, get_args
+from enum import Enum
+from typing import Any, Literal, NamedTuple, Protocol
+
+from headwater.util.errors import HeadwaterError, nearest
 
 Kind = Literal["raw", "local", "bank", "probabilities", "stream", "shared"]
 Part = Literal["q", "k", "v"]
@@ -17,22 +20,51 @@ Part = Literal["q", "k", "v"]
 Kept = Part | Literal["x", "input", "gate", "up", "id"]
 # Some of the heads that a tensor has, as an index; None for all of them, in order.
 Heads = slice | list[int] | None
-# Around attention and feed-forward, in a block; and inside attention.
-Outer = Literal[
-    "embedded",
-    "arrive",
-    "enter",
-    "separate",
-    "attention_input",
-    "attention_output",
-    "feed_forward_input",
-    "feed_forward_hidden",
-    "feed_forward_output",
-    "leave",
-]
-Inner = Literal["projected", "local", "gathered", "beside", "probabilities", "heads"]
-Stage = Outer | Inner
-STAGES: tuple[Stage, ...] = (*get_args(Outer), *get_args(Inner))
+
+
+class Stage(Enum):
+    """Where a mechanism may act, in the order of the forward pass; the value is the method of `Mechanism` for it."""
+
+    EMBEDDING = "transform_embedding"
+    RESIDUAL = "update_residual"
+    BLOCK_INPUT = "transform_block_input"
+    ATTENTION_INPUTS = "split_attention_inputs"
+    ATTENTION_INPUT = "transform_attention_input"
+    PROJECTIONS = "transform_projections"
+    QKV = "transform_qkv"
+    ATTENDED_KV = "transform_attended_kv"
+    ADDED_KEY_VALUES = "add_key_values"
+    ATTENTION_WEIGHTS = "transform_attention_weights"
+    HEAD_OUTPUTS = "transform_head_outputs"
+    ATTENTION_OUTPUT = "transform_attention_output"
+    FEED_FORWARD_INPUT = "transform_feed_forward_input"
+    FEED_FORWARD_HIDDEN = "transform_feed_forward_hidden"
+    FEED_FORWARD_OUTPUT = "transform_feed_forward_output"
+    BLOCK_OUTPUT = "transform_block_output"
+
+    # Enum hashes a member's name in Python, which takes longer than a stage at which nothing acts.
+    __hash__ = object.__hash__
+
+    @classmethod
+    def of(cls, method: Callable[..., Any]) -> Stage:
+        """The stage of a method, such as `Mechanism.transform_qkv`. Raises `HeadwaterError` for any other method."""
+        stages = {stage.value: stage for stage in cls}
+        name = getattr(method, "__name__", str(method))
+        if name not in stages:
+            raise HeadwaterError(f"A mechanism acts at no stage {name!r}; {nearest(name, stages)}")
+        return stages[name]
+
+
+# Inside attention; the others are in the block around it.
+ATTENTION_STAGES = (
+    Stage.PROJECTIONS,
+    Stage.QKV,
+    Stage.ATTENDED_KV,
+    Stage.ADDED_KEY_VALUES,
+    Stage.ATTENTION_WEIGHTS,
+    Stage.HEAD_OUTPUTS,
+)
+BLOCK_STAGES = tuple(stage for stage in Stage if stage not in ATTENTION_STAGES)
 
 
 class Source(NamedTuple):
@@ -51,7 +83,7 @@ class Source(NamedTuple):
     layer: int
 
 
-# The embedding. A layer 0 with mechanisms at the stage `embedded` gives it as they leave it.
+# The embedding. A layer 0 with mechanisms at `Stage.EMBEDDING` gives it as they leave it.
 EMBEDDING = Source("stream", "x", -1)
 
 # The tensors that a layer computes itself, in that order.
@@ -64,6 +96,21 @@ OWN: tuple[tuple[str, str], ...] = (
     ("bank", "v"),
     ("probabilities", "a"),
 )
+
+
+class Cost(NamedTuple):
+    """What a mechanism, or a module in place of a linear layer, adds to a layer.
+
+    parameters: trainable numbers.
+    flops: matmul FLOPs of the forward pass per token, 2 per multiply-add; elementwise operations are not counted.
+    saved: numbers per token that autograd keeps for the backward pass.
+    looked_up: how many of the parameters a token leaves unread, in tables of which it reads one row or a few.
+    """
+
+    parameters: int = 0
+    flops: int = 0
+    saved: int = 0
+    looked_up: int = 0
 
 
 class Attends(NamedTuple):
@@ -139,11 +186,17 @@ class LayerPlan:
         new = tuple(s for s in dict.fromkeys(sources) if s not in self.reads)
         return replace(self, reads=self.reads + new)
 
-    def acting(self, stage: Stage, mechanism: str, tails: Iterable[tuple[Kept, int]] = ()) -> LayerPlan:
-        """This plan with `mechanism` acting at `stage` too, and the raw tokens that the cache must keep for it."""
-        each: Kept | None = "input" if stage == "attention_input" else None
-        kept = tuple((each or part, tokens, mechanism) for part, tokens in tails)
-        return replace(self, acts=(*self.acts, (stage, mechanism)), tails=(*self.tails, *kept))
+    def acting(
+        self, mechanism: Registered, method: Callable[..., Any], tails: Iterable[tuple[Kept, int]] = ()
+    ) -> LayerPlan:
+        """This plan with a mechanism acting at the stage of `method`, as in `plan.acting(cls, cls.transform_qkv)`.
+
+        tails: the raw tokens that the cache must keep for it there, as (part, tokens).
+        """
+        stage, name = Stage.of(method), mechanism.registered_name()
+        each: Kept | None = "input" if stage is Stage.ATTENTION_INPUT else None
+        kept = tuple((each or part, tokens, name) for part, tokens in tails)
+        return replace(self, acts=(*self.acts, (stage, name)), tails=(*self.tails, *kept))
 
     def at(self, *stages: Stage) -> tuple[str, ...]:
         """The mechanisms that act at any of `stages`, in order of application."""
@@ -163,9 +216,9 @@ class LayerPlan:
 
     @property
     def inputs(self) -> tuple[Part, ...]:
-        """What attention has an input of its own for: ("q",), for all, unless a mechanism acts at `separate`; then also
-        "k" and "v", if the layer projects any."""
-        if not self.at("separate"):
+        """What attention has an input of its own for: ("q",), for all, unless a mechanism acts at
+        `Stage.ATTENTION_INPUTS`; then also "k" and "v", if the layer projects any."""
+        if not self.at(Stage.ATTENTION_INPUTS):
             return ("q",)
         heads: tuple[tuple[Part, tuple[int, ...]], ...] = (("k", self.k_heads), ("v", self.v_heads))
         return ("q", *(part for part, stored in heads if stored))
@@ -196,3 +249,9 @@ def choose(wanted: Sequence[int], stored: Sequence[int]) -> Heads:
     if at == list(range(len(stored))):
         return None
     return slice(at[0], at[-1] + 1) if at and at == list(range(at[0], at[-1] + 1)) else at
+
+
+class Registered(Protocol):
+    """A class of the registry of mechanisms."""
+
+    def registered_name(self) -> str: ...

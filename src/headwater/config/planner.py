@@ -1,7 +1,7 @@
 """config -> one `LayerPlan` per layer: the only place that decides which layer owns what. Pure Python.
 
-Each mechanism states from which layer each head takes keys and values (`share`), and where it acts (`plan`). From that
-follows what to build: a layer projects and stores only the heads that some layer attends to.
+Each mechanism states from which layer each head takes keys and values (`redirect_heads`), and where it acts
+(`plan_stages`). From that follows what to build: a layer projects and stores only the heads that some layer attends to.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from headwater.config.capabilities import StopsRedirection, replaces_linear
 from headwater.config.layers import layer_config
-from headwater.config.plan import EMBEDDING, Attends, HeadGroup, LayerPlan, Source, choose
-from headwater.plugins.registry import resolve
+from headwater.config.plan import EMBEDDING, Attends, HeadGroup, LayerPlan, Source, Stage, choose
+from headwater.plugins.registry import has_own, resolve
 from headwater.util.errors import HeadwaterError
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def plan_layers(config: HeadwaterConfig) -> tuple[LayerPlan, ...]:
     """
     plans = _complete(_share(config))
     for name, options in config.mechanisms.items():
-        plans = resolve(name).planned(options, config, plans)
+        plans = _plan_stages(name, options, config, plans)
     if config.materialise and (sentence := keepers(plans)):
         names, s = sentence
         raise HeadwaterError(
@@ -62,7 +63,7 @@ def _share(config: HeadwaterConfig) -> list[LayerPlan]:
     """
     plans = [LayerPlan.vanilla(i, layer_config(config, i).num_key_value_heads) for i in range(config.num_hidden_layers)]
     redirecting = [
-        Redirection(name, redirected, resolve(name).chains(options))
+        Redirection(name, redirected, _stops_redirection(name, options))
         for name, options in reversed(config.mechanisms.items())
         if (redirected := _redirected(name, options, config, plans)) != plans
     ]
@@ -75,7 +76,7 @@ def _share(config: HeadwaterConfig) -> list[LayerPlan]:
         while (redirection := _redirection(redirecting, layer, head, letter, skipped)) is not None:
             source = redirection.source(layer, head, letter)
             _check_alike(config, layer, Source("bank", letter, source))
-            if redirection.chains:
+            if not redirection.stops:
                 return getattr(plans[source].attends[head], letter)
             layer, skipped = source, redirection.name
         return layer
@@ -89,12 +90,12 @@ def _share(config: HeadwaterConfig) -> list[LayerPlan]:
 class Redirection(NamedTuple):
     """From which layers a mechanism lets heads take their keys and values: `attends` of its plans.
 
-    chains: as `Mechanism.chains`.
+    stops: as `StopsRedirection.stops_redirection`.
     """
 
     name: str
     plans: Sequence[LayerPlan]
-    chains: bool
+    stops: bool
 
     def source(self, layer: int, head: int, letter: Letter) -> int:
         return getattr(self.plans[layer].attends[head], letter)
@@ -110,37 +111,67 @@ def _redirection(
     return None
 
 
+def _stops_redirection(name: str, options: dict[str, Any]) -> bool:
+    mechanism = resolve(name)
+    return isinstance(mechanism, StopsRedirection) and mechanism.stops_redirection(options)
+
+
 def _redirected(
     name: str, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]
 ) -> Sequence[LayerPlan]:
-    """What a mechanism's `share` makes of plans.
+    """What a mechanism's `redirect_heads` makes of plans.
 
     Raises `HeadwaterError` if that is not one plan a layer, or names a layer that does not come before.
     """
-    redirected = resolve(name).share(options, config, list(plans))
+    redirected = resolve(name).redirect_heads(options, config, list(plans))
     heads = [len(plan.attends) for plan in plans]
     if not isinstance(redirected, list) or [len(getattr(plan, "attends", ())) for plan in redirected] != heads:
-        raise HeadwaterError(f"Mechanism {name!r}: share must return a list with the plan of each layer.")
+        raise HeadwaterError(f"Mechanism {name!r}: redirect_heads must return a list with the plan of each layer.")
     for layer, plan in enumerate(redirected):
         for source in {source for attends in plan.attends for source in attends}:
             if not 0 <= source <= layer:
                 raise HeadwaterError(
-                    f"Mechanism {name!r}: layer {layer} cannot attend to keys or values of layer {source}; in share, "
-                    f"name a layer from 0 to {layer}."
+                    f"Mechanism {name!r}: layer {layer} cannot attend to keys or values of layer {source}; in "
+                    f"redirect_heads, name a layer from 0 to {layer}."
                 )
     return redirected
 
 
+def _plan_stages(
+    name: str, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]
+) -> list[LayerPlan]:
+    """What a mechanism's `plan_stages` makes of plans.
+
+    Raises `HeadwaterError` if that is not one plan a layer, or names a stage whose method the class does not define, or
+    no stage though it defines one.
+    """
+    mechanism = resolve(name)
+    planned = mechanism.plan_stages(options, config, plans)
+    if not isinstance(planned, list) or [type(plan) for plan in planned] != [LayerPlan] * len(plans):
+        raise HeadwaterError(f"Mechanism {name!r}: plan_stages must return a list with the plan of each layer.")
+    acts = [stage for plan in planned for stage, acting in plan.acts if acting == name]
+    for stage in acts:
+        if not has_own(mechanism, stage.value):
+            raise HeadwaterError(f"Mechanism {name!r} acts at {stage.value}, which its class lacks; define it.")
+    defined = [stage.value for stage in Stage if has_own(mechanism, stage.value)]
+    if defined and not acts:
+        raise HeadwaterError(
+            f"Mechanism {name!r} defines {defined[0]} but acts in no layer; in plan_stages, return plans with "
+            f"plan.acting(cls, cls.{defined[0]})."
+        )
+    return planned
+
+
 def _gives(plan: LayerPlan, source: Source) -> bool:
-    return source.layer == plan.index or (source == EMBEDDING and bool(plan.at("embedded")))
+    return source.layer == plan.index or (source == EMBEDDING and bool(plan.at(Stage.EMBEDDING)))
 
 
 def _check_inside(config: HeadwaterConfig, plan: LayerPlan) -> None:
     """Raise `HeadwaterError` if a mechanism acts inside a feed-forward that another one replaces."""
     width = config.hidden_size
-    for inside in plan.at("feed_forward_hidden"):
+    for inside in plan.at(Stage.FEED_FORWARD_HIDDEN):
         for name, options in config.mechanisms.items():
-            if resolve(name).map_cost(options, config, plan.index, "feed_forward", width, width) is not None:
+            if replaces_linear(resolve(name), options, config, plan.index, "feed_forward", width):
                 raise HeadwaterError(
                     f"Mechanism {inside!r} acts inside the feed-forward of layer {plan.index}, which {name!r} "
                     f"replaces; remove one of them, or what {inside!r} does there."
@@ -159,7 +190,7 @@ def output_only_from(config: HeadwaterConfig, plans: Sequence[LayerPlan]) -> int
 
     def reads_what_ids_give(plan: LayerPlan) -> bool:
         """Whether it reads a tensor for all layers that has a token's part at a place that only its maker knows."""
-        return any(source.kind == "shared" and resolve(source.part).reads_ids for source in plan.reads)
+        return any(source.kind == "shared" and resolve(source.part).needs_input_ids for source in plan.reads)
 
     while first and plans[first - 1].leaves_nothing and not reads_what_ids_give(plans[first - 1]):
         first -= 1

@@ -3,7 +3,7 @@
 import difflib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from huggingface_hub.dataclasses import strict
@@ -12,7 +12,9 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from headwater.config import auto_map
+from headwater.config.capabilities import CompletesOptions, PrefersEmbeddingRange
 from headwater.config.layers import MOST, MOST_ANYWHERE, cache_types, complete_sliding, layer_config
+from headwater.config.options import parse_options
 from headwater.config.rope import check_rope, complete_rope
 from headwater.plugins import outside
 from headwater.plugins.registry import MECHANISMS, as_mapping, resolve
@@ -195,8 +197,7 @@ class HeadwaterConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         self.complete_fields()
         if by_hand and self.embedding_range is None:  # a file without it is older than this field
-            ranges = (resolve(name).embedding_range(options, self) for name, options in self.mechanisms.items())
-            self.embedding_range = next((std for std in ranges if std is not None), None)
+            self.embedding_range = next((std for std in self._preferred_ranges() if std is not None), None)
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
@@ -314,11 +315,19 @@ class HeadwaterConfig(PreTrainedConfig):
         """Store the options with their defaults filled in, so that a saved config says what the model does."""
         mechanisms = as_mapping(self.mechanisms) or {}
         named = [(_name_of(str(name)), options) for name, options in mechanisms.items()]
-        self.mechanisms = {
-            name: resolve(name).complete_options(resolve(name).options(options), self) for name, options in named
-        }
+        self.mechanisms = {name: self._complete_options(name, options) for name, options in named}
         if len(self.mechanisms) < len(named):
             raise HeadwaterError(f"mechanisms has a repeated name: {', '.join(map(str, mechanisms))}; name each once.")
+
+    def _preferred_ranges(self) -> Iterator[float | None]:
+        for name, options in self.mechanisms.items():
+            if isinstance(mechanism := resolve(name), PrefersEmbeddingRange):
+                yield mechanism.choose_embedding_range(options, self)
+
+    def _complete_options(self, name: str, options: dict[str, Any]) -> dict[str, Any]:
+        mechanism = resolve(name)
+        parsed = parse_options(mechanism, options)
+        return mechanism.complete_options(parsed, self) if isinstance(mechanism, CompletesOptions) else parsed
 
     def slides(self, layer: int) -> bool:
         """Whether a layer has the sliding window."""
@@ -362,7 +371,7 @@ class HeadwaterConfig(PreTrainedConfig):
         if self.position == "rope":
             self.check_rope()
         for name, options in self.mechanisms.items():
-            resolve(name).validate(options, self)
+            resolve(name).validate_options(options, self)
 
     def _check_numbers(self) -> None:
         for name in ("embedding_dropout", "attention_dropout", "residual_dropout"):
@@ -454,6 +463,8 @@ def _name_of(name: str) -> str:
     known = MECHANISMS.name_of(kind)
     # A name added by a test or a notebook takes precedence.
     known = name if MECHANISMS.has(name) or name in MECHANISMS.added else known
-    if kind.name() != known:
-        raise HeadwaterError(f"Mechanism {known!r} calls itself {kind.name()!r}; remove name() from its class.")
+    if kind.registered_name() != known:
+        raise HeadwaterError(
+            f"Mechanism {known!r} calls itself {kind.registered_name()!r}; remove registered_name() from its class."
+        )
     return known

@@ -106,7 +106,7 @@ class HeadwaterVisionConfig(HeadwaterConfig):
         self._check_images()
         super().complete_fields()
         for name in self.mechanisms:
-            if resolve(name).reads_ids:
+            if resolve(name).needs_input_ids:
                 raise HeadwaterError(
                     f"Mechanism {name!r} reads tokens by their ids, and images have none; leave it out."
                 )

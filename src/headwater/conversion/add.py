@@ -1,6 +1,6 @@
 """Add mechanisms to a trained model without changing its function.
 
-Each mechanism states its own identity (`Mechanism.identity`).
+Each mechanism states its own identity (`AddsToTrainedModel`).
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from headwater.config.capabilities import Map, replaces_linear
+from headwater.config.options import parse_options
 from headwater.config.plan import LayerPlan
 from headwater.config.text import HeadwaterConfig
 from headwater.conversion.families import assemble, own_tensors
-from headwater.mechanisms.base import Map
+from headwater.mechanisms.capabilities import AddsToTrainedModel
 from headwater.models.pretrained import HeadwaterPreTrainedModel
 from headwater.nn.attention_kernel import supported_kernels
 from headwater.plugins.registry import as_mapping, in_order, resolve
@@ -63,13 +65,13 @@ def _options(name: str, given: dict[str, Any] | None, config: HeadwaterConfig, a
     kind = resolve(name)
     if name in (config.mechanisms or {}):
         raise HeadwaterError(f"The model already has mechanism {name!r}; leave it out.")
-    options, width = kind.options(given), config.hidden_size
-    if any(kind.map_cost(options, config, 0, part, width, width) is not None for part in get_args(Map)):
+    options, width = parse_options(kind, given), config.hidden_size
+    if any(replaces_linear(kind, options, config, 0, part, width) for part in get_args(Map)):
         raise HeadwaterError(
             f"Mechanism {name!r} replaces the model's linear layers and cannot be added to them; convert them with "
             f"--parameter-tokens."
         )
-    identity = kind.identity(given or {})
+    identity = kind.find_identity_options(given or {}) if isinstance(kind, AddsToTrainedModel) else None
     if identity is None and not allow_change:
         raise HeadwaterError(
             f"Mechanism {name!r} with these options changes what the model computes; choose others, or allow it with "

@@ -30,12 +30,13 @@ from headwater.config.text import HeadwaterConfig
 from headwater.conversion.add import add_mechanisms, kept_heads, tensors_of
 from headwater.conversion.families import assemble, own_tensors
 from headwater.mechanisms.blend import Blend
+from headwater.mechanisms.capabilities import ChoosesBySimilarity
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.nn.attention import Attention
 from headwater.plugins.registry import as_mapping, resolve
 from headwater.util.errors import HeadwaterError
 
-BLEND = Blend.name()
+BLEND = Blend.registered_name()
 
 
 class Similarity(NamedTuple):
@@ -406,7 +407,9 @@ def chosen(config: HeadwaterConfig, mechanisms: Any, alike: Similarity) -> dict[
     made, found = {}, False
     for name, options in given.items():
         options = options or {}
-        better = resolve(name).by_similarity(options, config, alike.keys, alike.values)
+        mechanism, better = resolve(name), None
+        if isinstance(mechanism, ChoosesBySimilarity):
+            better = mechanism.choose_by_similarity(options, config, alike.keys, alike.values)
         made[name], found = options if better is None else better, found or better is not None
     if not found:
         raise HeadwaterError(

@@ -33,11 +33,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headwater.config.capabilities import Map
 from headwater.config.text import HeadwaterConfig
 from headwater.conversion.add import function_change
 from headwater.cost.hardware import memory_of
 from headwater.mechanisms import Pattention
-from headwater.mechanisms.base import Map
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.quantization import check_full_precision
 from headwater.nn.block import Block
@@ -139,7 +139,7 @@ def _put_converted(model: HeadwaterForCausalLM) -> None:
 
 def _check_sample(config: HeadwaterConfig, input_ids: Tensor, ridge: float) -> None:
     """Raise `HeadwaterError` for a model that has Pattention, a sample that cannot be split, or a wrong ridge."""
-    name = Pattention.name()
+    name = Pattention.registered_name()
     if name in (config.mechanisms or {}):
         raise HeadwaterError(f"The model already has mechanism {name!r}; use one with linear layers.")
     if input_ids.ndim != 2 or len(input_ids) < 2 or input_ids.shape[1] < 2:
@@ -341,5 +341,5 @@ def _with_pairs(config: HeadwaterConfig, reports: list[MapReport]) -> HeadwaterC
     new = copy.deepcopy(config)
     new.norm_bias = config.norm_bias or _has_constant(config)
     new.qkv_bias = new.output_bias = new.mlp_bias = False
-    new.mechanisms = (config.mechanisms or {}) | {Pattention.name(): options}
+    new.mechanisms = (config.mechanisms or {}) | {Pattention.registered_name(): options}
     return new

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from headwater.config.capabilities import Map, ReplacesLinear
 from headwater.config.layers import layer_config
-from headwater.config.plan import Kept, LayerPlan
+from headwater.config.plan import Cost, Kept, LayerPlan, Stage
 from headwater.config.planner import output_only_from, plan_layers
 from headwater.config.vision import HeadwaterVisionConfig
 from headwater.cost.hardware import memory_of
-from headwater.mechanisms.base import Cost, Map
+from headwater.mechanisms.capabilities import HasSharedModule
 from headwater.plugins.registry import resolve
 from headwater.util.errors import HeadwaterError
 
@@ -48,9 +49,11 @@ def map_cost(config: HeadwaterConfig, layer: int, name: Map, d_in: int, d_out: i
 
 def _own_map_cost(config: HeadwaterConfig, layer: int, name: Map, d_in: int, d_out: int) -> Cost | None:
     for mechanism, options in config.mechanisms.items():
-        own = resolve(mechanism).map_cost(options, config, layer, name, d_in, d_out)
-        if own is not None:
-            return own
+        kind = resolve(mechanism)
+        if isinstance(kind, ReplacesLinear):
+            own = kind.count_linear_cost(options, config, layer, name, d_in, d_out)
+            if own is not None:
+                return own
     return None
 
 
@@ -105,12 +108,16 @@ def _norms(config: HeadwaterConfig) -> int:
 
 def _mechanism_costs(config: HeadwaterConfig, plan: LayerPlan) -> Iterator[Cost]:
     for name in dict.fromkeys(name for _, name in plan.acts):
-        yield resolve(name).cost(config.mechanisms[name], layer_config(config, plan.index), plan)
+        yield resolve(name).count_cost(config.mechanisms[name], layer_config(config, plan.index), plan)
 
 
 def _shared_costs(config: HeadwaterConfig) -> list[Cost]:
     """What the modules cost that mechanisms share across all layers."""
-    return [resolve(name).shared_cost(given, config) for name, given in config.mechanisms.items()]
+    return [
+        mechanism.count_shared_cost(options, config)
+        for name, options in config.mechanisms.items()
+        if isinstance(mechanism := resolve(name), HasSharedModule)
+    ]
 
 
 def check_memory(config: HeadwaterConfig) -> None:
@@ -395,7 +402,10 @@ class _RowBytes:
     def masks(self, copies: int) -> int:
         """Bytes per token of the mask of packed rows, and its copies in layers of which so many are stored at once."""
         # With pairs beside the tokens' a layer widens the mask.
-        widened = min(copies, sum(bool(plan.at("beside")) for plan in plan_layers(self.config))) * self.config.is_causal
+        widened = (
+            min(copies, sum(bool(plan.at(Stage.ADDED_KEY_VALUES)) for plan in plan_layers(self.config)))
+            * self.config.is_causal
+        )
         return self.context * (1 + copies * self.element + widened)
 
 
@@ -407,7 +417,10 @@ def _readers(plan: LayerPlan) -> int:
 
 def _shown_weights(config: HeadwaterConfig, plan: LayerPlan) -> int:
     """Sets of attention weights that are stored: none with a fused kernel, else the softmax's and derived ones."""
-    acting, capped = bool(plan.at("probabilities")), config.attention_softcap is not None  # which keeps its tanh
+    acting, capped = (
+        bool(plan.at(Stage.ATTENTION_WEIGHTS)),
+        config.attention_softcap is not None,
+    )  # which keeps its tanh
     return acting + capped + (acting or capped or any(source.kind == "probabilities" for source in plan.exports))
 
 

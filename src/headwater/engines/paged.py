@@ -131,7 +131,7 @@ class RawTokens:
             if self.free + size > self.end:
                 raise HeadwaterError(
                     f"The raw tokens {name!r} of layer {self.layer} need {size} bytes in a block, for which the plan "
-                    "leaves no room; state them as tails in the mechanism's plan()."
+                    "leaves no room; state them as tails in the mechanism's plan_stages()."
                 )
             self.places[name] = self.free
             self.free += size

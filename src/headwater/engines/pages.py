@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from headwater.config.capabilities import LimitsKernels
 from headwater.config.layers import layer_config
 from headwater.config.plan import LayerPlan, Stage
 from headwater.config.planner import plan_layers
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from headwater.config.text import HeadwaterConfig
 
 # What `Attention` does not do where a server attends.
-INSIDE_KERNEL: tuple[Stage, ...] = ("gathered", "beside", "probabilities")
+INSIDE_KERNEL = Stage.ATTENDED_KV, Stage.ADDED_KEY_VALUES, Stage.ATTENTION_WEIGHTS
 # Keys, values and raw tokens of any type begin at multiples of this many bytes, as FlashAttention reads them.
 ALIGNED = 16
 
@@ -120,7 +121,8 @@ def check_servable(config: HeadwaterConfig) -> None:
     if not config.is_causal:
         raise HeadwaterError("A server generates text, and this is an image model; use headwater predict.")
     for name, options in config.mechanisms.items():
-        if resolve(name).kernels(options) is not None:
+        mechanism = resolve(name)
+        if isinstance(mechanism, LimitsKernels) and mechanism.list_kernels(options) is not None:
             raise HeadwaterError(
                 f"Mechanism {name!r} with its options needs masks or attention weights, which a server's attention "
                 "kernels do not give; serve this model with headwater serve, without --engine."
@@ -129,9 +131,9 @@ def check_servable(config: HeadwaterConfig) -> None:
         for stage in INSIDE_KERNEL:
             if acting := plan.at(stage):
                 raise HeadwaterError(
-                    f"Mechanism {acting[0]!r} acts at the stage {stage!r}, between the cache and what heads read, "
-                    "which a server's attention kernel does alone; serve this model with headwater serve, without "
-                    "--engine."
+                    f"Mechanism {acting[0]!r} acts at the stage {stage.value!r}, between the cache and what heads "
+                    "read, which a server's attention kernel does alone; serve this model with headwater serve, "
+                    "without --engine."
                 )
     kind = (config.rope_parameters or {}).get("rope_type")
     if config.position == "rope" and kind in ("dynamic", "longrope"):

@@ -16,15 +16,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, cast, get_args
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 
-from headwater.config.plan import Inner, LayerPlan
+from headwater.config.plan import ATTENTION_STAGES, LayerPlan, Stage
 from headwater.config.planner import with_all_layers
 from headwater.engines.heads import SomeHeads
-from headwater.mechanisms.base import Mechanism, Processes
+from headwater.mechanisms.capabilities import Processes, SplitsLinear, axes_of, can_split_heads
+from headwater.mechanisms.contract import Mechanism
 from headwater.mechanisms.enlarging import of_heads
 from headwater.nn.attention import Attention
 from headwater.nn.feed_forward import FeedForward
@@ -81,7 +82,7 @@ class Portion:
             )
         inside = {name for plan in self.heads.model_plans for name in self.inside(plan)}
         for name in config.mechanisms:
-            if name in inside and not resolve(name).splits(config.mechanisms[name]):
+            if name in inside and not can_split_heads(resolve(name), config.mechanisms[name]):
                 raise HeadwaterError(
                     f"Mechanism {name!r} does not say that its heads can be split over processes with these options "
                     "(per_head, docs/extending.md); leave out tensor_parallel_size."
@@ -90,7 +91,7 @@ class Portion:
     @staticmethod
     def inside(plan: LayerPlan) -> tuple[str, ...]:
         """The mechanisms that act within a layer's attention."""
-        return plan.at(*get_args(Inner))
+        return plan.at(*ATTENTION_STAGES)
 
     @property
     def own_layers(self) -> range:
@@ -136,7 +137,7 @@ def split(model: HeadwaterForCausalLM, share: Portion, processes: Processes) -> 
         block = cast("Block", block)
         block.self_attn = own_attention(block, share, processes)
         units = share.config.intermediate_size
-        whole = bool(block.stages["feed_forward_hidden"]) or units % share.size != 0
+        whole = bool(block.stages[Stage.FEED_FORWARD_HIDDEN]) or units % share.size != 0
         if isinstance(block.mlp, FeedForward) and not whole:
             own = torch.arange(units).chunk(share.size)[share.rank]
             feed_forward = block.mlp
@@ -187,19 +188,19 @@ def own_attention(block: Block, share: Portion, processes: Processes) -> Attenti
 
 
 def _own_parameters(mine: nn.Module, whole: Mechanism, share: Portion, plan: LayerPlan) -> None:
-    """Fill a mechanism's module of this process's heads. Raises `HeadwaterError` if it is not as `axes` says."""
+    """Fill a mechanism's module of this process's heads. Raises `HeadwaterError` if its axes are not as it says."""
     wanted = dict(mine.named_parameters()) | dict(mine.named_buffers())
     parameters = dict(whole.named_parameters())
     for place, known in (parameters | dict(whole.named_buffers())).items():
         tensor = known.detach()
-        axes = whole.axes(place) if place in parameters else ()
+        axes = axes_of(whole, place) if place in parameters else ()
         if (own := of_heads(axes, tensor.shape, share.heads.places(plan))) is not None:
             tensor = tensor.index_select(own[0], torch.tensor(own[1], dtype=torch.long))
         there = wanted.pop(place, None)
         if there is None and tensor.numel() == 0:
             continue
         if there is None or there.shape != tensor.shape:
-            raise _unsplittable(plan, [whole.name()])
+            raise _unsplittable(plan, [whole.registered_name()])
         owner, _, last = place.rpartition(".")
         module = mine.get_submodule(owner)
         if last in module._parameters:
@@ -207,7 +208,7 @@ def _own_parameters(mine: nn.Module, whole: Mechanism, share: Portion, plan: Lay
         else:
             module._buffers[last] = tensor.clone()
     if wanted:
-        raise _unsplittable(plan, [whole.name()])
+        raise _unsplittable(plan, [whole.registered_name()])
 
 
 def _unsplittable(plan: LayerPlan, names: list[str]) -> HeadwaterError:
@@ -268,4 +269,4 @@ class Joined(nn.Module):
 
 
 def _part(layer: nn.Module, processes: Processes) -> nn.Module:
-    return layer.part(processes) if isinstance(layer, Mechanism) else layer
+    return layer.build_part(processes) if isinstance(layer, SplitsLinear) else layer

@@ -10,20 +10,22 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from headwater.config.capabilities import Map, replaces_linear
 from headwater.config.layers import layer_config
-from headwater.config.plan import EMBEDDING, LayerPlan, Source
+from headwater.config.plan import EMBEDDING, LayerPlan, Source, Stage
 from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
 from headwater.growth.methods import GrowthOptions, growth_of
 from headwater.growth.pairs import Model
-from headwater.mechanisms.base import Map, owner_of
+from headwater.mechanisms.capabilities import GrowsOptions, PassesThrough, SizesFeedForward, axes_of
 from headwater.mechanisms.enlarging import READS, SAME, WRITES, Dim, Larger
+from headwater.mechanisms.named import owner_of
 from headwater.nn.norm import RMSNorm
 from headwater.plugins.registry import resolve
 from headwater.util.errors import HeadwaterError
@@ -88,7 +90,7 @@ def planned(config: HeadwaterConfig, options: GrowthOptions) -> tuple[Larger, He
         if not config.final_norm_weight and isinstance(new.logit_scale, float | int):
             new.logit_scale /= copies_read(config, growth)
     new.mechanisms = {
-        name: resolve(name).grown(of_mechanism, config, growth)
+        name: _grow_options(name, of_mechanism, config, growth)
         for name, of_mechanism in (config.mechanisms or {}).items()
     }
     new.complete_fields()
@@ -96,6 +98,16 @@ def planned(config: HeadwaterConfig, options: GrowthOptions) -> tuple[Larger, He
     if growth.keeps:
         _check_plans(*plans, growth)
     return growth, new
+
+
+def _grow_options(name: str, options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
+    mechanism = resolve(name)
+    if not isinstance(mechanism, GrowsOptions):
+        raise HeadwaterError(
+            f"Mechanism {name!r} does not say how it grows, so a model with it keeps its layers and widths; "
+            "remove it, or give its class grow_options() and describe_axes()."
+        )
+    return mechanism.grow_options(options, config, growth)
 
 
 def copies_read(config: HeadwaterConfig, growth: Larger) -> int:
@@ -200,8 +212,9 @@ class Moves:
             owner, inner = owner_of(self.large, name)
             if self.growth.keeps and layer not in self.growth.silent and owner is not None:
                 raise HeadwaterError(
-                    f"Mechanism {owner.name()!r} has {inner!r} in layer {layer} of the larger model and had none in "
-                    "the layer that it is made from; remove it, or use a method that does not keep the function."
+                    f"Mechanism {owner.registered_name()!r} has {inner!r} in layer {layer} of the larger "
+                    "model and had none in the layer that it is made from; remove it, or use a method that does not "
+                    "keep the function."
                 )
             return None
         self.used.add(before)
@@ -213,7 +226,7 @@ class Moves:
 
     def passing(self, name: str) -> Tensor | None:
         owner, inner = owner_of(self.large, name)
-        return None if owner is None else owner.passing(inner)
+        return owner.find_neutral_value(inner) if isinstance(owner, PassesThrough) else None
 
     def is_silenced(self, name: str) -> bool:
         """Whether it is the last thing before the stream that a layer adds to it."""
@@ -235,10 +248,10 @@ class Moves:
         owner, inner = owner_of(self.model, name)
         if owner is not None:
             at = next(((ins, outs) for where, outs, ins in MAPS.values() if where == place), None)
-            if not (axes := owner.axes(inner, at)):
+            if not (axes := axes_of(owner, inner, at)):
                 raise HeadwaterError(
-                    f"Mechanism {owner.name()!r} does not say what the entries of its parameter {inner!r} belong to "
-                    "(Mechanism.axes), so it cannot grow; remove it."
+                    f"Mechanism {owner.registered_name()!r} does not say what the entries of its parameter "
+                    f"{inner!r} belong to (describe_axes), so it cannot grow; remove it."
                 )
             return axes
         short = place.removeprefix(f"{self.model.base_model_prefix}.")
@@ -360,7 +373,7 @@ class Moves:
         layer = self.layer_of(name)
         owner, inner = owner_of(self.large, name)
         assert owner is not None
-        after = next(one for one in owner.axes(inner, None) if one.of == "layers").at
+        after = next(one for one in axes_of(owner, inner) if one.of == "layers").at
         if layer is None:  # of all layers
             old = [self.growth.layers[int(entry)] for entry in after]  # type: ignore[call-overload]
             return Copied([axis.at.index(entry) if entry in axis.at else -1 for entry in old], zero=True)
@@ -416,10 +429,12 @@ def _check_units(config: HeadwaterConfig) -> None:
     width = config.hidden_size
     for name, options in (config.mechanisms or {}).items():
         layers = range(config.num_hidden_layers)
-        if all(resolve(name).map_cost(options, config, i, "feed_forward", width, width) is not None for i in layers):
+        mechanism = resolve(name)
+        if all(replaces_linear(mechanism, options, config, layer, "feed_forward", width) for layer in layers):
+            sized = isinstance(mechanism, SizesFeedForward) and mechanism.name_size_option(options) == "ffn_pairs"
             raise HeadwaterError(
                 f"Mechanism {name!r} replaces the feed-forwards, which intermediate_size has no part in; leave it out"
-                f"{', and grow ffn_pairs' if resolve(name).feed_forward_size(options) == 'ffn_pairs' else ''}."
+                f"{', and grow ffn_pairs' if sized else ''}."
             )
 
 
@@ -436,10 +451,10 @@ def _check_plans(before: Sequence[LayerPlan], after: Sequence[LayerPlan], growth
 def _check_last_layer(before: Sequence[LayerPlan], after: Sequence[LayerPlan], growth: Larger) -> None:
     """Raise `HeadwaterError` where mechanisms would act after the last layer in another order."""
     # What acts at the end of the last layer does so after layers that add nothing, and the rest still before it.
-    first, last = (after[at].at("leave") for at in (growth.at(growth.depth - 1), len(after) - 1))
+    first, last = (after[at].at(Stage.BLOCK_OUTPUT) for at in (growth.at(growth.depth - 1), len(after) - 1))
     moved = [*first, *(name for name in last if name not in first)]
-    if moved != [*before[-1].at("leave")]:
-        here, there = (" and ".join(map(repr, names)) for names in (before[-1].at("leave"), moved))
+    if moved != [*before[-1].at(Stage.BLOCK_OUTPUT)]:
+        here, there = (" and ".join(map(repr, names)) for names in (before[-1].at(Stage.BLOCK_OUTPUT), moved))
         raise HeadwaterError(
             f"{here} act after the last layer, and in the larger model in another order: {there}; list them in "
             "this order in a new model, remove one, or use a method that does not keep the function."
@@ -507,7 +522,7 @@ def _reads(now: LayerPlan, read: Source, growth: Larger, before: Sequence[LayerP
     found = growth.at(read.layer)
     if read._replace(layer=found) in now.reads:
         return True
-    if read.kind != "stream" or before[read.layer].at("leave"):
+    if read.kind != "stream" or before[read.layer].at(Stage.BLOCK_OUTPUT):
         return False
     while found + 1 in growth.silent:  # what adds nothing gives what it is given
         found += 1

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 import torch
 from torch import Tensor, nn
 
+from headwater.config.capabilities import Map
 from headwater.config.text import HeadwaterConfig
 from headwater.growth.methods import KeyInit, TauPolicy, check_whole
-from headwater.mechanisms.base import Map
 from headwater.mechanisms.pattention import Pattention, default_tau, unreadable
 from headwater.nn.block import Block
 from headwater.util.errors import HeadwaterError
@@ -99,7 +99,7 @@ def add_pairs(
         draw = generator(model.config.initializer_seed, _base_name(grown, names[module]), pairs)
         # New rows are initialized as in a fresh model of the new size, whose fan-in differs.
         module.key_std, module.value_std = Pattention.stds(options, model.config, which, width, pairs)
-        added = {name: module.init(name, draw, extra) for name in ("key", "value")}
+        added = {name: module.initial_value(name, draw, extra) for name in ("key", "value")}
         if key_init == "zero":
             added["key"].zero_()
         old = module.keys, module.values
@@ -232,7 +232,7 @@ def _check_read(options: dict[str, Any], counts: Counts, new: Counts, key_init: 
                 f"The pairs of {which!r} have product keys, each of which belongs to many pairs; none can be added, "
                 "removed or merged."
             )
-        if wrong := unreadable(new[which], top_k, False, False):
+        if wrong := unreadable(new[which], top_k, False, 0):
             raise HeadwaterError(f"Too few pairs of {which!r} would remain: {wrong}.")
         if key_init == "zero":
             raise HeadwaterError(
@@ -291,13 +291,13 @@ def _join_pairs(module: Pattention, copies: Sequence[Pattention], count: int) ->
 
 def has_pairs(config: HeadwaterConfig) -> bool:
     """Whether parameter tokens replace a model's linear layers."""
-    return Pattention.name() in (config.mechanisms or {})
+    return Pattention.registered_name() in (config.mechanisms or {})
 
 
 def options_of(config: HeadwaterConfig) -> dict[str, Any]:
     """The mechanism's options in a model that has it."""
     assert config.mechanisms is not None
-    return config.mechanisms[Pattention.name()]
+    return config.mechanisms[Pattention.registered_name()]
 
 
 def added_config(
@@ -371,7 +371,7 @@ def _settle(model: HeadwaterPreTrainedModel, counts: Counts, frozen: Counts | No
 
 def _write_counts(config: HeadwaterConfig, counts: Counts, frozen: Counts | None) -> None:
     options = Pattention.with_pairs(options_of(config), counts) | {"frozen": frozen}
-    config.mechanisms = (config.mechanisms or {}) | {Pattention.name(): options}
+    config.mechanisms = (config.mechanisms or {}) | {Pattention.registered_name(): options}
     config.complete_fields()
 
 

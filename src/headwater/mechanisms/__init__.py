@@ -4,7 +4,7 @@ Each class is a plain `nn.Module` for any PyTorch model, and also describes what
 """
 
 from headwater.mechanisms.backout import Backout
-from headwater.mechanisms.base import KV, Ancestors, AttentionInputs, Context, Cost, Hidden, Mechanism
+from headwater.mechanisms.contract import KV, Ancestors, AttentionInputs, Context, Cost, Hidden, Mechanism
 from headwater.mechanisms.dense_former import DenseFormer
 from headwater.mechanisms.depth_attention import DepthAttention
 from headwater.mechanisms.embedding_residual import EmbeddingResidual

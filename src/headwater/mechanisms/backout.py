@@ -9,20 +9,19 @@ Departures: none.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
 from headwater.config.plan import LayerPlan, Source
-from headwater.mechanisms.base import Context, Cost, Mechanism, Shown
-from headwater.mechanisms.enlarging import SAME, Dim, Larger
-from headwater.mechanisms.precision import KeepsPrecision
+from headwater.config.text import HeadwaterConfig
+from headwater.mechanisms.capabilities import Shown
+from headwater.mechanisms.contract import Context, Cost, Mechanism
+from headwater.mechanisms.enlarging import Larger, describe_fixed_axes
+from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
 from headwater.util.errors import HeadwaterError
-
-if TYPE_CHECKING:
-    from headwater.config.text import HeadwaterConfig
 
 
 class Backout(KeepsPrecision, Mechanism):
@@ -34,7 +33,7 @@ class Backout(KeepsPrecision, Mechanism):
 
     Args
         weight: the init of λ.
-        slot: set by `build`.
+        slot: set by `build_module`.
 
     Parameters: `strength` [1], λ.
 
@@ -46,7 +45,7 @@ class Backout(KeepsPrecision, Mechanism):
         True
     """
 
-    per_head = per_token = True
+    source = "a middle layer's output, taken out at the end"
 
     @strict
     @dataclass
@@ -57,32 +56,28 @@ class Backout(KeepsPrecision, Mechanism):
     def __init__(self, weight: float = 0.2, *, slot: int = 0) -> None:
         super().__init__()
         self.weight, self.slot = weight, slot
-        self.strength = self.scalars(1)
+        self.strength = fp32_parameter(1)
         self.reset_parameters()
 
-    def init(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
+    def initial_value(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
         return torch.tensor([float(self.weight)])
 
     def forward(self, x: Tensor, middle: Tensor) -> Tensor:
         """x and middle [B, T, D] -> x without its share of middle."""
         return (x - self.strength * middle).to(x.dtype)
 
-    def terms(self, x: Tensor, middle: Tensor) -> dict[str, Tensor]:
-        return {"middle": -self.strength * middle, "own": x}
+    def transform_block_output(self, x: Tensor, context: Context) -> Tensor:
+        return self(x, context.sources[self.slot])
 
     # In a headwater model
 
     @classmethod
-    def origin(cls, options: dict[str, Any]) -> str:
-        return "a middle layer's output, taken out at the end"
-
-    @classmethod
-    def read(cls, options: dict[str, Any], config: "HeadwaterConfig") -> Source:
+    def read(cls, options: dict[str, Any], config: HeadwaterConfig) -> Source:
         layer = config.num_hidden_layers // 2 if options["layer"] is None else options["layer"]
         return Source("stream", "x", layer)
 
     @classmethod
-    def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
+    def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
         last, layer = config.num_hidden_layers - 1, cls.read(options, config).layer
         if not 0 <= layer < last:
             raise HeadwaterError(
@@ -91,32 +86,35 @@ class Backout(KeepsPrecision, Mechanism):
             )
 
     @classmethod
-    def identity(cls, options: dict[str, Any]) -> dict[str, Any] | None:
-        return None if options.get("weight") else options | {"weight": 0.0}
+    def plan_stages(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
+        return [*plans[:-1], plans[-1].acting(cls, cls.transform_block_output).reading(cls.read(options, config))]
 
     @classmethod
-    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
+    def count_cost(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Cost:
+        return Cost(parameters=1)  # the middle layer's output, which autograd keeps, is counted where it is made
+
+    @classmethod
+    def build_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
+        return cls(options["weight"], slot=plan.slot(cls.read(options, config)))
+
+    # Capabilities
+
+    @classmethod
+    def grow_options(cls, options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
         if not growth.deepens or (options["layer"] is None and not growth.keeps):
             return options
         return options | {"layer": growth.source(len(growth.layers) - 1, cls.read(options, config).layer)}
 
-    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
-        return (SAME,)
+    describe_axes = describe_fixed_axes
 
     @classmethod
-    def plan(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
-        return [*plans[:-1], plans[-1].acting("leave", cls.name()).reading(cls.read(options, config))]
+    def find_identity_options(cls, options: dict[str, Any]) -> dict[str, Any] | None:
+        return None if options.get("weight") else options | {"weight": 0.0}
 
-    @classmethod
-    def cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
-        return Cost(parameters=1)  # the middle layer's output, which autograd keeps, is counted where it is made
+    per_head = per_token = True
 
-    @classmethod
-    def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
-        return cls(options["weight"], slot=plan.slot(cls.read(options, config)))
-
-    def shown(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
+    def show_scalars(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
         return {"λ": Shown(self.strength)}
 
-    def leave(self, x: Tensor, context: Context) -> Tensor:
-        return self(x, context.sources[self.slot])
+    def show_terms(self, x: Tensor, middle: Tensor) -> dict[str, Tensor]:
+        return {"middle": -self.strength * middle, "own": x}

@@ -18,22 +18,22 @@ then every layer stores all of its keys and values.
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
-from headwater.config.plan import Attends, LayerPlan, Part, Source
+from headwater.config.options import parse_options
+from headwater.config.plan import Attends, LayerPlan, Part, Source, Stage
 from headwater.config.planner import plan_layers
-from headwater.mechanisms.base import KV, Context, Mechanism, Shown, Step
+from headwater.config.text import HeadwaterConfig
+from headwater.mechanisms.capabilities import Shown, Step
+from headwater.mechanisms.contract import KV, Context, Mechanism
 from headwater.mechanisms.enlarging import Larger
 from headwater.mechanisms.precision import KeepsPrecision
-from headwater.plugins.registry import MECHANISMS, in_order
+from headwater.plugins.registry import MECHANISMS, has_own, in_order
 from headwater.util.errors import HeadwaterError
-
-if TYPE_CHECKING:
-    from headwater.config.text import HeadwaterConfig
 
 
 def _kept(plans: Sequence[LayerPlan]) -> set[tuple[str, int, int]]:
@@ -71,7 +71,7 @@ class Blend(KeepsPrecision, Mechanism):
         True
     """
 
-    per_head = per_token = False
+    source = "a layer's own, going over to those of a cheaper model"
 
     @strict
     @dataclass
@@ -99,26 +99,22 @@ class Blend(KeepsPrecision, Mechanism):
         """x [B, K, T, d] -> each head mixed with the mean of its group."""
         return self(x, x.unflatten(1, (-1, self.heads_in_one)).mean(2).repeat_interleave(self.heads_in_one, dim=1))
 
+    def transform_projections(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
+        return q, KV(self.pooled(kv.k), self.pooled(kv.v))
+
+    def transform_attended_kv(self, kv: KV, context: Context) -> KV:
+        return KV(self.mixed(kv.k, self.keys, context.sources), self.mixed(kv.v, self.values, context.sources))
+
+    def mixed(self, own: Tensor, runs: tuple[Stretch, ...], sources: list[Tensor]) -> Tensor:
+        if not runs:
+            return own
+        parts = [(own if slot is None else sources[slot])[:, first:end] for first, end, slot in runs]
+        return self(own, parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
+
     # In a headwater model
 
     @classmethod
-    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
-        raise HeadwaterError(
-            "The model is on its way to a smaller cache and cannot grow before; finish the conversion."
-        )
-
-    @classmethod
-    def options(cls, given: dict[str, Any] | None) -> dict[str, Any]:
-        made = super().options(given)
-        mechanisms = made["mechanisms"] or {}
-        return made | {"mechanisms": {n: MECHANISMS.resolve(n).options(one) for n, one in mechanisms.items()} or None}
-
-    @classmethod
-    def origin(cls, options: dict[str, Any]) -> str:
-        return "a layer's own, going over to those of a cheaper model"
-
-    @classmethod
-    def goal(cls, options: dict[str, Any], config: "HeadwaterConfig") -> "HeadwaterConfig":
+    def goal(cls, options: dict[str, Any], config: HeadwaterConfig) -> HeadwaterConfig:
         """The config of the cheaper model. Raises `HeadwaterError` if there is no such model."""
         heads, fewer = config.num_key_value_heads, options["num_key_value_heads"]
         goal = cls.without(config)
@@ -149,19 +145,20 @@ class Blend(KeepsPrecision, Mechanism):
         return goal
 
     @classmethod
-    def without(cls, config: "HeadwaterConfig") -> "HeadwaterConfig":
+    def without(cls, config: HeadwaterConfig) -> HeadwaterConfig:
         """The config of the model that is converted."""
         plain = copy.deepcopy(config)
-        plain.mechanisms = {name: given for name, given in (config.mechanisms or {}).items() if name != cls.name()}
+        own = cls.registered_name()
+        plain.mechanisms = {name: options for name, options in (config.mechanisms or {}).items() if name != own}
         return plain
 
     @classmethod
-    def group_of(cls, options: dict[str, Any], config: "HeadwaterConfig") -> int:
+    def group_of(cls, options: dict[str, Any], config: HeadwaterConfig) -> int:
         """How many key/value heads become one."""
         return config.num_key_value_heads // (options["num_key_value_heads"] or config.num_key_value_heads)
 
     @classmethod
-    def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
+    def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
         if not 0 <= options["weight"] <= 1:
             raise HeadwaterError(f"Mechanism 'blend': weight must be from 0 to 1, not {options['weight']}.")
         if not options["mechanisms"] and options["num_key_value_heads"] is None:
@@ -169,10 +166,34 @@ class Blend(KeepsPrecision, Mechanism):
         cls.goal(options, config)
 
     @classmethod
-    def plan(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
+    def plan_stages(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
+        cls._check_goal(options, config)
+        cls._check_base(config)
         group, goals = cls.group_of(options, config), plan_layers(cls.goal(options, config))
+        new = []
+        for plan, goal in zip(plans, goals, strict=True):
+            if group > 1:
+                plan = plan.acting(cls, cls.transform_projections)
+            others = [
+                Source("bank", part, layer)
+                for attends in goal.attends
+                for part, layer in attends._asdict().items()
+                if layer != plan.index
+            ]
+            new.append(plan.reading(*others).acting(cls, cls.transform_attended_kv) if others else plan)
+        if new == plans:
+            raise HeadwaterError(
+                "Heads would read the keys and values that they read now; choose mechanisms that let layers share, or "
+                "fewer key/value heads."
+            )
+        return new
+
+    @classmethod
+    def _check_goal(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
+        """Raise `HeadwaterError` if a mechanism of the goal does more than to share, or nothing for the cache."""
+        goals = plan_layers(cls.goal(options, config))
         for name in options["mechanisms"] or {}:
-            shares = next(one for one in MECHANISMS.resolve(name).__mro__ if "share" in vars(one)) is not Mechanism
+            shares = has_own(MECHANISMS.resolve(name), "redirect_heads")
             if not shares or any(name == acting for goal in goals for _, acting in goal.acts):
                 raise HeadwaterError(
                     f"Mechanism {name!r} does not only let layers share keys and values, so the model would not be the "
@@ -185,39 +206,26 @@ class Blend(KeepsPrecision, Mechanism):
                     f"Mechanism {name!r} makes the cache no smaller than {' and '.join(map(repr, rest))} alone; "
                     "leave it out."
                 )
+
+    @classmethod
+    def _check_base(cls, config: HeadwaterConfig) -> None:
+        """Raise `HeadwaterError` if layers of the model share already, or act on what depends on whose values it is."""
         for plan in plan_layers(cls.without(config)):
             if any(one != Attends(plan.index, plan.index) for one in plan.attends):
                 raise HeadwaterError(
                     f"Layer {plan.index} already attends to another layer's keys or values; convert the model before "
                     "layers share."
                 )
-            if acting := plan.at("probabilities", "heads"):
+            if acting := plan.at(Stage.ATTENTION_WEIGHTS, Stage.HEAD_OUTPUTS):
                 raise HeadwaterError(
                     f"Mechanism {acting[0]!r} acts on what heads have read, which depends on whose values they are; "
                     "remove it before the model is converted."
                 )
-        new = []
-        for plan, goal in zip(plans, goals, strict=True):
-            if group > 1:
-                plan = plan.acting("projected", cls.name())
-            others = [
-                Source("bank", part, layer)
-                for attends in goal.attends
-                for part, layer in attends._asdict().items()
-                if layer != plan.index
-            ]
-            new.append(plan.reading(*others).acting("gathered", cls.name()) if others else plan)
-        if new == plans:
-            raise HeadwaterError(
-                "Heads would read the keys and values that they read now; choose mechanisms that let layers share, or "
-                "fewer key/value heads."
-            )
-        return new
 
     @classmethod
-    def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
+    def build_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
         group = cls.group_of(options, config)
-        attends = plan_layers(cls.goal(options, config))[plan.index].attends if plan.at("gathered") else ()
+        attends = plan_layers(cls.goal(options, config))[plan.index].attends if plan.at(Stage.ATTENDED_KV) else ()
 
         def runs(part: Part) -> tuple[Stretch, ...]:
             """Whose keys or values the heads take, consecutive ones at once; none if all are the layer's own."""
@@ -230,30 +238,32 @@ class Blend(KeepsPrecision, Mechanism):
 
         return cls(group, options["weight"], runs("k"), runs("v"))
 
-    def projected(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
-        return q, KV(self.pooled(kv.k), self.pooled(kv.v))
+    # Capabilities
 
-    def gathered(self, kv: KV, context: Context) -> KV:
-        return KV(self.mixed(kv.k, self.keys, context.sources), self.mixed(kv.v, self.values, context.sources))
+    @classmethod
+    def complete_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> dict[str, Any]:
+        mechanisms = options["mechanisms"] or {}
+        parsed = {name: parse_options(MECHANISMS.resolve(name), given) for name, given in mechanisms.items()}
+        return options | {"mechanisms": parsed or None}
 
-    def mixed(self, own: Tensor, runs: tuple[Stretch, ...], sources: list[Tensor]) -> Tensor:
-        if not runs:
-            return own
-        parts = [(own if slot is None else sources[slot])[:, first:end] for first, end, slot in runs]
-        return self(own, parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
+    @classmethod
+    def grow_options(cls, options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
+        raise HeadwaterError(
+            "The model is on its way to a smaller cache and cannot grow before; finish the conversion."
+        )
 
-    def shown(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
-        return {"w": Shown(self.weight)}
-
-    # Annealing
-
-    def before_training(self, step: Step) -> float | None:
+    def prepare_training(self, step: Step) -> float | None:
         return float(self.weight) if (step.start.get("convert") or {}).get("anneal") else None
 
-    def before_step(self, kept: Any, step: Step) -> None:
+    def prepare_step(self, kept: Any, step: Step) -> None:
         self.weight.fill_(kept + (1 - kept) * (step.number + 1) / step.steps)
 
     @classmethod
-    def announced(cls, modules: int, step: Step) -> str:
+    def describe_training(cls, modules: int, step: Step) -> str:
         steps = "one step" if step.steps == 1 else f"{step.steps} steps"
         return f"The keys and values of {modules} layers go over to fewer ones in {steps}."
+
+    per_head = per_token = False
+
+    def show_scalars(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
+        return {"w": Shown(self.weight)}

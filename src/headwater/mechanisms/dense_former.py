@@ -9,21 +9,20 @@ A baseline of the value-residual paper (arXiv 2410.17897). Departures: none.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
 from headwater.config.plan import LayerPlan, Source
-from headwater.mechanisms.base import Context, Cost, Mechanism, Shown
+from headwater.config.text import HeadwaterConfig
+from headwater.mechanisms.capabilities import Shown
+from headwater.mechanisms.contract import Context, Cost, Mechanism
 from headwater.mechanisms.enlarging import Dim, Larger
-from headwater.mechanisms.precision import KeepsPrecision
+from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.weighted_sum import weighted_sum
 from headwater.util.errors import HeadwaterError
-
-if TYPE_CHECKING:
-    from headwater.config.text import HeadwaterConfig
 
 
 class DenseFormer(KeepsPrecision, Mechanism):
@@ -46,7 +45,7 @@ class DenseFormer(KeepsPrecision, Mechanism):
         True
     """
 
-    per_head = per_token = True
+    source = "averages over depth"
 
     @strict
     @dataclass
@@ -57,10 +56,10 @@ class DenseFormer(KeepsPrecision, Mechanism):
     def __init__(self, terms: int, reads: tuple[Source, ...] = (), slots: tuple[int, ...] = ()) -> None:
         super().__init__()
         self.reads, self.slots = reads, slots
-        self.alpha = self.scalars(terms)
+        self.alpha = fp32_parameter(terms)
         self.reset_parameters()
 
-    def init(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
+    def initial_value(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
         last = torch.zeros(self.alpha.shape)
         last[-1] = 1
         return last
@@ -69,14 +68,13 @@ class DenseFormer(KeepsPrecision, Mechanism):
         """`terms` hidden states [B, T, D], the block's own last -> their weighted sum [B, T, D]."""
         return weighted_sum(self.alpha, *states)
 
+    def transform_block_output(self, x: Tensor, context: Context) -> Tensor:
+        return self(*(context.sources[slot] for slot in self.slots), x)
+
     # In a headwater model
 
     @classmethod
-    def origin(cls, options: dict[str, Any]) -> str:
-        return "averages over depth"
-
-    @classmethod
-    def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
+    def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
         for name in ("dilation", "period"):
             if options[name] < 1:
                 raise HeadwaterError(f"Mechanism 'dense_former': {name} must be at least 1, not {options[name]}.")
@@ -87,10 +85,6 @@ class DenseFormer(KeepsPrecision, Mechanism):
             )
 
     @classmethod
-    def identity(cls, options: dict[str, Any]) -> dict[str, Any] | None:
-        return dict(options)  # its init is the identity
-
-    @classmethod
     def read(cls, options: dict[str, Any], layer: int) -> tuple[Source, ...] | None:
         """The earlier hidden states averaged after block `layer`; None: no average follows it."""
         if (layer + 1) % options["period"]:
@@ -98,21 +92,28 @@ class DenseFormer(KeepsPrecision, Mechanism):
         return tuple(Source("stream", "x", j) for j in range(-1, layer) if (layer - j) % options["dilation"] == 0)
 
     @classmethod
-    def plan(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
+    def plan_stages(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
         def amend(plan: LayerPlan) -> LayerPlan:
             sources = cls.read(options, plan.index)
-            return plan if sources is None else plan.acting("leave", cls.name()).reading(*sources)
+            return plan if sources is None else plan.acting(cls, cls.transform_block_output).reading(*sources)
 
         return [amend(plan) for plan in plans]
 
     @classmethod
-    def cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
+    def count_cost(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Cost:
         sources = cls.read(options, plan.index)
         # Autograd keeps the block's own output; the earlier ones are counted where they are made.
         return Cost() if sources is None else Cost(parameters=len(sources) + 1, saved=config.hidden_size)
 
     @classmethod
-    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
+    def build_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
+        sources = cls.read(options, plan.index) or ()
+        return cls(len(sources) + 1, sources, tuple(plan.slot(source) for source in sources))
+
+    # Capabilities
+
+    @classmethod
+    def grow_options(cls, options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
         if growth.deepens and growth.keeps and (options["dilation"], options["period"]) != (1, 1):
             raise HeadwaterError(
                 "Mechanism 'dense_former' counts layers by its dilation and period, which new layers between them "
@@ -120,23 +121,21 @@ class DenseFormer(KeepsPrecision, Mechanism):
             )
         return options
 
-    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+    def describe_axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
         return (Dim("layers", at=(*(source.layer for source in self.reads), "own")),)
 
-    def passing(self, parameter: str) -> Tensor | None:
-        return self.init(parameter)
+    def find_neutral_value(self, parameter: str) -> Tensor | None:
+        return self.initial_value(parameter)
 
     @classmethod
-    def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
-        sources = cls.read(options, plan.index) or ()
-        return cls(len(sources) + 1, sources, tuple(plan.slot(source) for source in sources))
+    def find_identity_options(cls, options: dict[str, Any]) -> dict[str, Any] | None:
+        return dict(options)  # its init is the identity
 
-    def shown(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
+    per_head = per_token = True
+
+    def show_scalars(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
         return {"α": Shown(self.alpha, "layer", (*(source.layer for source in self.reads), plan.index))}
 
-    def terms(self, *states: Tensor) -> dict[str, Tensor]:
+    def show_terms(self, *states: Tensor) -> dict[str, Tensor]:
         names = [*(f"X{source.layer + 1}" for source in self.reads), "own"]
         return {name: weight * x for name, weight, x in zip(names, self.alpha, states, strict=True)}
-
-    def leave(self, x: Tensor, context: Context) -> Tensor:
-        return self(*(context.sources[slot] for slot in self.slots), x)

@@ -16,20 +16,18 @@ in place of what layers added (`target`) is our addition.
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
-from headwater.config.plan import LayerPlan, Source
-from headwater.mechanisms.base import AttentionInputs, Context, Cost, Mechanism
+from headwater.config.plan import LayerPlan, Source, Stage
+from headwater.config.text import HeadwaterConfig
+from headwater.mechanisms.contract import AttentionInputs, Context, Cost, Mechanism
 from headwater.mechanisms.enlarging import READS, SAME, Dim, Larger
 from headwater.mechanisms.receivers import check_receivers, receivers
 from headwater.util.errors import HeadwaterError
-
-if TYPE_CHECKING:
-    from headwater.config.text import HeadwaterConfig
 
 DepthVariant = Literal["attnres", "inkling_2"]
 Summed = Literal["additions", "states"]
@@ -49,7 +47,7 @@ class DepthAttention(Mechanism):
         target: what is summed. "additions": h_0 is the first hidden state, h_j the difference of the next one from it,
             and so on; "states": h_j are the hidden states.
         eps: of the norm.
-        The other arguments are set by `build`.
+        The other arguments are set by `build_module`.
 
     Parameters: `query` [queries, width], initially zero.
 
@@ -61,8 +59,8 @@ class DepthAttention(Mechanism):
         True
     """
 
+    source = "what earlier layers wrote, chosen by learned queries"
     paper = "2603.15031"
-    per_head = per_token = True
 
     @strict
     @dataclass
@@ -92,11 +90,8 @@ class DepthAttention(Mechanism):
         self.labels = labels if queries > 1 else ()
         self.reset_parameters()
 
-    def init(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
+    def initial_value(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
         return torch.zeros(self.query.shape)
-
-    def group(self, parameter: str) -> Literal["vectors"]:
-        return "vectors"
 
     def forward(self, x: Tensor, *earlier: Tensor) -> Tensor:
         """What comes in, x [B, T, D] or one for each query [queries, B, T, D], and earlier hidden states [B, T, D], in
@@ -131,21 +126,19 @@ class DepthAttention(Mechanism):
             weights = [weight * norm for weight, norm in zip(weights, norms, strict=True)]
         return [weight.unsqueeze(3).to(x.dtype) for weight in weights], read
 
-    def terms(self, x: Tensor, *earlier: Tensor) -> dict[str, Tensor]:
-        made = [weight * h for weight, h in zip(*self.attended(x, earlier), strict=True)]
-        made = [one[0] for one in made] if len(self.query) == 1 else made
-        names = [f"h{j}" for j in range(len(earlier))]
-        return dict(zip([*names, "own"], made, strict=True))
+    def transform_block_input(self, x: Tensor, context: Context) -> Tensor:
+        return self(x, *(context.sources[slot] for slot in self.slots))
+
+    def split_attention_inputs(self, x: AttentionInputs, context: Context) -> AttentionInputs:
+        own = x.q if self.is_first else torch.stack(x.parts())
+        made = self(own, *(context.sources[slot] for slot in self.slots))
+        return x.having(made.unbind(0) if len(self.query) > 1 else [made])
 
     # In a headwater model
 
     @classmethod
-    def origin(cls, options: dict[str, Any]) -> str:
-        return "what earlier layers wrote, chosen by learned queries"
-
-    @classmethod
-    def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
-        check_receivers(cls.name(), options | {"source": 0}, config)
+    def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
+        check_receivers(cls.registered_name(), options | {"source": 0}, config)
         if options["block"] < 1:
             raise HeadwaterError(f"Mechanism 'depth_attention': block must be at least 1, not {options['block']}.")
 
@@ -155,11 +148,11 @@ class DepthAttention(Mechanism):
         return tuple(Source("stream", "x", j) for j in range(-1, layer - 1, options["block"]))
 
     @classmethod
-    def plan(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
+    def plan_stages(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
         new = list(plans)
         for layer in receivers(options | {"source": 0}, config):
-            stage: Literal["enter", "separate"] = "enter" if options["queries"] == 1 else "separate"
-            new[layer] = new[layer].acting(stage, cls.name()).reading(*cls.read(options, layer))
+            method = cls.transform_block_input if options["queries"] == 1 else cls.split_attention_inputs
+            new[layer] = new[layer].acting(cls, method).reading(*cls.read(options, layer))
         return new
 
     @classmethod
@@ -167,7 +160,7 @@ class DepthAttention(Mechanism):
         return 1 if options["queries"] == 1 else len(plan.inputs)
 
     @classmethod
-    def cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
+    def count_cost(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Cost:
         count, width = len(cls.read(options, plan.index)) + 1, config.hidden_size
         numbers = cls.queries(options, plan) * width
         # Autograd keeps what is summed, besides hidden states of earlier layers, and per h_j the norm, its inverse, the
@@ -177,7 +170,22 @@ class DepthAttention(Mechanism):
         return Cost(parameters=numbers, flops=2 * numbers * count, saved=summed * width + count * each)
 
     @classmethod
-    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
+    def build_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
+        return cls(
+            config.hidden_size,
+            cls.queries(options, plan),
+            options["variant"],
+            options["target"],
+            config.norm_eps,
+            labels=plan.inputs,
+            slots=tuple(plan.slot(source) for source in cls.read(options, plan.index)),
+            is_first=plan.at(Stage.ATTENTION_INPUTS)[:1] == (cls.registered_name(),),
+        )
+
+    # Capabilities
+
+    @classmethod
+    def grow_options(cls, options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
         if growth.keeps and growth.deepens:
             raise HeadwaterError(
                 "Mechanism 'depth_attention' chooses among what all layers add by a softmax, in which every new layer "
@@ -190,26 +198,16 @@ class DepthAttention(Mechanism):
         layers = [layer for layer in growth.copies(receivers(options | {"source": 0}, config)) if layer]
         return options | {"layers": None if options["layers"] is None else layers}
 
-    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+    def describe_axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
         return SAME, READS._replace(normed=True)
 
-    @classmethod
-    def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
-        return cls(
-            config.hidden_size,
-            cls.queries(options, plan),
-            options["variant"],
-            options["target"],
-            config.norm_eps,
-            labels=plan.inputs,
-            slots=tuple(plan.slot(source) for source in cls.read(options, plan.index)),
-            is_first=plan.at("separate")[:1] == (cls.name(),),
-        )
+    def choose_group(self, parameter: str) -> Literal["vectors"]:
+        return "vectors"
 
-    def enter(self, x: Tensor, context: Context) -> Tensor:
-        return self(x, *(context.sources[slot] for slot in self.slots))
+    per_head = per_token = True
 
-    def separate(self, x: AttentionInputs, context: Context) -> AttentionInputs:
-        own = x.q if self.is_first else torch.stack(x.parts())
-        made = self(own, *(context.sources[slot] for slot in self.slots))
-        return x.having(made.unbind(0) if len(self.query) > 1 else [made])
+    def show_terms(self, x: Tensor, *earlier: Tensor) -> dict[str, Tensor]:
+        made = [weight * h for weight, h in zip(*self.attended(x, earlier), strict=True)]
+        made = [one[0] for one in made] if len(self.query) == 1 else made
+        names = [f"h{j}" for j in range(len(earlier))]
+        return dict(zip([*names, "own"], made, strict=True))

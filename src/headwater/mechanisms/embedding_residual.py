@@ -12,21 +12,20 @@ models do with `embedding_norm`, and add to it that of the token before; here th
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
 from headwater.config.plan import EMBEDDING, LayerPlan, Source
-from headwater.mechanisms.base import Context, Cost, Mechanism, Shown
-from headwater.mechanisms.enlarging import SAME, Dim, Larger
-from headwater.mechanisms.precision import KeepsPrecision
-from headwater.mechanisms.receivers import check_layers, is_chosen, moved_layers
+from headwater.config.text import HeadwaterConfig
+from headwater.mechanisms.capabilities import Shown
+from headwater.mechanisms.contract import Context, Cost, Mechanism
+from headwater.mechanisms.enlarging import describe_fixed_axes
+from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
+from headwater.mechanisms.receivers import check_layers, is_chosen, move_layers
 from headwater.mechanisms.weighted_sum import weighted_sum
-
-if TYPE_CHECKING:
-    from headwater.config.text import HeadwaterConfig
 
 
 class EmbeddingResidual(KeepsPrecision, Mechanism):
@@ -38,7 +37,7 @@ class EmbeddingResidual(KeepsPrecision, Mechanism):
 
     Args
         weight: the init of μ.
-        slot: set by `build`.
+        slot: set by `build_module`.
 
     Parameters: `lambdas` [2], μ and then λ, initially `weight` and 1.
 
@@ -50,7 +49,7 @@ class EmbeddingResidual(KeepsPrecision, Mechanism):
         True
     """
 
-    per_head = per_token = True
+    source = "the embedding, mixed into the stream"
 
     @strict
     @dataclass
@@ -61,60 +60,54 @@ class EmbeddingResidual(KeepsPrecision, Mechanism):
     def __init__(self, weight: float = 0.0, *, slot: int = 0) -> None:
         super().__init__()
         self.weight, self.slot = weight, slot
-        self.lambdas = self.scalars(2)
+        self.lambdas = fp32_parameter(2)
         self.reset_parameters()
 
-    def init(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
+    def initial_value(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
         return torch.tensor([float(self.weight), 1.0])
 
     def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
         """x and embedding [B, T, D] -> their weighted sum."""
         return weighted_sum(self.lambdas, embedding, x)
 
-    def terms(self, x: Tensor, embedding: Tensor) -> dict[str, Tensor]:
-        return {"embedding": self.lambdas[0] * embedding, "own": self.lambdas[1] * x}
+    def update_residual(self, x: Tensor, context: Context) -> Tensor:
+        return self(x, context.sources[self.slot])
 
     # In a headwater model
 
-    @classmethod
-    def origin(cls, options: dict[str, Any]) -> str:
-        return "the embedding, mixed into the stream"
+    validate_options = classmethod(check_layers)
 
     @classmethod
-    def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
-        check_layers(cls.name(), options, config)
-
-    @classmethod
-    def identity(cls, options: dict[str, Any]) -> dict[str, Any] | None:
-        return None if options.get("weight") else options | {"weight": 0.0}
-
-    @classmethod
-    def plan(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
+    def plan_stages(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
         return [
-            plan.acting("arrive", cls.name()).reading(EMBEDDING) if is_chosen(plan.index, options) else plan
+            plan.acting(cls, cls.update_residual).reading(EMBEDDING) if is_chosen(plan.index, options) else plan
             for plan in plans
         ]
 
     @classmethod
-    def cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
+    def count_cost(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Cost:
         return Cost(parameters=2, saved=config.hidden_size)  # autograd keeps what λ is multiplied with
 
     @classmethod
-    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
-        return moved_layers(options, growth)
+    def build_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
+        return cls(options["weight"], slot=plan.slot(EMBEDDING))
 
-    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
-        return (SAME,)
+    # Capabilities
 
-    def passing(self, parameter: str) -> Tensor | None:
+    grow_options = staticmethod(move_layers)
+    describe_axes = describe_fixed_axes
+
+    def find_neutral_value(self, parameter: str) -> Tensor | None:
         return torch.tensor([0.0, 1.0])
 
     @classmethod
-    def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
-        return cls(options["weight"], slot=plan.slot(EMBEDDING))
+    def find_identity_options(cls, options: dict[str, Any]) -> dict[str, Any] | None:
+        return None if options.get("weight") else options | {"weight": 0.0}
 
-    def shown(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
+    per_head = per_token = True
+
+    def show_scalars(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
         return {"μ": Shown(self.lambdas[:1]), "λ": Shown(self.lambdas[1:])}
 
-    def arrive(self, x: Tensor, context: Context) -> Tensor:
-        return self(x, context.sources[self.slot])
+    def show_terms(self, x: Tensor, embedding: Tensor) -> dict[str, Tensor]:
+        return {"embedding": self.lambdas[0] * embedding, "own": self.lambdas[1] * x}

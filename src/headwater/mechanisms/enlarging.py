@@ -1,7 +1,7 @@
 """How a larger model comes from a smaller one, as plain data: `Larger`; and what a parameter's entries are: `Dim`.
 
 `headwater.growth` makes a `Larger` from what the user asks for. Each mechanism answers with its options in the larger
-model (`Mechanism.grown`) and with the axes of its parameters (`Mechanism.axes`); one function then fills all tensors.
+model (`GrowsOptions`) and with the axes of its parameters (`DescribesAxes`); one function then fills all tensors.
 """
 
 from __future__ import annotations
@@ -42,6 +42,11 @@ class Dim(NamedTuple):
 SAME = Dim()
 WRITES = Dim("stream")
 READS = Dim("stream", reads=True)
+
+
+def describe_fixed_axes(module: object, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+    """`describe_axes` of a module whose parameters have the same entries in every larger model."""
+    return (SAME,)
 
 
 def of_heads(

@@ -11,21 +11,20 @@ SVFormer) takes v_t from that layer; under GQA each query head takes its key/val
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
 from headwater.config.plan import Heads, LayerPlan, Source
-from headwater.mechanisms.base import Context, Cost, Mechanism, Shown
-from headwater.mechanisms.enlarging import Dim, Larger
-from headwater.mechanisms.precision import KeepsPrecision
-from headwater.mechanisms.receivers import check_layers, is_chosen, moved_layers
+from headwater.config.text import HeadwaterConfig
+from headwater.mechanisms.capabilities import Shown
+from headwater.mechanisms.contract import Context, Cost, Mechanism
+from headwater.mechanisms.enlarging import Dim
+from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
+from headwater.mechanisms.receivers import check_layers, is_chosen, move_layers
 from headwater.util.errors import HeadwaterError
-
-if TYPE_CHECKING:
-    from headwater.config.text import HeadwaterConfig
 
 # The least ‖v‖² that is divided by.
 GUARD = 1e-24
@@ -40,7 +39,7 @@ class Exclusive(KeepsPrecision, Mechanism):
 
     Args
         heads: how many query heads have a learned α; 0 (default): α = 1 for all.
-        The other arguments are set by `build`.
+        The other arguments are set by `build_module`.
 
     Parameters: none, or `alpha` [heads], whose hyperbolic tangent is α; initially zero, so that nothing is removed.
 
@@ -53,8 +52,8 @@ class Exclusive(KeepsPrecision, Mechanism):
         True
     """
 
+    source = "what a head reads, without the token's own value"
     paper = "2603.09078"
-    per_head = per_token = True
 
     @strict
     @dataclass
@@ -66,10 +65,10 @@ class Exclusive(KeepsPrecision, Mechanism):
         super().__init__()
         # The slots of the values attended to, each with which of their heads.
         self.own = own
-        self.alpha = self.scalars(heads) if heads else None
+        self.alpha = fp32_parameter(heads) if heads else None
         self.reset_parameters()
 
-    def init(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
+    def initial_value(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
         return torch.zeros(self.alpha.shape)
 
     def forward(self, out: Tensor, own: Tensor) -> Tensor:
@@ -90,19 +89,15 @@ class Exclusive(KeepsPrecision, Mechanism):
             times = times * self.alpha.tanh().view(y.shape[2:4])
         return y, times.to(y.dtype).unsqueeze(4), v
 
-    def terms(self, out: Tensor, own: Tensor) -> dict[str, Tensor]:
-        y, times, v = self.parts(out, own)
-        return {"own value, removed": -(times * v).flatten(2, 3), "read": y.flatten(2, 3)}
+    def transform_head_outputs(self, out: Tensor, context: Context) -> Tensor:
+        own = [context.sources[slot] if at is None else context.sources[slot][:, at] for slot, at in self.own]
+        return self(out, own[0] if len(own) == 1 else torch.cat(own, dim=1))
 
     # In a headwater model
 
     @classmethod
-    def origin(cls, options: dict[str, Any]) -> str:
-        return "what a head reads, without the token's own value"
-
-    @classmethod
-    def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
-        check_layers(cls.name(), options, config)
+    def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
+        check_layers(cls, options, config)
         if not config.first_residual and not options["learnable"] and is_chosen(0, options):
             raise HeadwaterError(
                 "Mechanism 'exclusive' removes all that a row's first token reads in layer 0, its own value, and with "
@@ -111,14 +106,10 @@ class Exclusive(KeepsPrecision, Mechanism):
             )
 
     @classmethod
-    def identity(cls, options: dict[str, Any]) -> dict[str, Any] | None:
-        return None if options.get("learnable") is False else options | {"learnable": True}
-
-    @classmethod
-    def plan(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
+    def plan_stages(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
         def amend(plan: LayerPlan) -> LayerPlan:
             others = (source for source in cls.read(plan) if source.layer != plan.index)
-            return plan.acting("heads", cls.name()).reading(*others)
+            return plan.acting(cls, cls.transform_head_outputs).reading(*others)
 
         return [amend(plan) if is_chosen(plan.index, options) else plan for plan in plans]
 
@@ -128,30 +119,36 @@ class Exclusive(KeepsPrecision, Mechanism):
         return tuple(Source("local", "v", group.v) for group in plan.groups)
 
     @classmethod
-    def cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
+    def count_cost(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Cost:
         # Autograd keeps the result, for the output projection, and the numbers per head.
         heads, learned = config.num_attention_heads, config.num_attention_heads * options["learnable"]
         kept = heads * (config.head_dim + 2) + 2 * config.num_key_value_heads + learned
         return Cost(parameters=learned, saved=kept)
 
     @classmethod
-    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
-        return moved_layers(options, growth)
-
-    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
-        return (Dim("q"),)
-
-    @classmethod
-    def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
+    def build_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
         slots = (plan.slot(source) for source in cls.read(plan))
         own = tuple((slot, group.v_heads) for slot, group in zip(slots, plan.groups, strict=True))
         return cls(config.num_attention_heads * options["learnable"], own=own)
 
-    def shown(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
+    # Capabilities
+
+    grow_options = staticmethod(move_layers)
+
+    def describe_axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+        return (Dim("q"),)
+
+    @classmethod
+    def find_identity_options(cls, options: dict[str, Any]) -> dict[str, Any] | None:
+        return None if options.get("learnable") is False else options | {"learnable": True}
+
+    per_head = per_token = True
+
+    def show_scalars(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
         if self.alpha is None:
             return {"α": Shown(torch.ones(1, dtype=torch.float64))}
         return {"α": Shown(self.alpha.tanh(), "query head", tuple(range(len(self.alpha))))}
 
-    def heads(self, out: Tensor, context: Context) -> Tensor:
-        own = [context.sources[slot] if at is None else context.sources[slot][:, at] for slot, at in self.own]
-        return self(out, own[0] if len(own) == 1 else torch.cat(own, dim=1))
+    def show_terms(self, out: Tensor, own: Tensor) -> dict[str, Tensor]:
+        y, times, v = self.parts(out, own)
+        return {"own value, removed": -(times * v).flatten(2, 3), "read": y.flatten(2, 3)}

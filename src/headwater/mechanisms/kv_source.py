@@ -22,18 +22,17 @@ the latent of multi-head latent attention, which headwater does not have.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
+from headwater.config.options import parse_options
 from headwater.config.plan import LayerPlan
-from headwater.mechanisms.base import Mechanism
+from headwater.config.text import HeadwaterConfig
+from headwater.mechanisms.contract import Mechanism
 from headwater.mechanisms.enlarging import Larger
 from headwater.util.errors import HeadwaterError
-
-if TYPE_CHECKING:
-    from headwater.config.text import HeadwaterConfig
 
 LayerMap = Literal["cross_layer", "yoco", "last", "own"]
 
@@ -60,8 +59,8 @@ class KVSource(Mechanism):
     keys and values that somebody attends to.
     """
 
+    source = "another layer, by a free map"
     paper = "2405.12981"
-    per_head = per_token = True
 
     @strict
     @dataclass
@@ -85,18 +84,15 @@ class KVSource(Mechanism):
     # In a headwater model
 
     @classmethod
-    def origin(cls, options: dict[str, Any]) -> str:
-        return "another layer, by a free map"
-
-    @classmethod
-    def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
+    def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
         depth, maps = config.num_hidden_layers, (options["keys"], options["values"])
         if options["group_size"] < 1:
             raise HeadwaterError(f"Mechanism 'kv_source': group_size must be at least 1, not {options['group_size']}.")
-        if options["num_shared_layers"] is not None and not 1 <= options["num_shared_layers"] < depth:
+        count = options["num_shared_layers"]
+        if count not in (None, *range(1, depth)):
             raise HeadwaterError(
                 f"Mechanism 'kv_source': num_shared_layers must be from 1 to {depth - 1}, so that a layer comes "
-                f"before, not {options['num_shared_layers']}."
+                f"before, not {count}."
             )
         for name in ("num_shared_layers", "layer_types"):
             if options[name] is not None and "last" not in maps:
@@ -110,18 +106,11 @@ class KVSource(Mechanism):
                     f"Mechanism 'kv_source': {name} has {len(options[name])} elements, and the model has {depth} "
                     "layers; give one for each layer."
                 )
-        if (kinds := options["layer_types"]) is not None:
-            first = cls.first(options, config)
-            for layer in range(first, depth):
-                if kinds[layer] not in kinds[:first]:
-                    raise HeadwaterError(
-                        f"Mechanism 'kv_source': layer {layer} is of kind {kinds[layer]!r}, and none of the {first} "
-                        "layers that share nothing is; lower num_shared_layers, or change layer_types."
-                    )
+        cls._check_kinds(options, config)
         for part in ("keys", "values"):
             check(part, sources := cls.sources(options, config, part))
             mixed = [layer for layer, source in enumerate(sources) if config.slides(layer) != config.slides(source)]
-            if mixed and options[part] == "last" and kinds is None:
+            if mixed and options[part] == "last" and options["layer_types"] is None:
                 raise HeadwaterError(
                     f"Mechanism 'kv_source': layer {mixed[0]} would have the {part} of layer {sources[mixed[0]]}, and "
                     "only one of the two has a sliding window (sliding_layers); set layer_types to a name for each "
@@ -129,13 +118,23 @@ class KVSource(Mechanism):
                 )
 
     @classmethod
-    def first(cls, options: dict[str, Any], config: "HeadwaterConfig") -> int:
+    def _check_kinds(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
+        kinds, first = options["layer_types"], cls.first(options, config)
+        for layer in () if kinds is None else range(first, config.num_hidden_layers):
+            if kinds[layer] not in kinds[:first]:
+                raise HeadwaterError(
+                    f"Mechanism 'kv_source': layer {layer} is of kind {kinds[layer]!r}, and none of the {first} "
+                    "layers that share nothing is; lower num_shared_layers, or change layer_types."
+                )
+
+    @classmethod
+    def first(cls, options: dict[str, Any], config: HeadwaterConfig) -> int:
         """The first layer that shares in the map "last"."""
         depth = config.num_hidden_layers
         return depth - (depth // 2 if options["num_shared_layers"] is None else options["num_shared_layers"])
 
     @classmethod
-    def sources(cls, options: dict[str, Any], config: "HeadwaterConfig", part: str) -> list[int]:
+    def sources(cls, options: dict[str, Any], config: HeadwaterConfig, part: str) -> list[int]:
         """For each layer, the one whose "keys" or "values" it attends to."""
         given, layers = options[part], range(config.num_hidden_layers)
         if isinstance(given, list):
@@ -149,7 +148,16 @@ class KVSource(Mechanism):
         return [layer - (layer % options["group_size"] if given == "cross_layer" else 0) for layer in layers]
 
     @classmethod
-    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
+    def redirect_heads(
+        cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]
+    ) -> list[LayerPlan]:
+        keys, values = (cls.sources(options, config, part) for part in ("keys", "values"))
+        return [plan.attending(range(len(plan.attends)), k, v) for plan, k, v in zip(plans, keys, values, strict=True)]
+
+    # Capabilities
+
+    @classmethod
+    def grow_options(cls, options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
         def moved(part: str) -> list[int]:
             sources = cls.sources(options, config, part)
             return [
@@ -159,24 +167,21 @@ class KVSource(Mechanism):
 
         if not growth.deepens:
             return options
-        return cls.options({"keys": moved("keys"), "values": moved("values")})
+        return parse_options(cls, {"keys": moved("keys"), "values": moved("values")})
 
     @classmethod
-    def by_similarity(
-        cls, options: dict[str, Any], config: "HeadwaterConfig", keys: Tensor, values: Tensor
+    def choose_by_similarity(
+        cls, options: dict[str, Any], config: HeadwaterConfig, keys: Tensor, values: Tensor
     ) -> dict[str, Any] | None:
         """Maps of their own for keys and values, in which as many layers share as in groups of `group_size`."""
-        full = cls.options(options)
+        full = parse_options(cls, options)
         kept = -(-config.num_hidden_layers // full["group_size"])
         left = {part: alike for part, alike in (("keys", keys), ("values", values)) if part not in options}
         if full["group_size"] < 2 or not left:
             return None
         return options | {part: nearest_sources(alike, kept) for part, alike in left.items()}
 
-    @classmethod
-    def share(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
-        keys, values = (cls.sources(options, config, part) for part in ("keys", "values"))
-        return [plan.attending(range(len(plan.attends)), k, v) for plan, k, v in zip(plans, keys, values, strict=True)]
+    per_head = per_token = True
 
 
 def check(part: str, sources: Sequence[int]) -> None:

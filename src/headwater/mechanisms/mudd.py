@@ -14,20 +14,20 @@ the projections can express; released models have three. Feed-forwards of widths
 each sub-layer, are not built.
 """
 
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from headwater.config.plan import LayerPlan, Source
+from headwater.config.plan import LayerPlan, Source, Stage
+from headwater.config.text import HeadwaterConfig
 from headwater.kernels.norm import can_fuse_rms_norm, fused_rms_norm
-from headwater.mechanisms.base import AttentionInputs, Context, Cost, Mechanism, Shown
-from headwater.mechanisms.enlarging import READS, SAME, Dim, Larger
-from headwater.mechanisms.precision import KeepsPrecision
+from headwater.mechanisms.capabilities import Shown
+from headwater.mechanisms.contract import AttentionInputs, Context, Cost, Mechanism
+from headwater.mechanisms.enlarging import READS, SAME, Dim
+from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
+from headwater.mechanisms.receivers import keep_options
 from headwater.util.errors import HeadwaterError
-
-if TYPE_CHECKING:
-    from headwater.config.text import HeadwaterConfig
 
 # The inner width over the number of weights, after the last block.
 WIDER = 4
@@ -46,7 +46,7 @@ class MUDD(KeepsPrecision, Mechanism):
         ways: how many sums.
         wider: the inner width of the network over ways·terms.
         eps: of its norm.
-        The other arguments are set by `build`.
+        The other arguments are set by `build_module`.
 
     Parameters: `bias` [ways, terms], b; `up.weight` [wider·ways·terms, width], W_1; `down.weight` [ways·terms,
     wider·ways·terms], W_2.
@@ -60,8 +60,8 @@ class MUDD(KeepsPrecision, Mechanism):
         True
     """
 
+    source = "sums of all hidden states, one each for q, k, v and the stream"
     paper = "2502.12170"
-    per_head = per_token = True
 
     def __init__(
         self,
@@ -81,13 +81,13 @@ class MUDD(KeepsPrecision, Mechanism):
         self.labels, self.slots, self.alike = labels, slots, alike
         self.up = nn.Linear(width, wider * ways * terms, bias=False)
         self.down = nn.Linear(wider * ways * terms, ways * terms, bias=False)
-        self.bias = self.scalars(ways, terms)
+        self.bias = fp32_parameter(ways, terms)
         self.last = last  # after the last block
         self.reset_parameters()
         nn.init.normal_(self.up.weight, std=width**-0.5)
         nn.init.zeros_(self.down.weight)
 
-    def init(self, parameter: str, generator: torch.Generator | None = None) -> Tensor | None:
+    def initial_value(self, parameter: str, generator: torch.Generator | None = None) -> Tensor | None:
         shape = self.get_parameter(parameter).shape
         if parameter == "up.weight":
             return torch.normal(0.0, shape[1] ** -0.5, shape, generator=generator)
@@ -116,25 +116,20 @@ class MUDD(KeepsPrecision, Mechanism):
         made = self.down(nn.functional.gelu(self.up(normed))).unflatten(2, (self.ways, -1)) + self.bias
         return list(made.to(x.dtype).movedim(2, 0).unsqueeze(3).unbind(4))
 
-    def terms(self, x: Tensor, *earlier: Tensor, own: Tensor | None = None) -> dict[str, Tensor]:
-        states = (*earlier, x if own is None else own)
-        names = [*(f"X{j}" for j in range(len(earlier))), "own"]
-        return {name: weight * state for name, weight, state in zip(names, self.weights(x), states, strict=True)}
+    def split_attention_inputs(self, x: AttentionInputs, context: Context) -> AttentionInputs:
+        own = None if self.alike else torch.stack([*x.parts(), x.stream])
+        *parts, stream = self(x.stream, *(context.sources[slot] for slot in self.slots), own=own).unbind(0)
+        return x.having(parts)._replace(stream=stream)
+
+    def transform_block_output(self, x: Tensor, context: Context) -> Tensor:
+        return self.last(x, *(context.sources[slot] for slot in self.last.slots))[0]
 
     # In a headwater model
 
     @classmethod
-    def origin(cls, options: dict[str, Any]) -> str:
-        return "sums of all hidden states, one each for q, k, v and the stream"
-
-    @classmethod
-    def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
+    def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
         if config.num_hidden_layers == 1:
             raise HeadwaterError("Mechanism 'mudd' connects layers, and the model has one; add layers, or remove mudd.")
-
-    @classmethod
-    def identity(cls, options: dict[str, Any]) -> dict[str, Any] | None:
-        return dict(options)  # its init is the identity
 
     @classmethod
     def read(cls, layer: int) -> tuple[Source, ...]:
@@ -142,20 +137,22 @@ class MUDD(KeepsPrecision, Mechanism):
         return tuple(Source("stream", "x", j) for j in range(-1, layer - 1))
 
     @classmethod
-    def plan(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
+    def plan_stages(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
         first, *rest = plans
-        rest = [plan.acting("separate", cls.name()).reading(*cls.read(plan.index)) for plan in rest]
+        rest = [plan.acting(cls, cls.split_attention_inputs).reading(*cls.read(plan.index)) for plan in rest]
         *rest, last = rest
-        return [first, *rest, last.acting("leave", cls.name()).reading(*cls.read(last.index + 1))]
+        return [first, *rest, last.acting(cls, cls.transform_block_output).reading(*cls.read(last.index + 1))]
 
     @classmethod
     def sums(cls, plan: LayerPlan) -> list[tuple[int, int, int]]:
         """(terms, ways, wider) of the sums at a block: before it, and after the last one."""
         before = (plan.index + 1, len(plan.inputs) + 1, 1)
-        return [before, (plan.index + 2, 1, WIDER)] if cls.name() in plan.at("leave") else [before]
+        return (
+            [before, (plan.index + 2, 1, WIDER)] if cls.registered_name() in plan.at(Stage.BLOCK_OUTPUT) else [before]
+        )
 
     @classmethod
-    def cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
+    def count_cost(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Cost:
         width, parameters, flops, saved = config.hidden_size, 0, 0, 0
         for terms, ways, wider in cls.sums(plan):
             count, inner = ways * terms, wider * ways * terms
@@ -167,10 +164,22 @@ class MUDD(KeepsPrecision, Mechanism):
         return Cost(parameters=parameters, flops=flops, saved=saved)
 
     @classmethod
-    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
-        return options
+    def build_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
+        def made(layer: int, terms: int, ways: int, wider: int, **given: Any) -> Any:
+            slots = tuple(plan.slot(source) for source in cls.read(layer))
+            return cls(config.hidden_size, terms, ways, wider, config.norm_eps, slots=slots, **given)
 
-    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+        before, *after = cls.sums(plan)
+        last = made(plan.index + 1, *after[0], labels=("out",)) if after else None
+        alike = plan.at(Stage.ATTENTION_INPUTS)[0] == cls.registered_name() and not plan.at(Stage.BLOCK_INPUT)
+        module: Self = made(plan.index, *before, labels=(*plan.inputs, "stream"), alike=alike, last=last)
+        return module
+
+    # Capabilities
+
+    grow_options = staticmethod(keep_options)
+
+    def describe_axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
         states = (*range(-1, self.bias.shape[1] - 2), "own")
         sums = Dim("layers", at=tuple((label, state) for label in self.labels for state in states))
         return {
@@ -179,35 +188,26 @@ class MUDD(KeepsPrecision, Mechanism):
             "down.weight": (sums, Dim(zero=True)),
         }[parameter]
 
-    def passing(self, parameter: str) -> Tensor | None:
+    def find_neutral_value(self, parameter: str) -> Tensor | None:
         if self.labels == ("out",):  # of the last layer, which may be a new one: what comes before it counts
             return None
         shape = self.get_parameter(parameter).shape
-        return torch.zeros(shape) if parameter == "down.weight" else self.init(parameter)
+        return torch.zeros(shape) if parameter == "down.weight" else self.initial_value(parameter)
 
     @classmethod
-    def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
-        def made(layer: int, terms: int, ways: int, wider: int, **given: Any) -> Any:
-            slots = tuple(plan.slot(source) for source in cls.read(layer))
-            return cls(config.hidden_size, terms, ways, wider, config.norm_eps, slots=slots, **given)
+    def find_identity_options(cls, options: dict[str, Any]) -> dict[str, Any] | None:
+        return dict(options)  # its init is the identity
 
-        before, *after = cls.sums(plan)
-        last = made(plan.index + 1, *after[0], labels=("out",)) if after else None
-        alike = plan.at("separate")[0] == cls.name() and not plan.at("enter")
-        module: Self = made(plan.index, *before, labels=(*plan.inputs, "stream"), alike=alike, last=last)
-        return module
+    per_head = per_token = True
 
-    def shown(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
+    def show_scalars(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
         count = self.bias.shape[1]
         return {
             f"b {label}": Shown(row, "layer", tuple(range(-1, count - 1)))
             for label, row in zip(self.labels, self.bias, strict=True)
         }
 
-    def separate(self, x: AttentionInputs, context: Context) -> AttentionInputs:
-        own = None if self.alike else torch.stack([*x.parts(), x.stream])
-        *parts, stream = self(x.stream, *(context.sources[slot] for slot in self.slots), own=own).unbind(0)
-        return x.having(parts)._replace(stream=stream)
-
-    def leave(self, x: Tensor, context: Context) -> Tensor:
-        return self.last(x, *(context.sources[slot] for slot in self.last.slots))[0]
+    def show_terms(self, x: Tensor, *earlier: Tensor, own: Tensor | None = None) -> dict[str, Tensor]:
+        states = (*earlier, x if own is None else own)
+        names = [*(f"X{j}" for j in range(len(earlier))), "own"]
+        return {name: weight * state for name, weight, state in zip(names, self.weights(x), states, strict=True)}

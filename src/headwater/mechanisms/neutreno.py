@@ -12,20 +12,20 @@ so that it can be zero when added to a trained model and then be learned.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
-from headwater.config.plan import Heads, LayerPlan, Source
-from headwater.mechanisms.base import Context, Cost, Mechanism, Shown
-from headwater.mechanisms.enlarging import SAME, Dim, Larger
-from headwater.mechanisms.precision import KeepsPrecision
+from headwater.config.plan import Heads, LayerPlan, Source, Stage
+from headwater.config.text import HeadwaterConfig
+from headwater.mechanisms.capabilities import Shown
+from headwater.mechanisms.contract import Context, Cost, Mechanism
+from headwater.mechanisms.enlarging import describe_fixed_axes
+from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
+from headwater.mechanisms.receivers import keep_options
 from headwater.util.errors import HeadwaterError
-
-if TYPE_CHECKING:
-    from headwater.config.text import HeadwaterConfig
 
 FIRST = Source("raw", "v", 0)
 
@@ -40,7 +40,7 @@ class NeuTRENO(KeepsPrecision, Mechanism):
     Args
         weight: λ, default 0.4.
         learnable: whether λ is a parameter, with `weight` as its init; default False, as in the paper.
-        The other arguments are set by `build`.
+        The other arguments are set by `build_module`.
 
     Parameters: none, or `lambdas` [1] if learnable.
 
@@ -52,7 +52,7 @@ class NeuTRENO(KeepsPrecision, Mechanism):
         torch.Size([3, 16, 8, 64])
     """
 
-    per_head = per_token = True
+    source = "the difference to the first values"
 
     @strict
     @dataclass
@@ -72,45 +72,33 @@ class NeuTRENO(KeepsPrecision, Mechanism):
         self.weight = weight
         # The slot of V_0; the slots of the values attended to, each with which of their heads.
         self.first, self.own = first, own
-        self.lambdas = self.scalars(1) if learnable else None
+        self.lambdas = fp32_parameter(1) if learnable else None
         self.reset_parameters()
 
-    def init(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
+    def initial_value(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
         return torch.full(self.lambdas.shape, float(self.weight))
 
     def forward(self, out: Tensor, first: Tensor, own: Tensor) -> Tensor:
         """out [B, T, H, d]; first and own, V_0 and V_l [B, K, T, d] -> [B, T, H, d]."""
-        added, out = self.terms(out, first, own).values()
+        added, out = self.show_terms(out, first, own).values()
         return out + added
 
-    def terms(self, out: Tensor, first: Tensor, own: Tensor) -> dict[str, Tensor]:
-        # A 0-d factor does not raise the dtype of what it multiplies.
-        weight = self.weight if self.lambdas is None else self.lambdas[0]
-        difference = weight * (first - own).transpose(1, 2)
-        return {"V0 - V": difference.repeat_interleave(out.shape[2] // difference.shape[2], dim=2), "own": out}
+    def transform_head_outputs(self, out: Tensor, context: Context) -> Tensor:
+        own = [context.sources[slot] if at is None else context.sources[slot][:, at] for slot, at in self.own]
+        return self(out, context.sources[self.first], own[0] if len(own) == 1 else torch.cat(own, dim=1))
 
     # In a headwater model
 
     @classmethod
-    def origin(cls, options: dict[str, Any]) -> str:
-        return "the difference to the first values"
-
-    @classmethod
-    def identity(cls, options: dict[str, Any]) -> dict[str, Any] | None:
-        if options.get("weight") or options.get("learnable") is False:  # a fixed zero could not be trained
-            return None
-        return options | {"weight": 0.0, "learnable": True}
-
-    @classmethod
-    def plan(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
+    def plan_stages(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
         def amend(plan: LayerPlan) -> LayerPlan:
             if all(attended.v == 0 for attended in plan.attends):
                 return plan  # V_0 - V_0 is zero
             others = (Source("raw", "v", group.v) for group in plan.groups if group.v != plan.index)
-            return plan.acting("heads", cls.name()).reading(FIRST, *others)
+            return plan.acting(cls, cls.transform_head_outputs).reading(FIRST, *others)
 
         amended = [amend(plan) for plan in plans]
-        if not any(cls.name() in plan.at("heads") for plan in amended):
+        if not any(cls.registered_name() in plan.at(Stage.HEAD_OUTPUTS) for plan in amended):
             raise HeadwaterError(
                 "Mechanism 'neutreno' adds V_0 - V_l, and every layer attends to V_0 itself; remove neutreno, or what "
                 "shares the values, or add layers."
@@ -118,27 +106,35 @@ class NeuTRENO(KeepsPrecision, Mechanism):
         return amended
 
     @classmethod
-    def cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
+    def count_cost(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Cost:
         # Autograd keeps the sum, for the output projection, and what a free weight is multiplied with.
         heads = config.num_attention_heads + options["learnable"] * config.num_key_value_heads
         return Cost(parameters=int(options["learnable"]), saved=heads * config.head_dim)
 
     @classmethod
-    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
-        return options
-
-    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
-        return (SAME,)
-
-    @classmethod
-    def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
+    def build_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
         own = tuple((plan.slot(Source("raw", "v", group.v)), group.v_heads) for group in plan.groups)
         return cls(options["weight"], options["learnable"], first=plan.slot(FIRST), own=own)
 
-    def shown(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
+    # Capabilities
+
+    grow_options = staticmethod(keep_options)
+    describe_axes = describe_fixed_axes
+
+    @classmethod
+    def find_identity_options(cls, options: dict[str, Any]) -> dict[str, Any] | None:
+        if options.get("weight") or options.get("learnable") is False:  # a fixed zero could not be trained
+            return None
+        return options | {"weight": 0.0, "learnable": True}
+
+    per_head = per_token = True
+
+    def show_scalars(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
         fixed = torch.tensor([self.weight], dtype=torch.float64)
         return {"λ": Shown(fixed if self.lambdas is None else self.lambdas)}
 
-    def heads(self, out: Tensor, context: Context) -> Tensor:
-        own = [context.sources[slot] if at is None else context.sources[slot][:, at] for slot, at in self.own]
-        return self(out, context.sources[self.first], own[0] if len(own) == 1 else torch.cat(own, dim=1))
+    def show_terms(self, out: Tensor, first: Tensor, own: Tensor) -> dict[str, Tensor]:
+        # A 0-d factor does not raise the dtype of what it multiplies.
+        weight = self.weight if self.lambdas is None else self.lambdas[0]
+        difference = weight * (first - own).transpose(1, 2)
+        return {"V0 - V": difference.repeat_interleave(out.shape[2] // difference.shape[2], dim=2), "own": out}

@@ -26,7 +26,7 @@ has its own. The memory of values is our addition.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isqrt
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -34,15 +34,14 @@ from torch import Tensor, nn
 
 from headwater.config.layers import layer_config
 from headwater.config.plan import Kept, LayerPlan, Source
-from headwater.mechanisms.base import KV, Ancestors, Context, Cost, Mechanism, Shown, Tail
-from headwater.mechanisms.enlarging import SAME, WRITES, Dim, Larger
-from headwater.mechanisms.precision import KeepsPrecision
+from headwater.config.text import HeadwaterConfig
+from headwater.mechanisms.capabilities import Shown
+from headwater.mechanisms.contract import KV, Context, Cost, Mechanism, Reach, Tail
+from headwater.mechanisms.enlarging import SAME, WRITES, Dim, Larger, describe_fixed_axes
+from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.receivers import check_layers, layers_with_values
-from headwater.mechanisms.shift import earlier
+from headwater.mechanisms.shift import earlier, read_tail
 from headwater.util.errors import HeadwaterError
-
-if TYPE_CHECKING:
-    from headwater.config.text import HeadwaterConfig
 
 Opened = Literal["none", "scalar", "match"]
 Combine = Literal["concat", "sum"]
@@ -132,7 +131,7 @@ class NGramTable(KeepsPrecision, Mechanism):
             self.register_buffer(name, value, persistent=False)
         self.zero = zero
         self.table = nn.Embedding(sum(self.sizes), numbers)
-        self.tail = f"{NGramMemory.name()}.id"
+        self.tail = f"{NGramMemory.registered_name()}.id"
 
     @staticmethod
     def heads_rows(vocab_size: int, orders: Sequence[int], heads: int, rows: int | None, place: int) -> list[int]:
@@ -140,7 +139,7 @@ class NGramTable(KeepsPrecision, Mechanism):
         count = len(orders) * heads
         return primes(vocab_size if rows is None else rows, place * count, count)
 
-    def init(self, parameter: str, generator: torch.Generator | None = None) -> Tensor | None:
+    def initial_value(self, parameter: str, generator: torch.Generator | None = None) -> Tensor | None:
         return torch.zeros(self.table.weight.shape) if self.zero else None
 
     def constants(self) -> dict[str, Tensor]:
@@ -148,10 +147,7 @@ class NGramTable(KeepsPrecision, Mechanism):
         first = torch.tensor([0, *self.sizes[:-1]]).cumsum(0).view_as(sizes)
         return {"factors": torch.tensor(self.drawn), "moduli": sizes, "first": first}
 
-    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
-        return SAME, SAME
-
-    def forward(self, ids: Tensor, reach: Tensor | Ancestors | None = None, tail: Tail | None = None) -> Tensor:
+    def forward(self, ids: Tensor, reach: Reach = None, tail: Tail | None = None) -> Tensor:
         """ids [B, T] -> [B, T, numbers of the rows].
 
         reach: [B, T], how many tokens of the same document precede each; default: all. `Ancestors` where the token
@@ -161,12 +157,11 @@ class NGramTable(KeepsPrecision, Mechanism):
         rows = self.table(self.found(self.past(ids, reach, tail)))
         return rows.sum(2) if self.combine == "sum" else rows.flatten(2)
 
-    def past(self, ids: Tensor, reach: Tensor | Ancestors | None, tail: Tail | None) -> list[Tensor]:
+    def past(self, ids: Tensor, reach: Reach, tail: Tail | None) -> list[Tensor]:
         """The ids of each token and of those before it, [B, T] each."""
         # Counted from 1: 0 is no token, in the cache too.
         tokens = (ids.long() + 1)[:, None, :, None]
-        branches = isinstance(reach, Ancestors)
-        before = None if tail is None else tail.before(self.tail, tokens, self.back, everything=branches)
+        before = read_tail(tail, self.tail, tokens, self.back, reach)
         known, ids = None, ids.long()
         found = [ids]
         for step in (earlier(tokens, back, reach, before) for back in range(1, self.back + 1)):
@@ -186,6 +181,10 @@ class NGramTable(KeepsPrecision, Mechanism):
                 at = self.orders.index(order)
                 found.append(mixed.unsqueeze(2) % self.moduli[at] + self.first[at])
         return torch.cat(found, dim=2)
+
+    # Capabilities
+
+    describe_axes = describe_fixed_axes
 
 
 class NGramMemory(KeepsPrecision, Mechanism):
@@ -217,7 +216,7 @@ class NGramMemory(KeepsPrecision, Mechanism):
     """
 
     paper = "2601.07372"
-    reads_ids = True
+    needs_input_ids = True
 
     @strict
     @dataclass
@@ -235,6 +234,10 @@ class NGramMemory(KeepsPrecision, Mechanism):
         vocab_size: int | None = None
         layers: list[int] | None = None
 
+        def __post_init__(self) -> None:
+            if self.orders is None:
+                self.orders = [2, 3]
+
     def __init__(
         self,
         table: NGramTable,
@@ -251,10 +254,10 @@ class NGramMemory(KeepsPrecision, Mechanism):
         self.table, self.init_mode, self.head_dim, self.eps = table, init, head_dim, eps
         self.up = nn.Linear(rank, width, bias=False) if rank else None
         self.key = nn.Linear(rank or width, channels, bias=False) if gate == "match" else None
-        self.scalar = self.scalars(1) if gate == "scalar" else None
+        self.scalar = fp32_parameter(1) if gate == "scalar" else None
         self.reset_parameters()
 
-    def init(self, parameter: str, generator: torch.Generator | None = None) -> Tensor | None:
+    def initial_value(self, parameter: str, generator: torch.Generator | None = None) -> Tensor | None:
         if parameter == "scalar":
             return torch.ones(1)
         return torch.zeros(self.up.weight.shape) if parameter == "up.weight" and self.init_mode == "zero" else None
@@ -279,32 +282,26 @@ class NGramMemory(KeepsPrecision, Mechanism):
             factor = factor.unsqueeze(1) if self.key is not None else factor
         return factor, added
 
-    def terms(self, y: Tensor, x: Tensor, rows: Tensor) -> dict[str, Tensor]:
-        factor, added = self.parts(y, x, rows)
-        return {"n-grams": added if factor is None else factor * added, "own": y}
+    def update_residual(self, x: Tensor, context: Context) -> Tensor:
+        return self(x, x, self.table(context.ids, context.reach, context.tail))
+
+    def transform_qkv(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
+        rows = self.table(context.ids, context.reach, context.tail)
+        return q, kv._replace(v=self(kv.v, context.x, rows))
 
     # In a headwater model
 
     @classmethod
-    def origin(cls, options: dict[str, Any]) -> str:
+    def describe_source(cls, options: dict[str, Any]) -> str:
         return f"tables read by the last {max(options['orders'])} tokens' ids"
 
     @classmethod
-    def options(cls, given: dict[str, Any] | None) -> dict[str, Any]:
-        options = super().options(given)
-        return options if options["orders"] is not None else options | {"orders": [2, 3]}
-
-    @classmethod
-    def complete_options(cls, options: dict[str, Any], config: "HeadwaterConfig") -> dict[str, Any]:
-        return options if options["vocab_size"] is not None else options | {"vocab_size": config.vocab_size}
-
-    @classmethod
-    def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
+    def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
         if options["layers"] == []:
             raise HeadwaterError(
                 "Mechanism 'ngram_memory': layers is empty; leave it out for the first layer, or for values all layers."
             )
-        check_layers(cls.name(), options, config)
+        check_layers(cls, options, config)
         orders = options["orders"]
         if not orders or orders[0] < 2 or orders != sorted(set(orders)):
             raise HeadwaterError(
@@ -320,18 +317,14 @@ class NGramMemory(KeepsPrecision, Mechanism):
             )
 
     @classmethod
-    def identity(cls, options: dict[str, Any]) -> dict[str, Any] | None:
-        return None if options.get("init") == "random" else options | {"init": "zero"}
-
-    @classmethod
-    def chosen(cls, options: dict[str, Any], config: "HeadwaterConfig") -> list[int]:
+    def chosen(cls, options: dict[str, Any], config: HeadwaterConfig) -> list[int]:
         """The layers that are to have a memory."""
         if options["layers"] is not None:
             return sorted(set(options["layers"]))
         return [0] if options["target"] == "stream" else list(range(config.num_hidden_layers))
 
     @classmethod
-    def width(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> int:
+    def width(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> int:
         """The numbers that a layer's memory adds to a token."""
         return config.hidden_size if options["target"] == "stream" else len(plan.v_heads) * config.head_dim
 
@@ -349,18 +342,18 @@ class NGramMemory(KeepsPrecision, Mechanism):
         return width // parts
 
     @classmethod
-    def plan(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
+    def plan_stages(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
         chosen = cls.chosen(options, config)
         tail: tuple[Kept, int] = "id", max(options["orders"]) - 1
         values = options["target"] == "values"
         new = list(plans)
-        for layer in layers_with_values(cls.name(), options, chosen, plans) if values else chosen:
+        for layer in layers_with_values(cls.registered_name(), options, chosen, plans) if values else chosen:
             cls.numbers(options, cls.width(options, layer_config(config, layer), plans[layer]))
-            new[layer] = plans[layer].acting("local" if values else "arrive", cls.name(), [tail])
+            new[layer] = plans[layer].acting(cls, cls.transform_qkv if values else cls.update_residual, [tail])
         return new
 
     @classmethod
-    def cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
+    def count_cost(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Cost:
         width, match = cls.width(options, config, plan), options["gate"] == "match"
         place = cls.chosen(options, config).index(plan.index)
         rows = sum(
@@ -381,29 +374,7 @@ class NGramMemory(KeepsPrecision, Mechanism):
         )
 
     @classmethod
-    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
-        grows = growth.widens if options["target"] == "stream" else len(growth.kv) > max(growth.kv) + 1
-        if grows and options["rank"] is None:
-            raise HeadwaterError(
-                "Mechanism 'ngram_memory' has rows as wide as what they are added to, in one part for each hash; grow "
-                "other sizes, or start from a model with a rank."
-            )
-        if growth.widens and options["gate"] == "match":
-            raise HeadwaterError(
-                "Mechanism 'ngram_memory' divides its gate by √hidden_size with gate 'match'; grow other sizes."
-            )
-        if not growth.deepens:
-            return options
-        # The first copies alone: a layer's hash depends on its place among those that have a memory.
-        return options | {"layers": [growth.at(layer) for layer in cls.chosen(options, config)]}
-
-    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
-        if parameter == "up.weight":
-            return (WRITES if self.head_dim is None else Dim("v"), SAME)
-        return (SAME,) if parameter == "scalar" else (SAME, SAME)
-
-    @classmethod
-    def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
+    def build_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
         width = cls.width(options, config, plan)
         table = NGramTable(
             options["vocab_size"],
@@ -428,12 +399,41 @@ class NGramMemory(KeepsPrecision, Mechanism):
             eps=config.norm_eps,
         )
 
-    def shown(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
+    # Capabilities
+
+    @classmethod
+    def complete_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> dict[str, Any]:
+        return options if options["vocab_size"] is not None else options | {"vocab_size": config.vocab_size}
+
+    @classmethod
+    def grow_options(cls, options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
+        grows = growth.widens if options["target"] == "stream" else len(growth.kv) > max(growth.kv) + 1
+        if grows and options["rank"] is None:
+            raise HeadwaterError(
+                "Mechanism 'ngram_memory' has rows as wide as what they are added to, in one part for each hash; grow "
+                "other sizes, or start from a model with a rank."
+            )
+        if growth.widens and options["gate"] == "match":
+            raise HeadwaterError(
+                "Mechanism 'ngram_memory' divides its gate by √hidden_size with gate 'match'; grow other sizes."
+            )
+        if not growth.deepens:
+            return options
+        # The first copies alone: a layer's hash depends on its place among those that have a memory.
+        return options | {"layers": [growth.at(layer) for layer in cls.chosen(options, config)]}
+
+    def describe_axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+        if parameter == "up.weight":
+            return (WRITES if self.head_dim is None else Dim("v"), SAME)
+        return (SAME,) if parameter == "scalar" else (SAME, SAME)
+
+    @classmethod
+    def find_identity_options(cls, options: dict[str, Any]) -> dict[str, Any] | None:
+        return None if options.get("init") == "random" else options | {"init": "zero"}
+
+    def show_scalars(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
         return {} if self.scalar is None else {"g": Shown(self.scalar)}
 
-    def arrive(self, x: Tensor, context: Context) -> Tensor:
-        return self(x, x, self.table(context.ids, context.reach, context.tail))
-
-    def local(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
-        rows = self.table(context.ids, context.reach, context.tail)
-        return q, kv._replace(v=self(kv.v, context.x, rows))
+    def show_terms(self, y: Tensor, x: Tensor, rows: Tensor) -> dict[str, Tensor]:
+        factor, added = self.parts(y, x, rows)
+        return {"n-grams": added if factor is None else factor * added, "own": y}

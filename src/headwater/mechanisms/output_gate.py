@@ -11,20 +11,18 @@ keys, values, and after the output map) are not built.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
 from headwater.config.plan import LayerPlan
-from headwater.mechanisms.base import Context, Cost, Mechanism
+from headwater.config.text import HeadwaterConfig
+from headwater.mechanisms.contract import Context, Cost, Mechanism
 from headwater.mechanisms.enlarging import READS, Dim, Larger
-from headwater.mechanisms.receivers import check_channels, check_layers, is_chosen, moved_layers
+from headwater.mechanisms.receivers import check_channels, check_layers, is_chosen, move_layers
 from headwater.util.errors import HeadwaterError
-
-if TYPE_CHECKING:
-    from headwater.config.text import HeadwaterConfig
 
 
 class OutputGate(Mechanism):
@@ -50,8 +48,8 @@ class OutputGate(Mechanism):
         True
     """
 
+    source = "what a head reads, times a gate of the layer's input"
     paper = "2505.06708"
-    per_head = True
 
     @strict
     @dataclass
@@ -71,7 +69,7 @@ class OutputGate(Mechanism):
         if init == "zero":
             nn.init.zeros_(self.gate.weight)
 
-    def init(self, parameter: str, generator: torch.Generator | None = None) -> Tensor | None:
+    def initial_value(self, parameter: str, generator: torch.Generator | None = None) -> Tensor | None:
         return torch.zeros(self.gate.weight.shape) if self.init_mode == "zero" else None
 
     def forward(self, out: Tensor, x: Tensor) -> Tensor:
@@ -85,35 +83,27 @@ class OutputGate(Mechanism):
             gate = gate * self.scale
         return gate.view(*out.shape[:3], -1)
 
-    def terms(self, out: Tensor, x: Tensor) -> dict[str, Tensor]:
-        return {"changed by the gate": (self.factor(out, x) - 1) * out, "read": out}
+    def transform_head_outputs(self, out: Tensor, context: Context) -> Tensor:
+        return self(out, context.x)
 
     # In a headwater model
 
     @classmethod
-    def origin(cls, options: dict[str, Any]) -> str:
-        return "what a head reads, times a gate of the layer's input"
-
-    @classmethod
-    def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
-        check_layers(cls.name(), options, config)
+    def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
+        check_layers(cls, options, config)
         if options["channels"] is not None:
-            check_channels(cls.name(), options["channels"], config)
+            check_channels(cls, options, config)
         if options["scale"] <= 0:
             raise HeadwaterError(f"Mechanism 'output_gate': scale must be above zero, not {options['scale']}.")
 
     @classmethod
-    def identity(cls, options: dict[str, Any]) -> dict[str, Any] | None:
-        if options.get("scale", 2) != 2 or options.get("init") == "random":
-            return None
-        return options | {"scale": 2.0, "init": "zero"}
+    def plan_stages(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
+        return [
+            plan.acting(cls, cls.transform_head_outputs) if is_chosen(plan.index, options) else plan for plan in plans
+        ]
 
     @classmethod
-    def plan(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
-        return [plan.acting("heads", cls.name()) if is_chosen(plan.index, options) else plan for plan in plans]
-
-    @classmethod
-    def sizes(cls, options: dict[str, Any], config: "HeadwaterConfig") -> tuple[int, int]:
+    def sizes(cls, options: dict[str, Any], config: HeadwaterConfig) -> tuple[int, int]:
         """How many channels of x a layer's gate reads, and how many numbers it gives."""
         by_channel = options["granularity"] == "channel"
         return options["channels"] or config.hidden_size, config.num_attention_heads * (
@@ -121,23 +111,33 @@ class OutputGate(Mechanism):
         )
 
     @classmethod
-    def cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
+    def count_cost(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Cost:
         channels, outputs = cls.sizes(options, config)
         # Autograd keeps the result, for the output projection, and the gate before and after its scale.
         kept = config.num_attention_heads * config.head_dim + outputs * (1 + (options["scale"] != 1))
         return Cost(parameters=channels * outputs, flops=2 * channels * outputs, saved=kept)
 
     @classmethod
-    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
-        reads_all = options["channels"] == config.hidden_size
-        return moved_layers(options, growth) | ({"channels": None} if reads_all else {})
+    def build_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
+        return cls(*cls.sizes(options, config), options["scale"], options["init"])
 
-    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+    # Capabilities
+
+    @classmethod
+    def grow_options(cls, options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
+        reads_all = options["channels"] == config.hidden_size
+        return move_layers(options, config, growth) | ({"channels": None} if reads_all else {})
+
+    def describe_axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
         return Dim("q"), READS
 
     @classmethod
-    def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
-        return cls(*cls.sizes(options, config), options["scale"], options["init"])
+    def find_identity_options(cls, options: dict[str, Any]) -> dict[str, Any] | None:
+        if options.get("scale", 2) != 2 or options.get("init") == "random":
+            return None
+        return options | {"scale": 2.0, "init": "zero"}
 
-    def heads(self, out: Tensor, context: Context) -> Tensor:
-        return self(out, context.x)
+    per_head, per_token = True, False
+
+    def show_terms(self, out: Tensor, x: Tensor) -> dict[str, Tensor]:
+        return {"changed by the gate": (self.factor(out, x) - 1) * out, "read": out}

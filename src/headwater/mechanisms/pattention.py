@@ -30,30 +30,28 @@ equal scores the first pair's counts as larger. Gradients reach the chosen pairs
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
+from headwater.config.capabilities import Map
 from headwater.config.plan import LayerPlan, Source
+from headwater.config.text import HeadwaterConfig
 from headwater.kernels import can_fuse
 from headwater.kernels.pattention import fused_pattention
-from headwater.mechanisms.base import Cost, Group, Map, Mechanism, Processes, Shown, Step
+from headwater.mechanisms.capabilities import Group, Processes, Shown, Step
+from headwater.mechanisms.contract import Cost, Mechanism
 from headwater.mechanisms.enlarging import SAME, Dim, Larger
 from headwater.mechanisms.precision import KeepsPrecision
+from headwater.mechanisms.product_keys import ProductKeys, find_largest, take_entries, weighted_rows
 from headwater.util.errors import HeadwaterError, nearest
-
-if TYPE_CHECKING:
-    from headwater.config.text import HeadwaterConfig
 
 ScoreFunction = Literal["l2_norm_gelu", "gelu_l2_norm", "l1_norm_gelu", "gelu_l1_norm", "exp_l1_norm", "softmax"]
 Gelu = Literal["erf", "tanh"]
 
 GUARD = 1e-24
-# The standard deviation of a new model's embeddings, chosen in docs/fairness.md. The papers' presets have the published
-# 0.02.
-EMBEDDING = 0.2
 
 
 class Pattention(Mechanism):
@@ -61,11 +59,8 @@ class Pattention(Mechanism):
 
         y = Θ(x·K_Pᵀ)·V_P        Θ(A) = GELU(τ·A / ‖A‖₂) by default, zero where ‖A‖² < 1e-24
 
-    TokenFormer, arXiv 2410.23168, section 3; departures at the head of this file.
-
     Args
-        d_in, d_out: widths. pairs: n.
-        score: Θ; see the head of this file.
+        d_in, d_out: widths. pairs: n. score: Θ; see the head of this file.
         gelu: "erf" or "tanh", the form of GELU in Θ; the two scores without GELU take the default only.
         tau: τ; default √n for scores with an L2 norm, n for those with an L1 norm.
         key_std, value_std: standard deviations at init; default 0.02 and 2/√d_out (a model of L layers divides the
@@ -89,8 +84,7 @@ class Pattention(Mechanism):
         (torch.Size([2, 16, 128]), torch.Size([256, 64]))
     """
 
-    matrices = ("key", "value", "frozen_key", "frozen_value")
-    per_head = per_token = True
+    source = "the parameters, as key/value tokens"
 
     @strict
     @dataclass
@@ -128,19 +122,8 @@ class Pattention(Mechanism):
         product_heads: int = 0,
     ) -> None:
         super().__init__()
-        if score not in SCORES:
-            raise HeadwaterError(f"Pattention has no score {score!r}; {nearest(str(score), SCORES)}")
-        if gelu not in GELU:
-            raise HeadwaterError(f"Pattention has no gelu {gelu!r}; {nearest(str(gelu), GELU)}")
-        if "gelu" not in score and gelu != "erf":
-            raise HeadwaterError(f"Pattention's score {score!r} has no GELU; leave gelu out.")
-        if tau is not None and not 0 < tau < float("inf"):
-            raise HeadwaterError(f"Pattention's tau must be above zero and finite, not {tau}.")
-        if pairs < 1:
-            raise HeadwaterError(f"Pattention needs at least one pair, not {pairs}.")
-        if not 0 <= frozen < pairs:
-            raise HeadwaterError(f"Of {pairs} pairs, 0 to {pairs - 1} can be frozen, not {frozen}.")
-        if wrong := unreadable(pairs, top_k, product_heads > 0, frozen > 0):
+        check_form(score, gelu, tau)
+        if wrong := unreadable(pairs, top_k, product_heads > 0, frozen):
             raise HeadwaterError(f"Pattention: {wrong}.")
         self.score, self.gelu = score, gelu
         self.key_std, self.value_std = key_std, 2 / d_out**0.5 if value_std is None else value_std
@@ -151,33 +134,28 @@ class Pattention(Mechanism):
         self.frozen_value = nn.Parameter(torch.empty(frozen, d_out), requires_grad=False) if frozen else None
         self.scale = Tau(default_tau(score, top_k or pairs) if tau is None else tau)
         self.product = ProductKeys(math.isqrt(pairs), top_k) if top_k and product_heads else None
+        self._is_default = score == "l2_norm_gelu" and top_k is None
         self.annealed: float | None = None  # how far τ has moved to its target, 0 to 1
         self.reset_parameters()
 
-    def init(self, parameter: str, generator: torch.Generator | None = None, rows: int | None = None) -> Tensor:
-        """As `Mechanism.init`; rows: draw only this many rows."""
+    def initial_value(
+        self, parameter: str, generator: torch.Generator | None = None, rows: int | None = None
+    ) -> Tensor:
+        """As `Mechanism.initial_value`; rows: draw only this many rows."""
         # Two rows of product keys make a key.
         key_std = self.key_std if self.product is None else self.key_std / 2**0.5
         std = {"key": key_std, "value": self.value_std}[parameter.removeprefix("frozen_")]
-        tensor = getattr(self, parameter)
-        count = len(tensor) if rows is None else rows
-        return torch.normal(0.0, std, (count, tensor.shape[1]), generator=generator)
+        count, width = getattr(self, parameter).shape
+        return torch.normal(0.0, std, (count if rows is None else rows, width), generator=generator)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., d_in] -> [..., d_out]."""
         key, value, tau = self.keys, self.values, self.scale()
-        if (
-            self.top_k is None
-            and self.score == "l2_norm_gelu"
-            and can_fuse(x, key, value, needs_grad=False, cpu_only=True)
-        ):
+        if self._is_default and can_fuse(x, key, value, needs_grad=False, cpu_only=True):
             return fused_pattention(x, key, value, tau, GELU[self.gelu], GUARD)
-        if self.top_k is not None:
-            return self._sparse(x, key, value, tau)
-        return self._theta(x @ key.T, tau).to(x.dtype) @ value
-
-    def _sparse(self, x: Tensor, key: Tensor, value: Tensor, tau: Tensor) -> Tensor:
         scores = x @ key.T
+        if self.top_k is None:
+            return self._theta(scores, tau).to(x.dtype) @ value
         pairs, weights = self._read(scores, tau)
         return weighted_rows(value, pairs, weights.to(value.dtype)).to(scores.dtype)
 
@@ -185,8 +163,8 @@ class Pattention(Mechanism):
         """The pairs that a token reads, of all heads, and their weights Θ [..., top_k] or [..., heads·top_k]."""
         scores = _wide(scores)
         if self.product is None:
-            pairs = largest(scores.detach(), self.top_k)
-            return pairs, self._theta(taken(scores, pairs), tau)
+            pairs = find_largest(scores.detach(), self.top_k)
+            return pairs, self._theta(take_entries(scores, pairs), tau)
         pairs, chosen = self.product(scores.unflatten(-1, (self.product_heads, 2, -1)))
         return pairs.flatten(-2), self._theta(chosen, tau).flatten(-2)
 
@@ -195,9 +173,6 @@ class Pattention(Mechanism):
         if self.score == "softmax":
             scores = scores / self.key.shape[1] ** 0.5
         return SCORES[self.score](_wide(scores), tau, GELU[self.gelu])
-
-    def part(self, processes: Processes) -> nn.Module:
-        return PairsOfProcess(self, processes) if self.score == "l2_norm_gelu" and self.top_k is None else self
 
     def extra_repr(self) -> str:
         frozen = "" if self.frozen_key is None else f", frozen={len(self.frozen_key)}"
@@ -219,13 +194,12 @@ class Pattention(Mechanism):
     @property
     def keys(self) -> Tensor:
         """All keys [n, d_in], the frozen ones first; product keys [2·heads·√n, d_in]."""
-        return _whole(self.key) if self.frozen_key is None else torch.cat((_whole(self.frozen_key), _whole(self.key)))
+        return _join(self.frozen_key, self.key)
 
     @property
     def values(self) -> Tensor:
         """All values [n, d_out], the frozen ones first."""
-        frozen = self.frozen_value
-        return _whole(self.value) if frozen is None else torch.cat((_whole(frozen), _whole(self.value)))
+        return _join(self.frozen_value, self.value)
 
     @torch.no_grad()
     def put(self, keys: Tensor, values: Tensor, frozen: int = 0) -> None:
@@ -246,17 +220,6 @@ class Pattention(Mechanism):
         pairs, weights = self._read(scores, self.scale())
         return weights.new_zeros(*x.shape[:-1], self.n).scatter_add_(-1, pairs, weights)
 
-    @torch.no_grad()
-    def firing(self, x: Tensor, *_: Any) -> Tensor:
-        """|Θ|·‖V_P‖: x [..., d_in] -> the norm of each pair's contribution to the output [..., n]."""
-        return self.weights(x).abs() * _wide(self.values).norm(dim=-1)
-
-    def group(self, parameter: str) -> Group | None:
-        """Values that are looked up are like embeddings, in which a row that no token reads should stay."""
-        return "embeddings" if self.top_k is not None and parameter.endswith("value") else None
-
-    # Annealing: τ moves from its present value to the default for its number of pairs
-
     def way(self) -> tuple[float, float] | None:
         """τ's present value and its target; None where they are equal."""
         way = float(self.scale.tau), default_tau(self.score, self.read)
@@ -275,23 +238,6 @@ class Pattention(Mechanism):
         """The steps of annealing: the warm-up, or half of all if there is none; it ends before the last step."""
         return max(1, min(step.warmup or step.steps // 2, step.steps - 1))
 
-    def before_training(self, step: Step) -> tuple[float, float] | None:
-        return self.way() if step.start.get("tau") == "anneal" else None
-
-    def before_step(self, kept: Any, step: Step) -> None:
-        self.anneal(kept, step.number / self.length(step))
-
-    @classmethod
-    def announced(cls, modules: int, step: Step) -> str:
-        return f"τ of {modules} maps goes to √n of their pairs in {cls.length(step)} steps."
-
-    # For `headwater bench`
-
-    def twin(self) -> nn.Module:
-        """An MLP with a unit for each pair: linear, GELU, linear. Without `top_k` it has the same matmuls."""
-        (d_in, d_out), bias = (self.key.shape[1], self.value.shape[1]), False
-        return nn.Sequential(nn.Linear(d_in, self.n, bias=bias), nn.GELU(), nn.Linear(self.n, d_out, bias=bias))
-
     @property
     def qconfig(self) -> Any:
         """What torch.ao.quantization sets in each module that it passes; none, since it would leave the pairs."""
@@ -307,20 +253,28 @@ class Pattention(Mechanism):
     # In a headwater model
 
     @classmethod
-    def origin(cls, options: dict[str, Any]) -> str:
-        return "the parameters, as key/value tokens"
-
-    def shown(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
-        return {"τ": Shown(self.scale())}
+    def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
+        cls._validate_pairs(options, config)
+        cls._validate_maps(options)
+        if options["score"] == "softmax" and options["tau"] is not None:
+            raise HeadwaterError("Mechanism 'pattention': score 'softmax' has no tau; leave it out.")
+        check_form(options["score"], options["gelu"], None)
+        cls._validate_reading(options, config)
+        for name in ("qkv_bias", "output_bias", "mlp_bias"):
+            if getattr(config, name):
+                raise HeadwaterError(f"Mechanism 'pattention' has no biases; set {name} to false.")
 
     @classmethod
-    def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
+    def _validate_pairs(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
         for name in ("attention_pairs", "ffn_pairs", "query_pairs", "key_pairs", "value_pairs", "output_pairs"):
             if options[name] is not None and options[name] < 1:
                 raise HeadwaterError(f"Mechanism 'pattention': {name} must be at least 1, not {options[name]}.")
         for name, count in (options["frozen"] or {}).items():
             if name not in get_args(Map) or not 0 <= count < cls.pairs(options, config, name):
                 raise HeadwaterError(f"Mechanism 'pattention': frozen must give fewer pairs than map {name!r} has.")
+
+    @staticmethod
+    def _validate_maps(options: dict[str, Any]) -> None:
         for name in ("key_init", "value_init", "top_k", "product_keys"):
             maps = options[name] if isinstance(options[name], dict | list) else ()
             if wrong := [which for which in maps if which not in get_args(Map)]:
@@ -328,33 +282,23 @@ class Pattention(Mechanism):
                     f"Mechanism 'pattention': {name} has no map {wrong[0]!r}; {nearest(str(wrong[0]), get_args(Map))}"
                 )
         for name in ("key_init", "value_init"):
-            given = options[name]
-            for value in given.values() if isinstance(given, dict) else [given]:
-                is_number = isinstance(value, float | int) and not isinstance(value, bool)
-                if not (value in (None, "fan_in") or (is_number and 0 <= value < float("inf"))):
+            values = options[name].values() if isinstance(options[name], dict) else [options[name]]
+            for value in values:
+                if value not in (None, "fan_in") and not _is_deviation(value):
                     raise HeadwaterError(
                         f"Mechanism 'pattention': {name} must be a standard deviation or 'fan_in', not {value!r}."
                     )
-        if options["score"] == "softmax" and options["tau"] is not None:
-            raise HeadwaterError("Mechanism 'pattention': score 'softmax' has no tau; leave it out.")
-        if "gelu" not in options["score"] and options["gelu"] != "erf":
-            raise HeadwaterError(f"Mechanism 'pattention': score {options['score']!r} has no GELU; leave gelu out.")
-        cls._validate_reading(options, config)
-        for name in ("qkv_bias", "output_bias", "mlp_bias"):
-            if getattr(config, name):
-                raise HeadwaterError(f"Mechanism 'pattention' has no biases; set {name} to false.")
 
     @classmethod
-    def _validate_reading(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
-        product_keys = options["product_keys"] or []
-        if options["product_heads"] < 1 or (options["product_heads"] > 1 and not product_keys):
+    def _validate_reading(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
+        product_keys, heads = options["product_keys"] or [], options["product_heads"]
+        if heads < 1 or (heads > 1 and not product_keys):
             raise HeadwaterError(
-                f"Mechanism 'pattention': product_heads must be at least 1, and 1 without product_keys, not "
-                f"{options['product_heads']}."
+                f"Mechanism 'pattention': product_heads must be at least 1, and 1 without product_keys, not {heads}."
             )
         for name in get_args(Map):
             pairs, frozen = cls.pairs(options, config, name), cls.frozen_of(options, name)
-            if wrong := unreadable(pairs, cls.top_k_of(options, name), name in product_keys, frozen > 0):
+            if wrong := unreadable(pairs, cls.top_k_of(options, name), name in product_keys, frozen):
                 raise HeadwaterError(f"Mechanism 'pattention': map {name!r}: {wrong}.")
 
     @classmethod
@@ -374,11 +318,7 @@ class Pattention(Mechanism):
         return options["product_heads"] if name in (options["product_keys"] or []) else 0
 
     @classmethod
-    def embedding_range(cls, options: dict[str, Any], config: "HeadwaterConfig") -> float:
-        return EMBEDDING
-
-    @classmethod
-    def pairs(cls, options: dict[str, Any], config: "HeadwaterConfig", name: Map) -> int:
+    def pairs(cls, options: dict[str, Any], config: HeadwaterConfig, name: Map) -> int:
         """n of one map: its own option, else `attention_pairs`, else the default."""
         if name == "feed_forward":
             given = options["ffn_pairs"]
@@ -388,7 +328,7 @@ class Pattention(Mechanism):
         return cls.default_pairs(config, name) if given is None else given
 
     @classmethod
-    def default_pairs(cls, config: "HeadwaterConfig", name: Map) -> int:
+    def default_pairs(cls, config: HeadwaterConfig, name: Map) -> int:
         """D, and 4·D for the feed-forward."""
         return (4 if name == "feed_forward" else 1) * config.hidden_size
 
@@ -402,51 +342,8 @@ class Pattention(Mechanism):
         return options | given | {"ffn_pairs": counts["feed_forward"]}
 
     @classmethod
-    def tunes(cls, options: dict[str, Any]) -> bool:
-        return options["frozen"] is not None
-
-    def learns(self, parameter: str) -> bool:
-        return self.frozen_key is not None and not parameter.startswith("frozen_")
-
-    @classmethod
-    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
-        if growth.keeps and options["score"] == "softmax" and (growth.widens or len(growth.q) > max(growth.q) + 1):
-            raise HeadwaterError(
-                "Mechanism 'pattention': score=softmax divides by the square root of its input's width, so with "
-                "another width or number of heads it would compute something else; add pairs or layers, or use a "
-                "method that does not keep the function."
-            )
-        return cls.with_pairs(options, {name: cls.pairs(options, config, name) for name in get_args(Map)})
-
-    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
-        ins, outs = (SAME, SAME) if place is None else place
-        return SAME, ins if parameter.removeprefix("frozen_") == "key" else outs
-
-    @classmethod
-    def map(
-        cls, options: dict[str, Any], config: "HeadwaterConfig", layer: int, name: Map, d_in: int, d_out: int
-    ) -> Self:
-        pairs, top_k = cls.pairs(options, config, name), cls.top_k_of(options, name)
-        read = top_k or pairs
-        tau = {"sqrt_pairs": read**0.5, "pairs": float(read), None: None}[options["tau"]]
-        key_std, value_std = cls.stds(options, config, name, d_in, pairs)
-        return cls(
-            d_in,
-            d_out,
-            pairs,
-            score=options["score"],
-            gelu=options["gelu"],
-            tau=tau,
-            key_std=key_std,
-            value_std=value_std,
-            frozen=cls.frozen_of(options, name),
-            top_k=top_k,
-            product_heads=cls.product_heads_of(options, name),
-        )
-
-    @classmethod
     def stds(
-        cls, options: dict[str, Any], config: "HeadwaterConfig", name: Map, d_in: int, pairs: int
+        cls, options: dict[str, Any], config: HeadwaterConfig, name: Map, d_in: int, pairs: int
     ) -> tuple[float, float]:
         """Standard deviations at init of the keys and values of a map from d_in with `pairs` pairs."""
         value_std = 2 / (config.num_hidden_layers * config.hidden_size**0.5)
@@ -454,28 +351,8 @@ class Pattention(Mechanism):
             # As many numbers are added up as `pairs` says; the rest of the default number is made up for.
             pairs = top_k * max(1, cls.product_heads_of(options, name))
             value_std *= (cls.default_pairs(config, name) / pairs) ** 0.5
-        return (
-            _init_std(options["key_init"], name, d_in, config.initializer_range),
-            _init_std(options["value_init"], name, pairs, value_std),
-        )
-
-    @classmethod
-    def feed_forward_size(cls, options: dict[str, Any]) -> str | None:
-        if cls.top_k_of(options, "feed_forward") is not None:
-            return None  # not any number will do
-        return "ffn_pairs"
-
-    @classmethod
-    def map_cost(
-        cls, options: dict[str, Any], config: "HeadwaterConfig", layer: int, name: Map, d_in: int, d_out: int
-    ) -> Cost:
-        pairs = cls.pairs(options, config, name)
-        if top_k := cls.top_k_of(options, name):
-            return cls._sparse_cost(options, name, pairs, top_k, d_in, d_out)
-        numbers = pairs * (d_in + d_out)
-        # Autograd keeps the scores and one number per row for the default score; for others what the plain form keeps.
-        saved = {"l2_norm_gelu": pairs + 1, "exp_l1_norm": 2 * pairs, "softmax": 2 * pairs}
-        return Cost(parameters=numbers, flops=2 * numbers, saved=saved.get(options["score"], 3 * pairs + 3))
+        key_std = _init_std(options["key_init"], name, d_in, config.initializer_range)
+        return key_std, _init_std(options["value_init"], name, pairs, value_std)
 
     @classmethod
     def _sparse_cost(cls, options: dict[str, Any], name: Map, pairs: int, top_k: int, d_in: int, d_out: int) -> Cost:
@@ -492,45 +369,95 @@ class Pattention(Mechanism):
             looked_up=max(0, pairs - read) * d_out,
         )
 
+    # Capabilities
 
-class ProductKeys(KeepsPrecision):
-    """Which k pairs (i, j) have the largest sums a_i + b_j of s numbers each. arXiv 1907.05242, section 3.1.
+    @classmethod
+    def choose_embedding_range(cls, options: dict[str, Any], config: HeadwaterConfig) -> float:
+        return 0.2  # chosen in docs/fairness.md; the papers' presets have the published 0.02
 
-    They are among the k largest a and b. The i-th largest with the j-th is the least of i·j pairs, so that those with
-    i·j ≤ k will do: about k·ln k of k².
+    @classmethod
+    def build_linear(
+        cls, options: dict[str, Any], config: HeadwaterConfig, layer: int, name: Map, d_in: int, d_out: int
+    ) -> Self:
+        pairs, top_k = cls.pairs(options, config, name), cls.top_k_of(options, name)
+        read = top_k or pairs
+        tau = {"sqrt_pairs": read**0.5, "pairs": float(read), None: None}[options["tau"]]
+        key_std, value_std = cls.stds(options, config, name, d_in, pairs)
+        form: dict[str, Any] = {"score": options["score"], "gelu": options["gelu"], "tau": tau}
+        stds: dict[str, Any] = {"key_std": key_std, "value_std": value_std}
+        reading: dict[str, Any] = {"top_k": top_k, "product_heads": cls.product_heads_of(options, name)}
+        return cls(d_in, d_out, pairs, frozen=cls.frozen_of(options, name), **form, **stds, **reading)
 
-    Args
-        side: s. top_k: k.
+    @classmethod
+    def count_linear_cost(
+        cls, options: dict[str, Any], config: HeadwaterConfig, layer: int, name: Map, d_in: int, d_out: int
+    ) -> Cost:
+        pairs = cls.pairs(options, config, name)
+        if top_k := cls.top_k_of(options, name):
+            return cls._sparse_cost(options, name, pairs, top_k, d_in, d_out)
+        numbers = pairs * (d_in + d_out)
+        # Autograd keeps the scores and one number per row for the default score; for others what the plain form keeps.
+        saved = {"l2_norm_gelu": pairs + 1, "exp_l1_norm": 2 * pairs, "softmax": 2 * pairs}
+        return Cost(parameters=numbers, flops=2 * numbers, saved=saved.get(options["score"], 3 * pairs + 3))
 
-    Buffer: `ranks` [2, about k·ln k], these i and j, from 0.
+    matrix_parameters = ("key", "value", "frozen_key", "frozen_value")
 
-        >>> import torch
-        >>> from headwater.mechanisms.pattention import ProductKeys
-        >>> pairs, sums = ProductKeys(side=3, top_k=2)(torch.tensor([[0.0, 5.0, 2.0], [1.0, 0.0, 2.0]]))
-        >>> pairs, sums
-        (tensor([5, 3]), tensor([7., 6.]))
-    """
+    @classmethod
+    def grow_options(cls, options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
+        if growth.keeps and options["score"] == "softmax" and (growth.widens or len(growth.q) > max(growth.q) + 1):
+            raise HeadwaterError(
+                "Mechanism 'pattention': score=softmax divides by the square root of its input's width, so with "
+                "another width or number of heads it would compute something else; add pairs or layers, or use a "
+                "method that does not keep the function."
+            )
+        return cls.with_pairs(options, {name: cls.pairs(options, config, name) for name in get_args(Map)})
 
-    ranks: Tensor
+    def describe_axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+        ins, outs = (SAME, SAME) if place is None else place
+        return SAME, ins if parameter.removeprefix("frozen_") == "key" else outs
 
-    def __init__(self, side: int, top_k: int) -> None:
-        super().__init__()
-        self.side, self.top_k = side, top_k
-        self.register_buffer("ranks", self.constants()["ranks"], persistent=False)
+    @classmethod
+    def name_size_option(cls, options: dict[str, Any]) -> str | None:
+        return None if cls.top_k_of(options, "feed_forward") else "ffn_pairs"  # with top_k not any number will do
 
-    def forward(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """scores [..., 2, s] -> i·s + j and a_i + b_j, [..., k], the largest first."""
-        best = largest(scores.detach(), min(self.top_k, self.side))
-        # By rank, and then by rank of the pair.
-        ranked = best.gather(-1, self.ranks.expand(*best.shape[:-1], -1))
-        kept = largest(scores.detach().gather(-1, ranked).sum(-2), self.top_k)
-        at = ranked.gather(-1, kept.unsqueeze(-2).expand(*kept.shape[:-1], 2, -1))
-        return at[..., 0, :] * self.side + at[..., 1, :], taken(scores, at).sum(-2)
+    def prepare_training(self, step: Step) -> tuple[float, float] | None:
+        return self.way() if step.start.get("tau") == "anneal" else None
 
-    def constants(self) -> dict[str, Tensor]:
-        most = min(self.top_k, self.side)
-        pairs = [(i, j) for i in range(most) for j in range(most) if (i + 1) * (j + 1) <= self.top_k]
-        return {"ranks": torch.tensor(pairs).T.contiguous()}
+    def prepare_step(self, kept: Any, step: Step) -> None:
+        self.anneal(kept, step.number / self.length(step))
+
+    @classmethod
+    def describe_training(cls, modules: int, step: Step) -> str:
+        return f"τ of {modules} maps goes to √n of their pairs in {cls.length(step)} steps."
+
+    @classmethod
+    def freezes_model(cls, options: dict[str, Any]) -> bool:
+        return options["frozen"] is not None
+
+    def is_trained(self, parameter: str) -> bool:
+        return self.frozen_key is not None and not parameter.startswith("frozen_")
+
+    def choose_group(self, parameter: str) -> Group | None:
+        """Values that are looked up are like embeddings, in which a row that no token reads should stay."""
+        return "embeddings" if self.top_k is not None and parameter.endswith("value") else None
+
+    per_head = per_token = True
+
+    def build_part(self, processes: Processes) -> nn.Module:
+        return PairsOfProcess(self, processes) if self._is_default else self
+
+    def show_scalars(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
+        return {"τ": Shown(self.scale())}
+
+    @torch.no_grad()
+    def show_firing(self, x: Tensor, *_: Any) -> Tensor:
+        """|Θ|·‖V_P‖: x [..., d_in] -> the norm of each pair's contribution to the output [..., n]."""
+        return self.weights(x).abs() * _wide(self.values).norm(dim=-1)
+
+    def build_twin(self) -> nn.Module:
+        """An MLP with a unit for each pair: linear, GELU, linear. Without `top_k` it has the same matmuls."""
+        (d_in, d_out), bias = (self.key.shape[1], self.value.shape[1]), False
+        return nn.Sequential(nn.Linear(d_in, self.n, bias=bias), nn.GELU(), nn.Linear(self.n, d_out, bias=bias))
 
 
 class Tau(KeepsPrecision):
@@ -560,8 +487,23 @@ def default_tau(score: ScoreFunction, pairs: int) -> float:
     return 1.0 if score == "softmax" else float(pairs) if "l1" in score else pairs**0.5
 
 
-def unreadable(pairs: int, top_k: int | None, product: bool, frozen: bool) -> str | None:
-    """What is wrong with reading `top_k` of this many pairs; None if nothing is."""
+def check_form(score: str, gelu: str, tau: float | None) -> None:
+    """Raise `HeadwaterError` for an unknown or contradictory Θ."""
+    for name, value, known in (("score", score, SCORES), ("gelu", gelu, GELU)):
+        if value not in known:
+            raise HeadwaterError(f"Pattention has no {name} {value!r}; {nearest(str(value), known)}")
+    if "gelu" not in score and gelu != "erf":
+        raise HeadwaterError(f"Pattention's score {score!r} has no GELU; leave gelu out.")
+    if tau is not None and not 0 < tau < float("inf"):
+        raise HeadwaterError(f"Pattention's tau must be above zero and finite, not {tau}.")
+
+
+def unreadable(pairs: int, top_k: int | None, product: bool, frozen: int) -> str | None:
+    """What is wrong with reading `top_k` of this many pairs, and freezing some; None if nothing is."""
+    if pairs < 1:
+        return f"there must be at least one pair, not {pairs}"
+    if not 0 <= frozen < pairs:
+        return f"of {pairs} pairs, 0 to {pairs - 1} can be frozen, not {frozen}"
     side = math.isqrt(pairs)
     if top_k is not None and not 1 <= top_k <= pairs:
         return f"top_k must be from 1 to the {pairs} pairs, not {top_k}"
@@ -574,31 +516,8 @@ def unreadable(pairs: int, top_k: int | None, product: bool, frozen: bool) -> st
     return None
 
 
-def largest(a: Tensor, k: int) -> Tensor:
-    """Where the k largest numbers of each row are, in order, of equal ones the first: [..., n] -> [..., k]."""
-    if a.dtype != torch.float32:
-        return a.sort(dim=-1, descending=True, stable=True).indices[..., :k]
-    # PyTorch's topk leaves open which of equal numbers it takes, and sorting takes longer. So no two are equal here:
-    # first the bits, which are ordered as the numbers are but for the negative ones, then the place.
-    bits = a.view(torch.int32)
-    ordered = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits).long()
-    place = torch.arange(a.shape[-1] - 1, -1, -1, device=a.device)
-    return ordered.mul_(2**32).add_(place).topk(k).indices
-
-
-def taken(a: Tensor, at: Tensor) -> Tensor:
-    """`a.gather(-1, at)`, which stores the places for the backward pass and not a."""
-    rows = torch.arange(at.shape[:-1].numel(), device=at.device).view(*at.shape[:-1], 1)
-    return a.flatten().index_select(0, (rows * a.shape[-1] + at).flatten()).view(at.shape)
-
-
-def weighted_rows(table: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
-    """Σ_i weights_i·table[rows_i]: table [n, d], rows and weights [..., k] -> [..., d]."""
-    if can_fuse(table, weights, needs_grad=False):  # stores the weights, and not the rows
-        flat = rows.flatten(0, -2)
-        out = nn.functional.embedding_bag(flat, table, per_sample_weights=weights.reshape(flat.shape), mode="sum")
-        return out.view(*rows.shape[:-1], table.shape[1])
-    return (weights.unsqueeze(-1) * table[rows]).sum(-2)
+def _is_deviation(value: Any) -> bool:
+    return isinstance(value, float | int) and not isinstance(value, bool) and 0 <= value < float("inf")
 
 
 def _init_std(given: float | str | dict[str, Any] | None, name: Map, inputs: int, default: float) -> float:
@@ -607,12 +526,14 @@ def _init_std(given: float | str | dict[str, Any] | None, name: Map, inputs: int
     return default if value is None else inputs**-0.5 if value == "fan_in" else float(value)
 
 
-def _whole(pairs: Tensor) -> Tensor:
-    """The pairs as an ordinary tensor, where a quantizer has replaced it by its own class."""
-    return pairs if type(pairs).dequantize is Tensor.dequantize else pairs.dequantize()
+def _join(frozen: Tensor | None, trained: Tensor) -> Tensor:
+    """All rows as an ordinary tensor, where a quantizer has replaced one by its own class."""
+    parts = [
+        x if type(x).dequantize is Tensor.dequantize else x.dequantize() for x in (frozen, trained) if x is not None
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-# The forms of GELU, and PyTorch's names for them.
 class PairsOfProcess(nn.Module):
     """A Pattention of whose pairs each process of a server has some; the scores are normed over all of them."""
 
@@ -631,6 +552,7 @@ class PairsOfProcess(nn.Module):
         return self.processes.summed(nn.functional.gelu(wide, approximate=self.form).to(x.dtype) @ self.value)
 
 
+# The forms of GELU, and PyTorch's names for them.
 GELU = {"erf": "none", "tanh": "tanh"}
 
 

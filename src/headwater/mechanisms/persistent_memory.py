@@ -16,20 +16,18 @@ is 0.16; pairs six times as large drown the tokens, and a model learns to recall
 
 from dataclasses import dataclass
 from math import inf, sqrt
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
 from headwater.config.plan import LayerPlan
-from headwater.mechanisms.base import KV, Context, Cost, Mechanism
-from headwater.mechanisms.enlarging import SAME, Dim, Larger
-from headwater.mechanisms.receivers import check_layers, is_chosen, moved_layers
+from headwater.config.text import HeadwaterConfig
+from headwater.mechanisms.contract import KV, Context, Cost, Mechanism
+from headwater.mechanisms.enlarging import SAME, Dim
+from headwater.mechanisms.receivers import check_layers, is_chosen, move_layers
 from headwater.util.errors import HeadwaterError
-
-if TYPE_CHECKING:
-    from headwater.config.text import HeadwaterConfig
 
 
 class PersistentMemory(Mechanism):
@@ -54,6 +52,7 @@ class PersistentMemory(Mechanism):
         >>> y = attend(q, torch.cat((k, more_k), dim=2), torch.cat((v, more_v), dim=2))
     """
 
+    source = "learned pairs beside the tokens'"
     paper = "1907.01470"
 
     @strict
@@ -69,7 +68,7 @@ class PersistentMemory(Mechanism):
         self.key, self.value = (nn.Parameter(torch.empty(heads, pairs, width)) for _ in range(2))
         self.reset_parameters()
 
-    def init(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
+    def initial_value(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
         std = self.init_stds[parameter] / self.factors[parameter]
         return torch.normal(0.0, std, self.key.shape, generator=generator)
 
@@ -82,15 +81,14 @@ class PersistentMemory(Mechanism):
         """The keys and values, each [heads, pairs, width]."""
         return KV(self.key * self.factors["key"], self.value * self.factors["value"])
 
+    def add_key_values(self, context: Context) -> KV:
+        return self()  # through __call__, where accelerate's hooks load offloaded parameters
+
     # In a headwater model
 
     @classmethod
-    def origin(cls, options: dict[str, Any]) -> str:
-        return "learned pairs beside the tokens'"
-
-    @classmethod
-    def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
-        check_layers(cls.name(), options, config)
+    def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
+        check_layers(cls, options, config)
         if options["pairs"] < 1:
             raise HeadwaterError(
                 f"Mechanism 'persistent_memory': pairs must be at least 1, not {options['pairs']}; remove it for none."
@@ -102,15 +100,11 @@ class PersistentMemory(Mechanism):
             )
 
     @classmethod
-    def kernels(cls, options: dict[str, Any]) -> tuple[str, ...]:
-        return "sdpa", "eager", "matmul"  # the others take no mask in which some keys have no place in the row
+    def plan_stages(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
+        return [plan.acting(cls, cls.add_key_values) if is_chosen(plan.index, options) else plan for plan in plans]
 
     @classmethod
-    def plan(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
-        return [plan.acting("beside", cls.name()) if is_chosen(plan.index, options) else plan for plan in plans]
-
-    @classmethod
-    def cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
+    def count_cost(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Cost:
         width, q_width = (n * config.head_dim for n in (config.num_key_value_heads, config.num_attention_heads))
         saved = 0
         if config.is_causal:
@@ -119,14 +113,7 @@ class PersistentMemory(Mechanism):
         return Cost(parameters=2 * options["pairs"] * width, flops=4 * options["pairs"] * q_width, saved=saved)
 
     @classmethod
-    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
-        return moved_layers(options, growth)
-
-    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
-        return Dim("kv"), SAME
-
-    @classmethod
-    def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
+    def build_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
         init_std = options["init_std"]
         if init_std is None:  # projected from inputs that a norm has given a mean square of 1
             drawn = config.initializer_range * sqrt(config.hidden_size)
@@ -136,5 +123,13 @@ class PersistentMemory(Mechanism):
             init_stds = (init_std, init_std)
         return cls(config.num_key_value_heads, options["pairs"], config.head_dim, init_stds)
 
-    def beside(self, context: Context) -> KV:
-        return self()  # through __call__, where accelerate's hooks load offloaded parameters
+    # Capabilities
+
+    @classmethod
+    def list_kernels(cls, options: dict[str, Any]) -> tuple[str, ...]:
+        return "sdpa", "eager", "matmul"  # the others take no mask in which some keys have no place in the row
+
+    grow_options = staticmethod(move_layers)
+
+    def describe_axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+        return Dim("kv"), SAME

@@ -30,3 +30,11 @@ class KeepsPrecision(nn.Module):
     def constants(self) -> dict[str, Tensor]:
         """The initial values of the module's buffers, by name, since loading a checkpoint creates buffers empty."""
         return {}
+
+
+def fp32_parameter(*shape: int) -> nn.Parameter:
+    """Make an uninitialized parameter in fp32 (in fp64 models, fp64), whatever precision the model is built in.
+
+    Its module derives from `KeepsPrecision` too, so that casting the model does not round it.
+    """
+    return nn.Parameter(torch.empty(shape, dtype=torch.promote_types(torch.get_default_dtype(), torch.float32)))

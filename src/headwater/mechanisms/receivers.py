@@ -1,24 +1,23 @@
 """Options that several mechanisms have: `source`, `layers` (which of them receive, or act) and `channels`."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from headwater.config.plan import LayerPlan
+from headwater.config.text import HeadwaterConfig
+from headwater.mechanisms.contract import Mechanism
 from headwater.mechanisms.enlarging import Larger
 from headwater.util.errors import HeadwaterError
 
-if TYPE_CHECKING:
-    from headwater.config.plan import LayerPlan
-    from headwater.config.text import HeadwaterConfig
 
-
-def receivers(options: dict[str, Any], config: "HeadwaterConfig") -> list[int]:
+def receivers(options: dict[str, Any], config: HeadwaterConfig) -> list[int]:
     """The receiving layers: those of the option `layers`, by default all after the option `source`."""
     if options["layers"] is None:
         return list(range(options["source"] + 1, config.num_hidden_layers))
     return sorted(set(options["layers"]))
 
 
-def check_receivers(name: str, options: dict[str, Any], config: "HeadwaterConfig") -> None:
+def check_receivers(name: str, options: dict[str, Any], config: HeadwaterConfig) -> None:
     """Raise `HeadwaterError` unless the source and the receiving layers exist, and come in this order."""
     depth, source, layers = config.num_hidden_layers, options["source"], options["layers"]
     if not 0 <= source < depth:
@@ -43,9 +42,9 @@ def is_chosen(layer: int, options: dict[str, Any]) -> bool:
     return options["layers"] is None or layer in options["layers"]
 
 
-def check_layers(name: str, options: dict[str, Any], config: "HeadwaterConfig") -> None:
+def check_layers(mechanism: type[Mechanism], options: dict[str, Any], config: HeadwaterConfig) -> None:
     """Raise `HeadwaterError` unless every layer of the option `layers` exists, and there is one."""
-    depth, layers = config.num_hidden_layers, options["layers"]
+    name, depth, layers = mechanism.registered_name(), config.num_hidden_layers, options["layers"]
     if layers is None:
         return
     if not layers:
@@ -55,9 +54,7 @@ def check_layers(name: str, options: dict[str, Any], config: "HeadwaterConfig") 
             raise HeadwaterError(f"Mechanism {name!r}: layers must lie between 0 and {depth - 1}, not at {layer}.")
 
 
-def layers_with_values(
-    name: str, options: dict[str, Any], layers: list[int], plans: Sequence["LayerPlan"]
-) -> list[int]:
+def layers_with_values(name: str, options: dict[str, Any], layers: list[int], plans: Sequence[LayerPlan]) -> list[int]:
     """Those of `layers` that have values of their own.
 
     Raises `HeadwaterError` if none has, or if one that the option `layers` names lacks them.
@@ -71,12 +68,18 @@ def layers_with_values(
     return [layer for layer in layers if layer not in lacking]
 
 
-def check_channels(name: str, channels: int, config: "HeadwaterConfig") -> None:
-    """Raise `HeadwaterError` unless the model has the channels that a gate reads, the first ones."""
+def check_channels(mechanism: type[Mechanism], options: dict[str, Any], config: HeadwaterConfig) -> None:
+    """Raise `HeadwaterError` unless the model has the `channels` that a gate reads, the first ones."""
+    name, channels = mechanism.registered_name(), options["channels"]
     if not 1 <= channels <= config.hidden_size:
         raise HeadwaterError(
             f"Mechanism {name!r}: channels must be from 1 to hidden_size {config.hidden_size}, not {channels}."
         )
+
+
+def keep_options(options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
+    """`grow_options` of a mechanism whose options are the same in every larger model."""
+    return options
 
 
 def moved_receivers(options: dict[str, Any], layers: list[int], growth: Larger) -> dict[str, Any]:
@@ -87,7 +90,7 @@ def moved_receivers(options: dict[str, Any], layers: list[int], growth: Larger) 
     return options | {"source": source, "layers": None if options["layers"] is None and everything else new}
 
 
-def moved_layers(options: dict[str, Any], growth: Larger) -> dict[str, Any]:
-    """The option `layers` of a mechanism that may act in every layer: it acts in all copies of its layers."""
+def move_layers(options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
+    """`grow_options` of a mechanism that may act in every layer: it acts in all copies of its `layers`."""
     layers = options["layers"]
     return options | {"layers": None if layers is None else growth.copies(layers)}

@@ -5,13 +5,13 @@ from torch import Tensor
 
 from headwater.kernels import can_fuse, can_fuse_traced
 from headwater.kernels.shift import fused_dynamic_shift, fused_shift, shift_back, traced_shift
-from headwater.mechanisms.base import Ancestors
+from headwater.mechanisms.contract import Ancestors, Reach, Tail
 
 
 def shift(
     x: Tensor,
     weight: Tensor,
-    reach: Tensor | Ancestors | None = None,
+    reach: Reach = None,
     before: Tensor | None = None,
     residual: bool = False,
 ) -> Tensor:
@@ -25,28 +25,34 @@ def shift(
     """
     window, length = weight.shape[0], x.shape[2]
     if length == 1 and window > 2 and before is not None and reach is None:
-        # A decoding step: one product, not one for each tap, and no taps with 1 added.
-        taken = weight.view(window, x.shape[1], -1).flip(0).transpose(0, 1) * torch.cat((before, x), dim=2)
-        y = taken.sum(2, keepdim=True)
-        return (y + x if residual else y).to(x.dtype)
+        return _shift_step(x, weight, before, residual)
     if residual:
         weight = torch.cat((weight[:1] + 1, weight[1:]))
-    if isinstance(reach, Ancestors):
-        taps = weight.view(len(weight), x.shape[1], 1, -1).unbind()
-        y = taps[0] * x
-        for steps in range(1, len(taps)):
-            y = torch.addcmul(y, taps[steps], reach.of(x, before, steps))
-        return y.to(x.dtype)
+    if before is not None and not isinstance(reach, Ancestors):
+        return _shift_after(x, weight, reach, before)
     if before is None and reach is None and can_fuse(x, weight, needs_grad=False, cpu_only=True):
         return fused_shift(x, weight)
-    if before is None and can_fuse_traced():
+    if before is None and not isinstance(reach, Ancestors) and can_fuse_traced():
         return traced_shift(x, weight, reach)
     taps = weight.view(window, x.shape[1], 1, -1).unbind()
     y = taps[0] * x
-    if before is None:
-        for steps in range(1, window):
-            y = torch.addcmul(y, taps[steps], shift_back(x, steps, reach))
-        return y.to(x.dtype)
+    for steps in range(1, window):
+        y = torch.addcmul(y, taps[steps], earlier(x, steps, reach, before))
+    return y.to(x.dtype)
+
+
+def _shift_step(x: Tensor, weight: Tensor, before: Tensor, residual: bool) -> Tensor:
+    """A decoding step: one product, not one for each tap, and no taps with 1 added."""
+    taken = weight.view(len(weight), x.shape[1], -1).flip(0).transpose(0, 1) * torch.cat((before, x), dim=2)
+    y = taken.sum(2, keepdim=True)
+    return (y + x if residual else y).to(x.dtype)
+
+
+def _shift_after(x: Tensor, weight: Tensor, reach: Tensor | None, before: Tensor) -> Tensor:
+    """The sum over x and the tokens `before`."""
+    window, length = weight.shape[0], x.shape[2]
+    taps = weight.view(window, x.shape[1], 1, -1).unbind()
+    y = taps[0] * x
     # A decoding step looks back at nothing in x itself.
     past = torch.cat((before, x), dim=2) if length > 1 else before
     for steps in range(1, window):
@@ -56,11 +62,19 @@ def shift(
     return y.to(x.dtype)
 
 
+def shift_second(x: Tensor, dim: int, size: int, reach: Reach = None, before: Tensor | None = None) -> Tensor:
+    """x [B, heads, T, d], all but its first `size` heads (dim 1) or channels (dim 3) those of the previous token."""
+    late, earlier_late = (y if y is None else y.narrow(dim, size, x.shape[dim] - size) for y in (x, before))
+    halves = x.narrow(dim, 0, size), earlier(late, 1, reach, earlier_late)
+    # Joined in the memory layout of projections, which what heads read takes over from queries.
+    return torch.cat([y.transpose(1, 2) for y in halves], 2 if dim == 1 else 3).transpose(1, 2)
+
+
 def dynamic_shift(
     x: Tensor,
     weight: Tensor,
     more: Tensor,
-    reach: Tensor | Ancestors | None = None,
+    reach: Reach = None,
     before: Tensor | None = None,
 ) -> Tensor:
     """y_t = Σ_s (weight[s] + more[s]_t)·x_{t-s}: as `shift`, with weights of the token, more [window, B, K, T, 1]."""
@@ -73,7 +87,20 @@ def dynamic_shift(
     return y.to(x.dtype)
 
 
-def earlier(x: Tensor, steps: int, reach: Tensor | Ancestors | None = None, before: Tensor | None = None) -> Tensor:
+def read_tail(tail: Tail | None, name: str, x: Tensor, length: int, reach: Reach = None) -> Tensor | None:
+    """The `length` raw tokens before x in a cache, which stores the last ones of x under `name`; None without a cache.
+
+    Where rows branch, all tokens that the cache has.
+    """
+    return None if tail is None else tail.before(name, x, length, everything=isinstance(reach, Ancestors))
+
+
+def previous_token(x: Tensor, reach: Reach, tail: Tail | None, name: str) -> Tensor:
+    """x_{t-1} of x [B, K, T, d], or 0 at a document's first token. tail: has the token before x under `name`."""
+    return earlier(x, 1, reach, read_tail(tail, name, x, 1, reach))
+
+
+def earlier(x: Tensor, steps: int, reach: Reach = None, before: Tensor | None = None) -> Tensor:
     """x_{t-steps} of x [B, K, T, d], or 0 where the document has no such token; reach, before: as in `shift`."""
     if isinstance(reach, Ancestors):
         return reach.of(x, before, steps)

@@ -25,23 +25,22 @@ that is mixed in (value residual) is the convolved one.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isqrt
-from typing import TYPE_CHECKING, Any, Literal, Self, cast, get_args
+from typing import Any, Literal, Self, get_args
 
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
 from headwater.config.layers import layer_config
-from headwater.config.plan import Kept, LayerPlan, Outer, Source, Stage
-from headwater.mechanisms.base import KV, Ancestors, Context, Cost, Hidden, Mechanism, Shown, Tail
-from headwater.mechanisms.enlarging import READS, SAME, Dim, Larger
-from headwater.mechanisms.precision import KeepsPrecision
-from headwater.mechanisms.receivers import check_layers, is_chosen, moved_layers
-from headwater.mechanisms.shift import dynamic_shift, shift
+from headwater.config.plan import Kept, LayerPlan, Source, Stage
+from headwater.config.text import HeadwaterConfig
+from headwater.mechanisms.capabilities import Shown
+from headwater.mechanisms.contract import KV, Context, Cost, Hidden, Mechanism, Reach, Tail
+from headwater.mechanisms.enlarging import READS, SAME, Dim
+from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
+from headwater.mechanisms.receivers import check_layers, is_chosen, move_layers
+from headwater.mechanisms.shift import dynamic_shift, read_tail, shift
 from headwater.util.errors import HeadwaterError, nearest
-
-if TYPE_CHECKING:
-    from headwater.config.text import HeadwaterConfig
 
 Site = Literal[
     "queries",
@@ -62,8 +61,8 @@ HIDDEN: dict[str, Kept] = {"gate": "gate", "up": "up"}
 def stage_of(name: str) -> Stage:
     """Where a tensor is convolved."""
     if name in PARTS:
-        return "projected"
-    return "feed_forward_hidden" if name in HIDDEN else cast(Stage, name)
+        return Stage.PROJECTIONS
+    return Stage.FEED_FORWARD_HIDDEN if name in HIDDEN else Stage[name.upper()]
 
 
 class ShortConv(KeepsPrecision, Mechanism):
@@ -96,7 +95,6 @@ class ShortConv(KeepsPrecision, Mechanism):
     """
 
     paper = "2512.17351"
-    per_head = True
 
     @strict
     @dataclass
@@ -119,16 +117,16 @@ class ShortConv(KeepsPrecision, Mechanism):
     ) -> None:
         super().__init__()
         self.window, self.residual, self.init_mode, self.dynamic = window, residual, init, tuple(dynamic)
-        self.tails = {name: f"{self.name()}.{name}" for name in sizes}
+        self.tails = {name: f"{self.registered_name()}.{name}" for name in sizes}
         for name, (heads, channels) in sizes.items():
-            self.register_parameter(f"{name}_taps", self.scalars(window, heads, channels))
+            self.register_parameter(f"{name}_taps", fp32_parameter(window, heads, channels))
             if name in dynamic:
                 setattr(self, f"{name}_map", nn.Linear(width, heads * window, bias=False))
                 if init == "identity":
                     nn.init.zeros_(self.get_parameter(f"{name}_map.weight"))
         self.reset_parameters()
 
-    def init(self, parameter: str, generator: torch.Generator | None = None) -> Tensor | None:
+    def initial_value(self, parameter: str, generator: torch.Generator | None = None) -> Tensor | None:
         name, shape = parameter.removesuffix("_taps"), self.get_parameter(parameter).shape
         if name == parameter:  # of a map
             return torch.zeros(shape) if self.init_mode == "identity" else None
@@ -153,7 +151,7 @@ class ShortConv(KeepsPrecision, Mechanism):
         self,
         x: Tensor,
         name: str,
-        reach: Tensor | Ancestors | None = None,
+        reach: Reach = None,
         tail: Tail | None = None,
         given: Tensor | None = None,
     ) -> Tensor:
@@ -164,21 +162,47 @@ class ShortConv(KeepsPrecision, Mechanism):
             before is not in the slot before.
         tail: holds the raw tokens before these; default: there are none.
         """
-        branches = isinstance(reach, Ancestors)
-        before = None if tail is None else tail.before(self.tails[name], x, self.window - 1, everything=branches)
+        before = read_tail(tail, self.tails[name], x, self.window - 1, reach)
         if name not in self.dynamic:
             return shift(x, self.get_parameter(f"{name}_taps"), reach, before, self.residual)
         taps = self.taps(name)
         more = getattr(self, f"{name}_map")(given).to(taps.dtype) * self.scale(name)
         return dynamic_shift(x, taps, more.unflatten(2, (x.shape[1], -1)).permute(3, 0, 2, 1)[..., None], reach, before)
 
-    def group(self, parameter: str) -> Literal["vectors"] | None:
-        return "vectors" if parameter.endswith("_taps") else None  # of each channel, however they are laid out
+    def transform_projections(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
+        def convolved(site: str, x: Tensor) -> Tensor:
+            return self(x, site, context.reach, context.tail, context.x) if site in self.tails else x
+
+        return convolved("queries", q), KV(convolved("keys", kv.k), convolved("values", kv.v))
+
+    def of_stream(self, x: Tensor, name: str, context: Context) -> Tensor:
+        """x [B, T, channels], convolved with the taps of a name."""
+        heads = self.get_parameter(f"{name}_taps").shape[1]
+        pieces = x.unflatten(2, (heads, -1)).transpose(1, 2)
+        return self(pieces, name, context.reach, context.tail).transpose(1, 2).flatten(2)
+
+    def transform_attention_input(self, x: Tensor, context: Context) -> Tensor:
+        return self.of_stream(x, "attention_input", context)
+
+    def transform_attention_output(self, x: Tensor, context: Context) -> Tensor:
+        return self.of_stream(x, "attention_output", context)
+
+    def transform_feed_forward_input(self, x: Tensor, context: Context) -> Tensor:
+        return self.of_stream(x, "feed_forward_input", context)
+
+    def transform_feed_forward_hidden(self, hidden: Hidden, context: Context) -> Hidden:
+        gate, up = hidden
+        return Hidden(
+            None if gate is None else self.of_stream(gate, "gate", context), self.of_stream(up, "up", context)
+        )
+
+    def transform_feed_forward_output(self, x: Tensor, context: Context) -> Tensor:
+        return self.of_stream(x, "feed_forward_output", context)
 
     # In a headwater model
 
     @classmethod
-    def origin(cls, options: dict[str, Any]) -> str:
+    def describe_source(cls, options: dict[str, Any]) -> str:
         return f"the {options['window'] - 1} previous tokens, by channel"
 
     @classmethod
@@ -186,8 +210,8 @@ class ShortConv(KeepsPrecision, Mechanism):
         return ["keys", "values"] if options["sites"] is None else list(dict.fromkeys(options["sites"]))
 
     @classmethod
-    def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
-        check_layers(cls.name(), options, config)
+    def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
+        check_layers(cls, options, config)
         for site in cls.sites(options):
             if site not in get_args(Site):
                 raise HeadwaterError(
@@ -205,13 +229,7 @@ class ShortConv(KeepsPrecision, Mechanism):
             raise HeadwaterError(f"Mechanism 'short_conv': window must be at least 2, not {options['window']}.")
 
     @classmethod
-    def identity(cls, options: dict[str, Any]) -> dict[str, Any] | None:
-        scale = 2 * options.get("window", 4) + 1
-        rounded = options.get("dynamic") and isqrt(scale) ** 2 != scale  # 1/√(2w + 1) times its inverse is not 1
-        return None if rounded or options.get("init") == "random" else options | {"init": "identity"}
-
-    @classmethod
-    def sizes(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> dict[str, tuple[int, int]]:
+    def sizes(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> dict[str, tuple[int, int]]:
         """What is convolved in a layer: heads and channels of a head, by name."""
         heads = {"queries": config.num_attention_heads, "keys": len(plan.k_heads), "values": len(plan.v_heads)}
         found = {}
@@ -228,13 +246,22 @@ class ShortConv(KeepsPrecision, Mechanism):
         return {name: (size // wide, wide) if size % wide == 0 else (1, size) for name, size in found.items() if size}
 
     @classmethod
-    def plan(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
+    def plan_stages(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
+        methods = (
+            cls.transform_projections,
+            cls.transform_attention_input,
+            cls.transform_attention_output,
+            cls.transform_feed_forward_input,
+            cls.transform_feed_forward_hidden,
+            cls.transform_feed_forward_output,
+        )
+
         def amend(plan: LayerPlan) -> LayerPlan:
             sizes, back = cls.sizes(options, layer_config(config, plan.index), plan), options["window"] - 1
-            for stage in ("projected", *get_args(Outer)):
-                tails = [((PARTS | HIDDEN).get(name, "x"), back) for name in sizes if stage_of(name) == stage]
-                if tails:
-                    plan = plan.acting(stage, cls.name(), tails)
+            for method in methods:
+                names = [name for name in sizes if stage_of(name) is Stage.of(method)]
+                if names:
+                    plan = plan.acting(cls, method, [((PARTS | HIDDEN).get(name, "x"), back) for name in names])
             return plan
 
         amended = [amend(plan) if is_chosen(plan.index, options) else plan for plan in plans]
@@ -245,7 +272,7 @@ class ShortConv(KeepsPrecision, Mechanism):
         return amended
 
     @classmethod
-    def cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
+    def count_cost(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Cost:
         sizes = cls.sizes(options, config, plan)
         channels = sum(heads * width for heads, width in sizes.values())
         numbers = options["window"] * sum(sizes[name][0] for name in options["dynamic"] or [] if name in sizes)
@@ -258,10 +285,24 @@ class ShortConv(KeepsPrecision, Mechanism):
         )
 
     @classmethod
-    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
-        return moved_layers(options, growth)
+    def build_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
+        return cls.made(options, config, plan, inside=True)
 
-    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+    @classmethod
+    def made(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan, inside: bool) -> Self:
+        sizes = {name: size for name, size in cls.sizes(options, config, plan).items() if (name in PARTS) == inside}
+        dynamic = [name for name in options["dynamic"] or [] if name in sizes]
+        return cls(sizes, options["window"], options["residual"], options["init"], dynamic, config.hidden_size)
+
+    # Capabilities
+
+    @classmethod
+    def build_outer_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
+        return cls.made(options, config, plan, inside=False)
+
+    grow_options = staticmethod(move_layers)
+
+    def describe_axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
         name, is_map = parameter.removesuffix("_taps"), parameter.endswith("_map.weight")
         of = {"gate": "units", "up": "units"} | {**PARTS}
         of |= {"attention_output": "outputs", "feed_forward_output": "outputs"}
@@ -269,20 +310,17 @@ class ShortConv(KeepsPrecision, Mechanism):
         return (axis, READS) if is_map else (SAME, axis)
 
     @classmethod
-    def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
-        return cls.made(options, config, plan, inside=True)
+    def find_identity_options(cls, options: dict[str, Any]) -> dict[str, Any] | None:
+        scale = 2 * options.get("window", 4) + 1
+        rounded = options.get("dynamic") and isqrt(scale) ** 2 != scale  # 1/√(2w + 1) times its inverse is not 1
+        return None if rounded or options.get("init") == "random" else options | {"init": "identity"}
 
-    @classmethod
-    def build_outer(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
-        return cls.made(options, config, plan, inside=False)
+    def choose_group(self, parameter: str) -> Literal["vectors"] | None:
+        return "vectors" if parameter.endswith("_taps") else None  # of each channel, however they are laid out
 
-    @classmethod
-    def made(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan, inside: bool) -> Self:
-        sizes = {name: size for name, size in cls.sizes(options, config, plan).items() if (name in PARTS) == inside}
-        dynamic = [name for name in options["dynamic"] or [] if name in sizes]
-        return cls(sizes, options["window"], options["residual"], options["init"], dynamic, config.hidden_size)
+    per_head, per_token = True, False
 
-    def shown(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
+    def show_scalars(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
         heads = {"k": plan.k_heads, "v": plan.v_heads}
         others = {
             f"mean {name} {tap}": Shown(weight.view(1))
@@ -300,33 +338,3 @@ class ShortConv(KeepsPrecision, Mechanism):
             if site in self.tails
             for tap, weights in enumerate(self.taps(site).mean(2), 1)
         }
-
-    def projected(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
-        def convolved(site: str, x: Tensor) -> Tensor:
-            return self(x, site, context.reach, context.tail, context.x) if site in self.tails else x
-
-        return convolved("queries", q), KV(convolved("keys", kv.k), convolved("values", kv.v))
-
-    def of_stream(self, x: Tensor, name: str, context: Context) -> Tensor:
-        """x [B, T, channels], convolved with the taps of a name."""
-        heads = self.get_parameter(f"{name}_taps").shape[1]
-        pieces = x.unflatten(2, (heads, -1)).transpose(1, 2)
-        return self(pieces, name, context.reach, context.tail).transpose(1, 2).flatten(2)
-
-    def attention_input(self, x: Tensor, context: Context) -> Tensor:
-        return self.of_stream(x, "attention_input", context)
-
-    def attention_output(self, x: Tensor, context: Context) -> Tensor:
-        return self.of_stream(x, "attention_output", context)
-
-    def feed_forward_input(self, x: Tensor, context: Context) -> Tensor:
-        return self.of_stream(x, "feed_forward_input", context)
-
-    def feed_forward_hidden(self, hidden: Hidden, context: Context) -> Hidden:
-        gate, up = hidden
-        return Hidden(
-            None if gate is None else self.of_stream(gate, "gate", context), self.of_stream(up, "up", context)
-        )
-
-    def feed_forward_output(self, x: Tensor, context: Context) -> Tensor:
-        return self.of_stream(x, "feed_forward_output", context)

@@ -15,19 +15,17 @@ skip head attends to whatever the source layer's head attends to, so that only t
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
 from headwater.config.plan import LayerPlan
-from headwater.mechanisms.base import Mechanism
+from headwater.config.text import HeadwaterConfig
+from headwater.mechanisms.contract import Mechanism
 from headwater.mechanisms.enlarging import Larger
 from headwater.util.errors import HeadwaterError
-
-if TYPE_CHECKING:
-    from headwater.config.text import HeadwaterConfig
 
 
 class SkipLayer(Mechanism):
@@ -52,7 +50,7 @@ class SkipLayer(Mechanism):
     once for the layer's own heads and once for the skip heads, so that caches are never concatenated.
     """
 
-    per_head = per_token = True
+    source = "an earlier layer, for some heads"
 
     @strict
     @dataclass
@@ -83,11 +81,7 @@ class SkipLayer(Mechanism):
     # In a headwater model
 
     @classmethod
-    def origin(cls, options: dict[str, Any]) -> str:
-        return "an earlier layer, for some heads"
-
-    @classmethod
-    def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
+    def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
         depth, heads = config.num_hidden_layers, config.num_attention_heads
         groups = heads // config.num_key_value_heads
         distance = cls.distance(options, config)
@@ -111,24 +105,16 @@ class SkipLayer(Mechanism):
             )
 
     @classmethod
-    def distance(cls, options: dict[str, Any], config: "HeadwaterConfig") -> int:
+    def distance(cls, options: dict[str, Any], config: HeadwaterConfig) -> int:
         """How many layers back the skip heads attend; by default ¾ of the depth, rounded down."""
         return 3 * config.num_hidden_layers // 4 if options["layers"] is None else options["layers"]
 
     @classmethod
-    def skipping(cls, options: dict[str, Any], config: "HeadwaterConfig") -> int:
+    def skipping(cls, options: dict[str, Any], config: HeadwaterConfig) -> int:
         """How many key/value heads skip; by default ¾ of all heads, rounded down."""
         groups = config.num_attention_heads // config.num_key_value_heads
         heads = options["heads"]
         return (3 * config.num_attention_heads // 4 if heads is None else heads) // groups
-
-    @classmethod
-    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
-        skipping, old = cls.skipping(options, config), config.num_key_value_heads
-        first = next((new for new, head in enumerate(growth.kv) if head >= old - skipping), len(growth.kv))
-        queries = (len(growth.kv) - first) * (len(growth.q) // len(growth.kv))
-        distance = cls.distance(options, config)
-        return options | {"layers": cls._moved(distance, growth) if growth.keeps else distance, "heads": queries}
 
     @classmethod
     def _moved(cls, distance: int, growth: Larger) -> int:
@@ -143,14 +129,28 @@ class SkipLayer(Mechanism):
         return found.pop() if distance else 0
 
     @classmethod
-    def chains(cls, options: dict[str, Any]) -> bool:
-        return options["source"] == "alias"
+    def stops_redirection(cls, options: dict[str, Any]) -> bool:
+        return options["source"] != "alias"
 
     @classmethod
-    def share(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
+    def redirect_heads(
+        cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]
+    ) -> list[LayerPlan]:
         distance = cls.distance(options, config)
         skipping_heads = range(config.num_key_value_heads - cls.skipping(options, config), config.num_key_value_heads)
         new = list(plans)
         for layer in range(distance, len(plans)) if distance else ():
             new[layer] = plans[layer].attending(skipping_heads, layer - distance, layer - distance)
         return new
+
+    # Capabilities
+
+    @classmethod
+    def grow_options(cls, options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
+        skipping, old = cls.skipping(options, config), config.num_key_value_heads
+        first = next((new for new, head in enumerate(growth.kv) if head >= old - skipping), len(growth.kv))
+        queries = (len(growth.kv) - first) * (len(growth.q) // len(growth.kv))
+        distance = cls.distance(options, config)
+        return options | {"layers": cls._moved(distance, growth) if growth.keeps else distance, "heads": queries}
+
+    per_head = per_token = True

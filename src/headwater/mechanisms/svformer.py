@@ -10,19 +10,17 @@ values.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
 from headwater.config.plan import LayerPlan
-from headwater.mechanisms.base import Mechanism
+from headwater.config.text import HeadwaterConfig
+from headwater.mechanisms.contract import Mechanism
 from headwater.mechanisms.enlarging import Larger
 from headwater.mechanisms.receivers import check_receivers, moved_receivers, receivers
 from headwater.util.errors import HeadwaterError
-
-if TYPE_CHECKING:
-    from headwater.config.text import HeadwaterConfig
 
 
 class SVFormer(Mechanism):
@@ -47,7 +45,7 @@ class SVFormer(Mechanism):
     values no head reads have no value projection.
     """
 
-    per_head = per_token = True
+    source = "the first layer's values, instead of a layer's own"
 
     @strict
     @dataclass
@@ -71,22 +69,24 @@ class SVFormer(Mechanism):
     # In a headwater model
 
     @classmethod
-    def origin(cls, options: dict[str, Any]) -> str:
-        return "the first layer's values, instead of a layer's own"
+    def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
+        check_receivers(cls.registered_name(), options, config)
 
     @classmethod
-    def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
-        check_receivers(cls.name(), options, config)
-
-    @classmethod
-    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
-        return moved_receivers(options, receivers(options, config), growth)
-
-    @classmethod
-    def share(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
+    def redirect_heads(
+        cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]
+    ) -> list[LayerPlan]:
         keys, values = options["share"] != "values", options["share"] != "keys"
         new = list(plans)
         for layer in receivers(options, config):
             source, everything = options["source"], range(len(plans[layer].attends))
             new[layer] = plans[layer].attending(everything, source if keys else None, source if values else None)
         return new
+
+    # Capabilities
+
+    @classmethod
+    def grow_options(cls, options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
+        return moved_receivers(options, receivers(options, config), growth)
+
+    per_head = per_token = True

@@ -15,23 +15,22 @@ addition. W starts at 0, which gives g = s/2, as in nanochat's first versions; i
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
 from headwater.config.layers import layer_config
-from headwater.config.plan import Heads, LayerPlan, Source, choose
+from headwater.config.plan import Heads, LayerPlan, Source, Stage, choose
 from headwater.config.planner import plan_layers
-from headwater.mechanisms.base import KV, Context, Cost, Mechanism, Shown
+from headwater.config.text import HeadwaterConfig
+from headwater.mechanisms.capabilities import Shown
+from headwater.mechanisms.contract import KV, Context, Cost, Mechanism
 from headwater.mechanisms.enlarging import SAME, Dim, Larger
-from headwater.mechanisms.precision import KeepsPrecision
+from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.receivers import check_channels, check_layers, is_chosen, layers_with_values
 from headwater.util.errors import HeadwaterError
-
-if TYPE_CHECKING:
-    from headwater.config.text import HeadwaterConfig
 
 Gate = Literal["sigmoid", "scalar", "none"]
 SHARED = Source("shared", "value_embedding", -1)
@@ -52,7 +51,7 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
         channels: how many channels of x the sigmoid's gate reads, the first ones.
         scale: s of that gate.
         init: "random": the table is drawn. "zero": at first nothing is added.
-        The other arguments are set by `build`.
+        The other arguments are set by `build_module`.
 
     Parameters: `table.weight` [vocab_size, rank]; `up.weight` [heads·width, rank] if there is a rank; `gate.weight`
     [heads, channels], initially zero, or `scalar` [1].
@@ -65,8 +64,8 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
         torch.Size([3, 4, 16, 64])
     """
 
-    reads_ids = True
-    per_head = True
+    source = "a table read by token id"
+    needs_input_ids = True
 
     @strict
     @dataclass
@@ -100,12 +99,12 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
         self.table = nn.Embedding(vocab_size, rank or heads * width) if vocab_size else None
         self.up = nn.Linear(rank, heads * width, bias=False) if rank else None
         self.gate = nn.Linear(channels, heads, bias=False) if gate == "sigmoid" else None
-        self.scalar = self.scalars(1) if gate == "scalar" else None
+        self.scalar = fp32_parameter(1) if gate == "scalar" else None
         self.reset_parameters()
         if self.gate is not None:
             nn.init.zeros_(self.gate.weight)
 
-    def init(self, parameter: str, generator: torch.Generator | None = None) -> Tensor | None:
+    def initial_value(self, parameter: str, generator: torch.Generator | None = None) -> Tensor | None:
         shape = self.get_parameter(parameter).shape
         if parameter == "scalar":
             return torch.ones(shape)
@@ -134,19 +133,19 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
             return gate.transpose(1, 2).unsqueeze(3).to(v.dtype), rows
         return None if self.scalar is None else self.scalar.to(v.dtype), rows
 
-    def terms(self, v: Tensor, x: Tensor, ids: Tensor | None = None, rows: Tensor | None = None) -> dict[str, Tensor]:
-        factor, rows = self.parts(v, x, ids, rows)
-        return {"table": rows if factor is None else factor * rows, "own": v}
+    def transform_qkv(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
+        if self.table is not None:
+            return q, kv._replace(v=self(kv.v, context.x, context.ids))
+        rows = context.sources[self.slot][self.index]
+        if self.chosen is not None:
+            rows = rows.unflatten(2, (-1, self.width))[:, :, self.chosen].flatten(2)
+        return q, kv._replace(v=self(kv.v, context.x, rows=rows))
 
     # In a headwater model
 
     @classmethod
-    def origin(cls, options: dict[str, Any]) -> str:
-        return "a table read by token id"
-
-    @classmethod
-    def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
-        check_layers(cls.name(), options, config)
+    def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
+        check_layers(cls, options, config)
         for name in ("tables", "rank"):
             if options[name] is not None and options[name] < 1:
                 raise HeadwaterError(
@@ -162,30 +161,21 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
         if not options["scale"] > 0:
             raise HeadwaterError(f"Mechanism 'value_embedding': scale must be above 0, not {options['scale']}.")
         if options["gate"] == "sigmoid":
-            check_channels(cls.name(), options["channels"], config)
+            check_channels(cls, options, config)
 
     @classmethod
-    def splits(cls, options: dict[str, Any]) -> bool:
-        # The rows of shared tables have the channels of all heads.
-        return options["tables"] is None or options["rank"] is not None
-
-    @classmethod
-    def identity(cls, options: dict[str, Any]) -> dict[str, Any] | None:
-        return None if options.get("init") == "random" else options | {"init": "zero"}
-
-    @classmethod
-    def plan(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
+    def plan_stages(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
         chosen = [plan.index for plan in plans if is_chosen(plan.index, options)]
-        receiving = layers_with_values(cls.name(), options, chosen, plans)
+        receiving = layers_with_values(cls.registered_name(), options, chosen, plans)
         cls._check_tables(options, config, receiving)
         shared = () if options["tables"] is None else (SHARED,)
         new = list(plans)
         for layer in receiving:
-            new[layer] = plans[layer].acting("local", cls.name()).reading(*shared)
+            new[layer] = plans[layer].acting(cls, cls.transform_qkv).reading(*shared)
         return new
 
     @classmethod
-    def _check_tables(cls, options: dict[str, Any], config: "HeadwaterConfig", receiving: list[int]) -> None:
+    def _check_tables(cls, options: dict[str, Any], config: HeadwaterConfig, receiving: list[int]) -> None:
         """Raise `HeadwaterError` if tables without a rank are shared by layers whose values are not as wide."""
         if options["tables"] is None or options["rank"] is not None:
             return
@@ -200,17 +190,17 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
                 )
 
     @classmethod
-    def numbers(cls, options: dict[str, Any], config: "HeadwaterConfig", heads: int) -> int:
+    def numbers(cls, options: dict[str, Any], config: HeadwaterConfig, heads: int) -> int:
         """Numbers in a row of a table for this many heads. config: as the layer sees it."""
         return options["rank"] or heads * config.head_dim
 
     @classmethod
-    def std(cls, config: "HeadwaterConfig") -> float:
+    def std(cls, config: HeadwaterConfig) -> float:
         """Of the tables at init."""
         return config.hidden_size**-0.5
 
     @classmethod
-    def cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
+    def count_cost(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Cost:
         heads = len(plan.v_heads)
         width, rank = heads * config.head_dim, options["rank"] or 0
         table = 0 if options["tables"] else config.vocab_size * cls.numbers(options, config, heads)
@@ -228,50 +218,16 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
     @classmethod
     def receiving(cls, plans: Sequence[LayerPlan]) -> list[int]:
         """The layers in which it acts."""
-        return [plan.index for plan in plans if cls.name() in plan.at("local")]
+        return [plan.index for plan in plans if cls.registered_name() in plan.at(Stage.QKV)]
 
     @classmethod
-    def shared_numbers(cls, options: dict[str, Any], config: "HeadwaterConfig") -> int:
+    def shared_numbers(cls, options: dict[str, Any], config: HeadwaterConfig) -> int:
         """Numbers in a row of a shared table: as many as the values of each layer that reads it have."""
         reader = layer_config(config, cls.receiving(plan_layers(config))[0])
         return cls.numbers(options, reader, reader.num_key_value_heads)
 
     @classmethod
-    def shared_cost(cls, options: dict[str, Any], config: "HeadwaterConfig") -> Cost:
-        if options["tables"] is None:
-            return Cost()
-        numbers = options["tables"] * cls.shared_numbers(options, config)
-        table = config.vocab_size * numbers
-        kept = numbers * (options["gate"] != "none" or options["rank"] is not None)
-        return Cost(parameters=table, saved=kept, looked_up=table)
-
-    @classmethod
-    def shared(cls, options: dict[str, Any], config: "HeadwaterConfig") -> "ValueTables | None":
-        if options["tables"] is None:
-            return None
-        numbers = cls.shared_numbers(options, config)
-        zero = options["init"] == "zero" and options["rank"] is None
-        std, by_head = 0.0 if zero else cls.std(config), options["rank"] is None
-        return ValueTables(options["tables"], config.vocab_size, numbers, std, by_head)
-
-    @classmethod
-    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
-        # Layers that add nothing at first have no table: which layers share one would change.
-        acting = cls.receiving(plan_layers(config))
-        layers = [growth.at(layer) for layer in acting] if growth.silent else growth.copies(acting)
-        return options | {"layers": layers} if growth.deepens else options
-
-    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
-        values = Dim("v")
-        if parameter == "table.weight":
-            return (SAME, SAME if self.up is not None else values)
-        return (SAME,) if parameter == "scalar" else (values, SAME)
-
-    def token_tables(self, parameter: str) -> int:
-        return int(parameter == "table.weight")
-
-    @classmethod
-    def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
+    def build_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
         tables, every = options["tables"], range(config.num_key_value_heads)
         at: tuple[int, int, Heads] = (0, 0, None)
         if tables is not None:
@@ -290,16 +246,61 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
             shared=at,
         )
 
-    def shown(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
+    # Capabilities
+
+    @classmethod
+    def build_shared_module(cls, options: dict[str, Any], config: HeadwaterConfig) -> "ValueTables | None":
+        if options["tables"] is None:
+            return None
+        numbers = cls.shared_numbers(options, config)
+        zero = options["init"] == "zero" and options["rank"] is None
+        std, by_head = 0.0 if zero else cls.std(config), options["rank"] is None
+        return ValueTables(options["tables"], config.vocab_size, numbers, std, by_head)
+
+    @classmethod
+    def count_shared_cost(cls, options: dict[str, Any], config: HeadwaterConfig) -> Cost:
+        if options["tables"] is None:
+            return Cost()
+        numbers = options["tables"] * cls.shared_numbers(options, config)
+        table = config.vocab_size * numbers
+        kept = numbers * (options["gate"] != "none" or options["rank"] is not None)
+        return Cost(parameters=table, saved=kept, looked_up=table)
+
+    def count_token_tables(self, parameter: str) -> int:
+        return int(parameter == "table.weight")
+
+    @classmethod
+    def grow_options(cls, options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
+        # Layers that add nothing at first have no table: which layers share one would change.
+        acting = cls.receiving(plan_layers(config))
+        layers = [growth.at(layer) for layer in acting] if growth.silent else growth.copies(acting)
+        return options | {"layers": layers} if growth.deepens else options
+
+    def describe_axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+        values = Dim("v")
+        if parameter == "table.weight":
+            return (SAME, SAME if self.up is not None else values)
+        return (SAME,) if parameter == "scalar" else (values, SAME)
+
+    @classmethod
+    def find_identity_options(cls, options: dict[str, Any]) -> dict[str, Any] | None:
+        return None if options.get("init") == "random" else options | {"init": "zero"}
+
+    per_head, per_token = True, False
+
+    @classmethod
+    def splits_heads(cls, options: dict[str, Any]) -> bool:
+        # The rows of shared tables have the channels of all heads.
+        return options["tables"] is None or options["rank"] is not None
+
+    def show_scalars(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
         return {} if self.scalar is None else {"g": Shown(self.scalar)}
 
-    def local(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
-        if self.table is not None:
-            return q, kv._replace(v=self(kv.v, context.x, context.ids))
-        rows = context.sources[self.slot][self.index]
-        if self.chosen is not None:
-            rows = rows.unflatten(2, (-1, self.width))[:, :, self.chosen].flatten(2)
-        return q, kv._replace(v=self(kv.v, context.x, rows=rows))
+    def show_terms(
+        self, v: Tensor, x: Tensor, ids: Tensor | None = None, rows: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        factor, rows = self.parts(v, x, ids, rows)
+        return {"table": rows if factor is None else factor * rows, "own": v}
 
 
 class ValueTables(Mechanism):
@@ -321,16 +322,18 @@ class ValueTables(Mechanism):
         self.tables, self.std, self.by_head = tables, std, by_head
         self.table = nn.Embedding(tables * vocab_size, numbers)
 
-    def init(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
+    def initial_value(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
         return torch.normal(0.0, self.std, self.table.weight.shape, generator=generator)
-
-    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
-        return SAME, Dim("kv") if self.by_head else SAME
-
-    def token_tables(self, parameter: str) -> int:
-        return self.tables
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [B, T] -> [tables, B, T, numbers]."""
         first = torch.arange(self.tables, device=ids.device) * (self.table.num_embeddings // self.tables)
         return self.table(ids + first[:, None, None])
+
+    # Capabilities
+
+    def count_token_tables(self, parameter: str) -> int:
+        return self.tables
+
+    def describe_axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+        return SAME, Dim("kv") if self.by_head else SAME

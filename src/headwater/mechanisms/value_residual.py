@@ -22,23 +22,22 @@ V'_i; ours is over V_i.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
-from headwater.config.plan import LayerPlan, Source, Stage, choose
+from headwater.config.plan import LayerPlan, Source, choose
 from headwater.config.planner import plan_layers
-from headwater.mechanisms.base import KV, Context, Cost, Mechanism, Shown
+from headwater.config.text import HeadwaterConfig
+from headwater.mechanisms.capabilities import Shown
+from headwater.mechanisms.contract import KV, Context, Cost, Mechanism
 from headwater.mechanisms.enlarging import SAME, Dim, Larger
-from headwater.mechanisms.precision import KeepsPrecision
+from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.receivers import check_receivers, moved_receivers, receivers
 from headwater.mechanisms.weighted_sum import weighted_sum
 from headwater.util.errors import HeadwaterError, nearest
-
-if TYPE_CHECKING:
-    from headwater.config.text import HeadwaterConfig
 
 Mode = Literal["identity", "constant", "sparse", "learnable", "learnable_plus", "dense"]
 Target = Literal["values", "queries", "keys", "probabilities", "hidden"]
@@ -46,7 +45,6 @@ PlusInit = Literal["uniform", "ramp", "depth"]
 LearnableInit = Literal["half", "identity"]
 
 PARTS: dict[str, str] = {"values": "v", "queries": "q", "keys": "k", "probabilities": "a", "hidden": "x"}
-STAGES: dict[str, Stage] = {"probabilities": "probabilities", "hidden": "enter"}  # others: local
 SHARED = Source("shared", "value_residual", -1)
 
 
@@ -63,7 +61,7 @@ class ValueResidual(KeepsPrecision, Mechanism):
         sources: how many earlier layers are mixed in; 1, except in the dense form.
         init: how the learnable form is initialized. "half" (default): λ1 = λ2 = 0.5. "identity": λ1 = 0, λ2 = 1, for
             adding it to a trained model.
-        The other arguments are set by `build`.
+        The other arguments are set by `build_module`.
 
     Parameters: `lambdas` [sources + 1], the weights of the sources, then of the layer's own values; in learnable_plus
     only the last, [1]; in the fixed forms none.
@@ -76,8 +74,6 @@ class ValueResidual(KeepsPrecision, Mechanism):
         True
     """
 
-    per_head = per_token = True
-
     @strict
     @dataclass
     class Options:
@@ -88,6 +84,17 @@ class ValueResidual(KeepsPrecision, Mechanism):
         weight: float | int | None = None
         init: LearnableInit | None = None  # half
         plus_init: PlusInit | None = None  # uniform
+
+        def __post_init__(self) -> None:
+            if self.mode is None:
+                modes: dict[str, Mode] = {"values": "learnable", "hidden": "constant"}
+                self.mode = modes.get(self.target, "identity")
+            if self.weight is None and self.target == "hidden" and self.mode in ("constant", "sparse"):
+                self.weight = 1.0
+            if self.init is None and self.mode == "learnable":
+                self.init = "half"
+            if self.plus_init is None and self.mode == "learnable_plus":
+                self.plus_init = "uniform"
 
     receiver: Tensor
 
@@ -129,10 +136,10 @@ class ValueResidual(KeepsPrecision, Mechanism):
         self.sources = sources
         self.fixed = (weight, 0.5 if mode == "identity" else 1.0)
         count = {"learnable": 2, "learnable_plus": 1, "dense": sources + 1}.get(mode, 0)
-        self.lambdas = self.scalars(count) if count else None
+        self.lambdas = fp32_parameter(count) if count else None
         self.reset_parameters()
 
-    def init(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
+    def initial_value(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
         if self.mode != "dense" and self.init_mode != "identity":
             return torch.full(self.lambdas.shape, 0.5)
         own = torch.zeros(self.lambdas.shape)
@@ -161,39 +168,39 @@ class ValueResidual(KeepsPrecision, Mechanism):
             return torch.tensor(self.fixed, dtype=torch.float64)
         return self.lambdas if weight is None else torch.cat((weight[None], self.lambdas))
 
-    def terms(self, own: Tensor, *sources: Tensor, weight: Tensor | None = None) -> dict[str, Tensor]:
-        letter = PARTS[self.target].upper()
-        names = [f"{letter}{source.layer}" for source in self.reads] or [f"source {i}" for i in range(self.sources)]
-        return {
-            name: factor * x
-            for name, factor, x in zip([*names, "own"], self.weights(weight), (*sources, own), strict=True)
-        }
+    def mix(self, own: Tensor, context: Context) -> Tensor:
+        """`own`, mixed with the sources that the plan gives this layer."""
+        sources = [context.sources[slot] for slot in self.slots]
+        sources = [x if at is None else x[:, at] for x, at in zip(sources, self.chosen, strict=True)]
+        plus = self.mode == "learnable_plus"
+        weight = context.sources[self.plus].index_select(0, self.receiver)[0] if plus else None
+        return self(own, *sources, weight=weight)
+
+    def transform_qkv(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
+        if self.target == "queries":
+            return self.mix(q, context), kv
+        if self.target == "keys":
+            return q, kv._replace(k=self.mix(kv.k, context))
+        return q, kv._replace(v=self.mix(kv.v, context))
+
+    def transform_attention_weights(self, weights: Tensor, context: Context) -> Tensor:
+        return self.mix(weights, context)
+
+    def transform_block_input(self, x: Tensor, context: Context) -> Tensor:
+        return self.mix(x, context)
 
     # In a headwater model
 
     @classmethod
-    def origin(cls, options: dict[str, Any]) -> str:
+    def describe_source(cls, options: dict[str, Any]) -> str:
         target = options["target"]
         mixed = {"hidden": "hidden states", "probabilities": "attention probabilities"}.get(target, target)
         source = "all earlier layers'" if options["mode"] == "dense" else "the first layer's"
         return f"{source} {mixed}, mixed in"
 
     @classmethod
-    def options(cls, given: dict[str, Any] | None) -> dict[str, Any]:
-        options = super().options(given)
-        if options["mode"] is None:
-            options["mode"] = {"values": "learnable", "hidden": "constant"}.get(options["target"], "identity")
-        if options["weight"] is None and options["target"] == "hidden" and options["mode"] in ("constant", "sparse"):
-            options["weight"] = 1.0
-        if options["init"] is None and options["mode"] == "learnable":
-            options["init"] = "half"
-        if options["plus_init"] is None and options["mode"] == "learnable_plus":
-            options["plus_init"] = "uniform"
-        return options
-
-    @classmethod
-    def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
-        check_receivers(cls.name(), options, config)
+    def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
+        check_receivers(cls.registered_name(), options, config)
         mode, target = options["mode"], options["target"]
         if options["weight"] is not None and mode not in ("constant", "sparse"):
             raise HeadwaterError(f"Mechanism 'value_residual': mode {mode!r} has no fixed weight; leave weight out.")
@@ -211,20 +218,6 @@ class ValueResidual(KeepsPrecision, Mechanism):
             )
 
     @classmethod
-    def identity(cls, options: dict[str, Any]) -> dict[str, Any] | None:
-        mode = options.get("mode") or "learnable"
-        if mode == "dense":
-            return dict(options)  # its init is the identity
-        # A fixed weight cannot be kept: only the learnable form starts as the identity.
-        if mode != "learnable" or options.get("weight") is not None or options.get("init") == "half":
-            return None
-        return options | {"mode": "learnable", "init": "identity"}
-
-    @classmethod
-    def kernels(cls, options: dict[str, Any]) -> tuple[str, ...] | None:
-        return ("eager",) if options["target"] == "probabilities" else None
-
-    @classmethod
     def read(cls, options: dict[str, Any], layer: int) -> tuple[Source, ...]:
         """The tensors that layer `layer` mixes in."""
         target, source = options["target"], options["source"]
@@ -237,7 +230,7 @@ class ValueResidual(KeepsPrecision, Mechanism):
         return (Source("raw", PARTS[target], source),)
 
     @classmethod
-    def plan(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
+    def plan_stages(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
         target, mode = options["target"], options["mode"]
         wanted = receivers(options, config)
         layers = [layer for layer in wanted if cls.own(options, plans[layer])]
@@ -254,6 +247,9 @@ class ValueResidual(KeepsPrecision, Mechanism):
                 "Mechanism 'value_residual': mode 'learnable_plus' divides a budget among receiving layers, and there "
                 f"is only layer {layers[0]}; use 'learnable'."
             )
+        method = {"probabilities": cls.transform_attention_weights, "hidden": cls.transform_block_input}.get(
+            target, cls.transform_qkv
+        )
         new = list(plans)
         for layer in layers:
             sources = cls.sources_of(options, plans[layer], plans)
@@ -263,7 +259,7 @@ class ValueResidual(KeepsPrecision, Mechanism):
                     f"of layer {layer}, because it shares another layer's or has other heads; choose another source."
                 )
             shared = [SHARED] if mode == "learnable_plus" else []
-            new[layer] = plans[layer].acting(STAGES.get(target, "local"), cls.name()).reading(*sources, *shared)
+            new[layer] = plans[layer].acting(cls, method).reading(*sources, *shared)
         return new
 
     @classmethod
@@ -284,10 +280,10 @@ class ValueResidual(KeepsPrecision, Mechanism):
     @classmethod
     def acting(cls, plans: Sequence[LayerPlan]) -> list[int]:
         """The layers in which a model's value residual acts."""
-        return [plan.index for plan in plans if any(name == cls.name() for _, name in plan.acts)]
+        return [plan.index for plan in plans if any(name == cls.registered_name() for _, name in plan.acts)]
 
     @classmethod
-    def cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
+    def count_cost(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Cost:
         sources = len(cls.sources_of(options, plan, plan.all_layers)) if options["mode"] == "dense" else 1
         count = {"learnable": 2, "learnable_plus": 1, "dense": sources + 1}.get(options["mode"], 0)
         # Autograd keeps what free weights are multiplied with; the earlier layers' tensors are counted there.
@@ -296,32 +292,7 @@ class ValueResidual(KeepsPrecision, Mechanism):
         return Cost(parameters=count, saved=own.get(PARTS[options["target"]], 0) if count else 0)
 
     @classmethod
-    def shared_cost(cls, options: dict[str, Any], config: "HeadwaterConfig") -> Cost:
-        return Cost(parameters=len(cls.acting(plan_layers(config))) + 1 if options["mode"] == "learnable_plus" else 0)
-
-    @classmethod
-    def shared(cls, options: dict[str, Any], config: "HeadwaterConfig") -> nn.Module | None:
-        if options["mode"] != "learnable_plus":
-            return None
-        return PlusWeights(cls.acting(plan_layers(config)), config.num_hidden_layers, options["plus_init"])
-
-    @classmethod
-    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
-        acting, depth = cls.acting(plan_layers(config)), config.num_hidden_layers
-        if options["mode"] == "learnable_plus" and growth.silent:  # layers that add nothing have no part in the budget
-            return options | {"source": growth.at(options["source"]), "layers": [growth.at(layer) for layer in acting]}
-        fixed = options["mode"] == "sparse" and options["layers"] is None
-        if growth.deepens and fixed:  # the last layers are others
-            options = options | {"layers": acting}
-        return moved_receivers(options, acting, growth) if len(growth.layers) > depth else options
-
-    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
-        if self.mode != "dense":
-            return (SAME,)
-        return (Dim("layers", at=(*(source.layer for source in self.reads), "own")),)
-
-    @classmethod
-    def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
+    def build_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
         plans = plan.all_layers
         reads = cls.sources_of(options, plan, plans)
         own = cls.own(options, plan)
@@ -338,32 +309,62 @@ class ValueResidual(KeepsPrecision, Mechanism):
             receiver=cls.acting(plans).index(plan.index),
         )
 
-    def shown(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
+    # Capabilities
+
+    @classmethod
+    def list_kernels(cls, options: dict[str, Any]) -> tuple[str, ...] | None:
+        return ("eager",) if options["target"] == "probabilities" else None
+
+    @classmethod
+    def build_shared_module(cls, options: dict[str, Any], config: HeadwaterConfig) -> nn.Module | None:
+        if options["mode"] != "learnable_plus":
+            return None
+        return PlusWeights(cls.acting(plan_layers(config)), config.num_hidden_layers, options["plus_init"])
+
+    @classmethod
+    def count_shared_cost(cls, options: dict[str, Any], config: HeadwaterConfig) -> Cost:
+        return Cost(parameters=len(cls.acting(plan_layers(config))) + 1 if options["mode"] == "learnable_plus" else 0)
+
+    @classmethod
+    def grow_options(cls, options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
+        acting, depth = cls.acting(plan_layers(config)), config.num_hidden_layers
+        if options["mode"] == "learnable_plus" and growth.silent:  # layers that add nothing have no part in the budget
+            return options | {"source": growth.at(options["source"]), "layers": [growth.at(layer) for layer in acting]}
+        fixed = options["mode"] == "sparse" and options["layers"] is None
+        if growth.deepens and fixed:  # the last layers are others
+            options = options | {"layers": acting}
+        return moved_receivers(options, acting, growth) if len(growth.layers) > depth else options
+
+    def describe_axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+        if self.mode != "dense":
+            return (SAME,)
+        return (Dim("layers", at=(*(source.layer for source in self.reads), "own")),)
+
+    @classmethod
+    def find_identity_options(cls, options: dict[str, Any]) -> dict[str, Any] | None:
+        mode = options.get("mode") or "learnable"
+        if mode == "dense":
+            return dict(options)  # its init is the identity
+        # A fixed weight cannot be kept: only the learnable form starts as the identity.
+        if mode != "learnable" or options.get("weight") is not None or options.get("init") == "half":
+            return None
+        return options | {"mode": "learnable", "init": "identity"}
+
+    per_head = per_token = True
+
+    def show_scalars(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
         weights = self.weights(shared[SHARED][self.place] if self.mode == "learnable_plus" else None)
         if self.mode == "dense":
             return {"λ": Shown(weights, "layer", (*(source.layer for source in self.reads), plan.index))}
         return {f"λ{i}": Shown(weight[None]) for i, weight in enumerate(weights, 1)}
 
-    def mix(self, own: Tensor, context: Context) -> Tensor:
-        """`own`, mixed with the sources that the plan gives this layer."""
-        sources = [context.sources[slot] for slot in self.slots]
-        sources = [x if at is None else x[:, at] for x, at in zip(sources, self.chosen, strict=True)]
-        plus = self.mode == "learnable_plus"
-        weight = context.sources[self.plus].index_select(0, self.receiver)[0] if plus else None
-        return self(own, *sources, weight=weight)
-
-    def local(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
-        if self.target == "queries":
-            return self.mix(q, context), kv
-        if self.target == "keys":
-            return q, kv._replace(k=self.mix(kv.k, context))
-        return q, kv._replace(v=self.mix(kv.v, context))
-
-    def probabilities(self, weights: Tensor, context: Context) -> Tensor:
-        return self.mix(weights, context)
-
-    def enter(self, x: Tensor, context: Context) -> Tensor:
-        return self.mix(x, context)
+    def show_terms(self, own: Tensor, *sources: Tensor, weight: Tensor | None = None) -> dict[str, Tensor]:
+        letter = PARTS[self.target].upper()
+        names = [f"{letter}{source.layer}" for source in self.reads] or [f"source {i}" for i in range(self.sources)]
+        return {
+            name: factor * x
+            for name, factor, x in zip([*names, "own"], self.weights(weight), (*sources, own), strict=True)
+        }
 
 
 class PlusWeights(KeepsPrecision, Mechanism):
@@ -388,19 +389,21 @@ class PlusWeights(KeepsPrecision, Mechanism):
         if min(layers, default=0) < 1:
             raise HeadwaterError("The layers of learnable-plus weights start at 1 and are at least one.")
         self.layers, self.depth, self.init_mode = list(layers), depth, init
-        self.logits = self.scalars(len(self.layers))
-        self.scale = self.scalars(1)
+        self.logits = fp32_parameter(len(self.layers))
+        self.scale = fp32_parameter(1)
         self.reset_parameters()
 
-    def init(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
+    def initial_value(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
         if parameter == "scale":
             return torch.tensor([float(self.depth)])
         depth = torch.tensor(self.layers, dtype=torch.float32)
         return {"uniform": torch.zeros_like(depth), "ramp": depth.log(), "depth": depth + 1}[self.init_mode]
 
-    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
-        return (Dim("layers", at=tuple(self.layers)) if parameter == "logits" else SAME,)
-
     def forward(self) -> Tensor:
         """The weights λ1, [layers]."""
         return self.scale * self.logits.softmax(0)
+
+    # Capabilities
+
+    def describe_axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+        return (Dim("layers", at=tuple(self.layers)) if parameter == "logits" else SAME,)

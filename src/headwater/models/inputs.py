@@ -17,7 +17,7 @@ from transformers import Cache, DynamicCache
 from headwater.config.layers import layer_config
 from headwater.config.plan import LayerPlan
 from headwater.config.planner import output_only_from
-from headwater.mechanisms.base import Ancestors
+from headwater.mechanisms.contract import Ancestors
 from headwater.models.input_checks import (
     CachedLayer,
     check_cache,
@@ -82,7 +82,7 @@ class InputSpec(NamedTuple):
             else CachedLayer(len(plan.k_heads), len(plan.v_heads), window)
             for plan, window in zip(plans, windows, strict=True)
         ]
-        id_readers = [name for name in config.mechanisms if resolve(name).reads_ids]
+        id_readers = [name for name in config.mechanisms if resolve(name).needs_input_ids]
         return cls(config, kinds, layers, LookbackLimits.from_plans(plans), output_only_from(config, plans), id_readers)
 
     def follow_kernel(self) -> None:

@@ -17,7 +17,9 @@ from headwater.config.layers import cache_types
 from headwater.config.plan import LayerPlan
 from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
-from headwater.mechanisms.base import Mechanism, Named, owner_of
+from headwater.mechanisms.capabilities import HasSharedModule, freezes_model
+from headwater.mechanisms.contract import Mechanism
+from headwater.mechanisms.named import Named, owner_of
 from headwater.mechanisms.precision import KeepsPrecision
 from headwater.models.quantization import BESIDE, check_quantized
 from headwater.models.remote_code import add_code, is_code
@@ -117,13 +119,14 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
             module._qualified_name = name.removeprefix(f"{self.base_model_prefix}.")
 
     def freeze(self) -> None:
-        """If a mechanism tunes, freeze every parameter but those it trains."""
-        tuned = tuple(resolve(name) for name, given in self.config.mechanisms.items() if resolve(name).tunes(given))
-        if not tuned:
+        """Freeze every parameter but those that a mechanism trains, if one `FreezesModel`."""
+        named = ((resolve(name), options) for name, options in self.config.mechanisms.items())
+        tuning = tuple(kind for kind, options in named if freezes_model(kind, options))
+        if not tuning:
             return
         for module in self.modules():
             for name, parameter in module.named_parameters(recurse=False):
-                parameter.requires_grad_(isinstance(module, tuned) and module.learns(name))
+                parameter.requires_grad_(isinstance(module, tuning) and module.is_trained(name))
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
@@ -206,16 +209,17 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
     def initial_value(self, module: nn.Module, name: str, qualified: str, draw: torch.Generator) -> Tensor:
         """The initial value of `module`'s own parameter `name`, drawn from `draw`.
 
-        Inside a mechanism, its `init` decides. Otherwise matrices are normal, biases zero and norms multiply by one.
+        Inside a mechanism, its `initial_value` decides. Otherwise matrices are normal, biases zero and norms multiply
+        by one.
         Raises `HeadwaterError` for any other parameter.
         """
         shape = module.get_parameter(name).shape
         owner, inner = self.owner(qualified)
-        if owner is not None and (value := owner.init(inner, draw)) is not None:
+        if owner is not None and (value := owner.initial_value(inner, draw)) is not None:
             if value.shape != shape:
                 raise HeadwaterError(
-                    f"Mechanism {owner.name()!r} initializes {inner!r} {list(shape)} with {list(value.shape)}; correct "
-                    "its init()."
+                    f"Mechanism {owner.registered_name()!r} initializes {inner!r} {list(shape)} with "
+                    f"{list(value.shape)}; correct its initial_value()."
                 )
             return value
         if module is not owner:
@@ -228,7 +232,7 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
         if not isinstance(module, nn.Linear | nn.Embedding):
             raise HeadwaterError(
                 f"Nothing initializes the parameter {qualified!r} of a {type(module).__name__}; return its initial "
-                "value from the mechanism's init()."
+                "value from the mechanism's initial_value()."
             )
         std = self.config.initializer_range
         if isinstance(module, nn.Embedding):
@@ -242,5 +246,9 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
 
 def shared_modules(config: HeadwaterConfig) -> Named:
     """The modules that a model holds once, by mechanism."""
-    made = {name: resolve(name).shared(options, config) for name, options in config.mechanisms.items()}
+    made = {
+        name: mechanism.build_shared_module(options, config)
+        for name, options in config.mechanisms.items()
+        if isinstance(mechanism := resolve(name), HasSharedModule)
+    }
     return Named({name: module for name, module in made.items() if module is not None})

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from headwater.mechanisms.base import Mechanism
+from headwater.mechanisms.capabilities import HoldsMatrices
+from headwater.mechanisms.contract import Mechanism
 from headwater.util.errors import HeadwaterError
 
 # Qualified names of linear layers' weights, and of the parameters that mechanisms have in their place.
@@ -72,9 +73,10 @@ def _matrices(model: nn.Module, spared: list[str]) -> dict[str, nn.Parameter]:
     return {
         f"{path}.{name}": parameter
         for path, module in model.named_modules()
-        if isinstance(module, Mechanism)
         for name, parameter in module.named_parameters(recurse=False)
-        if name in module.matrices and all(should_convert_module(part, spared) for part in (path, f"{path}.{name}"))
+        if isinstance(module, HoldsMatrices)
+        and name in module.matrix_parameters
+        and all(should_convert_module(part, spared) for part in (path, f"{path}.{name}"))
     }
 
 

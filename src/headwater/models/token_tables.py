@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from headwater.config.text import HeadwaterConfig
-from headwater.mechanisms.base import owner_of
+from headwater.mechanisms.capabilities import HoldsTokenTables
+from headwater.mechanisms.named import owner_of
 from headwater.util.errors import HeadwaterError
 from headwater.util.seeding import generator
 
@@ -33,13 +34,13 @@ def check_resizable(model: PreTrainedModel, new: int) -> None:
         if before.get(name) != after[name]:
             raise HeadwaterError(
                 f"{name!r} would have the shape {list(after[name])} with {new} tokens and its mechanism does not say "
-                "how; define its token_tables()."
+                "how; define its count_token_tables()."
             )
 
 
 @torch.no_grad()
 def resize_token_tables(model: PreTrainedModel, new: int, from_mean: bool = True) -> None:
-    """Give every table by token id (`Mechanism.token_tables`) `new` rows, and keep the first ones.
+    """Give every table by token id (`HoldsTokenTables`) `new` rows, and keep the first ones.
 
     from_mean: rows that are added are the mean of a table's old ones; otherwise they are drawn as in a new model. Both
     are the same each time, so that a saved adapter, which does not hold them, finds them again.
@@ -47,7 +48,7 @@ def resize_token_tables(model: PreTrainedModel, new: int, from_mean: bool = True
     for name, (parameter, count) in token_tables(model).items():
         place, _, inner = name.rpartition(".")
         holder, rows = model.get_submodule(place), parameter.unflatten(0, (count, -1))
-        # The parameter itself stays, as transformers keeps the embedding's. `init` takes its size from it.
+        # The parameter itself stays, as transformers keeps the embedding's. `initial_value` takes its size from it.
         parameter.data = rows.new_empty(count * new, *rows.shape[2:])
         old = rows.shape[1]
         added = (
@@ -63,7 +64,7 @@ def token_tables(model: nn.Module) -> dict[str, tuple[nn.Parameter, int]]:
     tables = {}
     for name, parameter in model.named_parameters():
         owner, inner = owner_of(model, name)
-        if owner is not None and (count := owner.token_tables(inner)):
+        if owner is not None and isinstance(owner, HoldsTokenTables) and (count := owner.count_token_tables(inner)):
             tables[name] = parameter, count
     return tables
 

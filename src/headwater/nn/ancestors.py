@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask
 
-from headwater.mechanisms.base import Ancestors
+from headwater.mechanisms.contract import Ancestors
 from headwater.nn.checks import refuse_where
 
 # An additive mask hides slots below this: softmax then gives them a weight of zero in every precision.

@@ -1,8 +1,7 @@
-"""Attention: where all mechanisms are composed, in one fixed order of stages.
+"""Attention: where all mechanisms are composed, in one fixed order of stages; at each they act in the config's order.
 
-project → projected → norms → local → RoPE → cache → beside, attend, probabilities → heads → project
-
-At each stage that has a name, mechanisms act in the config's order.
+project → PROJECTIONS → norms → QKV → RoPE → cache → ATTENDED_KV → ADDED_KEY_VALUES → attend → ATTENTION_WEIGHTS →
+HEAD_OUTPUTS → project
 
 The cache holds what the layer itself projects; what other layers own is read from their caches. With
 `config.materialise` each layer first gathers the keys and values of all its heads and caches them as its own. Any cache
@@ -14,14 +13,15 @@ B batch, T new tokens, S all tokens, D model width, H query heads, K key/value h
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from headwater.config.layers import layer_config
-from headwater.config.plan import Inner, LayerPlan
-from headwater.mechanisms.base import KV, Ancestors, Context, Mechanism, Named
+from headwater.config.plan import ATTENTION_STAGES, LayerPlan, Stage
+from headwater.mechanisms.contract import KV, Context, Mechanism, Reach
+from headwater.mechanisms.named import Named
 from headwater.nn.attention_kernel import attend_in_groups, eager_attention, read_groups, weigh_keys
 from headwater.nn.cache_name import is_paged
 from headwater.nn.engine import Engine
@@ -66,15 +66,16 @@ class Attention(nn.Module):
         self.q_norm = make_norm(config, config.head_dim) if config.qk_norm else None
         self.k_norm = make_norm(config, config.head_dim) if config.qk_norm and plan.k_heads else None
 
-        self.stages = {stage: plan.at(stage) for stage in get_args(Inner)}
-        self.mechanisms = Named(
-            {name: resolve(name).build(config.mechanisms[name], config, plan) for name in plan.at(*get_args(Inner))}
-        )
+        self.stages = {stage: plan.at(stage) for stage in ATTENTION_STAGES}
+        inner = plan.at(*ATTENTION_STAGES)
+        modules = {name: resolve(name).build_module(config.mechanisms[name], config, plan) for name in inner}
+        self.mechanisms = Named(modules)
         self.exports = tuple(plan.slot(source) for source in plan.exports if source.kind != "stream")
-        self.shows_weights = bool(self.stages["probabilities"]) or any(s.kind == "probabilities" for s in plan.exports)
+        has_weights = any(source.kind == "probabilities" for source in plan.exports)
+        self.shows_weights = has_weights or bool(self.stages[Stage.ATTENTION_WEIGHTS])
         self.groups = tuple(GroupSlots.from_plan(plan, group, self.num_key_value_groups) for group in plan.groups)
 
-    def at(self, stage: Inner) -> Sequence[Mechanism]:
+    def at(self, stage: Stage) -> Sequence[Mechanism]:
         """The mechanisms that act at a stage, in the order of application."""
         names = self.stages[stage]
         return [cast(Mechanism, self.mechanisms[name]) for name in names] if names else ()
@@ -85,7 +86,7 @@ class Attention(nn.Module):
         *sources: Tensor,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         attention_mask: Any = None,
-        reach: Tensor | Ancestors | None = None,
+        reach: Reach = None,
         past_key_values: Cache | Engine | None = None,
         token_ids: Tensor | None = None,
         key_input: Tensor | None = None,
@@ -101,13 +102,13 @@ class Attention(nn.Module):
         tensors = [*sources]  # each at its `LayerPlan.slot`
         context = Context(tensors, reach, find_tail(self.plan, past_key_values), token_ids, x)
         q, k, v = self.project(x, key_input, value_input)
-        for mechanism in self.at("projected"):
-            q, (k, v) = mechanism.projected(q, KV(k, v), context)
+        for mechanism in self.at(Stage.PROJECTIONS):
+            q, (k, v) = mechanism.transform_projections(q, KV(k, v), context)
         q = q if self.q_norm is None else self.q_norm(q.transpose(1, 2)).transpose(1, 2)
         k = k if self.k_norm is None else self.k_norm(k.transpose(1, 2)).transpose(1, 2)
         tensors += q, k, v
-        for mechanism in self.at("local"):
-            q, (k, v) = mechanism.local(q, KV(k, v), context)
+        for mechanism in self.at(Stage.QKV):
+            q, (k, v) = mechanism.transform_qkv(q, KV(k, v), context)
         tensors.append(v)
         q, k = self.rotate(q, k, position_embeddings)
 
@@ -126,7 +127,7 @@ class Attention(nn.Module):
 
         dropout = self.attention_dropout if self.training else 0.0
         options = dict(dropout=dropout, sliding_window=self.sliding_window, softcap=self.softcap, **kwargs)
-        if self.materialise and not (self.shows_weights or self.stages["beside"]):
+        if self.materialise and not (self.shows_weights or self.stages[Stage.ADDED_KEY_VALUES]):
             # One lookup and one call, spelled out: vLLM's Transformers backend reads the source of `forward`.
             attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
             out, weights = attend(self, q, k, v, attention_mask, scaling=self.scaling, **options)
@@ -165,21 +166,20 @@ class Attention(nn.Module):
         """What all heads attend to, [B, K, S, d] each."""
         by_group = [group.select_kv(context.sources) for group in self.groups]
         kv = KV(*(join(tensors, dim=1) for tensors in zip(*by_group, strict=True)))
-        for mechanism in self.at("gathered"):
-            kv = mechanism.gathered(kv, context)
+        for mechanism in self.at(Stage.ATTENDED_KV):
+            kv = mechanism.transform_attended_kv(kv, context)
         return kv
 
     def select(self, q: Tensor, attention_mask: Any, context: Context) -> list[KernelInputs]:
         """One call of the kernel for each group of heads that attend to the same layers; one for all, once gathered."""
-        if self.stages["gathered"]:
+        if self.stages[Stage.ATTENDED_KV]:
             return [KernelInputs(q, *self.gather(context), attention_mask)]
         return [group.select(q, attention_mask, context.sources) for group in self.groups]
 
     def add_pairs(self, inputs: list[KernelInputs], context: Context) -> list[KernelInputs]:
         """The calls, with what every token sees beside the tokens."""
-        if not self.stages["beside"]:
-            return inputs
-        return divide_pairs(inputs, [mechanism.beside(context) for mechanism in self.at("beside")])
+        pairs = [mechanism.add_key_values(context) for mechanism in self.at(Stage.ADDED_KEY_VALUES)]
+        return divide_pairs(inputs, pairs) if pairs else inputs
 
     def attend(self, inputs: list[KernelInputs], context: Context, **options: Any) -> tuple[Tensor, Tensor | None]:
         """What each head reads [B, T, H, d], and the attention weights of the tokens if the kernel returns them."""
@@ -188,13 +188,13 @@ class Attention(nn.Module):
         weights_of_keys = weigh_keys(self, inputs, self.scaling, self.softcap)
         weights = of_tokens(weights_of_keys, inputs)
         context.sources.append(weights)
-        for mechanism in self.at("probabilities"):
-            weights = mechanism.probabilities(weights, context)
+        for mechanism in self.at(Stage.ATTENTION_WEIGHTS):
+            weights = mechanism.transform_attention_weights(weights, context)
         return read_groups(self, inputs, weights, weights_of_keys, options["dropout"]), weights
 
     def results(self, out: Tensor, weights: Tensor | None, context: Context) -> tuple[Tensor | None, ...]:
         """What `forward` returns. out: what each head read, [B, T, H, d]."""
-        for mechanism in self.at("heads"):
-            out = mechanism.heads(out, context)
+        for mechanism in self.at(Stage.HEAD_OUTPUTS):
+            out = mechanism.transform_head_outputs(out, context)
         out = apply_linear(self.o_proj, out.flatten(2))
         return out, weights, *(context.sources[slot] for slot in self.exports)

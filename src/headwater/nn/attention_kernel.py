@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from headwater.config.capabilities import LimitsKernels
 from headwater.kernels.attention import FEW, run_fastest_attention
 from headwater.kernels.autotune import get_choices
-from headwater.mechanisms.base import KV
+from headwater.mechanisms.contract import KV
 from headwater.nn.head_groups import KernelInputs, join, of_tokens
 from headwater.plugins.registry import resolve
 
@@ -31,8 +32,9 @@ Kernel = Callable[..., tuple[Tensor, Tensor | None]]
 def supported_kernels(config: HeadwaterConfig) -> tuple[tuple[str, ...] | None, str]:
     """The values of `attn_implementation` that support a model of this config (None: all), and what limits them."""
     limits = {
-        f"Mechanism {name!r} with its options": resolve(name).kernels(options)
+        f"Mechanism {name!r} with its options": mechanism.list_kernels(options)
         for name, options in config.mechanisms.items()
+        if isinstance(mechanism := resolve(name), LimitsKernels)
     }
     limits["ALiBi"] = ("sdpa", "eager", "matmul") if config.position == "alibi" else None
     limits["attention_softcap"] = ("eager",) if config.attention_softcap is not None else None

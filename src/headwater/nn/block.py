@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from headwater.config.layers import layer_config
-from headwater.config.plan import EMBEDDING, LayerPlan, Outer, Part, Source
-from headwater.mechanisms.base import AttentionInputs, Context, Hidden, Named, PartTail
+from headwater.config.plan import BLOCK_STAGES, EMBEDDING, LayerPlan, Part, Source, Stage
+from headwater.mechanisms.contract import AttentionInputs, Context, Hidden, Mechanism
+from headwater.mechanisms.named import Named, PartTail, build_outer_module
 from headwater.nn.attention import Attention
 from headwater.nn.cache_name import CACHE
 from headwater.nn.feed_forward import make_feed_forward
 from headwater.nn.lookback import find_tail
 from headwater.nn.norm import make_norm
-from headwater.plugins.registry import resolve
 
 if TYPE_CHECKING:
     from headwater.config.text import HeadwaterConfig
-
-X = TypeVar("X", Tensor, AttentionInputs, Hidden)
 
 # Older transformers, such as 5.17, checkpoint around a layer's hooks and its compiled graph, which then holds nothing
 # of what `gradient_checkpointing` says; newer ones do it inside.
@@ -48,9 +47,9 @@ class Block(GradientCheckpointingLayer):
         self.feed_forward_output_norm = make_norm(config) if config.output_norms else None
         self.residual_dropout = config.residual_dropout
         self.drop_path = config.drop_path * plan.index / max(1, config.num_hidden_layers - 1)
-        own, outer = layer_config(config, plan.index), plan.at(*get_args(Outer))
-        self.mechanisms = Named({name: resolve(name).build_outer(config.mechanisms[name], own, plan) for name in outer})
-        self.stages = {stage: plan.at(stage) for stage in get_args(Outer)}
+        own, outer = layer_config(config, plan.index), plan.at(*BLOCK_STAGES)
+        self.mechanisms = Named({name: build_outer_module(name, config.mechanisms[name], own, plan) for name in outer})
+        self.stages = {stage: plan.at(stage) for stage in BLOCK_STAGES}
         self.inputs = plan.inputs
         self.exports_stream = Source("stream", "x", plan.index) in plan.exports
         self.exports_embedding = EMBEDDING in plan.exports
@@ -69,29 +68,26 @@ class Block(GradientCheckpointingLayer):
         # Under transformers' own name until here, since newer versions take it away while they checkpoint.
         cache = kwargs.pop(CACHE, None)
         context = Context([*sources], kwargs.get("reach"), find_tail(self.plan, cache), kwargs.get("token_ids"))
-        x = self.run_stage("embedded", x, context)
-        if self.stages["embedded"] and self.embedding is not None:
+        for mechanism in self.at(Stage.EMBEDDING):
+            x = mechanism.transform_embedding(x, context)
+        if self.stages[Stage.EMBEDDING] and self.embedding is not None:
             context.sources[self.embedding] = x
-        embedding, x = x, self.run_stage("arrive", x, context)
+        embedding = x
+        for mechanism in self.at(Stage.RESIDUAL):
+            x = mechanism.update_residual(x, context)
 
-        inputs = self.separate(self.run_stage("enter", x, context), x, context)
+        inputs = self.separate(x, context)
         attended, _, *exports = self.self_attn(
             inputs.q, *context.sources, past_key_values=cache, key_input=inputs.k, value_input=inputs.v, **kwargs
         )
         if self.attention_output_norm is not None:
             attended = self.attention_output_norm(attended)
-        attended = self.drop(self.run_stage("attention_output", attended, context))
+        for mechanism in self.at(Stage.ATTENTION_OUTPUT):
+            attended = mechanism.transform_attention_output(attended, context)
+        attended = self.drop(attended)
         x = inputs.stream + attended if self.residual else attended
 
-        hidden = self.post_attention_layernorm(inputs.stream if self.parallel else x)
-        hidden = self.run_stage("feed_forward_input", hidden, context)
-        if self.stages["feed_forward_hidden"]:
-            hidden = self.mlp(hidden, partial(self.run_stage, "feed_forward_hidden", context=context))
-        else:
-            hidden = self.mlp(hidden)
-        if self.feed_forward_output_norm is not None:
-            hidden = self.feed_forward_output_norm(hidden)
-        x = x + self.drop(self.run_stage("feed_forward_output", hidden, context))
+        x = x + self.drop(self.feed_forward(inputs.stream if self.parallel else x, context))
 
         exports = [*exports]  # PyTorch 2.11 traces the starred name as a tuple
         # The last of the plan's exports, which are sorted.
@@ -99,26 +95,56 @@ class Block(GradientCheckpointingLayer):
             exports.append(embedding)
         if self.exports_stream:
             exports.append(x)
-        return self.run_stage("leave", x, context), *exports
+        for mechanism in self.at(Stage.BLOCK_OUTPUT):
+            x = mechanism.transform_block_output(x, context)
+        return x, *exports
 
-    def run_stage(self, stage: Outer, x: X, context: Context) -> X:
-        """x, [B, T, D] or several tensors, after the mechanisms that act at `stage`."""
-        for name in self.stages[stage]:
-            x = getattr(self.mechanisms[name], stage)(x, context)
+    def at(self, stage: Stage) -> Sequence[Mechanism]:
+        """The mechanisms that act at a stage, in the order of application."""
+        names = self.stages[stage]
+        return [cast(Mechanism, self.mechanisms[name]) for name in names] if names else ()
+
+    def feed_forward(self, x: Tensor, context: Context) -> Tensor:
+        """What the feed-forward and its norms make of the stream x [B, T, D]."""
+        x = self.post_attention_layernorm(x)
+        for mechanism in self.at(Stage.FEED_FORWARD_INPUT):
+            x = mechanism.transform_feed_forward_input(x, context)
+        if self.stages[Stage.FEED_FORWARD_HIDDEN]:
+            x = self.mlp(x, partial(self.transform_hidden, context=context))
+        else:
+            x = self.mlp(x)
+        if self.feed_forward_output_norm is not None:
+            x = self.feed_forward_output_norm(x)
+        for mechanism in self.at(Stage.FEED_FORWARD_OUTPUT):
+            x = mechanism.transform_feed_forward_output(x, context)
         return x
 
-    def separate(self, entered: Tensor, x: Tensor, context: Context) -> AttentionInputs:
-        """What attention is given, alike or for queries, keys and values; and the residual stream, formerly x."""
-        if not self.stages["separate"]:
+    def transform_hidden(self, x: Hidden, context: Context) -> Hidden:
+        """What goes into the feed-forward's activation, after the mechanisms that act there."""
+        for mechanism in self.at(Stage.FEED_FORWARD_HIDDEN):
+            x = mechanism.transform_feed_forward_hidden(x, context)
+        return x
+
+    def separate(self, x: Tensor, context: Context) -> AttentionInputs:
+        """What attention is given, alike or for queries, keys and values; and the residual stream, before: x."""
+        entered = x
+        for mechanism in self.at(Stage.BLOCK_INPUT):
+            entered = mechanism.transform_block_input(entered, context)
+        if not self.stages[Stage.ATTENTION_INPUTS]:
             return AttentionInputs(self.normalize(entered, context), None, None, x)
         k, v = (entered if part in self.inputs else None for part in ("k", "v"))
-        inputs = self.run_stage("separate", AttentionInputs(entered, k, v, x), context)
+        inputs = AttentionInputs(entered, k, v, x)
+        for mechanism in self.at(Stage.ATTENTION_INPUTS):
+            inputs = mechanism.split_attention_inputs(inputs, context)
         k, v = (self.normalize_part("k", inputs.k, context), self.normalize_part("v", inputs.v, context))
         return AttentionInputs(self.normalize(inputs.q, context), k, v, inputs.stream)
 
     def normalize(self, x: Tensor, context: Context) -> Tensor:
         """What attention is given, from x [B, T, D] before its norm."""
-        return self.run_stage("attention_input", self.input_layernorm(x), context)
+        x = self.input_layernorm(x)
+        for mechanism in self.at(Stage.ATTENTION_INPUT):
+            x = mechanism.transform_attention_input(x, context)
+        return x
 
     def normalize_part(self, part: Part, x: Tensor | None, context: Context) -> Tensor | None:
         """`normalize` of the input of keys or values alone, with tails of its own; None if there is none."""

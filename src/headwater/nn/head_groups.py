@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headwater.config.plan import HeadGroup, Heads, LayerPlan, Source
-from headwater.mechanisms.base import KV
+from headwater.mechanisms.contract import KV
 
 
 class KernelInputs(NamedTuple):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from headwater.kernels.autotune import get_choices
 from headwater.kernels.linear import choose_linear
-from headwater.mechanisms.base import owner_of
+from headwater.mechanisms.named import owner_of
 
 
 def apply_linear(layer: nn.Module, x: Tensor) -> Tensor:

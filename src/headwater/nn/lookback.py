@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headwater.config.plan import LayerPlan
-from headwater.mechanisms.base import Tail
+from headwater.mechanisms.contract import Tail
 from headwater.nn.checks import must_wait
 from headwater.nn.documents import select_columns
 from headwater.util.errors import HeadwaterError

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from headwater.mechanisms.base import Map
+from headwater.config.capabilities import Map, ReplacesLinear
 from headwater.plugins.registry import resolve
 
 if TYPE_CHECKING:
@@ -25,7 +25,9 @@ def make_map(
 def own_map(config: HeadwaterConfig, layer: int, name: Map, d_in: int, d_out: int) -> nn.Module | None:
     """The module with which one of the config's mechanisms replaces a linear layer; None if none does."""
     for mechanism, options in config.mechanisms.items():
-        made = resolve(mechanism).map(options, config, layer, name, d_in, d_out)
-        if made is not None:
-            return made
+        kind = resolve(mechanism)
+        if isinstance(kind, ReplacesLinear):
+            made = kind.build_linear(options, config, layer, name, d_in, d_out)
+            if made is not None:
+                return made
     return None

@@ -173,6 +173,12 @@ MECHANISMS = Registry(
 REGISTRY = MECHANISMS.own
 
 
+def has_own(mechanism: type, member: str) -> bool:
+    """Whether the class of a mechanism has a member of its own, and not only the default of the contract."""
+    definer = next(kind for kind in mechanism.__mro__ if member in vars(kind))
+    return definer.__name__ != MECHANISMS.base
+
+
 def resolve(name: str) -> Any:
     """The class behind a mechanism's name, a `Mechanism`. Raises `HeadwaterError` for an unknown one."""
     return MECHANISMS.resolve(name)

@@ -23,7 +23,8 @@ from headwater.config.text import HeadwaterConfig
 from headwater.conversion import add_mechanisms
 from headwater.cost import counts as cost
 from headwater.engines.pages import check_servable
-from headwater.mechanisms.base import Mechanism
+from headwater.mechanisms.capabilities import AddsToTrainedModel, can_split_heads, can_split_tokens
+from headwater.mechanisms.contract import Mechanism
 from headwater.models.cache import cache_bytes
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.nn.cache_name import cache_of
@@ -200,7 +201,8 @@ class Contract:
     and by generation of every kind, equals the model without one; rows are causal, and padding and neighbors in a row
     change nothing, nor do other branches of a tree; every parameter starts by its name alone and has a gradient;
     parameters, FLOPs, what autograd keeps and bytes of the cache are as planned, and grow with the tokens alone; what
-    it says with `identity`, `per_head` and `per_token` is true; what is saved is loaded; it compiles as one graph.
+    it says with `find_identity_options`, `per_head` and `per_token` is true; what is saved is loaded; it compiles as
+    one graph.
 
     A test that your mechanism need not pass is left out by setting it to None in the subclass.
     """
@@ -625,7 +627,8 @@ class Contract:
         """The last mechanism, added as `headwater retrofit` would to a trained model that has the others."""
         mechanisms = json.loads(case.mechanisms)
         name, given = mechanisms.popitem() if mechanisms else ("", {})
-        options = resolve(name).identity(given) if name else None
+        mechanism = resolve(name) if name else None
+        options = mechanism.find_identity_options(given) if isinstance(mechanism, AddsToTrainedModel) else None
         if options is None:
             return
         assert given.items() <= options.items(), f"the options {options} do not contain those given"
@@ -641,13 +644,13 @@ class Contract:
         names = model.config.mechanisms
         if {"num_attention_heads", "num_key_value_heads", "head_dim"} & (model.config.sliding_fields or {}).keys():
             return  # such models run in one process
-        if not all(resolve(name).splits(options) for name, options in names.items()):
+        if not all(can_split_heads(resolve(name), options) for name, options in names.items()):
             return
         heads, half = HeadsAlone(model, ids), model.config.num_key_value_heads // 2
         for first in (0, half):
             for together, alone in heads.alone(range(first, first + half)):
                 assert_near(alone, together)
-        if not all(resolve(name).per_token for name in names):
+        if not all(can_split_tokens(resolve(name)) for name in names):
             return
         other = ids.clone()
         other[:, 6] = (other[:, 6] + 1) % 97

@@ -12,6 +12,7 @@ from headwater.config.plan import Source
 from headwater.config.text import HeadwaterConfig
 from headwater.engines.heads import SomeHeads
 from headwater.engines.split import SomeOutputs, channels
+from headwater.mechanisms.capabilities import axes_of
 from headwater.mechanisms.enlarging import of_heads
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.nn.attention import Attention
@@ -78,7 +79,7 @@ class HeadsAlone:
     def alone(self, heads: range) -> list[tuple[Tensor, Tensor]]:
         """By layer: what the query heads of these key/value heads read in the model, and what they do without the rest.
 
-        Raises `AssertionError` if a mechanism has other parameters then than `axes` says.
+        Raises `AssertionError` if a mechanism has other parameters then than `describe_axes` says.
         """
         config, size = self.config, self.config.head_dim
         some = SomeHeads(config, heads)
@@ -116,7 +117,7 @@ class HeadsAlone:
             parameters = dict(mine.mechanisms[name].named_parameters())
             for place, parameter in module.named_parameters():
                 value = parameter.detach()
-                if (entries := of_heads(module.axes(place), value.shape, heads)) is not None:
+                if (entries := of_heads(axes_of(module, place), value.shape, heads)) is not None:
                     value = value.index_select(entries[0], torch.tensor(entries[1], dtype=torch.long))
                 if place not in parameters and value.numel() == 0:
                     continue

@@ -1,8 +1,8 @@
 """Reference implementations, written from the equations with loops over rows, heads and positions.
 
-Nothing here is fast, caches anything, or calls headwater. A vector is a 1-d tensor; `heads` is a list over heads of
-lists over positions of vectors. A whole model is run on one document at a time. A mechanism from outside is a subclass
-of `Reference` that adds to `knows` and says at its stage what its equation says.
+Nothing here is fast, caches anything, or takes more from headwater than the names of stages. A vector is a 1-d tensor;
+`heads` is a list over heads of lists over positions of vectors. A whole model is run on one document at a time. A
+mechanism from outside is a subclass of `Reference` that adds to `knows` and says at its stage what its equation says.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from headwater.config.layers import layer_config
+from headwater.config.plan import Stage
 
 HeadRows = list[list[Tensor]]
 # Attention weights by head and position, of each slot that it sees.
@@ -291,9 +292,9 @@ class Reference:
     """The model with the given config and weights (by their names in the state dict), on one row at a time.
 
     knows: the mechanisms it has the equations of, by their names in the config; raises `NotImplementedError` for
-        others. A subclass for one more adds its name, and overrides the stage at which it acts: `outer`, `enter`,
-        `separate`, `projected`, `local`, `beside`, `heads`, `hidden`, `leave`, `linear` or `attended`. What there is to
-        read: `config`, and `own` as the layer that is being computed sees it; `weights`; the row's tokens `ids`, their
+        others. A subclass for one more adds its name, and overrides the method of its stage, which has the name of the
+        mechanism's, or `outer` (other stages of the block), `linear` or `attended`. What there is to read:
+        `config`, and `own` as the layer that is being computed sees it; `weights`; the row's tokens `ids`, their
         `position`, which are `real`; `inputs` of attention's queries by layer and position; `raw` q, k, v by layer,
         part, head and position; `stream`, what blocks gave.
     """
@@ -366,39 +367,39 @@ class Reference:
         self.final_v: list[dict[int, list[Tensor]]] = []
         self.bank: list[tuple[dict[int, list[Tensor]], dict[int, list[Tensor]]]] = []
         self.probabilities: list[AttentionWeights] = []
-        x = self.around("embedded", 0, x)
+        x = self.around(Stage.EMBEDDING, 0, x)
         self.stream = [x]
         for layer in range(c.num_hidden_layers):
             name = f"model.layers.{layer}"
-            x, inputs = self.attention_inputs(layer, self.around("arrive", layer, x))
+            x, inputs = self.attention_inputs(layer, self.around(Stage.RESIDUAL, layer, x))
             attended_to = self.attention(layer, inputs)
             if c.output_norms:
                 attended_to = [self.norm(f"{name}.attention_output_norm", a) for a in attended_to]
-            attended_to = self.around("attention_output", layer, attended_to)
+            attended_to = self.around(Stage.ATTENTION_OUTPUT, layer, attended_to)
             residual = x if c.first_residual or layer > 0 else [torch.zeros_like(a) for a in x]
             before = x
             x = [a + b for a, b in zip(residual, attended_to, strict=True)]
             inner = [self.norm(f"{name}.post_attention_layernorm", a) for a in (before if c.parallel_residual else x)]
-            inner = self.feed_forward(layer, self.around("feed_forward_input", layer, inner))
+            inner = self.feed_forward(layer, self.around(Stage.FEED_FORWARD_INPUT, layer, inner))
             if c.output_norms:
                 inner = [self.norm(f"{name}.feed_forward_output_norm", a) for a in inner]
-            x = [a + b for a, b in zip(x, self.around("feed_forward_output", layer, inner), strict=True)]
+            x = [a + b for a, b in zip(x, self.around(Stage.FEED_FORWARD_OUTPUT, layer, inner), strict=True)]
             self.stream.append(x)
             for mechanism in c.mechanisms:
-                x = self.leave(mechanism, layer, x)
+                x = self.transform_block_output(mechanism, layer, x)
         return x
 
     def attention_inputs(self, layer: int, x: list[Tensor]) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
         """The stream, and what queries, keys and values are projected from."""
         entered = x
         for mechanism in self.config.mechanisms:
-            entered = self.enter(mechanism, layer, entered)
+            entered = self.transform_block_input(mechanism, layer, entered)
         inputs = {"q": entered, "k": entered, "v": entered, "stream": x}
         for mechanism in self.config.mechanisms:
-            inputs = self.separate(mechanism, layer, inputs)
+            inputs = self.split_attention_inputs(mechanism, layer, inputs)
         x, norm = inputs.pop("stream"), f"model.layers.{layer}.input_layernorm"
         normed = {part: [self.norm(norm, a) for a in row] for part, row in inputs.items()}
-        return x, {part: self.around("attention_input", layer, row) for part, row in normed.items()}
+        return x, {part: self.around(Stage.ATTENTION_INPUT, layer, row) for part, row in normed.items()}
 
     def attention(self, layer: int, inputs: dict[str, list[Tensor]]) -> list[Tensor]:
         self.own = layer_config(self.config, layer)
@@ -407,21 +408,21 @@ class Reference:
         self.inputs.append(inputs["q"])
         q, k, v = (self.project(name, part, inputs[part], heads[part]) for part in "qkv")
         for mechanism in c.mechanisms:
-            q, k, v = self.projected(mechanism, layer, q, k, v)
+            q, k, v = self.transform_projections(mechanism, layer, q, k, v)
         if c.qk_norm:
             q, k = (self.normed(f"{name}.{part}_norm", heads) for part, heads in (("q", q), ("k", k)))
         self.raw.append({"q": q, "k": k, "v": v})
         for mechanism in c.mechanisms:
-            q, k, v = self.local(mechanism, layer, q, k, v)
+            q, k, v = self.transform_qkv(mechanism, layer, q, k, v)
         self.final_v.append(v)
         if c.position == "rope":
             q, k = self.rotated(q), self.rotated(k)
         self.bank.append((k, v))
-        pairs = [pair for mechanism in c.mechanisms for pair in self.beside(mechanism, layer)]
+        pairs = [pair for mechanism in c.mechanisms for pair in self.add_key_values(mechanism, layer)]
         weights = self.mixed_weights(layer, self.own_weights(layer, q, [key for key, _ in pairs]))
         read = self.read_values(layer, weights, [value for _, value in pairs])
         for mechanism in c.mechanisms:
-            read = self.heads(mechanism, layer, read)
+            read = self.transform_head_outputs(mechanism, layer, read)
         rows = range(len(inputs["q"]))
         return [self.linear(f"{name}.o_proj", torch.cat([head[t] for head in read])) for t in rows]
 
@@ -519,14 +520,14 @@ class Reference:
             h for h in range(heads[layer]) if any(self.attended(i, h)[part] == layer for i in layers if h < heads[i])
         ]
 
-    def enter(self, name: str, layer: int, x: list[Tensor]) -> list[Tensor]:
+    def transform_block_input(self, name: str, layer: int, x: list[Tensor]) -> list[Tensor]:
         """What goes into a block's attention, by position."""
         if name == "depth_attention" and self.queries(layer, 1):
             (query,) = self.queries(layer, 1)
             return self.depth_attention(layer, query, x)
         return self.hidden_residual(layer, x) if name == "value_residual" else x
 
-    def separate(self, name: str, layer: int, inputs: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
+    def split_attention_inputs(self, name: str, layer: int, inputs: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
         """What goes into queries "q", keys "k" and values "v", and the residual "stream", each by position."""
         ways = [part for i, part in enumerate("kv") if self.stored(layer, i)]
         if name == "depth_attention":
@@ -574,7 +575,7 @@ class Reference:
                 made[s].append(sum((a * term for a, term in zip(weights[s], terms, strict=True)), 0 * state))
         return made
 
-    def beside(self, name: str, layer: int) -> list[tuple[Tensor, Tensor]]:
+    def add_key_values(self, name: str, layer: int) -> list[tuple[Tensor, Tensor]]:
         """Keys and values beside the tokens', each by key/value head: [K, d]."""
         options = self.config.mechanisms[name]
         if name != "persistent_memory" or not self.acts(options, layer):
@@ -583,25 +584,25 @@ class Reference:
         count, width = key.shape[1:]
         return [(math.sqrt(width) * key[:, i], math.sqrt(count) * value[:, i]) for i in range(count)]
 
-    def around(self, stage: str, layer: int, x: list[Tensor]) -> list[Tensor]:
+    def around(self, stage: Stage, layer: int, x: list[Tensor]) -> list[Tensor]:
         """`outer` of all mechanisms."""
         for mechanism in self.config.mechanisms:
             x = self.outer(stage, mechanism, layer, x)
         return x
 
-    def outer(self, stage: str, name: str, layer: int, x: list[Tensor]) -> list[Tensor]:
-        """The stages around attention and feed-forward but for `enter`, `separate` and `leave`, by position."""
+    def outer(self, stage: Stage, name: str, layer: int, x: list[Tensor]) -> list[Tensor]:
+        """The stages around attention and feed-forward but for those with a method here, by position."""
         options = self.config.mechanisms[name]
-        if name == "embedding_residual" and stage == "arrive" and self.acts(options, layer):
+        if name == "embedding_residual" and stage is Stage.RESIDUAL and self.acts(options, layer):
             mu, lambda_ = self.of(name, layer, "lambdas", block=True)
             return [lambda_ * a + mu * first for a, first in zip(x, self.stream[0], strict=True)]
-        if name == "smear" and stage == "embedded":
+        if name == "smear" and stage is Stage.EMBEDDING:
             return self.smeared(x)
-        if name == "ngram_memory" and stage == "arrive" and layer in self.remembers(options, "stream"):
+        if name == "ngram_memory" and stage is Stage.RESIDUAL and layer in self.remembers(options, "stream"):
             added = self.ngram_memory(f"model.layers.{layer}.mechanisms.{name}", layer, x)
             return [a + b for a, b in zip(x, added, strict=True)]
         if name == "short_conv":
-            return self.convolved(f"model.layers.{layer}.mechanisms.{name}.{stage}_taps", x)
+            return self.convolved(f"model.layers.{layer}.mechanisms.{name}.{stage.name.lower()}_taps", x)
         return x
 
     def smeared(self, x: list[Tensor]) -> list[Tensor]:
@@ -622,7 +623,7 @@ class Reference:
         """Whether the option `layers` names a layer; by default it names all."""
         return options["layers"] is None or layer in options["layers"]
 
-    def leave(self, name: str, layer: int, x: list[Tensor]) -> list[Tensor]:
+    def transform_block_output(self, name: str, layer: int, x: list[Tensor]) -> list[Tensor]:
         """What the next block is given, by position."""
         if name == "mudd" and layer == self.config.num_hidden_layers - 1:
             own = f"model.layers.{layer}.mechanisms.mudd.last"
@@ -634,7 +635,7 @@ class Reference:
             return [a - strength * b for a, b in zip(x, self.stream[middle + 1], strict=True)]
         return self.dense_former(layer, x) if name == "dense_former" else x
 
-    def heads(self, name: str, layer: int, read: list[list[Tensor]]) -> list[list[Tensor]]:
+    def transform_head_outputs(self, name: str, layer: int, read: list[list[Tensor]]) -> list[list[Tensor]]:
         """What each query head has read, by head and position."""
         if name == "exclusive":
             return self.exclusive(layer, read)
@@ -701,7 +702,7 @@ class Reference:
         share = logits[self.receivers(options).index(layer)] / logits.sum()
         return self.weights["model.mechanisms.value_residual.scale"][0] * share, self.weights[own][0]
 
-    def projected(self, name: str, layer: int, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+    def transform_projections(self, name: str, layer: int, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
         """Queries, keys and values, each by head, before their norms."""
         if name == "blend":
             return q, self.pooled(k), self.pooled(v)
@@ -751,7 +752,7 @@ class Reference:
                 made[h].append(y if map_ is None else y / math.sqrt(2 * len(taps) + 1))
         return made
 
-    def local(self, name: str, layer: int, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+    def transform_qkv(self, name: str, layer: int, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
         """Queries, keys and values, each by head, after the mechanism `name`."""
         options = self.config.mechanisms[name]
         if name == "kv_shift":
@@ -951,13 +952,15 @@ class Reference:
         sides = ("gate", "up") if self.config.feed_forward == "gated" else ("up",)
         hidden = {side: [self.linear(f"{name}.mlp.{side}_proj", a) for a in x] for side in sides}
         for mechanism in self.config.mechanisms:
-            hidden = self.hidden(mechanism, layer, hidden)
+            hidden = self.transform_feed_forward_hidden(mechanism, layer, hidden)
         inner = [act(a) for a in hidden[sides[0]]]
         if len(sides) > 1:
             inner = [a * b for a, b in zip(inner, hidden["up"], strict=True)]
         return [self.linear(f"{name}.mlp.down_proj", a) for a in inner]
 
-    def hidden(self, name: str, layer: int, hidden: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
+    def transform_feed_forward_hidden(
+        self, name: str, layer: int, hidden: dict[str, list[Tensor]]
+    ) -> dict[str, list[Tensor]]:
         """What goes into the feed-forward's activation, "gate" and "up", by position."""
         if name != "short_conv":
             return hidden

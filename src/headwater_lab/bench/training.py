@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
 from headwater.conversion import to_transformers
-from headwater.mechanisms.base import Mechanism
+from headwater.mechanisms.capabilities import HasPlainTwin
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.image_classification import HeadwaterForImageClassification
 from headwater.nn.documents import make_cu_seq_lens, takes_documents
@@ -195,7 +195,7 @@ def twins(
 ) -> tuple[HeadwaterForCausalLM, HeadwaterForCausalLM]:
     """A model with `mechanisms` and the one it is compared with, without them.
 
-    If a mechanism replaces linear layers, the other model has its `twin` instead, with the same matmuls.
+    If a mechanism replaces linear layers, the other model has its plain twin instead, with the same matmuls.
     """
     shape = shape_of(layers, width, vocabulary, context)
 
@@ -213,4 +213,4 @@ def twins(
 
 
 def _twin(module: nn.Module) -> nn.Module | None:
-    return module.twin() if isinstance(module, Mechanism) else None
+    return module.build_twin() if isinstance(module, HasPlainTwin) else None

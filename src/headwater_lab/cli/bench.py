@@ -433,6 +433,7 @@ def _mechanisms(arguments: list[str] | None) -> dict[str, dict[str, dict]]:
     """Mechanisms by a label, from names and JSON; every mechanism by default."""
     import json
 
+    from headwater.config.options import parse_options
     from headwater.plugins.outside import trust_names_in
     from headwater.plugins.registry import MECHANISMS, resolve
     from headwater_lab.recipe.overrides import plain
@@ -442,7 +443,7 @@ def _mechanisms(arguments: list[str] | None) -> dict[str, dict[str, dict]]:
         mechanisms = plain(text, shown(text)) if text.startswith("{") else {text: {}}
         trust_names_in([mechanisms])
         for name, options in mechanisms.items():
-            resolve(name).options(options)
+            parse_options(resolve(name), options)
         labels = (f"{name} {json.dumps(options)}" if options else name for name, options in mechanisms.items())
         chosen[" + ".join(labels)] = mechanisms
     return chosen

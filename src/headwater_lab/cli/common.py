@@ -84,6 +84,7 @@ def quiet() -> None:
 
 def mechanisms_of(given: list[str]) -> dict[str, dict[str, Any]]:
     """name or name={options}, as YAML. Raises `HeadwaterError`."""
+    from headwater.config.options import parse_options
     from headwater.plugins.outside import trust_names_in
     from headwater.plugins.registry import resolve
     from headwater_lab.recipe.overrides import plain
@@ -99,7 +100,7 @@ def mechanisms_of(given: list[str]) -> dict[str, dict[str, Any]]:
         if not isinstance(found[name], dict):
             raise HeadwaterError(f'The options of --mechanism {name} are a mapping: "{name}={{key: value}}".')
         trust_names_in({name: found[name]})
-        resolve(name).options(found[name])
+        parse_options(resolve(name), found[name])
     return found
 
 

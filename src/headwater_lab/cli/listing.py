@@ -67,7 +67,7 @@ def describe_presets() -> Sequence[dict[str, Any]]:
                 "parameters": sum(parameters(config).values()),
                 "reported": known.reported,
                 "note": known.note,
-                "reads": [resolve(mechanism).origin(options) for mechanism, options in mechanisms.items()],
+                "reads": [resolve(mechanism).describe_source(options) for mechanism, options in mechanisms.items()],
             }
         )
     return rows
@@ -75,13 +75,15 @@ def describe_presets() -> Sequence[dict[str, Any]]:
 
 def describe_mechanisms() -> Sequence[dict[str, Any]]:
     """headwater's mechanisms, and those of installed packages."""
+    from headwater.config.options import parse_options
     from headwater.plugins.registry import MECHANISMS
 
     rows = []
     for name in MECHANISMS.names:
         mechanism = MECHANISMS.resolve(name)
         first_line = (mechanism.__doc__ or "").strip().partition("\n")[0]
-        rows.append({"name": name, "reads": mechanism.origin(mechanism.options({})), "description": first_line})
+        source = mechanism.describe_source(parse_options(mechanism, {}))
+        rows.append({"name": name, "reads": source, "description": first_line})
     return rows
 
 

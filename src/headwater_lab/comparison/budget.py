@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from headwater.config.text import HeadwaterConfig
 from headwater.cost import counts as cost
+from headwater.mechanisms.capabilities import SizesFeedForward
 from headwater.plugins.registry import resolve
 from headwater.util.errors import HeadwaterError
 from headwater_lab.data.base import Data
@@ -95,7 +96,11 @@ def _resized(recipe: Recipe, data: Data, wanted: int, name: str) -> dict:
     config = recipe.config_for(data)
     mechanisms: dict = config.mechanisms or {}
     given: dict = recipe.model.get("mechanisms") or mechanisms
-    own = {name: resolve(name).feed_forward_size(options) for name, options in mechanisms.items()}
+    own = {
+        name: mechanism.name_size_option(options)
+        for name, options in mechanisms.items()
+        if isinstance(mechanism := resolve(name), SizesFeedForward)
+    }
     mechanism, option = next(((name, option) for name, option in own.items() if option), (None, None))
 
     def change(width: int) -> dict:

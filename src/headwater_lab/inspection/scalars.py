@@ -9,7 +9,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from headwater.mechanisms.base import Mechanism
+from headwater.mechanisms.capabilities import ShowsScalars, ShowsWindows
+from headwater.mechanisms.contract import Mechanism
 from headwater.models.kinds import AnyModel
 from headwater.nn.block import Block
 from headwater_lab.inspection.scores import composed
@@ -66,10 +67,11 @@ def scalars(model: AnyModel) -> list[Scalars]:
     # For tables read by token id, the first token's.
     shared = model.model.shared_tensors(torch.zeros(1, 1, dtype=torch.long, device=model.device))
     return [
-        Scalars(block.plan.index, module.name(), place, symbol, shown.by, shown.at, shown.values.tolist())
+        Scalars(block.plan.index, module.registered_name(), place, symbol, shown.by, shown.at, shown.values.tolist())
         for block in blocks(model)
         for place, module in mechanisms(block)
-        for symbol, shown in module.shown(block.plan, shared).items()
+        if isinstance(module, ShowsScalars)
+        for symbol, shown in module.show_scalars(block.plan, shared).items()
     ]
 
 
@@ -78,7 +80,7 @@ def windows(block: Block, part: str) -> Tensor | None:
     """How a layer mixes keys ("k") or values ("v") with those of earlier tokens, [window, its heads]; None if not."""
     found: Tensor | None = None
     for _, module in mechanisms(block):
-        window = module.windows().get(part)
+        window = module.show_windows().get(part) if isinstance(module, ShowsWindows) else None
         if window is not None:
             found = window if found is None else composed(found, window)
     return found

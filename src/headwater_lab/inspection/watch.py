@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from headwater.config.layers import layer_config
+from headwater.config.plan import Stage
+from headwater.mechanisms.capabilities import LabelsSums, ShowsFiring, ShowsTerms
 from headwater.models.kinds import AnyModel, is_of_images
 from headwater.nn.patches import raster_positions
 from headwater_lab.inspection.pairs import Firing, PairCounter
@@ -209,7 +211,7 @@ class Watch:
     def __init__(self, model: AnyModel, sample: Sample) -> None:
         self.model, self.sample, self.sums = model, sample, Sums()
         self.taps = value_taps(model)
-        self.beside = [bool(block.self_attn.stages["beside"]) for block in blocks(model)]
+        self.beside = [bool(block.self_attn.stages[Stage.ADDED_KEY_VALUES]) for block in blocks(model)]
         self.pairs: dict[tuple[int, str], PairCounter] = {}
         self.terms: dict[tuple[int, str], dict[str, float]] = {}
         config = model.config
@@ -278,14 +280,14 @@ class Watch:
     def mechanism(
         self, layer: int, place: str, module: Any, inputs: tuple[Tensor, ...], named: dict[str, Any], _: Any
     ) -> None:
-        for name, term in module.terms(*inputs, **named).items():
-            for label, one in zip(module.labels or ("",), term if module.labels else (term,), strict=True):
-                found = self.terms.setdefault((layer, f"{module.name()} {label}".strip()), {})
+        labels = module.labels if isinstance(module, LabelsSums) else ()
+        for name, term in (module.show_terms(*inputs, **named) if isinstance(module, ShowsTerms) else {}).items():
+            for label, one in zip(labels or ("",), term if labels else (term,), strict=True):
+                found = self.terms.setdefault((layer, f"{module.registered_name()} {label}".strip()), {})
                 found[name] = found.get(name, 0.0) + float(one.norm(dim=-1).sum(dtype=torch.float64))
-        contributions = module.firing(*inputs)
-        if contributions is not None:
+        if isinstance(module, ShowsFiring):
             counter = self.pairs.setdefault((layer, place), PairCounter(self.sample))
-            counter.add(contributions, self.first_row)
+            counter.add(module.show_firing(*inputs), self.first_row)
 
     def result(self) -> Read:
         everything = blocks(self.model)

@@ -22,7 +22,7 @@ from headwater.config.presets import PRESETS, preset
 from headwater.config.text import HeadwaterConfig
 from headwater.integrations.torchtitan import spec
 from headwater.integrations.torchtitan.model import theirs_of
-from headwater.mechanisms.base import Mechanism
+from headwater.mechanisms.capabilities import ActsInTraining
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.plugins.registry import REGISTRY, resolve
 from headwater.util.errors import HeadwaterError
@@ -141,9 +141,9 @@ def check_recipe(recipe: Recipe) -> None:
 def check_hooks(config: HeadwaterConfig) -> None:
     """Raise `HeadwaterError` for an outside mechanism with a hook per step, which torchtitan's trainer never calls."""
     for name in config.mechanisms:
-        if name not in REGISTRY and resolve(name).before_training is not Mechanism.before_training:
+        if name not in REGISTRY and isinstance(resolve(name), ActsInTraining):
             raise HeadwaterError(
-                f"torchtitan's trainer does not call before_step, which {name!r} has; use `headwater train`."
+                f"torchtitan's trainer does not call prepare_step, which {name!r} has; use `headwater train`."
             )
 
 

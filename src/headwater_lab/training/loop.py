@@ -242,7 +242,7 @@ class TrainingRun(Setup):
         for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             of_scalars = settings.scalar_learning_rate_multiplier if group["name"] == "scalars" else 1.0
             group["lr"] = rate * of_scalars * group.get("rate", 1.0)
-        self.hooks.before_step(progress.step)
+        self.hooks.prepare_step(progress.step)
         with self.reading():
             parts = [next(self.batches) for _ in range(settings.gradient_accumulation_steps)]
         progress.waited += time.perf_counter() - started

@@ -13,7 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from headwater.mechanisms.base import Named, owner_of
+from headwater.mechanisms.capabilities import DecaysWeights, GroupsParameters, ScalesLearningRate
+from headwater.mechanisms.contract import Mechanism
+from headwater.mechanisms.named import Named, owner_of
 from headwater.mechanisms.precision import KeepsPrecision
 from headwater.plugins.registry import resolve
 from headwater.util.errors import HeadwaterError, sentence
@@ -61,18 +63,9 @@ def parameter_groups(
             owner, inner = owner_of(model, f"{place}.{name}")
             said, rate = None, 1.0
             if owner is not None:
-                kind, said, rate = owner.group(inner) or kind, owner.decays(inner), owner.rate(inner)
-                misspelt = kind not in GROUPS and get_close_matches(str(kind), GROUPS, cutoff=0.7)
-                if not isinstance(kind, str) or misspelt or (kind == "matrices" and parameter.ndim != 2):
-                    raise HeadwaterError(
-                        f"Mechanism {owner.name()!r} puts {inner!r} {list(parameter.shape)} among the {kind}; its "
-                        f"group() must give one of {', '.join(GROUPS)}, of which matrices have two dimensions, or "
-                        "a name unlike these."
-                    )
-                if not (isinstance(rate, int | float) and 0 <= rate < math.inf):
-                    raise HeadwaterError(
-                        f"Mechanism {owner.name()!r}: the rate of {inner!r} must be a number of at least 0, not {rate}."
-                    )
+                kind = _choose_group(owner, inner, parameter, kind)
+                said = owner.is_decayed(inner) if isinstance(owner, DecaysWeights) else None
+                rate = _scale_learning_rate(owner, inner)
             decays = kind in DECAYED[decay_on] if said is None else said
             # Sharded and unsharded parameters cannot be stepped together.
             found.setdefault((kind, decays, whole, float(rate)), []).append(parameter)
@@ -89,6 +82,29 @@ def parameter_groups(
     trainable = {parameter for parameter in model.parameters() if parameter.requires_grad}
     assert seen == trainable, "the groups must hold every parameter once"
     return groups
+
+
+def _choose_group(owner: Mechanism, name: str, parameter: nn.Parameter, kind: str) -> str:
+    """The group in which a mechanism puts its parameter, or else `kind`. Raises `HeadwaterError`."""
+    chosen = (owner.choose_group(name) if isinstance(owner, GroupsParameters) else None) or kind
+    misspelt = chosen not in GROUPS and get_close_matches(str(chosen), GROUPS, cutoff=0.7)
+    if not isinstance(chosen, str) or misspelt or (chosen == "matrices" and parameter.ndim != 2):
+        raise HeadwaterError(
+            f"Mechanism {owner.registered_name()!r} puts {name!r} {list(parameter.shape)} among the {chosen}; its "
+            f"choose_group() must give one of {', '.join(GROUPS)}, of which matrices have two dimensions, or a name "
+            "unlike these."
+        )
+    return chosen
+
+
+def _scale_learning_rate(owner: Mechanism, name: str) -> float:
+    """What a mechanism multiplies the learning rate of its parameter with. Raises `HeadwaterError`."""
+    rate = owner.scale_learning_rate(name) if isinstance(owner, ScalesLearningRate) else 1.0
+    if not (isinstance(rate, int | float) and 0 <= rate < math.inf):
+        raise HeadwaterError(
+            f"Mechanism {owner.registered_name()!r}: the rate of {name!r} must be a number of at least 0, not {rate}."
+        )
+    return rate
 
 
 def freeze(model: nn.Module, trainable_mechanisms: Collection[str]) -> None:

@@ -33,7 +33,7 @@ from headwater.cost import price, si
 from headwater.cost.counts import check_memory, forward_flops_per_token
 from headwater.cost.hardware import c_compiler, memory_of, sheet_of
 from headwater.growth.pairs import has_pairs
-from headwater.mechanisms.base import Mechanism, Step
+from headwater.mechanisms.capabilities import ActsInTraining, Step
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.compiling import compile_model
 from headwater.models.kinds import MODEL_TYPES, AnyModel, is_of_images, model_class
@@ -298,20 +298,20 @@ class Hooks:
         if recipe.start is not None and beginning is not None:
             start = recipe.start.model_dump(mode="json") | {"tau": beginning.tau}
         self.first = Step(0, recipe.training.steps, recipe.training.warmup_steps, start)
-        mechanisms = {name: module for name, module in model.named_modules() if isinstance(module, Mechanism)}
+        mechanisms = {name: module for name, module in model.named_modules() if isinstance(module, ActsInTraining)}
         if kept is None:
-            answers = {name: module.before_training(self.first) for name, module in mechanisms.items()}
+            answers = {name: module.prepare_training(self.first) for name, module in mechanisms.items()}
             kept = {name: value for name, value in answers.items() if value is not None}
         self.kept = kept
         self.modules = [(mechanisms[name], value) for name, value in kept.items()]
         counts = Counter(type(module) for module, _ in self.modules)
-        self.notices = [kind.announced(count, self.first) for kind, count in counts.items()]
+        self.notices = [kind.describe_training(count, self.first) for kind, count in counts.items()]
 
-    def before_step(self, number: int) -> None:
+    def prepare_step(self, number: int) -> None:
         """Call them; number: the step, from 0."""
         step = self.first._replace(number=number)
         for module, kept in self.modules:
-            module.before_step(kept, step)
+            module.prepare_step(kept, step)
 
 
 class Teacher:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from headwater.config.plan import Stage
 from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
+from headwater.mechanisms.capabilities import can_split_heads, can_split_tokens
 from headwater.plugins.registry import resolve
 from headwater.util.errors import HeadwaterError
 
@@ -75,7 +77,7 @@ def _check_model(config: HeadwaterConfig, length: int) -> None:
 
 def _check_columns(config: HeadwaterConfig, degree: int) -> None:
     """Raise `HeadwaterError` if a feed-forward or the vocabulary cannot be split over `degree` processes."""
-    if inside := [name for plan in plan_layers(config) for name in plan.at("feed_forward_hidden")]:
+    if inside := [name for plan in plan_layers(config) for name in plan.at(Stage.FEED_FORWARD_HIDDEN)]:
         raise HeadwaterError(
             f"Mechanism {inside[0]!r} acts inside the feed-forward, of which a process has a part of the channels "
             "under tensor parallelism; set tensor_parallel_degree to 1."
@@ -98,12 +100,12 @@ def check_heads(config: HeadwaterConfig, tensor: bool, context: bool, parts: int
         )
     for name in config.mechanisms:
         mechanism = resolve(name)
-        if not (mechanism.per_token and mechanism.splits(config.mechanisms[name])):
+        if not (can_split_tokens(mechanism) and can_split_heads(mechanism, config.mechanisms[name])):
             raise HeadwaterError(
                 f"Mechanism {name!r} does not say that heads and tokens can be split over processes; set per_head and "
                 f"per_token in its class (docs/extending.md), or train without {how} parallelism."
             )
-        if context and mechanism.reads_ids:
+        if context and mechanism.needs_input_ids:
             raise HeadwaterError(
                 f"Mechanism {name!r} reads tokens by their ids, of which a process has a part under context "
                 "parallelism; set context_parallel_degree to 1."

@@ -38,8 +38,10 @@ from headwater.config.text import HeadwaterConfig
 from headwater.engines.heads import SomeHeads
 from headwater.integrations.torchtitan.limits import check
 from headwater.integrations.torchtitan.model import TitanModel
-from headwater.mechanisms.base import Mechanism, Named
+from headwater.mechanisms.capabilities import axes_of
+from headwater.mechanisms.contract import Mechanism
 from headwater.mechanisms.enlarging import of_heads
+from headwater.mechanisms.named import Named
 from headwater.mechanisms.precision import KeepsPrecision
 from headwater.models.compiling import expect_layers
 from headwater.nn.attention import Attention
@@ -365,7 +367,7 @@ class SplitHeads:
         wanted = {place: tuple(parameter.shape) for place, parameter in mine.named_parameters()}
         for place, parameter in whole.named_parameters():
             shape, then = parameter.shape, None
-            if (entries := of_heads(whole.axes(place), shape, chosen)) is not None:
+            if (entries := of_heads(axes_of(whole, place), shape, chosen)) is not None:
                 dim, index = entries
                 shape, then = torch.Size((*shape[:dim], len(index), *shape[dim + 1 :])), Picked(dim, tuple(index))
             if wanted.pop(place, shape if shape.numel() == 0 else None) != shape:

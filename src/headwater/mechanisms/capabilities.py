@@ -1,0 +1,373 @@
+"""What some tools ask of a mechanism beyond the contract: a capability is a method that a class has or has not.
+
+A mechanism has a capability if its class, or its module, has the members of a Protocol below, or of one in
+`headwater.config.capabilities`, for which the config asks: there is nothing to derive from or to register. Tools ask
+`isinstance(mechanism, GrowsOptions)`. Each docstring says which tool asks, and what it does without. The members of a
+capability belong together: a class with only some of them is an error.
+`parameter` is always the name within the module, of a child module's as "conv.weight".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+from headwater.config import capabilities as of_config
+from headwater.util.errors import HeadwaterError
+
+if TYPE_CHECKING:
+    from headwater.config.plan import Cost, LayerPlan, Source
+    from headwater.config.text import HeadwaterConfig
+    from headwater.mechanisms.enlarging import Dim, Larger
+
+# The optimizer's parameter groups (headwater_lab.training.optim).
+Group = Literal["matrices", "tensors", "embeddings", "vectors", "scalars"]
+
+
+# Modules
+
+
+@runtime_checkable
+class BuildsOuterModule(Protocol):
+    """For a mechanism that acts both in the block and inside attention of a layer; else `build_module` makes both."""
+
+    @classmethod
+    def build_outer_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> nn.Module:
+        """The module for the stages in the block, around attention and feed-forward."""
+
+
+@runtime_checkable
+class HasSharedModule(Protocol):
+    """For a module that the model holds once. Layers read what it returns as `Source("shared", name, -1)`."""
+
+    @classmethod
+    def build_shared_module(cls, options: dict[str, Any], config: HeadwaterConfig) -> nn.Module | None:
+        """The module, called once per forward pass, with the new tokens' ids [B, T] if the mechanism
+        `needs_input_ids`; None: there is none with these options."""
+
+    @classmethod
+    def count_shared_cost(cls, options: dict[str, Any], config: HeadwaterConfig) -> Cost:
+        """What it costs, once per model."""
+
+
+@runtime_checkable
+class HoldsMatrices(Protocol):
+    """For parameters that act as weight matrices without being an `nn.Linear`: quantizers and adapters ask for them."""
+
+    matrix_parameters: ClassVar[tuple[str, ...]]
+
+
+@runtime_checkable
+class HoldsTokenTables(Protocol):
+    """For parameters with a row for each token id. Asked by `resize_token_embeddings`, which else leaves them alone."""
+
+    def count_token_tables(self, parameter: str) -> int:
+        """How many tables a parameter holds, one after the other along its first axis; 0: it is none."""
+
+
+# Growth, retrofit, conversion
+
+
+@runtime_checkable
+class GrowsOptions(Protocol):
+    """Asked by `headwater grow`, which without it keeps the sizes of a model with the mechanism."""
+
+    @classmethod
+    def grow_options(cls, options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
+        """The options with which it does the same in a larger model. config: the smaller model's.
+
+        Raises `HeadwaterError`, with the reason, for growth under which it cannot, or that would not keep the function
+        though `growth.keeps`.
+        """
+
+
+@runtime_checkable
+class DescribesAxes(Protocol):
+    """Asked by `headwater grow`, which cannot grow a parameter without it, and where heads are split over processes."""
+
+    def describe_axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+        """What the entries along each dimension of a parameter belong to; the last covers all that remain, flattened.
+
+        place: the inputs and the outputs of the linear layer that the module replaces.
+        """
+
+
+@runtime_checkable
+class PassesThrough(Protocol):
+    """For a mechanism that changes the residual stream itself. Asked for layers that `headwater grow` adds silently."""
+
+    def find_neutral_value(self, parameter: str) -> Tensor | None:
+        """The value of a parameter with which the stream stays as it is; None: any will do."""
+
+
+@runtime_checkable
+class AddsToTrainedModel(Protocol):
+    """Asked by `headwater retrofit`, which without it needs --allow-change."""
+
+    @classmethod
+    def find_identity_options(cls, options: dict[str, Any]) -> dict[str, Any] | None:
+        """The options with which it changes nothing that a trained model computes.
+
+        options: those the user gave, possibly none, which the result contains. None: it cannot be done with these.
+        """
+
+
+@runtime_checkable
+class ChoosesBySimilarity(Protocol):
+    """For a mechanism whose layers share keys and values. Asked by `convert: {choose_layers: true}`."""
+
+    @classmethod
+    def choose_by_similarity(
+        cls, options: dict[str, Any], config: HeadwaterConfig, keys: Tensor, values: Tensor
+    ) -> dict[str, Any] | None:
+        """`options`, those the user gave, with whose keys and values are shared chosen by how alike they are.
+
+        keys, values: [layers, layers], 1 for alike and 0 for unrelated, as measured in a trained model
+        (`headwater.conversion.convert.similarity`). None: nothing is left to choose.
+        """
+
+
+@runtime_checkable
+class SizesFeedForward(Protocol):
+    """For a mechanism that replaces the feed-forward. Asked by `compare: {match: parameters}` and growth."""
+
+    @classmethod
+    def name_size_option(cls, options: dict[str, Any]) -> str | None:
+        """The name of the option that sets the feed-forward's size; None: no option does."""
+
+
+# Training
+
+
+class Step(NamedTuple):
+    """A training step, as a mechanism's hooks see it.
+
+    number: counts from 0. steps: how many the run has. warmup: how many of them warm up the learning rate.
+    start: the recipe's `start:` section, with `tau` resolved; empty for a run from scratch.
+    """
+
+    number: int
+    steps: int
+    warmup: int
+    start: Mapping[str, Any]
+
+
+@runtime_checkable
+class ActsInTraining(Protocol):
+    """Asked by the training loop, which without it does nothing of the mechanism's between steps."""
+
+    def prepare_training(self, step: Step) -> Any:
+        """What `prepare_step` needs, as JSON values, which checkpoints store; None: it need not be called.
+
+        Called once, when a run begins; not when it is resumed.
+        """
+
+    def prepare_step(self, kept: Any, step: Step) -> None:
+        """Called before each training step, if `prepare_training` returned something; kept: what it returned.
+
+        Keep what it changes in a buffer or a parameter: a checkpoint does not hold other attributes.
+        """
+
+    @classmethod
+    def describe_training(cls, modules: int, step: Step) -> str | None:
+        """A sentence for the run's record on the `modules` modules whose `prepare_step` is called; None: nothing."""
+
+
+@runtime_checkable
+class FreezesModel(Protocol):
+    """For a mechanism that trains some of its parameters, and nothing else. Asked when a model is built."""
+
+    @classmethod
+    def freezes_model(cls, options: dict[str, Any]) -> bool:
+        """Whether all parameters of the model are frozen but those of the mechanism that `is_trained` names."""
+
+    def is_trained(self, parameter: str) -> bool:
+        """Whether this parameter of the module is trained all the same."""
+
+
+@runtime_checkable
+class GroupsParameters(Protocol):
+    """Asked when the optimizer is made, which else groups parameters by their kind and shape."""
+
+    def choose_group(self, parameter: str) -> str | None:
+        """The optimizer group of a parameter; None: by its kind and shape.
+
+        One of `Group`, or another name for a group of its own, which does not decay unless `is_decayed` says so. Only
+        parameters of two dimensions can be in "matrices", which Muon trains under `optimizer: muon`.
+        """
+
+
+@runtime_checkable
+class ScalesLearningRate(Protocol):
+    """Asked when the optimizer is made, which else gives all parameters the recipe's learning rate."""
+
+    def scale_learning_rate(self, parameter: str) -> float:
+        """What the learning rate of a parameter is multiplied with; at least 0."""
+
+
+@runtime_checkable
+class DecaysWeights(Protocol):
+    """Asked when the optimizer is made, which else lets the weights of a group decay as the recipe says."""
+
+    def is_decayed(self, parameter: str) -> bool | None:
+        """Whether weight decay applies to a parameter; None: as the recipe says of its group."""
+
+
+# Several processes
+
+
+class Processes(Protocol):
+    """The processes that a model is split over in a server, as one of them sees them."""
+
+    rank: int
+    size: int
+
+    def summed(self, x: Tensor) -> Tensor:
+        """The sum of the processes' x."""
+        ...
+
+    def joined(self, x: Tensor) -> Tensor:
+        """The processes' x, one after another in the last dimension."""
+        ...
+
+
+@runtime_checkable
+class SplitsOverProcesses(Protocol):
+    """Asked by vLLM's and torchtitan's model classes, which refuse to split a model with a mechanism that lacks it.
+
+    per_head: within attention each head is computed from that head and the layer's input alone; `describe_axes` says
+        which entries of a parameter belong to which.
+    per_token: outside attention each token is computed alone, and within it no input of the layer is read.
+    """
+
+    per_head: ClassVar[bool]
+    per_token: ClassVar[bool]
+
+
+@runtime_checkable
+class LimitsSplitting(Protocol):
+    """For a mechanism that is `per_head` with some options only. Asked with `SplitsOverProcesses`."""
+
+    @classmethod
+    def splits_heads(cls, options: dict[str, Any]) -> bool:
+        """Whether heads can be split over processes with these options."""
+
+
+@runtime_checkable
+class SplitsLinear(Protocol):
+    """For the module of `build_linear`, of which each process of a server may have a part; without it all have all."""
+
+    def build_part(self, processes: Processes) -> nn.Module:
+        """A module with this process's part, which returns the whole output."""
+
+
+# Inspection and timings
+
+
+class Shown(NamedTuple):
+    """Scalars of a mechanism in one layer, as its forward pass uses them.
+
+    values: [n].
+    by: what the n values belong to: "kv head"; "query head"; "layer", the layer a summand comes from (-1: the
+        embedding); or "" for a single number.
+    at: the indices of these heads or layers, [n].
+    """
+
+    values: Tensor
+    by: Literal["", "kv head", "query head", "layer"] = ""
+    at: tuple[int, ...] = ()
+
+
+@runtime_checkable
+class ShowsScalars(Protocol):
+    """Asked by `headwater inspect` and reports."""
+
+    def show_scalars(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
+        """The scalars of this layer, learned or fixed, by symbol. shared: what the models' shared modules return."""
+
+
+@runtime_checkable
+class ShowsWindows(Protocol):
+    """For a mechanism that mixes queries, keys or values over tokens. Asked by `headwater inspect`."""
+
+    def show_windows(self) -> dict[str, Tensor]:
+        """The weights of "q", "k" and "v", [window, heads] each: row s holds those of the token s back."""
+
+
+@runtime_checkable
+class ShowsTerms(Protocol):
+    """For a `forward` that sums contributions of several layers. Asked by `headwater inspect`."""
+
+    def show_terms(self, *inputs: Any, **named: Any) -> dict[str, Tensor]:
+        """Its terms for these inputs, by name, the layer's own last; stacked in front if there are several sums."""
+
+
+@runtime_checkable
+class LabelsSums(Protocol):
+    """For `show_terms` of several sums. Asked by `headwater inspect`."""
+
+    labels: tuple[str, ...]
+
+
+@runtime_checkable
+class ShowsFiring(Protocol):
+    """For a module that reads n parameter tokens. Asked by `headwater inspect`."""
+
+    def show_firing(self, *inputs: Any) -> Tensor:
+        """How much each contributes to the output, [..., n], at least 0."""
+
+
+@runtime_checkable
+class HasPlainTwin(Protocol):
+    """For the module of `build_linear`. Asked by `headwater bench`, which times it against its twin."""
+
+    def build_twin(self) -> nn.Module | None:
+        """A module of plain layers with the same matmuls; None: there is none with these options."""
+
+
+# All protocols, those of the config first, but `Processes`, which tools implement.
+CAPABILITIES: tuple[type, ...] = tuple(
+    kind
+    for kind in (*vars(of_config).values(), *vars().values())
+    if Protocol in getattr(kind, "__bases__", ()) and kind is not Processes
+)
+
+
+def members_of(capability: type) -> set[str]:
+    """The names of a capability's members."""
+    return {name for name in (*vars(capability), *capability.__annotations__) if not name.startswith("_")}
+
+
+def check_capabilities(mechanism: type) -> None:
+    """Raise `HeadwaterError` if a class has some members of a capability and lacks others."""
+    for capability in CAPABILITIES:
+        lacking = sorted(name for name in members_of(capability) if not hasattr(mechanism, name))
+        if lacking and len(lacking) < len(members_of(capability)):
+            raise HeadwaterError(
+                f"The class {mechanism.__name__} has a part of {capability.__name__} "
+                f"(headwater.mechanisms.capabilities) and lacks {' and '.join(lacking)}; define all or none of it."
+            )
+
+
+def freezes_model(mechanism: type, options: dict[str, Any]) -> bool:
+    """Whether a mechanism with these options is trained alone."""
+    return isinstance(mechanism, FreezesModel) and mechanism.freezes_model(options)
+
+
+def can_split_heads(mechanism: type, options: dict[str, Any]) -> bool:
+    """Whether the heads of a mechanism with these options can be split over processes."""
+    if not (isinstance(mechanism, SplitsOverProcesses) and mechanism.per_head):
+        return False
+    return not isinstance(mechanism, LimitsSplitting) or mechanism.splits_heads(options)
+
+
+def can_split_tokens(mechanism: type) -> bool:
+    """Whether the tokens of a row can be split over processes with a mechanism."""
+    return isinstance(mechanism, SplitsOverProcesses) and mechanism.per_token
+
+
+def axes_of(mechanism: nn.Module, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+    """What the entries along each dimension of a parameter belong to, as `DescribesAxes`; () if it is not known."""
+    return mechanism.describe_axes(parameter, place) if isinstance(mechanism, DescribesAxes) else ()

@@ -1,0 +1,306 @@
+"""The contract of a mechanism: subclass `Mechanism` to change where a Transformer's keys and values come from.
+
+A mechanism answers five questions, in this order. Override only the methods that yours needs.
+
+1. What are its options?    `Options`, `validate_options`
+2. Where does it act?       `redirect_heads`, `plan_stages`: pure Python, before any module exists
+3. What is its module?      `build_module`: one per layer in which it acts; `initial_value` of its parameters
+4. What does it compute?    the stages, `transform_embedding` to `transform_block_output`
+5. What does it cost?       `count_cost`
+
+What only some tools ask, such as growth or inspection, is in `headwater.mechanisms.capabilities`.
+`headwater new mechanism NAME` writes a working example, and `headwater.testing` checks it. docs/extending.md is the
+guide.
+
+In shapes: B batch, T new tokens, S all tokens including cached ones, D model width, H query heads, K key/value heads,
+d head width, F feed-forward width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import Tensor, nn
+
+from headwater.config.plan import Cost, LayerPlan
+from headwater.mechanisms.capabilities import check_capabilities
+from headwater.plugins.registry import MECHANISMS
+
+if TYPE_CHECKING:
+    from headwater.config.text import HeadwaterConfig
+
+
+class KV(NamedTuple):
+    """Keys and values of the new tokens, each [B, heads, T, d]; heads: those the layer stores, possibly none."""
+
+    k: Tensor
+    v: Tensor
+
+
+class AttentionInputs(NamedTuple):
+    """What a block's queries, keys and values are projected from, and its residual stream; each [B, T, D].
+
+    k, v: None in layers that project no keys or values.
+    """
+
+    q: Tensor
+    k: Tensor | None
+    v: Tensor | None
+    stream: Tensor
+
+    def parts(self) -> list[Tensor]:
+        """Of queries, keys and values, in this order, those that the layer projects."""
+        return [part for part in (self.q, self.k, self.v) if part is not None]
+
+    def having(self, parts: Sequence[Tensor]) -> AttentionInputs:
+        """The same with other `parts`."""
+        q, *others = parts
+        k = None if self.k is None else others[0]
+        return self._replace(q=q, k=k, v=None if self.v is None else others[-1])
+
+
+class Hidden(NamedTuple):
+    """What goes into the activation of a feed-forward, each [B, T, F]: act(gate)·up; without a gate, act(up)."""
+
+    gate: Tensor | None
+    up: Tensor
+
+
+class Tail(Protocol):
+    """A cache layer that keeps raw tokens, for mechanisms that look back (models/cache.py)."""
+
+    def before(self, name: str, x: Tensor, length: int, everything: bool = False) -> Tensor:
+        """The `length` raw tokens before x [B, heads, T, d], zeros before the first; stores the last ones of x.
+
+        name: which tail. everything: return all tokens kept, which are more than `length` while a cache records its
+        past (assisted decoding).
+        """
+        ...
+
+
+class Ancestors(NamedTuple):
+    """The predecessors of each token where rows branch, as in trees of candidates or with shared prefixes.
+
+    slots: [window - 1, B or 1, T]. Row s - 1 holds the slot of the token s back, counted from the first new token:
+        negative slots are in the tail (-1 is its last token), and T means that there is none.
+    """
+
+    slots: Tensor
+
+    def of(self, x: Tensor, before: Tensor | None, back: int) -> Tensor:
+        """The tokens `back` before those of x [B, heads, T, d], zeros where there are none. before: the whole tail."""
+        parts = (x, x.new_zeros(*x.shape[:2], 1, x.shape[3]))
+        kept = 0 if before is None else before.shape[2]
+        slots = (self.slots[back - 1] + kept)[:, None, :, None]
+        return torch.cat(parts if before is None else (before, *parts), dim=2).gather(2, slots.expand(x.shape))
+
+
+# As `Context.reach`: how many tokens of the document precede each, [B, T]; where rows branch, which; None: all do.
+Reach = Tensor | Ancestors | None
+
+
+class Context(NamedTuple):
+    """What a stage may read besides its own input.
+
+    sources: tensors of earlier layers that the plan reads, then this layer's own so far. Index it with
+        `LayerPlan.slot(source)`.
+    reach: [B, T], how many tokens of the same document precede each token (0 at a document's first token, and at the
+        first real token of a left-padded row), counted up to the longest tail of any mechanism. None: each row is one
+        document. `Ancestors`: rows branch, so that the previous token need not be in the previous slot.
+    tail: the raw tokens of earlier calls; None without a cache.
+    ids: [B, T], the new tokens' ids; None unless a mechanism of the model sets `needs_input_ids`.
+    x: [B, T, D], the normed input of attention, from which queries, keys and values are projected (where these have
+        different ones, that of the queries); None at the stages around attention and feed-forward.
+    """
+
+    sources: list[Tensor]
+    reach: Reach = None
+    tail: Tail | None = None
+    ids: Tensor | None = None
+    x: Tensor | None = None
+
+
+@strict
+@dataclass
+class NoOptions:
+    """Of a mechanism that names none."""
+
+
+class Mechanism(nn.Module):
+    """One mechanism in one layer of a model. By default every method changes nothing.
+
+    The classmethods describe the mechanism before any module exists. They get `options`, the mechanism's parsed
+    options, and `config`, the model's; where they are about one layer, as that layer sees it. They must be pure
+    functions of these. An instance is the module of one layer, made by `build_module`; its stage methods are called in
+    the order in which the config names the mechanisms.
+
+    The class is also a plain `nn.Module` for use in any other model: its constructor takes sizes, and its `forward`
+    takes and returns tensors.
+    """
+
+    # A `huggingface_hub` strict dataclass: the options with their types and defaults. It checks types only if it is not
+    # frozen and its file has no `from __future__ import annotations`. Default: there are none.
+    Options: ClassVar[type] = NoOptions
+    # The arXiv number of its paper; and what attention reads through it, such as "the previous token".
+    paper: ClassVar[str] = ""
+    source: ClassVar[str] = ""
+    # True if it looks up tokens by id. Then `Context.ids` is set, its shared module (`HasSharedModule`) is called with
+    # the ids, and the model raises an error if it is called with `inputs_embeds`.
+    needs_input_ids: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        check_capabilities(cls)
+
+    @classmethod
+    def registered_name(cls) -> str:
+        """Its name in configs: headwater's own, its package's entry point, or "module:Class". Do not override."""
+        return MECHANISMS.name_of(cls)
+
+    @classmethod
+    def describe_source(cls, options: dict[str, Any]) -> str:
+        """`source`, or what it is with these options, for `headwater list`."""
+        return cls.source or cls.registered_name()
+
+    # Before any module exists
+
+    @classmethod
+    def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
+        """Raise `HeadwaterError` if the options contradict each other or the config."""
+
+    @classmethod
+    def redirect_heads(
+        cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]
+    ) -> list[LayerPlan]:
+        """Return the plans with the heads redirected that take keys or values from another layer, by
+        `LayerPlan.attending`.
+
+        plans: of layers that share nothing, whatever other mechanisms do. A head attends to what the layer that it
+        names itself attends to. This runs for every mechanism before any `plan_stages`. Keys and values that no head
+        attends to are neither projected nor cached.
+        """
+        return plans
+
+    @classmethod
+    def plan_stages(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
+        """Return the plans with the stages at which it acts, and what it reads of earlier layers, for example
+        `plan.acting(cls, cls.transform_qkv, tails=[("k", 1)]).reading(Source("raw", "v", 0))`.
+
+        tails: how many raw tokens the cache must keep for a mechanism that looks back.
+        Raises `HeadwaterError` if another mechanism leaves it nothing to act on.
+        """
+        return plans
+
+    @classmethod
+    def build_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
+        """The module of one layer in which the mechanism acts."""
+        raise NotImplementedError
+
+    @classmethod
+    def count_cost(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Cost:
+        """What that module costs."""
+        return Cost()
+
+    # Its parameters
+
+    def initial_value(self, parameter: str, generator: torch.Generator | None = None) -> Tensor | None:
+        """The initial value of a parameter. Draw random numbers on the CPU, from `generator`.
+
+        parameter: its name within the module; a child module's as "conv.weight".
+
+        Every parameter of the module's own needs a value. For those of child modules None means the model's default:
+        linear layers and embeddings like all others of the model, other weights of two or more dimensions normal with
+        standard deviation 1/√fan_in, norm weights one, biases zero.
+        """
+        return None
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Set the module's own parameters to their initial values. Outside a model, child modules keep PyTorch's."""
+        for name, parameter in self.named_parameters(recurse=False):
+            if not parameter.is_meta and (value := self.initial_value(name, generator)) is not None:
+                parameter.copy_(value)
+
+    # Stages, in the order of the forward pass
+
+    def transform_embedding(self, x: Tensor, context: Context) -> Tensor:
+        """In layer 0 only, before all else: the embedding x [B, T, D] -> same, for all that reads it."""
+        return x
+
+    def update_residual(self, x: Tensor, context: Context) -> Tensor:
+        """At the beginning of a block: the residual stream [B, T, D] -> same, for the block and all that follows."""
+        return x
+
+    def transform_block_input(self, x: Tensor, context: Context) -> Tensor:
+        """Before the norm and attention of a block: x [B, T, D] -> same. The residual connection keeps the old x."""
+        return x
+
+    def split_attention_inputs(self, x: AttentionInputs, context: Context) -> AttentionInputs:
+        """Next: what goes into queries, keys and values, which may differ, and the residual stream -> same.
+
+        They come in alike, unless another mechanism has acted here before. The block's one norm and
+        `transform_attention_input` then apply to each, and the block adds to the stream given here.
+        """
+        return x
+
+    def transform_attention_input(self, x: Tensor, context: Context) -> Tensor:
+        """After the norm before attention: x [B, T, D] -> same; once for each of `LayerPlan.inputs`."""
+        return x
+
+    def transform_projections(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
+        """After projection, before the norms of queries and keys, if there are any: as `transform_qkv`.
+
+        What other layers read as projected is what this gives. A layer's own tensors are not in `context.sources` yet.
+        """
+        return q, kv
+
+    def transform_qkv(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
+        """After projection, before RoPE and the cache: q [B, H, T, d], k and v [B, heads, T, d] -> same."""
+        return q, kv
+
+    def transform_attended_kv(self, kv: KV, context: Context) -> KV:
+        """After RoPE and the cache: what all K heads attend to, k and v [B, K, S, d], the whole history -> same.
+
+        What the cache holds and later layers read stays as it is. All heads then run in one kernel call.
+        """
+        return kv
+
+    def add_key_values(self, context: Context) -> KV:
+        """Keys and values that all tokens attend to beside the tokens': each [K, n, d], for all K key/value heads.
+
+        They share the tokens' softmax, and have no position. Not all kernels can: say so in `LimitsKernels`. A
+        decoding step does not join them to the cached history, which would copy it.
+        """
+        raise NotImplementedError
+
+    def transform_attention_weights(self, weights: Tensor, context: Context) -> Tensor:
+        """After the softmax: the tokens' attention weights [B, H, T, S] -> same. Only the eager kernel exposes them."""
+        return weights
+
+    def transform_head_outputs(self, out: Tensor, context: Context) -> Tensor:
+        """Before the output projection: what each head read, [B, T, H, d] -> same."""
+        return out
+
+    def transform_attention_output(self, x: Tensor, context: Context) -> Tensor:
+        """Before what attention gives is added to the residual stream: x [B, T, D] -> same."""
+        return x
+
+    def transform_feed_forward_input(self, x: Tensor, context: Context) -> Tensor:
+        """After the norm before the feed-forward: x [B, T, D] -> same."""
+        return x
+
+    def transform_feed_forward_hidden(self, hidden: Hidden, context: Context) -> Hidden:
+        """Inside the feed-forward, before its activation. Not where another mechanism replaces the feed-forward."""
+        return hidden
+
+    def transform_feed_forward_output(self, x: Tensor, context: Context) -> Tensor:
+        """Before what the feed-forward gives is added to the residual stream: x [B, T, D] -> same."""
+        return x
+
+    def transform_block_output(self, x: Tensor, context: Context) -> Tensor:
+        """After the block: its output x [B, T, D] -> the input of the next block."""
+        return x

@@ -1,0 +1,61 @@
+"""The mechanisms of a model's layers: their modules by name, whose a parameter is, and their tails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor, nn
+
+from headwater.config.plan import LayerPlan, Part
+from headwater.mechanisms.capabilities import BuildsOuterModule
+from headwater.mechanisms.contract import Mechanism, Tail
+from headwater.plugins.registry import resolve
+
+if TYPE_CHECKING:
+    from headwater.config.text import HeadwaterConfig
+
+
+class PartTail(NamedTuple):
+    """The tails of mechanisms at the input of keys or values alone, where attention's inputs differ."""
+
+    tail: Tail
+    part: Part
+
+    def before(self, name: str, x: Tensor, length: int, everything: bool = False) -> Tensor:
+        return self.tail.before(f"{name}.{self.part}", x, length, everything)
+
+
+class Named(nn.ModuleDict):
+    """Modules by mechanism name. In parameter names, the dots and colons of a mechanism's name become _."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self.names = {name: name.replace(".", "_").replace(":", "_") for name in modules}
+        super().__init__({self.names[name]: module for name, module in modules.items()})
+
+    def __getitem__(self, name: str) -> nn.Module:
+        return super().__getitem__(self.names.get(name, name))
+
+    def named(self) -> Iterator[tuple[str, nn.Module]]:
+        """Pairs of a mechanism's name and its module."""
+        return ((name, self[name]) for name in self.names)
+
+
+def build_outer_module(name: str, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> nn.Module:
+    """The module of a mechanism for the stages around attention and feed-forward."""
+    kind = resolve(name)
+    build = kind.build_outer_module if isinstance(kind, BuildsOuterModule) else kind.build_module
+    module: nn.Module = build(options, config, plan)
+    return module
+
+
+def owner_of(model: nn.Module, qualified: str) -> tuple[Mechanism | None, str]:
+    """The innermost mechanism that contains a parameter of `model`, and its name there; (None, "") if none does."""
+    module: nn.Module | None = model
+    parts = qualified.split(".")
+    found: tuple[Mechanism | None, str] = (None, "")
+    for depth, part in enumerate(parts[:-1], 1):
+        module = module._modules.get(part) if module is not None else None
+        if isinstance(module, Mechanism):
+            found = module, ".".join(parts[depth:])
+    return found

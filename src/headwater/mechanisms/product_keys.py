@@ -1,0 +1,74 @@
+"""Reading a few of many rows: which have the largest scores, and their weighted sum. Product keys, arXiv 1907.05242."""
+
+import torch
+from torch import Tensor, nn
+
+from headwater.kernels import can_fuse
+from headwater.mechanisms.precision import KeepsPrecision
+
+
+class ProductKeys(KeepsPrecision):
+    """Which k pairs (i, j) have the largest sums a_i + b_j of s numbers each. arXiv 1907.05242, section 3.1.
+
+    They are among the k largest a and b. The i-th largest with the j-th is the least of i·j pairs, so that those with
+    i·j ≤ k will do: about k·ln k of k².
+
+    Args
+        side: s. top_k: k.
+
+    Buffer: `ranks` [2, about k·ln k], these i and j, from 0.
+
+        >>> import torch
+        >>> from headwater.mechanisms.product_keys import ProductKeys
+        >>> pairs, sums = ProductKeys(side=3, top_k=2)(torch.tensor([[0.0, 5.0, 2.0], [1.0, 0.0, 2.0]]))
+        >>> pairs, sums
+        (tensor([5, 3]), tensor([7., 6.]))
+    """
+
+    ranks: Tensor
+
+    def __init__(self, side: int, top_k: int) -> None:
+        super().__init__()
+        self.side, self.top_k = side, top_k
+        self.register_buffer("ranks", self.constants()["ranks"], persistent=False)
+
+    def forward(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """scores [..., 2, s] -> i·s + j and a_i + b_j, [..., k], the largest first."""
+        best = find_largest(scores.detach(), min(self.top_k, self.side))
+        # By rank, and then by rank of the pair.
+        ranked = best.gather(-1, self.ranks.expand(*best.shape[:-1], -1))
+        kept = find_largest(scores.detach().gather(-1, ranked).sum(-2), self.top_k)
+        at = ranked.gather(-1, kept.unsqueeze(-2).expand(*kept.shape[:-1], 2, -1))
+        return at[..., 0, :] * self.side + at[..., 1, :], take_entries(scores, at).sum(-2)
+
+    def constants(self) -> dict[str, Tensor]:
+        most = min(self.top_k, self.side)
+        pairs = [(i, j) for i in range(most) for j in range(most) if (i + 1) * (j + 1) <= self.top_k]
+        return {"ranks": torch.tensor(pairs).T.contiguous()}
+
+
+def find_largest(a: Tensor, k: int) -> Tensor:
+    """Where the k largest numbers of each row are, in order, of equal ones the first: [..., n] -> [..., k]."""
+    if a.dtype != torch.float32:
+        return a.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    # PyTorch's topk leaves open which of equal numbers it takes, and sorting takes longer. So no two are equal here:
+    # first the bits, which are ordered as the numbers are but for the negative ones, then the place.
+    bits = a.view(torch.int32)
+    ordered = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits).long()
+    place = torch.arange(a.shape[-1] - 1, -1, -1, device=a.device)
+    return ordered.mul_(2**32).add_(place).topk(k).indices
+
+
+def take_entries(a: Tensor, at: Tensor) -> Tensor:
+    """`a.gather(-1, at)`, which stores the places for the backward pass and not a."""
+    rows = torch.arange(at.shape[:-1].numel(), device=at.device).view(*at.shape[:-1], 1)
+    return a.flatten().index_select(0, (rows * a.shape[-1] + at).flatten()).view(at.shape)
+
+
+def weighted_rows(table: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
+    """Σ_i weights_i·table[rows_i]: table [n, d], rows and weights [..., k] -> [..., d]."""
+    if can_fuse(table, weights, needs_grad=False):  # stores the weights, and not the rows
+        flat = rows.flatten(0, -2)
+        out = nn.functional.embedding_bag(flat, table, per_sample_weights=weights.reshape(flat.shape), mode="sum")
+        return out.view(*rows.shape[:-1], table.shape[1])
+    return (weights.unsqueeze(-1) * table[rows]).sum(-2)
