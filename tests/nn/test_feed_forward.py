@@ -398,7 +398,7 @@ def test_functional_transforms_of_rms_norm():
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
 @pytest.mark.parametrize(("base", "bound"), [("llama", 0.72), ("gpt2", 0.65)])
 def test_a_model_keeps_less_than_that_of_transformers(base, bound, precision):
-    pair = text_pair(base, layers=2, width=128, context=64, batch_size=4, vocabulary=97)
+    pair = text_pair(base, layers=2, width=128, context=64, batch_size=4, vocab_size=97)
     ours, theirs = stored_by_pair(pair, precision)
     assert ours <= bound * theirs
 

@@ -87,7 +87,7 @@ CASES: list[tuple[dict, dict, int, bool]] = [
 ]
 
 
-SMALL: dict[str, Any] = dict(layers=2, width=128, vocabulary=97)
+SMALL: dict[str, Any] = dict(layers=2, width=128, vocab_size=97)
 
 
 _rebind = dispatcher._rebind_kernels

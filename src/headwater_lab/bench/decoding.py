@@ -70,7 +70,7 @@ def bench_decode(
     turns: int = 7,
     layers: int = 12,
     width: int = 768,
-    vocabulary: int = 50304,
+    vocab_size: int = 50304,
     device: str = "cpu",
 ) -> list[Decoding]:
     """Greedy generation of `tokens` tokens after `context` random ones: Llama, headwater without mechanisms, and each
@@ -81,7 +81,7 @@ def bench_decode(
     generation (`kernels.linear`). Llama and vanilla have the same weights, and a second copy of vanilla is timed too:
     where its weights are in memory can make a model 5 % slower or faster.
     """
-    shape = shape_of(layers, width, vocabulary, context + tokens)
+    shape = shape_of(layers, width, vocab_size, context + tokens)
     configs = {
         name: HeadwaterConfig(**shape, norm_eps=1e-6, mechanisms=given)
         for name, given in {VANILLA: {}, **mechanisms, AGAIN: {}}.items()
@@ -91,7 +91,7 @@ def bench_decode(
     models = {LLAMA: to_transformers(models[VANILLA], "llama"), **models}
     for model in models.values():
         model.to(device, dtype).eval()
-    ids = torch.randint(vocabulary, (batch_size, context), generator=torch.Generator().manual_seed(0)).to(device)
+    ids = torch.randint(vocab_size, (batch_size, context), generator=torch.Generator().manual_seed(0)).to(device)
 
     seconds, made, held = decode_in_turns(models, ids, tokens, turns)
     found: dict[str, Decoding] = {}
@@ -123,10 +123,10 @@ def decode_in_turns(
     return seconds, made, held
 
 
-def shape_of(layers: int, width: int, vocabulary: int, tokens: int) -> dict[str, Any]:
+def shape_of(layers: int, width: int, vocab_size: int, tokens: int) -> dict[str, Any]:
     """A config's sizes."""
     return dict(
-        vocab_size=vocabulary,
+        vocab_size=vocab_size,
         hidden_size=width,
         intermediate_size=-(-8 * width // 3 // 64) * 64,
         num_hidden_layers=layers,

@@ -46,16 +46,16 @@ def bench_prefill(
     turns: int = 7,
     layers: int = 12,
     width: int = 768,
-    vocabulary: int = 50304,
+    vocab_size: int = 50304,
     device: str = "cpu",
 ) -> list[Prefill]:
     """Prompts of `context` random tokens, read by headwater without mechanisms and with each of `mechanisms` (name -> a
     config's mechanisms), in turn.
     """
-    shape = shape_of(layers, width, vocabulary, context)
+    shape = shape_of(layers, width, vocab_size, context)
     configs = {name: HeadwaterConfig(**shape, mechanisms=given) for name, given in {VANILLA: {}, **mechanisms}.items()}
     models = {name: HeadwaterForCausalLM(config).to(device, dtype).eval() for name, config in configs.items()}
-    ids = torch.randint(vocabulary, (batch_size, context), generator=torch.Generator().manual_seed(0)).to(device)
+    ids = torch.randint(vocab_size, (batch_size, context), generator=torch.Generator().manual_seed(0)).to(device)
     seconds: dict[str, list[float]] = {name: [] for name in models}
     for name, counts in take_turns(models, turns):
         second = read_timed(models[name], ids)

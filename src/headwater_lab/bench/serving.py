@@ -79,7 +79,7 @@ def bench_serving(
     dtype: str = "float32",
     layers: int = 12,
     width: int = 768,
-    vocabulary: int = 50304,
+    vocab_size: int = 50304,
 ) -> list[Serving]:
     """`requests` random prompts of `context` tokens at once, each continued greedily by `tokens`: by vLLM's Llama, by
     headwater without mechanisms, and by each of `mechanisms` (name -> a config's mechanisms), in turn.
@@ -88,7 +88,7 @@ def bench_serving(
     when a run begins. cache_memory: bytes of each engine's cache; default: as many as vanilla needs for all requests.
     Raises `HeadwaterError` if an engine does not start or fails.
     """
-    shape = shape_of(layers, width, vocabulary, context + tokens)
+    shape = shape_of(layers, width, vocab_size, context + tokens)
     torch.manual_seed(0)
     models: dict[str, Any] = {
         name: HeadwaterForCausalLM(HeadwaterConfig(**shape, norm_eps=1e-6, mechanisms=given))
@@ -103,7 +103,7 @@ def bench_serving(
         kv_cache_memory_bytes=int(needed if cache_memory is None else cache_memory),
     )
     generator = torch.Generator().manual_seed(0)
-    prompts = torch.randint(vocabulary, (requests, context), generator=generator).tolist()
+    prompts = torch.randint(vocab_size, (requests, context), generator=generator).tolist()
     found: dict[str, Serving] = {}
     with ExitStack() as stack:
         engines = {}

@@ -39,7 +39,7 @@ def text_pair(
     width: int = 256,
     context: int = 256,
     batch_size: int = 8,
-    vocabulary: int = 512,
+    vocab_size: int = 512,
     attention: str = "sdpa",
     documents: int | None = None,
 ) -> ModelPair:
@@ -50,12 +50,12 @@ def text_pair(
         begin; under the others, and in transformers' model, they are a mask.
     """
     torch.manual_seed(0)
-    shape = shape_of(layers, width, vocabulary, context)
+    shape = shape_of(layers, width, vocab_size, context)
     of_gpt2 = HeadwaterConfig.gpt2(**shape | {"intermediate_size": 4 * width})
     ours = HeadwaterForCausalLM(of_gpt2 if base == "gpt2" else HeadwaterConfig(**shape))
     theirs = to_transformers(ours, base)
     ours.set_attn_implementation(attention)
-    inputs = tuple(_tokens(batch_size, context, vocabulary) for _ in range(2))
+    inputs = tuple(_tokens(batch_size, context, vocab_size) for _ in range(2))
     if documents is not None:
         positions = packed_positions(batch_size, context, documents)
         for each in inputs:
@@ -99,17 +99,17 @@ def mechanism_pair(
     width: int = 256,
     context: int = 256,
     batch_size: int = 8,
-    vocabulary: int = 512,
+    vocab_size: int = 512,
 ) -> ModelPair:
     """A model with `mechanisms` and the one that it is compared with (`twins`), on the same tokens."""
-    inputs = _tokens(batch_size, context, vocabulary)
+    inputs = _tokens(batch_size, context, vocab_size)
     return ModelPair(
-        twins(mechanisms, layers=layers, width=width, context=context, vocabulary=vocabulary), (inputs, inputs)
+        twins(mechanisms, layers=layers, width=width, context=context, vocab_size=vocab_size), (inputs, inputs)
     )
 
 
-def _tokens(rows: int, context: int, vocabulary: int) -> dict[str, Any]:
-    ids = torch.randint(vocabulary, (rows, context), generator=torch.Generator().manual_seed(0))
+def _tokens(rows: int, context: int, vocab_size: int) -> dict[str, Any]:
+    ids = torch.randint(vocab_size, (rows, context), generator=torch.Generator().manual_seed(0))
     return {"input_ids": ids, "labels": ids, "use_cache": False}
 
 
@@ -191,13 +191,13 @@ def packed_positions(rows: int, context: int, documents: int) -> Tensor:
 
 
 def twins(
-    mechanisms: dict[str, dict], *, layers: int, width: int, context: int, vocabulary: int
+    mechanisms: dict[str, dict], *, layers: int, width: int, context: int, vocab_size: int
 ) -> tuple[HeadwaterForCausalLM, HeadwaterForCausalLM]:
     """A model with `mechanisms` and the one it is compared with, without them.
 
     If a mechanism replaces linear layers, the other model has its `twin` instead, with the same matmuls.
     """
-    shape = shape_of(layers, width, vocabulary, context)
+    shape = shape_of(layers, width, vocab_size, context)
 
     def model(mechanisms: dict[str, dict]) -> HeadwaterForCausalLM:
         return HeadwaterForCausalLM(HeadwaterConfig(**shape, mechanisms=mechanisms))

@@ -62,7 +62,7 @@ def bench_train(
     width: Width = 256,
     context: Annotated[int | None, typer.Option(min=1, help="Tokens per row.", show_default="256")] = None,
     batch_size: Positive = 8,
-    vocabulary: Annotated[int | None, typer.Option(min=1, show_default="512")] = None,
+    vocab_size: Annotated[int | None, typer.Option(min=1, show_default="512")] = None,
     pairs: PairCount = 30,
     memory: Memory = False,
     device: Device = "auto",
@@ -71,13 +71,13 @@ def bench_train(
     from headwater_lab.bench.training import image_pair, text_pair
 
     quiet()
-    text_options: dict[str, object] = {"--context": context, "--vocabulary": vocabulary, "--documents": documents}
+    text_options: dict[str, object] = {"--context": context, "--vocab-size": vocab_size, "--documents": documents}
     refuse_unread(text_options, base != "vit", "--base llama or --base gpt2")
     shape: dict[str, Any] = dict(layers=layers, width=width, batch_size=batch_size)
     if base == "vit":
         pair = image_pair(**shape, attention=attention)
     else:
-        shape |= dict(context=context or 256, vocabulary=vocabulary or 512)
+        shape |= dict(context=context or 256, vocab_size=vocab_size or 512)
         pair = text_pair(base, **shape, attention=attention, documents=documents)
     shape |= dict(attention=attention) | ({} if documents is None else dict(documents=documents))
     names = {"llama": "Llama", "gpt2": "GPT-2", "vit": "ViT"}
@@ -92,7 +92,7 @@ def bench_mechanisms(
     width: Width = 256,
     context: Positive = 256,
     batch_size: Positive = 8,
-    vocabulary: Positive = 512,
+    vocab_size: Positive = 512,
     pairs: PairCount = 30,
     memory: Memory = False,
     device: Device = "auto",
@@ -100,7 +100,7 @@ def bench_mechanisms(
     """Time a training step with each mechanism against the same model without it."""
     from headwater_lab.bench.training import mechanism_pair
 
-    shape = dict(layers=layers, width=width, context=context, batch_size=batch_size, vocabulary=vocabulary)
+    shape = dict(layers=layers, width=width, context=context, batch_size=batch_size, vocab_size=vocab_size)
     compared = {label: mechanism_pair(given, **shape) for label, given in _mechanisms(mechanism).items()}
     _print_steps(compared, "without", shape, precision, pairs, memory, device)
 
@@ -146,7 +146,7 @@ def bench_decode(
     turns: Turns = 7,
     layers: Positive = 12,
     width: Width = 768,
-    vocabulary: Positive = 50304,
+    vocab_size: Positive = 50304,
     device: Device = "auto",
 ) -> None:
     """Measure time per generated token: transformers' Llama, headwater without mechanisms, and with each."""
@@ -158,7 +158,7 @@ def bench_decode(
     chosen, device = _mechanisms(mechanism), device_of(device)
     bandwidth = read_bandwidth(device)
     shape: dict[str, Any] = dict(layers=layers, width=width, batch_size=batch_size, context=context, tokens=tokens)
-    shape |= dict(turns=turns, vocabulary=vocabulary)
+    shape |= dict(turns=turns, vocab_size=vocab_size)
     arms = measure(chosen, dtype=_dtype(precision), device=device, **shape)
     title = f"{_about(shape | dict(precision=precision), device)}; memory read at {bandwidth / 1e9:.1f} GB/s"
     table = _table(title, "", "ms/token", "ratio", "quartiles", "cache", "bandwidth")
@@ -184,7 +184,7 @@ def bench_prefill(
     turns: Turns = 7,
     layers: Positive = 12,
     width: Width = 768,
-    vocabulary: Positive = 50304,
+    vocab_size: Positive = 50304,
     device: Device = "auto",
 ) -> None:
     """Measure the time to read a prompt, up to its last token's logits: without mechanisms, and with each."""
@@ -194,7 +194,7 @@ def bench_prefill(
     quiet()
     chosen, device = _mechanisms(mechanism), device_of(device)
     shape: dict[str, Any] = dict(layers=layers, width=width, batch_size=batch_size, context=context)
-    shape |= dict(turns=turns, vocabulary=vocabulary)
+    shape |= dict(turns=turns, vocab_size=vocab_size)
     models = measure(chosen, dtype=_dtype(precision), device=device, **shape)
     title = _about(shape | dict(precision=precision), device)
     table = _table(title, "", "layers skipped", "ms/prompt", "ratio", "quartiles", "planned")
@@ -223,7 +223,7 @@ def bench_serve(
     ] = None,
     layers: Positive = 12,
     width: Width = 768,
-    vocabulary: Positive = 50304,
+    vocab_size: Positive = 50304,
 ) -> None:
     """Measure throughput in vLLM: its own Llama, headwater without mechanisms, and with each."""
     from importlib.util import find_spec
@@ -235,7 +235,7 @@ def bench_serve(
         raise MissingExtra("vLLM", "vllm")
     quiet()
     shape: dict[str, Any] = dict(layers=layers, width=width, requests=requests, context=context, tokens=tokens)
-    shape |= dict(turns=turns, vocabulary=vocabulary)
+    shape |= dict(turns=turns, vocab_size=vocab_size)
     memory = None if cache_memory is None else cache_memory * GIB
     dtype = str(_dtype(precision)).removeprefix("torch.")
     chosen = _mechanisms(mechanism) if mechanism else {}
@@ -304,7 +304,7 @@ def bench_data(
     ] = 100,
     pairs: Annotated[int, typer.Option(min=2)] = 5,
     workers: Annotated[int, typer.Option(min=1, help="Threads of headwater, processes of map.")] = 2,
-    vocabulary: Annotated[
+    vocab_size: Annotated[
         int, typer.Option(min=257, help="Vocabulary of the tokenizer, which is trained on the text.")
     ] = 32_000,
 ) -> None:
@@ -312,7 +312,7 @@ def bench_data(
     from headwater_lab.bench.data import bench_data as measure
 
     quiet()
-    result = measure(source, megabytes, pairs, workers, vocabulary)
+    result = measure(source, megabytes, pairs, workers, vocab_size)
     table = _table(
         f"{result.documents:,} documents, {result.bytes / 1e6:,.1f} MB, {result.tokens:,} tokens, {workers} workers, "
         f"{pairs} pairs",

@@ -97,7 +97,7 @@ def show(
     out.print(_table([one.folder for one in prepared]))
     first = prepared[0].manifest
     _say(
-        f"{first.source}, tokenizer {first.tokenizer.name} ({first.tokenizer.vocabulary:,} tokens), {first.dtype}, "
+        f"{first.source}, tokenizer {first.tokenizer.name} ({first.tokenizer.vocab_size:,} tokens), {first.dtype}, "
         f"made by headwater {first.headwater}"
     )
     skipped = first.skipped
@@ -111,7 +111,7 @@ def show(
 def tokenizer(
     source: SourceArgument,
     folder: Annotated[Path, typer.Option("--out", help="A new folder.", show_default=False)],
-    vocabulary: Annotated[
+    vocab_size: Annotated[
         int, typer.Option(min=257, help="Vocabulary size, including the end-of-text token.")
     ] = 32_000,
     max_bytes: Annotated[
@@ -147,7 +147,7 @@ def tokenizer(
                     if size >= max_bytes:
                         return
 
-            trained = train_tokenizer(texts(), vocabulary)
+            trained = train_tokenizer(texts(), vocab_size)
         if not size:
             raise HeadwaterError(f"{source!r} contains no text; name a file or folder with text.")
         trained.save_pretrained(new)

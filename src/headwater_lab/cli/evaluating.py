@@ -105,7 +105,7 @@ def evaluate(
     for table in evaluating.table(result):
         out.print(table, highlight=False)
     for name, facts in result.models.items():
-        size = f"{facts['parameters']:,} parameters, {facts['dtype']}, vocabulary {facts['vocabulary']:,}"
+        size = f"{facts['parameters']:,} parameters, {facts['dtype']}, vocabulary {facts['vocab_size']:,}"
         line = f"{name}: {facts['family']}, {size}, documents begin with {facts['begins_with']}"
         out.print(line, soft_wrap=True, markup=False, highlight=False)
         for what, counts in facts.get("texts", {}).items():

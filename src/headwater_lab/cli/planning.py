@@ -13,7 +13,7 @@ from headwater_lab.cli.common import check_writable, err, out, quiet, recipe_of,
 
 # The parameters that `plan --grow` reads.
 GROW_READS = {
-    "grow", "configs", "vocabulary", "as_json", "hardware", "devices", "mfu", "precision"
+    "grow", "configs", "vocab_size", "as_json", "hardware", "devices", "mfu", "precision"
 }  # fmt: skip
 
 
@@ -62,7 +62,7 @@ def plan(
             show_default=False,
         ),
     ] = None,
-    vocabulary: Annotated[
+    vocab_size: Annotated[
         int | None, typer.Option(min=1, help="Vocabulary size, instead of the configs'.", show_default=False)
     ] = None,
     grow: Annotated[
@@ -92,7 +92,7 @@ def plan(
     if grow:
         refuse_unread_options(command)
         recipes = [argument for argument in configs if "=" not in argument]
-        stages = priced.schedules(recipes, changes, vocabulary)
+        stages = priced.schedules(recipes, changes, vocab_size)
         device = None if hardware is None else sheets.hardware(hardware)
         schedule = pricing.price_schedule(stages, device, precision, mfu, devices)
         if as_json:
@@ -100,7 +100,7 @@ def plan(
         else:
             out.print(pricing.schedule_table(schedule, "images" if stages[0].length is None else "tokens"))
         return
-    models = priced.planned([argument for argument in configs if "=" not in argument], changes, vocabulary)
+    models = priced.planned([argument for argument in configs if "=" not in argument], changes, vocab_size)
     found = {name: one.config for name, one in models.items()}
     prices = priced.prices(
         models,
@@ -147,7 +147,7 @@ def init(
             help="Presets, recipes (one model per arm), config.json files or checkpoints; field=value changes all."
         ),
     ],
-    vocabulary: Annotated[
+    vocab_size: Annotated[
         int | None, typer.Option(min=1, help="Vocabulary size, instead of the configs'.", show_default=False)
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -164,7 +164,7 @@ def init(
     quiet()
     changes = [argument for argument in configs if "=" in argument]
     names = [argument for argument in configs if "=" not in argument]
-    found = {name: model.config for name, model in priced.planned(names, changes, vocabulary).items()}
+    found = {name: model.config for name, model in priced.planned(names, changes, vocab_size).items()}
     for config in found.values():
         check_memory(config)
     measured = {name: init_diagnostics(model_class(config)(config)) for name, config in found.items()}
