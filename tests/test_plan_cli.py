@@ -114,7 +114,7 @@ def test_days_of_a_schedule_are_those_of_its_devices_and_precisions(run, tmp_pat
         (["--mfu", "0"], "above 0"),
         (["--devices", "0"], "at least 1"),
         (["--precision", "nonsense"], "must be one of"),
-        (["--context", "64", "--tokens", "1B"], "leave out --context and --tokens"),
+        (["--context", "64", "--tokens", "1B"], "--context and --tokens have no effect with --grow; leave them out"),
     ):
         code, _, err = run("plan", path, "--grow", "--hardware", "H100", *wrong)
         assert code == 2

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from headwater.plugins.outside import check_paths
 from headwater.util.errors import HeadwaterError
 from headwater.util.terminal import lined
-from headwater_lab.cli.common import mechanisms_of, new_folder, out, quiet, tell, tell_model
+from headwater_lab.cli.common import mechanisms_of, new_folder, say, stdout, tell, tell_model
+from headwater_lab.cli.options import FolderPath
 from headwater_lab.cli.progress import measure_with_progress
 from headwater_lab.cli.training import trained_with_bar
 
@@ -27,45 +27,32 @@ CONTEXT, ROWS = 512, 8
 
 
 def convert(
-    source: Annotated[str, typer.Argument(help="A folder, or a name on the Hugging Face hub. It is not changed.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="Override a field of the recipe that is written: data.context=1024, training.batch_size=16, "
-            "training.learning_rate=1e-4, …",
-            show_default=False,
-        ),
-    ] = None,
-    mechanism: Annotated[
-        list[str] | None,
-        typer.Option(
-            help='Mechanism by which layers share: NAME, or "NAME={option: value}"; repeatable.', show_default=False
-        ),
-    ] = None,
-    num_key_value_heads: Annotated[
-        int | None, typer.Option(help="Number of key/value heads after pooling (GQA).", show_default=False)
-    ] = None,
-    choose_layers: Annotated[
-        bool, typer.Option("--choose-layers", help="Choose which layers share by how alike their keys and values are.")
-    ] = False,
-    heal: Annotated[str, typer.Option(help="Tokens of healing, e.g. 20M or 1e9.")] = "10M",
-    text: Annotated[
-        str | None,
-        typer.Option(
-            help="Heal and measure on this text (path, folder or glob); default: what the model was trained on.",
-            show_default=False,
-        ),
-    ] = None,
-    no_anneal: Annotated[
-        bool, typer.Option("--no-anneal", help="The smaller model from the first step, not gradually.")
-    ] = False,
-    plan: Annotated[bool, typer.Option("--plan", help="Say what it costs and saves, and stop.")] = False,
-    out_folder: Annotated[
-        Path | None,
-        typer.Option("--out", file_okay=False, help="The new folder.", show_default="next to the source"),
-    ] = None,
+    source: str,
+    overrides: Sequence[str] = (),
+    *,
+    mechanism: Sequence[str] = (),
+    num_key_value_heads: int | None = None,
+    choose_layers: bool = False,
+    heal: str = "10M",
+    text: str | None = None,
+    no_anneal: bool = False,
+    plan: bool = False,
+    out: FolderPath | None = None,
 ) -> None:
-    """Make the cache of a trained model smaller: layers share, or there are fewer heads. Heal and measure it."""
+    """Make the cache of a trained model smaller: layers share, or there are fewer heads. Heal and measure it.
+
+    source: A folder, or a name on the Hugging Face hub. It is not changed.
+    overrides: Override a field of the recipe that is written: data.context=1024, training.batch_size=16,
+        training.learning_rate=1e-4, …
+    mechanism: Mechanism by which layers share: NAME, or "NAME={option: value}"; repeatable.
+    num_key_value_heads: Number of key/value heads after pooling (GQA).
+    choose_layers: Choose which layers share by how alike their keys and values are.
+    heal: Tokens of healing, e.g. 20M or 1e9.
+    text: Heal and measure on this text (path, folder or glob); default: what the model was trained on.
+    no_anneal: The smaller model from the first step, not gradually.
+    plan: Say what it costs and saves, and stop.
+    out: The new folder. Default: next to the source.
+    """
     from headwater.models.causal_lm import HeadwaterForCausalLM
     from headwater.util.output_folder import occupied
     from headwater_lab.data.corpus import local_files
@@ -80,15 +67,14 @@ def convert(
     from headwater_lab.training.stages import chain, on_several
     from headwater_lab.training.trained import changed_text, open_source
 
-    quiet()
-    mechanisms = mechanisms_of(mechanism or [])
+    mechanisms = mechanisms_of(mechanism)
     if not mechanisms and num_key_value_heads is None:
         raise HeadwaterError(
             "Say how the cache becomes smaller: --mechanism NAME by which layers share, or --num-key-value-heads N."
         )
     if text is not None:
         local_files(text)  # is an error if there are none, also with --plan
-    target, path = new_folder(out_folder, source, "converted", may_exist=plan), Path(source)
+    target, path = new_folder(out, source, "converted", may_exist=plan), Path(source)
     if path.is_dir():
         place = newest_checkpoint(path).resolve()
     else:  # from the hub, or a file of tensors: the runs start from a copy
@@ -109,10 +95,10 @@ def convert(
     # Rows of synthetic data are as long as their settings make them, and the command line may change either.
     sizes = [
         one
-        for one in overrides or []
+        for one in overrides
         if one.startswith(("data.", "training.batch_size=", "training.gradient_accumulation_steps="))
     ]
-    _check_overrides(overrides or [])
+    _check_overrides(overrides)
     # The data are what the model's history says, which may be anyone's.
     batches = {"name": target.name, "data": data, "training": {"batch_size": ROWS}}
     sized = changed_recipe(batches, sizes, "the recipe")
@@ -133,7 +119,7 @@ def convert(
         batch_size=sized.training.batch_size,
         gradient_accumulation_steps=sized.training.gradient_accumulation_steps,
     )
-    recipe = changed_recipe(values, overrides or [], "the recipe")
+    recipe = changed_recipe(values, overrides, "the recipe")
     if any(on_several(run) for run, _ in chain(recipe, target)):
         raise HeadwaterError(
             "headwater convert uses one device; for several, train the stages of its recipe one by one with "
@@ -164,7 +150,7 @@ def convert(
         _tell(target, record, priced, (before, after), source)
 
 
-def _check_overrides(overrides: list[str]) -> None:
+def _check_overrides(overrides: Sequence[str]) -> None:
     """Raise `HeadwaterError` for an override of what SOURCE or an option decides."""
     from headwater_lab.training.start import MAY_DIFFER
 
@@ -221,13 +207,12 @@ def _show_price(priced: ConversionPrice, teacher: str) -> None:
     table.add_row("cache, bytes a token", f"{before.cache_bytes_per_token:,}", f"{after.cache_bytes_per_token:,}")
     table.add_row("cache of a row", f"{si(before.cache_bytes)}B", f"{si(after.cache_bytes)}B")
     table.add_row("parameters", f"{before.parameters:,}", f"{after.parameters:,}")
-    out.print(table)
+    stdout.print(table)
     parts = ", ".join(f"{name} {flops:.3g}" for name, flops in priced.flops.items())
     held = f", of which {teacher} {si(priced.teacher_bytes)}B" if priced.teacher_bytes else ""
-    out.print(
+    say(
         f"healing on {priced.tokens:,} tokens: {sum(priced.flops.values()):.3g} FLOPs ({parts}); about "
-        f"{si(priced.step_bytes)}B of memory in a step{held}",
-        soft_wrap=True,
+        f"{si(priced.step_bytes)}B of memory in a step{held}"
     )
 
 
@@ -258,9 +243,9 @@ def _tell(
         title = f"held-out {name.replace('_', ' ')}"
         share = f"{after[name] / before[name]:.4f}" if before[name] else ""
         table.add_row(title, f"{before[name]:.4f}", f"{after[name]:.4f}", share)
-    out.print(table)
+    stdout.print(table)
     shown = lined("tokens of healing", "cache, bytes a token (fp32)", record.metric.replace("_", " "))
     for point in curve:
         shown.add_row(f"{point['tokens']:,}", f"{point['cache_bytes_per_token']:,}", f"{point[record.metric]:.4f}")
-    out.print(shown)
+    stdout.print(shown)
     tell_model(target)

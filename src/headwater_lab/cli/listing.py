@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
-
-import typer
+from typing import Any, Literal
 
 from headwater.util.terminal import lined
-from headwater_lab.cli.common import out, quiet
+from headwater_lab.cli.common import print_json, stdout
+from headwater_lab.cli.options import AsJson
 
 Catalogue = Literal["recipes", "presets", "mechanisms", "tasks"]
 
 
-def list(
-    kind: Annotated[Catalogue | None, typer.Argument(help="Default: all four.", show_default=False)] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """List shipped recipes, presets, mechanisms and synthetic tasks."""
-    quiet()
+def list(kind: Catalogue | None = None, *, json: AsJson = False) -> None:
+    """List shipped recipes, presets, mechanisms and synthetic tasks.
+
+    kind: Default: all four.
+    """
     rows = {name: describe() for name, describe in DESCRIBED.items() if kind in (None, name)}
-    if as_json:
-        print(json.dumps(rows if kind is None else rows[kind], indent=2, ensure_ascii=False))
+    if json:
+        print_json(rows if kind is None else rows[kind])
         return
     for name, listed in rows.items():
         columns = COLUMNS[name]
@@ -30,7 +27,7 @@ def list(
         table.columns[0].no_wrap = True
         for row in listed:
             table.add_row(*(_text(row[title]) for title in columns))
-        out.print(table, highlight=False)
+        stdout.print(table)
 
 
 def describe_recipes() -> Sequence[dict[str, Any]]:

@@ -19,7 +19,7 @@ from rich.progress import (
 )
 
 from headwater.util.terminal import literal
-from headwater_lab.cli.common import err
+from headwater_lab.cli.common import stderr
 
 if TYPE_CHECKING:
     from headwater.models.kinds import AnyModel
@@ -45,7 +45,7 @@ class ProgressReport(Progress):
             TextColumn("{task.fields[info]}", markup=False),
             TimeRemainingColumn(),
         )
-        super().__init__(*(columns or default), console=err, disable=not err.is_terminal)
+        super().__init__(*(columns or default), console=stderr, disable=not stderr.is_terminal)
         self.printed: dict[TaskID, tuple[float, str]] = {}
         self.is_running = False
         self.stream = sys.stderr  # also while other libraries' output is silenced
