@@ -206,7 +206,7 @@ def test_a_run_is_not_overwritten_but_resumed(run, recipe, tmp_path):
 def test_generate_refuses_what_it_cannot_use(run, recipe, tmp_path):
     assert "no checkpoint folder" in sentence(run("generate", tmp_path / "nothing", "x"))
     assert "not a checkpoint" in sentence(run("generate", tmp_path, "x"))
-    assert "dynamic or static" in sentence(run("generate", tmp_path, "x", "--cache", "large"))
+    assert "is not one of 'dynamic', 'static'" in sentence(run("generate", tmp_path, "x", "--cache", "large"))
     assert "--cache static" in sentence(run("generate", tmp_path, "x", "--compile"))
     run("train", recipe, "--out", tmp_path / "run")
     weights = sorted((tmp_path / "run" / "checkpoints").iterdir())[-1] / "model.safetensors"

@@ -52,9 +52,13 @@ class Plan(Result):
             for at in cast(list[Any], price.at)
         ]
 
-    def picture(self, contexts: Sequence[int] = (1024, 4096, 16384, 32768)) -> Figure:
-        """Forward FLOPs per token against context. Raises `HeadwaterError` for image models."""
-        return figure(self.configs, contexts)
+    def picture(self, contexts: Sequence[int] = ()) -> Figure:
+        """Forward FLOPs per token against context, by default up to 32k or the longest that was asked for.
+
+        Raises `HeadwaterError` for image models.
+        """
+        longest = max(32768, *(getattr(at, "context", 0) for at in self.prices[0].at))
+        return figure(self.configs, contexts or [longest * part // 32 or 1 for part in range(33)])
 
 
 def plan(

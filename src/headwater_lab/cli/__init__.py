@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator, Mapping
 from importlib import import_module
@@ -56,34 +57,31 @@ COMMANDS: dict[str, dict[str, str]] = {
 class _Commands(Mapping[str, Any]):
     """The commands by name, each imported when it is first looked up: to run one, the others are not needed."""
 
-    def __init__(self) -> None:
-        self.panels = {path.partition(":")[2]: panel for panel, commands in COMMANDS.items() for path in commands}
-        self.made: dict[str, Any] = {}
+    places = {path.partition(":")[2]: (panel, path) for panel, commands in COMMANDS.items() for path in commands}
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.panels)
+        return iter(self.places)
 
     def __len__(self) -> int:
-        return len(self.panels)
+        return len(self.places)
 
     def __getitem__(self, name: str) -> Any:
-        if name not in self.made:
-            self.made[name] = self._make(name, self.panels[name])
-        return self.made[name]
+        return _command(name, *self.places[name])
 
-    def _make(self, name: str, panel: str) -> Any:
-        path, example = next(item for item in COMMANDS[panel].items() if item[0].endswith(f":{name}"))
-        command = getattr(import_module(f"{__name__}.{path.partition(':')[0]}"), name)
-        group = typer.Typer(pretty_exceptions_enable=False)
-        if isinstance(command, typer.Typer):
-            group.add_typer(command, name=name, rich_help_panel=panel)
-        else:
-            # `serve` passes unknown options to the server.
-            more = {"allow_extra_args": True, "ignore_unknown_options": True} if name == "serve" else {}
-            add_command(
-                group, name, command, example, trusts=name != "list", context_settings=more, rich_help_panel=panel
-            )
-        return guarded(typer.main.get_group(group).commands[name])
+
+@functools.cache
+def _command(name: str, panel: str, path: str) -> Any:
+    """A command or a group of them, from its module."""
+    command = getattr(import_module(f"{__name__}.{path.partition(':')[0]}"), name)
+    group = typer.Typer()
+    if isinstance(command, typer.Typer):
+        group.add_typer(command, name=name, rich_help_panel=panel)
+    else:
+        # `serve` passes unknown options to the server.
+        more = {"allow_extra_args": True, "ignore_unknown_options": True} if name == "serve" else {}
+        example, trusts = COMMANDS[panel][path], name != "list"
+        add_command(group, name, command, example, trusts=trusts, context_settings=more, rich_help_panel=panel)
+    return guarded(typer.main.get_group(group).commands[name])
 
 
 class _Group(TyperGroup):
@@ -140,7 +138,7 @@ def main() -> None:
         if type(error).__name__ == "NoArgsIsHelpError":
             print(error.message, end="")  # type: ignore[attr-defined]  # the help, if it is not printed yet
             sys.exit(2)
-        _end(2, literal(error.format_message()))  # type: ignore[attr-defined]
+        _end(2, literal(error.format_message().replace("Value error, ", "")))  # type: ignore[attr-defined]
     except (Interrupted, KeyboardInterrupt) as error:  # SIGINT or SIGTERM
         _end(130, str(error))
     except BrokenPipeError:  # the reader closed the pipe

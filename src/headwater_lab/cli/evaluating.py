@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from headwater.util import extras
 from headwater_lab.cli.common import check_writable, device_of, say, stderr, stdout
 from headwater_lab.cli.options import DeviceName, NaturalInt, PositiveInt, TrustRemoteCode, need
 from headwater_lab.cli.progress import ProgressReport
-
-if TYPE_CHECKING:
-    from rich.progress import TaskID
 
 
 def evaluate(
@@ -60,13 +56,6 @@ def evaluate(
         outputs.check_replaceable(out)
     device = device_of(device)
     with ProgressReport() as progress:
-        bars: dict[str, TaskID] = {}
-
-        def on_windows(what: str, done: int, total: int) -> None:
-            if what not in bars:
-                bars[what] = progress.add_task(what, total=total, unit="window")
-            progress.update(bars[what], completed=done)
-
         result = evaluating.evaluate(
             checkpoints,
             [name.strip() for name in tasks.split(",") if name.strip()],
@@ -83,7 +72,7 @@ def evaluate(
             trust_remote_code=trust_remote_code,
             seed=seed,
             progress=stderr.is_terminal,
-            on_windows=on_windows,
+            on_windows=lambda what, done, total: progress.show(what, done, total, unit="window"),
         )
     for table in evaluating.table(result):
         stdout.print(table)

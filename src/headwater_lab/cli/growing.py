@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from headwater.util.errors import HeadwaterError, shown
 from headwater.util.terminal import lined
 from headwater_lab.cli.common import check_outside, mechanisms_of, new_folder, say, stderr, stdout, tell, tell_model
-from headwater_lab.cli.options import PositiveInt, Values, exclude, need
+from headwater_lab.cli.options import CheckpointPath, PositiveInt, Values, exclude, need
 from headwater_lab.cli.progress import measure_with_progress
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 # In a sample of a text.
 ROWS = 32
 
-Checkpoint = Annotated[Path, Values(help="A checkpoint's folder, or a run's (its newest checkpoint).")]
 Out = Annotated[Path | None, Values(file_okay=False, help="The new folder. Default: next to the source.")]
 
 
@@ -75,7 +74,7 @@ def _change_of(fields: Sequence[str]) -> Change:
 
 
 def shrink(
-    checkpoint: Checkpoint,
+    checkpoint: CheckpointPath,
     *,
     attention_pairs: int | None = None,
     ffn_pairs: int | None = None,

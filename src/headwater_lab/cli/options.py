@@ -32,6 +32,7 @@ class Values:
 
 PositiveInt = Annotated[int, Values(min=1)]
 NaturalInt = Annotated[int, Values(min=0)]
+CheckpointPath = Annotated[Path, Values(help="A checkpoint's folder, or a run's (its newest checkpoint).")]
 FilePath = Annotated[Path, Values(dir_okay=False)]
 FolderPath = Annotated[Path, Values(file_okay=False)]
 DeviceName = Annotated[str, Values(help="cpu, cuda, cuda:1, …; auto is a GPU if there is one.")]

@@ -94,8 +94,7 @@ def plan(
             if not grow and argument.endswith((".yaml", ".yml")):
                 tell_runs(recipe_of(argument))
     if out is not None:
-        longest = max(32768, *(getattr(at, "context", 0) for at in prices[0].at))
-        save_figure(planned.picture([longest * i // 32 or 1 for i in range(33)]), out, dpi=160)
+        save_figure(planned.picture(), out, dpi=160)
         tell(f"figure: {out}")
 
 

@@ -7,15 +7,19 @@ from pathlib import Path
 
 from headwater.util.errors import HeadwaterError
 from headwater_lab.cli.common import device_of, print_json, say
-from headwater_lab.cli.options import DeviceName, PositiveInt
+from headwater_lab.cli.options import CheckpointPath, DeviceName, PositiveInt
 
 
 def predict(
-    checkpoint: Path, images: Sequence[Path], *, top: PositiveInt = 5, jsonl: bool = False, device: DeviceName = "auto"
+    checkpoint: CheckpointPath,
+    images: Sequence[Path],
+    *,
+    top: PositiveInt = 5,
+    jsonl: bool = False,
+    device: DeviceName = "auto",
 ) -> None:
     """Print the likeliest classes of images, with their probabilities.
 
-    checkpoint: A checkpoint's folder, or a run's (its newest checkpoint).
     images: Image files.
     top: How many classes of each image to print.
     jsonl: Print {"image": …, "classes": {NAME: PROBABILITY, …}}, one line per image.

@@ -69,7 +69,6 @@ def reproduce(
         _judge(records, names, scale, limit)
         return
     from headwater_lab.comparison.prices import slug
-    from headwater_lab.papers.result import computed
     from headwater_lab.papers.table import SCALES
     from headwater_lab.papers.table import table as paper_table
 
@@ -80,6 +79,8 @@ def reproduce(
     check_writable(out, folder=True)
     if table.computed:
         refuse_training(f"for {name}, which is computed without training", *OF_SEEDS, "--scale")
+        from headwater_lab.papers.result import computed
+
         _show(computed(name), out / slug(name))
     elif why := table.scales[scale].nothing:
         refuse_training(f"for {name}, which is not run at {scale} scale", *OF_SEEDS)
@@ -126,8 +127,7 @@ def _train_table(
         with ProgressReport() as progress:
 
             def training(name: str, steps: int) -> OnEvent:
-                bar = progress.add_task(name, total=steps, unit="step")
-                return lambda step, point: progress.update(bar, completed=step)
+                return lambda step, point: progress.show(name, step, steps, unit="step")
 
             comparing = partial(TrialBars, progress)
             if max_seeds is None:

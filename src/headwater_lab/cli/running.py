@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from headwater.util.errors import HeadwaterError
 from headwater_lab.cli.common import check_outside, check_writable, device_of, print_json, stderr, tell_model
 from headwater_lab.cli.options import (
+    CheckpointPath,
     DeviceName,
     FolderPath,
     NaturalInt,
@@ -28,7 +29,7 @@ OF_ALL_LINES = {"top_p", "top_k", "seed", "temperature", "max_new_tokens", "max_
 
 
 def generate(
-    checkpoint: Path,
+    checkpoint: CheckpointPath,
     prompt: str | None = None,
     *,
     jsonl: Path | None = None,
@@ -46,7 +47,6 @@ def generate(
 ) -> None:
     """Continue a prompt and print the text as it is generated; or continue many prompts, as JSONL.
 
-    checkpoint: A checkpoint's folder, or a run's (its newest checkpoint).
     prompt: The text to continue; - reads it from stdin.
     jsonl: JSONL file with one {"prompt": "…"} per line, or - for stdin; continued in batches, printed as JSONL.
     max_new_tokens: Maximum number of tokens to generate.
@@ -156,13 +156,12 @@ def _prompts(text: str, name: str) -> list[dict[str, Any]]:
     return prompts
 
 
-def serve(checkpoint: Path, *, engine: Literal["transformers", "vllm"] = "transformers") -> None:
+def serve(checkpoint: CheckpointPath, *, engine: Literal["transformers", "vllm"] = "transformers") -> None:
     """Answer OpenAI-style requests over HTTP, through the server of transformers or vLLM, which receives all other
     options.
 
     Requests use the model name given here. By default the server listens on this machine only; see --host.
 
-    checkpoint: A checkpoint's folder, or a run's (its newest checkpoint).
     engine: Whose server: transformers', or vLLM with the smaller cache (docs/serving.md).
     """
     from importlib.util import find_spec
@@ -253,10 +252,11 @@ def _processes(options: list[str]) -> int:
     return max(1, found.tensor_parallel_size * found.pipeline_parallel_size)
 
 
-def export(checkpoint: Path, *, out: FolderPath, materialise: bool = False, family: str | None = None) -> None:
+def export(
+    checkpoint: CheckpointPath, *, out: FolderPath, materialise: bool = False, family: str | None = None
+) -> None:
     """Export a checkpoint with its code, so that transformers loads it without headwater (trust_remote_code=True).
 
-    checkpoint: A checkpoint's folder, or a run's (its newest checkpoint).
     out: The new folder.
     materialise: For engines with a paged cache: exact, but without the cache saving.
     family: Export as one of transformers' models, if it fits: gpt2, llama, mistral, qwen2, qwen3, gpt_neox, vit, deit,

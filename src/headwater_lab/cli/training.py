@@ -95,25 +95,24 @@ def _at(recipe: Recipe, key: str) -> Any:
     return value
 
 
-def trained_with_bar(recipe: Recipe, folder: Path, **given: Any) -> RunRecord:
-    """Train a recipe's stages with a progress bar. given: what `train_stages` takes."""
+def trained_with_bar(recipe: Recipe, folder: Path, **options: Any) -> RunRecord:
+    """Train a recipe's stages with a progress bar. options: what `train_stages` takes."""
     from headwater_lab.training.stages import chain, train_stages
 
     bar = _TrainingBar(recipe.name, sum(run.training.steps for run, _ in chain(recipe, folder)), recipe.unit)
     try:
-        return train_stages(recipe, folder, on_event=bar, **given)
+        return train_stages(recipe, folder, on_event=bar, **options)
     finally:
-        bar.stop()
+        bar.progress.stop()
 
 
 class _TrainingBar:
     """Progress of a run: steps, loss, speed, MFU, time left, with warnings above."""
 
     def __init__(self, name: str, steps: int, unit: str) -> None:
-        self.unit = unit
+        self.name, self.steps, self.unit = name, steps, unit
         self.progress = ProgressReport()
-        self.task = self.progress.add_task(name, total=steps, unit="step")
-        self.loss, self.speed, self.held_out, self.activity = "", "", "", ""
+        self.loss = self.speed = self.held_out = ""
 
     def __call__(self, step: int, point: Point | Activity | None) -> None:
         from headwater_lab.training.journal import Activity
@@ -122,8 +121,6 @@ class _TrainingBar:
         if isinstance(point, Notice):
             tell(f"step {point.step}: {point.message}")
             return
-        self.progress.start()  # once the run begins, so that an earlier error leaves no bar behind
-        self.activity = point.text if isinstance(point, Activity) else ""
         if isinstance(point, CurvePoint):
             self.loss = f"loss {point.loss:.4f}"
         elif isinstance(point, SpeedPoint):
@@ -132,11 +129,9 @@ class _TrainingBar:
         elif isinstance(point, HeldOutPoint):
             name, value = next(iter(point.metrics.items()))
             self.held_out = f"held-out {name.replace('_', ' ')} {value:.4f}"
-        info = "  ".join(filter(None, (self.loss, self.held_out, self.activity or self.speed)))
-        self.progress.update(self.task, completed=step, info=info)
-
-    def stop(self) -> None:
-        self.progress.stop()
+        activity = point.text if isinstance(point, Activity) else self.speed
+        info = "  ".join(filter(None, (self.loss, self.held_out, activity)))
+        self.progress.show(self.name, step, self.steps, unit="step", info=info)
 
 
 def runs(folder: Path = Path("runs"), *, json: AsJson = False) -> None:

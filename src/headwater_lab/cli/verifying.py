@@ -54,9 +54,8 @@ def verify(
         raise HeadwaterError(f"{str(checkpoint)!r} is an image model, which has no cache to verify.")
     found: dict[str, list[Verified]] = {}
     with ProgressReport() as progress:
-        task = progress.add_task("verifying", total=None)
         for name, one in _models(trained, model, trust_remote_code, seed):
-            progress.update(task, info=name)
+            progress.show("verifying", 0, info=name)
             found[name] = verifying.verify(one, seed)
     failed = any(one.ok is False for ways in found.values() for one in ways)
     if json:
