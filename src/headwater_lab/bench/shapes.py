@@ -65,18 +65,14 @@ class PrefillShape(ModelShape):
 
 
 @dataclass(frozen=True)
-class DecodeShape(ModelShape):
+class DecodeShape(PrefillShape):
     """Sizes of generation.
 
-    context: Prompt tokens.
     tokens: Tokens to generate.
-    turns: Runs of each model.
     """
 
     context: int = at_least(1, 512)
     tokens: int = at_least(3, 48)
-    batch_size: int = at_least(1, 1)
-    turns: int = at_least(2, 7)
 
 
 @dataclass(frozen=True)

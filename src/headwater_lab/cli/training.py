@@ -14,6 +14,7 @@ from headwater_lab.cli.options import AsJson, FolderPath, need
 from headwater_lab.cli.progress import ProgressReport
 
 if TYPE_CHECKING:
+    from headwater_lab.comparison.trials import Trial
     from headwater_lab.recipe.schema import Recipe
     from headwater_lab.training.journal import Activity
     from headwater_lab.training.records import RunRecord
@@ -40,7 +41,6 @@ def train(
     size: Use this size of the recipe's comparison.
     stage: Train only this stage of the recipe.
     """
-    from headwater_lab.comparison.trials import trial_of
     from headwater_lab.training.parallel import is_first
     from headwater_lab.training.stages import chain
 
@@ -48,15 +48,7 @@ def train(
     loaded = recipe_of(recipe, overrides)
     folder, experiment = out or Path("runs") / loaded.name, None
     if arm is not None:
-        if loaded.compare is None or arm not in loaded.compare.arms:
-            known = list(loaded.compare.arms) if loaded.compare else []
-            raise HeadwaterError(f"{loaded.name!r} has no arm {arm!r}; {nearest(arm, known)}")
-        trial = trial_of(loaded, arm, loaded.seed, Path("runs") / loaded.name, size)
-        for key in (text.partition("=")[0] for text in overrides):
-            asked = _at(loaded, key)
-            if not isinstance(asked, dict) and asked != _at(trial.recipe, key):  # a section is merged, not replaced
-                by = f"the arm {arm!r}" if size is None else f"the arm {arm!r} or the size {size!r}"
-                tell(f"{key} has no effect, because {by} sets it; change it in the recipe's compare section.")
+        trial = _trial_of(loaded, arm, size, overrides)
         loaded, folder, experiment = trial.recipe, out or trial.folder, trial.experiment
     if loaded.start is not None and not resume:
         check_outside(folder, loaded.start.checkpoint, around=True)
@@ -65,12 +57,35 @@ def train(
     )
     if not is_first():
         return
+    _print_record(loaded.name, record)
+    stages = dict(zip(loaded.stage_names, (place for _, place in chain(loaded, folder)), strict=True))
+    tell_model(folder, None if stage is None else stages[stage])
+
+
+def _trial_of(recipe: Recipe, arm: str, size: str | None, overrides: Sequence[str]) -> Trial:
+    """An arm of a recipe's comparison as a trial; tell which overrides it replaces."""
+    from headwater_lab.comparison.trials import trial_of
+
+    if recipe.compare is None or arm not in recipe.compare.arms:
+        known = list(recipe.compare.arms) if recipe.compare else []
+        raise HeadwaterError(f"{recipe.name!r} has no arm {arm!r}; {nearest(arm, known)}")
+    trial = trial_of(recipe, arm, recipe.seed, Path("runs") / recipe.name, size)
+    for key in (text.partition("=")[0] for text in overrides):
+        asked = _at(recipe, key)
+        if not isinstance(asked, dict) and asked != _at(trial.recipe, key):  # a section is merged, not replaced
+            by = f"the arm {arm!r}" if size is None else f"the arm {arm!r} or the size {size!r}"
+            tell(f"{key} has no effect, because {by} sets it; change it in the recipe's compare section.")
+    return trial
+
+
+def _print_record(name: str, record: RunRecord) -> None:
+    """Print the result of a run, its domains and stages, and its cost."""
     last = record.held_out[-1].metrics
-    names = [name for name in last if "/" not in name] if record.domains else list(last)
-    result = ", ".join(f"{name.replace('_', ' ')} {last[name]:.4f}" for name in names)
-    stdout.print(f"{loaded.name}: held-out {result}")
+    metrics = [metric for metric in last if "/" not in metric] if record.domains else list(last)
+    result = ", ".join(f"{metric.replace('_', ' ')} {last[metric]:.4f}" for metric in metrics)
+    stdout.print(f"{name}: held-out {result}")
     for domain in record.domains:
-        own = ", ".join(f"{name.replace('_', ' ')} {last[f'{name}/{domain}']:.4f}" for name in names)
+        own = ", ".join(f"{metric.replace('_', ' ')} {last[f'{metric}/{domain}']:.4f}" for metric in metrics)
         stdout.print(f"  {domain}: {own}")
     for one in record.stages:
         stdout.print(
@@ -83,8 +98,6 @@ def train(
         f"{record.unit}/s, {record.flops:.3g} FLOPs, "
         f"{record.data_wait_seconds / max(record.seconds, 1e-9):.1%} of the time waiting for data{left_out}"
     )
-    stages = dict(zip(loaded.stage_names, (place for _, place in chain(loaded, folder)), strict=True))
-    tell_model(folder, None if stage is None else stages[stage])
 
 
 def _at(recipe: Recipe, key: str) -> Any:
