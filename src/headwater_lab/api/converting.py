@@ -65,14 +65,7 @@ def prepare_conversion(
     trained.original = None  # a second copy
     if not isinstance(trained.model, HeadwaterForCausalLM):
         raise HeadwaterError(f"{source!r} is an image model, which has no cache; convert is for language models.")
-    data = _settings(trained) if text is None else None
-    if data is None and text is None:
-        raise HeadwaterError(f"{source!r} does not say what it was trained on; pass a text of that kind with --text.")
-    if data is None:
-        if trained.tokenizer is None:
-            raise HeadwaterError(f"{source!r} has no tokenizer, so it cannot read a text; save it beside the model.")
-        most = trained.model.config.max_position_embeddings
-        data = {"kind": "text", "source": str(text), "tokenizer": str(checkpoint), "context": min(CONTEXT, most)}
+    data = _data_of(source, text, trained, checkpoint)
     # Rows of synthetic data are as long as their settings make them, and the command line may change either.
     sizes = [
         override
@@ -111,6 +104,20 @@ def prepare_conversion(
     distillation = recipe.training.distillation
     teacher = "the original" if distillation is None or distillation.teacher is None else "the teacher"
     return Conversion(recipe, trained, price, teacher, checkpoint, not path.is_dir())
+
+
+def _data_of(source: str, text: str | None, trained: Trained, checkpoint: Path) -> dict[str, Any]:
+    """The data to heal on, as a recipe's section: a text, or what the model was last trained on."""
+    if text is None:
+        if (data := _settings(trained)) is None:
+            raise HeadwaterError(
+                f"{source!r} does not say what it was trained on; pass a text of that kind with --text."
+            )
+        return data
+    if trained.tokenizer is None:
+        raise HeadwaterError(f"{source!r} has no tokenizer, so it cannot read a text; save it beside the model.")
+    most = trained.model.config.max_position_embeddings
+    return {"kind": "text", "source": text, "tokenizer": str(checkpoint), "context": min(CONTEXT, most)}
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:
