@@ -99,7 +99,7 @@ app = typer.Typer(
 
 
 # The error of a command line that cannot be parsed, in Click's words.
-UsageError = typer.BadParameter.__bases__[0]
+UsageError: Any = typer.BadParameter.__bases__[0]
 
 
 def _version(wanted: bool) -> None:
@@ -136,9 +136,9 @@ def main() -> None:
         sys.exit(typer.main.get_command(app)(standalone_mode=False))
     except UsageError as error:
         if type(error).__name__ == "NoArgsIsHelpError":
-            print(error.message, end="")  # type: ignore[attr-defined]  # the help, if it is not printed yet
+            print(error.message, end="")  # the help, if it is not printed yet
             sys.exit(2)
-        _end(2, literal(error.format_message().replace("Value error, ", "")))  # type: ignore[attr-defined]
+        _end(2, literal(error.format_message().replace("Value error, ", "")))
     except (Interrupted, KeyboardInterrupt) as error:  # SIGINT or SIGTERM
         _end(130, str(error))
     except BrokenPipeError:  # the reader closed the pipe

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from headwater.util.terminal import lined
 from headwater_lab.cli.common import (
@@ -68,7 +68,7 @@ def plan(
     if grow:
         stages = schedules(models, changes, vocab_size)
         device = None if hardware is None else hardware_of(hardware)
-        prices = cost.price_schedule(stages, device, precision, mfu, devices)
+        prices: Sequence[Any] = cost.price_schedule(stages, device, precision, mfu, devices)
         table = cost.schedule_table(prices, "images" if stages[0].length is None else "tokens")
     else:
         planned = estimate(
