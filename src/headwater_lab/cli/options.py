@@ -68,9 +68,8 @@ def add_command(
     them is the command's. trusts: the command has the option --trust.
     """
     signature = inspect.signature(function, eval_str=True)
-    sections: dict[str, type[Any]] = {
-        name: each.annotation for name, each in signature.parameters.items() if is_dataclass(each.annotation)
-    }
+    types = {name: each.annotation for name, each in signature.parameters.items()}
+    sections = {name: kind for name, kind in types.items() if isinstance(kind, type) and is_dataclass(kind)}
     text, texts = _texts(function, signature.parameters)
     parameters = [inspect.Parameter("command_line", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
     for parameter in [*signature.parameters.values(), *([TRUST] if trusts else [])]:
