@@ -253,7 +253,7 @@ def recipes_of(name: str, values: dict[str, Any]) -> list[Recipe]:
         return []
     words = values[arguments[name]]
     overrides, names = [word for word in words if "=" in word], [word for word in words if "=" not in word]
-    if name == "reproduce" and (values["listing"] or values["records"]):
+    if name == "reproduce" and (values["list"] or values["records"]):
         return []
     if name == "reproduce":
         table, scale = paper_table(names[0]), values["scale"]
