@@ -87,32 +87,24 @@ def reproduce(
         others = " or ".join(other for other in SCALES if not table.scales[other].nothing)
         say(f"{name} is meaningless at {scale} scale and was not run: {why} Use --scale {others}.")
     else:
-        _train_table(name, scale, out, overrides, workers, task_files, device, limit, keep)
+        extras.check("compare")
+        from headwater_lab.papers.work import prepare
+
+        _train_table(prepare(name, scale, out, overrides), workers, task_files, device, limit, keep)
 
 
 def _train_table(
-    name: str,
-    scale: ScaleOption,
-    out: Path,
-    overrides: Sequence[str],
-    workers: int | None,
-    task_files: Path | None,
-    device: str,
-    max_seeds: int | None,
-    keep: Path | None,
+    work: Work, workers: int | None, task_files: Path | None, device: str, max_seeds: int | None, keep: Path | None
 ) -> None:
     """Train a table's runs and print it. max_seeds: add seeds up to this number; None: train the recipes' seeds."""
-    extras.check("compare")
     from headwater_lab.papers.kept import keep as keep_runs
     from headwater_lab.papers.kept import restore
     from headwater_lab.papers.measures import tasks_of
     from headwater_lab.papers.result import reproduction
     from headwater_lab.papers.training import check_not_begun_otherwise, train, train_sequentially
-    from headwater_lab.papers.work import prepare
 
-    work = prepare(name, scale, out, overrides)
     if not tasks_of(work.table):
-        refuse(f"for {name}, which has no benchmarks", "--task-files")
+        refuse(f"for {work.name}, which has no benchmarks", "--task-files")
     work.check_tasks(task_files)
     if max_seeds is None:
         check_not_begun_otherwise(work)
