@@ -23,7 +23,7 @@ CONTEXT, ROWS = 512, 8
 
 
 @dataclass
-class Conversion:
+class PreparedConversion:
     """A conversion before it is trained.
 
     teacher: what the price calls the model that is imitated. checkpoint: what the runs start from. is_copied: the
@@ -50,7 +50,7 @@ def prepare_conversion(
     anneal: bool = True,
     overrides: Sequence[str] = (),
     tell: Callable[[str], object] = lambda message: None,
-) -> Conversion:
+) -> PreparedConversion:
     """Prepare the conversion of a trained model into a folder, like `headwater convert`, and price it.
 
     text: what to heal and measure on; default: what the model was trained on. tell: receives notices.
@@ -103,7 +103,7 @@ def prepare_conversion(
     price = price_of(recipe, trained.model.config, trained.model.dtype.itemsize)
     distillation = recipe.training.distillation
     teacher = "the original" if distillation is None or distillation.teacher is None else "the teacher"
-    return Conversion(recipe, trained, price, teacher, checkpoint, not path.is_dir())
+    return PreparedConversion(recipe, trained, price, teacher, checkpoint, not path.is_dir())
 
 
 def _data_of(source: str, text: str | None, trained: Trained, checkpoint: Path) -> dict[str, Any]:
