@@ -111,7 +111,7 @@ def test_prompts_from_stdin_and_jsonl(run, recipe, tmp_path, monkeypatch):
         (["x", "--stop", ""], "--stop needs a text"),
         (["--jsonl", "{folder}/bytes"], "not UTF-8"),
         (["--jsonl", "{folder}/nothing"], "There is no"),
-        (["x", "--dtype", "int8"], "--dtype is auto"),
+        (["x", "--dtype", "int8"], "'int8' is not one of 'auto'"),
         (["x", "--temperature", "1e-39"], "--temperature below 0.01"),
         (["x", "--device", "nowhere"], "cannot use the device"),
         (["--jsonl", "{folder}/broken"], "Line 2 of"),
@@ -122,7 +122,7 @@ def test_prompts_from_stdin_and_jsonl(run, recipe, tmp_path, monkeypatch):
         (["--jsonl", "{folder}/nested"], "is not JSON"),
         (["--jsonl", "{folder}/option"], "'seed', which is not read from a line"),
         (["--jsonl", "{folder}/completed"], "would be replaced"),
-        (["x", "--batch-size", "2"], "--batch-size is for --jsonl"),
+        (["x", "--batch-size", "2"], "--batch-size has no effect without --jsonl"),
         (["x", "--temperature", "0", "--top-p", "0.5"], "--top-p has no effect"),
         (["x", "--temperature", "0", "--top-k", "0"], "--top-k has no effect"),
         (["x", "--temperature", "0", "--seed", "0"], "--seed has no effect"),
@@ -206,7 +206,7 @@ def test_a_run_is_not_overwritten_but_resumed(run, recipe, tmp_path):
 def test_generate_refuses_what_it_cannot_use(run, recipe, tmp_path):
     assert "no checkpoint folder" in sentence(run("generate", tmp_path / "nothing", "x"))
     assert "not a checkpoint" in sentence(run("generate", tmp_path, "x"))
-    assert "dynamic or static" in sentence(run("generate", tmp_path, "x", "--cache", "large"))
+    assert "is not one of 'dynamic', 'static'" in sentence(run("generate", tmp_path, "x", "--cache", "large"))
     assert "--cache static" in sentence(run("generate", tmp_path, "x", "--compile"))
     run("train", recipe, "--out", tmp_path / "run")
     weights = sorted((tmp_path / "run" / "checkpoints").iterdir())[-1] / "model.safetensors"
@@ -250,7 +250,9 @@ def test_an_exported_run_has_its_tokenizer(run, recipe, tmp_path):
 
 
 def test_a_size_is_that_of_an_arm(run, recipe, tmp_path):
-    assert "also pass --arm" in sentence(run("train", recipe, "--size", "S", "--out", tmp_path / "run"))
+    assert "--size has no effect without --arm" in sentence(
+        run("train", recipe, "--size", "S", "--out", tmp_path / "run")
+    )
 
 
 @pytest.mark.parametrize("command", ["train", "compare", "inspect", "reproduce"])

@@ -203,3 +203,36 @@ def test_a_size_of_a_recipe_without_sizes_is_refused(run, tmp_path):
     code, _, err = run("train", path, "--arm", "a", "--size", "x", "--out", tmp_path / "run")
     assert code == 2
     assert "one size" in err
+
+
+def leaves(command):
+    """The commands below a group, or the command itself."""
+    below = getattr(command, "commands", {})
+    return [leaf for one in below.values() for leaf in leaves(one)] if below else [command]
+
+
+def test_the_help_of_options_is_taken_out_of_the_docstring():
+    commands = leaves(typer.main.get_command(app))
+    assert len(commands) > 25
+    for command in commands:
+        assert not re.search(r"^[a-z_]+: ", command.help, re.MULTILINE), command.name
+    (plan,) = (command for command in commands if command.name == "plan")
+    texts = {option.name: option.help for option in plan.params}
+    assert texts["images"] == "The same in images, for image models, e.g. 384M."
+    assert texts["json"] == "Print JSON."
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["trian"], "No such command 'trian'. Did you mean 'train'?"),
+        (["train", "shakespeare", "--resum"], "No such option: --resum (Possible options: --arm, --resume)"),
+        (["list", "recipe"], "'recipe' is not one of 'recipes', 'presets', 'mechanisms', 'tasks'"),
+        (["train"], "Missing argument 'recipe'"),
+    ],
+)
+def test_a_command_line_that_cannot_be_parsed_is_one_sentence(run, arguments, said):
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    (line,) = err.splitlines()
+    assert said in line

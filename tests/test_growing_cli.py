@@ -509,9 +509,9 @@ def test_no_command_writes_into_its_source(run, small, tmp_path, place):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--mechanism", "kv_shift", "--rows", 4000], "--rows is for --text"),
-        (["--layout", "resformer", "--family", "gpt2"], "leave one out"),
-        (["--allow-change"], "name one with --mechanism"),
+        (["--mechanism", "kv_shift", "--rows", 4000], "--rows has no effect without --text or --parameter-tokens"),
+        (["--layout", "resformer", "--family", "gpt2"], "--family has no effect with --layout"),
+        (["--allow-change"], "--allow-change has no effect without --mechanism"),
     ],
 )
 def test_options_that_would_do_nothing_are_refused(run, written, tmp_path, arguments, said):

@@ -899,7 +899,7 @@ def test_comparisons_and_searches_work_with_a_mechanism_from_outside(gated, anew
     assert "chosen: " in anew("compare", "recipe.yaml", *given, "--out", "searched")
     shape = ["--layers=1", "--width=64", "--context=16", "--precision=32-true"]
     assert gated in anew("bench", "mechanisms", gated, *shape, "--batch-size=1", "--pairs=2")
-    assert gated in anew("bench", "decode", gated, *shape, "--vocabulary=50", "--tokens=3", "--turns=2")
+    assert gated in anew("bench", "decode", gated, *shape, "--vocab-size=50", "--tokens=3", "--turns=2")
 
 
 def test_a_home_folder_that_there_is_not_is_not_read():

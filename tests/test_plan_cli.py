@@ -65,7 +65,7 @@ def test_a_recipe_gives_a_column_for_each_arm(prices, tmp_path):
     plain, shifted = prices(path)
     assert (plain["name"], shifted["name"]) == ("plain", "shifted")
     assert shifted["total_parameters"] - plain["total_parameters"] == 2 * 2 * 2 * 2
-    assert plain["shape"]["vocabulary"] == 257
+    assert plain["shape"]["vocab_size"] == 257
     assert plain["at"][0]["context"] == 32
 
 
@@ -115,7 +115,7 @@ def test_days_of_a_schedule_are_those_of_its_devices_and_precisions(run, tmp_pat
         (["--mfu", "0"], "above 0"),
         (["--devices", "0"], "at least 1"),
         (["--precision", "nonsense"], "must be one of"),
-        (["--context", "64", "--tokens", "1B"], "leave out --context and --tokens"),
+        (["--context", "64", "--tokens", "1B"], "--context and --tokens have no effect with --grow; leave them out"),
     ):
         code, _, err = run("plan", path, "--grow", "--hardware", "H100", *wrong)
         assert code == 2
@@ -171,17 +171,17 @@ def test_the_data_of_a_recipe_is_not_read(prices, run, tmp_path):
     path = recipe(tmp_path / "r.yaml", data=data)
     code, _, err = run("plan", path)
     assert code == 2
-    assert "--vocabulary" in err
-    (one,) = prices(path, "--vocabulary", 500)
-    assert one["shape"]["vocabulary"] == 500
+    assert "--vocab-size" in err
+    (one,) = prices(path, "--vocab-size", 500)
+    assert one["shape"]["vocab_size"] == 500
     byte_tokenizer().save_pretrained(tmp_path / "tokenizer")  # one on this machine is
     (tmp_path / "tokenizer" / "tokenizer_config.json").unlink()
     for name in ("tokenizer", "tokenizer/tokenizer.json"):
         (one,) = prices(recipe(tmp_path / "t.yaml", data=data | {"tokenizer": str(tmp_path / name)}))
-        assert one["shape"]["vocabulary"] == 257
+        assert one["shape"]["vocab_size"] == 257
     induction = recipe(tmp_path / "i.yaml", data={"kind": "induction", "vocab_size": 40, "length": 20})
     (one,) = prices(induction)
-    assert (one["shape"]["vocabulary"], one["at"][0]["context"]) == (40, 20)
+    assert (one["shape"]["vocab_size"], one["at"][0]["context"]) == (40, 20)
 
 
 TRAINED = {

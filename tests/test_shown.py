@@ -53,7 +53,7 @@ NOT_RUN = {
 SMALL = {
     "": {"--rows": 8, "--workers": 1, "--max-new-tokens": 4, "--max-bytes": 20_000, "--limit": 2},
     "bench": {
-        "--layers": 2, "--width": 64, "--vocabulary": 300, "--context": 16, "--batch-size": 1,
+        "--layers": 2, "--width": 64, "--vocab-size": 300, "--context": 16, "--batch-size": 1,
         "--precision": "32-true", "--pairs": 2, "--turns": 3, "--megabytes": 1, "--comparisons": 10,
     },
     "bench mechanisms": {"--layers": 4},
@@ -253,7 +253,7 @@ def recipes_of(name: str, values: dict[str, Any]) -> list[Recipe]:
         return []
     words = values[arguments[name]]
     overrides, names = [word for word in words if "=" in word], [word for word in words if "=" not in word]
-    if name == "reproduce" and (values["listing"] or values["records"]):
+    if name == "reproduce" and (values["list"] or values["records"]):
         return []
     if name == "reproduce":
         table, scale = paper_table(names[0]), values["scale"]

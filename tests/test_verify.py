@@ -289,7 +289,7 @@ def test_bench_decode_command(run):
         4,
         "--width",
         128,
-        "--vocabulary",
+        "--vocab-size",
         97,
         "--batch-size",
         2,
@@ -312,8 +312,9 @@ def test_bench_decode_command(run):
 
 def test_the_baseline_of_bench_decode_is_transformers_own():
     from headwater_lab.bench.decoding import bench_decode
+    from headwater_lab.bench.shapes import DecodeShape
 
-    found = bench_decode({}, layers=2, width=64, vocabulary=97, context=5, tokens=8, turns=2, dtype=torch.float64)
+    found = bench_decode({}, DecodeShape(2, 64, 97, context=5, tokens=8, turns=2), dtype=torch.float64)
     assert [one.arm for one in found] == ["transformers' Llama", "vanilla", "vanilla, again"]
     assert found[1].same_tokens
     assert torch.equal(found[2].tokens, found[1].tokens)

@@ -135,7 +135,7 @@ def test_what_fails_leaves_the_rest(tmp_path):
 
 
 def test_a_mechanism_that_does_not_fit_is_a_row_and_the_rest_is_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu, "twins", lambda given, **shape: gpu.HeadwaterConfig(num_hidden_layers=2, mechanisms=given))
+    monkeypatch.setattr(gpu, "twins", lambda given, shape: gpu.HeadwaterConfig(num_hidden_layers=2, mechanisms=given))
     phase = gpu.Phase(tmp_path / "rows", "cpu", 600)
     phase.sizes = replace(phase.sizes, mechanisms=(2, 64, 2))  # with two layers, backout's middle layer is the last
     monkeypatch.setattr(gpu, "REGISTRY", ["backout", "svformer"])

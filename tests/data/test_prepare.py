@@ -170,7 +170,7 @@ def test_the_saved_tokenizer_is_the_one_that_made_the_tokens(folder, tmp_path, b
         out = tmp_path / Path(name).name
         make(folder, out, name)
         prepared = open_prepared(out)
-        assert prepared.manifest.tokenizer.vocabulary == len(prepared.tokenizer) == len(load_tokenizer(name))
+        assert prepared.manifest.tokenizer.vocab_size == len(prepared.tokenizer) == len(load_tokenizer(name))
         text = prepared.tokenizer.decode(prepared.train.read(0, prepared.train.tokens), skip_special_tokens=True)
         expected = "".join(document.text for document, _ in reference(str(folder), name)["train"])
         assert text.replace(END_OF_TEXT, "") == expected.replace(END_OF_TEXT, "")
@@ -737,7 +737,7 @@ def test_a_vocabulary_with_holes_is_as_large_as_its_largest_id(folder, tmp_path)
     file.write_text(json.dumps(values))
     make(folder, tmp_path / "out", str(tmp_path / "holes"))
     manifest = open_prepared(tmp_path / "out").manifest
-    assert (manifest.tokenizer.vocabulary, manifest.dtype) == (2**16 + 11, "uint32")
+    assert (manifest.tokenizer.vocab_size, manifest.dtype) == (2**16 + 11, "uint32")
 
 
 @pytest.mark.parametrize(
@@ -856,7 +856,7 @@ def test_a_refused_text_leaves_no_folder(tmp_path):
 
 def test_a_killed_tokenizer_does_not_block_the_next(folder, tmp_path, run):
     def write() -> None:
-        arguments = ["data", "tokenizer", folder, "--out", tmp_path / "tok", "--vocabulary", 300]
+        arguments = ["data", "tokenizer", folder, "--out", tmp_path / "tok", "--vocab-size", 300]
         PreTrainedTokenizerFast.save_pretrained = lambda self, place: (place / "half").touch() or time.sleep(600)
         run(*arguments)
 
@@ -867,13 +867,13 @@ def test_a_killed_tokenizer_does_not_block_the_next(folder, tmp_path, run):
         time.sleep(0.01)
     process.kill()
     process.join()
-    assert run("data", "tokenizer", folder, "--out", tmp_path / "tok", "--vocabulary", 300)[0] == 0
+    assert run("data", "tokenizer", folder, "--out", tmp_path / "tok", "--vocab-size", 300)[0] == 0
 
 
 def test_a_tokenizer_on_a_full_disk_leaves_nothing(folder, tmp_path, run):
     def write() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
-        (code, _, said) = run("data", "tokenizer", folder, "--out", tmp_path / "tok", "--vocabulary", 300)
+        (code, _, said) = run("data", "tokenizer", folder, "--out", tmp_path / "tok", "--vocab-size", 300)
         (tmp_path / "said").write_text(f"{code} {said[-300:]}")
 
     process = FORK.Process(target=write)
@@ -885,10 +885,10 @@ def test_a_tokenizer_on_a_full_disk_leaves_nothing(folder, tmp_path, run):
 
 
 def test_commands(folder, tmp_path, run):
-    code, printed, said = run("data", "tokenizer", folder, "--out", tmp_path / "tok", "--vocabulary", 300)
+    code, printed, said = run("data", "tokenizer", folder, "--out", tmp_path / "tok", "--vocab-size", 300)
     assert code == 0, said
     assert "300 tokens learned from" in printed
-    code, _, said = run("data", "tokenizer", folder, "--out", tmp_path / "tok", "--vocabulary", 300)
+    code, _, said = run("data", "tokenizer", folder, "--out", tmp_path / "tok", "--vocab-size", 300)
     assert code == 2
     assert "already exists" in said
     arguments = (
@@ -935,7 +935,7 @@ def test_a_trained_tokenizer_is_lossless(bpe, tmp_path):
 
 def test_training_a_tokenizer_stops_at_its_sample(folder, tmp_path, run):
     code, printed, _ = run(
-        "data", "tokenizer", folder, "--out", tmp_path / "tok", "--vocabulary", 300, "--max-bytes", 2000
+        "data", "tokenizer", folder, "--out", tmp_path / "tok", "--vocab-size", 300, "--max-bytes", 2000
     )
     assert code == 0
     assert "from 0.0 MB in " in printed
@@ -990,7 +990,7 @@ def test_memory_does_not_grow_with_the_corpus(kind, tmp_path, bpe):
 
 @pytest.mark.slow
 def test_the_benchmark_runs(folder, run):
-    code, printed, said = run("bench", "data", folder, "--megabytes", 1, "--pairs", 2, "--vocabulary", 300)
+    code, printed, said = run("bench", "data", folder, "--megabytes", 1, "--pairs", 2, "--vocab-size", 300)
     assert code == 0, said
     assert "Dataset.map, 2 processes" in printed
     assert "ratio of times: median" in printed

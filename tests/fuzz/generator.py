@@ -23,7 +23,7 @@ COMMANDS = {
     "train arm": ["train", "@compare.yaml", "--arm", "vanilla", "--out", "{out}"],
     "train text": ["train", "@text.yaml", "--out", "{out}"],
     "train from": ["train", "@text.yaml", "start.checkpoint=@run", "--out", "{out}"],
-    "plan": ["plan", "@task.yaml", "--vocabulary", "8"],
+    "plan": ["plan", "@task.yaml", "--vocab-size", "8"],
     "plan preset": ["plan", "resformer-82m-sparse", "num_hidden_layers=2", "--hardware", "H100", "--tokens", "1B"],
     "plan run": ["plan", "@run", "--context", "8", "--out", "{out}.png"],
     "list": ["list", "recipes", "--json"],
@@ -45,7 +45,7 @@ COMMANDS = {
     "retrofit add": ["retrofit", "@run", "--mechanism", "value_residual", "--text", "@text", "--out", "{out}"],
     "data show": ["data", "show", "@prepared", "--check"],
     "data prepare": ["data", "prepare", "@corpus", "--out", "{out}", "--held-out", "0.2"],
-    "data tokenizer": ["data", "tokenizer", "@corpus", "--out", "{out}", "--vocabulary", "260"],
+    "data tokenizer": ["data", "tokenizer", "@corpus", "--out", "{out}", "--vocab-size", "260"],
 }
 # These start processes or measure for a while when nothing is wrong: they end in a place that cannot be written, which
 # is found out last, or get an option that there is not.
@@ -61,7 +61,7 @@ ONLY_WRONG = {
     "bench verdicts": ["bench", "verdicts", "@run"],
     "verify": ["verify", "@run"],
 }
-SMALL = ["--layers", "1", "--width", "64", "--context", "8", "--vocabulary", "64"]
+SMALL = ["--layers", "1", "--width", "64", "--context", "8", "--vocab-size", "64"]
 MEASURING = {
     "compare": ["compare", "@compare.yaml", "--out", "{out}", "--workers", "1"],
     "bench train": ["bench", "train", "--pairs", "2", "--batch-size", "1", "--precision", "32-true", *SMALL],

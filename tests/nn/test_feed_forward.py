@@ -15,6 +15,7 @@ from headwater import HeadwaterForCausalLM
 from headwater.nn.feed_forward import FeedForward
 from headwater.nn.norm import RMSNorm
 from headwater.util.autograd import saved_bytes
+from headwater_lab.bench.shapes import StepShape
 from headwater_lab.bench.training import stored_by_pair, text_pair
 
 ACTS = ["silu", "swish", "gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_accurate", "relu", "relu2"]
@@ -398,7 +399,7 @@ def test_functional_transforms_of_rms_norm():
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
 @pytest.mark.parametrize(("base", "bound"), [("llama", 0.72), ("gpt2", 0.65)])
 def test_a_model_keeps_less_than_that_of_transformers(base, bound, precision):
-    pair = text_pair(base, layers=2, width=128, context=64, batch_size=4, vocabulary=97)
+    pair = text_pair(base, StepShape(layers=2, width=128, context=64, batch_size=4, vocab_size=97))
     ours, theirs = stored_by_pair(pair, precision)
     assert ours <= bound * theirs
 

@@ -122,4 +122,4 @@ def test_pages_of_computed_tables(name, tmp_path, run):
     assert found.answer in out
     code, _, complaint = run("reproduce", name, "training.steps=3", "--out", tmp_path)
     assert code == 2
-    assert f"'training.steps=3' has no effect for {name}, which is computed without training" in complaint
+    assert f"training.steps=3 has no effect for {name}, which is computed without training" in complaint

@@ -106,7 +106,7 @@ def test_runs_in_the_file_are_not_trained_and_new_ones_are_added(paper, run):
     code, _, said = run("reproduce", "paper/text", "--records", file)
     assert (code, "has no run of these tables at cpu scale" in said) == (2, True)
     assert (
-        "'training.steps=1' has no effect with --records"
+        "training.steps=1 has no effect with --records"
         in run("reproduce", "paper/task", "training.steps=1", "--records", file)[2]
     )
     code, second, said = run("reproduce", "paper/task", "--out", paper / "two", "--keep", file)

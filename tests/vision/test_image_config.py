@@ -170,8 +170,9 @@ def test_bench_train_of_images(run, options):
 
 
 def test_less_is_stored_than_by_transformers():
+    from headwater_lab.bench.shapes import StepShape
     from headwater_lab.bench.training import image_pair, stored_by_pair
 
-    pair = image_pair(layers=2, width=128, image_size=32, patch_size=4, batch_size=2)
+    pair = image_pair(StepShape(layers=2, width=128, batch_size=2), image_size=32, patch_size=4)
     ours, theirs = stored_by_pair(pair, "32-true")
     assert ours <= 0.85 * theirs

@@ -103,7 +103,7 @@ def test_plan_prints_images(run):
         (["gpt2-124m", "--images", "1M"], "budget in tokens"),
         (["gpt2-124m", "image_size=32"], "no field 'image_size'"),
         (["vit-b-16", "image_size=30"], "not divisible into patches"),
-        (["vit-b-16", "--vocabulary", "5"], "no field 'vocab_size'"),
+        (["vit-b-16", "--vocab-size", "5"], "no field 'vocab_size'"),
         (["vit-b-16", "--images", "many"], "--images"),
     ],
 )

@@ -51,6 +51,7 @@ from headwater.integrations.vllm.engine import CPUEngine
 from headwater.integrations.vllm.flash import FlashEngine
 from headwater.testing.models import disturb
 from headwater_lab.bench.serving import bench_serving
+from headwater_lab.bench.shapes import ServeShape
 
 SIZES: dict[str, Any] = dict(
     vocab_size=97,
@@ -87,7 +88,7 @@ CASES: list[tuple[dict, dict, int, bool]] = [
 ]
 
 
-SMALL: dict[str, Any] = dict(layers=2, width=128, vocabulary=97)
+SMALL: dict[str, Any] = dict(layers=2, width=128, vocab_size=97)
 
 
 _rebind = dispatcher._rebind_kernels
@@ -498,7 +499,7 @@ def test_an_unknown_mechanism_is_refused_by_name(tmp_path):
 def test_throughput_beside_vllms_own_llama():
     """With the same weights, the same tokens; a cache for two requests runs two at a time."""
     blocks = 3 * 128 * 2 * 2 * 128 * 4  # of which one is padding
-    found = bench_serving({}, requests=4, context=60, tokens=40, turns=2, cache_memory=blocks, **SMALL)
+    found = bench_serving({}, ServeShape(requests=4, context=60, tokens=40, turns=2, **SMALL), cache_memory=blocks)
     assert [one.model for one in found] == ["vLLM's Llama", "vanilla"]
     assert found[1].same_tokens
     for one in found:

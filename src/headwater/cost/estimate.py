@@ -286,7 +286,7 @@ def _shape_of(config: HeadwaterConfig) -> dict[str, Any]:
     if isinstance(config, HeadwaterVisionConfig):
         of_kind = {"patch": list(config.patch_shape), "classes": config.num_labels}
     else:
-        of_kind = {"vocabulary": config.vocab_size}
+        of_kind = {"vocab_size": config.vocab_size}
     return {
         "layers": config.num_hidden_layers,
         "width": config.hidden_size,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from headwater.config.text import HeadwaterConfig
     from headwater.mechanisms.enlarging import Dim, Larger
 
-# The optimizer's parameter groups (headwater_lab.training.optim).
+# The optimizer's parameter groups (headwater_lab.training.optimizers).
 Group = Literal["matrices", "tensors", "embeddings", "vectors", "scalars"]
 
 

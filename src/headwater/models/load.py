@@ -409,10 +409,10 @@ def bare_tokenizer(path: Path) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def read_tokenizer(folder: Path, vocabulary: int | None = None) -> PreTrainedTokenizerBase | None:
+def read_tokenizer(folder: Path, vocab_size: int | None = None) -> PreTrainedTokenizerBase | None:
     """The tokenizer of a folder; None if there is none.
 
-    vocabulary: the number of tokens that the model knows. Raises `HeadwaterError` if the tokenizer cannot be read,
+    vocab_size: the number of tokens that the model knows. Raises `HeadwaterError` if the tokenizer cannot be read,
     needs its own code, or produces tokens that the model does not know.
     """
     if not has_tokenizer(folder):
@@ -427,7 +427,7 @@ def read_tokenizer(folder: Path, vocabulary: int | None = None) -> PreTrainedTok
                     f"{where} cannot be read: it needs its own code, which is not run; replace or remove its files."
                 ) from error
             raise
-        check_vocabulary(tokenizer, vocabulary, where)
+        check_vocabulary(tokenizer, vocab_size, where)
     return tokenizer
 
 
@@ -463,12 +463,12 @@ def _check_names(file: Path) -> None:
             raise HeadwaterError(f"{str(file)!r} names files outside its folder: {shown(names)}; correct it.")
 
 
-def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocabulary: int | None, where: str) -> None:
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int | None, where: str) -> None:
     """Raise `HeadwaterError` if a tokenizer produces tokens that a model with this vocabulary does not know."""
     largest = max(tokenizer.get_vocab().values(), default=-1)
-    if largest < 0 or (vocabulary is not None and largest >= vocabulary):
+    if largest < 0 or (vocab_size is not None and largest >= vocab_size):
         raise HeadwaterError(
-            f"{where} produces tokens up to {largest}, but the model knows only {vocabulary}, from 0; use the "
+            f"{where} produces tokens up to {largest}, but the model knows only {vocab_size}, from 0; use the "
             f"tokenizer it was trained with."
             if largest >= 0
             else f"{where} knows no tokens; replace or remove its files."

@@ -52,15 +52,19 @@ class Plan(Result):
             for at in cast(list[Any], price.at)
         ]
 
-    def picture(self, contexts: Sequence[int] = (1024, 4096, 16384, 32768)) -> Figure:
-        """Forward FLOPs per token against context. Raises `HeadwaterError` for image models."""
-        return figure(self.configs, contexts)
+    def picture(self, contexts: Sequence[int] = ()) -> Figure:
+        """Forward FLOPs per token against context, by default up to 32k or the longest that was asked for.
+
+        Raises `HeadwaterError` for image models.
+        """
+        longest = max(32768, *(getattr(at, "context", 0) for at in self.prices[0].at))
+        return figure(self.configs, contexts or [longest * part // 32 or 1 for part in range(33)])
 
 
 def plan(
     *models: HeadwaterConfig | Recipe | Mapping[str, Any] | PathLike,
     overrides: Sequence[str] = (),
-    vocabulary: int | None = None,
+    vocab_size: int | None = None,
     context: Sequence[int] | int | None = None,
     tokens: str | float | None = None,
     images: str | float | None = None,
@@ -74,14 +78,14 @@ def plan(
     """Estimate the cost of models before training, like `headwater plan`.
 
     models: configs, recipes, presets by name, config.json files, checkpoints or runs. overrides: "field=value" for all
-    models, or "training.field=value" for how they are trained. vocabulary: vocabulary size, instead of the models'.
+    models, or "training.field=value" for how they are trained. vocab_size: vocabulary size, instead of the models'.
     context: default: the first model's. tokens, or of image models images: a number, or as in "300B". hardware: a
     device, also by name, or "this". batch, devices, precision, mfu: as in `headwater.cost.price`. If the first model
     is a recipe, tokens or images, batch (rows per device), devices and precision default to its own. trust: as in
     `train`. Raises `HeadwaterError`.
     """
     outside.trust(trust)
-    found = planned(models, overrides, vocabulary)
+    found = planned(models, overrides, vocab_size)
     prices = prices_of(
         found,
         context=context,

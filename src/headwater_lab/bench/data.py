@@ -44,7 +44,7 @@ class Preparation:
     """Peak memory of each way's process and its children, in bytes."""
 
 
-def bench_data(source: str | None, megabytes: int, pairs: int, workers: int, vocabulary: int) -> Preparation:
+def bench_data(source: str | None, megabytes: int, pairs: int, workers: int, vocab_size: int) -> Preparation:
     """`headwater data prepare` (A) and `Dataset.map(batched=True, num_proc=workers)` (B), in turn.
 
     A reads JSONL, tokenizes, writes shards, hashes them and splits. B has read the same JSONL before; it tokenizes and
@@ -56,7 +56,7 @@ def bench_data(source: str | None, megabytes: int, pairs: int, workers: int, voc
         documents, size = _write_text(source, megabytes * 10**6, folder / "text.jsonl")
         with (folder / "text.jsonl").open() as lines:
             texts = (json.loads(line)["text"] for line in lines)
-            train_tokenizer(_up_to(texts, LEARNT), vocabulary).save_pretrained(folder / "tokenizer")
+            train_tokenizer(_up_to(texts, LEARNT), vocab_size).save_pretrained(folder / "tokenizer")
         with closing(_Arm("_prepare", folder, workers)) as ours, closing(_Arm("_map", folder, workers)) as theirs:
             paired = interleave(ours, theirs, pairs, warmup=1)
         if ours.tokens - documents != theirs.tokens:

@@ -20,6 +20,7 @@ from headwater.models.cache import cache_bytes
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.nn.cache_name import CACHE, cache_of
 from headwater_lab.bench.paired import PairedTimes, take_turns
+from headwater_lab.bench.shapes import DecodeShape
 
 LLAMA = "transformers' Llama"
 VANILLA, AGAIN = "vanilla", "vanilla, again"
@@ -62,28 +63,21 @@ class Decoding:
 
 def bench_decode(
     mechanisms: Mapping[str, dict[str, dict]],
+    shape: DecodeShape,
     *,
     dtype: torch.dtype = torch.float32,
-    batch_size: int = 1,
-    context: int = 128,
-    tokens: int = 48,
-    turns: int = 7,
-    layers: int = 12,
-    width: int = 768,
-    vocabulary: int = 50304,
     device: str = "cpu",
 ) -> list[Decoding]:
-    """Greedy generation of `tokens` tokens after `context` random ones: Llama, headwater without mechanisms, and each
-    of `mechanisms` (name -> a config's mechanisms), in turn. The default shape is that of GPT-2 124M, with a separate
+    """Greedy generation after a prompt of random tokens: Llama, headwater without mechanisms, and each
+    of `mechanisms` (name -> a config's mechanisms), in turn. The default sizes are those of GPT-2 124M, with a separate
     output head.
 
     Time counts from the first new token to the last, without the prompt; it includes the preparation of a long
     generation (`kernels.linear`). Llama and vanilla have the same weights, and a second copy of vanilla is timed too:
     where its weights are in memory can make a model 5 % slower or faster.
     """
-    shape = shape_of(layers, width, vocabulary, context + tokens)
     configs = {
-        name: HeadwaterConfig(**shape, norm_eps=1e-6, mechanisms=given)
+        name: HeadwaterConfig(**shape.config(shape.context + shape.tokens), norm_eps=1e-6, mechanisms=given)
         for name, given in {VANILLA: {}, **mechanisms, AGAIN: {}}.items()
     }
     models: dict[str, Any] = {name: HeadwaterForCausalLM(config) for name, config in configs.items()}
@@ -91,15 +85,16 @@ def bench_decode(
     models = {LLAMA: to_transformers(models[VANILLA], "llama"), **models}
     for model in models.values():
         model.to(device, dtype).eval()
-    ids = torch.randint(vocabulary, (batch_size, context), generator=torch.Generator().manual_seed(0)).to(device)
+    size = (shape.batch_size, shape.context)
+    ids = torch.randint(shape.vocab_size, size, generator=torch.Generator().manual_seed(0)).to(device)
 
-    seconds, made, held = decode_in_turns(models, ids, tokens, turns)
+    seconds, made, held = decode_in_turns(models, ids, shape.tokens, shape.turns)
     found: dict[str, Decoding] = {}
     for name in models:
         config = configs.get(name, configs[VANILLA])
-        history = context + tokens // 2
+        history = shape.context + shape.tokens // 2
         step = dtype.itemsize * cost.weights_read(config)
-        step += batch_size * cost.cache_bytes_read(config, history, dtype.itemsize)
+        step += shape.batch_size * cost.cache_bytes_read(config, history, dtype.itemsize)
         against = found.get(VANILLA, found.get(LLAMA))
         found[name] = Decoding(name, seconds[name], against, held[name], step, made[name])
     return list(found.values())
@@ -121,18 +116,6 @@ def decode_in_turns(
         if counts:
             seconds[name].append(second)
     return seconds, made, held
-
-
-def shape_of(layers: int, width: int, vocabulary: int, tokens: int) -> dict[str, Any]:
-    """A config's sizes."""
-    return dict(
-        vocab_size=vocabulary,
-        hidden_size=width,
-        intermediate_size=-(-8 * width // 3 // 64) * 64,
-        num_hidden_layers=layers,
-        num_attention_heads=width // 64,
-        max_position_embeddings=tokens,
-    )
 
 
 @torch.no_grad()

@@ -47,7 +47,7 @@ from headwater.plugins.registry import REGISTRY
 from headwater.util.errors import HeadwaterError, first_line, nearest
 from headwater.util.outputs import write_json
 from headwater.util.processor import describe_cpu
-from headwater_lab.bench.decoding import shape_of
+from headwater_lab.bench.shapes import ModelShape, StepShape
 from headwater_lab.bench.training import training_step, twins
 from headwater_lab.bench.waits import WaitError, no_waits
 
@@ -87,7 +87,7 @@ class Sizes:
     batches: tuple[int, ...]
     prompt: int
     tokens: int
-    vocabulary: int
+    vocab_size: int
     warm: int
     steps: int
     copied: int  # bytes
@@ -104,7 +104,7 @@ ON_GPU = Sizes(
     batches=(1, 64),
     prompt=512,
     tokens=64,
-    vocabulary=50304,
+    vocab_size=50304,
     warm=4,
     steps=10,
     copied=2**32,
@@ -120,7 +120,7 @@ ON_CPU = Sizes(
     batches=(2,),
     prompt=8,
     tokens=6,
-    vocabulary=256,
+    vocab_size=256,
     warm=1,
     steps=2,
     copied=2**20,
@@ -282,7 +282,7 @@ class Phase:
     def draw(self, *shape: int) -> Tensor:
         """Random token ids."""
         draw = torch.Generator().manual_seed(0)
-        return torch.randint(self.sizes.vocabulary, shape, generator=draw).to(self.device)
+        return torch.randint(self.sizes.vocab_size, shape, generator=draw).to(self.device)
 
 
 def quickly(config: HeadwaterConfig, device: torch.device, dtype: torch.dtype = torch.float32) -> HeadwaterForCausalLM:
@@ -571,12 +571,12 @@ def training(phase: Phase) -> None:
 
     def measure(shape: tuple[int, int, int], whole: bool = False, llama: bool = False) -> Measurement:
         layers, width, rows = shape
-        config = HeadwaterConfig(**shape_of(layers, width, sizes.vocabulary, context))
+        config = HeadwaterConfig(**ModelShape(layers, width, sizes.vocab_size).config(context))
         model: PreTrainedModel = quickly(config, phase.device)
         if llama:
             del model
             with torch.device(phase.device):
-                model = LlamaForCausalLM(LlamaConfig(**shape_of(layers, width, sizes.vocabulary, context)))
+                model = LlamaForCausalLM(LlamaConfig(**ModelShape(layers, width, sizes.vocab_size).config(context)))
         ids = phase.draw(rows, context)
         flops = cost.training_flops_per_token(config, context) * ids.numel()
         return _timed_steps(phase, _steps(phase, model, ids, whole=whole), flops, ids.numel())
@@ -594,7 +594,7 @@ def packing(phase: Phase) -> None:
     layers, width, _ = next(iter(phase.sizes.training.values()))
 
     def measure(context: int, rows: int, attention: str, packed: bool) -> Measurement:
-        config = HeadwaterConfig(**shape_of(layers, width, phase.sizes.vocabulary, context))
+        config = HeadwaterConfig(**ModelShape(layers, width, phase.sizes.vocab_size).config(context))
         model = quickly(config, phase.device)
         model.set_attn_implementation(attention)
         ids = phase.draw(rows, context)
@@ -642,11 +642,11 @@ def _unlike_mask(phase: Phase, model: HeadwaterForCausalLM, ids: Tensor) -> Meas
 def mechanisms(phase: Phase) -> None:
     """A training step with each mechanism over one without it, in turn; first all of the preset's."""
     layers, width, rows = phase.sizes.mechanisms
-    shape = dict(layers=layers, width=width, context=phase.sizes.context, vocabulary=phase.sizes.vocabulary)
+    shape = StepShape(layers, width, phase.sizes.vocab_size, phase.sizes.context)
 
     def measure(given: dict[str, dict]) -> Measurement:
         with torch.device("meta"):  # their own initialization, on the CPU, would take longer than the steps
-            empty = twins(given, **shape)
+            empty = twins(given, shape)
         models = [drawn(model, phase.device) for model in empty]
         ids = phase.draw(rows, phase.sizes.context)
         steps = [_steps(phase, model, ids) for model in models]
@@ -686,7 +686,7 @@ def decoding(phase: Phase) -> None:
     given = bandwidth(phase)
 
     def measure(layers: int, width: int, rows: int, compiled: bool) -> Measurement:
-        config = HeadwaterConfig(**shape_of(layers, width, sizes.vocabulary, sizes.prompt + sizes.tokens))
+        config = HeadwaterConfig(**ModelShape(layers, width, sizes.vocab_size).config(sizes.prompt + sizes.tokens))
         model = quickly(config, phase.device, torch.bfloat16).eval()
         decoder, ids = Decoder(model, compiled, sizes.backend), phase.draw(rows, sizes.prompt)
         times: list[float] = []  # when the tokens of each step were on the host

@@ -15,8 +15,9 @@ from headwater.config.planner import output_only_from, plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.cost import counts as cost
 from headwater.models.causal_lm import HeadwaterForCausalLM
-from headwater_lab.bench.decoding import VANILLA, shape_of
+from headwater_lab.bench.decoding import VANILLA
 from headwater_lab.bench.paired import PairedTimes, take_turns
+from headwater_lab.bench.shapes import PrefillShape
 
 
 @dataclass(frozen=True)
@@ -39,33 +40,30 @@ class Prefill:
 
 def bench_prefill(
     mechanisms: Mapping[str, dict[str, dict]],
+    shape: PrefillShape,
     *,
     dtype: torch.dtype = torch.float32,
-    batch_size: int = 1,
-    context: int = 1024,
-    turns: int = 7,
-    layers: int = 12,
-    width: int = 768,
-    vocabulary: int = 50304,
     device: str = "cpu",
 ) -> list[Prefill]:
-    """Prompts of `context` random tokens, read by headwater without mechanisms and with each of `mechanisms` (name -> a
+    """Prompts of random tokens, read by headwater without mechanisms and with each of `mechanisms` (name -> a
     config's mechanisms), in turn.
     """
-    shape = shape_of(layers, width, vocabulary, context)
-    configs = {name: HeadwaterConfig(**shape, mechanisms=given) for name, given in {VANILLA: {}, **mechanisms}.items()}
+    sizes = shape.config(shape.context)
+    configs = {name: HeadwaterConfig(**sizes, mechanisms=given) for name, given in {VANILLA: {}, **mechanisms}.items()}
     models = {name: HeadwaterForCausalLM(config).to(device, dtype).eval() for name, config in configs.items()}
-    ids = torch.randint(vocabulary, (batch_size, context), generator=torch.Generator().manual_seed(0)).to(device)
+    ids = torch.randint(
+        shape.vocab_size, (shape.batch_size, shape.context), generator=torch.Generator().manual_seed(0)
+    ).to(device)
     seconds: dict[str, list[float]] = {name: [] for name in models}
-    for name, counts in take_turns(models, turns):
+    for name, counts in take_turns(models, shape.turns):
         second = read_timed(models[name], ids)
         if counts:
             seconds[name].append(second)
-    flops = {name: cost.prefill_flops(config, context) for name, config in configs.items()}
+    flops = {name: cost.prefill_flops(config, shape.context) for name, config in configs.items()}
     return [
         Prefill(
             name,
-            layers - output_only_from(config, plan_layers(config)),
+            shape.layers - output_only_from(config, plan_layers(config)),
             PairedTimes(seconds[name], seconds[VANILLA]),
             flops[name] / flops[VANILLA],
         )

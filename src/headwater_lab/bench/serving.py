@@ -21,8 +21,9 @@ from headwater.config.text import HeadwaterConfig
 from headwater.conversion import to_transformers
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.util.errors import HeadwaterError
-from headwater_lab.bench.decoding import VANILLA, shape_of
+from headwater_lab.bench.decoding import VANILLA
 from headwater_lab.bench.paired import PairedTimes, take_turns
+from headwater_lab.bench.shapes import ServeShape
 
 LLAMA = "vLLM's Llama"
 GIB = 2**30
@@ -70,40 +71,34 @@ class Serving:
 
 def bench_serving(
     mechanisms: Mapping[str, dict[str, dict]],
+    shape: ServeShape,
     *,
-    requests: int = 8,
-    context: int = 256,
-    tokens: int = 33,
-    turns: int = 5,
     cache_memory: float | None = None,
     dtype: str = "float32",
-    layers: int = 12,
-    width: int = 768,
-    vocabulary: int = 50304,
 ) -> list[Serving]:
-    """`requests` random prompts of `context` tokens at once, each continued greedily by `tokens`: by vLLM's Llama, by
+    """Random prompts at once, each continued greedily: by vLLM's Llama, by
     headwater without mechanisms, and by each of `mechanisms` (name -> a config's mechanisms), in turn.
 
     Each model has an engine in a process of its own. Llama and vanilla have the same weights. No prompt is in the cache
     when a run begins. cache_memory: bytes of each engine's cache; default: as many as vanilla needs for all requests.
     Raises `HeadwaterError` if an engine does not start or fails.
     """
-    shape = shape_of(layers, width, vocabulary, context + tokens)
+    length = shape.context + shape.tokens
     torch.manual_seed(0)
     models: dict[str, Any] = {
-        name: HeadwaterForCausalLM(HeadwaterConfig(**shape, norm_eps=1e-6, mechanisms=given))
+        name: HeadwaterForCausalLM(HeadwaterConfig(**shape.config(length), norm_eps=1e-6, mechanisms=given))
         for name, given in {VANILLA: {}, **mechanisms}.items()
     }
     models = {LLAMA: to_transformers(models[VANILLA], "llama"), **models}
-    needed = 2 * layers * width * getattr(torch, dtype).itemsize * requests * (context + tokens + 2 * 128)
+    needed = 2 * shape.layers * shape.width * getattr(torch, dtype).itemsize * shape.requests * (length + 2 * 128)
     settings = dict(
         dtype=dtype,
-        max_model_len=context + tokens,
-        max_num_seqs=requests,
+        max_model_len=length,
+        max_num_seqs=shape.requests,
         kv_cache_memory_bytes=int(needed if cache_memory is None else cache_memory),
     )
     generator = torch.Generator().manual_seed(0)
-    prompts = torch.randint(vocabulary, (requests, context), generator=generator).tolist()
+    prompts = torch.randint(shape.vocab_size, (shape.requests, shape.context), generator=generator).tolist()
     found: dict[str, Serving] = {}
     with ExitStack() as stack:
         engines = {}
@@ -114,8 +109,8 @@ def bench_serving(
             engines[name] = stack.enter_context(_engine(str(place), settings, name))
             found[name] = Serving(name, _answer(engines[name], name), found.get(VANILLA, found.get(LLAMA)))
         del models, model
-        for name, counts in take_turns(engines, turns):
-            engines[name].send((prompts, tokens))
+        for name, counts in take_turns(engines, shape.turns):
+            engines[name].send((prompts, shape.tokens))
             run = _answer(engines[name], name)
             if counts:
                 found[name].runs.append(run)

@@ -19,8 +19,8 @@ from headwater.models.image_classification import HeadwaterForImageClassificatio
 from headwater.nn.documents import make_cu_seq_lens, takes_documents
 from headwater.util.autograd import saved_bytes
 from headwater.util.freed_memory import keep_freed_memory
-from headwater_lab.bench.decoding import shape_of
 from headwater_lab.bench.paired import PairedTimes, interleave
+from headwater_lab.bench.shapes import StepShape
 
 CLASSES = 1000
 
@@ -34,12 +34,7 @@ class ModelPair(NamedTuple):
 
 def text_pair(
     base: Literal["llama", "gpt2"],
-    *,
-    layers: int = 8,
-    width: int = 256,
-    context: int = 256,
-    batch_size: int = 8,
-    vocabulary: int = 512,
+    shape: StepShape,
     attention: str = "sdpa",
     documents: int | None = None,
 ) -> ModelPair:
@@ -50,14 +45,14 @@ def text_pair(
         begin; under the others, and in transformers' model, they are a mask.
     """
     torch.manual_seed(0)
-    shape = shape_of(layers, width, vocabulary, context)
-    of_gpt2 = HeadwaterConfig.gpt2(**shape | {"intermediate_size": 4 * width})
-    ours = HeadwaterForCausalLM(of_gpt2 if base == "gpt2" else HeadwaterConfig(**shape))
+    sizes = shape.config(shape.context)
+    of_gpt2 = HeadwaterConfig.gpt2(**sizes | {"intermediate_size": 4 * shape.width})
+    ours = HeadwaterForCausalLM(of_gpt2 if base == "gpt2" else HeadwaterConfig(**sizes))
     theirs = to_transformers(ours, base)
     ours.set_attn_implementation(attention)
-    inputs = tuple(_tokens(batch_size, context, vocabulary) for _ in range(2))
+    inputs = tuple(_tokens(shape) for _ in range(2))
     if documents is not None:
-        positions = packed_positions(batch_size, context, documents)
+        positions = packed_positions(shape.batch_size, shape.context, documents)
         for each in inputs:
             each["position_ids"] = positions
         if takes_documents(attention) and (borders := make_cu_seq_lens(positions)) is not None:
@@ -66,10 +61,7 @@ def text_pair(
 
 
 def image_pair(
-    *,
-    layers: int = 8,
-    width: int = 256,
-    batch_size: int = 8,
+    shape: StepShape,
     attention: str = "sdpa",
     image_size: int = 224,
     patch_size: int = 16,
@@ -78,38 +70,29 @@ def image_pair(
     config = HeadwaterVisionConfig(
         image_size=image_size,
         patch_size=patch_size,
-        hidden_size=width,
-        num_hidden_layers=layers,
-        num_attention_heads=max(1, width // 64),
+        hidden_size=shape.width,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=max(1, shape.width // 64),
         num_labels=CLASSES,
     )
     ours = HeadwaterForImageClassification(config)
     theirs = to_transformers(ours, "vit")
     ours.set_attn_implementation(attention)
     draw = torch.Generator().manual_seed(0)
-    pixels = torch.randn(batch_size, 3, image_size, image_size, generator=draw)
-    inputs = {"pixel_values": pixels, "labels": torch.randint(CLASSES, (batch_size,), generator=draw)}
+    pixels = torch.randn(shape.batch_size, 3, image_size, image_size, generator=draw)
+    inputs = {"pixel_values": pixels, "labels": torch.randint(CLASSES, (shape.batch_size,), generator=draw)}
     return ModelPair((ours, theirs), (inputs, inputs))
 
 
-def mechanism_pair(
-    mechanisms: dict[str, dict],
-    *,
-    layers: int = 8,
-    width: int = 256,
-    context: int = 256,
-    batch_size: int = 8,
-    vocabulary: int = 512,
-) -> ModelPair:
+def mechanism_pair(mechanisms: dict[str, dict], shape: StepShape) -> ModelPair:
     """A model with `mechanisms` and the one that it is compared with (`twins`), on the same tokens."""
-    inputs = _tokens(batch_size, context, vocabulary)
-    return ModelPair(
-        twins(mechanisms, layers=layers, width=width, context=context, vocabulary=vocabulary), (inputs, inputs)
-    )
+    inputs = _tokens(shape)
+    return ModelPair(twins(mechanisms, shape), (inputs, inputs))
 
 
-def _tokens(rows: int, context: int, vocabulary: int) -> dict[str, Any]:
-    ids = torch.randint(vocabulary, (rows, context), generator=torch.Generator().manual_seed(0))
+def _tokens(shape: StepShape) -> dict[str, Any]:
+    size = (shape.batch_size, shape.context)
+    ids = torch.randint(shape.vocab_size, size, generator=torch.Generator().manual_seed(0))
     return {"input_ids": ids, "labels": ids, "use_cache": False}
 
 
@@ -190,17 +173,15 @@ def packed_positions(rows: int, context: int, documents: int) -> Tensor:
     return slot - torch.where(starts, slot, 0).cummax(1).values
 
 
-def twins(
-    mechanisms: dict[str, dict], *, layers: int, width: int, context: int, vocabulary: int
-) -> tuple[HeadwaterForCausalLM, HeadwaterForCausalLM]:
+def twins(mechanisms: dict[str, dict], shape: StepShape) -> tuple[HeadwaterForCausalLM, HeadwaterForCausalLM]:
     """A model with `mechanisms` and the one it is compared with, without them.
 
     If a mechanism replaces linear layers, the other model has its plain twin instead, with the same matmuls.
     """
-    shape = shape_of(layers, width, vocabulary, context)
+    sizes = shape.config(shape.context)
 
     def model(mechanisms: dict[str, dict]) -> HeadwaterForCausalLM:
-        return HeadwaterForCausalLM(HeadwaterConfig(**shape, mechanisms=mechanisms))
+        return HeadwaterForCausalLM(HeadwaterConfig(**sizes, mechanisms=mechanisms))
 
     ours, other = model(mechanisms), model({})
     if any(_twin(module) is not None for module in ours.modules()):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator, Mapping
 from importlib import import_module
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -13,7 +14,8 @@ from typer.core import TyperGroup
 from headwater.util.errors import HeadwaterError, Interrupted, first_line
 from headwater.util.files import disk_problem
 from headwater.util.terminal import literal
-from headwater_lab.cli.common import LOOK, MAKE, TRAIN, USE, guarded, trusting
+from headwater_lab.cli.common import LOOK, MAKE, TRAIN, USE
+from headwater_lab.cli.options import add_command, guarded
 
 # Each command by module and function, with an example, under its heading in --help. A group has no example.
 COMMANDS: dict[str, dict[str, str]] = {
@@ -47,46 +49,39 @@ COMMANDS: dict[str, dict[str, str]] = {
         "training:runs": "runs",
         "comparing:report": "report runs/demo",
         "bench:bench": "",
-        "doctoring:doctor": "doctor",
+        "doctor:doctor": "doctor",
     },
 }
-
-
-# Commands that read no files in which code from outside may be named.
-NAMELESS = ("list", "data", "new")
 
 
 class _Commands(Mapping[str, Any]):
     """The commands by name, each imported when it is first looked up: to run one, the others are not needed."""
 
-    def __init__(self) -> None:
-        self.panels = {place.partition(":")[2]: panel for panel, commands in COMMANDS.items() for place in commands}
-        self.made: dict[str, Any] = {}
+    places = {path.partition(":")[2]: (panel, path) for panel, commands in COMMANDS.items() for path in commands}
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.panels)
+        return iter(self.places)
 
     def __len__(self) -> int:
-        return len(self.panels)
+        return len(self.places)
 
     def __getitem__(self, name: str) -> Any:
-        if name not in self.made:
-            self.made[name] = self._make(name, self.panels[name])
-        return self.made[name]
+        return _command(name, *self.places[name])
 
-    def _make(self, name: str, panel: str) -> Any:
-        place, example = next(item for item in COMMANDS[panel].items() if item[0].endswith(f":{name}"))
-        command = getattr(import_module(f"{__name__}.{place.partition(':')[0]}"), name)
-        alone = typer.Typer(pretty_exceptions_enable=False)
-        if isinstance(command, typer.Typer):
-            alone.add_typer(command, name=name, rich_help_panel=panel)
-        else:
-            # `serve` passes unknown options to the server.
-            more = {"allow_extra_args": True, "ignore_unknown_options": True} if name == "serve" else {}
-            epilog = f"Example: headwater {example}"
-            alone.command(name, context_settings=more, rich_help_panel=panel, epilog=epilog)(command)
-        made = guarded(typer.main.get_group(alone).commands[name])
-        return made if name in NAMELESS else trusting(made)
+
+@functools.cache
+def _command(name: str, panel: str, path: str) -> Any:
+    """A command or a group of them, from its module."""
+    command = getattr(import_module(f"{__name__}.{path.partition(':')[0]}"), name)
+    group = typer.Typer()
+    if isinstance(command, typer.Typer):
+        group.add_typer(command, name=name, rich_help_panel=panel)
+    else:
+        # `serve` passes unknown options to the server.
+        more = {"allow_extra_args": True, "ignore_unknown_options": True} if name == "serve" else {}
+        example, trusts = COMMANDS[panel][path], name != "list"
+        add_command(group, name, command, example, trusts=trusts, context_settings=more, rich_help_panel=panel)
+    return guarded(typer.main.get_group(group).commands[name])
 
 
 class _Group(TyperGroup):
@@ -101,6 +96,10 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+
+
+# The error of a command line that cannot be parsed, in Click's words.
+UsageError: Any = typer.BadParameter.__bases__[0]
 
 
 def _version(wanted: bool) -> None:
@@ -134,32 +133,32 @@ def not_encoded(error: UnicodeEncodeError) -> str:
 def main() -> None:
     """Entry point: run a command, turn errors that the user can fix into one sentence."""
     try:
-        typer.main.get_command(app)(standalone_mode=True)
-    except HeadwaterError as error:
-        print(f"headwater: {literal(str(error))}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(typer.main.get_command(app)(standalone_mode=False))
+    except UsageError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            print(error.message, end="")  # the help, if it is not printed yet
+            sys.exit(2)
+        _end(2, literal(error.format_message().replace("Value error, ", "")))
+    except (Interrupted, KeyboardInterrupt) as error:  # SIGINT or SIGTERM
+        _end(130, str(error))
+    except BrokenPipeError:  # the reader closed the pipe
+        _end(1)
     except UnicodeEncodeError as error:
-        print(f"headwater: {not_encoded(error)}", file=sys.stderr)
-        sys.exit(2)
+        _end(2, not_encoded(error))
+    except HeadwaterError as error:
+        _end(2, literal(str(error)))
     except (MemoryError, RuntimeError) as error:
         if "start new thread" in str(error):
-            print(
-                "headwater: No more threads can be started here; raise the limit (ulimit -u), or use fewer workers.",
-                file=sys.stderr,
-            )
-            sys.exit(2)
+            _end(2, "No more threads can be started here; raise the limit (ulimit -u), or use fewer workers.")
         if not isinstance(error, MemoryError) and "allocate" not in str(error) and "out of memory" not in str(error):
             raise
-        print(f"headwater: Not enough memory: {first_line(error)}", file=sys.stderr)
-        sys.exit(2)
-    except BrokenPipeError:  # the reader closed the pipe
-        sys.exit(1)
+        _end(2, f"Not enough memory: {first_line(error)}")
     except OSError as error:
-        where = f" ({error.filename})" if error.filename else ""
-        print(f"headwater: {literal(f'{disk_problem(error)}{where}')}", file=sys.stderr)
-        sys.exit(2)
-    except Interrupted as error:
-        print(f"headwater: {error}", file=sys.stderr)
-        sys.exit(130)
-    except KeyboardInterrupt:  # SIGINT or SIGTERM
-        sys.exit(130)
+        path = f" ({error.filename})" if error.filename else ""
+        _end(2, literal(f"{disk_problem(error)}{path}"))
+
+
+def _end(code: int, sentence: str = "") -> NoReturn:
+    if sentence:
+        print(f"headwater: {sentence}", file=sys.stderr)
+    sys.exit(code)

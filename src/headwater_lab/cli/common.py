@@ -1,40 +1,25 @@
-"""What all commands share: consoles and common options."""
+"""What all commands share: consoles, recipes, devices and outputs that are checked first."""
 
 from __future__ import annotations
 
-import functools
+import json
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from headwater.util.errors import HeadwaterError, shown, unusable
-from headwater.util.files import absence, check_local
+from headwater.util.errors import HeadwaterError
+from headwater.util.files import absence
 from headwater.util.terminal import Terminal
 
 if TYPE_CHECKING:
     from headwater_lab.recipe.schema import Recipe
 
 # Tables need this much; a narrower terminal wraps lines rather than losing figures.
-out = Terminal(width=max(120, Terminal().width))
-err = Terminal(stderr=True)
+stdout = Terminal(width=max(120, Terminal().width))
+stderr = Terminal(stderr=True)
 
-Overrides = Annotated[
-    list[str] | None, typer.Argument(help="Override a field of the recipe: dotted.key=value.", show_default=False)
-]
-MechanismOptions = Annotated[
-    list[str] | None,
-    typer.Option("--mechanism", help='NAME, or "NAME={option: value}"; repeatable.', show_default=False),
-]
-Positive = Annotated[int, typer.Option(min=1)]
-Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, …; auto is a GPU if there is one.")]
-# Options that count bytes and tokens of a corpus, and so need large numbers.
-BYTES = ("max_bytes",)
-# What may begin with an address without being a path.
-FREE_TEXT = ("prompt", "stop", "separator")
 # What --help groups commands by.
 TRAIN, USE, MAKE, LOOK = "Train and compare", "Use a model", "Change a trained model", "Plan and inspect"
 
@@ -52,26 +37,31 @@ def tell_runs(recipe: Recipe, parts: int | None = None) -> None:
         )
 
 
+def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The arguments that are names, and those that are overrides, key=value."""
+    return [text for text in arguments if "=" not in text], [text for text in arguments if "=" in text]
+
+
+def say(text: str) -> None:
+    """Print a line of the result, which is not wrapped."""
+    stdout.print(text, soft_wrap=True)
+
+
+def print_json(content: Any, indent: int | None = 2) -> None:
+    """Print a result as JSON, and nothing else."""
+    print(json.dumps(content, indent=indent, ensure_ascii=False), flush=True)
+
+
 def tell(line: str) -> None:
     """Print a message on stderr, apart from the result."""
-    err.print(line, soft_wrap=True)
+    stderr.print(line, soft_wrap=True)
 
 
 def tell_model(folder: Path, model: Path | None = None) -> None:
     """Print where a command has written, and how transformers loads the model. model: its folder, if not `folder`."""
     from headwater_lab.training.checkpoints import how_to_load
 
-    out.print(f"written to {folder}\n{how_to_load(model or folder)}", soft_wrap=True, markup=False, highlight=False)
-
-
-def refuse_unread(options: dict[str, object], reader: object, reader_name: str) -> None:
-    """Raise `HeadwaterError` for an option that is given without the one that makes the command read it.
-
-    options: values by option, None if not given. reader, reader_name: the option that they belong to.
-    """
-    for name, value in options.items():
-        if value is not None and not reader:
-            raise HeadwaterError(f"{name} has no effect without {reader_name}; add that, or leave it out.")
+    say(f"written to {folder}\n{how_to_load(model or folder)}")
 
 
 def quiet() -> None:
@@ -82,7 +72,7 @@ def quiet() -> None:
     logging.set_verbosity_error()
 
 
-def mechanisms_of(given: list[str]) -> dict[str, dict[str, Any]]:
+def mechanisms_of(given: Sequence[str]) -> dict[str, dict[str, Any]]:
     """name or name={options}, as YAML. Raises `HeadwaterError`."""
     from headwater.config.options import parse_options
     from headwater.plugins.outside import trust_names_in
@@ -183,79 +173,3 @@ def check_writable(target: Path, folder: bool = False) -> None:
             pass
     except OSError as error:
         raise HeadwaterError(f"{what} in {str(above)!r}: {error.strerror}; choose another place.") from error
-
-
-def guarded(command: Any) -> Any:
-    """A command group that rejects option values which no command can use.
-
-    A number that is not finite or beyond 64 bits passes through every range that Typer checks, and an empty path is
-    the working directory.
-    """
-    for parameter in command.params:
-        parameter.process_value = functools.partial(_checked, parameter, parameter.process_value)
-    for below in getattr(command, "commands", {}).values():
-        guarded(below)
-    return command
-
-
-# Benchmarks that read what was trained elsewhere.
-OF_FOLDERS = ("prices", "verdicts")
-
-
-def trusting(command: Any) -> Any:
-    """A command with the option --trust; of a group, those commands in it that read folders."""
-    below = getattr(command, "commands", {})
-    for name in OF_FOLDERS:
-        if name in below:
-            trusting(below[name])
-    if not below:
-        command.params.append(_trust_option())
-    return command
-
-
-def _trust(names: list[str] | None) -> None:
-    from headwater.plugins.outside import trust
-
-    trust(names or ())
-
-
-def _has_only_trust(
-    trust: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            callback=_trust,
-            expose_value=False,
-            help="Let files name this code (package.module, or package.module:Class) or data (a path); repeatable.",
-            show_default=False,
-        ),
-    ] = None,
-) -> None:
-    """A command from which the others take the option."""
-
-
-@functools.cache
-def _trust_option() -> Any:
-    """The option itself, which takes effect when it is parsed and is not passed to the command."""
-    alone = typer.Typer(add_completion=False)
-    alone.command()(_has_only_trust)
-    return next(option for option in typer.main.get_command(alone).params if option.name == "trust")
-
-
-def _checked(parameter: Any, process: Callable[[Any, Any], Any], context: Any, given: Any) -> Any:
-    value = process(context, given)
-    name = max(parameter.opts, key=len) if parameter.param_type_name == "option" else parameter.name.upper()
-    if (found := unusable(value)) is not None:
-        raise HeadwaterError(f"{name}: {found[1]}.")
-    if isinstance(value, int) and abs(value) >= 2**31 and parameter.name not in BYTES:
-        raise HeadwaterError(f"{name}: {value:,} is too large; choose a smaller value.")
-    for text in (raw for raw in (given if isinstance(given, list | tuple) else [given]) if isinstance(raw, str)):
-        if parameter.name not in FREE_TEXT:
-            check_local(text, name)
-    for raw, one in zip(*([x] if not isinstance(x, list | tuple) else x for x in (given, value)), strict=False):
-        if isinstance(one, Path) and raw == "":
-            raise HeadwaterError(f"{name} is empty; give a path, such as . for this folder.")
-        if name == "--out" and isinstance(one, Path) and not str(one).isprintable():
-            # Also bytes that are not UTF-8, which some libraries cannot write.
-            raise HeadwaterError(f"{name} {shown(str(one))} has characters that cannot be displayed; rename it.")
-    return value

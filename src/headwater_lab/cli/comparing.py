@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
 from rich.progress import TaskID
 
 from headwater.util import extras
 from headwater.util.errors import HeadwaterError, nearest
 from headwater_lab.cli.common import (
-    MechanismOptions,
     check_writable,
-    err,
     mechanisms_of,
-    out,
-    quiet,
     recipe_of,
+    say,
+    split_overrides,
+    stdout,
     tell,
     tell_runs,
 )
+from headwater_lab.cli.options import FolderPath, WorkerCount, exclude, need
 from headwater_lab.cli.progress import ProgressReport
 
 if TYPE_CHECKING:
@@ -30,66 +29,56 @@ if TYPE_CHECKING:
     from headwater_lab.comparison.trials import Job
     from headwater_lab.recipe.schema import Recipe
 
-Workers = Annotated[
-    int | None,
-    typer.Option(min=1, max=1024, help="Trials at a time; default: one per GPU or core.", show_default=False),
-]
-
 
 def compare(
-    recipes: Annotated[
-        list[str], typer.Argument(help="Recipes with a compare section, and dotted.key=value overrides.")
-    ],
-    folder: Annotated[
-        Path | None, typer.Option("--out", file_okay=False, help="Output folder; default: runs/<name of the first>.")
-    ] = None,
-    workers: Workers = None,
-    arm: Annotated[
-        list[str] | None,
-        typer.Option(help="Train only this arm and what it is compared with; repeatable. Default: all."),
-    ] = None,
-    size: Annotated[list[str] | None, typer.Option(help="Train only this size; repeatable. Default: all.")] = None,
-    search: Annotated[
-        bool, typer.Option("--search", help="Compare all combinations of mechanisms, and test the best on fresh seeds.")
-    ] = False,
-    mechanism: MechanismOptions = None,
-    sequential: Annotated[
-        bool, typer.Option("--sequential", help="Add seeds until each arm is decided, within compare.margin.")
-    ] = False,
+    recipes: Sequence[str],
+    *,
+    out: FolderPath | None = None,
+    workers: WorkerCount | None = None,
+    arm: Sequence[str] = (),
+    size: Sequence[str] = (),
+    search: bool = False,
+    mechanism: Sequence[str] = (),
+    sequential: bool = False,
 ) -> None:
-    """Train the arms of recipes side by side and write a report. Run it again to resume."""
+    """Train the arms of recipes side by side and write a report. Run it again to resume.
+
+    recipes: Recipes with a compare section, and dotted.key=value overrides.
+    out: Output folder; default: runs/<name of the first>.
+    arm: Train only this arm and what it is compared with; repeatable. Default: all.
+    size: Train only this size; repeatable. Default: all.
+    search: Compare all combinations of mechanisms, and test the best on fresh seeds.
+    mechanism: With --search: NAME, or "NAME={option: value}"; repeatable.
+    sequential: Add seeds until each arm is decided, within compare.margin.
+    """
     extras.check("compare")
     from headwater.util.output_folder import occupied
 
-    quiet()
-    overrides = [argument for argument in recipes if "=" in argument]
+    exclude("--search", "--arm", "--size", "--sequential")
+    need("--search", "--mechanism")
+    names, overrides = split_overrides(recipes)
     overrides += ["compare.sequential=true"] if sequential else []
-    loaded = [recipe_of(argument, overrides) for argument in recipes if "=" not in argument]
+    loaded = [recipe_of(name, overrides) for name in names]
     if not loaded:
         raise HeadwaterError("Name at least one recipe.")
-    names = [one.name for one in loaded]
-    if len(set(names)) < len(names):
+    titles = [recipe.name for recipe in loaded]
+    if repeated := next((title for title in titles if titles.count(title) > 1), None):
         raise HeadwaterError(
-            f"Two of the recipes are named {next(name for name in names if names.count(name) > 1)!r}, and their runs "
-            "would share a folder; give each its own `name`, or compare them one by one with --out."
+            f"Two of the recipes are named {repeated!r}, and their runs would share a folder; give each its own "
+            "`name`, or compare them one by one with --out."
         )
-    if mechanism and not search:
-        raise HeadwaterError("--mechanism names what --search combines; add --search, or leave it out.")
-    if search and (len(loaded) > 1 or arm or size or sequential):
-        raise HeadwaterError("--search takes one recipe, without --arm, --size and --sequential.")
-    only = [_part(recipe, arm or [], size or []) for recipe in loaded] if arm or size else None
-    folder = folder or Path("runs") / loaded[0].name
+    if search and len(loaded) > 1:
+        raise HeadwaterError("--search takes one recipe; search them one by one.")
+    only = [_part(recipe, arm, size) for recipe in loaded] if arm or size else None
+    folder = out or Path("runs") / titles[0]
     check_writable(folder, folder=True)
     with occupied(folder):
-        if search:
-            failed = _search(loaded[0], mechanism, folder, workers)
-        else:
-            failed = train_all(loaded, folder, workers, only)
+        failed = _search(loaded[0], mechanism, folder, workers) if search else train_all(loaded, folder, workers, only)
         show(folder)
         complain(failed)
 
 
-def _part(recipe: Recipe, arms: list[str], sizes: list[str]) -> set[ArmKey] | None:
+def _part(recipe: Recipe, arms: Sequence[str], sizes: Sequence[str]) -> set[ArmKey] | None:
     """These arms of a recipe with its baseline and budgets, at these sizes; None without a compare section."""
     section = recipe.compare
     if section is None:
@@ -140,7 +129,7 @@ def failures(outcomes: Sequence[Outcome]) -> list[Outcome]:
             reasons.setdefault((what, outcome.error), []).append(outcome.label)
     for (what, why), labels in reasons.items():
         others = f", and {len(labels) - 1} more," if len(labels) > 1 else ""
-        err.print(f"{labels[0]}{others} {what}: {why}", soft_wrap=True, highlight=False)
+        tell(f"{labels[0]}{others} {what}: {why}")
     return [outcome for outcome in outcomes if outcome.record is None]
 
 
@@ -149,7 +138,7 @@ def complain(failed: list[Outcome]) -> None:
         raise HeadwaterError(f"{len(failed)} of the trials failed and are not in the tables.")
 
 
-def _search(recipe: Recipe, mechanism: list[str] | None, folder: Path, workers: int | None) -> list[Outcome]:
+def _search(recipe: Recipe, mechanism: Sequence[str], folder: Path, workers: int | None) -> list[Outcome]:
     """Train all combinations of the mechanisms, then the best again on fresh seeds; return the failed trials."""
     from headwater_lab.comparison.search import (
         FINAL_SEEDS,
@@ -190,20 +179,23 @@ def show(folder: Path) -> None:
     found = comparisons(folder)
     for comparison in found:
         for table in words.tables(comparison):
-            out.print(table)
+            stdout.print(table)
         if (prices := prices_of(comparison)) is not None:
-            out.print(terminal_prices(prices))
-        out.print(words.answer(comparison), highlight=False, markup=False)
+            stdout.print(terminal_prices(prices))
+        stdout.print(words.answer(comparison))
         for line in words.left_out(comparison):
-            out.print(line, highlight=False, markup=False, soft_wrap=True)
-        out.print()
-    out.print(f"report: {page}", soft_wrap=True)
+            say(line)
+        stdout.print()
+    say(f"report: {page}")
     if wrong := next((one.changed_data for one in found if one.changed_data), ""):
         raise HeadwaterError(wrong)
 
 
-def report(folder: Annotated[Path, typer.Argument(help="A folder with run records.")]) -> None:
-    """Write a folder's report again from its records."""
+def report(folder: Path) -> None:
+    """Write a folder's report again from its records.
+
+    folder: A folder with run records.
+    """
     extras.check("compare")
     show(folder)
 

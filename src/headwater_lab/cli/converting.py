@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING
 
-import typer
-
-from headwater.plugins.outside import check_paths
 from headwater.util.errors import HeadwaterError
 from headwater.util.terminal import lined
-from headwater_lab.cli.common import mechanisms_of, new_folder, out, quiet, tell, tell_model
+from headwater_lab.cli.common import mechanisms_of, new_folder, say, stdout, tell, tell_model
+from headwater_lab.cli.options import FolderPath
 from headwater_lab.cli.progress import measure_with_progress
 from headwater_lab.cli.training import trained_with_bar
 
@@ -19,126 +18,68 @@ if TYPE_CHECKING:
     import torch
 
     from headwater_lab.training.estimate import ConversionPrice
-    from headwater_lab.training.models import Trained
     from headwater_lab.training.records import RunRecord
-
-# Tokens in a row, if the model has positions for as many, and rows in a step.
-CONTEXT, ROWS = 512, 8
 
 
 def convert(
-    source: Annotated[str, typer.Argument(help="A folder, or a name on the Hugging Face hub. It is not changed.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="Override a field of the recipe that is written: data.context=1024, training.batch_size=16, "
-            "training.learning_rate=1e-4, …",
-            show_default=False,
-        ),
-    ] = None,
-    mechanism: Annotated[
-        list[str] | None,
-        typer.Option(
-            help='Mechanism by which layers share: NAME, or "NAME={option: value}"; repeatable.', show_default=False
-        ),
-    ] = None,
-    num_key_value_heads: Annotated[
-        int | None, typer.Option(help="Number of key/value heads after pooling (GQA).", show_default=False)
-    ] = None,
-    choose_layers: Annotated[
-        bool, typer.Option("--choose-layers", help="Choose which layers share by how alike their keys and values are.")
-    ] = False,
-    heal: Annotated[str, typer.Option(help="Tokens of healing, e.g. 20M or 1e9.")] = "10M",
-    text: Annotated[
-        str | None,
-        typer.Option(
-            help="Heal and measure on this text (path, folder or glob); default: what the model was trained on.",
-            show_default=False,
-        ),
-    ] = None,
-    no_anneal: Annotated[
-        bool, typer.Option("--no-anneal", help="The smaller model from the first step, not gradually.")
-    ] = False,
-    plan: Annotated[bool, typer.Option("--plan", help="Say what it costs and saves, and stop.")] = False,
-    out_folder: Annotated[
-        Path | None,
-        typer.Option("--out", file_okay=False, help="The new folder.", show_default="next to the source"),
-    ] = None,
+    source: str,
+    overrides: Sequence[str] = (),
+    *,
+    mechanism: Sequence[str] = (),
+    num_key_value_heads: int | None = None,
+    choose_layers: bool = False,
+    heal: str = "10M",
+    text: str | None = None,
+    no_anneal: bool = False,
+    plan: bool = False,
+    out: FolderPath | None = None,
 ) -> None:
-    """Make the cache of a trained model smaller: layers share, or there are fewer heads. Heal and measure it."""
-    from headwater.models.causal_lm import HeadwaterForCausalLM
+    """Make the cache of a trained model smaller: layers share, or there are fewer heads. Heal and measure it.
+
+    source: A folder, or a name on the Hugging Face hub. It is not changed.
+    overrides: Override a field of the recipe that is written: data.context=1024, training.batch_size=16,
+        training.learning_rate=1e-4, …
+    mechanism: Mechanism by which layers share: NAME, or "NAME={option: value}"; repeatable.
+    num_key_value_heads: Number of key/value heads after pooling (GQA).
+    choose_layers: Choose which layers share by how alike their keys and values are.
+    heal: Tokens of healing, e.g. 20M or 1e9.
+    text: Heal and measure on this text (path, folder or glob); default: what the model was trained on.
+    no_anneal: The smaller model from the first step, not gradually.
+    plan: Say what it costs and saves, and stop.
+    out: The new folder. Default: next to the source.
+    """
     from headwater.util.output_folder import occupied
+    from headwater_lab.api.converting import prepare_conversion
     from headwater_lab.data.corpus import local_files
-    from headwater_lab.recipe.schema import changed_recipe
-    from headwater_lab.training.checkpoints import newest_checkpoint, publish_model, write_model
-    from headwater_lab.training.estimate import count_of, price_of
+    from headwater_lab.training.checkpoints import publish_model, write_model
     from headwater_lab.training.models import changed_text, open_source
     from headwater_lab.training.processes import connected
     from headwater_lab.training.run_folder import mark
-    from headwater_lab.training.stages import chain, conversion_recipe, on_several, write_recipe
+    from headwater_lab.training.stages import write_recipe
 
-    quiet()
-    mechanisms = mechanisms_of(mechanism or [])
+    mechanisms = mechanisms_of(mechanism)
     if not mechanisms and num_key_value_heads is None:
         raise HeadwaterError(
             "Say how the cache becomes smaller: --mechanism NAME by which layers share, or --num-key-value-heads N."
         )
     if text is not None:
         local_files(text)  # is an error if there are none, also with --plan
-    target, path = new_folder(out_folder, source, "converted", may_exist=plan), Path(source)
-    if path.is_dir():
-        place = newest_checkpoint(path).resolve()
-    else:  # from the hub, or a file of tensors: the runs start from a copy
-        place = target.resolve() / "source"
-    trained = open_source(source)
-    trained.original = None  # a second copy
-    if not isinstance(trained.model, HeadwaterForCausalLM):
-        raise HeadwaterError(f"{source!r} is an image model, which has no cache; convert is for language models.")
-    dtype = trained.model.dtype
-    data = _settings(trained) if text is None else None
-    if data is None and text is None:
-        raise HeadwaterError(f"{source!r} does not say what it was trained on; pass a text of that kind with --text.")
-    if data is None:
-        if trained.tokenizer is None:
-            raise HeadwaterError(f"{source!r} has no tokenizer, so it cannot read a text; save it beside the model.")
-        most = trained.model.config.max_position_embeddings
-        data = {"kind": "text", "source": str(text), "tokenizer": str(place), "context": min(CONTEXT, most)}
-    # Rows of synthetic data are as long as their settings make them, and the command line may change either.
-    sizes = [
-        one
-        for one in overrides or []
-        if one.startswith(("data.", "training.batch_size=", "training.gradient_accumulation_steps="))
-    ]
-    _check_overrides(overrides or [])
-    # The data are what the model's history says, which may be anyone's.
-    batches = {"name": target.name, "data": data, "training": {"batch_size": ROWS}}
-    sized = changed_recipe(batches, sizes, "the recipe")
-    if text is not None:
-        _check_context(getattr(sized.data, "context", CONTEXT), trained.model.config.max_position_embeddings)
-    given = {
-        "mechanisms": mechanisms or None,
-        "num_key_value_heads": num_key_value_heads,
-        "choose_layers": choose_layers,
-    }
-    values = conversion_recipe(
-        target.name,
-        str(place),
-        data,
-        given | {"anneal": not no_anneal},
-        tokens=count_of(heal, "heal"),
-        context=int(getattr(sized.data, "context", CONTEXT)),
-        batch_size=sized.training.batch_size,
-        gradient_accumulation_steps=sized.training.gradient_accumulation_steps,
+    target = new_folder(out, source, "converted", may_exist=plan)
+    conversion = prepare_conversion(
+        source,
+        target,
+        mechanisms=mechanisms,
+        num_key_value_heads=num_key_value_heads,
+        choose_layers=choose_layers,
+        heal=heal,
+        text=text,
+        anneal=not no_anneal,
+        overrides=overrides,
+        tell=tell,
     )
-    recipe = changed_recipe(values, overrides or [], "the recipe")
-    if any(on_several(run) for run, _ in chain(recipe, target)):
-        raise HeadwaterError(
-            "headwater convert uses one device; for several, train the stages of its recipe one by one with "
-            "`headwater train RECIPE --stage NAME` (docs/convert.md)."
-        )
-    priced = price_of(recipe, trained.model.config, dtype.itemsize)
-    own = recipe.training.distillation is None or recipe.training.distillation.teacher is None
-    _show_price(priced, "the original" if own else "the teacher")
+    recipe, trained = conversion.recipe, conversion.trained
+    dtype = trained.model.dtype
+    _show_price(conversion.price, conversion.teacher)
     if plan:
         return
     with connected(recipe, target) as fabric:  # which says if the device cannot be used
@@ -146,54 +87,19 @@ def convert(
     with occupied(target, empty=True):
         mark(target)
         write_recipe(recipe, target)
-        if not path.is_dir():
-            write_model(place, trained.model, trained.tokenizer, trained.history)
+        if conversion.is_copied:
+            write_model(conversion.checkpoint, trained.model, trained.tokenizer, trained.history)
         built = recipe.data.build()
         if text is None and (warning := changed_text(trained, built)):
             tell(f"{warning} Pass another text with --text.")
         before = measure_with_progress("measuring the original", trained.model.to(device), built)
-        del trained
+        del trained, conversion.trained
         tell("making the smaller model")
         record = trained_with_bar(recipe, target)
-        place = _written(target, record, dtype)
-        publish_model(place, target)
-        after = measure_with_progress("measuring the result", open_source(str(place)).model.to(device), built)
-        _tell(target, record, priced, (before, after), source)
-
-
-def _check_overrides(overrides: list[str]) -> None:
-    """Raise `HeadwaterError` for an override of what SOURCE or an option decides."""
-    from headwater_lab.training.start import MAY_DIFFER
-
-    for field in (one.partition("=")[0] for one in overrides):
-        if field in ("start.checkpoint", "start"):
-            raise HeadwaterError("The model to convert is SOURCE; leave out start.checkpoint.")
-        if field.partition(".")[0] == "model" and field.removeprefix("model.") not in MAY_DIFFER:
-            raise HeadwaterError(f"The model is SOURCE's, whose {field} does not change; leave it out.")
-        if field == "start.convert.anneal":
-            raise HeadwaterError("Its stages depend on start.convert.anneal; leave it out, or use --no-anneal.")
-
-
-def _check_context(context: int, most: int) -> None:
-    """Raise `HeadwaterError` for rows of a text that are longer than the model has positions for."""
-    if context > most:
-        raise HeadwaterError(f"The model has {most} positions, and data.context is {context}; set {most} or less.")
-    if context == most < CONTEXT:
-        tell(f"Rows of {most} tokens, because the model has no more positions.")
-
-
-def _settings(trained: Trained) -> dict[str, Any] | None:
-    """The data that a model was last trained on, as a recipe's section; None if its history names none.
-
-    Raises `HeadwaterError` for data that the user does not trust.
-    """
-    last = next((event for event in reversed(trained.history) if event.kind == "trained"), None)
-    data = last.details.get("data") if last is not None else None
-    settings = data.get("settings") if isinstance(data, dict) else None
-    if not isinstance(settings, dict):
-        return None
-    check_paths(settings)
-    return dict(settings)
+        result = _written(target, record, dtype)
+        publish_model(result, target)
+        after = measure_with_progress("measuring the result", open_source(str(result)).model.to(device), built)
+        _tell(target, record, conversion.price, (before, after), source)
 
 
 def _written(target: Path, record: RunRecord, dtype: torch.dtype) -> Path:
@@ -217,13 +123,12 @@ def _show_price(priced: ConversionPrice, teacher: str) -> None:
     table.add_row("cache, bytes a token", f"{before.cache_bytes_per_token:,}", f"{after.cache_bytes_per_token:,}")
     table.add_row("cache of a row", f"{si(before.cache_bytes)}B", f"{si(after.cache_bytes)}B")
     table.add_row("parameters", f"{before.parameters:,}", f"{after.parameters:,}")
-    out.print(table)
+    stdout.print(table)
     parts = ", ".join(f"{name} {flops:.3g}" for name, flops in priced.flops.items())
     held = f", of which {teacher} {si(priced.teacher_bytes)}B" if priced.teacher_bytes else ""
-    out.print(
+    say(
         f"healing on {priced.tokens:,} tokens: {sum(priced.flops.values()):.3g} FLOPs ({parts}); about "
-        f"{si(priced.step_bytes)}B of memory in a step{held}",
-        soft_wrap=True,
+        f"{si(priced.step_bytes)}B of memory in a step{held}"
     )
 
 
@@ -254,9 +159,9 @@ def _tell(
         title = f"held-out {name.replace('_', ' ')}"
         share = f"{after[name] / before[name]:.4f}" if before[name] else ""
         table.add_row(title, f"{before[name]:.4f}", f"{after[name]:.4f}", share)
-    out.print(table)
+    stdout.print(table)
     shown = lined("tokens of healing", "cache, bytes a token (fp32)", record.metric.replace("_", " "))
     for point in curve:
         shown.add_row(f"{point['tokens']:,}", f"{point['cache_bytes_per_token']:,}", f"{point[record.metric]:.4f}")
-    out.print(shown)
+    stdout.print(shown)
     tell_model(target)

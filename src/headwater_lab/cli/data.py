@@ -5,125 +5,106 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from headwater.util.errors import HeadwaterError
 from headwater.util.terminal import Table
-from headwater_lab.cli.common import check_writable, out, quiet
+from headwater_lab.cli.common import check_writable, say, stdout
+from headwater_lab.cli.options import PositiveInt, Values, group_of
 from headwater_lab.cli.progress import ProgressReport
 
 if TYPE_CHECKING:
     from headwater_lab.data.shards import Skipped
 
-data = typer.Typer(help="Prepare corpora for training: tokens on disk, and tokenizers.", no_args_is_help=True)
-
-SourceArgument = Annotated[
-    str,
-    typer.Argument(
-        help="A file, folder or glob of text, JSONL, CSV or parquet files; a dataset on the hub; or a named corpus: "
-        "openwebtext, pile, slimpajama, fineweb, fineweb-edu, wikitext, enwik8."
-    ),
-]
-TextColumnOption = Annotated[
-    str, typer.Option(help="Column or JSON field with the text or the messages, dotted if nested.")
-]
-Local = Annotated[str | None, typer.Option(help="Read a named corpus from these files.", show_default=False)]
-Config = Annotated[str | None, typer.Option(help="Configuration of the dataset on the hub.", show_default=False)]
-Split = Annotated[str | None, typer.Option(help="Split of the dataset; default: train.", show_default=False)]
-Separator = Annotated[
-    str | None, typer.Option(help="Line that separates the documents of a text file.", show_default=False)
-]
+TextField = Annotated[str, Values(help="Column or JSON field with the text or the messages, dotted if nested.")]
+Local = Annotated[str | None, Values(help="Read a named corpus from these files.")]
+Config = Annotated[str | None, Values(help="Configuration of the dataset on the hub.")]
+Split = Annotated[str | None, Values(help="Split of the dataset; default: train.")]
+Separator = Annotated[str | None, Values(help="Line that separates the documents of a text file.")]
 
 
-@data.command("prepare")
 def prepare(
-    source: SourceArgument,
-    folder: Annotated[Path, typer.Option("--out", help="A new folder.", show_default=False)],
-    tokenizer: Annotated[
-        str, typer.Option(help='"bytes", or the folder, tokenizer.json or hub name of a tokenizer.')
-    ] = "bytes",
-    text_column: TextColumnOption = "text",
+    source: str,
+    *,
+    out: Path,
+    tokenizer: str = "bytes",
+    text_column: TextField = "text",
     config: Config = None,
     split: Split = None,
     separator: Separator = None,
-    by: Annotated[
-        str | None,
-        typer.Option(help="Column to split by: each value gets its own folder; dotted if nested.", show_default=False),
-    ] = None,
+    by: str | None = None,
     local: Local = None,
-    held_out: Annotated[float, typer.Option(help="Share of the documents to hold out, chosen by hash.")] = 0.01,
-    workers: Annotated[
-        int | None,
-        typer.Option(min=1, help="Tokenizer threads; default: one per core, up to 16.", show_default=False),
-    ] = None,
+    held_out: float = 0.01,
+    workers: PositiveInt | None = None,
 ) -> None:
-    """Tokenize a corpus into memory-mapped shards."""
+    """Tokenize a corpus into memory-mapped shards.
+
+    source: A file, folder or glob of text, JSONL, CSV or parquet files; a dataset on the hub; or a named corpus:
+        openwebtext, pile, slimpajama, fineweb, fineweb-edu, wikitext, enwik8.
+    out: A new folder.
+    tokenizer: "bytes", or the folder, tokenizer.json or hub name of a tokenizer.
+    by: Column to split by: each value gets its own folder; dotted if nested.
+    held_out: Share of the documents to hold out, chosen by hash.
+    workers: Tokenizer threads; default: one per core, up to 16.
+    """
     from headwater_lab.data.prepare import Options
     from headwater_lab.data.prepare import prepare as run
     from headwater_lab.data.shards import DOMAINS, MANIFEST, Skipped, read_manifest
     from headwater_lab.data.stream import TextSource
 
-    quiet()
-    check_writable(folder, folder=True)
-    is_finished = any((folder / name).exists() for name in (DOMAINS, MANIFEST))
+    check_writable(out, folder=True)
+    is_finished = any((out / name).exists() for name in (DOMAINS, MANIFEST))
+    text_source = TextSource(source, text_column, config, split, separator, by=by)
     with _Bar("tokens") as bar:
-        folders = run(
-            TextSource(source, text_column, config, split, separator, by=by),
-            folder,
-            tokenizer,
-            Options(held_out),
-            local=local,
-            workers=workers,
-            on_progress=bar,
-        )
+        folders = run(text_source, out, tokenizer, Options(held_out), local=local, workers=workers, on_progress=bar)
     if is_finished:
-        _say(f"{folder} is already finished")
-    out.print(_table(folders))
+        _say(f"{out} is already finished")
+    stdout.print(_table(folders))
     skipped = read_manifest(folders[0]).skipped
     if skipped != Skipped():
         _say(_skipped(skipped))
 
 
-@data.command("show")
-def show(
-    folder: Annotated[Path, typer.Argument(help="A prepared folder.")],
-    check: Annotated[bool, typer.Option("--check", help="Read all files and compare their checksums.")] = False,
-) -> None:
-    """Show what a prepared folder contains."""
+def show(folder: Path, *, check: bool = False) -> None:
+    """Show what a prepared folder contains.
+
+    folder: A prepared folder.
+    check: Read all files and compare their checksums.
+    """
     from headwater_lab.data import shards
 
     prepared = shards.open_all(folder)
-    out.print(_table([one.folder for one in prepared]))
+    stdout.print(_table([part.folder for part in prepared]))
     first = prepared[0].manifest
     _say(
-        f"{first.source}, tokenizer {first.tokenizer.name} ({first.tokenizer.vocabulary:,} tokens), {first.dtype}, "
+        f"{first.source}, tokenizer {first.tokenizer.name} ({first.tokenizer.vocab_size:,} tokens), {first.dtype}, "
         f"made by headwater {first.headwater}"
     )
-    skipped = first.skipped
-    _say(_skipped(skipped))
+    _say(_skipped(first.skipped))
     if check:
         shards.check_all(prepared)
         _say("all checksums match")
 
 
-@data.command("tokenizer")
 def tokenizer(
-    source: SourceArgument,
-    folder: Annotated[Path, typer.Option("--out", help="A new folder.", show_default=False)],
-    vocabulary: Annotated[
-        int, typer.Option(min=257, help="Vocabulary size, including the end-of-text token.")
-    ] = 32_000,
-    max_bytes: Annotated[
-        int, typer.Option(min=1, help="Bytes of text to train on, from the beginning of the source.")
-    ] = 10**9,
-    text_column: TextColumnOption = "text",
+    source: str,
+    *,
+    out: Path,
+    vocab_size: Annotated[int, Values(min=257)] = 32_000,
+    max_bytes: PositiveInt = 10**9,
+    text_column: TextField = "text",
     config: Config = None,
     split: Split = None,
     separator: Separator = None,
     local: Local = None,
 ) -> None:
-    """Train a byte-level BPE tokenizer on a corpus."""
+    """Train a byte-level BPE tokenizer on a corpus.
+
+    source: Same sources as data prepare.
+    out: A new folder.
+    vocab_size: Vocabulary size, including the end-of-text token.
+    max_bytes: Bytes of text to train on, from the beginning of the source.
+    """
     from headwater.util.files import staged
     from headwater_lab.data.chat import contents
     from headwater_lab.data.known import resolve
@@ -131,11 +112,10 @@ def tokenizer(
     from headwater_lab.data.stream import Stream, TextSource
     from headwater_lab.data.tokenizer import train_tokenizer
 
-    quiet()
-    check_name(folder.absolute())
-    check_writable(folder, folder=True)
+    check_name(out.absolute())
+    check_writable(out, folder=True)
     documents = size = 0
-    with staged(folder) as new:
+    with staged(out) as new:
         with _Bar("") as bar:
 
             def texts():
@@ -147,11 +127,11 @@ def tokenizer(
                     if size >= max_bytes:
                         return
 
-            trained = train_tokenizer(texts(), vocabulary)
+            trained = train_tokenizer(texts(), vocab_size)
         if not size:
             raise HeadwaterError(f"{source!r} contains no text; name a file or folder with text.")
         trained.save_pretrained(new)
-    _say(f"{len(trained):,} tokens learned from {size / 1e6:,.1f} MB in {documents:,} documents, written to {folder}")
+    _say(f"{len(trained):,} tokens learned from {size / 1e6:,.1f} MB in {documents:,} documents, written to {out}")
 
 
 def _skipped(skipped: Skipped) -> str:
@@ -166,7 +146,7 @@ def _say(text: str) -> None:
     """Print a line that contains names, without markup."""
     from headwater_lab.data.reading import printable
 
-    out.print(printable(text), soft_wrap=True, highlight=False, markup=False)
+    say(printable(text))
 
 
 class _Bar:
@@ -216,3 +196,13 @@ def _table(folders: list[Path]) -> Table:
         kept = manifest.evaluation
         table.add_row("", "evaluation text", f"{kept.documents:,}", f"{kept.bytes / 1e6:,.2f}")
     return table
+
+
+data = group_of(
+    "Prepare corpora for training: tokens on disk, and tokenizers.",
+    {
+        "prepare": (prepare, "data prepare 'texts/*.txt' --out data/texts"),
+        "show": (show, "data show data/texts --check"),
+        "tokenizer": (tokenizer, "data tokenizer 'texts/*.txt' --out data/bpe --vocab-size 8000"),
+    },
+)

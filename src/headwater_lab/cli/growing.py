@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from headwater.util.errors import HeadwaterError, shown
 from headwater.util.terminal import lined
-from headwater_lab.cli.common import check_outside, err, mechanisms_of, new_folder, out, quiet, tell, tell_model
+from headwater_lab.cli.common import check_outside, mechanisms_of, new_folder, say, stderr, stdout, tell, tell_model
+from headwater_lab.cli.options import CheckpointPath, PositiveInt, Values, exclude, need
 from headwater_lab.cli.progress import measure_with_progress
 
 if TYPE_CHECKING:
@@ -24,47 +24,22 @@ if TYPE_CHECKING:
 # In a sample of a text.
 ROWS = 32
 
-Checkpoint = Annotated[Path, typer.Argument(help="A checkpoint's folder, or a run's (its newest checkpoint).")]
-AnyCheckpoint = Annotated[
-    str,
-    typer.Argument(
-        help="A checkpoint's or a run's folder, or a Hugging Face model: its folder, or its name on the hub."
-    ),
-]
-Out = Annotated[
-    Path | None, typer.Option("--out", file_okay=False, help="The new folder.", show_default="next to the source")
-]
-Pairs = Annotated[
-    int | None, typer.Option(help="Pairs of each attention projection after the change.", show_default=False)
-]
-FfnPairs = Annotated[int | None, typer.Option(help="Pairs of each feed-forward after the change.", show_default=False)]
-TextOption = Annotated[
-    Path | None,
-    typer.Option(help="Measure on this text; default: the model's training data.", show_default=False),
-]
+Out = Annotated[Path | None, Values(file_okay=False, help="The new folder. Default: next to the source.")]
 
 
-def grow(
-    command: typer.Context,
-    checkpoint: AnyCheckpoint,
-    fields: Annotated[
-        list[str] | None,
-        typer.Argument(
-            show_default=False,
-            help="What to grow, as `grow:` in a recipe has it: num_hidden_layers=16, hidden_size=512, ffn_pairs=1024, "
-            "method=lemon, …",
-        ),
-    ] = None,
-    out_folder: Out = None,
-) -> None:
-    """Make a trained model deeper or wider, or add parameter tokens, by default without changing its function."""
+def grow(checkpoint: str, fields: Sequence[str] = (), *, out: Out = None) -> None:
+    """Make a trained model deeper or wider, or add parameter tokens, by default without changing its function.
+
+    checkpoint: A checkpoint's or a run's folder, or a Hugging Face model: its folder, or its name on the hub.
+    fields: What to grow, as `grow:` in a recipe has it: num_hidden_layers=16, hidden_size=512, ffn_pairs=1024,
+        method=lemon, …
+    """
     from headwater.cost.counts import check_memory
     from headwater_lab.recipe.schema import changed_config
     from headwater_lab.training.models import changed, open_source
 
-    quiet()
-    change = _change_of(fields or [])
-    target = new_folder(out_folder, checkpoint, "grown")
+    change = _change_of(fields)
+    target = new_folder(out, checkpoint, "grown")
     try:
         trained = open_source(checkpoint, with_state=True)
     except HeadwaterError as error:
@@ -73,18 +48,16 @@ def grow(
     check_memory(changed_config(trained.model.config, change))
     ids, where = _some_rows(trained)
     _say_converted(trained, ids, where)
-    made = changed(trained, change)
-    before, after = trained.model.num_parameters(), made.model.num_parameters()
-    out.print(
-        f"{before:,} → {after:,} parameters; {_said(_moved(trained.model, made.model, ids), where)}", soft_wrap=True
-    )
-    if any(not parameter.requires_grad for parameter in made.model.parameters()):
-        learning = sum(parameter.numel() for parameter in made.model.parameters() if parameter.requires_grad)
-        out.print(f"{learning:,} of them learn, the new pairs")
-    _write(target, made, made.model, None)
+    grown = changed(trained, change)
+    before, after = trained.model.num_parameters(), grown.model.num_parameters()
+    say(f"{before:,} → {after:,} parameters; {_said(_moved(trained.model, grown.model, ids), where)}")
+    if any(not parameter.requires_grad for parameter in grown.model.parameters()):
+        learning = sum(parameter.numel() for parameter in grown.model.parameters() if parameter.requires_grad)
+        say(f"{learning:,} of them learn, the new pairs")
+    _write(target, grown, grown.model, None)
 
 
-def _change_of(fields: list[str]) -> Change:
+def _change_of(fields: Sequence[str]) -> Change:
     """The growth that these fields describe. Raises `HeadwaterError`."""
     from pydantic import ValidationError
 
@@ -101,21 +74,27 @@ def _change_of(fields: list[str]) -> Change:
 
 
 def shrink(
-    checkpoint: Checkpoint,
-    attention_pairs: Pairs = None,
-    ffn_pairs: FfnPairs = None,
-    text: TextOption = None,
-    rows: Annotated[int, typer.Option(min=4, max=2**16, help="Rows in the sample.")] = ROWS,
-    out_folder: Out = None,
+    checkpoint: CheckpointPath,
+    *,
+    attention_pairs: int | None = None,
+    ffn_pairs: int | None = None,
+    text: Path | None = None,
+    rows: Annotated[int, Values(min=4, max=2**16)] = ROWS,
+    out: Out = None,
 ) -> None:
-    """Remove the parameter tokens that matter least, by mean |score|·‖V‖ over a sample."""
+    """Remove the parameter tokens that matter least, by mean |score|·‖V‖ over a sample.
+
+    attention_pairs: Pairs of each attention projection after the change.
+    ffn_pairs: Pairs of each feed-forward after the change.
+    text: Measure on this text; default: the model's training data.
+    rows: Rows in the sample.
+    """
     from headwater.growth import importance
     from headwater.growth import shrink as without
     from headwater_lab.training.models import changed_text, data_of, open_trained, sample_rows
     from headwater_lab.training.records import Event
 
-    quiet()
-    target = new_folder(out_folder, checkpoint, "shrunk")
+    target = new_folder(out, checkpoint, "shrunk")
     trained = open_trained(checkpoint)
     ids = sample_rows(trained, text, rows)
     seen = len(ids) if text is None else len(ids) - len(ids) // 4
@@ -134,23 +113,22 @@ def shrink(
     else:  # a text: the rest of it
         measured = _moved(trained.model, model, ids[seen:])
         said = f"{_said(measured)} (last quarter)"
-    out.print(f"{before:,} → {after:,} parameters; {said}", soft_wrap=True)
+    say(f"{before:,} → {after:,} parameters; {said}")
     details = {"attention_pairs": attention_pairs, "ffn_pairs": ffn_pairs} | measured
     _write(target, trained, model, Event(kind="shrunk", details=details))
 
 
-def merge(
-    base: Annotated[Path, typer.Argument(help="The checkpoint that the others were grown from.")],
-    grown: Annotated[list[Path], typer.Argument(help="Two or more grown copies of it, trained separately.")],
-    out_folder: Out = None,
-) -> None:
-    """Merge grown copies of one model that were trained separately, and measure all of them on each one's data."""
+def merge(base: Path, grown: Sequence[Path], *, out: Out = None) -> None:
+    """Merge grown copies of one model that were trained separately, and measure all of them on each one's data.
+
+    base: The checkpoint that the others were grown from.
+    grown: Two or more grown copies of it, trained separately.
+    """
     from headwater.growth import merge as joined
     from headwater_lab.training.models import changed_text, data_of, open_trained
     from headwater_lab.training.records import Event
 
-    quiet()
-    target = new_folder(out_folder, base, "merged")
+    target = new_folder(out, base, "merged")
     for path in grown:
         check_outside(target, path)
     root, copies = open_trained(base), [open_trained(path) for path in grown]
@@ -182,84 +160,56 @@ def merge(
     details = {"merged": [str(path) for path in grown], "metrics": columns}
     before = [event for copy in copies for event in copy.history[len(root.history) :]]
     root.history += before
-    out.print(table)
+    stdout.print(table)
     _write(target, root, model, Event(kind="merged", details=details))
 
 
 def retrofit(
-    source: Annotated[str, typer.Argument(help="A folder, a file of tensors, or a name on the Hugging Face hub.")],
-    mechanism: Annotated[
-        list[str] | None,
-        typer.Option(help='Mechanism to add: NAME, or "NAME={option: value}"; repeatable.', show_default=False),
-    ] = None,
-    allow_change: Annotated[
-        bool, typer.Option("--allow-change", help="Allow mechanisms that change what the model computes.")
-    ] = False,
-    parameter_tokens: Annotated[
-        bool, typer.Option("--parameter-tokens", help="Replace linear layers with parameter tokens (not exact).")
-    ] = False,
-    attention_pairs: Annotated[
-        int | None,
-        typer.Option(min=1, help="With --parameter-tokens: pairs of each attention projection.", show_default=False),
-    ] = None,
-    ffn_pairs: Annotated[
-        int | None, typer.Option(min=1, help="With --parameter-tokens: pairs of each feed-forward.", show_default=False)
-    ] = None,
-    layout: Annotated[
-        str | None,
-        typer.Option(
-            help="An original checkpoint's layout: tokenformer, resformer, kv-shifting, nanochat.",
-            show_default=False,
-        ),
-    ] = None,
-    family: Annotated[
-        str | None,
-        typer.Option(help="The model's family; default: from its config.", show_default=False),
-    ] = None,
-    field: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="With --layout: a config field, key=value; repeatable.", show_default=False),
-    ] = None,
-    text: Annotated[
-        Path | None,
-        typer.Option(help="Measure and fit on this text; default: Python's language reference.", show_default=False),
-    ] = None,
-    rows: Annotated[
-        int | None,
-        typer.Option(
-            min=4,
-            max=2**16,
-            help="Rows in the sample of --text, or that parameter tokens are fitted to.",
-            show_default=str(ROWS),
-        ),
-    ] = None,
-    out_folder: Out = None,
+    source: str,
+    *,
+    mechanism: Sequence[str] = (),
+    allow_change: bool = False,
+    parameter_tokens: bool = False,
+    attention_pairs: PositiveInt | None = None,
+    ffn_pairs: PositiveInt | None = None,
+    layout: str | None = None,
+    family: str | None = None,
+    set: Sequence[str] = (),
+    text: Path | None = None,
+    rows: Annotated[int, Values(min=4, max=2**16)] = ROWS,
+    out: Out = None,
 ) -> None:
-    """Convert a trained model to a headwater checkpoint, and add mechanisms without changing its logits."""
+    """Convert a trained model to a headwater checkpoint, and add mechanisms without changing its logits.
+
+    source: A folder, a file of tensors, or a name on the Hugging Face hub.
+    mechanism: Mechanism to add: NAME, or "NAME={option: value}"; repeatable.
+    allow_change: Allow mechanisms that change what the model computes.
+    parameter_tokens: Replace linear layers with parameter tokens (not exact).
+    attention_pairs: With --parameter-tokens: pairs of each attention projection.
+    ffn_pairs: With --parameter-tokens: pairs of each feed-forward.
+    layout: An original checkpoint's layout: tokenformer, resformer, kv-shifting, nanochat.
+    family: The model's family; default: from its config.
+    set: With --layout: a config field, key=value; repeatable.
+    text: Measure and fit on this text; default: Python's language reference.
+    rows: Rows in the sample of --text, or that parameter tokens are fitted to.
+    """
     from headwater.conversion import add_mechanisms, to_parameter_tokens
     from headwater_lab.recipe.schema import values_of
     from headwater_lab.training.models import open_source, sample_rows
     from headwater_lab.training.records import Event
 
-    quiet()
-    if not parameter_tokens and (attention_pairs or ffn_pairs):
-        raise HeadwaterError("--attention-pairs and --ffn-pairs need --parameter-tokens; add it, or leave them out.")
-    if field and layout is None:
-        raise HeadwaterError("--set needs --layout.")
-    if family is not None and layout is not None:
-        raise HeadwaterError("--layout says what the model is, and so does --family; leave one out.")
-    if rows is not None and text is None and not parameter_tokens:
-        raise HeadwaterError("--rows is for --text, or for --parameter-tokens; leave it out.")
-    if allow_change and not mechanism:
-        raise HeadwaterError("--allow-change is about mechanisms to add; name one with --mechanism, or leave it out.")
-    rows = rows or ROWS
-    mechanisms = mechanisms_of(mechanism or [])
+    need("--parameter-tokens", "--attention-pairs", "--ffn-pairs")
+    need("--layout", "--set")
+    need("--text or --parameter-tokens", "--rows")
+    need("--mechanism", "--allow-change")
+    exclude("--layout", "--family")
+    mechanisms = mechanisms_of(mechanism)
     if parameter_tokens and text is None and layout is None and not _has_history(source):
         raise HeadwaterError(
             "--parameter-tokens needs a text to fit; pass one similar to the training data with --text FILE."
         )
-    target = new_folder(out_folder, source, "headwater")
-    trained = open_source(source, layout, values_of(field or []), family)
+    target = new_folder(out, source, "headwater")
+    trained = open_source(source, layout, values_of(set), family)
     model, details = trained.model, {}
     if parameter_tokens and model.main_input_name == "pixel_values":
         raise HeadwaterError("--parameter-tokens works only with text models; leave it out.")
@@ -278,7 +228,7 @@ def retrofit(
         ids, where = _some_rows(trained, text, rows)
         moved = _moved(model, added, ids)
         new = added.num_parameters() - model.num_parameters()
-        out.print(f"{', '.join(mechanisms)} added, {new:+,} parameters: {_said(moved, where)}", soft_wrap=True)
+        say(f"{', '.join(mechanisms)} added, {new:+,} parameters: {_said(moved, where)}")
         details |= {"mechanisms": {name: (added.config.mechanisms or {})[name] for name in mechanisms}, "moved": moved}
         model = added
     event = Event(kind="retrofitted", details=details) if details else None
@@ -315,7 +265,7 @@ def _say_converted(trained: Trained, ids: Tensor, where: str) -> None:
     """What changed when another family's model became headwater's; that model is then let go."""
     if trained.original is not None:
         moved = _moved(trained.original, trained.model, ids)
-        out.print(f"{trained.original.config.model_type} → headwater: {_said(moved, where)}", soft_wrap=True)
+        say(f"{trained.original.config.model_type} → headwater: {_said(moved, where)}")
         trained.original = None
 
 
@@ -336,12 +286,9 @@ def _show(report: Any) -> None:
         table.add_row(
             str(one.layer), one.name.replace("_", "-"), f"{one.pairs:,}", f"{one.fitted:.1e}", f"{one.held_out:.1e}"
         )
-    out.print(table)
+    stdout.print(table)
     moved = {name: getattr(report, name) for name in ("logits", "kl", "loss_before", "loss_after")}
-    out.print(
-        f"linear layers replaced by parameter tokens, fitted to {report.tokens:,} tokens: {_said(moved)} (held out)",
-        soft_wrap=True,
-    )
+    say(f"linear layers replaced by parameter tokens, fitted to {report.tokens:,} tokens: {_said(moved)} (held out)")
 
 
 def _write(target: Path, trained: Trained, model: HeadwaterForCausalLM, event: Event | None) -> None:
@@ -352,4 +299,4 @@ def _write(target: Path, trained: Trained, model: HeadwaterForCausalLM, event: E
     tell_model(target)
     if trained.tokenizer is None:
         what = "image processor" if model.main_input_name == "pixel_values" else "tokenizer"
-        err.print(f"The source has no {what}, so none is written.", style="dim")
+        stderr.print(f"The source has no {what}, so none is written.", style="dim")

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import keyword
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from headwater.util.errors import HeadwaterError, shown
 from headwater.util.layout import PACKAGES, package_folder
-from headwater_lab.cli.common import check_writable, out
+from headwater_lab.cli.common import check_writable, say
+from headwater_lab.cli.options import FolderPath, group_of
 
-new = typer.Typer(help="Write a small package that extends headwater.", no_args_is_help=True)
 # Templates, and the files made from them.
 FILES = {
     "pyproject.toml.txt": "pyproject.toml",
@@ -22,24 +19,15 @@ FILES = {
 }
 
 
-@new.callback()
-def _group() -> None:
-    """Write a small package that extends headwater."""
+def new_mechanism(name: str, *, out: FolderPath | None = None) -> None:
+    """Write a package with a mechanism in one file, its equation in plain Python, contract tests and an entry point.
 
-
-@new.command("mechanism", epilog="Example: headwater new mechanism value_shift")
-def new_mechanism(
-    name: Annotated[
-        str, typer.Argument(help="Name of the mechanism and its module: lower-case letters, digits and _.")
-    ],
-    out_folder: Annotated[
-        Path | None, typer.Option("--out", file_okay=False, help="The new folder; default: NAME.", show_default=False)
-    ] = None,
-) -> None:
-    """Write a package with a mechanism in one file, its equation in plain Python, contract tests and an entry point."""
-    folder = write_mechanism(name, out_folder or Path(name))
+    name: Name of the mechanism and its module: lower-case letters, digits and _.
+    out: The new folder; default: NAME.
+    """
+    folder = write_mechanism(name, out or Path(name))
     quick = f'python -m pytest -k "llama-{name} and equal"'
-    out.print(f"written to {folder}; try it with: cd {folder} && {quick}", soft_wrap=True)
+    say(f"written to {folder}; try it with: cd {folder} && {quick}")
 
 
 def write_mechanism(name: str, folder: Path) -> Path:
@@ -71,3 +59,8 @@ def write_mechanism(name: str, folder: Path) -> Path:
             (beside / file).parent.mkdir(exist_ok=True)
             (beside / file).write_text(text, encoding="utf-8")
     return folder
+
+
+new = group_of(
+    "Write a small package that extends headwater.", {"mechanism": (new_mechanism, "new mechanism value_shift")}
+)

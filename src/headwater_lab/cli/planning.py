@@ -2,189 +2,133 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-import typer
-
-from headwater.util.errors import HeadwaterError
 from headwater.util.terminal import lined
-from headwater_lab.cli.common import check_writable, err, out, quiet, recipe_of, tell_runs
+from headwater_lab.cli.common import (
+    check_writable,
+    print_json,
+    recipe_of,
+    say,
+    split_overrides,
+    stdout,
+    tell,
+    tell_runs,
+)
+from headwater_lab.cli.options import AsJson, Values, exclude
 
-# The parameters that `plan --grow` reads.
-GROW_READS = {
-    "grow", "configs", "vocabulary", "as_json", "hardware", "devices", "mfu", "precision"
-}  # fmt: skip
+VocabSize = Annotated[int, Values(min=1, help="Vocabulary size, instead of the configs'.")]
 
 
 def plan(
-    command: typer.Context,
-    configs: Annotated[
-        list[str],
-        typer.Argument(
-            help="Presets, recipes (a column per arm), config.json files or checkpoints; field=value changes all of "
-            "them, training.field=value how they are trained."
-        ),
-    ],
-    context: Annotated[
-        list[int] | None,
-        typer.Option(help="Tokens per row; repeatable. Default: the first config's own.", show_default=False),
-    ] = None,
-    batch: Annotated[
-        int | None,
-        typer.Option(
-            help="Rows per batch and device, or sequences to generate at a time. Default: the first recipe's, or 1.",
-            show_default=False,
-        ),
-    ] = None,
-    tokens: Annotated[
-        str | None,
-        typer.Option(
-            help="Training budget in tokens, e.g. 300B or 2e10. Default: the first recipe's.", show_default=False
-        ),
-    ] = None,
-    images: Annotated[
-        str | None, typer.Option(help="The same in images, for image models, e.g. 384M.", show_default=False)
-    ] = None,
-    hardware: Annotated[
-        str | None,
-        typer.Option(help="A device, e.g. H100, or this to measure the current machine.", show_default=False),
-    ] = None,
-    devices: Annotated[
-        int | None,
-        typer.Option(help="Number of training devices. Default: the first recipe's, or 1.", show_default=False),
-    ] = None,
-    mfu: Annotated[float, typer.Option(help="Assumed share of the peak that training reaches.")] = 0.4,
-    precision: Annotated[
-        str | None,
-        typer.Option(
-            help="64-true, 32-true, bf16-mixed or bf16-true. Default: the first recipe's, or bf16-mixed.",
-            show_default=False,
-        ),
-    ] = None,
-    vocabulary: Annotated[
-        int | None, typer.Option(min=1, help="Vocabulary size, instead of the configs'.", show_default=False)
-    ] = None,
-    grow: Annotated[
-        bool,
-        typer.Option("--grow", help="Price the stages of recipes one by one, each with all before it, arm by arm."),
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    file: Annotated[
-        Path | None,
-        typer.Option("--out", help="Draw FLOPs of text models against context to this picture.", show_default=False),
-    ] = None,
+    configs: Sequence[str],
+    *,
+    context: Sequence[int] = (),
+    batch: int | None = None,
+    tokens: str | None = None,
+    images: str | None = None,
+    hardware: str | None = None,
+    devices: int | None = None,
+    mfu: float = 0.4,
+    precision: str | None = None,
+    vocab_size: VocabSize | None = None,
+    grow: bool = False,
+    json: AsJson = False,
+    out: Path | None = None,
 ) -> None:
-    """Estimate a model's cost before training: parameters, FLOPs, cache, memory, and time on given hardware."""
-    import json
+    """Estimate a model's cost before training: parameters, FLOPs, cache, memory, and time on given hardware.
 
-    from headwater import cost as pricing
-    from headwater.cost import hardware as sheets
+    configs: Presets, recipes (a column per arm), config.json files or checkpoints; field=value changes all of them,
+        training.field=value how they are trained.
+    context: Tokens per row; repeatable. Default: the first config's own.
+    batch: Rows per batch and device, or sequences to generate at a time. Default: the first recipe's, or 1.
+    tokens: Training budget in tokens, e.g. 300B or 2e10. Default: the first recipe's.
+    images: The same in images, for image models, e.g. 384M.
+    hardware: A device, e.g. H100, or this to measure the current machine.
+    devices: Number of training devices. Default: the first recipe's, or 1.
+    mfu: Assumed share of the peak that training reaches.
+    precision: 64-true, 32-true, bf16-mixed or bf16-true. Default: the first recipe's, or bf16-mixed.
+    grow: Price the stages of recipes one by one, each with all before it, arm by arm.
+    out: Draw FLOPs of text models against context to this picture.
+    """
+    from headwater import cost
+    from headwater.cost.hardware import hardware as hardware_of
     from headwater.util.outputs import check_replaceable, save_figure
-    from headwater_lab.training import estimate as priced
+    from headwater_lab.api.planning import plan as estimate
+    from headwater_lab.training.estimate import schedules
 
-    quiet()
-    if file is not None:
-        file = file if file.suffix else file.with_suffix(".png")
-        check_writable(file)
-        check_replaceable(file)
-    changes = [argument for argument in configs if "=" in argument]
+    exclude("--grow", "--context", "--batch", "--tokens", "--images", "--out")
+    if out is not None:
+        out = out if out.suffix else out.with_suffix(".png")
+        check_writable(out)
+        check_replaceable(out)
+    models, changes = split_overrides(configs)
     if grow:
-        refuse_unread_options(command)
-        recipes = [argument for argument in configs if "=" not in argument]
-        stages = priced.schedules(recipes, changes, vocabulary)
-        device = None if hardware is None else sheets.hardware(hardware)
-        schedule = pricing.price_schedule(stages, device, precision, mfu, devices)
-        if as_json:
-            print(json.dumps([one.to_json() for one in schedule], indent=2))
-        else:
-            out.print(pricing.schedule_table(schedule, "images" if stages[0].length is None else "tokens"))
-        return
-    models = priced.planned([argument for argument in configs if "=" not in argument], changes, vocabulary)
-    found = {name: one.config for name, one in models.items()}
-    prices = priced.prices(
-        models,
-        context=context,
-        tokens=tokens,
-        images=images,
-        hardware=hardware,
-        batch=batch,
-        devices=devices,
-        precision=precision,
-        mfu=mfu,
-    )
-    if as_json:
-        print(json.dumps([one.to_json() for one in prices], indent=2))
+        stages = schedules(models, changes, vocab_size)
+        device = None if hardware is None else hardware_of(hardware)
+        prices: Sequence[Any] = cost.price_schedule(stages, device, precision, mfu, devices)
+        table = cost.schedule_table(prices, "images" if stages[0].length is None else "tokens")
     else:
-        out.print(pricing.table(prices), highlight=False)
-        for argument in configs:
-            if argument.endswith((".yaml", ".yml")):
-                tell_runs(recipe_of(argument, []))
-    if file is not None:
-        longest = max(32768, *(getattr(at, "context", 0) for at in prices[0].at))
-        save_figure(pricing.figure(found, [longest * i // 32 or 1 for i in range(33)]), file, dpi=160)
-        err.print(f"figure: {file}", soft_wrap=True)
+        planned = estimate(
+            *models,
+            overrides=changes,
+            vocab_size=vocab_size,
+            context=context or None,
+            tokens=tokens,
+            images=images,
+            hardware=hardware,
+            batch=batch,
+            devices=devices,
+            precision=precision,
+            mfu=mfu,
+        )
+        prices = planned.prices
+        table = cost.table(prices)
+    if json:
+        print_json([price.to_json() for price in prices])
+    else:
+        stdout.print(table)
+        for argument in models:
+            if not grow and argument.endswith((".yaml", ".yml")):
+                tell_runs(recipe_of(argument))
+    if out is not None:
+        save_figure(planned.picture(), out, dpi=160)
+        tell(f"figure: {out}")
 
 
-def refuse_unread_options(command: typer.Context) -> None:
-    """Raise `HeadwaterError` for an option on the command line that --grow leaves unread."""
-    entered = [
-        max(option.opts, key=len)
-        for option in command.command.params
-        if (source := command.get_parameter_source(option.name or ""))
-        and source.name == "COMMANDLINE"
-        and option.name not in GROW_READS
-    ]
-    if entered:
-        unread = " and ".join(entered)
-        raise HeadwaterError(f"--grow does not read {unread}; leave out {unread}.")
+def init(configs: Sequence[str], *, vocab_size: VocabSize | None = None, json: AsJson = False) -> None:
+    """Build models and show what each sub-layer writes at initialization, compared with the residual stream.
 
-
-def init(
-    configs: Annotated[
-        list[str],
-        typer.Argument(
-            help="Presets, recipes (one model per arm), config.json files or checkpoints; field=value changes all."
-        ),
-    ],
-    vocabulary: Annotated[
-        int | None, typer.Option(min=1, help="Vocabulary size, instead of the configs'.", show_default=False)
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Build models and show what each sub-layer writes at initialization, compared with the residual stream."""
-    import json
+    configs: Presets, recipes (one model per arm), config.json files or checkpoints; field=value changes all.
+    """
     from dataclasses import asdict
 
     from headwater.cost.counts import check_memory
     from headwater.models.kinds import model_class
-    from headwater_lab.training import estimate as priced
+    from headwater_lab.training.estimate import planned
     from headwater_lab.training.models import drowning, init_diagnostics
 
-    quiet()
-    changes = [argument for argument in configs if "=" in argument]
-    names = [argument for argument in configs if "=" not in argument]
-    found = {name: model.config for name, model in priced.planned(names, changes, vocabulary).items()}
+    models, changes = split_overrides(configs)
+    found = {name: model.config for name, model in planned(models, changes, vocab_size).items()}
     for config in found.values():
         check_memory(config)
     measured = {name: init_diagnostics(model_class(config)(config)) for name, config in found.items()}
-    if as_json:
-        print(
-            json.dumps({name: [asdict(one) | {"ratio": one.ratio} for one in rows] for name, rows in measured.items()})
-        )
+    if json:
+        contents = {name: [asdict(row) | {"ratio": row.ratio} for row in rows] for name, rows in measured.items()}
+        print_json(contents, indent=None)
         return
     for name, rows in measured.items():
         titles = ("layer", "sub-layer", "output rms", "stream rms", "output/stream", "cosine", "constant")
         table = lined(*titles, left=("sub-layer",), title=f"{name} at initialization")
-        for one in rows:
-            numbers = (f"{one.output:.3g}", f"{one.stream:.3g}", f"{one.ratio:.2f}", f"{one.cosine:.2f}")
-            table.add_row(str(one.layer), one.name, *numbers, f"{one.constant:.0%}")
-        out.print(table, highlight=False)
+        for row in rows:
+            numbers = (f"{row.output:.3g}", f"{row.stream:.3g}", f"{row.ratio:.2f}", f"{row.cosine:.2f}")
+            table.add_row(str(row.layer), row.name, *numbers, f"{row.constant:.0%}")
+        stdout.print(table)
         if (warning := drowning(rows)) is not None:
-            out.print(warning, highlight=False, soft_wrap=True)
-    out.print(
+            say(warning)
+    say(
         "cosine: between a sub-layer's input and the token's own embedding. constant: share of the output that is "
-        "one vector, the same for all tokens. 8 rows of 128 random tokens, or 8 images of noise.",
-        highlight=False,
-        soft_wrap=True,
+        "one vector, the same for all tokens. 8 rows of 128 random tokens, or 8 images of noise."
     )

@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from headwater.util.errors import HeadwaterError
-from headwater_lab.cli.common import Device, device_of, out, quiet
+from headwater_lab.cli.common import device_of, print_json, say
+from headwater_lab.cli.options import CheckpointPath, DeviceName, PositiveInt
 
 
 def predict(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint's folder, or a run's (its newest checkpoint).")],
-    images: Annotated[list[Path], typer.Argument(help="Image files.")],
-    top: Annotated[int, typer.Option(min=1, help="How many classes of each image to print.")] = 5,
-    jsonl: Annotated[
-        bool, typer.Option("--jsonl", help='Print {"image": …, "classes": {NAME: PROBABILITY, …}}, one line per image.')
-    ] = False,
-    device: Device = "auto",
+    checkpoint: CheckpointPath,
+    images: Sequence[Path],
+    *,
+    top: PositiveInt = 5,
+    jsonl: bool = False,
+    device: DeviceName = "auto",
 ) -> None:
-    """Print the likeliest classes of images, with their probabilities."""
+    """Print the likeliest classes of images, with their probabilities.
+
+    images: Image files.
+    top: How many classes of each image to print.
+    jsonl: Print {"image": …, "classes": {NAME: PROBABILITY, …}}, one line per image.
+    """
     from headwater_lab.serving.prediction import load_for_prediction
     from headwater_lab.serving.prediction import predict as predicted
 
-    quiet()
     for path in images:
         if not path.is_file():
             what = "a folder" if path.is_dir() else "no file"
@@ -35,7 +36,6 @@ def predict(
     for path, classes in zip(images, predicted(model, processor, images), strict=True):
         likeliest = dict(list(classes.items())[:top])
         if jsonl:
-            print(json.dumps({"image": str(path), "classes": likeliest}, ensure_ascii=False), flush=True)
+            print_json({"image": str(path), "classes": likeliest}, indent=None)
         else:
-            found = ", ".join(f"{name} {share:.4f}" for name, share in likeliest.items())
-            out.print(f"{path}: {found}", soft_wrap=True, highlight=False)
+            say(f"{path}: {', '.join(f'{name} {share:.4f}' for name, share in likeliest.items())}")

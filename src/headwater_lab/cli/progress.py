@@ -19,7 +19,7 @@ from rich.progress import (
 )
 
 from headwater.util.terminal import literal
-from headwater_lab.cli.common import err
+from headwater_lab.cli.common import stderr
 
 if TYPE_CHECKING:
     from headwater.models.kinds import AnyModel
@@ -45,8 +45,9 @@ class ProgressReport(Progress):
             TextColumn("{task.fields[info]}", markup=False),
             TimeRemainingColumn(),
         )
-        super().__init__(*(columns or default), console=err, disable=not err.is_terminal)
+        super().__init__(*(columns or default), console=stderr, disable=not stderr.is_terminal)
         self.printed: dict[TaskID, tuple[float, str]] = {}
+        self.tasks_by_name: dict[str, TaskID] = {}
         self.is_running = False
         self.stream = sys.stderr  # also while other libraries' output is silenced
 
@@ -59,6 +60,16 @@ class ProgressReport(Progress):
     def update(self, task_id: TaskID, **changes: Any) -> None:
         super().update(task_id, **changes)
         self.print_line(task_id)
+
+    def show(self, name: str, done: int, total: int | None = None, **changes: Any) -> None:
+        """Update the task of this name, which begins with the first update, as does what is displayed.
+
+        Before, an error leaves no bar behind. changes: its unit, info, and whether it is visible.
+        """
+        if name not in self.tasks_by_name:
+            self.tasks_by_name[name] = self.add_task(name, total=total, unit=changes.pop("unit", ""))
+        self.start()
+        self.update(self.tasks_by_name[name], completed=done, **changes)
 
     def start(self) -> None:
         super().start()

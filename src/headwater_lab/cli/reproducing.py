@@ -2,192 +2,154 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import typer
-
 from headwater.util import extras
 from headwater.util.errors import HeadwaterError
 from headwater.util.terminal import duration
-from headwater_lab.cli.common import Device, check_writable, device_of, err, out, quiet, tell
-from headwater_lab.cli.comparing import TrialBars, Workers, complain, failures
+from headwater_lab.cli.common import check_writable, device_of, say, split_overrides, stdout, tell
+from headwater_lab.cli.comparing import TrialBars, complain, failures
+from headwater_lab.cli.options import DeviceName, FilePath, FolderPath, Values, WorkerCount, need, refuse
 from headwater_lab.cli.progress import ProgressReport
 
 if TYPE_CHECKING:
     from headwater_lab.papers.result import Reproduction
     from headwater_lab.papers.table import PaperTable
     from headwater_lab.papers.work import Work
+    from headwater_lab.training.loop import OnEvent
 
 ScaleOption = Literal["cpu", "gpu", "paper"]
+# What only training reads, or only a count of seeds.
+OF_TRAINING = ("--keep", "--task-files", "--workers", "--device")
+OF_SEEDS = ("--sequential", "--max-seeds")
 
 
 def reproduce(
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[PAPER/TABLE] [dotted.key=value]…",
-            help="A table, and dotted.key=value overrides of its recipes.",
-            show_default=False,
-        ),
-    ] = None,
-    scale: Annotated[
-        ScaleOption,
-        typer.Option(help="cpu: minutes to an hour and a half on two cores; gpu: up to a day on one; paper: its own."),
-    ] = "cpu",
-    listing: Annotated[
-        bool, typer.Option("--list", help="List all tables, or those of one paper, with the time that they take.")
-    ] = False,
-    folder: Annotated[Path, typer.Option("--out", file_okay=False, help="Output folder for runs and pages.")] = Path(
-        "runs/reproduce"
-    ),
-    workers: Workers = None,
-    task_files: Annotated[
-        Path | None,
-        typer.Option(help="Task files to use first, as in evaluate.", show_default=False),
-    ] = None,
-    device: Device = "auto",
-    sequential: Annotated[
-        bool, typer.Option("--sequential", help="Add seeds until claims about mean differences are decided.")
-    ] = False,
-    max_seeds: Annotated[
-        int | None,
-        typer.Option(min=2, help="With --sequential: the maximum of seeds; default: 30.", show_default=False),
-    ] = None,
-    records: Annotated[
-        Path | None,
-        typer.Option(
-            dir_okay=False,
-            help="Judge the named tables, or all, by the finished runs in this file; train nothing.",
-            show_default=False,
-        ),
-    ] = None,
-    keep: Annotated[
-        Path | None,
-        typer.Option(
-            dir_okay=False,
-            help="Take finished runs from this file instead of training them, and add those that are trained.",
-            show_default=False,
-        ),
-    ] = None,
+    arguments: Sequence[str] = (),
+    *,
+    scale: ScaleOption = "cpu",
+    list: bool = False,
+    out: FolderPath = Path("runs/reproduce"),
+    workers: WorkerCount | None = None,
+    task_files: Path | None = None,
+    device: DeviceName = "auto",
+    sequential: bool = False,
+    max_seeds: Annotated[int, Values(min=2)] = 30,
+    records: FilePath | None = None,
+    keep: FilePath | None = None,
 ) -> None:
-    """Train the models behind a paper's table or figure, and judge its claims. Run it again to resume."""
-    names = [one for one in arguments or [] if "=" not in one]
-    overrides = [one for one in arguments or [] if "=" in one]
-    counting = {"--sequential": sequential, "--max-seeds": max_seeds}
-    training = {
-        **dict.fromkeys(overrides, True),
-        "--keep": keep,
-        "--task-files": task_files,
-        "--workers": workers,
-        "--device": device != "auto",
-    }
-    if listing:
-        _refuse("with --list", training | counting | {"--records": records, "--scale": scale != "cpu"})
-        _list(names, folder)
+    """Train the models behind a paper's table or figure, and judge its claims. Run it again to resume.
+
+    arguments: A table, PAPER/TABLE, and dotted.key=value overrides of its recipes.
+    scale: cpu: minutes to an hour and a half on two cores; gpu: up to a day on one; paper: its own.
+    list: List all tables, or those of one paper, with the time that they take.
+    out: Output folder for runs and pages.
+    task_files: Task files to use first, as in evaluate.
+    sequential: Add seeds until claims about mean differences are decided.
+    max_seeds: With --sequential: the maximum of seeds.
+    records: Judge the named tables, or all, by the finished runs in this file; train nothing.
+    keep: Take finished runs from this file instead of training them, and add those that are trained.
+    """
+    names, overrides = split_overrides(arguments)
+
+    def refuse_training(where: str, *options: str) -> None:
+        refuse(where, *OF_TRAINING, *options, overrides=overrides)
+
+    if list:
+        refuse_training("with --list", *OF_SEEDS, "--records", "--scale")
+        _list(names, out)
         return
-    if not sequential:
-        _refuse("without --sequential", {"--max-seeds": max_seeds})
-    limit = (max_seeds or 30) if sequential else None
+    need("--sequential", "--max-seeds")
+    limit = max_seeds if sequential else None
     if records is not None:
-        _refuse("with --records", training)
+        refuse_training("with --records")
         _judge(records, names, scale, limit)
         return
-    training |= counting
+    from headwater_lab.comparison.prices import slug
     from headwater_lab.papers.table import SCALES
     from headwater_lab.papers.table import table as paper_table
 
-    quiet()
     if len(names) != 1:
         raise HeadwaterError("Name one table, such as kv-shifting/figure-1a; `headwater reproduce --list` lists all.")
-    table = paper_table(names[0])
-    check_writable(folder, folder=True)
+    (name,) = names
+    table = paper_table(name)
+    check_writable(out, folder=True)
     if table.computed:
-        _refuse(f"for {names[0]}, which is computed without training", training | {"--scale": scale != "cpu"})
-        from headwater_lab.comparison.prices import slug
+        refuse_training(f"for {name}, which is computed without training", *OF_SEEDS, "--scale")
         from headwater_lab.papers.result import computed
 
-        _show(computed(names[0]), folder / slug(names[0]))
-        return
-    if table.scales[scale].nothing:
-        _refuse(f"for {names[0]}, which is not run at {scale} scale", training)
-        others = [other for other in SCALES if not table.scales[other].nothing]
-        why = f"{names[0]} is meaningless at {scale} scale and was not run: {table.scales[scale].nothing}"
-        out.print(f"{why} Use --scale {' or '.join(others)}.", soft_wrap=True, markup=False, highlight=False)
-        return
-    extras.check("compare")
+        _show(computed(name), out / slug(name))
+    elif why := table.scales[scale].nothing:
+        refuse_training(f"for {name}, which is not run at {scale} scale", *OF_SEEDS)
+        others = " or ".join(other for other in SCALES if not table.scales[other].nothing)
+        say(f"{name} is meaningless at {scale} scale and was not run: {why} Use --scale {others}.")
+    else:
+        extras.check("compare")
+        from headwater_lab.papers.work import prepare
+
+        _train_table(prepare(name, scale, out, overrides), workers, task_files, device, limit, keep)
+
+
+def _train_table(
+    work: Work, workers: int | None, task_files: Path | None, device: str, max_seeds: int | None, keep: Path | None
+) -> None:
+    """Train a table's runs and print it. max_seeds: add seeds up to this number; None: train the recipes' seeds."""
     from headwater_lab.papers.kept import keep as keep_runs
     from headwater_lab.papers.kept import restore
     from headwater_lab.papers.measures import tasks_of
     from headwater_lab.papers.result import reproduction
-    from headwater_lab.papers.training import check_not_begun_otherwise
-    from headwater_lab.papers.work import prepare
+    from headwater_lab.papers.training import check_not_begun_otherwise, train, train_sequentially
 
-    if not tasks_of(table):
-        _refuse(f"for {names[0]}, which has no benchmarks", {"--task-files": task_files})
-    work = prepare(names[0], scale, folder, overrides)
+    if not tasks_of(work.table):
+        refuse(f"for {work.name}, which has no benchmarks", "--task-files")
     work.check_tasks(task_files)
-    if not sequential:
+    if max_seeds is None:
         check_not_begun_otherwise(work)
     device = device_of(device)
     if keep is not None:
         check_writable(keep)
         restore(keep, work, tell)
-    err.print(_cost(work), soft_wrap=True, highlight=False)
+    tell(_cost(work))
     if work.cannot_show:
-        err.print("Models of this size cannot show what the table claims, so there will be no verdict.", soft_wrap=True)
+        tell("Models of this size cannot show what the table claims, so there will be no verdict.")
     try:
-        failed, trained = _train(work, workers, limit, task_files, device)
+        with ProgressReport() as progress:
+
+            def training(name: str, steps: int) -> OnEvent:
+                return lambda step, point: progress.show(name, step, steps, unit="step")
+
+            comparing = partial(TrialBars, progress)
+            if max_seeds is None:
+                outcomes, trained = train(work, workers, comparing, training), work
+            else:
+                outcomes, trained = train_sequentially(
+                    work, workers, comparing, training, max_seeds, task_files, device
+                )
+        failed = failures(outcomes)
     finally:  # also of what was interrupted
         if keep is not None:
             keep_runs(keep, work, tell)
     left = work.commands()
-    if len(work.missing()) < sum(len(place.seeds) for place in work.trained):
-        until = None if limit is None else (work, limit)
+    if len(work.missing()) < sum(len(arm.seeds) for arm in work.trained):
+        until = None if max_seeds is None else (work, max_seeds)
         _show(reproduction(trained, task_files, device, until), work.folder)
     for line in left:
-        out.print(line, soft_wrap=True, markup=False, highlight=False)
+        say(line)
     if left:
         commands = "command" if len(left) == 1 else "commands"
         raise HeadwaterError(f"{work.left()} command: run the {commands} above, then this one again.")
     complain(failed)
 
 
-def _refuse(where: str, options: Mapping[str, object]) -> None:
-    """Raise `HeadwaterError` for the first option or override that is given and would not be read."""
-    if unread := next((name for name, value in options.items() if value is not None and value is not False), None):
-        raise HeadwaterError(f"{unread!r} has no effect {where}; leave it out.")
-
-
-def _train(
-    work: Work, workers: int | None, max_seeds: int | None, task_files: Path | None, device: str
-) -> tuple[list, Work]:
-    """The failed trials, and the work with all seeds."""
-    from headwater_lab.papers.training import train as train_work
-    from headwater_lab.papers.training import train_sequentially
-
-    with ProgressReport() as progress:
-
-        def training(name: str, steps: int):
-            bar = progress.add_task(name, total=steps, unit="step")
-            return lambda step, point: progress.update(bar, completed=step)
-
-        comparing = partial(TrialBars, progress)
-        if max_seeds is None:
-            outcomes, trained = train_work(work, workers, comparing, training), work
-        else:
-            outcomes, trained = train_sequentially(work, workers, comparing, training, max_seeds, task_files, device)
-    return failures(outcomes), trained
-
-
-def _show(found: Reproduction, folder: Path) -> None:
+def _show(result: Reproduction, folder: Path) -> None:
     from headwater_lab.papers.result import terminal, write
 
-    for part in terminal(found):
-        out.print(part, highlight=False)
-    out.print(f"report: {write(found, folder)}", soft_wrap=True)
+    for part in terminal(result):
+        stdout.print(part)
+    say(f"report: {write(result, folder)}")
 
 
 def _cost(work: Work) -> str:
@@ -205,7 +167,7 @@ def _cost(work: Work) -> str:
     return f"{counted(whole, 'run')}{there}; {cost.flops:.2g} FLOPs in total, {hours}"
 
 
-def _chosen(papers: list[str]) -> dict[str, PaperTable]:
+def _chosen(papers: Sequence[str]) -> dict[str, PaperTable]:
     """All tables, or those of `papers`, each a paper or a table."""
     from headwater.util.errors import nearest
     from headwater_lab.papers.table import tables as paper_tables
@@ -219,7 +181,7 @@ def _chosen(papers: list[str]) -> dict[str, PaperTable]:
     return {name: table for name, table in known.items() if name in chosen}
 
 
-def _judge(records: Path, names: list[str], scale: ScaleOption, max_seeds: int | None) -> None:
+def _judge(records: Path, names: Sequence[str], scale: ScaleOption, max_seeds: int | None) -> None:
     """Print the tables whose runs are in a file, with their claims."""
     from tempfile import TemporaryDirectory
 
@@ -231,14 +193,14 @@ def _judge(records: Path, names: list[str], scale: ScaleOption, max_seeds: int |
     with TemporaryDirectory() as folder:
         for number, reproduction in enumerate(recorded(_chosen(names), scale, records, Path(folder), max_seeds)):
             if number:
-                out.print()
+                stdout.print()
             for part in terminal(reproduction):
-                out.print(part, highlight=False)
+                stdout.print(part)
     if reproduction is None:
         raise HeadwaterError(f"{str(records)!r} has no run of these tables at {scale} scale with their settings.")
 
 
-def _list(papers: list[str], folder: Path) -> None:
+def _list(papers: Sequence[str], folder: Path) -> None:
     """Print the tables of `papers`; default: all."""
     from headwater.util.terminal import lined
     from headwater_lab.papers.price import price
@@ -265,4 +227,4 @@ def _list(papers: list[str], folder: Path) -> None:
             note = "; cannot show it" if at.cannot_show else ""
             cells.append(f"{time}, {runs - len(work.missing())}/{runs}{note}")
         listing.add_row(name, table.title, *cells)
-    out.print(listing, highlight=False)
+    stdout.print(listing)

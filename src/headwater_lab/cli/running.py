@@ -2,77 +2,77 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from argparse import ArgumentError, ArgumentParser
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import typer
-
 from headwater.util.errors import HeadwaterError
-from headwater_lab.cli.common import Device, check_outside, check_writable, device_of, err, quiet, tell_model
+from headwater_lab.cli.common import check_outside, check_writable, device_of, print_json, stderr, tell_model
+from headwater_lab.cli.options import (
+    CheckpointPath,
+    DeviceName,
+    FolderPath,
+    NaturalInt,
+    PositiveInt,
+    Values,
+    exclude,
+    extra_arguments,
+    need,
+    refuse,
+)
 
-# Options of `generate` that choose among tokens, which it does not at temperature 0.
-SAMPLING = ("top_p", "top_k", "seed")
 # What a line of JSONL may seem to choose for itself.
-OF_ALL_LINES = {*SAMPLING, "temperature", "max_new_tokens", "max_tokens", "stop"}
+OF_ALL_LINES = {"top_p", "top_k", "seed", "temperature", "max_new_tokens", "max_tokens", "stop"}
 
 
 def generate(
-    context: typer.Context,
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint's folder, or a run's (its newest checkpoint).")],
-    prompt: Annotated[str | None, typer.Argument(help="The text to continue; - reads it from stdin.")] = None,
-    jsonl: Annotated[
-        Path | None,
-        typer.Option(
-            help='JSONL file with one {"prompt": "…"} per line, or - for stdin; continued in batches, printed as JSONL.'
-        ),
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, max=2**20, help="Maximum number of tokens to generate.")] = 200,
-    temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")] = 0.8,
-    top_p: Annotated[
-        float, typer.Option(min=0, max=1, help="Sample from the most likely tokens with this total probability.")
-    ] = 0.95,
-    top_k: Annotated[int, typer.Option(min=0, help="Sample from this many most likely tokens; 0 means all.")] = 0,
-    seed: Annotated[int, typer.Option(help="Seed for sampling.")] = 0,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts per batch with --jsonl.")] = 16,
-    stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; repeatable.")] = None,
-    cache: Annotated[
-        str,
-        typer.Option(
-            help="dynamic: grows with the text. static: allocated once, so that a GPU replays each token as one CUDA "
-            "graph; the text is the same."
-        ),
-    ] = "dynamic",
-    compile: Annotated[
-        bool, typer.Option("--compile", help="With --cache static: compile the model first, for a minute or so.")
-    ] = False,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float64; auto: as in the checkpoint.")] = "auto",
-    device: Device = "auto",
+    checkpoint: CheckpointPath,
+    prompt: str | None = None,
+    *,
+    jsonl: Path | None = None,
+    max_new_tokens: Annotated[int, Values(min=1, max=2**20)] = 200,
+    temperature: Annotated[float, Values(min=0)] = 0.8,
+    top_p: Annotated[float, Values(min=0, max=1)] = 0.95,
+    top_k: NaturalInt = 0,
+    seed: int = 0,
+    batch_size: PositiveInt = 16,
+    stop: Sequence[str] = (),
+    cache: Literal["dynamic", "static"] = "dynamic",
+    compile: bool = False,
+    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto",
+    device: DeviceName = "auto",
 ) -> None:
-    """Continue a prompt and print the text as it is generated; or continue many prompts, as JSONL."""
-    import json
+    """Continue a prompt and print the text as it is generated; or continue many prompts, as JSONL.
 
+    prompt: The text to continue; - reads it from stdin.
+    jsonl: JSONL file with one {"prompt": "…"} per line, or - for stdin; continued in batches, printed as JSONL.
+    max_new_tokens: Maximum number of tokens to generate.
+    temperature: Sampling temperature; 0 is greedy.
+    top_p: Sample from the most likely tokens with this total probability.
+    top_k: Sample from this many most likely tokens; 0 means all.
+    seed: NaturalInt for sampling.
+    batch_size: Prompts per batch with --jsonl.
+    stop: Stop before this text; repeatable.
+    cache: dynamic: grows with the text. static: allocated once, so that a GPU replays each token as one CUDA graph; the
+        text is the same.
+    compile: With --cache static: compile the model first, for a minute or so.
+    dtype: The dtype to compute in; auto: as in the checkpoint.
+    """
     import torch
 
     from headwater.models.decoding import Decoder
     from headwater_lab.serving.generation import continue_prompts, load_for_generation
 
-    quiet()
     if (prompt is None) == (jsonl is None):
         raise HeadwaterError("Pass exactly one of: a prompt, - for stdin, --jsonl.")
-    chosen = {name for name in context.params if _is_chosen(context, name)}
-    if temperature == 0 and (unread := [name for name in SAMPLING if name in chosen]):
-        raise HeadwaterError(f"--{unread[0].replace('_', '-')} has no effect at --temperature 0, which is greedy.")
-    if jsonl is None and "batch_size" in chosen:
-        raise HeadwaterError("--batch-size is for --jsonl; leave it out for a single prompt.")
+    if temperature == 0:
+        refuse("at --temperature 0, which is greedy", "--top-p", "--top-k", "--seed")
+    need("--jsonl", "--batch-size")
     if 0 < temperature < 0.01:
         raise HeadwaterError("--temperature below 0.01 is almost greedy; use 0 for greedy decoding.")
-    if "" in (stop or ()):
+    if "" in stop:
         raise HeadwaterError("--stop needs a text to stop at, not an empty one.")
-    if cache not in ("dynamic", "static"):
-        raise HeadwaterError(f"--cache is dynamic or static, not {cache!r}.")
     if compile and cache == "dynamic":
         raise HeadwaterError("--compile needs --cache static: with a growing cache every token has another shape.")
     if jsonl is not None:
@@ -80,15 +80,13 @@ def generate(
     else:
         rows = [{"prompt": _read(Path("-")) if prompt == "-" else str(prompt)}]
     device = device_of(device)
-    if dtype not in ("auto", "float32", "bfloat16", "float64"):
-        raise HeadwaterError(f"--dtype is auto, float32, bfloat16 or float64, not {dtype!r}.")
     model, tokenizer = load_for_generation(checkpoint)
     model.to(device, None if dtype == "auto" else getattr(torch, dtype))
     decoder = Decoder(model, compile) if cache == "static" else None
     tokens, seconds = 0, 0.0
     for begin in range(0, len(rows), batch_size):
         batch = rows[begin : begin + batch_size]
-        made = continue_prompts(
+        continued = continue_prompts(
             model,
             tokenizer,
             [row["prompt"] for row in batch],
@@ -97,25 +95,19 @@ def generate(
             top_p=top_p,
             top_k=top_k,
             seed=seed + begin,
-            stop=stop or (),
+            stop=stop,
             stream=jsonl is None,
             decoder=decoder,
         )
-        tokens, seconds = tokens + made.tokens, seconds + made.seconds
+        tokens, seconds = tokens + continued.tokens, seconds + continued.seconds
         if jsonl is not None:
-            for row, completion in zip(batch, made.texts, strict=True):
-                print(json.dumps(row | {"completion": completion}, ensure_ascii=False), flush=True)
-    err.print(
-        f"{tokens} tokens, {tokens / seconds:,.0f} tokens/s, cache {made.cache_bytes:,} bytes "
-        f"({made.reserved_bytes:,} reserved)",
+            for row, completion in zip(batch, continued.texts, strict=True):
+                print_json(row | {"completion": completion}, indent=None)
+    stderr.print(
+        f"{tokens} tokens, {tokens / seconds:,.0f} tokens/s, cache {continued.cache_bytes:,} bytes "
+        f"({continued.reserved_bytes:,} reserved)",
         style="dim",
     )
-
-
-def _is_chosen(context: typer.Context, name: str) -> bool:
-    """Whether an option stands on the command line."""
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
 
 
 def _read(file: Path) -> str:
@@ -162,18 +154,13 @@ def _prompts(text: str, name: str) -> list[dict[str, Any]]:
     return prompts
 
 
-def serve(
-    context: typer.Context,
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint's folder, or a run's (its newest checkpoint).")],
-    engine: Annotated[
-        Literal["transformers", "vllm"],
-        typer.Option(help="Whose server: transformers', or vLLM with the smaller cache (docs/serving.md)."),
-    ] = "transformers",
-) -> None:
+def serve(checkpoint: CheckpointPath, *, engine: Literal["transformers", "vllm"] = "transformers") -> None:
     """Answer OpenAI-style requests over HTTP, through the server of transformers or vLLM, which receives all other
     options.
 
     Requests use the model name given here. By default the server listens on this machine only; see --host.
+
+    engine: Whose server: transformers', or vLLM with the smaller cache (docs/serving.md).
     """
     from importlib.util import find_spec
 
@@ -196,8 +183,11 @@ def serve(
     if not has_tokenizer(source):
         raise HeadwaterError(f"{str(source)!r} has no tokenizer, so it cannot answer text.")
     if engine == "vllm":
-        return _serve_with_vllm(str(checkpoint), source, context.args)
-    if "--continuous-batching" in context.args:
+        from headwater_lab.serving.vllm import serve_with_vllm
+
+        serve_with_vllm(str(checkpoint), source, extra_arguments())
+        return
+    if "--continuous-batching" in extra_arguments():
         config = read_config(source)
         check_paged(config, plan_layers(config))
     if "@" in str(source):
@@ -209,97 +199,39 @@ def serve(
     from headwater_lab.serving.server import install
 
     install(str(checkpoint), source)
-    sys.argv = ["transformers", "serve", str(checkpoint), *context.args]
+    sys.argv = ["transformers", "serve", str(checkpoint), *extra_arguments()]
     transformers_cli()
 
 
-def _serve_with_vllm(name: str, source: Path, options: list[str]) -> None:
-    """Run `vllm serve`, with the settings of a checkpoint on this machine unless they are given."""
-    import torch
-
-    from headwater.cost.hardware import available_memory
-    from headwater.engines.pages import check_servable
-    from headwater.models.load import read_config
-
-    config = read_config(source)
-    check_servable(config)
-    given = {option.partition("=")[0].replace("_", "-") for option in options if option.startswith("-")}
-    added = ["--served-model-name", name] * ("--served-model-name" not in given)
-    added += ["--host", "127.0.0.1"] * ("--host" not in given)
-    if not torch.cuda.is_available():
-        # vLLM would round a model in fp32 to bf16, and reserve nearly all memory.
-        dtype = str(config.dtype).rpartition(".")[2]
-        added += ["--dtype", dtype] * ("--dtype" not in given and dtype != "None")
-        kept = {"--enforce-eager", "--no-enforce-eager", "--pipeline-parallel-size", "-pp"}  # stages cannot, see checks
-        added += ["--enforce-eager"] * (not given & kept)
-        free = int(available_memory() / 4 / _processes(options) // 2**30)  # vLLM keeps so much for each process
-        if "--kv-cache-memory-bytes" not in given:
-            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, free)))
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the checkpoint is here
-    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # which the plugin is not tried with
-    # `vllm serve` asks for the version of a package named vllm, and fails where vLLM's package is vllm-cpu.
-    from vllm.entrypoints.launchers.api_server.entry import main as vllm_server
-
-    sys.argv = ["vllm", "--model", str(source), *added, *options]
-    try:
-        vllm_server()
-    except ValueError as error:  # pydantic's, around what the plugin says of vLLM's options
-        for one in getattr(error, "errors", list)():
-            if isinstance(own := one.get("ctx", {}).get("error"), HeadwaterError):
-                raise own from None
-        raise
-
-
-def _processes(options: list[str]) -> int:
-    """How many processes vLLM is asked for. What is no number is left for vLLM to refuse."""
-    parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--tensor-parallel-size", "--tensor_parallel_size", "-tp", type=int, default=1)
-    parser.add_argument("--pipeline-parallel-size", "--pipeline_parallel_size", "-pp", type=int, default=1)
-    try:
-        found, _ = parser.parse_known_args(options)
-    except ArgumentError:
-        return 1
-    return max(1, found.tensor_parallel_size * found.pipeline_parallel_size)
-
-
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint's folder, or a run's (its newest checkpoint).")],
-    folder: Annotated[Path, typer.Option("--out", file_okay=False, help="The new folder.", show_default=False)],
-    materialise: Annotated[
-        bool, typer.Option("--materialise", help="For engines with a paged cache: exact, but without the cache saving.")
-    ] = False,
-    family: Annotated[
-        str | None,
-        typer.Option(
-            help="Export as one of transformers' models, if it fits: gpt2, llama, mistral, qwen2, qwen3, gpt_neox, "
-            "vit, deit, "
-            "or package.module:NAME; source is the family it was retrofitted from.",
-            show_default=False,
-        ),
-    ] = None,
+    checkpoint: CheckpointPath, *, out: FolderPath, materialise: bool = False, family: str | None = None
 ) -> None:
-    """Export a checkpoint with its code, so that transformers loads it without headwater (trust_remote_code=True)."""
+    """Export a checkpoint with its code, so that transformers loads it without headwater (trust_remote_code=True).
+
+    out: The new folder.
+    materialise: For engines with a paged cache: exact, but without the cache saving.
+    family: Export as one of transformers' models, if it fits: gpt2, llama, mistral, qwen2, qwen3, gpt_neox, vit, deit,
+        or package.module:NAME; source is the family it was retrofitted from.
+    """
     from headwater.conversion.export import export as write
     from headwater.conversion.export import export_family
     from headwater.conversion.families import check_family
     from headwater.util.files import check_free
     from headwater_lab.training.models import open_trained
 
-    quiet()
-    check_outside(folder, checkpoint)
-    check_free(folder)
-    check_writable(folder, folder=True)
+    exclude("--family", "--materialise")
+    check_outside(out, checkpoint)
+    check_free(out)
+    check_writable(out, folder=True)
     trained = open_trained(checkpoint)
-    if family is None:
-        write(trained.model, folder, materialise, trained.tokenizer)
-    elif materialise:
-        raise HeadwaterError("--materialise is for headwater's own models; leave it out with --family.")
-    elif family == "source":
+    if family == "source":
         known = [event.details["family"] for event in trained.history if "family" in event.details]
         if not known or not isinstance(known[0], str):
             raise HeadwaterError(f"{str(checkpoint)!r} was not retrofitted from a family; name one with --family.")
-        check_family(known[0])
-        export_family(trained.model, folder, known[0], trained.tokenizer)
+        family = known[0]
+        check_family(family)
+    if family is None:
+        write(trained.model, out, materialise, trained.tokenizer)
     else:
-        export_family(trained.model, folder, family, trained.tokenizer)
-    tell_model(folder)
+        export_family(trained.model, out, family, trained.tokenizer)
+    tell_model(out)

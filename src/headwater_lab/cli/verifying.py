@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.text import Text
 
 from headwater.util.errors import HeadwaterError
 from headwater.util.terminal import lined
-from headwater_lab.cli.common import err, out, quiet
+from headwater_lab.cli.common import print_json, say, stderr, stdout
+from headwater_lab.cli.options import AsJson, TrustRemoteCode
 from headwater_lab.cli.progress import ProgressReport
 
 if TYPE_CHECKING:
@@ -24,37 +24,27 @@ MARKS = {True: "✓", False: "✗", None: "–"}
 
 
 def verify(
-    checkpoint: Annotated[
-        Path | None,
-        typer.Argument(
-            help="A checkpoint's folder, or a run's, or one of a Hugging Face model; default: small random models of "
-            "each mechanism.",
-            show_default=False,
-        ),
-    ] = None,
-    model: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--model",
-            help="Any causal language model: a folder, or organization/name on the Hugging Face hub; repeatable.",
-            show_default=False,
-        ),
-    ] = None,
-    trust_remote_code: Annotated[
-        bool,
-        typer.Option("--trust-remote-code", help="Run code that comes with a model. Use it only for models you trust."),
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the verdicts as JSON, and nothing else.")] = False,
-    seed: Annotated[int, typer.Option(help="Seed for prompts and parameters.")] = 0,
+    checkpoint: Path | None = None,
+    *,
+    model: Sequence[str] = (),
+    trust_remote_code: TrustRemoteCode = False,
+    json: AsJson = False,
+    seed: int = 0,
 ) -> None:
-    """Check every way of decoding against one pass without a cache. Exit code 1: some way silently differs."""
+    """Check every way of decoding against one pass without a cache. Exit code 1: some way silently differs.
+
+    checkpoint: A checkpoint's folder, or a run's, or one of a Hugging Face model; default: small random models of each
+        mechanism.
+    model: Any causal language model: a folder, or organization/name on the Hugging Face hub; repeatable.
+    json: Print the verdicts as JSON, and nothing else.
+    seed: NaturalInt for prompts and parameters.
+    """
     from headwater import verification as verifying
     from headwater.models.kinds import MODEL_TYPES
     from headwater.models.load import model_type
     from headwater_lab.training.checkpoints import newest_checkpoint
     from headwater_lab.training.models import open_trained
 
-    quiet()
     if checkpoint is not None and model:
         raise HeadwaterError("Verify one of these at a time: a checkpoint, or --model.")
     if checkpoint is not None and (kind := model_type(newest_checkpoint(checkpoint))) and kind not in MODEL_TYPES:
@@ -64,23 +54,22 @@ def verify(
         raise HeadwaterError(f"{str(checkpoint)!r} is an image model, which has no cache to verify.")
     found: dict[str, list[Verified]] = {}
     with ProgressReport() as progress:
-        task = progress.add_task("verifying", total=None)
-        for name, one in _models(trained, model or [], trust_remote_code, seed):
-            progress.update(task, info=name)
+        for name, one in _models(trained, model, trust_remote_code, seed):
+            progress.show("verifying", 0, info=name)
             found[name] = verifying.verify(one, seed)
     failed = any(one.ok is False for ways in found.values() for one in ways)
-    if as_json:
+    if json:
         models = [{"name": name, "ways": verifying.as_data(ways)} for name, ways in found.items()]
-        print(json.dumps({"versions": verifying.versions(), "seed": seed, "models": models}, ensure_ascii=False))
+        print_json({"versions": verifying.versions(), "seed": seed, "models": models}, indent=None)
     else:
         _print(found, many=len(found) > 1 and not model)
     if failed:
-        err.print("headwater: Decoding with a cache differs from decoding without one; see ✗ above.")
+        stderr.print("headwater: Decoding with a cache differs from decoding without one; see ✗ above.")
         raise typer.Exit(1)
 
 
 def _models(
-    trained: PreTrainedModel | None, sources: list[str], trust_remote_code: bool, seed: int
+    trained: PreTrainedModel | None, sources: Sequence[str], trust_remote_code: bool, seed: int
 ) -> Iterator[tuple[str, PreTrainedModel]]:
     """Names and models, each made when its turn comes. Mechanisms that are invalid on their own have none."""
     from headwater import verification as verifying
@@ -124,14 +113,14 @@ def _print(found: dict[str, list[Verified]], many: bool) -> None:
             f"{max(exact):.0e}" if exact else "–",
             f"{max(rounded):.0e}" if rounded else "–",
         )
-    out.print(table)
-    out.print("\n".join(_legend(list(numbers))))
-    out.print("✓ same as without a cache, ✗ differs, – raises an error or does not apply.", soft_wrap=True)
-    out.print("fp64, fp32: largest difference of logits, relative to the largest logit.", soft_wrap=True)
+    stdout.print(table)
+    stdout.print("\n".join(_legend(list(numbers))))
+    say("✓ same as without a cache, ✗ differs, – raises an error or does not apply.")
+    say("fp64, fp32: largest difference of logits, relative to the largest logit.")
     for name, ways in found.items():
         for one in ways:
             if one.ok is False or (one.ok is None and not many) or one.only_rounded:
-                out.print(f"{MARKS[one.ok]} {name}: {one.check}: {_where(one)}", soft_wrap=True)
+                say(f"{MARKS[one.ok]} {name}: {one.check}: {_where(one)}")
 
 
 def _legend(names: list[str]) -> Iterator[str]:

@@ -184,7 +184,7 @@ class _Tokenize:
                 f"{type(tokenizer).__name__} has no tokenizer.json; data prepare needs a fast tokenizer."
             )
         self.tokenizer, self.separator = tokenizer, self.encoder.separator
-        self.vocabulary, self.dtype = self.encoder.vocabulary, self.encoder.dtype
+        self.vocab_size, self.dtype = self.encoder.vocab_size, self.encoder.dtype
         # In the form that save_pretrained writes.
         self.sha256 = hashlib.sha256(tokenizer.backend_tokenizer.to_str(pretty=True).encode()).hexdigest()
 
@@ -271,7 +271,7 @@ class _Run:
             tokenizer=TokenizerFacts(
                 name=self.name,
                 sha256=sha256_of(place / "tokenizer.json"),
-                vocabulary=self.encode.vocabulary,
+                vocab_size=self.encode.vocab_size,
                 files={file.relative_to(place).as_posix(): sha256_of(file) for file in files},
             ),
             separator=self.encode.separator,

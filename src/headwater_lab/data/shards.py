@@ -108,7 +108,7 @@ class TokenizerFacts(Facts):
     name: str
     sha256: Digest
     """Of its tokenizer.json."""
-    vocabulary: Annotated[int, Field(ge=1)]
+    vocab_size: Annotated[int, Field(ge=1)]
     """One more than its largest id, including added tokens."""
     files: dict[FileName, Digest]
     """The SHA-256 of every file of the copy."""
@@ -166,7 +166,7 @@ class Manifest(Facts):
     def _fits_together(self) -> Self:
         if "tokenizer.json" not in self.tokenizer.files:
             raise ValueError("the tokenizer has no checksum")
-        if self.separator >= self.tokenizer.vocabulary:
+        if self.separator >= self.tokenizer.vocab_size:
             raise ValueError("the separator is beyond the vocabulary")
         return self
 
@@ -186,8 +186,8 @@ class Manifest(Facts):
 class Shards:
     """One split of a prepared folder as one stream of tokens, memory-mapped; a shard is opened when first read."""
 
-    def __init__(self, folder: Path, facts: SplitFacts, dtype: np.dtype, vocabulary: int) -> None:
-        self.folder, self.facts, self.dtype, self.vocabulary = folder, facts, dtype, vocabulary
+    def __init__(self, folder: Path, facts: SplitFacts, dtype: np.dtype, vocab_size: int) -> None:
+        self.folder, self.facts, self.dtype, self.vocab_size = folder, facts, dtype, vocab_size
         self.tokens, self.documents = facts.tokens, facts.documents
         # Where each shard begins in the stream, and the end.
         self.offsets = list(itertools.accumulate((shard.tokens for shard in facts.shards), initial=0))
@@ -200,9 +200,9 @@ class Shards:
         """
         parts = [self._shard(i)[0][a:b] for i, a, b in self._spans(start, stop)]
         tokens = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, self.dtype), *parts])
-        if len(tokens) and (largest := int(tokens.max())) >= self.vocabulary:
+        if len(tokens) and (largest := int(tokens.max())) >= self.vocab_size:
             raise HeadwaterError(
-                f"{str(self.folder)!r} holds token {largest}, but its tokenizer has only {self.vocabulary}; find the "
+                f"{str(self.folder)!r} holds token {largest}, but its tokenizer has only {self.vocab_size}; find the "
                 f"damaged file with `headwater data show --check`."
             )
         return tokens
@@ -288,7 +288,7 @@ class Prepared:
         """The folder's copy of the tokenizer. Raises `HeadwaterError` if it is not the one that made the tokens."""
         folder, facts = self.folder / TOKENIZER, self.manifest.tokenizer
         tokenizer = load_tokenizer(str(folder))
-        if facts.vocabulary != vocabulary(tokenizer) or separator(tokenizer) != self.manifest.separator:
+        if facts.vocab_size != vocabulary(tokenizer) or separator(tokenizer) != self.manifest.separator:
             raise damaged(folder)
         return tokenizer
 
@@ -328,8 +328,8 @@ def open_prepared(folder: Path) -> Prepared:
         raise HeadwaterError(f"{str(folder / EVALUATION)!r} is missing; copy it again, or prepare the folder again.")
     for name in _changed_tokenizer(folder, manifest.tokenizer):
         raise damaged(folder / name)
-    dtype, vocabulary = manifest.numpy_dtype, manifest.tokenizer.vocabulary
-    splits = (Shards(folder, facts, dtype, vocabulary) for facts in (manifest.train, manifest.held_out))
+    dtype, vocab_size = manifest.numpy_dtype, manifest.tokenizer.vocab_size
+    splits = (Shards(folder, facts, dtype, vocab_size) for facts in (manifest.train, manifest.held_out))
     return Prepared(folder, manifest, *splits)
 
 

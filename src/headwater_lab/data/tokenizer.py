@@ -36,23 +36,23 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return _with_end(tokenizer)
 
 
-def train_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenizerFast:
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """Byte-level BPE with GPT-2's way of splitting text into words; token 0 is the end of text.
 
     Decoding restores every text exactly. Raises `HeadwaterError` below 257 tokens, which are all bytes and the end of
     text, and above `LARGEST_VOCABULARY`.
-    vocabulary: tokens, including the end of text; fewer if the texts have too few pairs to merge.
+    vocab_size: tokens, including the end of text; fewer if the texts have too few pairs to merge.
     """
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    if vocabulary <= len(alphabet):
-        raise HeadwaterError(f"A vocabulary of {vocabulary} has no room for 256 bytes and the end of text.")
-    if vocabulary > LARGEST_VOCABULARY:
-        raise HeadwaterError(f"A vocabulary of {vocabulary:,} is too large; use at most {LARGEST_VOCABULARY:,}.")
+    if vocab_size <= len(alphabet):
+        raise HeadwaterError(f"A vocabulary of {vocab_size} has no room for 256 bytes and the end of text.")
+    if vocab_size > LARGEST_VOCABULARY:
+        raise HeadwaterError(f"A vocabulary of {vocab_size:,} is too large; use at most {LARGEST_VOCABULARY:,}.")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
     return _with_end(tokenizer)
@@ -153,8 +153,8 @@ class Encoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         end = separator(tokenizer)
         assert end is not None, "load_tokenizer looks for it"
-        self.tokenizer, self.separator, self.vocabulary = tokenizer, end, vocabulary(tokenizer)
-        self.dtype = np.dtype("<u2" if self.vocabulary <= 2**16 else "<u4")
+        self.tokenizer, self.separator, self.vocab_size = tokenizer, end, vocabulary(tokenizer)
+        self.dtype = np.dtype("<u2" if self.vocab_size <= 2**16 else "<u4")
         self.is_bytes = tokenizer.get_vocab() == byte_tokenizer().get_vocab()
         self.backend = None
         if getattr(tokenizer, "is_fast", False):

@@ -211,7 +211,7 @@ def _facts(one: Candidate, model: Any) -> dict[str, Any]:
         "family": one.config.model_type,
         "parameters": model.num_parameters(),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "vocabulary": len(one.tokenizer),
+        "vocab_size": len(one.tokenizer),
         "begins_with": one.tokenizer.convert_ids_to_tokens(one.begin),
     }
 

@@ -152,16 +152,16 @@ class Planned(NamedTuple):
 def planned(
     models: Iterable[HeadwaterConfig | Recipe | Mapping[str, Any] | str | Path],
     overrides: Sequence[str] = (),
-    vocabulary: int | None = None,
+    vocab_size: int | None = None,
     schedule: bool = False,
 ) -> dict[str, Planned]:
     """Models by name, of recipes one for each arm and stage; a repeated name gets a number.
 
     models: configs; recipes; presets, shipped recipes, YAML files, config.json files, checkpoints and runs by name.
-    overrides: "field=value" for all of them, "training.field=value" for how they are trained. vocabulary: same as the
+    overrides: "field=value" for all of them, "training.field=value" for how they are trained. vocab_size: same as the
     override vocab_size. schedule: also at each of its recipe's sizes, and with the teacher. Raises `HeadwaterError`.
     """
-    overrides = [*overrides, *([] if vocabulary is None else [f"vocab_size={vocabulary}"])]
+    overrides = [*overrides, *([] if vocab_size is None else [f"vocab_size={vocab_size}"])]
     of_training = [text for text in overrides if text.startswith("training.")]
     changes = _changes(fields := [text for text in overrides if text not in of_training])
     found: dict[str, Planned] = {}
@@ -230,7 +230,7 @@ def prices(
     ]
 
 
-def schedules(models: Iterable[Any], overrides: Sequence[str] = (), vocabulary: int | None = None) -> list[ToTrain]:
+def schedules(models: Iterable[Any], overrides: Sequence[str] = (), vocab_size: int | None = None) -> list[ToTrain]:
     """The stages of recipes, arm by arm and size by size, as `price.schedule` prices them.
 
     Raises `HeadwaterError` for a model that is no recipe.
@@ -239,7 +239,7 @@ def schedules(models: Iterable[Any], overrides: Sequence[str] = (), vocabulary: 
     for model in models:
         if not _is_recipe(model):
             raise HeadwaterError(f"{str(model)!r} is no recipe, so it has no schedule to price; leave out --grow.")
-        for one in planned([model], overrides, vocabulary, schedule=True).values():
+        for one in planned([model], overrides, vocab_size, schedule=True).values():
             assert one.run is not None
             length = None if isinstance(one.config, HeadwaterVisionConfig) else one.run.row_length
             how = one.run.training
@@ -328,7 +328,7 @@ def _of_recipe(
     given: Recipe | Mapping[str, Any] | str | Path,
     overrides: list[str],
     of_training: list[str],
-    vocabulary: int | None,
+    vocab_size: int | None,
     schedule: bool,
 ) -> dict[str, Planned]:
     """Models of a recipe by name, one for each arm of its comparison, each size if asked for, and each stage. The data
@@ -347,7 +347,7 @@ def _of_recipe(
         }
     result: dict[str, Planned] = {}
     for name, recipe in recipes.items():
-        size = vocabulary or recipe.known_size or local_size(getattr(recipe.data, "tokenizer", None))
+        size = vocab_size or recipe.known_size or local_size(getattr(recipe.data, "tokenizer", None))
         if size is None and recipe.unit == "images":
             raise HeadwaterError(
                 f"The classes of {what} come from its data, which plan does not load; set their number with "
@@ -356,7 +356,7 @@ def _of_recipe(
         if size is None:
             raise HeadwaterError(
                 f"The vocabulary of {what} comes from its tokenizer, which is not on this machine, and plan downloads "
-                f"nothing; pass its size with --vocabulary (vocabulary=)."
+                f"nothing; pass its size with --vocab-size (vocab_size=)."
             )
         data = SimpleNamespace(vocab_size=size, context=recipe.row_length, tokenizer=None)
         sized = {} if recipe.unit == "images" else {"vocab_size": size}

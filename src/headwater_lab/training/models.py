@@ -161,15 +161,15 @@ def image_processor_of(source: Path | str) -> BaseImageProcessor | None:
         return None
 
 
-def tokenizer_of(source: Path | str, vocabulary: int | None = None) -> PreTrainedTokenizerBase | None:
+def tokenizer_of(source: Path | str, vocab_size: int | None = None) -> PreTrainedTokenizerBase | None:
     """The tokenizer of a checkpoint or of a name on the hub; None if it has none. See `reading.read_tokenizer`."""
     if isinstance(source, Path):
-        return read_tokenizer(source, vocabulary) if source.is_dir() else None
+        return read_tokenizer(source, vocab_size) if source.is_dir() else None
     try:
         tokenizer = open_tokenizer(source)
     except Exception:  # a model on the hub need not have one
         return None
-    check_vocabulary(tokenizer, vocabulary, f"The tokenizer of {source!r}")
+    check_vocabulary(tokenizer, vocab_size, f"The tokenizer of {source!r}")
     return tokenizer
 
 

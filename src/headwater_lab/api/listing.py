@@ -1,0 +1,84 @@
+"""What comes with headwater, by name, as rows: shipped recipes, presets, mechanisms and synthetic tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from headwater.config.options import parse_options
+from headwater.config.presets import PRESETS, preset
+from headwater.cost.counts import parameters
+from headwater.plugins.registry import MECHANISMS, resolve
+from headwater_lab.data.synthetic import every_task
+from headwater_lab.recipe.overrides import plain, read_text
+from headwater_lab.recipe.shipped import shipped_recipes
+
+
+def describe_recipes() -> Sequence[dict[str, Any]]:
+    """The recipes that `train`, `compare` and `plan` accept by name."""
+    rows = []
+    for name, path in shipped_recipes().items():
+        values = plain(read_text(path, "recipe"), repr(str(path)))
+        command = "compare" if "compare" in values else "train"
+        rows.append({"name": name, "command": command, "title": values.get("title", ""), "file": str(path)})
+    return rows
+
+
+def describe_presets() -> Sequence[dict[str, Any]]:
+    """The papers' models, for `headwater plan` and `headwater.config.presets.preset`."""
+    rows = []
+    for name, known in PRESETS.items():
+        config = preset(name)
+        mechanisms = config.mechanisms or {}
+        rows.append(
+            {
+                "name": name,
+                "paper": known.paper,
+                "layers": config.num_hidden_layers,
+                "width": config.hidden_size,
+                "heads": config.num_attention_heads,
+                "kv_heads": config.num_key_value_heads,
+                "parameters": sum(parameters(config).values()),
+                "reported": known.reported,
+                "note": known.note,
+                "reads": [resolve(mechanism).describe_source(options) for mechanism, options in mechanisms.items()],
+            }
+        )
+    return rows
+
+
+def describe_mechanisms() -> Sequence[dict[str, Any]]:
+    """headwater's mechanisms, and those of installed packages."""
+    rows = []
+    for name in MECHANISMS.names:
+        mechanism = MECHANISMS.resolve(name)
+        first_line = (mechanism.__doc__ or "").strip().partition("\n")[0]
+        rows.append(
+            {"name": name, "reads": mechanism.describe_source(parse_options(mechanism, {})), "description": first_line}
+        )
+    return rows
+
+
+def describe_tasks() -> Sequence[dict[str, Any]]:
+    """The synthetic tasks, each with a held-out row and the scores of a guess and of a solver."""
+    rows = []
+    for settings in every_task():
+        task = settings.build()
+        rows.append(
+            {
+                "name": settings.kind,
+                "settings": settings.model_dump(mode="json", exclude={"kind", "held_out"}),
+                "row": task.readable(task.held_out(), 0),
+                "metric": task.metric,
+                **task.sanity(),
+            }
+        )
+    return rows
+
+
+DESCRIBED = {
+    "recipes": describe_recipes,
+    "presets": describe_presets,
+    "mechanisms": describe_mechanisms,
+    "tasks": describe_tasks,
+}

@@ -1,0 +1,91 @@
+"""Sizes of what is timed, which the benchmarks' functions and commands share. Importing this imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+def at_least(least: int, default: int) -> Any:
+    """A field with a minimum, which the command line checks."""
+    return field(default=default, metadata={"min": least})
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of the timed models.
+
+    width: Width of the model, whose heads have 64 channels.
+    """
+
+    layers: int = at_least(1, 12)
+    width: int = at_least(64, 768)
+    vocab_size: int = at_least(1, 50304)
+
+    def config(self, tokens: int) -> dict[str, Any]:
+        """A config's sizes, for rows of so many tokens."""
+        return dict(
+            vocab_size=self.vocab_size,
+            hidden_size=self.width,
+            intermediate_size=-(-8 * self.width // 3 // 64) * 64,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.width // 64,
+            max_position_embeddings=tokens,
+        )
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in asdict(self).items())
+
+
+@dataclass(frozen=True)
+class StepShape(ModelShape):
+    """Sizes of training steps.
+
+    context: Tokens per row.
+    """
+
+    layers: int = at_least(1, 8)
+    width: int = at_least(64, 256)
+    vocab_size: int = at_least(1, 512)
+    context: int = at_least(1, 256)
+    batch_size: int = at_least(1, 8)
+
+
+@dataclass(frozen=True)
+class PrefillShape(ModelShape):
+    """Sizes of prompts.
+
+    context: Prompt tokens.
+    turns: Runs of each model.
+    """
+
+    context: int = at_least(1, 1024)
+    batch_size: int = at_least(1, 1)
+    turns: int = at_least(2, 7)
+
+
+@dataclass(frozen=True)
+class DecodeShape(PrefillShape):
+    """Sizes of generation.
+
+    tokens: Tokens to generate.
+    """
+
+    context: int = at_least(1, 512)
+    tokens: int = at_least(3, 48)
+
+
+@dataclass(frozen=True)
+class ServeShape(ModelShape):
+    """Sizes of requests.
+
+    context: Prompt tokens.
+    tokens: Tokens to generate for each.
+    requests: Requests that arrive at once.
+    turns: Runs of each model.
+    """
+
+    context: int = at_least(1, 256)
+    tokens: int = at_least(2, 33)
+    requests: int = at_least(1, 8)
+    turns: int = at_least(2, 5)

@@ -1,0 +1,219 @@
+"""Commands from functions: options from signatures and docstrings, and refusals of options that nothing would read."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin
+
+import typer
+
+from headwater.util.errors import HeadwaterError, shown, unusable
+from headwater.util.files import check_local
+from headwater_lab.cli.common import quiet
+
+
+@dataclass(frozen=True)
+class Values:
+    """What an annotation says about the values of an option or argument, in Typer's words."""
+
+    min: float | None = None
+    max: float | None = None
+    file_okay: bool = True
+    dir_okay: bool = True
+    metavar: str | None = None
+    help: str | None = None
+
+
+PositiveInt = Annotated[int, Values(min=1)]
+NaturalInt = Annotated[int, Values(min=0)]
+CheckpointPath = Annotated[Path, Values(help="A checkpoint's folder, or a run's (its newest checkpoint).")]
+FilePath = Annotated[Path, Values(dir_okay=False)]
+FolderPath = Annotated[Path, Values(file_okay=False)]
+DeviceName = Annotated[str, Values(help="cpu, cuda, cuda:1, …; auto is a GPU if there is one.")]
+WorkerCount = Annotated[int, Values(min=1, max=1024, help="Trials at a time; default: one per GPU or core.")]
+AsJson = Annotated[bool, Values(help="Print JSON.")]
+TrustRemoteCode = Annotated[bool, Values(help="Run code that comes with a model. Use it only for models you trust.")]
+# The option --trust, which is not passed to the command.
+TRUST = inspect.Parameter(
+    "trust",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=(),
+    annotation=Annotated[
+        Sequence[str],
+        Values(
+            metavar="NAME",
+            help="Let files name this code (package.module, or package.module:Class) or data (a path); repeatable.",
+        ),
+    ],
+)
+# Options that count bytes and tokens of a corpus, and so need large numbers.
+BYTES = ("max_bytes",)
+# What may begin with an address without being a path.
+FREE_TEXT = ("prompt", "stop", "separator")
+
+
+def add_command(
+    group: typer.Typer, name: str, function: Callable[..., Any], example: str, *, trusts: bool = True, **shown: Any
+) -> None:
+    """Add a function to a group as a command. shown: Typer's settings.
+
+    Keyword-only parameters become options of the same name, as do the fields of one that is a dataclass of integers;
+    the others become arguments. Lines `name: text` at the end of the docstring are their help, and what stands before
+    them is the command's. trusts: the command has the option --trust.
+    """
+    signature = inspect.signature(function, eval_str=True)
+    types = {name: each.annotation for name, each in signature.parameters.items()}
+    sections = {name: kind for name, kind in types.items() if isinstance(kind, type) and is_dataclass(kind)}
+    text, texts = _texts(function, signature.parameters)
+    parameters = [inspect.Parameter("command_line", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
+    for parameter in [*signature.parameters.values(), *([TRUST] if trusts else [])]:
+        if (section := sections.get(parameter.name)) is not None:
+            for base in reversed(section.__mro__):
+                texts |= _texts(base, [field.name for field in fields(section)])[1]
+            for field in fields(section):
+                values = Values(**field.metadata)
+                option = parameter.replace(name=field.name, default=field.default, annotation=Annotated[int, values])
+                parameters.append(_declared(option, texts))
+        else:
+            parameters.append(_declared(parameter, texts))
+
+    def command(command_line: typer.Context, trust: Sequence[str] = (), **values: Any) -> None:
+        from headwater.plugins import outside
+
+        _running.set(command_line)
+        outside.trust(trust)
+        quiet()
+        for name, section in sections.items():
+            values[name] = section(**{field.name: values.pop(field.name) for field in fields(section)})
+        function(**values)
+
+    command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    group.command(name, help=text, epilog=f"Example: headwater {example}", **shown)(command)
+
+
+def group_of(
+    text: str, commands: dict[str, tuple[Callable[..., Any], str]], trusting: Sequence[str] = ()
+) -> typer.Typer:
+    """A group of commands, each a function and an example. trusting: those with the option --trust."""
+    group = typer.Typer(help=text, no_args_is_help=True)
+    group.callback()(lambda: None)  # a group even of one command
+    for name, (function, example) in commands.items():
+        add_command(group, name, function, example, trusts=name in trusting)
+    return group
+
+
+def _texts(documented: Any, names: Iterable[str]) -> tuple[str, dict[str, str]]:
+    """The docstring of a function or class: the text before its lines `name: text`, and those by name."""
+    begin = re.compile(rf"^(?=(?:{'|'.join(names) or '$'}): )", re.MULTILINE)
+    text, *lines = begin.split(inspect.getdoc(documented) or "")
+    return text.strip(), {name: " ".join(words.split()) for name, _, words in (line.partition(": ") for line in lines)}
+
+
+def _declared(parameter: inspect.Parameter, texts: dict[str, str]) -> inspect.Parameter:
+    """A function's parameter as Typer's."""
+    kind, values = _type_and_values(parameter.annotation)
+    settings = vars(values) | {"show_default": parameter.default not in (None, ())}
+    if parameter.name in texts:
+        settings["help"] = texts[parameter.name]
+    if parameter.kind is parameter.KEYWORD_ONLY:
+        declared = typer.Option(f"--{parameter.name.replace('_', '-')}", **settings)
+    else:
+        declared = typer.Argument(**settings)
+    return parameter.replace(annotation=Annotated[kind, declared], kind=parameter.KEYWORD_ONLY)
+
+
+def _type_and_values(annotation: Any) -> tuple[Any, Values]:
+    """A parameter's type as Typer knows it, and what its annotation says about the values."""
+    parts = get_args(annotation)
+    if get_origin(annotation) is Annotated:
+        return _type_and_values(parts[0])[0], parts[1]
+    if get_origin(annotation) is Sequence:
+        kind, values = _type_and_values(parts[0])
+        return list[kind], values  # type: ignore[valid-type]
+    if type(None) in parts:
+        kind, values = _type_and_values(parts[0])
+        return kind | None, values
+    return annotation, Values()
+
+
+# The context of the command that runs.
+_running: ContextVar[Any] = ContextVar("running")
+
+
+def entered(*options: str) -> list[str]:
+    """Those of the options that stand on the command line which is running."""
+    sources = {option: _running.get().get_parameter_source(option.strip("-").replace("-", "_")) for option in options}
+    return [option for option, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+
+
+def refuse(where: str, *options: str, overrides: Sequence[str] = ()) -> None:
+    """Raise `HeadwaterError` if options, or overrides of a recipe, stand where nothing reads them."""
+    if unread := [*overrides, *entered(*options)]:
+        has, them = ("has", "it") if len(unread) == 1 else ("have", "them")
+        raise HeadwaterError(f"{' and '.join(unread)} {has} no effect {where}; leave {them} out.")
+
+
+def need(readers: str, *options: str) -> None:
+    """Raise `HeadwaterError` if options stand on the command line without one that reads them.
+
+    readers: such as "--tasks or --task-files".
+    """
+    if not entered(*readers.split(" or ")):
+        refuse(f"without {readers}", *options)
+
+
+def exclude(first: str, *others: str) -> None:
+    """Raise `HeadwaterError` if an option and one of the others stand on the command line."""
+    if entered(first):
+        refuse(f"with {first}", *others)
+
+
+def extra_arguments() -> list[str]:
+    """The arguments on the command line that the command does not know, if it takes them."""
+    return _running.get().args
+
+
+def guarded(command: Any) -> Any:
+    """A command or a group of them that rejects option values which no command can use.
+
+    A number that is not finite or beyond 64 bits passes through every range that Typer checks, and an empty path is
+    the working directory.
+    """
+    for parameter in command.params:
+        parameter.process_value = functools.partial(_checked, parameter, parameter.process_value)
+    for below in getattr(command, "commands", {}).values():
+        guarded(below)
+    return command
+
+
+def _checked(parameter: Any, process: Callable[[Any, Any], Any], context: Any, text: Any) -> Any:
+    """A parameter's value, processed. Raises `HeadwaterError` if no command can use it."""
+    value = process(context, text)
+    name = max(parameter.opts, key=len) if parameter.param_type_name == "option" else parameter.name.upper()
+    if (problem := unusable(value)) is not None:
+        raise HeadwaterError(f"{name}: {problem[1]}.")
+    if isinstance(value, int) and abs(value) >= 2**31 and parameter.name not in BYTES:
+        raise HeadwaterError(f"{name}: {value:,} is too large; choose a smaller value.")
+    texts, values = (each if isinstance(each, list | tuple) else [each] for each in (text, value))
+    for word in texts if parameter.name not in FREE_TEXT else ():
+        if isinstance(word, str):
+            check_local(word, name)
+    for word, path in zip(texts, values, strict=False):
+        if isinstance(path, Path):
+            _check_path(name, word, path)
+    return value
+
+
+def _check_path(name: str, text: Any, path: Path) -> None:
+    """Raise `HeadwaterError` for an empty path, and for an output that cannot be displayed."""
+    if text == "":
+        raise HeadwaterError(f"{name} is empty; give a path, such as . for this folder.")
+    if name == "--out" and not str(path).isprintable():
+        # Also bytes that are not UTF-8, which some libraries cannot write.
+        raise HeadwaterError(f"{name} {shown(str(path))} has characters that cannot be displayed; rename it.")
