@@ -220,7 +220,7 @@ def test_the_command_refuses_before_anything_is_trained(run, here, file, tmp_pat
         ([*SEARCH, "model.num_hidden_layers=1"], "besides vanilla only kv_shift is left"),
         (["--search", "--mechanism", "kv_shft"], "did you mean 'kv_shift'?"),
         ([*SEARCH, "--arm", "a"], "--arm has no effect with --search; leave it out"),
-        (SEARCH[1:], "--mechanism names what --search combines"),
+        (SEARCH[1:], "--mechanism has no effect without --search; leave it out"),
     ):
         code, _, err = run("compare", file(), *arguments, "--out", tmp_path / "out")
         *left_out, last = err.splitlines()
