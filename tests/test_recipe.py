@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headwater.util.errors import HeadwaterError
-from headwater_lab.data.synthetic import InductionData, InductionSettings
+from headwater_lab.data.synthetic.induction import InductionData, InductionSettings
 from headwater_lab.recipe.schema import IDENTITY_VERSION, MODEL_FIELDS, Recipe, load_recipe, parse
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").rglob("*.yaml"))

@@ -8,7 +8,7 @@ import torch
 
 from headwater_lab.data.base import Share
 from headwater_lab.data.rows import BLOCK, Rows, TokenArray
-from headwater_lab.data.synthetic import InductionSettings
+from headwater_lab.data.synthetic.induction import InductionSettings
 from headwater_lab.data.text import TextSettings
 
 SEPARATOR = 999

@@ -13,15 +13,12 @@ from headwater.util.errors import HeadwaterError
 from headwater.util.seeding import generator
 from headwater_lab.cli import app
 from headwater_lab.data.base import Share
-from headwater_lab.data.synthetic import (
-    ArithmeticSettings,
-    HopSettings,
-    InductionData,
-    InductionSettings,
-    NgramSettings,
-    RecallSettings,
-    every_task,
-)
+from headwater_lab.data.synthetic import list_tasks
+from headwater_lab.data.synthetic.arithmetic import ArithmeticSettings
+from headwater_lab.data.synthetic.hop import HopSettings
+from headwater_lab.data.synthetic.induction import InductionData, InductionSettings
+from headwater_lab.data.synthetic.ngram import NgramSettings
+from headwater_lab.data.synthetic.recall import RecallSettings
 from headwater_lab.recipe.schema import parse
 
 SMALL = [
@@ -396,7 +393,7 @@ def test_settings_are_closed():
 def test_every_field_is_documented():
     root = Path(__file__).parents[2]
     page, tasks = (root / "docs" / "recipes.md").read_text(), (root / "docs" / "tasks.md").read_text()
-    for settings in every_task():
+    for settings in list_tasks():
         section = page.split(f"`kind: {settings.kind}`")[1].split("\n`kind:")[0].split("\n## ")[0]
         for field, info in type(settings).model_fields.items():
             default = re.escape(str(info.default))
@@ -407,7 +404,7 @@ def test_every_field_is_documented():
 
 def test_the_table_of_tasks_shows_each_with_its_two_values(monkeypatch):
     few = [settings for settings in SMALL if settings.kind in ("hop", "arithmetic")]
-    monkeypatch.setattr("headwater_lab.data.synthetic.every_task", lambda: few)
+    monkeypatch.setattr("headwater_lab.data.synthetic.list_tasks", lambda: few)
     result = CliRunner().invoke(app, ["list", "tasks"])
     assert result.exit_code == 0
     for settings in few:

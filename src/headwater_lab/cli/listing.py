@@ -87,10 +87,10 @@ def describe_mechanisms() -> Sequence[dict[str, Any]]:
 
 def describe_tasks() -> Sequence[dict[str, Any]]:
     """The synthetic tasks, each with a held-out row and the scores of a guess and of a solver."""
-    from headwater_lab.data.synthetic import every_task
+    from headwater_lab.data.synthetic import list_tasks
 
     rows = []
-    for settings in every_task():
+    for settings in list_tasks():
         task = settings.build()
         rows.append(
             {

@@ -17,8 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from headwater.util.errors import HeadwaterError, nearest, shown
 from headwater.util.files import is_file_name
-from headwater.util.settings import Settings
-from headwater_lab.data.base import ALONE, Batch, Evaluation, Share
+from headwater_lab.data.base import ALONE, Batch, DataSettings, Evaluation, Share
 from headwater_lab.data.chat import Encoded
 from headwater_lab.data.corpus import Document
 from headwater_lab.data.rows import RowLayout, Rows, Tokens
@@ -28,7 +27,7 @@ from headwater_lab.data.tokenizer import Encoder, vocabulary
 METRICS = ("bits_per_byte", "loss")
 
 
-class HeldOutSettings(Settings):
+class HeldOutSettings(DataSettings):
     """Evaluation fields that `kind: text` and `kind: prepared` share."""
 
     held_out_domains: dict[str, str] | None = None

@@ -7,12 +7,14 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from headwater.util.errors import HeadwaterError
+from headwater_lab.data.base import register_kind
 from headwater_lab.data.language import HeldOutSettings, LanguageData
 from headwater_lab.data.reading import local_path
 from headwater_lab.data.rows import RowLayout
 from headwater_lab.data.shards import Prepared, open_prepared
 
 
+@register_kind
 class PreparedSettings(HeldOutSettings):
     """`data:` of a recipe, with `kind: prepared`."""
 

@@ -7,12 +7,14 @@ from typing import Literal
 from pydantic import Field
 
 from headwater.util.errors import HeadwaterError
+from headwater_lab.data.base import register_kind
 from headwater_lab.data.corpus import FEW_PIECES, Document, check_column_is_read, pieces, read_corpus
 from headwater_lab.data.language import HeldOutSettings, LanguageData
 from headwater_lab.data.rows import RowLayout, TokenArray
 from headwater_lab.data.tokenizer import Encoder, load_tokenizer
 
 
+@register_kind
 class TextSettings(HeldOutSettings):
     """`data:` of a recipe, with `kind: text`."""
 

@@ -16,8 +16,7 @@ from transformers import BaseImageProcessor
 
 from headwater.util.errors import HeadwaterError
 from headwater.util.seeding import generator
-from headwater.util.settings import Settings
-from headwater_lab.data.base import ALONE, Batch, Evaluation, Share, shuffled
+from headwater_lab.data.base import ALONE, Batch, DataSettings, Evaluation, Share, shuffled
 from headwater_lab.data.images.augment import Augmentation, Changer, mixed
 from headwater_lab.data.images.loading import loaded
 
@@ -31,10 +30,9 @@ MEAN, STD = 0.5, 0.5
 Pixels = Annotated[int, Field(ge=1, le=2**16)]
 
 
-class ImageSettings(Settings):
+class ImageSettings(DataSettings):
     """Fields that all kinds of image data share."""
 
-    kind: str
     image_size: Pixels | Annotated[list[Pixels], Field(min_length=2, max_length=2)]
     """Height and width in pixels, one number or [height, width]; images are resized to it."""
     channels: int = Field(default=3, ge=1, le=3)

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from headwater.util import extras
 from headwater.util.seeding import generator
+from headwater_lab.data.base import register_kind
 from headwater_lab.data.images.base import ImageData, ImageSettings
 from headwater_lab.data.images.reading import converted
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
+@register_kind
 class DigitsSettings(ImageSettings):
     """`data:` of a recipe, with `kind: digits`: the UCI optical digits' test part, as in scikit-learn."""
 

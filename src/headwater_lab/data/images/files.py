@@ -16,6 +16,7 @@ from headwater.util import extras
 from headwater.util.errors import HeadwaterError, first_line, nearest, shown
 from headwater.util.files import is_inside
 from headwater.util.hub import check_reachable
+from headwater_lab.data.base import register_kind
 from headwater_lab.data.hosted import check_card, check_saved, downloads
 from headwater_lab.data.images.base import ImageData, ImageSettings, Pixels, UnreadableImage
 from headwater_lab.data.images.reading import read_image, suffixes
@@ -30,6 +31,7 @@ SPLITS = ("validation", "val", "valid", "test")
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
+@register_kind
 class ImageFilesSettings(ImageSettings):
     """`data:` of a recipe, with `kind: images`."""
 

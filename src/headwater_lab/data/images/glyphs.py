@@ -19,6 +19,7 @@ from pydantic import Field, model_validator
 from headwater.util import extras
 from headwater.util.errors import HeadwaterError, nearest
 from headwater.util.seeding import generator
+from headwater_lab.data.base import register_kind
 from headwater_lab.data.images.base import ImageData, ImageSettings
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ HELD_OUT = ["Gentium Book Plus", "Lato", "STIX", "Ubuntu"]
 SIDE, ROTATION, CONTRAST, NOISE = (0.5, 0.9), 15.0, 128, 8.0
 
 
+@register_kind
 class GlyphSettings(ImageSettings):
     """`data:` of a recipe, with `kind: glyphs`. An epoch redraws each character of each training font once."""
 

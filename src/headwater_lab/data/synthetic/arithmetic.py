@@ -25,7 +25,7 @@ from torch import Tensor
 
 from headwater.util.errors import HeadwaterError
 from headwater.util.seeding import generator
-from headwater_lab.data.base import ALONE, Batch, Evaluation, Share
+from headwater_lab.data.base import ALONE, Batch, Evaluation, Share, register_kind
 from headwater_lab.data.synthetic.base import SyntheticData, SyntheticSettings, certain
 
 PLACES = ("Airport", "Bakery", "Castle", "Farm", "Garden", "Hotel", "Library", "Museum")
@@ -55,6 +55,7 @@ Problem = tuple[dict[QuantityName, int | Operation], QuantityName]
 """The statements about quantities, in order, and the quantity that is asked for."""
 
 
+@register_kind
 class ArithmeticSettings(SyntheticSettings):
     """`data:` of a recipe, with `kind: arithmetic`."""
 

@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, Generic, Self, TypeVar
 
 import torch
-from pydantic import model_validator
+from pydantic import Field, model_validator
 from torch import Tensor
 from torch.nn import functional as F
 
 from headwater.util.errors import HeadwaterError
 from headwater.util.seeding import generator
-from headwater.util.settings import Settings
-from headwater_lab.data.base import ALONE, Batch, Evaluation, Share
+from headwater_lab.data.base import ALONE, Batch, DataSettings, Evaluation, Share
 
 # Held-out rows go through the model in pieces of at most this many logits.
 LOGITS = 2**26
@@ -27,11 +26,16 @@ BLOCK, DRAWN = 256, 2**22
 TRIES = 100
 
 
-class SyntheticSettings(Settings):
+class SyntheticSettings(DataSettings):
     """`data:` of a recipe for a synthetic task; each task has `vocab_size` and `length`, as a field or a property."""
 
-    kind: str
-    held_out: int
+    held_out: int = Field(default=1024, ge=1, le=2**20)
+    """Sequences to evaluate on."""
+
+    @classmethod
+    def variants(cls) -> list[Self]:
+        """The task in each of its forms, with defaults."""
+        return [cls()]
 
     @model_validator(mode="after")
     def _held_in_memory(self) -> Self:
