@@ -53,15 +53,25 @@ LONGEST_PIECE = 4 * PIECE
 
 @dataclass(frozen=True)
 class Document:
-    """id: its name in records; key: the text or path that is hashed for the split.
+    """A document, or one part of a long one.
 
-    is_chat: its text is a conversation in JSON, see `headwater_lab.data.chat`.
+    id: its name in records. key: the text or path that is hashed for the split; of a long document within a text file,
+    its first part. is_chat: its text is a conversation in JSON, see `headwater_lab.data.chat`. domain: the value of the
+    column that a corpus is split by. first, last: whether it is the first and the last part.
     """
 
     id: str
     text: str
     key: str
     is_chat: bool = False
+    domain: str | None = None
+    first: bool = True
+    last: bool = True
+
+    @property
+    def data(self) -> bytes:
+        """The text in UTF-8."""
+        return self.text.encode()
 
     def fraction(self, purpose: str = "") -> float:
         """A number in [0, 1) that depends only on the key (and its purpose)."""
@@ -91,11 +101,11 @@ def read_corpus(source: str, text_column: str = "text") -> Corpus:
 
     content = hashlib.sha256()
     for document in documents:
-        content.update(f"{document.id}\0{hashlib.sha256(document.text.encode()).hexdigest()}\n".encode())
+        content.update(f"{document.id}\0{hashlib.sha256(document.data).hexdigest()}\n".encode())
     facts: dict[str, Any] = {
         "source": source,
         "documents": len(documents),
-        "bytes": sum(len(document.text.encode()) for document in documents),
+        "bytes": sum(len(document.data) for document in documents),
         "sha256": content.hexdigest(),
         "skipped_not_utf8": len(skipped),
         "skipped_without_text": empty,
@@ -339,7 +349,7 @@ def pieces(document: Document, size: int | None = None) -> Iterator[Document]:
     while start < len(text):
         end = piece_end(text, start, size=size)
         piece = text[start:end]
-        yield Document(f"{document.id}#{count}", piece, key=piece)
+        yield Document(f"{document.id}#{count}", piece, key=piece, domain=document.domain)
         start, count = end, count + 1
 
 

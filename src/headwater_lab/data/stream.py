@@ -9,7 +9,7 @@ import codecs
 import itertools
 import re
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -69,27 +69,6 @@ class TextSource:
         return Columns(self.text_column, self.by)
 
 
-@dataclass(frozen=True)
-class DocumentPart:
-    """A document, or one part of a long one."""
-
-    id: str
-    text: str
-    data: bytes
-    """The text in UTF-8."""
-    key: str
-    """What the split is hashed from; of a long document within a text file, its first part."""
-    first: bool = True
-    last: bool = True
-    domain: str | None = None
-    is_chat: bool = False
-    """Its text is a conversation in JSON."""
-
-    @property
-    def document(self) -> Document:
-        return Document(self.id, self.text, self.key, self.is_chat)
-
-
 class Stream:
     """Iterates over the parts of `source`, and counts what it skips. Raises `HeadwaterError`.
 
@@ -121,7 +100,7 @@ class Stream:
             raise unreadable(Path(error.filename), error) from error
         return [[name, state.st_size, state.st_mtime_ns] for name, state in zip(self.names, states, strict=True)]
 
-    def __iter__(self) -> Iterator[DocumentPart]:
+    def __iter__(self) -> Iterator[Document]:
         if self.few_texts and not self.marked:
             # A text that would be one piece is cut smaller, as a whole.
             self.few_texts = len(list(itertools.islice(self._documents(), 2))) > 1
@@ -131,7 +110,7 @@ class Stream:
             return
 
         # Enough documents to tell whether there are FEW_FILES.
-        first_parts: list[DocumentPart] = []
+        first_parts: list[Document] = []
         keys: set[int] = set()
         size = 0
         for part in documents:
@@ -143,9 +122,9 @@ class Stream:
                 del first_parts
                 yield from documents
                 return
-        yield from _pieces_of(first_parts)
+        yield from cut(_joined(first_parts))
 
-    def _documents(self) -> Iterator[DocumentPart]:
+    def _documents(self) -> Iterator[Document]:
         """The parts in file order."""
         self.empty, self.none, self.skipped = 0, 0, []
         if self.shards is not None:
@@ -163,7 +142,7 @@ class Stream:
                 self.skipped.append(name)
         self.columns.require(self.source.source)
 
-    def _rows(self, rows: Iterator[TableRow], name: str, begin: int = 0) -> Generator[DocumentPart, None, int]:
+    def _rows(self, rows: Iterator[TableRow], name: str, begin: int = 0) -> Generator[Document, None, int]:
         """The documents of rows that are numbered from `begin` on; the result is the number after the last."""
         begins = self.source.begins and re.compile(self.source.begins)
         gathered: list[str] = []
@@ -195,20 +174,20 @@ class Stream:
             yield from self._parts(f"{name}:{first}", "".join(gathered), owner)
         return index
 
-    def _parts(self, name: str, text: str, domain: str | None, is_chat: bool = False) -> Iterator[DocumentPart]:
+    def _parts(self, name: str, text: str, domain: str | None, is_chat: bool = False) -> Iterator[Document]:
         """A document in memory."""
-        data = encoded(text, name)
+        encoded(text, name)  # raises an error for what UTF-8 cannot encode
         if len(text) <= LONGEST or is_chat:
-            yield DocumentPart(name, text, data, text, domain=domain, is_chat=is_chat)
+            yield Document(name, text, text, is_chat, domain)
             return
         start = 0
         while start < len(text):
             end = _part_end(text, start) if len(text) - start > LONGEST else len(text)
             part = text[start:end]
-            yield DocumentPart(name, part, part.encode(), text, start == 0, end == len(text), domain)
+            yield Document(name, part, text, False, domain, start == 0, end == len(text))
             start = end
 
-    def _text(self, file: Path, name: str) -> Iterator[DocumentPart]:
+    def _text(self, file: Path, name: str) -> Iterator[Document]:
         """The documents of a text file: pieces of it, the text between two marks, or the whole file."""
         whole = not self.marked and not self.few_texts
         border = self._border()
@@ -236,7 +215,7 @@ class Stream:
                     key = name if whole else part
                 if part or not first:
                     label = name if whole else f"{name}#{index}"
-                    yield DocumentPart(label, part, part.encode(), key, first, last)
+                    yield Document(label, part, key, first=first, last=last)
                     index += last
                 elif known or index == 0:  # nothing before a mark, or in the file
                     self.empty += 1
@@ -305,23 +284,11 @@ def _part_end(text: str, start: int) -> int:
     return start + LONGEST
 
 
-def _pieces_of(parts: list[DocumentPart]) -> Iterator[DocumentPart]:
-    """The documents of a small corpus cut into pieces, as `read_corpus` does."""
-    documents, domains = [], {}
-    for name, group in itertools.groupby(parts, key=lambda part: part.id):
-        several = list(group)
-        first = several[0]
-        documents.append(Document(name, "".join(part.text for part in several), first.key, first.is_chat))
-        domains[name] = first.domain
-    for piece in cut(documents):
-        yield DocumentPart(
-            piece.id,
-            piece.text,
-            piece.text.encode(),
-            piece.key,
-            domain=domains[piece.id if piece.is_chat else piece.id.rpartition("#")[0]],
-            is_chat=piece.is_chat,
-        )
+def _joined(parts: list[Document]) -> Iterator[Document]:
+    """The documents of which these are the parts."""
+    for _, group in itertools.groupby(parts, key=lambda part: part.id):
+        first, *others = group
+        yield replace(first, text="".join([first.text, *(part.text for part in others)]), last=True)
 
 
 def _hub_shards(source: TextSource) -> list[Any]:

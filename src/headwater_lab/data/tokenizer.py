@@ -177,16 +177,17 @@ class Encoder:
         return [one.ids for one in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def documents(self, documents: Sequence[Document]) -> list[Encoded]:
-        """Documents with the separator before each, conversations as their template writes them."""
+        """Documents, with the separator before each, or parts of them; conversations as their template writes them."""
         texts = iter(self([document.text for document in documents if not document.is_chat]))
         return [
             self.chat(document.text, document.id)
             if document.is_chat
-            else Encoded(
-                np.concatenate(([self.separator], next(texts))).astype(self.dtype), None, len(document.text.encode())
-            )
+            else Encoded(self._separated(next(texts)) if document.first else next(texts), None, len(document.data))
             for document in documents
         ]
+
+    def _separated(self, ids: np.ndarray) -> np.ndarray:
+        return np.concatenate(([self.separator], ids)).astype(self.dtype)
 
     @cached_property
     def chat(self) -> ChatEncoder:
