@@ -8,26 +8,18 @@ from pydantic import Field
 
 from headwater.util.errors import HeadwaterError
 from headwater_lab.data.base import register_kind
-from headwater_lab.data.language import HeldOutSettings, LanguageData
+from headwater_lab.data.language import LanguageData, LanguageSettings
 from headwater_lab.data.reading import local_path
-from headwater_lab.data.rows import RowLayout
 from headwater_lab.data.shards import Prepared, open_prepared
 
 
 @register_kind
-class PreparedSettings(HeldOutSettings):
+class PreparedSettings(LanguageSettings):
     """`data:` of a recipe, with `kind: prepared`."""
 
     kind: Literal["prepared"] = "prepared"
     source: str | dict[str, Annotated[float, Field(gt=0)]]
     """A prepared folder, or several with their weights: {data/web: 0.7, data/code: 0.3}."""
-    context: int = Field(default=1024, ge=2, le=2**24)
-    """Tokens per row."""
-    row_layout: RowLayout = "packed"
-    """packed: attention and positions restart with each document; contiguous: across documents, as in nanoGPT."""
-    held_out_bytes: int | None = Field(default=1_000_000, ge=1)
-    """Evaluate on at most about this many bytes (of each domain): an equal excerpt of each evaluation document; null
-    for all."""
 
     def build(self) -> LanguageData:
         """Open the folders. Raises `HeadwaterError` if one is not prepared, damaged, or of another tokenizer."""
@@ -51,13 +43,11 @@ class PreparedSettings(HeldOutSettings):
                         f"is in the training data; name {path!r} itself."
                     )
         return LanguageData(
+            self,
             {name: (folder.train, weights[name]) for name, folder in folders.items()},
             {name: folder.evaluation() for name, folder in (domains or folders).items()},
             first[1].tokenizer,
-            context=self.context,
-            layout=self.row_layout,
-            held_out_bytes=self.held_out_bytes,
-            description={
+            {
                 "source": self.source,
                 "tokenizer": first[1].manifest.tokenizer.name,
                 "documents": sum(folder.manifest.documents for folder in folders.values()),
@@ -65,8 +55,6 @@ class PreparedSettings(HeldOutSettings):
                 "sha256": {name: folder.manifest.sha256 for name, folder in folders.items()},
                 "train_documents": sum(folder.train.documents for folder in folders.values()),
             },
-            domains=bool(domains),
-            metric=self.metric,
         )
 
 

@@ -42,7 +42,7 @@ from headwater.util.files import file_name, is_file_name, local
 from headwater.util.settings import Settings
 from headwater_lab.data.base import Data, DataSettings, DataShape, list_kinds
 from headwater_lab.data.images import ImageSettings
-from headwater_lab.data.language import HeldOutSettings
+from headwater_lab.data.language import LanguageSettings
 from headwater_lab.recipe.overrides import merged, overridden, override, plain, read_text
 from headwater_lab.recipe.shipped import shipped_recipes
 
@@ -757,7 +757,7 @@ def _check_one_metric(recipes: Sequence[Recipe], why: str) -> None:
     """Raise `HeadwaterError` if recipes whose results belong together use different metrics."""
     if len({recipe.unit for recipe in recipes}) > 1:
         raise HeadwaterError(f"{why} with data of one sort; use either images or text for all.")
-    data = [recipe.data for recipe in recipes if isinstance(recipe.data, HeldOutSettings)]
+    data = [recipe.data for recipe in recipes if isinstance(recipe.data, LanguageSettings)]
     if len({(one.metric, *sorted(one.held_out_domains or ())) for one in data}) > 1:
         raise HeadwaterError(
             f"{why} by one metric over the same domains; set the same data.metric and the same names in "
