@@ -121,16 +121,17 @@ def check_column_is_read(column: str, sources: Iterable[str], option: str) -> No
     option: that names it.
     """
     sources = list(sources)
-    if column != DEFAULT and sources and not any(map(_has_rows, sources)):
+    if column != DEFAULT and sources and not any("tables" in kinds_in(source) for source in sources):
         raise HeadwaterError(f"{option} is for tables, and {sources[0]!r} has none; leave it out.")
 
 
-def _has_rows(source: str) -> bool:
-    """Whether a source has tables, or is a dataset."""
+def kinds_in(source: str) -> set[str]:
+    """What a source has of tables, text files, and datasets on the hub, whose rows are tables."""
     if source in (TOPICS, DOCS):
-        return False
-    files = local_files(source)
-    return files is None or any(map(table_kind, files[1]))
+        return {"text files"}
+    if (local := local_files(source)) is None:
+        return {"tables", "datasets on the hub"}
+    return {"tables" if table_kind(file) else "text files" for file in local[1]}
 
 
 def read_documents(source: str, column: str, option: str | None) -> tuple[list[Document], list[str], int]:

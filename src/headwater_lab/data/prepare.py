@@ -18,6 +18,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -196,24 +197,17 @@ class _Run:
         pending: deque[tuple[list[Document], Future]] = deque()
         with _serial_batches(), ThreadPoolExecutor(workers) as pool:
             try:
-                for parts, tokens in self._ahead(pool, pending, batch_bytes, 2 * workers):
-                    for part, row in zip(parts, tokens.result(), strict=True):
-                        self._folder(part.domain).add(part, row)
-                    on_progress(*self.totals())
+                for parts in chain(_batches(self.stream, batch_bytes), [None]):
+                    if parts is not None:
+                        pending.append((parts, pool.submit(self.encoder.documents, parts)))
+                    while len(pending) >= (1 if parts is None else 2 * workers):
+                        done, tokens = pending.popleft()
+                        for part, row in zip(done, tokens.result(), strict=True):
+                            self._folder(part.domain).add(part, row)
+                        on_progress(*self.totals())
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
-
-    def _ahead(
-        self, pool: ThreadPoolExecutor, pending: deque, batch_bytes: int, depth: int
-    ) -> Iterator[tuple[list[Document], Future]]:
-        """Batches in order, with up to `depth` of them in flight."""
-        for parts in _batches(self.stream, batch_bytes):
-            pending.append((parts, pool.submit(self.encoder.documents, parts)))
-            if len(pending) >= depth:
-                yield pending.popleft()
-        while pending:
-            yield pending.popleft()
 
     def totals(self) -> tuple[int, int, int]:
         splits = [split for folder in self.folders.values() for split in folder.splits.values()]
@@ -411,27 +405,24 @@ class _Smallest:
 
     def __init__(self, limit: int) -> None:
         self.limit, self.size = limit, 0
-        self.kept: list[tuple[float, str, str]] = []
+        self.texts: list[tuple[float, str, str]] = []
 
     def offer(self, fraction: float, name: str, text: str) -> None:
-        entry = (fraction, name, text)
-        if self.size >= self.limit and entry >= self.kept[-1]:
-            return
-        bisect.insort(self.kept, entry)
+        """text: no longer than the limit."""
+        self.texts.append((fraction, name, text))
         self.size += len(text.encode())
-        # One more than fits is kept, to mark where the choice ends.
-        while self.kept and self.size - (last := len(self.kept[-1][2].encode())) >= self.limit:
-            self.size -= last
-            self.kept.pop()
+        if self.size > 2 * self.limit:
+            self.texts = self.texts[: self._sort() + 1]  # one more than fits marks where the choice ends
+            self.size = sum(len(text.encode()) for *_, text in self.texts)
 
-    def result(self) -> Iterator[tuple[str, str]]:
-        """(id, text) up to the first that does not fit; each offered text is no longer than the limit."""
-        size = 0
-        for _, name, text in self.kept:
-            size += len(text.encode())
-            if size > self.limit:
-                return
-            yield name, text
+    def _sort(self) -> int:
+        """Sort the texts, and return how many of them fit."""
+        self.texts.sort()
+        return bisect.bisect_right([*accumulate(len(text.encode()) for *_, text in self.texts)], self.limit)
+
+    def result(self) -> list[tuple[str, str]]:
+        """(id, text) up to the first that does not fit."""
+        return [(name, text) for _, name, text in self.texts[: self._sort()]]
 
 
 def _batches(stream: Stream, size: int) -> Iterator[list[Document]]:
