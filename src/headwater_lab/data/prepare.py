@@ -255,7 +255,6 @@ class _Run:
             train=folder.splits["train"].finish(),
             held_out=folder.splits["held_out"].finish(),
             evaluation=evaluation,
-            check="0" * 64,  # is written in its place
         )
         write_sealed(folder.path / MANIFEST, manifest.model_dump())
         flush(folder.path)
@@ -313,10 +312,8 @@ class _Folder:
 
     def write_evaluation(self) -> EvaluationFacts:
         documents = sorted(self.chosen.result())
-        contents = (as_fields(text) if self.is_chat else {"text": text} for _, text in documents)
-        rows = ({"id": name, **content} for (name, _), content in zip(documents, contents, strict=True))
-        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
-        replace_text(self.path / EVALUATION, "".join(lines))
+        rows = [{"id": name} | (as_fields(text) if self.is_chat else {"text": text}) for name, text in documents]
+        replace_text(self.path / EVALUATION, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         size = sum(len(text.encode()) for _, text in documents)
         return EvaluationFacts(documents=len(documents), bytes=size, sha256=sha256_of(self.path / EVALUATION))
 

@@ -160,8 +160,6 @@ class Manifest(Facts):
     train: SplitFacts
     held_out: SplitFacts
     evaluation: EvaluationFacts
-    check: Digest
-    """SHA-256 of the manifest with this field empty."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -358,8 +356,6 @@ class Domains(Facts):
 
     settings: dict[str, Any]
     domains: dict[Slug, str]
-    check: Digest
-    """As in the manifest."""
 
 
 def read_domains(folder: Path) -> dict[str, str]:

@@ -5,17 +5,19 @@ Files and shards are read in order. A document longer than `LONGEST` characters 
 
 from __future__ import annotations
 
-import codecs
+import io
 import itertools
 import re
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from headwater_lab.data.corpus import (
     FEW_FILES,
-    PIECE,
     Document,
     check_one_kind,
     cut,
@@ -177,97 +179,72 @@ class Stream:
     def _parts(self, name: str, text: str, domain: str | None, is_chat: bool = False) -> Iterator[Document]:
         """A document in memory."""
         encoded(text, name)  # raises an error for what UTF-8 cannot encode
-        if len(text) <= LONGEST or is_chat:
-            yield Document(name, text, text, is_chat, domain)
-            return
-        start = 0
-        while start < len(text):
-            end = _part_end(text, start) if len(text) - start > LONGEST else len(text)
-            part = text[start:end]
-            yield Document(name, part, text, False, domain, start == 0, end == len(text))
-            start = end
+        first = True
+        for part, last in [(text, True)] if is_chat else _parts([text]):
+            yield Document(name, part, text, is_chat, domain, first, last)
+            first = last
 
     def _text(self, file: Path, name: str) -> Iterator[Document]:
         """The documents of a text file: pieces of it, the text between two marks, or the whole file."""
         whole = not self.marked and not self.few_texts
-        border = self._border()
-        index = 0
         with opened_text(file) as stream:
-            text = _Window(stream)
-            first, key = True, ""
-            while True:
-                end, following = border(text)
-                known = end >= 0
-                if not known:
-                    end = following = len(text.buffer)
-                length = end - text.start
-                if length > LONGEST and (known or text.ended or length > LONGEST + PIECE):
-                    end = following = _part_end(text.buffer, text.start)
-                    length, last = end - text.start, False
-                elif known or text.ended:
-                    last = True
-                else:
-                    text.read()
-                    continue
-                part = text.buffer[text.start : end]
-                text.start = following
-                if first:
-                    key = name if whole else part
-                if part or not first:
+            text = io.TextIOWrapper(stream, encoding="utf-8", newline="\n")
+            if self.marked:
+                documents = itertools.groupby(self._numbered_lines(text), key=itemgetter(0))
+                parts = chain.from_iterable(_parts(line for _, line in lines) for _, lines in documents)
+            else:
+                contents = iter(partial(text.read, CHUNK), "")
+                parts = _parts(contents) if whole else _small_pieces(contents)
+            first, key, index = True, name, 0
+            for part, last in parts:
+                key = part if first and not whole else key
+                if part:
                     label = name if whole else f"{name}#{index}"
                     yield Document(label, part, key, first=first, last=last)
                     index += last
-                elif known or index == 0:  # nothing before a mark, or in the file
+                else:  # nothing before a mark, or in the file
                     self.empty += 1
                 first = last
-                if last and text.ended and text.start == len(text.buffer):
-                    return
+            self.empty += not whole and not index  # nothing in the file
 
-    def _border(self) -> Callable[[_Window], tuple[int, int]]:
-        """A function that finds where the window's first document ends and the next begins; -1 if not in the window."""
-        separator, begins = self.source.separator, self.source.begins
-        if separator is not None:
-            line = re.compile(rf"^{re.escape(separator)}\r?(?:\n|\Z)", re.MULTILINE)
-        elif begins is not None:
-            line = re.compile(begins, re.MULTILINE)
-        elif self.few_texts:
-            return lambda text: (end := piece_end(text.buffer, text.start, text.ended), end)
-        else:
-            return lambda text: (-1, -1)
-
-        def find(text: _Window) -> tuple[int, int]:
-            # A line that is not read to its end may continue.
-            complete = len(text.buffer) if text.ended else text.buffer.rfind("\n", text.start) + 1
-            start = max(text.start if separator is not None else text.start + 1, text.sought)
-            # `^` must look at the character before: the slice begins at a line's start only.
-            found = line.search(text.buffer, start, complete) if start < complete else None
-            if found is None:
-                text.sought = max(text.sought, complete)
-                return -1, -1
-            text.sought = found.start()
-            return found.start(), found.end() if separator is not None else found.start()
-
-        return find
+    def _numbered_lines(self, text: io.TextIOWrapper) -> Iterator[tuple[int, str]]:
+        """(number of its document, line) of a text with marks; an empty line stands for each separator."""
+        separator, begins = self.source.separator, re.compile(self.source.begins or "")
+        number, is_start, is_first = 0, True, True
+        for line in iter(partial(text.readline, LONGEST), ""):
+            if separator is None:
+                number += bool(is_start and not is_first and begins.match(line))
+                yield number, line
+            elif is_start and line.removesuffix("\n").removesuffix("\r") == separator:
+                yield number, ""
+                number += 1
+            else:
+                yield number, line
+            is_start, is_first = line.endswith("\n"), False
 
 
-class _Window:
-    """Decoded text of a file; the unused part starts at `start`."""
+def _parts(contents: Iterable[str]) -> Iterator[tuple[str, bool]]:
+    """(part, whether it is the last) of a document with these contents."""
+    text = ""
+    for content in contents:
+        text, start = text + content, 0
+        while len(text) - start > LONGEST:
+            end = _part_end(text, start)
+            yield text[start:end], False
+            start = end
+        text = text[start:]
+    yield text, True
 
-    def __init__(self, stream: IO[bytes]) -> None:
-        self.stream = stream
-        self.decoder = codecs.getincrementaldecoder("utf-8")()
-        self.buffer, self.start, self.ended = "", 0, False
-        # No border begins before this.
-        self.sought = 0
 
-    def read(self) -> None:
-        data = self.stream.read(CHUNK)
-        self.ended = not data
-        # One character before the start is kept, for `^`.
-        cut = max(0, self.start - 1)
-        self.buffer = self.buffer[cut:] + self.decoder.decode(data, final=self.ended)
-        self.start -= cut
-        self.sought = max(0, self.sought - cut)
+def _small_pieces(contents: Iterable[str]) -> Iterator[tuple[str, bool]]:
+    """(piece, True) for each document that a text is cut into."""
+    text = ""
+    for content in chain(contents, [""]):
+        text, start = text + content, 0
+        while (end := piece_end(text, start, not content)) >= 0:
+            yield text[start:end], True
+            start = end
+        text = text[start:]
 
 
 def _part_end(text: str, start: int) -> int:
