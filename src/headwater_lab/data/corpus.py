@@ -181,12 +181,12 @@ def name_in(file: Path, root: Path) -> str:
     return printable(file.relative_to(root).as_posix())
 
 
-def row_document(value: Any, column: str, where: str, name: str, row: int) -> Document:
+def row_document(value: Any, column: str, where: str, name: str, row: int, domain: str | None = None) -> Document:
     """A row's document, without text if the row has none. Raises `HeadwaterError` if the value is no text."""
     text, is_chat = content_of(value, column, where, row) or ("", False)
     text = text.removeprefix(MARK.decode())
     encoded(text, name := f"{name}:{row}")
-    return Document(name, text, key=text, is_chat=is_chat)
+    return Document(name, text, text, is_chat, domain)
 
 
 def check_one_kind(source: str, kinds: set[bool]) -> None:

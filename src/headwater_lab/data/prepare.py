@@ -100,8 +100,6 @@ def prepare(
     """
     if not 0 < options.held_out < 1:
         raise HeadwaterError(f"--held-out must be between 0 and 1, not {options.held_out}.")
-    if source.separator == "":
-        raise HeadwaterError("--separator is empty; pass the line that separates two documents.")
     check_name(out)
     encoder = Encoder(load_tokenizer(tokenizer))
     if encoder.backend is None:

@@ -16,6 +16,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from headwater.util.errors import HeadwaterError
 from headwater_lab.data.corpus import (
     FEW_FILES,
     Document,
@@ -32,7 +33,6 @@ from headwater_lab.data.reading import (
     ROWS,
     Columns,
     TableRow,
-    encoded,
     is_text,
     opened_text,
     rows_of_tables,
@@ -78,6 +78,8 @@ class Stream:
     """
 
     def __init__(self, source: TextSource) -> None:
+        if source.separator is not None and (not source.separator or "\n" in source.separator):
+            raise HeadwaterError("--separator is empty or has several lines; pass the one between two documents.")
         self.source = source
         self.empty = self.none = 0
         self.skipped: list[str] = []
@@ -146,43 +148,28 @@ class Stream:
 
     def _rows(self, rows: Iterator[TableRow], name: str, begin: int = 0) -> Generator[Document, None, int]:
         """The documents of rows that are numbered from `begin` on; the result is the number after the last."""
-        begins = self.source.begins and re.compile(self.source.begins)
-        gathered: list[str] = []
-        first, owner = begin, None
-        index = begin
-        for value, domain in rows:
-            document = row_document(value, self.source.text_column, name, name, index)
-            text = document.text
-            if text:
+        begins = re.compile(self.source.begins) if self.source.begins else None
+        gathered: list[Document] = []
+        numbers = itertools.count(begin)
+        for (value, domain), index in zip(rows, numbers, strict=False):
+            document = row_document(value, self.source.text_column, name, name, index, domain)
+            if document.text:
                 self.kinds.add(document.is_chat)
                 check_one_kind(self.source.source, self.kinds)
-            if not begins:
-                if text:
-                    yield from self._parts(f"{name}:{index}", text, domain, document.is_chat)
-                elif isinstance(value, str) or value == []:
-                    self.empty += 1
-                else:
-                    self.none += 1
-                index += 1
-                continue
-            if re.match(begins, text) and gathered:
-                yield from self._parts(f"{name}:{first}", "".join(gathered), owner)
-                gathered = []
-            if not gathered:
-                first, owner = index, domain
-            gathered.append(text or " \n")  # an empty line, as it stood in the file
-            index += 1
+            if begins:
+                if gathered and begins.match(document.text):
+                    yield from _gathered_parts(gathered)
+                    gathered = []
+                gathered.append(document)
+            elif document.text:
+                yield from _document_parts(document)
+            elif isinstance(value, str) or value == []:
+                self.empty += 1
+            else:
+                self.none += 1
         if gathered:
-            yield from self._parts(f"{name}:{first}", "".join(gathered), owner)
-        return index
-
-    def _parts(self, name: str, text: str, domain: str | None, is_chat: bool = False) -> Iterator[Document]:
-        """A document in memory."""
-        encoded(text, name)  # raises an error for what UTF-8 cannot encode
-        first = True
-        for part, last in [(text, True)] if is_chat else _parts([text]):
-            yield Document(name, part, text, is_chat, domain, first, last)
-            first = last
+            yield from _gathered_parts(gathered)
+        return next(numbers)
 
     def _text(self, file: Path, name: str) -> Iterator[Document]:
         """The documents of a text file: pieces of it, the text between two marks, or the whole file."""
@@ -195,8 +182,9 @@ class Stream:
             else:
                 contents = iter(partial(text.read, CHUNK), "")
                 parts = _parts(contents) if whole else _small_pieces(contents)
-            first, key, index = True, name, 0
+            first, key, index, is_empty = True, name, 0, True
             for part, last in parts:
+                is_empty = False
                 key = part if first and not whole else key
                 if part:
                     label = name if whole else f"{name}#{index}"
@@ -205,7 +193,7 @@ class Stream:
                 else:  # nothing before a mark, or in the file
                     self.empty += 1
                 first = last
-            self.empty += not whole and not index  # nothing in the file
+            self.empty += is_empty
 
     def _numbered_lines(self, text: io.TextIOWrapper) -> Iterator[tuple[int, str]]:
         """(number of its document, line) of a text with marks; an empty line stands for each separator."""
@@ -221,6 +209,20 @@ class Stream:
             else:
                 yield number, line
             is_start, is_first = line.endswith("\n"), False
+
+
+def _gathered_parts(rows: list[Document]) -> Iterator[Document]:
+    """The parts of a document that these rows are; one without text is an empty line, as it stood in the file."""
+    text = "".join(row.text or " \n" for row in rows)
+    return _document_parts(replace(rows[0], text=text, key=text))
+
+
+def _document_parts(document: Document) -> Iterator[Document]:
+    """The parts of a document in memory; a conversation stays whole."""
+    first = True
+    for part, last in [(document.text, True)] if document.is_chat else _parts([document.text]):
+        yield replace(document, text=part, first=first, last=last)
+        first = last
 
 
 def _parts(contents: Iterable[str]) -> Iterator[tuple[str, bool]]:
