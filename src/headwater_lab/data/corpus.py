@@ -157,9 +157,19 @@ def read_documents(source: str, column: str, option: str | None) -> tuple[list[D
         empty += not document.text
     columns.require(source)
     if not held:
-        tail = f": none of its {len(skipped)} files is UTF-8 text" if skipped else ", or only empty files"
-        raise HeadwaterError(f"There is no text in {source!r}{tail}; give a file or folder with text.")
+        raise no_text(source, skipped)
     return held, skipped, empty
+
+
+def no_text(source: str, skipped: list[str]) -> HeadwaterError:
+    """The error for a source without documents. skipped: the names of its files that are not text."""
+    tail = f": none of its {len(skipped)} files is UTF-8 text" if skipped else ", or only empty documents"
+    return HeadwaterError(f"There is no text in {source!r}{tail}; give a file or folder with text.")
+
+
+def too_short(source: str, content: str) -> HeadwaterError:
+    """The error for a source with less than two texts. content: what it is."""
+    return HeadwaterError(f"{source!r} is {content}, too short to hold out part of it; use more text.")
 
 
 def read_files(files: Iterable[Path], root: Path, columns: Columns, skipped: list[str]) -> Iterator[Document]:

@@ -31,7 +31,7 @@ from headwater.util.files import STAGING, disk_problem, flush, replace_text, set
 from headwater.util.output_folder import LOCK, occupied
 from headwater_lab.data import shards
 from headwater_lab.data.chat import Encoded, as_fields
-from headwater_lab.data.corpus import Document
+from headwater_lab.data.corpus import Document, no_text, too_short
 from headwater_lab.data.known import resolve
 from headwater_lab.data.reading import check_name, printable
 from headwater_lab.data.sealed import write_sealed
@@ -168,12 +168,10 @@ def moved_document(stream: Stream, share: float, encoder: Encoder) -> float | No
             return None
     source = stream.source.source
     if first is None:
-        skipped = len(stream.skipped)
-        tail = f": none of its {skipped} files is UTF-8 text" if skipped else ", or only empty documents"
-        raise HeadwaterError(f"There is no text in {source!r}{tail}; give a file or folder with text.")
+        raise no_text(source, stream.skipped)
     if len(counts) < 2:
         what = f"one document of {len(first.data)} bytes" if counts.total() == 1 else "one text, again and again"
-        raise HeadwaterError(f"{source!r} is {what}, too short to hold out part of it; use more text.")
+        raise too_short(source, what)
     rarest = min(counts.values())
     return min((one for one in counts if counts[one] == rarest), key=lambda one: abs(one - share))
 

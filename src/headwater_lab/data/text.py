@@ -8,7 +8,7 @@ from pydantic import Field
 
 from headwater.util.errors import HeadwaterError
 from headwater_lab.data.base import register_kind
-from headwater_lab.data.corpus import FEW_PIECES, Document, check_column_is_read, pieces, read_corpus
+from headwater_lab.data.corpus import FEW_PIECES, Document, check_column_is_read, pieces, read_corpus, too_short
 from headwater_lab.data.language import LanguageData, LanguageSettings
 from headwater_lab.data.rows import TokenArray
 from headwater_lab.data.tokenizer import Encoder, load_tokenizer
@@ -41,10 +41,7 @@ class TextSettings(LanguageSettings):
         ordered = sorted(corpus.documents, key=Document.fraction)
         count = sum(document.fraction() < self.held_out for document in ordered)
         if len(ordered) < 2:
-            raise HeadwaterError(
-                f"{self.source!r} is one document of {len(ordered[0].text.encode())} bytes, too short to hold out "
-                f"part of it; use more text."
-            )
+            raise too_short(self.source, f"one document of {len(ordered[0].data)} bytes")
         count = min(max(count, 1), len(ordered) - 1)
         held_out, train = ordered[:count], ordered[count:]
         train.sort(key=lambda document: document.id)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import BaseImageProcessor
 
+from headwater.util import extras
 from headwater.util.errors import HeadwaterError
 from headwater.util.seeding import generator
 from headwater_lab.data.base import ALONE, Batch, DataSettings, Evaluation, Share, shuffled
@@ -58,6 +59,10 @@ class ImageSettings(DataSettings):
     def known_classes(self) -> int | None:
         """How many classes there are, if the settings alone tell."""
         return None
+
+    def check_extras(self) -> None:
+        """Raise `HeadwaterError` if a package is missing; torchvision is needed for random changes alone."""
+        extras.check("vision", () if self.augmentation.draws else ("torchvision",))
 
     @property
     def size(self) -> tuple[int, int]:

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from headwater.util import extras
 from headwater.util.seeding import generator
 from headwater_lab.data.base import register_kind
 from headwater_lab.data.images.base import ImageData, ImageSettings
@@ -34,7 +33,7 @@ class DigitsSettings(ImageSettings):
         return 10
 
     def build(self) -> ImageData:
-        extras.check("vision", () if self.augmentation.draws else ("torchvision",))
+        self.check_extras()
         from sklearn.datasets import load_digits
 
         found = load_digits()

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import torch
 from pydantic import Field
 
-from headwater.util import extras
 from headwater.util.errors import HeadwaterError, first_line, nearest, shown
 from headwater.util.files import is_inside
 from headwater.util.hub import check_reachable
@@ -58,7 +57,7 @@ class ImageFilesSettings(ImageSettings):
 
     def build(self) -> ImageData:
         """Raises `HeadwaterError` for anything that is missing or does not fit."""
-        extras.check("vision", () if self.augmentation.draws else ("torchvision",))
+        self.check_extras()
         splits = _splits(self)
         held_out = self.held_out
         if held_out is None:

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from pydantic import Field, model_validator
 
-from headwater.util import extras
 from headwater.util.errors import HeadwaterError, nearest
 from headwater.util.seeding import generator
 from headwater_lab.data.base import register_kind
@@ -94,7 +93,7 @@ class GlyphSettings(ImageSettings):
 
     def build(self) -> ImageData:
         """Raises `HeadwaterError` if a font is missing or lacks a character."""
-        extras.check("vision", () if self.augmentation.draws else ("torchvision",))
+        self.check_extras()
         held_out = set(self.held_out_families)
         fonts = {name: files_of(name) for name in FAMILIES}
         sides = [
