@@ -1,7 +1,9 @@
 """What all synthetic tasks promise, and induction, n-grams, hop-k and recall against their definitions."""
 
+import inspect
 import itertools
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,9 @@ from typer.testing import CliRunner
 from headwater.util.errors import HeadwaterError
 from headwater.util.seeding import generator
 from headwater_lab.cli import app
-from headwater_lab.data.base import Share
+from headwater_lab.data import synthetic
+from headwater_lab.data.base import _KINDS as kinds
+from headwater_lab.data.base import Share, list_kinds
 from headwater_lab.data.synthetic import list_tasks
 from headwater_lab.data.synthetic.arithmetic import ArithmeticSettings
 from headwater_lab.data.synthetic.hop import HopSettings
@@ -417,3 +421,18 @@ def test_held_out_rows_without_a_label_are_found_before_training():
     data = InductionSettings(vocab_size=1000, length=3, held_out=1).build()
     with pytest.raises(HeadwaterError, match=r"no held-out row has anything to predict; raise data\.held_out"):
         next(data.batches(0, 1, 0))
+
+
+def test_a_task_is_one_file(tmp_path, monkeypatch):
+    """Its kind is found by listing the folder; nothing else names it."""
+    source = inspect.getsource(inspect.getmodule(RecallSettings))
+    (tmp_path / "again.py").write_text(source.replace('"recall"', '"again"'))
+    monkeypatch.setattr(synthetic, "__path__", [*synthetic.__path__, str(tmp_path)])
+    list_kinds.cache_clear()
+    try:
+        assert "again" in list_kinds()
+        assert [task.kind for task in list_tasks()].count("again") == 1
+    finally:
+        kinds.pop("again")
+        sys.modules.pop(f"{synthetic.__name__}.again")
+        list_kinds.cache_clear()

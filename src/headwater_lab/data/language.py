@@ -179,24 +179,27 @@ class LanguageData:
             }
             for one, n in zip(self.held_out, nats, strict=True)
         ]
+        return Evaluation(self.metrics(nats), documents)
+
+    def metrics(self, nats: np.ndarray) -> dict[str, float]:
+        """The metrics of these losses of the held-out documents, the deciding one first."""
         metrics = {
             "bits_per_byte": float(nats.sum()) / math.log(2) / sum(one.bytes for one in self.held_out),
             "loss": float(nats.sum()) / sum(one.tokens for one in self.held_out),
         }
-        if len(self.names) > 1 or self.domains:
-            for name in dict.fromkeys(one.stream for one in self.held_out):
-                own = [
-                    (n, one.bytes, one.tokens) for n, one in zip(nats, self.held_out, strict=True) if one.stream == name
-                ]
-                total, size, tokens = map(sum, zip(*own, strict=True))
-                metrics[f"bits_per_byte/{name}"] = float(total) / math.log(2) / size
-                if self.domains:
-                    metrics[f"loss/{name}"] = float(total) / tokens
-        if self.domains:
-            for metric in METRICS:
-                parts = [value for name, value in metrics.items() if name.startswith(f"{metric}/")]
-                metrics[metric] = sum(parts) / len(parts)
-        return Evaluation({self.metric: metrics[self.metric]} | metrics, documents)
+        names = dict.fromkeys(one.stream for one in self.held_out)
+        for name in names if len(self.names) > 1 or self.domains else ():
+            sizes = [
+                (n, one.bytes, one.tokens) for n, one in zip(nats, self.held_out, strict=True) if one.stream == name
+            ]
+            total, size, tokens = map(sum, zip(*sizes, strict=True))
+            metrics[f"bits_per_byte/{name}"] = float(total) / math.log(2) / size
+            if self.domains:
+                metrics[f"loss/{name}"] = float(total) / tokens
+        for metric in METRICS if self.domains else ():
+            values = [value for name, value in metrics.items() if name.startswith(f"{metric}/")]
+            metrics[metric] = sum(values) / len(values)
+        return {self.metric: metrics[self.metric]} | metrics
 
 
 class HeldOut:

@@ -27,7 +27,7 @@ import numpy as np
 from headwater import __version__
 from headwater.cost.hardware import cores
 from headwater.util.errors import HeadwaterError, Interrupted
-from headwater.util.files import STAGING, disk_problem, flush, replace_text, settled, sha256_of
+from headwater.util.files import STAGING, explaining, flush, replace_text, settled, sha256_of
 from headwater.util.output_folder import LOCK, occupied
 from headwater_lab.data import shards
 from headwater_lab.data.chat import Encoded, as_fields
@@ -105,46 +105,45 @@ def prepare(
     if encoder.backend is None:
         kind = type(encoder.tokenizer).__name__
         raise HeadwaterError(f"{kind} has no tokenizer.json; data prepare needs a fast tokenizer.")
-    settings: dict[str, Any] = {"format_version": FORMAT_VERSION, **asdict(source), "local": local}
+    settings = _settings(source, local, encoder, options)
+    try:
+        advice = "fix that and run the same command again"
+        with explaining(lambda problem: f"{str(out)!r} could not be written: {problem}; {advice}."):
+            out = settled(out)
+            if out.exists() and not out.is_dir():
+                raise _foreign(out)
+            with occupied(out, patience=0, busy="process is preparing"):
+                names = {path.name for path in out.iterdir() if not path.name.startswith(STAGING)} - {LOCK}
+                if names & {MANIFEST, DOMAINS}:
+                    return _finished(out, settings, encoder.separator)
+                if names and not (out / WRITING).exists():
+                    raise _foreign(out)
+                moved = moved_document(Stream(resolve(source, local)), options.held_out, encoder)
+                stream = Stream(resolve(source, local))
+                shutil.rmtree(out / WRITING, ignore_errors=True)
+                (out / WRITING).mkdir()
+                run = _Run(out / WRITING, settings, stream, printable(tokenizer), encoder, moved)
+                try:
+                    run.work(workers or min(cores(), MOST_WORKERS), batch_bytes, on_progress or (lambda *_: None))
+                    run.finish()
+                    _publish(out / WRITING, out)
+                finally:
+                    run.close()
+                    shutil.rmtree(out / WRITING, ignore_errors=True)
+                return [prepared.folder for prepared in shards.open_all(out)]
+    except KeyboardInterrupt:
+        raise Interrupted("Stopped; run the same command again to start over.") from None
+
+
+def _settings(source: TextSource, local: str | None, encoder: Encoder, options: Options) -> dict[str, Any]:
+    """Everything that affects the result, as the manifest keeps it."""
     # In the form that save_pretrained writes.
     content = encoder.tokenizer.backend_tokenizer.to_str(pretty=True)
+    settings: dict[str, Any] = {"format_version": FORMAT_VERSION, **asdict(source), "local": local}
     settings |= {"tokenizer": hashlib.sha256(content.encode()).hexdigest(), **asdict(options)}
     if template := encoder.tokenizer.chat_template:
         settings["chat_template"] = hashlib.sha256(json.dumps(template).encode()).hexdigest()
-    settings = {name: printable(value) if isinstance(value, str) else value for name, value in settings.items()}
-    try:
-        out = settled(out)
-        if out.exists() and not out.is_dir():
-            raise _foreign(out)
-        with occupied(out, patience=0, busy="process is preparing"):
-            names = {path.name for path in out.iterdir() if not path.name.startswith(STAGING)} - {LOCK}
-            if names & {MANIFEST, DOMAINS}:
-                return _finished(out, settings, encoder.separator)
-            if names and not (out / WRITING).exists():
-                raise _foreign(out)
-            moved = moved_document(Stream(resolve(source, local)), options.held_out, encoder)
-            stream = Stream(resolve(source, local))
-            shutil.rmtree(out / WRITING, ignore_errors=True)
-            (out / WRITING).mkdir()
-            run = _Run(out / WRITING, settings, stream, printable(tokenizer), encoder, moved)
-            try:
-                run.work(workers or min(cores(), MOST_WORKERS), batch_bytes, on_progress or (lambda *_: None))
-                run.finish()
-                _publish(out / WRITING, out)
-            finally:
-                run.close()
-                shutil.rmtree(out / WRITING, ignore_errors=True)
-            return [prepared.folder for prepared in shards.open_all(out)]
-    except HeadwaterError:
-        raise
-    except KeyboardInterrupt:
-        raise Interrupted("Stopped; run the same command again to start over.") from None
-    except Exception as error:
-        if (problem := disk_problem(error)) is None:
-            raise
-        raise HeadwaterError(
-            f"{str(out)!r} could not be written: {problem}; fix that and run the same command again."
-        ) from error
+    return {name: printable(value) if isinstance(value, str) else value for name, value in settings.items()}
 
 
 def moved_document(stream: Stream, share: float, encoder: Encoder) -> float | None:

@@ -503,8 +503,7 @@ class Recipe(Settings):
     """Fields of HeadwaterConfig, and `base: llama | gpt2 | a preset` for its defaults; for images, fields of
     HeadwaterVisionConfig, and `base: vit | a preset`. The vocabulary, and images' size and classes, are the data's."""
     data: AnyData
-    """`kind:` text, prepared, a synthetic task (induction, ngram, hop, recall, arithmetic), or images (images, digits,
-    glyphs), each with its fields."""
+    """`kind:` text, prepared, images, or another (docs/recipes.md), with the fields of that kind."""
     training: Training = Training()
     reporting: Reporting = Reporting()
     start: Start | None = None

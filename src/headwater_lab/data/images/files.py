@@ -62,11 +62,9 @@ class ImageFilesSettings(ImageSettings):
         held_out = self.held_out
         if held_out is None:
             held_out = next((name for name in SPLITS if name in splits and name != self.split), 0.1)
-        names = {"": self.split} | ({"data.held_out: ": held_out} if isinstance(held_out, str) else {})
-        for where, name in names.items():
-            if name not in splits:
-                raise HeadwaterError(f"{where}{self.source!r} has no split {name!r}; {nearest(name, splits)}")
-        chosen = [splits[name]() for name in names.values()]
+        chosen = [_opened(splits, self.split, repr(self.source))]
+        if isinstance(held_out, str):
+            chosen.append(_opened(splits, held_out, f"data.held_out: {self.source!r}"))
         classes = _classes(chosen[0])
         sides = [numbered(split, classes, self.channels) for split in chosen]
         if not isinstance(held_out, str):
@@ -76,10 +74,7 @@ class ImageFilesSettings(ImageSettings):
                 raise HeadwaterError(
                     f"{self.source!r}: no images are left for {name}; use more images or other splits."
                 )
-        notices = [notice for split in chosen for notice in split.notices]
-        if unused := sorted(set(range(len(classes))) - set(sides[0].labels)):
-            first = ", ".join(classes[number] for number in unused[:5])
-            notices.append(f"{len(unused)} of {len(classes)} classes have no image to train on: {first}.")
+        notices = [*chain.from_iterable(split.notices for split in chosen), *_unused(classes, sides[0].labels)]
         digest = hashlib.sha256("".join(side.digest for side in sides).encode()).hexdigest()
         middle, spread = (list(values) if self.channels == 3 else [sum(values) / 3] for values in (MEAN, STD))
         return ImageData(
@@ -121,6 +116,20 @@ def _splits(settings: ImageFilesSettings) -> dict[str, Callable[[], ImageSplit]]
     if folder.is_dir() and not tables and not saved:
         return _folder_splits(settings, folder)
     return _dataset_splits(settings, folder, saved)
+
+
+def _opened(splits: dict[str, Callable[[], ImageSplit]], name: str, where: str) -> ImageSplit:
+    """A split by its name. Raises `HeadwaterError` if there is none, and as the split does."""
+    if name not in splits:
+        raise HeadwaterError(f"{where} has no split {name!r}; {nearest(name, splits)}")
+    return splits[name]()
+
+
+def _unused(classes: list[str], labels: list[int]) -> list[str]:
+    """A notice if there are classes without an image."""
+    unused = sorted(set(range(len(classes))) - set(labels))
+    first = ", ".join(classes[number] for number in unused[:5])
+    return [f"{len(unused)} of {len(classes)} classes have no image to train on: {first}."] if unused else []
 
 
 def _folder_splits(settings: ImageFilesSettings, folder: Path) -> dict[str, Callable[[], ImageSplit]]:
