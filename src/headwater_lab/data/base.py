@@ -111,11 +111,11 @@ class DataSettings(Settings):
         raise NotImplementedError
 
 
-K = TypeVar("K", bound=type[DataSettings])
+K = TypeVar("K", bound=DataSettings)
 _KINDS: dict[str, type[DataSettings]] = {}
 
 
-def register_kind(settings: K) -> K:
+def register_kind(settings: type[K]) -> type[K]:
     """Make a class of settings a kind of data, under the default of its field `kind`."""
     _KINDS[settings.model_fields["kind"].default] = settings
     return settings

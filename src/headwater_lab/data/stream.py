@@ -176,6 +176,7 @@ class Stream:
         whole = not self.marked and not self.few_texts
         with opened_text(file) as stream:
             text = io.TextIOWrapper(stream, encoding="utf-8", newline="\n")
+            parts: Iterator[tuple[str, bool]]
             if self.marked:
                 documents = itertools.groupby(self._numbered_lines(text), key=itemgetter(0))
                 parts = chain.from_iterable(_parts(line for _, line in lines) for _, lines in documents)

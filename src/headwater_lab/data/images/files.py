@@ -79,7 +79,8 @@ class ImageFilesSettings(ImageSettings):
         middle, spread = (list(values) if self.channels == 3 else [sum(values) / 3] for values in (MEAN, STD))
         return ImageData(
             self,
-            *sides,
+            sides[0],
+            sides[1],
             classes,
             {"source": self.source, "sha256": digest},
             mean=middle,

@@ -35,7 +35,10 @@ class SyntheticSettings(DataSettings):
     @classmethod
     def variants(cls) -> list[Self]:
         """The task in each of its forms, with defaults."""
-        return [cls()]
+        return [cls.model_validate({})]
+
+    def build(self) -> SyntheticData[Any]:
+        raise NotImplementedError
 
     @model_validator(mode="after")
     def _held_in_memory(self) -> Self:
