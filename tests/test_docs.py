@@ -22,9 +22,9 @@ from headwater.integrations import torchtitan as titan_model
 from headwater.util.layout import PACKAGES
 from headwater_lab.api import comparing, planning, reproducing, training
 from headwater_lab.cli import app
+from headwater_lab.data.base import list_kinds
 from headwater_lab.data.images import Augmentation
 from headwater_lab.recipe.schema import (
-    AnyData,
     Compare,
     Growth,
     Recipe,
@@ -231,7 +231,7 @@ def rows(text: str) -> Iterator[tuple[list[str], str]]:
 
 
 FIELDS = sections((ROOT / "docs" / "recipes.md").read_text())
-DATA = {get_args(kind.model_fields["kind"].annotation)[0]: (kind,) for kind in get_args(get_args(AnyData)[0])}
+DATA = {name: (kind,) for name, kind in list_kinds().items()}
 SECTIONS: dict[str, tuple[type[BaseModel], ...]] = {
     "Top level": (Recipe,),
     "augmentation": (Augmentation,),

@@ -28,7 +28,7 @@ import headwater_lab as lab
 from headwater_lab.cli import app
 from headwater_lab.comparison.trials import trial_of
 from headwater_lab.data.images import ImageSettings
-from headwater_lab.data.language import HeldOutSettings
+from headwater_lab.data.language import LanguageSettings
 from headwater_lab.data.tokenizer import byte_tokenizer
 from headwater_lab.papers.price import stages
 from headwater_lab.papers.table import table as paper_table
@@ -71,7 +71,7 @@ def smaller(recipe: Recipe) -> Iterator[str]:
         yield f"{where}.warmup_steps=0"
     yield "training.batch_size=2"
     yield "training.gradient_accumulation_steps=1"
-    if isinstance(recipe.data, HeldOutSettings):
+    if isinstance(recipe.data, LanguageSettings):
         yield "data.held_out_bytes=1000"
         if recipe.data.source == "python-stdlib":
             yield "data.source=docs/tutorials/*.md"

@@ -9,8 +9,8 @@ import torch
 from headwater.util.errors import HeadwaterError
 from headwater.util.seeding import generator
 from headwater_lab.data.base import Share
-from headwater_lab.data.synthetic import ArithmeticSettings
 from headwater_lab.data.synthetic.arithmetic import (
+    ArithmeticSettings,
     is_solved,
     parse_prompt,
     prompt_of,

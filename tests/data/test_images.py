@@ -26,9 +26,10 @@ from headwater.cost.hardware import cores
 from headwater.util.errors import HeadwaterError
 from headwater.util.seeding import generator
 from headwater_lab.data.base import Share
-from headwater_lab.data.images import DigitsSettings, GlyphSettings, ImageFilesSettings
-from headwater_lab.data.images.glyphs import FAMILIES, GlyphImages, files_of
-from headwater_lab.data.images.randomness import drawing_from
+from headwater_lab.data.images.augment import drawing_from
+from headwater_lab.data.images.digits import DigitsSettings
+from headwater_lab.data.images.files import ImageFilesSettings
+from headwater_lab.data.images.glyphs import FAMILIES, GlyphImages, GlyphSettings, files_of
 from headwater_lab.data.images.reading import UnreadableImage, read_image
 from headwater_lab.recipe.schema import parse
 from headwater_lab.training.loop import batches

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from headwater_lab.data.base import Share
+from headwater_lab.data.chat import Encoded
 from headwater_lab.data.rows import BLOCK, Rows, TokenArray
-from headwater_lab.data.synthetic import InductionSettings
+from headwater_lab.data.synthetic.induction import InductionSettings
 from headwater_lab.data.text import TextSettings
 
 SEPARATOR = 999
@@ -24,8 +25,12 @@ def documents(count, seed=0, first=0):
     ]
 
 
+def token_array(documents):
+    return TokenArray([Encoded(ids, None, 0) for ids in documents])
+
+
 def rows(layout="packed", count=60, context=16, streams=1, weights=None):
-    arrays = [TokenArray(documents(count, seed=k, first=100_000 * k)) for k in range(streams)]
+    arrays = [token_array(documents(count, seed=k, first=100_000 * k)) for k in range(streams)]
     return Rows(arrays, weights or [1.0] * streams, context, layout)
 
 
@@ -57,7 +62,7 @@ def test_packed_positions_restart_and_contiguous_rows_say_where():
 
 def test_a_separator_inside_a_document_is_no_border():
     """Borders are known from the documents, not guessed from tokens."""
-    array = TokenArray([np.array([SEPARATOR, 1, SEPARATOR, 2, 3]), np.array([SEPARATOR, 4, 5, 6])])
+    array = token_array([np.array([SEPARATOR, 1, SEPARATOR, 2, 3]), np.array([SEPARATOR, 4, 5, 6])])
     batch = Rows([array], [1.0], 8, "contiguous").batch([(0, 0)])
     assert batch["document_starts"].tolist() == [[True, False, False, False, False, True, False, False]]
 
@@ -95,7 +100,7 @@ def test_a_mixture_keeps_its_weights_and_uses_up_each_stream_before_it_repeats()
 
 
 def test_streams_of_a_mixture_have_orders_of_their_own():
-    same = [TokenArray(documents(60)) for _ in range(2)]
+    same = [token_array(documents(60)) for _ in range(2)]
     drawn = first(Rows(same, [1.0, 1.0], 16, "packed").order(0, 0), 200)
     a, b = ([row for s, row in drawn if s == stream] for stream in (0, 1))
     assert a[:20] != b[:20]

@@ -1,7 +1,9 @@
 """What all synthetic tasks promise, and induction, n-grams, hop-k and recall against their definitions."""
 
+import inspect
 import itertools
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,16 +14,15 @@ from typer.testing import CliRunner
 from headwater.util.errors import HeadwaterError
 from headwater.util.seeding import generator
 from headwater_lab.cli import app
-from headwater_lab.data.base import Share
-from headwater_lab.data.synthetic import (
-    ArithmeticSettings,
-    HopSettings,
-    InductionData,
-    InductionSettings,
-    NgramSettings,
-    RecallSettings,
-    every_task,
-)
+from headwater_lab.data import synthetic
+from headwater_lab.data.base import _KINDS as kinds
+from headwater_lab.data.base import Share, list_kinds
+from headwater_lab.data.synthetic import list_tasks
+from headwater_lab.data.synthetic.arithmetic import ArithmeticSettings
+from headwater_lab.data.synthetic.hop import HopSettings
+from headwater_lab.data.synthetic.induction import InductionData, InductionSettings
+from headwater_lab.data.synthetic.ngram import NgramSettings
+from headwater_lab.data.synthetic.recall import RecallSettings
 from headwater_lab.recipe.schema import parse
 
 SMALL = [
@@ -396,7 +397,7 @@ def test_settings_are_closed():
 def test_every_field_is_documented():
     root = Path(__file__).parents[2]
     page, tasks = (root / "docs" / "recipes.md").read_text(), (root / "docs" / "tasks.md").read_text()
-    for settings in every_task():
+    for settings in list_tasks():
         section = page.split(f"`kind: {settings.kind}`")[1].split("\n`kind:")[0].split("\n## ")[0]
         for field, info in type(settings).model_fields.items():
             default = re.escape(str(info.default))
@@ -407,7 +408,7 @@ def test_every_field_is_documented():
 
 def test_the_table_of_tasks_shows_each_with_its_two_values(monkeypatch):
     few = [settings for settings in SMALL if settings.kind in ("hop", "arithmetic")]
-    monkeypatch.setattr("headwater_lab.data.synthetic.every_task", lambda: few)
+    monkeypatch.setattr("headwater_lab.data.synthetic.list_tasks", lambda: few)
     result = CliRunner().invoke(app, ["list", "tasks"])
     assert result.exit_code == 0
     for settings in few:
@@ -420,3 +421,18 @@ def test_held_out_rows_without_a_label_are_found_before_training():
     data = InductionSettings(vocab_size=1000, length=3, held_out=1).build()
     with pytest.raises(HeadwaterError, match=r"no held-out row has anything to predict; raise data\.held_out"):
         next(data.batches(0, 1, 0))
+
+
+def test_a_task_is_one_file(tmp_path, monkeypatch):
+    """Its kind is found by listing the folder; nothing else names it."""
+    source = inspect.getsource(inspect.getmodule(RecallSettings))
+    (tmp_path / "again.py").write_text(source.replace('"recall"', '"again"'))
+    monkeypatch.setattr(synthetic, "__path__", [*synthetic.__path__, str(tmp_path)])
+    list_kinds.cache_clear()
+    try:
+        assert "again" in list_kinds()
+        assert [task.kind for task in list_tasks()].count("again") == 1
+    finally:
+        kinds.pop("again")
+        sys.modules.pop(f"{synthetic.__name__}.again")
+        list_kinds.cache_clear()

@@ -327,11 +327,11 @@ def test_what_is_packed_is_unpacked_in_pieces(tmp_path, monkeypatch):
     for suffix, pack in {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstd}.items():
         file = tmp_path / f"x.txt{suffix}"
         file.write_bytes(pack(zeros) + pack(b"end"))
-        unpacked = reading.PACKED[suffix](file)
+        unpacked = reading.PACKED[suffix](file.open("rb"))
         sizes, buffer = [], bytearray(2**20)
         while size := unpacked.readinto(buffer):
             sizes.append(size)
-            assert len(getattr(unpacked, "left", b"")) <= most
+            assert len(getattr(unpacked, "unread", b"")) <= most
         assert sum(sizes) == len(zeros) + 3, suffix
         unpacked.close()
 

@@ -9,7 +9,7 @@ from headwater.config.options import parse_options
 from headwater.config.presets import PRESETS, preset
 from headwater.cost.counts import parameters
 from headwater.plugins.registry import MECHANISMS, resolve
-from headwater_lab.data.synthetic import every_task
+from headwater_lab.data.synthetic import list_tasks
 from headwater_lab.recipe.overrides import plain, read_text
 from headwater_lab.recipe.shipped import shipped_recipes
 
@@ -62,7 +62,7 @@ def describe_mechanisms() -> Sequence[dict[str, Any]]:
 def describe_tasks() -> Sequence[dict[str, Any]]:
     """The synthetic tasks, each with a held-out row and the scores of a guess and of a solver."""
     rows = []
-    for settings in every_task():
+    for settings in list_tasks():
         task = settings.build()
         rows.append(
             {

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import pkgutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from headwater.util.seeding import generator
+from headwater.util.settings import Settings
 
 # input_ids [B, T], shift_labels [B, T] (the label of each position; -100 is ignored), and if documents start inside a
 # row, position_ids [B, T] that restart there or document_starts [B, T].
@@ -55,12 +60,21 @@ class Evaluation:
     documents: list[dict[str, Any]] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class DataShape:
+    """What a model must fit: the number of tokens or classes, the tokens of a row, and the tokenizer."""
+
+    vocab_size: int
+    context: int = 1
+    tokenizer: PreTrainedTokenizerBase | None = None
+
+
 class Data(Protocol):
     """A source of training rows and of a held-out metric."""
 
+    # As in `DataShape`; the tokenizer is None if rows are not text.
     vocab_size: int
     context: int
-    # None if rows are not text.
     tokenizer: PreTrainedTokenizerBase | None
     # The deciding metric, and whether less of it is better.
     metric: str
@@ -85,6 +99,34 @@ class Data(Protocol):
         All processes call `logits` equally often, and all get the full result.
         """
         ...
+
+
+class DataSettings(Settings):
+    """`data:` of a recipe. A subclass for a kind of data of headwater's own is marked with `register_kind`."""
+
+    kind: str
+
+    def build(self) -> Data:
+        """Open the data. Raises `HeadwaterError` for what the user can correct."""
+        raise NotImplementedError
+
+
+K = TypeVar("K", bound=DataSettings)
+_KINDS: dict[str, type[DataSettings]] = {}
+
+
+def register_kind(settings: type[K]) -> type[K]:
+    """Make a class of settings a kind of data, under the default of its field `kind`."""
+    _KINDS[settings.model_fields["kind"].default] = settings
+    return settings
+
+
+@functools.cache
+def list_kinds() -> dict[str, type[DataSettings]]:
+    """All kinds of data of headwater's own, by name: those that the modules of this folder register."""
+    for module in pkgutil.walk_packages([str(Path(__file__).parent)], f"{__package__}."):
+        import_module(module.name)
+    return dict(sorted(_KINDS.items()))
 
 
 def shuffled(rows: int, seed: int, start: int, *key: str | int) -> Iterator[int]:

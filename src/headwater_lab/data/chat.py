@@ -149,6 +149,14 @@ def contents(conversation: str) -> str:
     return "\n".join(message["content"] for message in as_fields(conversation)["messages"])
 
 
+def copy_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
+    """A copy of what a fast tokenizer encodes with, which neither cuts nor pads."""
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
 class ChatEncoder:
     """Conversations -> token ids, as the chat template renders them, in any number of threads.
 
@@ -169,9 +177,7 @@ class ChatEncoder:
             self.template = tokenizer.get_chat_template()
         except ValueError as error:
             raise HeadwaterError(f"The chat template cannot be used: {first_line(error)}") from error
-        self.backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-        self.backend.no_truncation()
-        self.backend.no_padding()
+        self.backend = copy_backend(tokenizer)
         # Others shorten the offsets of tokens that begin with a space.
         self.backend.post_processor = processors.ByteLevel(trim_offsets=False)
         added = tokenizer.added_tokens_decoder

@@ -53,15 +53,25 @@ LONGEST_PIECE = 4 * PIECE
 
 @dataclass(frozen=True)
 class Document:
-    """id: its name in records; key: the text or path that is hashed for the split.
+    """A document, or one part of a long one.
 
-    is_chat: its text is a conversation in JSON, see `headwater_lab.data.chat`.
+    id: its name in records. key: the text or path that is hashed for the split; of a long document within a text file,
+    its first part. is_chat: its text is a conversation in JSON, see `headwater_lab.data.chat`. domain: the value of the
+    column that a corpus is split by. first, last: whether it is the first and the last part.
     """
 
     id: str
     text: str
     key: str
     is_chat: bool = False
+    domain: str | None = None
+    first: bool = True
+    last: bool = True
+
+    @property
+    def data(self) -> bytes:
+        """The text in UTF-8."""
+        return self.text.encode()
 
     def fraction(self, purpose: str = "") -> float:
         """A number in [0, 1) that depends only on the key (and its purpose)."""
@@ -91,11 +101,11 @@ def read_corpus(source: str, text_column: str = "text") -> Corpus:
 
     content = hashlib.sha256()
     for document in documents:
-        content.update(f"{document.id}\0{hashlib.sha256(document.text.encode()).hexdigest()}\n".encode())
+        content.update(f"{document.id}\0{hashlib.sha256(document.data).hexdigest()}\n".encode())
     facts: dict[str, Any] = {
         "source": source,
         "documents": len(documents),
-        "bytes": sum(len(document.text.encode()) for document in documents),
+        "bytes": sum(len(document.data) for document in documents),
         "sha256": content.hexdigest(),
         "skipped_not_utf8": len(skipped),
         "skipped_without_text": empty,
@@ -111,16 +121,17 @@ def check_column_is_read(column: str, sources: Iterable[str], option: str) -> No
     option: that names it.
     """
     sources = list(sources)
-    if column != DEFAULT and sources and not any(map(_has_rows, sources)):
+    if column != DEFAULT and sources and not any("tables" in kinds_in(source) for source in sources):
         raise HeadwaterError(f"{option} is for tables, and {sources[0]!r} has none; leave it out.")
 
 
-def _has_rows(source: str) -> bool:
-    """Whether a source has tables, or is a dataset."""
+def kinds_in(source: str) -> set[str]:
+    """What a source has of tables, text files, and datasets on the hub, whose rows are tables."""
     if source in (TOPICS, DOCS):
-        return False
-    files = local_files(source)
-    return files is None or any(map(table_kind, files[1]))
+        return {"text files"}
+    if (local := local_files(source)) is None:
+        return {"tables", "datasets on the hub"}
+    return {"tables" if table_kind(file) else "text files" for file in local[1]}
 
 
 def read_documents(source: str, column: str, option: str | None) -> tuple[list[Document], list[str], int]:
@@ -146,9 +157,19 @@ def read_documents(source: str, column: str, option: str | None) -> tuple[list[D
         empty += not document.text
     columns.require(source)
     if not held:
-        tail = f": none of its {len(skipped)} files is UTF-8 text" if skipped else ", or only empty files"
-        raise HeadwaterError(f"There is no text in {source!r}{tail}; give a file or folder with text.")
+        raise no_text(source, skipped)
     return held, skipped, empty
+
+
+def no_text(source: str, skipped: list[str]) -> HeadwaterError:
+    """The error for a source without documents. skipped: the names of its files that are not text."""
+    tail = f": none of its {len(skipped)} files is UTF-8 text" if skipped else ", or only empty documents"
+    return HeadwaterError(f"There is no text in {source!r}{tail}; give a file or folder with text.")
+
+
+def too_short(source: str, content: str) -> HeadwaterError:
+    """The error for a source with less than two texts. content: what it is."""
+    return HeadwaterError(f"{source!r} is {content}, too short to hold out part of it; use more text.")
 
 
 def read_files(files: Iterable[Path], root: Path, columns: Columns, skipped: list[str]) -> Iterator[Document]:
@@ -170,12 +191,12 @@ def name_in(file: Path, root: Path) -> str:
     return printable(file.relative_to(root).as_posix())
 
 
-def row_document(value: Any, column: str, where: str, name: str, row: int) -> Document:
+def row_document(value: Any, column: str, where: str, name: str, row: int, domain: str | None = None) -> Document:
     """A row's document, without text if the row has none. Raises `HeadwaterError` if the value is no text."""
     text, is_chat = content_of(value, column, where, row) or ("", False)
     text = text.removeprefix(MARK.decode())
     encoded(text, name := f"{name}:{row}")
-    return Document(name, text, key=text, is_chat=is_chat)
+    return Document(name, text, text, is_chat, domain)
 
 
 def check_one_kind(source: str, kinds: set[bool]) -> None:
@@ -339,7 +360,7 @@ def pieces(document: Document, size: int | None = None) -> Iterator[Document]:
     while start < len(text):
         end = piece_end(text, start, size=size)
         piece = text[start:end]
-        yield Document(f"{document.id}#{count}", piece, key=piece)
+        yield Document(f"{document.id}#{count}", piece, key=piece, domain=document.domain)
         start, count = end, count + 1
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from headwater.util.errors import HeadwaterError, first_line
-from headwater_lab.data.corpus import local_files
-from headwater_lab.data.reading import DEFAULT, table_kind
+from headwater_lab.data.corpus import kinds_in, local_files
+from headwater_lab.data.reading import DEFAULT
 from headwater_lab.data.stream import TextSource
 
 
@@ -66,19 +65,16 @@ def resolve(source: TextSource, local: str | None = None) -> TextSource:
 
 def check_options(source: TextSource, location: str) -> None:
     """Raise `HeadwaterError` for an option of `source` that is not read for what lies at `location`."""
-    files = (local_files(location) or (Path(), []))[1]
-    has_tables = any(map(table_kind, files))
-    has_texts = not all(map(table_kind, files))
-    column = source.text_column if source.text_column != DEFAULT else None
-    unread = {
-        "--separator": (source.separator, has_texts, "text files"),
-        "--by": (source.by, has_tables or not files, "tables"),
-        "--text-column": (column, has_tables or not files, "tables"),
-        "--config": (source.config, not files, "datasets on the hub"),
-        "--split": (source.split, not files, "datasets on the hub"),
+    kinds = kinds_in(location)
+    options = {
+        "--separator": (source.separator, "text files"),
+        "--by": (source.by, "tables"),
+        "--text-column": (source.text_column if source.text_column != DEFAULT else None, "tables"),
+        "--config": (source.config, "datasets on the hub"),
+        "--split": (source.split, "datasets on the hub"),
     }
-    for option, (value, is_read, kind) in unread.items():
-        if value is not None and not is_read:
+    for option, (value, kind) in options.items():
+        if value is not None and kind not in kinds:
             raise HeadwaterError(f"{option} is for {kind}, and {location!r} has none; leave it out.")
 
 

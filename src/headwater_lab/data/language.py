@@ -11,14 +11,13 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from pydantic import model_validator
+from pydantic import Field, model_validator
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from headwater.util.errors import HeadwaterError, nearest, shown
 from headwater.util.files import is_file_name
-from headwater.util.settings import Settings
-from headwater_lab.data.base import ALONE, Batch, Evaluation, Share
+from headwater_lab.data.base import ALONE, Batch, DataSettings, Evaluation, Share
 from headwater_lab.data.chat import Encoded
 from headwater_lab.data.corpus import Document
 from headwater_lab.data.rows import RowLayout, Rows, Tokens
@@ -28,9 +27,16 @@ from headwater_lab.data.tokenizer import Encoder, vocabulary
 METRICS = ("bits_per_byte", "loss")
 
 
-class HeldOutSettings(Settings):
-    """Evaluation fields that `kind: text` and `kind: prepared` share."""
+class LanguageSettings(DataSettings):
+    """Fields that `kind: text` and `kind: prepared` share."""
 
+    context: int = Field(default=1024, ge=2, le=2**24)
+    """Tokens per row."""
+    row_layout: RowLayout = "packed"
+    """packed: attention and positions restart with each document; contiguous: across documents, as in nanoGPT."""
+    held_out_bytes: int | None = Field(default=1_000_000, ge=1)
+    """Evaluate on at most about this many bytes (of each domain): an equal excerpt of each document, at a position set
+    by its hash; null for all."""
     held_out_domains: dict[str, str] | None = None
     """Named domains to evaluate on, name -> source. Each is measured separately, and loss and bits per byte are their
     plain means; null evaluates the held-out text of `source` as a whole."""
@@ -63,52 +69,42 @@ class LanguageData:
     """See `headwater_lab.data.base.Data`. Raises `HeadwaterError` if a stream is too short for one row.
 
     streams: token streams by name, with their weights; each document starts with the tokenizer's separator.
-    held_out: documents to evaluate on, by the name of their stream or domain.
-    held_out_bytes: evaluate on at most about this many bytes of each domain; None for all.
-    domains: each is measured separately, and the overall result is their mean.
+    held_out: documents to evaluate on, by the name of their stream or of the domain in the settings.
     """
 
     lower_is_better = True
 
     def __init__(
         self,
+        settings: LanguageSettings,
         streams: Mapping[str, tuple[Tokens, float]],
         held_out: Mapping[str, Sequence[Document]],
         tokenizer: PreTrainedTokenizerBase,
-        *,
-        context: int,
-        layout: RowLayout,
-        held_out_bytes: int | None,
         description: dict[str, Any],
-        domains: bool = False,
-        metric: str = METRICS[0],
     ) -> None:
-        self.context, self.tokenizer = context, tokenizer
-        self.domains, self.metric = domains, metric
+        self.context, self.tokenizer, self.metric = settings.context, tokenizer, settings.metric
+        # Each is measured separately, and the overall result is their mean.
+        self.domains = settings.held_out_domains is not None
         self.vocab_size = vocabulary(tokenizer)
         for name, (stream, _) in streams.items():
-            if stream.tokens <= context:
+            if stream.tokens <= self.context:
                 raise HeadwaterError(
                     f"{name!r} has {stream.tokens} training tokens, fewer than one row of "
-                    f"data.context={context} + 1; use more text or a smaller context."
+                    f"data.context={self.context} + 1; use more text or a smaller context."
                 )
         self.names = list(streams)
-        self.train = Rows(
-            [stream for stream, _ in streams.values()], [weight for _, weight in streams.values()], context, layout
-        )
+        tokens, weights = zip(*streams.values(), strict=True)
+        self.train = Rows(tokens, weights, self.context, settings.row_layout)
         self.encoder = Encoder(tokenizer)
-        if domains:  # in one order, however a recipe was written, so that sums are the same to the last bit
+        if self.domains:  # in one order, however a recipe was written, so that sums are the same to the last bit
             held_out = dict(sorted(held_out.items()))
         groups = [[(name, document) for document in several] for name, several in held_out.items()]
-        self.held_out = [
-            HeldOut(name, document.id, self.excerpt(document, limit))
-            for group in (groups if domains else [list(chain(*groups))])
-            for (name, document), limit in zip(
-                group, limits([document for _, document in group], held_out_bytes), strict=True
-            )
-            if limit
-        ]
-        facts = self.facts(held_out) if domains else {}
+        self.held_out: list[HeldOut] = []
+        for group in groups if self.domains else [list(chain(*groups))]:
+            sizes = limits([document for _, document in group], settings.held_out_bytes)
+            excerpts = zip(group, sizes, strict=True)
+            self.held_out += [HeldOut(name, d.id, self.excerpt(d, limit)) for (name, d), limit in excerpts if limit]
+        facts = self.facts(held_out) if self.domains else {}
         if not self.held_out:
             raise HeadwaterError(f"{', '.join(streams)}: no text was held out for evaluation; hold out a larger share.")
         self.description = description | {
@@ -183,24 +179,27 @@ class LanguageData:
             }
             for one, n in zip(self.held_out, nats, strict=True)
         ]
+        return Evaluation(self.metrics(nats), documents)
+
+    def metrics(self, nats: np.ndarray) -> dict[str, float]:
+        """The metrics of these losses of the held-out documents, the deciding one first."""
         metrics = {
             "bits_per_byte": float(nats.sum()) / math.log(2) / sum(one.bytes for one in self.held_out),
             "loss": float(nats.sum()) / sum(one.tokens for one in self.held_out),
         }
-        if len(self.names) > 1 or self.domains:
-            for name in dict.fromkeys(one.stream for one in self.held_out):
-                own = [
-                    (n, one.bytes, one.tokens) for n, one in zip(nats, self.held_out, strict=True) if one.stream == name
-                ]
-                total, size, tokens = map(sum, zip(*own, strict=True))
-                metrics[f"bits_per_byte/{name}"] = float(total) / math.log(2) / size
-                if self.domains:
-                    metrics[f"loss/{name}"] = float(total) / tokens
-        if self.domains:
-            for metric in METRICS:
-                parts = [value for name, value in metrics.items() if name.startswith(f"{metric}/")]
-                metrics[metric] = sum(parts) / len(parts)
-        return Evaluation({self.metric: metrics[self.metric]} | metrics, documents)
+        names = dict.fromkeys(one.stream for one in self.held_out)
+        for name in names if len(self.names) > 1 or self.domains else ():
+            sizes = [
+                (n, one.bytes, one.tokens) for n, one in zip(nats, self.held_out, strict=True) if one.stream == name
+            ]
+            total, size, tokens = map(sum, zip(*sizes, strict=True))
+            metrics[f"bits_per_byte/{name}"] = float(total) / math.log(2) / size
+            if self.domains:
+                metrics[f"loss/{name}"] = float(total) / tokens
+        for metric in METRICS if self.domains else ():
+            values = [value for name, value in metrics.items() if name.startswith(f"{metric}/")]
+            metrics[metric] = sum(values) / len(values)
+        return {self.metric: metrics[self.metric]} | metrics
 
 
 class HeldOut:

@@ -15,22 +15,23 @@ import os
 import re
 import shutil
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from headwater import __version__
 from headwater.cost.hardware import cores
 from headwater.util.errors import HeadwaterError, Interrupted
-from headwater.util.files import STAGING, disk_problem, flush, replace_text, settled, sha256_of
+from headwater.util.files import STAGING, explaining, flush, replace_text, settled, sha256_of
 from headwater.util.output_folder import LOCK, occupied
 from headwater_lab.data import shards
 from headwater_lab.data.chat import Encoded, as_fields
+from headwater_lab.data.corpus import Document, no_text, too_short
 from headwater_lab.data.known import resolve
 from headwater_lab.data.reading import check_name, printable
 from headwater_lab.data.sealed import write_sealed
@@ -49,11 +50,11 @@ from headwater_lab.data.shards import (
     SplitFacts,
     TokenizerFacts,
 )
-from headwater_lab.data.stream import DocumentPart, Stream, TextSource
+from headwater_lab.data.stream import Stream, TextSource
 from headwater_lab.data.tokenizer import Encoder, load_tokenizer
 
-# Tokens of a split to gather before they are written; each domain has two splits.
-GATHERED = 2**17
+# Bytes of a file to gather before they are written; each domain has four files, of conversations six.
+WRITTEN = 2**17
 MOST_DOMAINS = 256
 # Characters of a domain's name that its folder's name keeps.
 MOST_NAME = 64
@@ -99,146 +100,109 @@ def prepare(
     """
     if not 0 < options.held_out < 1:
         raise HeadwaterError(f"--held-out must be between 0 and 1, not {options.held_out}.")
-    if source.separator == "":
-        raise HeadwaterError("--separator is empty; pass the line that separates two documents.")
     check_name(out)
-    encode = _Tokenize(loaded := load_tokenizer(tokenizer))
-    settings: dict[str, Any] = {"format_version": FORMAT_VERSION, **asdict(source), "local": local}
-    settings |= {"tokenizer": encode.sha256, **asdict(options)}
-    if loaded.chat_template:
-        settings["chat_template"] = hashlib.sha256(json.dumps(loaded.chat_template).encode()).hexdigest()
-    settings = {name: printable(value) if isinstance(value, str) else value for name, value in settings.items()}
+    encoder = Encoder(load_tokenizer(tokenizer))
+    if encoder.backend is None:
+        kind = type(encoder.tokenizer).__name__
+        raise HeadwaterError(f"{kind} has no tokenizer.json; data prepare needs a fast tokenizer.")
+    settings = _settings(source, local, encoder, options)
     try:
-        out = settled(out)
-        if out.exists() and not out.is_dir():
-            raise _foreign(out)
-        with occupied(out, patience=0, busy="process is preparing"):
-            names = {path.name for path in out.iterdir() if not path.name.startswith(STAGING)} - {LOCK}
-            if names & {MANIFEST, DOMAINS}:
-                return _finished(out, settings, encode.separator)
-            if names and not (out / WRITING).exists():
+        advice = "fix that and run the same command again"
+        with explaining(lambda problem: f"{str(out)!r} could not be written: {problem}; {advice}."):
+            out = settled(out)
+            if out.exists() and not out.is_dir():
                 raise _foreign(out)
-            moved = moved_document(Stream(resolve(source, local)), options.held_out, encode)
-            stream = Stream(resolve(source, local))
-            shutil.rmtree(out / WRITING, ignore_errors=True)
-            (out / WRITING).mkdir()
-            run = _Run(out / WRITING, settings, stream, printable(tokenizer), encode, options, moved)
-            try:
-                run.work(workers or min(cores(), MOST_WORKERS), batch_bytes, on_progress or (lambda *_: None))
-                run.finish()
-                _publish(out / WRITING, out)
-            finally:
-                run.close()
+            with occupied(out, patience=0, busy="process is preparing"):
+                names = {path.name for path in out.iterdir() if not path.name.startswith(STAGING)} - {LOCK}
+                if names & {MANIFEST, DOMAINS}:
+                    return _finished(out, settings, encoder.separator)
+                if names and not (out / WRITING).exists():
+                    raise _foreign(out)
+                moved = moved_document(Stream(resolve(source, local)), options.held_out, encoder)
+                stream = Stream(resolve(source, local))
                 shutil.rmtree(out / WRITING, ignore_errors=True)
-            return [prepared.folder for prepared in shards.open_all(out)]
-    except HeadwaterError:
-        raise
+                (out / WRITING).mkdir()
+                run = _Run(out / WRITING, settings, stream, printable(tokenizer), encoder, moved)
+                try:
+                    run.work(workers or min(cores(), MOST_WORKERS), batch_bytes, on_progress or (lambda *_: None))
+                    run.finish()
+                    _publish(out / WRITING, out)
+                finally:
+                    run.close()
+                    shutil.rmtree(out / WRITING, ignore_errors=True)
+                return [prepared.folder for prepared in shards.open_all(out)]
     except KeyboardInterrupt:
         raise Interrupted("Stopped; run the same command again to start over.") from None
-    except Exception as error:
-        if (problem := disk_problem(error)) is None:
-            raise
-        raise HeadwaterError(
-            f"{str(out)!r} could not be written: {problem}; fix that and run the same command again."
-        ) from error
 
 
-def moved_document(stream: Stream, share: float, encode: Callable[[Sequence[DocumentPart]], object]) -> float | None:
+def _settings(source: TextSource, local: str | None, encoder: Encoder, options: Options) -> dict[str, Any]:
+    """Everything that affects the result, as the manifest keeps it."""
+    # In the form that save_pretrained writes.
+    content = encoder.tokenizer.backend_tokenizer.to_str(pretty=True)
+    settings: dict[str, Any] = {"format_version": FORMAT_VERSION, **asdict(source), "local": local}
+    settings |= {"tokenizer": hashlib.sha256(content.encode()).hexdigest(), **asdict(options)}
+    if template := encoder.tokenizer.chat_template:
+        settings["chat_template"] = hashlib.sha256(json.dumps(template).encode()).hexdigest()
+    return {name: printable(value) if isinstance(value, str) else value for name, value in settings.items()}
+
+
+def moved_document(stream: Stream, share: float, encoder: Encoder) -> float | None:
     """The fraction of the document to put on the other side than its hash says, since that side would be empty; None
     if neither is, as in any large corpus, of which only the beginning is read.
 
     The document is one whose text occurs least often, so that no text is on both sides; among them the one that is
-    closest to the border. encode: called with the first document, for its errors.
+    closest to the border. encoder: is called with the first document, for its errors.
     Raises `HeadwaterError` if there are fewer than two texts.
     """
     counts = Counter[float]()
-    first: DocumentPart | None = None
+    first: Document | None = None
     for part in stream:
         if not part.first:
             continue
         if first is None:
             first = part
-            encode([part])
-        counts[part.document.fraction()] += 1
+            encoder.documents([part])
+        counts[part.fraction()] += 1
         if len({fraction < share for fraction in counts}) > 1:
             return None
     source = stream.source.source
     if first is None:
-        skipped = len(stream.skipped)
-        tail = f": none of its {skipped} files is UTF-8 text" if skipped else ", or only empty documents"
-        raise HeadwaterError(f"There is no text in {source!r}{tail}; give a file or folder with text.")
+        raise no_text(source, stream.skipped)
     if len(counts) < 2:
         what = f"one document of {len(first.data)} bytes" if counts.total() == 1 else "one text, again and again"
-        raise HeadwaterError(f"{source!r} is {what}, too short to hold out part of it; use more text.")
+        raise too_short(source, what)
     rarest = min(counts.values())
     return min((one for one in counts if counts[one] == rarest), key=lambda one: abs(one - share))
 
 
-class _Tokenize:
-    """Token ids of parts of documents, with the separator before each first part."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.encoder = Encoder(tokenizer)
-        if self.encoder.backend is None:
-            raise HeadwaterError(
-                f"{type(tokenizer).__name__} has no tokenizer.json; data prepare needs a fast tokenizer."
-            )
-        self.tokenizer, self.separator = tokenizer, self.encoder.separator
-        self.vocab_size, self.dtype = self.encoder.vocab_size, self.encoder.dtype
-        # In the form that save_pretrained writes.
-        self.sha256 = hashlib.sha256(tokenizer.backend_tokenizer.to_str(pretty=True).encode()).hexdigest()
-
-    def __call__(self, parts: Sequence[DocumentPart]) -> list[Encoded]:
-        encoded = self.encoder.documents([part.document for part in parts])
-        return [
-            one if part.first else replace(one, ids=one.ids[1:])  # the separator is before the document's first part
-            for part, one in zip(parts, encoded, strict=True)
-        ]
-
-
 class _Run:
-    """One run on a folder."""
+    """One run on a folder. name: of the tokenizer. moved: see `moved_document`."""
 
     def __init__(
-        self,
-        out: Path,
-        settings: dict[str, Any],
-        stream: Stream,
-        tokenizer: str,
-        encode: _Tokenize,
-        options: Options,
-        moved: float | None,
+        self, out: Path, settings: dict[str, Any], stream: Stream, name: str, encoder: Encoder, moved: float | None
     ) -> None:
-        self.out, self.settings, self.stream, self.options = out, settings, stream, options
-        self.name, self.encode = tokenizer, encode
-        self.moved = moved
+        self.out, self.settings, self.stream, self.name = out, settings, stream, name
+        self.encoder, self.moved = encoder, moved
         # The folder of each domain.
         self.folders: dict[str | None, _Folder] = {}
         self.files = stream.fingerprint
 
     def work(self, workers: int, batch_bytes: int, on_progress: OnProgress) -> None:
         """Tokenize and write the stream."""
-        pending: deque[tuple[list[DocumentPart], Future]] = deque()
+        pending: deque[tuple[list[Document], Future]] = deque()
         with _serial_batches(), ThreadPoolExecutor(workers) as pool:
             try:
-                for parts, tokens in self._ahead(pool, pending, batch_bytes, 2 * workers):
-                    for part, row in zip(parts, tokens.result(), strict=True):
-                        self._folder(part.domain).add(part, row)
-                    on_progress(*self.totals())
+                for parts in chain(_batches(self.stream, batch_bytes), [None]):
+                    if parts is not None:
+                        pending.append((parts, pool.submit(self.encoder.documents, parts)))
+                    while len(pending) >= (1 if parts is None else 2 * workers):
+                        done, tokens = pending.popleft()
+                        for part, row in zip(done, tokens.result(), strict=True):
+                            self._folder(part.domain).add(part, row)
+                        on_progress(*self.totals())
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
-
-    def _ahead(
-        self, pool: ThreadPoolExecutor, pending: deque, batch_bytes: int, depth: int
-    ) -> Iterator[tuple[list[DocumentPart], Future]]:
-        """Batches in order, with up to `depth` of them in flight."""
-        for parts in _batches(self.stream, batch_bytes):
-            pending.append((parts, pool.submit(self.encode, parts)))
-            if len(pending) >= depth:
-                yield pending.popleft()
-        while pending:
-            yield pending.popleft()
 
     def totals(self) -> tuple[int, int, int]:
         splits = [split for folder in self.folders.values() for split in folder.splits.values()]
@@ -258,7 +222,7 @@ class _Run:
 
     def _write_manifest(self, folder: _Folder) -> None:
         place = folder.path / TOKENIZER
-        self.encode.tokenizer.save_pretrained(place)
+        self.encoder.tokenizer.save_pretrained(place)
         files = shards.tokenizer_files(folder.path)
         for path in (*files, *{file.parent for file in files}):
             flush(path)
@@ -271,11 +235,11 @@ class _Run:
             tokenizer=TokenizerFacts(
                 name=self.name,
                 sha256=sha256_of(place / "tokenizer.json"),
-                vocab_size=self.encode.vocab_size,
+                vocab_size=self.encoder.vocab_size,
                 files={file.relative_to(place).as_posix(): sha256_of(file) for file in files},
             ),
-            separator=self.encode.separator,
-            dtype="uint16" if self.encode.dtype.itemsize == 2 else "uint32",
+            separator=self.encoder.separator,
+            dtype="uint16" if self.encoder.dtype.itemsize == 2 else "uint32",
             sha256=folder.content.hexdigest(),
             skipped=Skipped(
                 empty=self.stream.empty,
@@ -286,7 +250,6 @@ class _Run:
             train=folder.splits["train"].finish(),
             held_out=folder.splits["held_out"].finish(),
             evaluation=evaluation,
-            check="0" * 64,  # is written in its place
         )
         write_sealed(folder.path / MANIFEST, manifest.model_dump())
         flush(folder.path)
@@ -303,7 +266,7 @@ class _Run:
         paths = (self.out / (plain if n == 1 else f"{plain}-{n}") for n in range(1, MOST_DOMAINS + 2))
         path = self.out if domain is None else next(path for path in paths if not path.exists())
         path.mkdir(exist_ok=True)
-        folder = self.folders[domain] = _Folder(path, domain, self.encode.dtype, self.options, self.moved)
+        folder = self.folders[domain] = _Folder(path, domain, self.settings, self.moved)
         return folder
 
     def close(self) -> None:
@@ -314,46 +277,38 @@ class _Run:
 class _Folder:
     """A prepared folder that is being written."""
 
-    def __init__(self, path: Path, domain: str | None, dtype: np.dtype, options: Options, moved: float | None) -> None:
-        self.path, self.domain, self.options, self.moved = path, domain, options, moved
-        self.splits = {name: _Split(path, name, dtype, options.shard_tokens) for name in SPLITS}
+    def __init__(self, path: Path, domain: str | None, settings: dict[str, Any], moved: float | None) -> None:
+        self.path, self.domain, self.settings, self.moved = path, domain, settings, moved
+        self.splits = {name: _Split(path, name, settings["shard_tokens"]) for name in SPLITS}
         # Of a line for each document.
         self.content = hashlib.sha256()
-        self.chosen = _Smallest(options.evaluation_bytes)
+        self.chosen = _Smallest(settings["evaluation_bytes"])
         self.is_chat = False
 
-    def add(self, part: DocumentPart, tokens: Encoded) -> None:
+    def add(self, part: Document, tokens: Encoded) -> None:
         if part.first:
-            self.fraction = part.document.fraction()
-            is_held_out = (self.fraction < self.options.held_out) != (self.fraction == self.moved)
+            self.fraction = part.fraction()
+            is_held_out = (self.fraction < self.settings["held_out"]) != (self.fraction == self.moved)
             self.split = self.splits["held_out" if is_held_out else "train"]
             self.digest, self.kept, self.size = hashlib.sha256(), list[str](), 0
         self.digest.update(part.data)
-        if self.split is self.splits["held_out"] and self.size < self.options.evaluation_bytes:
+        most = self.settings["evaluation_bytes"]
+        if self.split is self.splits["held_out"] and self.size < most:
             self.kept.append(part.text)
             self.size += len(part.data)
         self.split.add(part, tokens)
-        if part.last:
-            self.content.update(f"{part.id}\0{self.digest.hexdigest()}\n".encode())
-            if self.kept and part.is_chat:
-                if self.size <= self.options.evaluation_bytes:  # else it would have to be cut
-                    self._offer(part, part.text)
-            elif self.kept:
-                data = "".join(self.kept).encode()[: self.options.evaluation_bytes]
-                text = data.decode(errors="ignore")  # cut between characters
-                self._offer(part, text)
-
-    def _offer(self, part: DocumentPart, text: str) -> None:
-        """Offer a held-out text, or a conversation in JSON, for evaluation."""
-        self.is_chat = part.is_chat
-        self.chosen.offer(self.fraction, part.id, text)
+        if not part.last:
+            return
+        self.content.update(f"{part.id}\0{self.digest.hexdigest()}\n".encode())
+        if self.kept and not (part.is_chat and self.size > most):  # a conversation is never cut
+            self.is_chat = part.is_chat
+            text = "".join(self.kept).encode()[:most].decode(errors="ignore")  # cut between characters
+            self.chosen.offer(self.fraction, part.id, text)
 
     def write_evaluation(self) -> EvaluationFacts:
         documents = sorted(self.chosen.result())
-        contents = (as_fields(text) if self.is_chat else {"text": text} for _, text in documents)
-        rows = ({"id": name, **content} for (name, _), content in zip(documents, contents, strict=True))
-        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
-        replace_text(self.path / EVALUATION, "".join(lines))
+        rows = [{"id": name} | (as_fields(text) if self.is_chat else {"text": text}) for name, text in documents]
+        replace_text(self.path / EVALUATION, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         size = sum(len(text.encode()) for _, text in documents)
         return EvaluationFacts(documents=len(documents), bytes=size, sha256=sha256_of(self.path / EVALUATION))
 
@@ -365,77 +320,57 @@ class _Folder:
 class _Split:
     """The shards of one split that are being written; the last one is open once tokens are written to it."""
 
-    def __init__(self, folder: Path, name: str, dtype: np.dtype, most: int) -> None:
-        self.folder, self.name, self.dtype, self.most = folder, name, dtype, most
+    def __init__(self, folder: Path, name: str, most: int) -> None:
+        self.folder, self.name, self.most = folder, name, most
         self.documents = self.bytes = self.tokens = 0
         self.answer_tokens: int | None = None
         self.shards: list[ShardFacts] = []
+        # Those of the open shard, by suffix.
+        self.files: dict[str, _File] = {}
         self.open_tokens = self.open_documents = 0
-        self.gathered: list[Encoded] = []
-        self.starts: list[int] = []
-        self.gathered_tokens = 0
-        self.files: list[_File] = []
 
-    def add(self, part: DocumentPart, tokens: Encoded) -> None:
-        if part.first:
-            self.starts.append(self.open_tokens)
-            self.documents += 1
-            self.open_documents += 1
-        size = len(tokens.ids)
-        self.gathered.append(tokens)
-        self.gathered_tokens += size
-        self.open_tokens += size
-        self.tokens += size
-        self.bytes += tokens.bytes
+    def add(self, part: Document, tokens: Encoded) -> None:
+        arrays = {"tokens": tokens.ids, "borders": np.array([self.open_tokens] if part.first else [], dtype="<i8")}
         if tokens.counts is not None:
+            arrays["answers"] = tokens.counts.astype("u1")
             self.answer_tokens = int(tokens.counts.sum()) + (self.answer_tokens or 0)
+        if not self.files:
+            stem = self.folder / f"{self.name}-{len(self.shards):05d}"
+            self.files = {kind: _File(stem.with_suffix(f".{kind}")) for kind in arrays}
+        for kind, array in arrays.items():
+            self.files[kind].write(array.tobytes())
+        self.documents += part.first
+        self.open_documents += part.first
+        self.open_tokens += len(tokens.ids)
+        self.tokens += len(tokens.ids)
+        self.bytes += tokens.bytes
         if part.last and self.open_tokens >= self.most:
             self._close_shard()
-        elif self.gathered_tokens >= GATHERED:
-            self._write()
-
-    def _write(self) -> None:
-        if not self.files:  # conversations have one more
-            stem = self.folder / f"{self.name}-{len(self.shards):05d}"
-            kinds = ("tokens", "borders", *(() if self.answer_tokens is None else ("answers",)))
-            self.files = [_File(stem.with_suffix(f".{kind}")) for kind in kinds]
-        self.files[0].write(np.concatenate([tokens.ids for tokens in self.gathered]).tobytes())
-        self.files[1].write(np.array(self.starts, dtype="<i8").tobytes())
-        if self.answer_tokens is not None:
-            counts = [tokens.counts for tokens in self.gathered if tokens.counts is not None]
-            self.files[2].write(np.concatenate(counts).astype("u1").tobytes())
-        self.gathered, self.starts, self.gathered_tokens = [], [], 0
 
     def _close_shard(self) -> None:
-        if self.gathered:
-            self._write()
-        tokens, borders, *answers = (file.finish() for file in self.files)
+        sums = {kind: file.finish() for kind, file in self.files.items()}
         facts = ShardFacts(
-            file=self.files[0].path.name,
+            file=self.files["tokens"].path.name,
             tokens=self.open_tokens,
             documents=self.open_documents,
-            sha256=tokens,
-            borders_sha256=borders,
-            answers_sha256=answers[0] if answers else None,
+            sha256=sums["tokens"],
+            borders_sha256=sums["borders"],
+            answers_sha256=sums.get("answers"),
         )
         self.shards.append(facts)
         self.open_tokens = self.open_documents = 0
-        self.files = []
+        self.files = {}
 
     def finish(self) -> SplitFacts:
-        if self.open_tokens:
+        if self.files:
             self._close_shard()
-        return SplitFacts(
-            documents=self.documents,
-            bytes=self.bytes,
-            tokens=self.tokens,
-            answer_tokens=self.answer_tokens,
-            shards=self.shards,
-        )
+        names = ("documents", "bytes", "tokens", "answer_tokens", "shards")
+        return SplitFacts(**{name: getattr(self, name) for name in names})
 
     def close(self) -> None:
-        for file in self.files:
-            file.stream.close()
+        for file in self.files.values():
+            with contextlib.suppress(OSError):  # of a full disk, which has been an error already
+                file.stream.close()
 
 
 class _File:
@@ -443,17 +378,15 @@ class _File:
 
     def __init__(self, path: Path) -> None:
         self.path, self.hash = path, hashlib.sha256()
-        # Unbuffered, so that closing does not repeat a failed write.
-        self.stream = path.open("xb", buffering=0)
+        self.stream = path.open("xb", buffering=WRITTEN)
 
     def write(self, data: bytes) -> None:
         self.hash.update(data)
-        view = memoryview(data)
-        while view:
-            view = view[self.stream.write(view) :]
+        self.stream.write(data)
 
     def finish(self) -> str:
         """Sync and close the file; return the SHA-256 of its content."""
+        self.stream.flush()
         os.fsync(self.stream.fileno())
         self.stream.close()
         return self.hash.hexdigest()
@@ -464,39 +397,36 @@ class _Smallest:
 
     def __init__(self, limit: int) -> None:
         self.limit, self.size = limit, 0
-        self.kept: list[tuple[float, str, str]] = []
+        self.texts: list[tuple[float, str, str]] = []
 
     def offer(self, fraction: float, name: str, text: str) -> None:
-        entry = (fraction, name, text)
-        if self.size >= self.limit and entry >= self.kept[-1]:
-            return
-        bisect.insort(self.kept, entry)
+        """text: no longer than the limit."""
+        self.texts.append((fraction, name, text))
         self.size += len(text.encode())
-        # One more than fits is kept, to mark where the choice ends.
-        while self.kept and self.size - (last := len(self.kept[-1][2].encode())) >= self.limit:
-            self.size -= last
-            self.kept.pop()
+        if self.size > 2 * self.limit:
+            self.texts = self.texts[: self._sort() + 1]  # one more than fits marks where the choice ends
+            self.size = sum(len(text.encode()) for *_, text in self.texts)
 
-    def result(self) -> Iterator[tuple[str, str]]:
-        """(id, text) up to the first that does not fit; each offered text is no longer than the limit."""
-        size = 0
-        for _, name, text in self.kept:
-            size += len(text.encode())
-            if size > self.limit:
-                return
-            yield name, text
+    def _sort(self) -> int:
+        """Sort the texts, and return how many of them fit."""
+        self.texts.sort()
+        return bisect.bisect_right([*accumulate(len(text.encode()) for *_, text in self.texts)], self.limit)
+
+    def result(self) -> list[tuple[str, str]]:
+        """(id, text) up to the first that does not fit."""
+        return [(name, text) for _, name, text in self.texts[: self._sort()]]
 
 
-def _batches(stream: Stream, size: int) -> Iterator[list[DocumentPart]]:
+def _batches(stream: Stream, size: int) -> Iterator[list[Document]]:
     """Parts in groups of about `size` bytes."""
-    group: list[DocumentPart] = []
-    held = 0
+    group: list[Document] = []
+    gathered = 0
     for part in stream:
         group.append(part)
-        held += len(part.data)
-        if held >= size:
+        gathered += len(part.data)
+        if gathered >= size:
             yield group
-            group, held = [], 0
+            group, gathered = [], 0
     if group:
         yield group
 

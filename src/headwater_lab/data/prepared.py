@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from headwater.util.errors import HeadwaterError
-from headwater_lab.data.language import HeldOutSettings, LanguageData
+from headwater_lab.data.base import register_kind
+from headwater_lab.data.language import LanguageData, LanguageSettings
 from headwater_lab.data.reading import local_path
-from headwater_lab.data.rows import RowLayout
 from headwater_lab.data.shards import Prepared, open_prepared
 
 
-class PreparedSettings(HeldOutSettings):
+@register_kind
+class PreparedSettings(LanguageSettings):
     """`data:` of a recipe, with `kind: prepared`."""
 
     kind: Literal["prepared"] = "prepared"
     source: str | dict[str, Annotated[float, Field(gt=0)]]
     """A prepared folder, or several with their weights: {data/web: 0.7, data/code: 0.3}."""
-    context: int = Field(default=1024, ge=2, le=2**24)
-    """Tokens per row."""
-    row_layout: RowLayout = "packed"
-    """packed: attention and positions restart with each document; contiguous: across documents, as in nanoGPT."""
-    held_out_bytes: int | None = Field(default=1_000_000, ge=1)
-    """Evaluate on at most about this many bytes (of each domain): an equal excerpt of each evaluation document; null
-    for all."""
 
     def build(self) -> LanguageData:
         """Open the folders. Raises `HeadwaterError` if one is not prepared, damaged, or of another tokenizer."""
@@ -33,39 +28,40 @@ class PreparedSettings(HeldOutSettings):
         if not weights:
             raise HeadwaterError("data.source is empty; name a prepared folder, or several with their weights.")
         folders = {name: open_prepared(local_path(name)) for name in weights}
-        first, *others = folders.items()
-        for name, folder in others:
-            one, other = folder.manifest, first[1].manifest
-            if (one.tokenizer.sha256, one.separator) != (other.tokenizer.sha256, other.separator):
-                raise HeadwaterError(
-                    f"{name!r} and {first[0]!r} were prepared with different tokenizers; prepare one of them again."
-                )
+        _check_tokenizers(folders)
         domains = {name: open_prepared(local_path(path)) for name, path in (self.held_out_domains or {}).items()}
-        for name, domain in domains.items():
-            for path, folder in folders.items():
-                if _trained_on(domain, folder):
-                    raise HeadwaterError(
-                        f"The domain {name!r} is the corpus of {path!r} with a larger held-out share, part of which "
-                        f"is in the training data; name {path!r} itself."
-                    )
+        for (name, domain), (path, folder) in product(domains.items(), folders.items()):
+            if _trained_on(domain, folder):
+                raise HeadwaterError(
+                    f"The domain {name!r} is the corpus of {path!r} with a larger held-out share, part of which "
+                    f"is in the training data; name {path!r} itself."
+                )
+        first = next(iter(folders.values()))
         return LanguageData(
+            self,
             {name: (folder.train, weights[name]) for name, folder in folders.items()},
             {name: folder.evaluation() for name, folder in (domains or folders).items()},
-            first[1].tokenizer,
-            context=self.context,
-            layout=self.row_layout,
-            held_out_bytes=self.held_out_bytes,
-            description={
+            first.tokenizer,
+            {
                 "source": self.source,
-                "tokenizer": first[1].manifest.tokenizer.name,
+                "tokenizer": first.manifest.tokenizer.name,
                 "documents": sum(folder.manifest.documents for folder in folders.values()),
                 "bytes": sum(folder.manifest.bytes for folder in folders.values()),
                 "sha256": {name: folder.manifest.sha256 for name, folder in folders.items()},
                 "train_documents": sum(folder.train.documents for folder in folders.values()),
             },
-            domains=bool(domains),
-            metric=self.metric,
         )
+
+
+def _check_tokenizers(folders: dict[str, Prepared]) -> None:
+    """Raise `HeadwaterError` if folders were prepared with different tokenizers."""
+    first, *others = folders
+    made_by = {name: (folder.manifest.tokenizer.sha256, folder.manifest.separator) for name, folder in folders.items()}
+    for name in others:
+        if made_by[name] != made_by[first]:
+            raise HeadwaterError(
+                f"{name!r} and {first!r} were prepared with different tokenizers; prepare one of them again."
+            )
 
 
 def _trained_on(domain: Prepared, folder: Prepared) -> bool:

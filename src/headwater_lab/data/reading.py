@@ -8,6 +8,7 @@ from __future__ import annotations
 import bz2
 import codecs
 import csv
+import gzip
 import io
 import itertools
 import json
@@ -240,12 +241,17 @@ def is_text(file: Path) -> bool:
 def opened(file: Path) -> Iterator[IO[bytes]]:
     """Open a file for reading in a `with`, unpacked by its suffix; reading errors become `HeadwaterError`."""
     try:
-        unpacked = PACKED.get(file.suffix.lower())
-        with io.BufferedReader(unpacked(file), CHUNK) if unpacked else open_regular(file) as stream:
-            yield stream
+        with open_regular(file) as stream:
+            if (unpack := PACKED.get(file.suffix.lower())) is None:
+                yield stream
+                return
+            if not file.stat().st_size:
+                raise EOFError
+            with io.BufferedReader(unpack(stream), CHUNK) as unpacked:
+                yield unpacked
     except HeadwaterError:
         raise
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise unreadable(file, error) from error
 
 
@@ -253,7 +259,7 @@ def opened(file: Path) -> Iterator[IO[bytes]]:
 def opened_text(file: Path) -> Iterator[IO[bytes]]:
     """Open a text file as `opened` does, in UTF-8 without byte order marks, wherever they are."""
     with opened(file) as stream:
-        yield io.BufferedReader(_Utf8(stream), CHUNK)
+        yield io.BufferedReader(_Pieces(_utf8(stream)), CHUNK)
 
 
 def read_whole(file: Path, stream: IO[bytes]) -> bytes:
@@ -285,48 +291,51 @@ def _named(file: Path) -> str:
     return repr(printable(str(file)))
 
 
-class _Utf8(io.RawIOBase):
-    """Text in UTF-8: transcoded if it begins with a mark of UTF-16 or UTF-32, and without marks.
+class _Pieces(io.RawIOBase):
+    """A stream of the pieces of an iterator."""
 
-    everywhere: also without those that are not at the beginning, as files that were joined have them.
-    """
-
-    def __init__(self, stream: IO[bytes], everywhere: bool = True) -> None:
-        self.stream, self.everywhere = stream, everywhere
-        self.decoder: codecs.IncrementalDecoder | None = None
-        self.begun = self.ended = False
-        self.held, self.left = b"", memoryview(b"")
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self.pieces, self.unread = pieces, memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        while not self.left:
-            if self.ended:
+        while not self.unread:
+            if (piece := next(self.pieces, None)) is None:
                 return 0
-            self.left = memoryview(self._next())
-        size = min(len(self.left), len(buffer))
-        buffer[:size], self.left = self.left[:size], self.left[size:]
+            self.unread = memoryview(piece)
+        size = min(len(self.unread), len(buffer))
+        buffer[:size], self.unread = self.unread[:size], self.unread[size:]
         return size
 
-    def _next(self) -> bytes:
-        data = self.stream.read(CHUNK)
-        self.ended = not data
-        first, self.begun = not self.begun, True
-        if first:
-            self.decoder = _transcoder(data)
-        if self.decoder is not None:
-            text = self.decoder.decode(data, final=self.ended)
-            if first:
+
+def _utf8(stream: IO[bytes], everywhere: bool = True) -> Iterator[bytes]:
+    """Text in UTF-8: transcoded if it begins with a mark of UTF-16 or UTF-32, and without marks.
+
+    everywhere: also without those that are not at the beginning, as files that were joined have them.
+    """
+    data = stream.read(CHUNK)
+    decoder = _transcoder(data)
+    is_first, begun_mark = True, b""
+    while True:
+        is_last = not data
+        if decoder is not None:
+            text = decoder.decode(data, final=is_last)
+            if is_first:
                 _check_assigned(text)
             data = text.encode()
-        if not self.everywhere:
-            return data.removeprefix(MARK) if first else data
-        data = self.held + data
-        # The beginning of a mark may be the last that was read.
-        cut = 0 if self.ended else next((n for n in (2, 1) if data.endswith(MARK[:n])), 0)
-        self.held = data[len(data) - cut :]
-        return data[: len(data) - cut].replace(MARK, b"")
+        if everywhere:
+            data = begun_mark + data
+            # The beginning of a mark may be the last that was read.
+            cut = 0 if is_last else next((n for n in (2, 1) if data.endswith(MARK[:n])), 0)
+            begun_mark = data[len(data) - cut :]
+            yield data[: len(data) - cut].replace(MARK, b"")
+        else:
+            yield data.removeprefix(MARK) if is_first else data
+        if is_last:
+            return
+        is_first, data = False, stream.read(CHUNK)
 
 
 def _transcoder(data: bytes) -> codecs.IncrementalDecoder | None:
@@ -347,84 +356,35 @@ def _check_assigned(text: str) -> None:
             raise UnicodeDecodeError("utf-16", character.encode("utf-16-le"), 0, 2, "no character")
 
 
-class _Unpacked(io.RawIOBase):
-    """Unpack a file of one or more streams, at most CHUNK bytes at a time. A truncated end or a damaged later stream is
-    an error; the readers of bz2 and xz in the standard library ignore one or the other."""
-
-    def __init__(self, file: Path, decompressor: Callable[[], Any]) -> None:
-        self.file, self.decompressor = open_regular(file), decompressor
-        self.stream: Any = None
-        self.left = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self.left:
-            data = b""
-            if self.stream is None or self.stream.eof:
-                # .gz and .xz may have zeros between streams and after the last.
-                data = (self.stream.unused_data if self.stream else b"").lstrip(b"\0") or self._packed()
-                while self.stream and data and not (data := data.lstrip(b"\0")):
-                    data = self._packed()
-                if not data and self.stream is None:
-                    raise EOFError
-                if not data:
-                    return 0
-                self.stream = self.decompressor()
-            elif self.stream.needs_input and not (data := self._packed()):
+def _unpacked(stream: IO[bytes], decompressor: Callable[[], Any]) -> Iterator[bytes]:
+    """The content of a file of one or more streams, at most CHUNK bytes at a time. A truncated end or a damaged later
+    stream is an error; the readers of bz2 and xz in the standard library ignore one or the other."""
+    data = stream.read(PACKED_CHUNK)
+    while data:
+        unpacker = decompressor()
+        while not unpacker.eof:
+            if unpacker.needs_input and not (data := data or stream.read(PACKED_CHUNK)):
                 raise EOFError
             try:
-                self.left = memoryview(self.stream.decompress(data, CHUNK))
-            except (zlib.error, lzma.LZMAError) as error:
+                yield unpacker.decompress(data, CHUNK)
+            except lzma.LZMAError as error:
                 raise OSError(str(error)) from error
-        size = min(len(self.left), len(buffer))
-        buffer[:size], self.left = self.left[:size], self.left[size:]
-        return size
-
-    def _packed(self) -> bytes:
-        return self.file.read(PACKED_CHUNK)
-
-    def close(self) -> None:
-        self.file.close()
-        super().close()
+            data = b""
+        data = unpacker.unused_data.lstrip(b"\0")
+        while not data and (data := stream.read(PACKED_CHUNK)):
+            data = data.lstrip(b"\0")  # .xz may have zeros between streams and after the last
 
 
-class _Gzip:
-    """A decompressor with the interface of those of bz2 and lzma."""
-
-    def __init__(self) -> None:
-        self.stream = zlib.decompressobj(wbits=31)
-        self.is_full = False
-
-    @property
-    def eof(self) -> bool:
-        return self.stream.eof
-
-    @property
-    def unused_data(self) -> bytes:
-        return self.stream.unused_data
-
-    @property
-    def needs_input(self) -> bool:
-        return not self.is_full and not self.stream.unconsumed_tail
-
-    def decompress(self, data: bytes, most: int) -> bytes:
-        data = self.stream.decompress(self.stream.unconsumed_tail + data, most)
-        self.is_full = len(data) == most  # then some of what it has read may still be inside
-        return data
-
-
-def _zstd(file: Path) -> Any:
+def _zstd(stream: IO[bytes]) -> Any:
     from pyarrow import CompressedInputStream, PythonFile
 
-    return CompressedInputStream(PythonFile(open_regular(file), mode="r"), "zstd")
+    return CompressedInputStream(PythonFile(stream, mode="r"), "zstd")
 
 
-PACKED: dict[str, Callable[[Path], Any]] = {
-    ".gz": lambda file: _Unpacked(file, _Gzip),
-    ".bz2": lambda file: _Unpacked(file, bz2.BZ2Decompressor),
-    ".xz": lambda file: _Unpacked(file, lambda: lzma.LZMADecompressor(memlimit=MOST_DICTIONARY)),
+PACKED: dict[str, Callable[[IO[bytes]], Any]] = {
+    ".gz": lambda stream: gzip.GzipFile(fileobj=stream),
+    ".bz2": lambda stream: _Pieces(_unpacked(stream, bz2.BZ2Decompressor)),
+    ".xz": lambda stream: _Pieces(_unpacked(stream, lambda: lzma.LZMADecompressor(memlimit=MOST_DICTIONARY))),
     ".zst": _zstd,
 }
 
@@ -443,7 +403,7 @@ def table_rows(file: Path, columns: Columns) -> Iterator[TableRow]:
             yield from rows_of_tables(parquet_tables(stream, file, columns), columns, file)
         return
     with opened(file) as packed:
-        stream = io.BufferedReader(_Utf8(packed, everywhere=False), CHUNK)
+        stream = io.BufferedReader(_Pieces(_utf8(packed, everywhere=False)), CHUNK)
         for number, row in csv_rows(stream, file, columns) if kind in DELIMITERS else json_rows(stream, file):
             try:
                 cells = columns.cells(row, where)

@@ -16,6 +16,7 @@ import torch
 
 from headwater.util.seeding import generator
 from headwater_lab.data.base import Batch, shuffled
+from headwater_lab.data.chat import Encoded
 
 RowLayout = Literal["packed", "contiguous"]
 # Number of mixture draws to make at a time.
@@ -43,12 +44,12 @@ class Tokens(Protocol):
 class TokenArray:
     """`Tokens` in memory."""
 
-    def __init__(self, documents: Sequence[np.ndarray], counts: Sequence[np.ndarray] | None = None) -> None:
-        """documents: the token ids of each. counts: which of them are trained on; None: all."""
-        self.stream = np.concatenate(documents)
-        self.borders = np.cumsum([0, *(len(document) for document in documents[:-1])])
+    def __init__(self, documents: Sequence[Encoded]) -> None:
+        self.stream = np.concatenate([document.ids for document in documents])
+        self.borders = np.cumsum([0, *(len(document.ids) for document in documents[:-1])])
         self.tokens = len(self.stream)
-        self.counted = None if counts is None else np.concatenate(counts)
+        counts = [document.counts for document in documents if document.counts is not None]
+        self.counted = np.concatenate(counts) if counts else None
 
     def read(self, start: int, stop: int) -> np.ndarray:
         return self.stream[start:stop]

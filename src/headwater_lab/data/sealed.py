@@ -22,7 +22,7 @@ def write_sealed(file: Path, values: dict[str, Any]) -> None:
 
 
 def read_sealed(file: Path) -> dict[str, Any] | None:
-    """The values of a sealed file, including the seal; None if there is no such file.
+    """The values of a sealed file, without the seal; None if there is no such file.
 
     Raises `HeadwaterError` if the file is damaged or cannot be read.
     """
@@ -39,8 +39,9 @@ def read_sealed(file: Path) -> dict[str, Any] | None:
         raise damaged(file) from error
     if not isinstance(values, dict):
         raise damaged(file)
-    head, found, tail = data.rpartition(f'"{SEAL}": "{values.get(SEAL)}"'.encode(errors="replace"))
-    if not found or hashlib.sha256(head + _EMPTY + tail).hexdigest() != values[SEAL]:
+    seal = values.pop(SEAL, None)
+    head, found, tail = data.rpartition(f'"{SEAL}": "{seal}"'.encode(errors="replace"))
+    if not found or hashlib.sha256(head + _EMPTY + tail).hexdigest() != seal:
         raise damaged(file)
     return values
 

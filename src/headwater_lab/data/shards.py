@@ -69,11 +69,12 @@ class ShardFacts(Facts):
         """Name of the file that says which tokens of conversations are trained on."""
         return self.file.removesuffix(".tokens") + ".answers"
 
-    @property
-    def sums(self) -> dict[str, Digest]:
-        """Its files and their SHA-256."""
-        answers = {} if self.answers_sha256 is None else {self.answers: self.answers_sha256}
-        return {self.file: self.sha256, self.borders: self.borders_sha256, **answers}
+    def files(self, token_bytes: int) -> Iterator[tuple[str, int, Digest]]:
+        """(name, bytes, SHA-256) of each of its files."""
+        yield self.file, self.tokens * token_bytes, self.sha256
+        yield self.borders, self.documents * 8, self.borders_sha256
+        if self.answers_sha256 is not None:
+            yield self.answers, self.tokens, self.answers_sha256
 
 
 class SplitFacts(Facts):
@@ -159,8 +160,6 @@ class Manifest(Facts):
     train: SplitFacts
     held_out: SplitFacts
     evaluation: EvaluationFacts
-    check: Digest
-    """SHA-256 of the manifest with this field empty."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -181,6 +180,12 @@ class Manifest(Facts):
     @property
     def numpy_dtype(self) -> np.dtype:
         return np.dtype(self.dtype).newbyteorder("<")
+
+    @property
+    def shard_files(self) -> Iterator[tuple[str, int, Digest]]:
+        """(name, bytes, SHA-256) of each file with tokens."""
+        for shard in (*self.train.shards, *self.held_out.shards):
+            yield from shard.files(self.numpy_dtype.itemsize)
 
 
 class Shards:
@@ -316,16 +321,15 @@ def open_prepared(folder: Path) -> Prepared:
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
-    for file, size in _sizes(manifest):
+    sizes: dict[str, int | None] = {file: size for file, size, _ in manifest.shard_files}
+    for file, size in (sizes | {EVALUATION: None}).items():
         path = folder / file
         if not path.is_file():
             raise HeadwaterError(f"{str(path)!r} is missing; copy it again, or prepare the folder again.")
-        if path.stat().st_size != size:
+        if size not in (None, path.stat().st_size):
             raise HeadwaterError(
                 f"{str(path)!r} has {path.stat().st_size} bytes, not {size}; copy it again, or prepare it again."
             )
-    if not (folder / EVALUATION).is_file():
-        raise HeadwaterError(f"{str(folder / EVALUATION)!r} is missing; copy it again, or prepare the folder again.")
     for name in _changed_tokenizer(folder, manifest.tokenizer):
         raise damaged(folder / name)
     dtype, vocab_size = manifest.numpy_dtype, manifest.tokenizer.vocab_size
@@ -352,8 +356,6 @@ class Domains(Facts):
 
     settings: dict[str, Any]
     domains: dict[Slug, str]
-    check: Digest
-    """As in the manifest."""
 
 
 def read_domains(folder: Path) -> dict[str, str]:
@@ -385,10 +387,8 @@ def check(prepared: Prepared) -> Iterator[str]:
 
     The manifest's own checksum was compared when it was read.
     """
-    manifest, sums = prepared.manifest, dict[str, str]()
-    for facts in (manifest.train, manifest.held_out):
-        for shard in facts.shards:
-            sums |= shard.sums
+    manifest = prepared.manifest
+    sums = {file: digest for file, _, digest in manifest.shard_files}
     yield from _changed(prepared.folder, sums | {EVALUATION: manifest.evaluation.sha256})
     yield from _changed_tokenizer(prepared.folder, manifest.tokenizer)
 
@@ -418,13 +418,3 @@ def _changed_tokenizer(folder: Path, facts: TokenizerFacts) -> Iterator[str]:
 def tokenizer_files(folder: Path) -> list[Path]:
     """The files of a prepared folder's tokenizer, without hidden ones."""
     return sorted(file for file in (folder / TOKENIZER).rglob("[!.]*") if not file.is_dir())
-
-
-def _sizes(manifest: Manifest) -> Iterator[tuple[str, int]]:
-    width = manifest.numpy_dtype.itemsize
-    for facts in (manifest.train, manifest.held_out):
-        for shard in facts.shards:
-            yield shard.file, shard.tokens * width
-            yield shard.borders, shard.documents * 8
-            if shard.answers_sha256 is not None:
-                yield shard.answers, shard.tokens

@@ -5,17 +5,20 @@ Files and shards are read in order. A document longer than `LONGEST` characters 
 
 from __future__ import annotations
 
-import codecs
+import io
 import itertools
 import re
-from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
+from collections.abc import Generator, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+from headwater.util.errors import HeadwaterError
 from headwater_lab.data.corpus import (
     FEW_FILES,
-    PIECE,
     Document,
     check_one_kind,
     cut,
@@ -30,7 +33,6 @@ from headwater_lab.data.reading import (
     ROWS,
     Columns,
     TableRow,
-    encoded,
     is_text,
     opened_text,
     rows_of_tables,
@@ -69,27 +71,6 @@ class TextSource:
         return Columns(self.text_column, self.by)
 
 
-@dataclass(frozen=True)
-class DocumentPart:
-    """A document, or one part of a long one."""
-
-    id: str
-    text: str
-    data: bytes
-    """The text in UTF-8."""
-    key: str
-    """What the split is hashed from; of a long document within a text file, its first part."""
-    first: bool = True
-    last: bool = True
-    domain: str | None = None
-    is_chat: bool = False
-    """Its text is a conversation in JSON."""
-
-    @property
-    def document(self) -> Document:
-        return Document(self.id, self.text, self.key, self.is_chat)
-
-
 class Stream:
     """Iterates over the parts of `source`, and counts what it skips. Raises `HeadwaterError`.
 
@@ -97,6 +78,8 @@ class Stream:
     """
 
     def __init__(self, source: TextSource) -> None:
+        if source.separator is not None and (not source.separator or "\n" in source.separator):
+            raise HeadwaterError("--separator is empty or has several lines; pass the one between two documents.")
         self.source = source
         self.empty = self.none = 0
         self.skipped: list[str] = []
@@ -121,7 +104,7 @@ class Stream:
             raise unreadable(Path(error.filename), error) from error
         return [[name, state.st_size, state.st_mtime_ns] for name, state in zip(self.names, states, strict=True)]
 
-    def __iter__(self) -> Iterator[DocumentPart]:
+    def __iter__(self) -> Iterator[Document]:
         if self.few_texts and not self.marked:
             # A text that would be one piece is cut smaller, as a whole.
             self.few_texts = len(list(itertools.islice(self._documents(), 2))) > 1
@@ -131,7 +114,7 @@ class Stream:
             return
 
         # Enough documents to tell whether there are FEW_FILES.
-        first_parts: list[DocumentPart] = []
+        first_parts: list[Document] = []
         keys: set[int] = set()
         size = 0
         for part in documents:
@@ -143,9 +126,9 @@ class Stream:
                 del first_parts
                 yield from documents
                 return
-        yield from _pieces_of(first_parts)
+        yield from cut(_joined(first_parts))
 
-    def _documents(self) -> Iterator[DocumentPart]:
+    def _documents(self) -> Iterator[Document]:
         """The parts in file order."""
         self.empty, self.none, self.skipped = 0, 0, []
         if self.shards is not None:
@@ -163,132 +146,108 @@ class Stream:
                 self.skipped.append(name)
         self.columns.require(self.source.source)
 
-    def _rows(self, rows: Iterator[TableRow], name: str, begin: int = 0) -> Generator[DocumentPart, None, int]:
+    def _rows(self, rows: Iterator[TableRow], name: str, begin: int = 0) -> Generator[Document, None, int]:
         """The documents of rows that are numbered from `begin` on; the result is the number after the last."""
-        begins = self.source.begins and re.compile(self.source.begins)
-        gathered: list[str] = []
-        first, owner = begin, None
-        index = begin
-        for value, domain in rows:
-            document = row_document(value, self.source.text_column, name, name, index)
-            text = document.text
-            if text:
+        begins = re.compile(self.source.begins) if self.source.begins else None
+        gathered: list[Document] = []
+        numbers = itertools.count(begin)
+        for (value, domain), index in zip(rows, numbers, strict=False):
+            document = row_document(value, self.source.text_column, name, name, index, domain)
+            if document.text:
                 self.kinds.add(document.is_chat)
                 check_one_kind(self.source.source, self.kinds)
-            if not begins:
-                if text:
-                    yield from self._parts(f"{name}:{index}", text, domain, document.is_chat)
-                elif isinstance(value, str) or value == []:
-                    self.empty += 1
-                else:
-                    self.none += 1
-                index += 1
-                continue
-            if re.match(begins, text) and gathered:
-                yield from self._parts(f"{name}:{first}", "".join(gathered), owner)
-                gathered = []
-            if not gathered:
-                first, owner = index, domain
-            gathered.append(text or " \n")  # an empty line, as it stood in the file
-            index += 1
+            if begins:
+                if gathered and begins.match(document.text):
+                    yield from _gathered_parts(gathered)
+                    gathered = []
+                gathered.append(document)
+            elif document.text:
+                yield from _document_parts(document)
+            elif isinstance(value, str) or value == []:
+                self.empty += 1
+            else:
+                self.none += 1
         if gathered:
-            yield from self._parts(f"{name}:{first}", "".join(gathered), owner)
-        return index
+            yield from _gathered_parts(gathered)
+        return next(numbers)
 
-    def _parts(self, name: str, text: str, domain: str | None, is_chat: bool = False) -> Iterator[DocumentPart]:
-        """A document in memory."""
-        data = encoded(text, name)
-        if len(text) <= LONGEST or is_chat:
-            yield DocumentPart(name, text, data, text, domain=domain, is_chat=is_chat)
-            return
-        start = 0
-        while start < len(text):
-            end = _part_end(text, start) if len(text) - start > LONGEST else len(text)
-            part = text[start:end]
-            yield DocumentPart(name, part, part.encode(), text, start == 0, end == len(text), domain)
-            start = end
-
-    def _text(self, file: Path, name: str) -> Iterator[DocumentPart]:
+    def _text(self, file: Path, name: str) -> Iterator[Document]:
         """The documents of a text file: pieces of it, the text between two marks, or the whole file."""
         whole = not self.marked and not self.few_texts
-        border = self._border()
-        index = 0
         with opened_text(file) as stream:
-            text = _Window(stream)
-            first, key = True, ""
-            while True:
-                end, following = border(text)
-                known = end >= 0
-                if not known:
-                    end = following = len(text.buffer)
-                length = end - text.start
-                if length > LONGEST and (known or text.ended or length > LONGEST + PIECE):
-                    end = following = _part_end(text.buffer, text.start)
-                    length, last = end - text.start, False
-                elif known or text.ended:
-                    last = True
-                else:
-                    text.read()
-                    continue
-                part = text.buffer[text.start : end]
-                text.start = following
-                if first:
-                    key = name if whole else part
-                if part or not first:
+            text = io.TextIOWrapper(stream, encoding="utf-8", newline="\n")
+            parts: Iterator[tuple[str, bool]]
+            if self.marked:
+                documents = itertools.groupby(self._numbered_lines(text), key=itemgetter(0))
+                parts = chain.from_iterable(_parts(line for _, line in lines) for _, lines in documents)
+            else:
+                contents = iter(partial(text.read, CHUNK), "")
+                parts = _parts(contents) if whole else _small_pieces(contents)
+            first, key, index, is_empty = True, name, 0, True
+            for part, last in parts:
+                is_empty = False
+                key = part if first and not whole else key
+                if part:
                     label = name if whole else f"{name}#{index}"
-                    yield DocumentPart(label, part, part.encode(), key, first, last)
+                    yield Document(label, part, key, first=first, last=last)
                     index += last
-                elif known or index == 0:  # nothing before a mark, or in the file
+                else:  # nothing before a mark, or in the file
                     self.empty += 1
                 first = last
-                if last and text.ended and text.start == len(text.buffer):
-                    return
+            self.empty += is_empty
 
-    def _border(self) -> Callable[[_Window], tuple[int, int]]:
-        """A function that finds where the window's first document ends and the next begins; -1 if not in the window."""
-        separator, begins = self.source.separator, self.source.begins
-        if separator is not None:
-            line = re.compile(rf"^{re.escape(separator)}\r?(?:\n|\Z)", re.MULTILINE)
-        elif begins is not None:
-            line = re.compile(begins, re.MULTILINE)
-        elif self.few_texts:
-            return lambda text: (end := piece_end(text.buffer, text.start, text.ended), end)
-        else:
-            return lambda text: (-1, -1)
-
-        def find(text: _Window) -> tuple[int, int]:
-            # A line that is not read to its end may continue.
-            complete = len(text.buffer) if text.ended else text.buffer.rfind("\n", text.start) + 1
-            start = max(text.start if separator is not None else text.start + 1, text.sought)
-            # `^` must look at the character before: the slice begins at a line's start only.
-            found = line.search(text.buffer, start, complete) if start < complete else None
-            if found is None:
-                text.sought = max(text.sought, complete)
-                return -1, -1
-            text.sought = found.start()
-            return found.start(), found.end() if separator is not None else found.start()
-
-        return find
+    def _numbered_lines(self, text: io.TextIOWrapper) -> Iterator[tuple[int, str]]:
+        """(number of its document, line) of a text with marks; an empty line stands for each separator."""
+        separator, begins = self.source.separator, re.compile(self.source.begins or "")
+        number, is_start, is_first = 0, True, True
+        for line in iter(partial(text.readline, LONGEST), ""):
+            if separator is None:
+                number += bool(is_start and not is_first and begins.match(line))
+                yield number, line
+            elif is_start and line.removesuffix("\n").removesuffix("\r") == separator:
+                yield number, ""
+                number += 1
+            else:
+                yield number, line
+            is_start, is_first = line.endswith("\n"), False
 
 
-class _Window:
-    """Decoded text of a file; the unused part starts at `start`."""
+def _gathered_parts(rows: list[Document]) -> Iterator[Document]:
+    """The parts of a document that these rows are; one without text is an empty line, as it stood in the file."""
+    text = "".join(row.text or " \n" for row in rows)
+    return _document_parts(replace(rows[0], text=text, key=text))
 
-    def __init__(self, stream: IO[bytes]) -> None:
-        self.stream = stream
-        self.decoder = codecs.getincrementaldecoder("utf-8")()
-        self.buffer, self.start, self.ended = "", 0, False
-        # No border begins before this.
-        self.sought = 0
 
-    def read(self) -> None:
-        data = self.stream.read(CHUNK)
-        self.ended = not data
-        # One character before the start is kept, for `^`.
-        cut = max(0, self.start - 1)
-        self.buffer = self.buffer[cut:] + self.decoder.decode(data, final=self.ended)
-        self.start -= cut
-        self.sought = max(0, self.sought - cut)
+def _document_parts(document: Document) -> Iterator[Document]:
+    """The parts of a document in memory; a conversation stays whole."""
+    first = True
+    for part, last in [(document.text, True)] if document.is_chat else _parts([document.text]):
+        yield replace(document, text=part, first=first, last=last)
+        first = last
+
+
+def _parts(contents: Iterable[str]) -> Iterator[tuple[str, bool]]:
+    """(part, whether it is the last) of a document with these contents."""
+    text = ""
+    for content in contents:
+        text, start = text + content, 0
+        while len(text) - start > LONGEST:
+            end = _part_end(text, start)
+            yield text[start:end], False
+            start = end
+        text = text[start:]
+    yield text, True
+
+
+def _small_pieces(contents: Iterable[str]) -> Iterator[tuple[str, bool]]:
+    """(piece, True) for each document that a text is cut into."""
+    text = ""
+    for content in chain(contents, [""]):
+        text, start = text + content, 0
+        while (end := piece_end(text, start, not content)) >= 0:
+            yield text[start:end], True
+            start = end
+        text = text[start:]
 
 
 def _part_end(text: str, start: int) -> int:
@@ -305,23 +264,11 @@ def _part_end(text: str, start: int) -> int:
     return start + LONGEST
 
 
-def _pieces_of(parts: list[DocumentPart]) -> Iterator[DocumentPart]:
-    """The documents of a small corpus cut into pieces, as `read_corpus` does."""
-    documents, domains = [], {}
-    for name, group in itertools.groupby(parts, key=lambda part: part.id):
-        several = list(group)
-        first = several[0]
-        documents.append(Document(name, "".join(part.text for part in several), first.key, first.is_chat))
-        domains[name] = first.domain
-    for piece in cut(documents):
-        yield DocumentPart(
-            piece.id,
-            piece.text,
-            piece.text.encode(),
-            piece.key,
-            domain=domains[piece.id if piece.is_chat else piece.id.rpartition("#")[0]],
-            is_chat=piece.is_chat,
-        )
+def _joined(parts: list[Document]) -> Iterator[Document]:
+    """The documents of which these are the parts."""
+    for _, group in itertools.groupby(parts, key=lambda part: part.id):
+        first, *others = group
+        yield replace(first, text="".join([first.text, *(part.text for part in others)]), last=True)
 
 
 def _hub_shards(source: TextSource) -> list[Any]:

@@ -7,13 +7,15 @@ from typing import Literal
 from pydantic import Field
 
 from headwater.util.errors import HeadwaterError
-from headwater_lab.data.corpus import FEW_PIECES, Document, check_column_is_read, pieces, read_corpus
-from headwater_lab.data.language import HeldOutSettings, LanguageData
-from headwater_lab.data.rows import RowLayout, TokenArray
+from headwater_lab.data.base import register_kind
+from headwater_lab.data.corpus import FEW_PIECES, Document, check_column_is_read, pieces, read_corpus, too_short
+from headwater_lab.data.language import LanguageData, LanguageSettings
+from headwater_lab.data.rows import TokenArray
 from headwater_lab.data.tokenizer import Encoder, load_tokenizer
 
 
-class TextSettings(HeldOutSettings):
+@register_kind
+class TextSettings(LanguageSettings):
     """`data:` of a recipe, with `kind: text`."""
 
     kind: Literal["text"] = "text"
@@ -26,13 +28,8 @@ class TextSettings(HeldOutSettings):
     """"bytes", a local folder or tokenizer.json, or a tokenizer's name on the Hugging Face hub."""
     context: int = Field(default=256, ge=2, le=2**24)
     """Tokens per row."""
-    row_layout: RowLayout = "packed"
-    """packed: attention and positions restart with each document; contiguous: across documents, as in nanoGPT."""
     held_out: float = Field(default=0.1, gt=0, lt=1)
     """Share of the documents to hold out, chosen by hash."""
-    held_out_bytes: int | None = Field(default=1_000_000, ge=1)
-    """Evaluate on at most about this many bytes (of each domain): an equal excerpt of each document, at a position set
-    by its hash; null for all."""
 
     def build(self) -> LanguageData:
         """Read the corpus and tokenize it. Raises `HeadwaterError` if it is too small."""
@@ -44,30 +41,17 @@ class TextSettings(HeldOutSettings):
         ordered = sorted(corpus.documents, key=Document.fraction)
         count = sum(document.fraction() < self.held_out for document in ordered)
         if len(ordered) < 2:
-            raise HeadwaterError(
-                f"{self.source!r} is one document of {len(ordered[0].text.encode())} bytes, too short to hold out "
-                f"part of it; use more text."
-            )
+            raise too_short(self.source, f"one document of {len(ordered[0].data)} bytes")
         count = min(max(count, 1), len(ordered) - 1)
         held_out, train = ordered[:count], ordered[count:]
         train.sort(key=lambda document: document.id)
-        encoded = Encoder(tokenizer).documents(train)
-        counts = [one.counts for one in encoded if one.counts is not None]
-        tokens = TokenArray([one.ids for one in encoded], counts or None)
+        tokens = TokenArray(Encoder(tokenizer).documents(train))
         domains, left_out = self.domains(train, held_out)
-        return LanguageData(
-            {self.source: (tokens, 1.0)},
-            domains or {self.source: held_out},
-            tokenizer,
-            context=self.context,
-            layout=self.row_layout,
-            held_out_bytes=self.held_out_bytes,
-            description=corpus.facts
-            | {"tokenizer": self.tokenizer, "train_documents": len(train)}
-            | ({"left_out": left_out} if domains else {}),
-            domains=bool(domains),
-            metric=self.metric,
-        )
+        description = corpus.facts | {"tokenizer": self.tokenizer, "train_documents": len(train)}
+        if domains:
+            description["left_out"] = left_out
+        streams = {self.source: (tokens, 1.0)}
+        return LanguageData(self, streams, domains or {self.source: held_out}, tokenizer, description)
 
     def domains(
         self, train: list[Document], held_out: list[Document]

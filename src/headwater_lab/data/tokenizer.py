@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from headwater.models.load import has_tokenizer, open_tokenizer
 from headwater.util.deadline import encode_in_time
 from headwater.util.errors import HeadwaterError
 from headwater.util.hub import check_reachable
-from headwater_lab.data.chat import ChatEncoder, Encoded
+from headwater_lab.data.chat import ChatEncoder, Encoded, copy_backend
 from headwater_lab.data.corpus import Document
 from headwater_lab.data.reading import local_path
 
@@ -27,10 +29,8 @@ LARGEST_VOCABULARY = 2**22
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """Token i is byte i of the text's UTF-8 form; 256 is the end of text. A plain Hugging Face tokenizer."""
     # ByteLevel writes byte b as a printable stand-in character; the same table orders the vocabulary.
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    stand_in = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
-    tokenizer = Tokenizer(models.BPE(vocab={stand_in[byte]: byte for byte in range(256)}, merges=[]))
+    vocab = {character: byte for byte, character in bytes_to_unicode().items()}
+    tokenizer = Tokenizer(models.BPE(vocab=dict(sorted(vocab.items(), key=itemgetter(1))), merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return _with_end(tokenizer)
@@ -159,9 +159,7 @@ class Encoder:
         self.backend = None
         if getattr(tokenizer, "is_fast", False):
             with _one_sentence("The tokenizer cannot be used"):
-                self.backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-            self.backend.no_truncation()
-            self.backend.no_padding()
+                self.backend = copy_backend(tokenizer)
             self.backend.encode_special_tokens = True
 
     def __call__(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -177,16 +175,17 @@ class Encoder:
         return [one.ids for one in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def documents(self, documents: Sequence[Document]) -> list[Encoded]:
-        """Documents with the separator before each, conversations as their template writes them."""
+        """Documents, with the separator before each, or parts of them; conversations as their template writes them."""
         texts = iter(self([document.text for document in documents if not document.is_chat]))
         return [
             self.chat(document.text, document.id)
             if document.is_chat
-            else Encoded(
-                np.concatenate(([self.separator], next(texts))).astype(self.dtype), None, len(document.text.encode())
-            )
+            else Encoded(self._separated(next(texts)) if document.first else next(texts), None, len(document.data))
             for document in documents
         ]
+
+    def _separated(self, ids: np.ndarray) -> np.ndarray:
+        return np.concatenate(([self.separator], ids)).astype(self.dtype)
 
     @cached_property
     def chat(self) -> ChatEncoder:

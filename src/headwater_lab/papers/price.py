@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 from headwater.config.text import HeadwaterConfig
 from headwater.cost.counts import training_flops
 from headwater.cost.hardware import hardware
+from headwater_lab.data.base import DataShape
 from headwater_lab.data.tokenizer import byte_tokenizer
 from headwater_lab.papers.places import SizedArm
 from headwater_lab.papers.table import ScaleName
@@ -59,8 +58,7 @@ def price(places: list[SizedArm], scale: ScaleName) -> TablePrice:
 def stages(recipe: Recipe) -> Iterator[tuple[str, float, int]]:
     """Identity, training FLOPs and steps of each stage of a run. The data are not read for it."""
     size = recipe.known_size or len(byte_tokenizer())
-    data: Any = SimpleNamespace(vocab_size=size, context=recipe.row_length, tokenizer=None)
-    config = recipe.config_for(data)
+    config = recipe.config_for(DataShape(size, recipe.row_length))
     configs = [config, *(later for _, later in recipe.stage_configs(config))]
     for (run, _), own in zip(recipe.chain(lambda name, _: Path(name)), configs, strict=True):
         section = run.training

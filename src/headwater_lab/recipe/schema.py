@@ -14,19 +14,16 @@ import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Annotated, Any, Literal, Self, get_args
 
 from huggingface_hub.errors import StrictDataclassError
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
     Field,
+    PlainValidator,
     SerializeAsAny,
     ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
     field_validator,
     model_validator,
 )
@@ -43,18 +40,9 @@ from headwater.plugins.registry import MECHANISMS, Registry, as_mapping
 from headwater.util.errors import HeadwaterError, NotTrusted, nearest, sentence, shown
 from headwater.util.files import file_name, is_file_name, local
 from headwater.util.settings import Settings
-from headwater_lab.data.base import Data
-from headwater_lab.data.images import DigitsSettings, GlyphSettings, ImageFilesSettings, ImageSettings
-from headwater_lab.data.language import HeldOutSettings
-from headwater_lab.data.prepared import PreparedSettings
-from headwater_lab.data.synthetic import (
-    ArithmeticSettings,
-    HopSettings,
-    InductionSettings,
-    NgramSettings,
-    RecallSettings,
-)
-from headwater_lab.data.text import TextSettings
+from headwater_lab.data.base import Data, DataSettings, DataShape, list_kinds
+from headwater_lab.data.images import ImageSettings
+from headwater_lab.data.language import LanguageSettings
 from headwater_lab.recipe.overrides import merged, overridden, override, plain, read_text
 from headwater_lab.recipe.shipped import shipped_recipes
 
@@ -62,18 +50,7 @@ from headwater_lab.recipe.shipped import shipped_recipes
 DATA = Registry(
     "kind of data",
     "headwater.data",
-    {
-        "text": "headwater_lab.data.text:TextSettings",
-        "prepared": "headwater_lab.data.prepared:PreparedSettings",
-        "induction": "headwater_lab.data.synthetic:InductionSettings",
-        "ngram": "headwater_lab.data.synthetic:NgramSettings",
-        "hop": "headwater_lab.data.synthetic:HopSettings",
-        "recall": "headwater_lab.data.synthetic:RecallSettings",
-        "arithmetic": "headwater_lab.data.synthetic:ArithmeticSettings",
-        "images": "headwater_lab.data.images:ImageFilesSettings",
-        "digits": "headwater_lab.data.images:DigitsSettings",
-        "glyphs": "headwater_lab.data.images:GlyphSettings",
-    },
+    {name: f"{kind.__module__}:{kind.__qualname__}" for name, kind in list_kinds().items()},
     "Settings",
 )
 OPTIMIZERS = Registry(
@@ -88,33 +65,21 @@ SCHEDULES = Registry(
 )
 
 
-def _from_outside(values: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-    """`data:` of an outside kind, read by its own settings."""
-    kind = values.get("kind") if isinstance(values, dict) else getattr(values, "kind", None)
-    if not isinstance(kind, str) or kind in DATA.own or not (":" in kind or kind in DATA.names):
-        return handler(values)
-    known = DATA.resolve(kind)
+def _by_kind(values: Any) -> Any:
+    """`data:` read by the settings of its kind."""
+    if isinstance(values, Settings):
+        return values
+    kind = values.get("kind") if isinstance(values, dict) else None
+    if not isinstance(kind, str) or not (":" in kind or kind in DATA.names):
+        raise ValueError(f"data.kind must be one of: {', '.join(DATA.names)}.")
+    settings = DATA.resolve(kind)
     try:
-        return known.model_validate(values)
+        return settings.model_validate(values)
     except ValidationError as error:
-        raise ValueError(_sentence(error, known, "data")) from error
+        raise ValueError(_sentence(error, settings, "data")) from error
 
 
-AnyData = Annotated[
-    TextSettings
-    | PreparedSettings
-    | InductionSettings
-    | NgramSettings
-    | HopSettings
-    | RecallSettings
-    | ArithmeticSettings
-    | ImageFilesSettings
-    | DigitsSettings
-    | GlyphSettings,
-    Field(discriminator="kind"),
-    WrapValidator(_from_outside),
-    SerializeAsAny(),
-]
+AnyData = Annotated[DataSettings, PlainValidator(_by_kind), SerializeAsAny()]
 
 
 def _can_name_a_folder(name: str) -> str:
@@ -538,8 +503,7 @@ class Recipe(Settings):
     """Fields of HeadwaterConfig, and `base: llama | gpt2 | a preset` for its defaults; for images, fields of
     HeadwaterVisionConfig, and `base: vit | a preset`. The vocabulary, and images' size and classes, are the data's."""
     data: AnyData
-    """`kind:` text, prepared, a synthetic task (induction, ngram, hop, recall, arithmetic), or images (images, digits,
-    glyphs), each with its fields."""
+    """`kind:` text, prepared, images, or another (docs/recipes.md), with the fields of that kind."""
     training: Training = Training()
     reporting: Reporting = Reporting()
     start: Start | None = None
@@ -595,7 +559,7 @@ class Recipe(Settings):
         """Tokens in a row of the data; 1 for images."""
         return getattr(self.data, "context", None) or getattr(self.data, "length", None) or 1
 
-    def config_for(self, data: Data) -> HeadwaterConfig:
+    def config_for(self, data: Data | DataShape) -> HeadwaterConfig:
         """The model's config for this data. Raises `HeadwaterError` if fields contradict each other."""
         if isinstance(self.data, ImageSettings):
             return self._image_config(self.data, data)
@@ -624,7 +588,7 @@ class Recipe(Settings):
             )
         return config
 
-    def _image_config(self, settings: ImageSettings, data: Data) -> HeadwaterConfig:
+    def _image_config(self, settings: ImageSettings, data: Data | DataShape) -> HeadwaterConfig:
         fields = dict(self.model)
         base = fields.pop("base", "vit")
         make = HeadwaterVisionConfig if base == "vit" else functools.partial(preset, base)
@@ -728,9 +692,7 @@ class Recipe(Settings):
         _check_one_metric(runs, "Stages are put on record")
         if self.start is None and self.stages:  # else the model is a checkpoint's
             # This does not read the data, whose vocabulary does not matter here.
-            size = self.known_size or 1
-            data: Any = SimpleNamespace(vocab_size=size, context=self.row_length, tokenizer=None)
-            for _ in self.stage_configs(self.config_for(data)):
+            for _ in self.stage_configs(self.config_for(DataShape(self.known_size or 1, self.row_length))):
                 pass
 
     def arm(self, name: str, seed: int, size: str | None = None) -> Recipe:
@@ -794,7 +756,7 @@ def _check_one_metric(recipes: Sequence[Recipe], why: str) -> None:
     """Raise `HeadwaterError` if recipes whose results belong together use different metrics."""
     if len({recipe.unit for recipe in recipes}) > 1:
         raise HeadwaterError(f"{why} with data of one sort; use either images or text for all.")
-    data = [recipe.data for recipe in recipes if isinstance(recipe.data, HeldOutSettings)]
+    data = [recipe.data for recipe in recipes if isinstance(recipe.data, LanguageSettings)]
     if len({(one.metric, *sorted(one.held_out_domains or ())) for one in data}) > 1:
         raise HeadwaterError(
             f"{why} by one metric over the same domains; set the same data.metric and the same names in "
@@ -969,9 +931,7 @@ def _sentence(error: ValidationError, section: Any = None, *where: str) -> str:
     section = section or Recipe
     names = list(where)
     for part in path:
-        if variant := _variant(section, part):  # the tag of a discriminated union is no part of the name
-            section = variant
-        elif part.isdigit():  # in a list, whose element's type `_annotation` gives
+        if part.isdigit():  # in a list, whose element's type `_annotation` gives
             names.append(part)
         else:
             section = _annotation(section, part)
@@ -982,8 +942,6 @@ def _sentence(error: ValidationError, section: Any = None, *where: str) -> str:
         return f"{'.'.join(names) or 'the recipe'} has no field {last!r}; {nearest(last, known)}"
     if first["type"] == "missing":
         return f"the field {field!r} is missing."
-    if first["type"].startswith("union_tag"):
-        return f"{field}.kind must be one of: {', '.join(DATA.names)}."
     if first["type"] == "unusable":
         return f"{'.'.join(filter(None, [field, *first['ctx']['path']]))}: {first['msg']}"
     if first["type"] == "value_error":
@@ -998,12 +956,3 @@ def _annotation(section: Any, name: str) -> Any:
         return None
     members = [member for member in get_args(field.annotation) if member is not type(None)]
     return members[0] if len(members) == 1 and isinstance(members[0], type) else field.annotation
-
-
-def _variant(union: Any, tag: str) -> type[BaseModel] | None:
-    """The member of a discriminated union with this tag."""
-    for member in get_args(union):
-        kind = getattr(member, "model_fields", {}).get("kind")
-        if kind is not None and tag in get_args(kind.annotation):
-            return member
-    return None

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from headwater.config.planner import plan_layers
@@ -23,6 +22,7 @@ from headwater.cost.schedule import ToTrain
 from headwater.models.load import check_names, read_json, reading
 from headwater.util.errors import HeadwaterError, nearest, sentence, shown
 from headwater.util.files import absence, is_address
+from headwater_lab.data.base import DataShape
 from headwater_lab.data.tokenizer import local_size
 from headwater_lab.recipe.overrides import merged
 from headwater_lab.recipe.schema import (
@@ -358,7 +358,7 @@ def _of_recipe(
                 f"The vocabulary of {what} comes from its tokenizer, which is not on this machine, and plan downloads "
                 f"nothing; pass its size with --vocab-size (vocab_size=)."
             )
-        data = SimpleNamespace(vocab_size=size, context=recipe.row_length, tokenizer=None)
+        data = DataShape(size, recipe.row_length)
         sized = {} if recipe.unit == "images" else {"vocab_size": size}
         config = recipe.model_copy(update={"model": recipe.model | sized}).config_for(data)
         rows = _stages(name, recipe, config, schedule)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +13,6 @@ from pydantic import Field
 from torch import Tensor
 
 from headwater.util.settings import Settings
-from headwater_lab.data.images.randomness import drawing_from
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -61,6 +60,20 @@ class Augmentation(Settings):
                 f"data.augmentation.rand_augment is a magnitude of 0 to 10 and a standard deviation, not "
                 f"{self.rand_augment}"
             )
+
+
+@contextmanager
+def drawing_from(generator: torch.Generator) -> Iterator[None]:
+    """Within it, PyTorch's random functions draw from `generator`, and leave the global one, which torchvision uses, as
+    it was. The training step must not run meanwhile in another thread.
+    """
+    before = torch.get_rng_state()
+    torch.set_rng_state(generator.get_state())
+    try:
+        yield
+    finally:
+        generator.set_state(torch.get_rng_state())
+        torch.set_rng_state(before)
 
 
 class Changer:

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import BaseImageProcessor
 
+from headwater.util import extras
 from headwater.util.errors import HeadwaterError
 from headwater.util.seeding import generator
-from headwater.util.settings import Settings
-from headwater_lab.data.base import ALONE, Batch, Evaluation, Share, shuffled
+from headwater_lab.data.base import ALONE, Batch, DataSettings, Evaluation, Share, shuffled
 from headwater_lab.data.images.augment import Augmentation, Changer, mixed
 from headwater_lab.data.images.loading import loaded
 
@@ -31,10 +31,9 @@ MEAN, STD = 0.5, 0.5
 Pixels = Annotated[int, Field(ge=1, le=2**16)]
 
 
-class ImageSettings(Settings):
+class ImageSettings(DataSettings):
     """Fields that all kinds of image data share."""
 
-    kind: str
     image_size: Pixels | Annotated[list[Pixels], Field(min_length=2, max_length=2)]
     """Height and width in pixels, one number or [height, width]; images are resized to it."""
     channels: int = Field(default=3, ge=1, le=3)
@@ -60,6 +59,10 @@ class ImageSettings(Settings):
     def known_classes(self) -> int | None:
         """How many classes there are, if the settings alone tell."""
         return None
+
+    def check_extras(self) -> None:
+        """Raise `HeadwaterError` if a package is missing; torchvision is needed for random changes alone."""
+        extras.check("vision", () if self.augmentation.draws else ("torchvision",))
 
     @property
     def size(self) -> tuple[int, int]:

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from headwater.util import extras
 from headwater.util.seeding import generator
+from headwater_lab.data.base import register_kind
 from headwater_lab.data.images.base import ImageData, ImageSettings
 from headwater_lab.data.images.reading import converted
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
+@register_kind
 class DigitsSettings(ImageSettings):
     """`data:` of a recipe, with `kind: digits`: the UCI optical digits' test part, as in scikit-learn."""
 
@@ -32,7 +33,7 @@ class DigitsSettings(ImageSettings):
         return 10
 
     def build(self) -> ImageData:
-        extras.check("vision", () if self.augmentation.draws else ("torchvision",))
+        self.check_extras()
         from sklearn.datasets import load_digits
 
         found = load_digits()

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import torch
 from pydantic import Field
 
-from headwater.util import extras
 from headwater.util.errors import HeadwaterError, first_line, nearest, shown
 from headwater.util.files import is_inside
 from headwater.util.hub import check_reachable
+from headwater_lab.data.base import register_kind
 from headwater_lab.data.hosted import check_card, check_saved, downloads
 from headwater_lab.data.images.base import ImageData, ImageSettings, Pixels, UnreadableImage
 from headwater_lab.data.images.reading import read_image, suffixes
@@ -30,6 +30,7 @@ SPLITS = ("validation", "val", "valid", "test")
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
+@register_kind
 class ImageFilesSettings(ImageSettings):
     """`data:` of a recipe, with `kind: images`."""
 
@@ -56,52 +57,32 @@ class ImageFilesSettings(ImageSettings):
 
     def build(self) -> ImageData:
         """Raises `HeadwaterError` for anything that is missing or does not fit."""
-        extras.check("vision", () if self.augmentation.draws else ("torchvision",))
-        folder = local_path(self.source)
-        is_local = folder.is_dir()
-        tables = is_local and any(chain(folder.glob("*.parquet"), folder.glob("*/*.parquet"), folder.glob("*.arrow")))
-        saved = is_local and any((folder / name).is_file() for name in ("dataset_info.json", "dataset_dict.json"))
-        if not is_local and (folder.exists() or folder.is_absolute()):
-            raise HeadwaterError(f"data.source: {shown(self.source)} is not a folder of images, nor a dataset's name.")
-        splits = (
-            _dataset_splits(self, folder, saved) if not is_local or tables or saved else _folder_splits(self, folder)
-        )
-        if self.split not in splits:
-            raise HeadwaterError(f"{self.source!r} has no split {self.split!r}; {nearest(self.split, splits)}")
+        self.check_extras()
+        splits = _splits(self)
         held_out = self.held_out
         if held_out is None:
             held_out = next((name for name in SPLITS if name in splits and name != self.split), 0.1)
-        if isinstance(held_out, str) and held_out not in splits:
-            raise HeadwaterError(
-                f"data.held_out: {self.source!r} has no split {held_out!r}; {nearest(held_out, splits)}"
-            )
-        train = splits[self.split]()
-        other = splits[held_out]() if isinstance(held_out, str) else None
-        classes = _classes(train)
-        facts: dict[str, Any] = {"source": self.source}
-        sides = {"train": numbered(train, classes, self.channels)}
-        if other is not None:
-            sides["held out"] = numbered(other, classes, self.channels)
-        if other is None:
-            assert isinstance(held_out, float)
-            sides["train"], sides["held out"] = sides["train"].divided(held_out)
-        for name, side in sides.items():
+        chosen = [_opened(splits, self.split, repr(self.source))]
+        if isinstance(held_out, str):
+            chosen.append(_opened(splits, held_out, f"data.held_out: {self.source!r}"))
+        classes = _classes(chosen[0])
+        sides = [numbered(split, classes, self.channels) for split in chosen]
+        if not isinstance(held_out, str):
+            sides = sides[0].divided(held_out)
+        for name, side in zip(("train", "held out"), sides, strict=True):
             if not len(side):
                 raise HeadwaterError(
                     f"{self.source!r}: no images are left for {name}; use more images or other splits."
                 )
-        facts["sha256"] = hashlib.sha256("".join(side.digest for side in sides.values()).encode()).hexdigest()
-        notices = [notice for split in (train, other) if split is not None for notice in split.notices]
-        if unused := sorted(set(range(len(classes))) - set(sides["train"].labels)):
-            first = ", ".join(classes[number] for number in unused[:5])
-            notices.append(f"{len(unused)} of {len(classes)} classes have no image to train on: {first}.")
+        notices = [*chain.from_iterable(split.notices for split in chosen), *_unused(classes, sides[0].labels)]
+        digest = hashlib.sha256("".join(side.digest for side in sides).encode()).hexdigest()
         middle, spread = (list(values) if self.channels == 3 else [sum(values) / 3] for values in (MEAN, STD))
         return ImageData(
             self,
-            sides["train"],
-            sides["held out"],
+            sides[0],
+            sides[1],
             classes,
-            facts,
+            {"source": self.source, "sha256": digest},
             mean=middle,
             std=spread,
             crop_ratio=self.crop_ratio,
@@ -124,6 +105,32 @@ class ImageSplit(NamedTuple):
     classes: list[str] | None
     notices: Sequence[str] = ()
     sizes: Sequence[int] | None = None
+
+
+def _splits(settings: ImageFilesSettings) -> dict[str, Callable[[], ImageSplit]]:
+    """The splits of the source, not yet read. Raises `HeadwaterError` if it is neither a folder nor a dataset."""
+    folder = local_path(settings.source)
+    if not folder.is_dir() and (folder.exists() or folder.is_absolute()):
+        raise HeadwaterError(f"data.source: {shown(settings.source)} is not a folder of images, nor a dataset's name.")
+    tables = any(chain(folder.glob("*.parquet"), folder.glob("*/*.parquet"), folder.glob("*.arrow")))
+    saved = any((folder / name).is_file() for name in ("dataset_info.json", "dataset_dict.json"))
+    if folder.is_dir() and not tables and not saved:
+        return _folder_splits(settings, folder)
+    return _dataset_splits(settings, folder, saved)
+
+
+def _opened(splits: dict[str, Callable[[], ImageSplit]], name: str, where: str) -> ImageSplit:
+    """A split by its name. Raises `HeadwaterError` if there is none, and as the split does."""
+    if name not in splits:
+        raise HeadwaterError(f"{where} has no split {name!r}; {nearest(name, splits)}")
+    return splits[name]()
+
+
+def _unused(classes: list[str], labels: list[int]) -> list[str]:
+    """A notice if there are classes without an image."""
+    unused = sorted(set(range(len(classes))) - set(labels))
+    first = ", ".join(classes[number] for number in unused[:5])
+    return [f"{len(unused)} of {len(classes)} classes have no image to train on: {first}."] if unused else []
 
 
 def _folder_splits(settings: ImageFilesSettings, folder: Path) -> dict[str, Callable[[], ImageSplit]]:
@@ -357,17 +364,11 @@ class ImageFiles:
         return self.split.names[self.numbers[index]]
 
     def open(self, index: int, draw: torch.Generator | None = None) -> Image:
-
         name = f"The image {self.name(index)!r} in {self.split.where!r}"
         return read_image(self.split.read(self.numbers[index]), name, self.channels)
 
-    def chosen(self, indices: Sequence[int]) -> ImageFiles:
-        return ImageFiles(
-            self.split, [self.numbers[i] for i in indices], [self.labels[i] for i in indices], self.channels
-        )
-
-    def divided(self, share: float) -> tuple[ImageFiles, ImageFiles]:
-        """(to train on, held out): `share` of each class, at least one image, chosen by the names' hash.
+    def divided(self, share: float) -> list[ImageFiles]:
+        """[to train on, held out]: `share` of each class, at least one image, chosen by the names' hash.
 
         Raises `HeadwaterError` for a class of one image.
         """
@@ -383,5 +384,8 @@ class ImageFiles:
                 )
             own.sort(key=lambda index: hashlib.sha256(self.name(index).encode(errors="surrogateescape")).digest())
             held_out.update(own[: min(max(1, round(share * len(own))), len(own) - 1)])
-        sides = ([i for i in range(len(self)) if (i in held_out) is out] for out in (False, True))
-        return tuple(map(self.chosen, sides))  # type: ignore[return-value]
+        sides: list[ImageFiles] = []
+        for indices in ([i for i in range(len(self)) if (i in held_out) is out] for out in (False, True)):
+            numbers, labels = ([values[i] for i in indices] for values in (self.numbers, self.labels))
+            sides.append(ImageFiles(self.split, numbers, labels, self.channels))
+        return sides

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from pydantic import Field, model_validator
 
-from headwater.util import extras
 from headwater.util.errors import HeadwaterError, nearest
 from headwater.util.seeding import generator
+from headwater_lab.data.base import register_kind
 from headwater_lab.data.images.base import ImageData, ImageSettings
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ HELD_OUT = ["Gentium Book Plus", "Lato", "STIX", "Ubuntu"]
 SIDE, ROTATION, CONTRAST, NOISE = (0.5, 0.9), 15.0, 128, 8.0
 
 
+@register_kind
 class GlyphSettings(ImageSettings):
     """`data:` of a recipe, with `kind: glyphs`. An epoch redraws each character of each training font once."""
 
@@ -92,7 +93,7 @@ class GlyphSettings(ImageSettings):
 
     def build(self) -> ImageData:
         """Raises `HeadwaterError` if a font is missing or lacks a character."""
-        extras.check("vision", () if self.augmentation.draws else ("torchvision",))
+        self.check_extras()
         held_out = set(self.held_out_families)
         fonts = {name: files_of(name) for name in FAMILIES}
         sides = [

@@ -13,8 +13,10 @@ statements are not English sentences.
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import random
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -25,16 +27,21 @@ from torch import Tensor
 
 from headwater.util.errors import HeadwaterError
 from headwater.util.seeding import generator
-from headwater_lab.data.base import ALONE, Batch, Evaluation, Share
+from headwater_lab.data.base import ALONE, Batch, Evaluation, Share, register_kind
 from headwater_lab.data.synthetic.base import SyntheticData, SyntheticSettings, certain
 
 PLACES = ("Airport", "Bakery", "Castle", "Farm", "Garden", "Hotel", "Library", "Museum")
 THINGS = ("Apple", "Book", "Chair", "Cup", "Lamp", "Pencil", "Rope", "Shelf")
 OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "×": operator.mul}
 MARKS = ("<pad>", "<end>", ".", "=", "?", ":", *OPERATIONS)
+NAME = f"(?:{'|'.join(PLACES)}) (?:{'|'.join(THINGS)})"
+OPERATION = rf"(\d+|{NAME}) ([-+×]) (\d+|{NAME})"
+STATEMENT = re.compile(rf"({NAME}) = (?:(\d+)|{OPERATION})")
+QUESTION = re.compile(rf"\? ({NAME}) :")
+STEP = re.compile(rf"(?P<name>{NAME}) = {OPERATION} = (?P<left>\d+) (?P<sign>[-+×]) (?P<right>\d+) = (?P<result>\d+)")
 MOST_UNNEEDED = 2
 # Maximum tokens of a stated number, a stated operation, a question, and a step of the solution.
-NUMBER, STATEMENT, QUESTION, STEP = 5, 9, 4, 15
+NUMBER_TOKENS, STATEMENT_TOKENS, QUESTION_TOKENS, STEP_TOKENS = 5, 9, 4, 15
 # Rows are padded to a multiple of this, to limit the number of shapes.
 BLOCK = 32
 
@@ -55,6 +62,7 @@ Problem = tuple[dict[QuantityName, int | Operation], QuantityName]
 """The statements about quantities, in order, and the quantity that is asked for."""
 
 
+@register_kind
 class ArithmeticSettings(SyntheticSettings):
     """`data:` of a recipe, with `kind: arithmetic`."""
 
@@ -79,8 +87,8 @@ class ArithmeticSettings(SyntheticSettings):
 
     def width(self, most: int) -> int:
         """The longest row with at most this many operations."""
-        prompt = most * STATEMENT + (most + 1) * NUMBER + MOST_UNNEEDED * STATEMENT + QUESTION
-        return blocks(prompt + most * STEP + 1)
+        prompt = (most + MOST_UNNEEDED) * STATEMENT_TOKENS + (most + 1) * NUMBER_TOKENS + QUESTION_TOKENS
+        return blocks(prompt + most * STEP_TOKENS + 1)
 
     def build(self) -> ArithmeticData:
         return ArithmeticData(self)
@@ -183,16 +191,14 @@ class ArithmeticData(SyntheticData[ArithmeticSettings]):
 
     def prints(self, batch: Batch) -> Tensor:
         """The same for the same statements in another order."""
-        problems = (parse_prompt(self.prompt_words(row)) for row in batch["input_ids"].tolist())
-        return torch.tensor([hash((frozenset(self.codes(stated)), self.codes_of(asked))) for stated, asked in problems])
+        return torch.tensor([hash(frozenset(self.statements(row))) for row in batch["input_ids"].tolist()])
 
-    def codes(self, stated: dict[QuantityName, int | Operation]) -> Iterator[tuple[int, ...]]:
-        """Statements as numbers, whose hash is the same in every process, unlike that of text."""
-        for name, value in stated.items():
-            yield (*self.codes_of(name), *self.encode(words_of(value)))
-
-    def codes_of(self, name: QuantityName) -> tuple[int, ...]:
-        return tuple(self.encode(list(name)))
+    def statements(self, row: list[int]) -> Iterator[tuple[int, ...]]:
+        """The tokens of each statement and of the question: numbers, whose hash is the same in every process, unlike
+        that of text."""
+        prompt = row[: row.index(self.ids[":"])]
+        for _, sentence in itertools.groupby(prompt, key=self.ids["."].__ne__):
+            yield tuple(sentence)
 
     def encode(self, words: list[str]) -> list[int]:
         return [self.ids[word] for word in words]
@@ -350,48 +356,31 @@ def value_of(problem: Problem, modulus: int) -> int:
 
 def parse_prompt(words: list[str]) -> Problem:
     """Parse the output of `prompt_of`. Raises `HeadwaterError` if it is not a problem."""
-    *statements, question = split(words, ".")
+    *statements, question = split_sentences(words)
     stated: dict[QuantityName, int | Operation] = {}
     for statement in statements:
-        sides = split(statement, "=")
-        name = parse_operand(sides[0])
-        value = parse_value(sides[1]) if len(sides) == 2 else None
-        if isinstance(name, int) or name is None or value is None or isinstance(value, tuple):
-            raise HeadwaterError(f"{' '.join(statement)!r} is not a statement.")
-        stated[name] = value
-    asked = parse_operand(question[1:-1])
-    if not isinstance(asked, tuple) or question[0] != "?" or question[-1] != ":":
-        raise HeadwaterError(f"{' '.join(question)!r} is not a question.")
-    return stated, asked
+        if (match := STATEMENT.fullmatch(statement)) is None:
+            raise HeadwaterError(f"{statement!r} is not a statement.")
+        name, number, *operation = match.groups()
+        stated[name_in(name)] = int(number) if number else operation_of(*operation)
+    if (match := QUESTION.fullmatch(question)) is None:
+        raise HeadwaterError(f"{question!r} is not a question.")
+    return stated, name_in(match[1])
 
 
-def split(words: list[str], mark: str) -> list[list[str]]:
-    """`words` split at each `mark`, which is left out."""
-    parts: list[list[str]] = [[]]
-    for word in words:
-        if word == mark:
-            parts.append([])
-        else:
-            parts[-1].append(word)
-    return parts
+def split_sentences(words: list[str]) -> list[str]:
+    """The words between full stops, as texts."""
+    return [text.strip() for text in re.split(r"(?<!\S)\.(?!\S)", " ".join(words))]
 
 
-def parse_operand(words: list[str]) -> Operand | None:
-    """A number or a name; None for anything else."""
-    if len(words) == 1 and words[0].isdecimal():
-        return int(words[0])
-    if len(words) == 2 and words[0] in PLACES and words[1] in THINGS:
-        return words[0], words[1]
-    return None
+def name_in(text: str) -> QuantityName:
+    place, thing = text.split()
+    return place, thing
 
 
-def parse_value(words: list[str]) -> Operand | Operation | None:
-    """A number, a name, or an operation on two of them; None for anything else."""
-    signs = [place for place, word in enumerate(words) if word in OPERATIONS]
-    if not signs:
-        return parse_operand(words)
-    left, right = parse_operand(words[: signs[0]]), parse_operand(words[signs[0] + 1 :])
-    return None if left is None or right is None else Operation(left, words[signs[0]], right)
+def operation_of(left: str, sign: str, right: str) -> Operation:
+    operands = (int(text) if text.isdecimal() else name_in(text) for text in (left, right))
+    return Operation(next(operands), sign, next(operands))
 
 
 def is_solved(problem: Problem, written: list[str], modulus: int) -> bool:
@@ -403,16 +392,11 @@ def is_solved(problem: Problem, written: list[str], modulus: int) -> bool:
     answer = value_of(problem, modulus)
     if "<end>" in written:
         written = written[: written.index("<end>")]
-    for step in split(written, ".")[:-1]:  # nothing after the last full stop is a whole step
-        sides = split(step, "=")
-        if len(sides) != 4 or parse_operand(sides[0]) != problem[1]:
+    for sentence in split_sentences(written)[:-1]:  # nothing after the last full stop is a whole step
+        step = STEP.fullmatch(sentence)
+        if step is None or name_in(step["name"]) != problem[1]:
             continue
-        named, operation, number = parse_value(sides[1]), parse_value(sides[2]), parse_operand(sides[3])
-        if not isinstance(named, Operation) or not isinstance(operation, Operation) or number != answer:
-            continue
-        left, right = operation.left, operation.right
-        if not (isinstance(left, int) and isinstance(right, int)):
-            continue
-        if OPERATIONS[operation.sign](left, right) % modulus == answer:
+        result = OPERATIONS[step["sign"]](int(step["left"]), int(step["right"])) % modulus
+        if result == int(step["result"]) == answer:
             return True
     return False

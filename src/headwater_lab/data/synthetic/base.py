@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, Generic, Self, TypeVar
 
 import torch
-from pydantic import model_validator
+from pydantic import Field, model_validator
 from torch import Tensor
 from torch.nn import functional as F
 
 from headwater.util.errors import HeadwaterError
 from headwater.util.seeding import generator
-from headwater.util.settings import Settings
-from headwater_lab.data.base import ALONE, Batch, Evaluation, Share
+from headwater_lab.data.base import ALONE, Batch, DataSettings, Evaluation, Share
 
 # Held-out rows go through the model in pieces of at most this many logits.
 LOGITS = 2**26
@@ -27,11 +26,19 @@ BLOCK, DRAWN = 256, 2**22
 TRIES = 100
 
 
-class SyntheticSettings(Settings):
+class SyntheticSettings(DataSettings):
     """`data:` of a recipe for a synthetic task; each task has `vocab_size` and `length`, as a field or a property."""
 
-    kind: str
-    held_out: int
+    held_out: int = Field(default=1024, ge=1, le=2**20)
+    """Sequences to evaluate on."""
+
+    @classmethod
+    def variants(cls) -> list[Self]:
+        """The task in each of its forms, with defaults."""
+        return [cls.model_validate({})]
+
+    def build(self) -> SyntheticData[Any]:
+        raise NotImplementedError
 
     @model_validator(mode="after")
     def _held_in_memory(self) -> Self:
@@ -72,7 +79,6 @@ class SyntheticData(ABC, Generic[S]):
         self.description: dict[str, Any] = settings.model_dump()
         # Rows drawn at a time.
         self.block = max(1, min(BLOCK, DRAWN // (self.context + self.vocab_size)))
-        self.drawn: tuple[tuple[int, int], Batch] | None = None
 
     @abstractmethod
     def sample(self, draw: torch.Generator, count: int) -> Batch:
@@ -98,32 +104,24 @@ class SyntheticData(ABC, Generic[S]):
 
     def training_rows(self, seed: int, start: int, count: int) -> Batch:
         """`count` rows from number `start` on."""
-        stop = start + count
-        parts = []
-        for number in range(start // self.block, -(-stop // self.block)):
-            first = number * self.block
-            rows = slice(max(start - first, 0), min(stop - first, self.block))
-            parts.append({name: tensor[rows] for name, tensor in self.drawn_block(seed, number).items()})
-        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        blocks = range(start // self.block, -(-(start + count) // self.block))
+        drawn = [self.draw_block(seed, number) for number in blocks]
+        rows = slice(start % self.block, start % self.block + count)
+        return {name: torch.cat([block[name] for block in drawn])[rows] for name in drawn[0]}
 
-    def drawn_block(self, seed: int, number: int) -> Batch:
-        """A block of rows; those that equal a held-out row are drawn again. The last block is kept."""
-        if self.drawn is not None and self.drawn[0] == (seed, number):
-            return self.drawn[1]
-        self.drawn = (seed, number), self.draw_block(seed, number)
-        return self.drawn[1]
-
+    @functools.lru_cache(maxsize=1)  # noqa: B019 - one block, in which the next batch begins
     def draw_block(self, seed: int, number: int) -> Batch:
+        """A block of rows; those that equal a held-out row are drawn again."""
         kind = self.settings.kind
         batch = self.sample(generator(kind, seed, number), self.block)
         if not self.keeps_apart:
             return batch
         for attempt in range(TRIES):
-            seen = torch.isin(self.prints(batch), self.held_out_prints)
-            if not bool(seen.any()):
+            repeated = torch.isin(self.prints(batch), self.held_out_prints)
+            if not bool(repeated.any()):
                 return batch
-            again = self.sample(generator(kind, seed, number, attempt), int(seen.sum()))
-            batch = replaced(batch, seen, again)
+            for name, rows in self.sample(generator(kind, seed, number, attempt), int(repeated.sum())).items():
+                batch[name][repeated] = rows
         raise HeadwaterError(
             f"data: nearly every possible row of kind {kind} is among the {self.settings.held_out} held out; lower "
             "data.held_out, or make the task larger."
@@ -217,16 +215,6 @@ def share_of(hits: Tensor, where: Tensor) -> float:
 def certain(answers: Tensor, vocab_size: int) -> Tensor:
     """Logits [..., V] of a model that is certain of `answers`."""
     return torch.zeros(*answers.shape, vocab_size).scatter_(-1, answers[..., None], 100.0)
-
-
-def replaced(batch: Batch, where: Tensor, rows: Batch) -> Batch:
-    """`batch` with the rows at which `where` is true taken from `rows`. Rows may differ in length, and are padded."""
-    width = max(batch["input_ids"].shape[1], rows["input_ids"].shape[1])
-    result = {}
-    for name, fill in (("input_ids", 0), ("shift_labels", -100)):
-        both = [F.pad(part[name], (0, width - part[name].shape[1]), value=fill) for part in (batch, rows)]
-        result[name] = both[0].index_put((where.nonzero()[:, 0],), both[1])
-    return result
 
 
 def distinct(draw: torch.Generator, rows: int, vocab_size: int, count: int) -> Tensor:

@@ -8,10 +8,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from headwater_lab.data.base import Batch
+from headwater_lab.data.base import Batch, register_kind
 from headwater_lab.data.synthetic.base import SyntheticData, SyntheticSettings
 
 
+@register_kind
 class HopSettings(SyntheticSettings):
     """`data:` of a recipe, with `kind: hop`."""
 
@@ -22,8 +23,6 @@ class HopSettings(SyntheticSettings):
     """Number of different symbols. Neighbors always differ, so two symbols would only alternate."""
     length: int = Field(default=64, ge=3, le=2**20)
     """Symbols in a sequence; a row has one token more, which says how many hops."""
-    held_out: int = Field(default=1024, ge=1, le=2**20)
-    """Sequences to evaluate on."""
 
     @property
     def vocab_size(self) -> int:

@@ -8,10 +8,11 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from headwater_lab.data.base import Batch
+from headwater_lab.data.base import Batch, register_kind
 from headwater_lab.data.synthetic.base import SyntheticData, SyntheticSettings, distinct
 
 
+@register_kind
 class InductionSettings(SyntheticSettings):
     """`data:` of a recipe, with `kind: induction`."""
 
@@ -23,8 +24,6 @@ class InductionSettings(SyntheticSettings):
     """Number of different tokens."""
     length: int = Field(default=32, ge=3, le=2**20)
     """Tokens in a sequence."""
-    held_out: int = Field(default=1024, ge=1, le=2**20)
-    """Sequences to evaluate on."""
 
     @property
     def distinct(self) -> int:
@@ -39,6 +38,10 @@ class InductionSettings(SyntheticSettings):
                 f"{self.distinct} or more, not {self.vocab_size}."
             )
         return self
+
+    @classmethod
+    def variants(cls) -> list[InductionSettings]:
+        return [cls(), cls(variant="periodic"), cls(variant="scattered")]
 
     def build(self) -> InductionData:
         return InductionData(self)

@@ -10,10 +10,11 @@ import torch
 from pydantic import Field, model_validator
 
 from headwater.util.seeding import generator, number
-from headwater_lab.data.base import Batch
+from headwater_lab.data.base import Batch, register_kind
 from headwater_lab.data.synthetic.base import SyntheticData, SyntheticSettings
 
 
+@register_kind
 class NgramSettings(SyntheticSettings):
     """`data:` of a recipe, with `kind: ngram`."""
 
@@ -28,8 +29,6 @@ class NgramSettings(SyntheticSettings):
     """Number of different tokens."""
     length: int = Field(default=32, ge=3, le=2**20)
     """Tokens in a sequence."""
-    held_out: int = Field(default=1024, ge=1, le=2**20)
-    """Sequences to evaluate on."""
 
     @model_validator(mode="after")
     def _table_fits(self) -> NgramSettings:

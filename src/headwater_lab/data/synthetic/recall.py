@@ -7,10 +7,11 @@ from typing import Literal
 import torch
 from pydantic import Field, model_validator
 
-from headwater_lab.data.base import Batch
+from headwater_lab.data.base import Batch, register_kind
 from headwater_lab.data.synthetic.base import SyntheticData, SyntheticSettings, distinct
 
 
+@register_kind
 class RecallSettings(SyntheticSettings):
     """`data:` of a recipe, with `kind: recall`."""
 
@@ -23,8 +24,6 @@ class RecallSettings(SyntheticSettings):
     """Number of different tokens: the lower half are keys, the upper half values and filler."""
     length: int = Field(default=64, ge=3, le=2**20)
     """Tokens in a sequence."""
-    held_out: int = Field(default=1024, ge=1, le=2**20)
-    """Sequences to evaluate on."""
 
     @model_validator(mode="after")
     def _pairs_fit(self) -> RecallSettings:
