@@ -107,7 +107,7 @@ def test_the_site_has_every_page():
 
 API = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
 # Groups of entry points, which are no modules.
-GROUPS = {"headwater.families", "headwater.optimizers", "headwater.schedules"}
+GROUPS = {"headwater.data", "headwater.families", "headwater.optimizers", "headwater.schedules"}
 
 
 def promised(page: str) -> set[str]:
