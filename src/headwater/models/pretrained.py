@@ -48,7 +48,6 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
     _can_compile_fullgraph = True
     # For quantizers alone, all of which leave what it names (see `_get_dtype_plan`).
-    _keep_in_fp32_modules = [BESIDE]
     _can_record_outputs = {"hidden_states": Block, "attentions": Attention}
 
     def __init__(self, config: HeadwaterConfig) -> None:
@@ -76,6 +75,7 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
         wide = {place for place, module in self.named_modules() if isinstance(module, KeepsPrecision)}
         names = [name.split(".") for name in self.state_dict() if name.rpartition(".")[0] in wide]
         self._keep_in_fp32_modules_strict = sorted({".".join(parts[-2:]) for parts in names})
+        self._keep_in_fp32_modules = [BESIDE] if any(".mechanisms." in f".{name}" for name in self.state_dict()) else []
         kernels.are_disabled()  # reads the environment now: a change between two layers would cost a compiled graph
         super().post_init()
         self.freeze()
@@ -178,7 +178,8 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
         """
         old = len(self.get_input_embeddings().weight)
         new = old if new_num_tokens is None else new_num_tokens
-        new = new if pad_to_multiple_of is None else -(-new // pad_to_multiple_of) * pad_to_multiple_of
+        if isinstance(pad_to_multiple_of, int):  # transformers refuses any other
+            new = -(-new // pad_to_multiple_of) * pad_to_multiple_of
         if new != old:
             check_resizable(self, new)
             resize_token_tables(self, new, mean_resizing)
