@@ -34,11 +34,8 @@ TrainingCallback = Callable[[str, int], OnEvent]
 PLAN = "sequential.json"
 
 
-def train(work: Work, workers: int | None, comparing: Comparing, training: TrainingCallback) -> list[Outcome]:
-    """Train what is missing, if one device is enough; returns the outcomes of all trials of comparisons.
-
-    Raises `HeadwaterError` as training does, and `Interrupted` after Ctrl-C; call it again to resume.
-    """
+def _train_missing(work: Work, workers: int | None, comparing: Comparing, training: TrainingCallback) -> list[Outcome]:
+    """Train what is missing, if one device is enough; returns the outcomes of all trials of comparisons."""
     extras.check("compare")
     outcomes = []
     for one in work.trained if reads_models(work.table) else []:
@@ -88,7 +85,7 @@ def begun(work: Work) -> ClaimsPlan | None:
 
 
 def check_not_begun_otherwise(work: Work) -> None:
-    """Raise `HeadwaterError` if the table's seeds are added until its claims are decided, see `train_sequentially`."""
+    """Raise `HeadwaterError` if the table's seeds are added until its claims are decided, see `train`."""
     if (plan := begun(work)) is not None:
         raise HeadwaterError(
             f"{work.name} was begun with --sequential, whose verdicts these would replace; pass --sequential "
@@ -96,20 +93,9 @@ def check_not_begun_otherwise(work: Work) -> None:
         )
 
 
-def train_sequentially(
-    work: Work,
-    workers: int | None,
-    comparing: Comparing,
-    training: TrainingCallback,
-    max_seeds: int,
-    task_files: Path | None = None,
-    device: str = "cpu",
-) -> tuple[list[Outcome], Work]:
-    """Train the table, then one seed after the other of the arms whose claims are undecided; the work with those seeds.
-
-    `claims.still_undecided` says which claims those are. A failed trial
-    ends it; call it again to resume. Raises `HeadwaterError` for another maximum, or other first seeds, than it was
-    begun with, since a change would break the error rate.
+def _begin(work: Work, max_seeds: int) -> None:
+    """Write how a table's seeds are added. Raises `HeadwaterError` for another maximum, or other first seeds, than it
+    was begun with, since a change would break the error rate.
     """
     sections = {recipe.name: recipe.compare for _, recipe in work.recipes if recipe.compare is not None}
     listed = {name: section.seeds for name, section in sections.items()}
@@ -135,7 +121,28 @@ def train_sequentially(
     check_restored(work)
     plan_of(work).parent.mkdir(parents=True, exist_ok=True)
     replace_text(plan_of(work), plan.model_dump_json(indent=1) + "\n")
-    outcomes = train(work, workers, comparing, training)
+
+
+def train(
+    work: Work,
+    workers: int | None,
+    comparing: Comparing,
+    training: TrainingCallback,
+    max_seeds: int | None = None,
+    task_files: Path | None = None,
+    device: str = "cpu",
+) -> tuple[list[Outcome], Work]:
+    """Train the table; with `max_seeds`, then one seed after the other of the arms whose claims are undecided.
+
+    Returns the outcomes of all trials, and the work with those seeds. `claims.still_undecided` says which claims those
+    are. A failed trial ends it; call it again to resume. Raises `HeadwaterError` as training does or for a table begun
+    with another maximum, and `Interrupted` after Ctrl-C.
+    """
+    if max_seeds is None:
+        check_not_begun_otherwise(work)
+        return _train_missing(work, workers, comparing, training), work
+    _begin(work, max_seeds)
+    outcomes = _train_missing(work, workers, comparing, training)
     own = Runs(work.table, work.places, work.trials, task_files, device)
     until, more, extended = UntilDecided(own, max_seeds), 0, work
     while not work.cannot_show and all(outcome.record is not None for outcome in outcomes):
