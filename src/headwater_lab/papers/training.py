@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,13 +15,14 @@ from headwater.util.files import replace_text
 from headwater.util.terminal import counted
 from headwater_lab.comparison.pool import OnChange, Outcome
 from headwater_lab.comparison.prices import slug
-from headwater_lab.comparison.running import compare, jobs_of
+from headwater_lab.comparison.running import ArmKey, compare, jobs_of
 from headwater_lab.papers.claims import UntilDecided, still_undecided
 from headwater_lab.papers.kept import check_restored
 from headwater_lab.papers.measures import Runs
 from headwater_lab.papers.places import RESTORED, finished, named
 from headwater_lab.papers.table import reads_models
 from headwater_lab.papers.work import Work, with_seeds
+from headwater_lab.recipe.schema import Recipe
 from headwater_lab.training.records import RECORD
 from headwater_lab.training.run_folder import OnEvent
 from headwater_lab.training.stages import chain, train_stages
@@ -47,10 +48,8 @@ def _train_missing(work: Work, workers: int | None, comparing: Comparing, traini
     if missing:
         check_restored(work)
     for recipe, only in work.comparisons():
-        if recipe.name not in missing:
-            continue
-        steps = sum(job.steps for job in jobs_of(recipe, work.trials, only))
-        outcomes += compare(recipe, work.trials, workers, comparing(recipe.name, steps), only, shared=True)
+        if recipe.name in missing:
+            outcomes += _compare(recipe, work, workers, comparing, only)
     for recipe, count in work.chains():
         folder = work.trials / recipe.name
         for stage, (plain, place) in list(zip(recipe.stage_names, chain(recipe, folder), strict=True))[:count]:
@@ -155,6 +154,12 @@ def train(
         asked = [place for name in names if (place := extended.places[name]) is not None]
         for recipe in {place.recipe.name: place.recipe for place in asked if place.recipe.compare}.values():
             only = {(place.arm, place.size) for place in asked if place.recipe.name == recipe.name}
-            steps = sum(job.steps for job in jobs_of(recipe, work.trials, only))
-            outcomes += compare(recipe, work.trials, workers, comparing(recipe.name, steps), only, shared=True)
+            outcomes += _compare(recipe, work, workers, comparing, only)
     return outcomes, extended
+
+
+def _compare(
+    recipe: Recipe, work: Work, workers: int | None, comparing: Comparing, only: Collection[ArmKey] | None
+) -> list[Outcome]:
+    steps = sum(job.steps for job in jobs_of(recipe, work.trials, only))
+    return compare(recipe, work.trials, workers, comparing(recipe.name, steps), only, shared=True)
