@@ -69,19 +69,23 @@ def compare(
         )
     if search and len(loaded) > 1:
         raise HeadwaterError("--search takes one recipe; search them one by one.")
-    only = [_part(recipe, arm, size) for recipe in loaded] if arm or size else None
+    parts = [_part(recipe, arm, size) for recipe in loaded]
     folder = out or Path("runs") / titles[0]
     check_writable(folder, folder=True)
     with occupied(folder):
-        failed = _search(loaded[0], mechanism, folder, workers) if search else train_all(loaded, folder, workers, only)
+        if search:
+            failed = _search(loaded[0], mechanism, folder, workers)
+        else:
+            every = zip(loaded, parts, strict=True)
+            failed = [outcome for recipe, part in every for outcome in _train(recipe, folder, workers, part)]
         show(folder)
         complain(failed)
 
 
 def _part(recipe: Recipe, arms: Sequence[str], sizes: Sequence[str]) -> set[ArmKey] | None:
-    """These arms of a recipe with its baseline and budgets, at these sizes; None without a compare section."""
+    """These arms of a recipe with its baseline and budgets, at these sizes; None if all are trained."""
     section = recipe.compare
-    if section is None:
+    if section is None or not (arms or sizes):
         return None
     for what, names, known in (("arm", arms, section.arms), ("size", sizes, section.sizes)):
         for name in names:
@@ -96,28 +100,16 @@ def _part(recipe: Recipe, arms: Sequence[str], sizes: Sequence[str]) -> set[ArmK
     return {(arm, size) for arm in chosen for size in sizes or section.sizes or [None]}
 
 
-def train_all(
-    recipes: Sequence[Recipe],
-    folder: Path,
-    workers: int | None = None,
-    only: Sequence[Collection[ArmKey] | None] | None = None,
-) -> list[Outcome]:
-    """Train what the recipes compare, with progress bars; report diverged trials and return failed ones.
-
-    only: for each recipe the arms and sizes to train; default: all.
-    """
-    extras.check("compare")
+def _train(recipe: Recipe, folder: Path, workers: int | None, only: Collection[ArmKey] | None = None) -> list[Outcome]:
+    """Train what a recipe compares, with progress bars; report diverged trials and return failed ones."""
     from headwater_lab.comparison import running
 
-    failed = []
-    for recipe, part in zip(recipes, only or [None] * len(recipes), strict=True):
-        tell_runs(recipe, None if part is None else len(part))
-        steps = sum(job.steps for job in running.jobs_of(recipe, folder, part))
-        with ProgressReport() as progress:
-            bars = TrialBars(progress, recipe.name, steps)
-            outcomes = running.compare(recipe, folder, workers, bars, part, tell)
-        failed += failures(outcomes)
-    return failed
+    tell_runs(recipe, None if only is None else len(only))
+    steps = sum(job.steps for job in running.jobs_of(recipe, folder, only))
+    with ProgressReport() as progress:
+        bars = TrialBars(progress, recipe.name, steps)
+        outcomes = running.compare(recipe, folder, workers, bars, only, tell)
+    return failures(outcomes)
 
 
 def failures(outcomes: Sequence[Outcome]) -> list[Outcome]:
@@ -161,10 +153,10 @@ def _search(recipe: Recipe, mechanism: Sequence[str], folder: Path, workers: int
         f"{len(arms) - 1} combinations and {VANILLA}; then a test of the best {FINALISTS} in "
         f"{counted((FINALISTS + 1) * len(FINAL_SEEDS), 'run')}"
     )
-    complain(train_all([selection], folder, workers))
+    complain(_train(selection, folder, workers))
     best = best_arms(selection, folder)
     tell(f"chosen: {', '.join(best)}")
-    return train_all([final_recipe(selection, folder, best)], folder, workers)
+    return _train(final_recipe(selection, folder, best), folder, workers)
 
 
 def show(folder: Path) -> None:
