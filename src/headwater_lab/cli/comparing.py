@@ -69,23 +69,19 @@ def compare(
         )
     if search and len(loaded) > 1:
         raise HeadwaterError("--search takes one recipe; search them one by one.")
-    parts = [_part(recipe, arm, size) for recipe in loaded]
+    parts = [_part(recipe, arm, size) if arm or size else None for recipe in loaded]
     folder = out or Path("runs") / titles[0]
     check_writable(folder, folder=True)
     with occupied(folder):
-        if search:
-            failed = _search(loaded[0], mechanism, folder, workers)
-        else:
-            every = zip(loaded, parts, strict=True)
-            failed = [outcome for recipe, part in every for outcome in _train(recipe, folder, workers, part)]
+        failed = _search(loaded[0], mechanism, folder, workers) if search else _train(loaded, folder, workers, parts)
         show(folder)
         complain(failed)
 
 
 def _part(recipe: Recipe, arms: Sequence[str], sizes: Sequence[str]) -> set[ArmKey] | None:
-    """These arms of a recipe with its baseline and budgets, at these sizes; None if all are trained."""
+    """These arms of a recipe with its baseline and budgets, at these sizes; None without a compare section."""
     section = recipe.compare
-    if section is None or not (arms or sizes):
+    if section is None:
         return None
     for what, names, known in (("arm", arms, section.arms), ("size", sizes, section.sizes)):
         for name in names:
@@ -100,16 +96,24 @@ def _part(recipe: Recipe, arms: Sequence[str], sizes: Sequence[str]) -> set[ArmK
     return {(arm, size) for arm in chosen for size in sizes or section.sizes or [None]}
 
 
-def _train(recipe: Recipe, folder: Path, workers: int | None, only: Collection[ArmKey] | None = None) -> list[Outcome]:
-    """Train what a recipe compares, with progress bars; report diverged trials and return failed ones."""
+def _train(
+    recipes: Sequence[Recipe], folder: Path, workers: int | None, parts: Sequence[Collection[ArmKey] | None] = (None,)
+) -> list[Outcome]:
+    """Train what the recipes compare, with progress bars; report diverged trials and return failed ones.
+
+    parts: for each recipe the arms and sizes to train; None: all.
+    """
     from headwater_lab.comparison import running
 
-    tell_runs(recipe, None if only is None else len(only))
-    steps = sum(job.steps for job in running.jobs_of(recipe, folder, only))
-    with ProgressReport() as progress:
-        bars = TrialBars(progress, recipe.name, steps)
-        outcomes = running.compare(recipe, folder, workers, bars, only, tell)
-    return failures(outcomes)
+    failed = []
+    for recipe, part in zip(recipes, parts, strict=True):
+        tell_runs(recipe, None if part is None else len(part))
+        steps = sum(job.steps for job in running.jobs_of(recipe, folder, part))
+        with ProgressReport() as progress:
+            bars = TrialBars(progress, recipe.name, steps)
+            outcomes = running.compare(recipe, folder, workers, bars, part, tell)
+        failed += failures(outcomes)
+    return failed
 
 
 def failures(outcomes: Sequence[Outcome]) -> list[Outcome]:
@@ -153,10 +157,10 @@ def _search(recipe: Recipe, mechanism: Sequence[str], folder: Path, workers: int
         f"{len(arms) - 1} combinations and {VANILLA}; then a test of the best {FINALISTS} in "
         f"{counted((FINALISTS + 1) * len(FINAL_SEEDS), 'run')}"
     )
-    complain(_train(selection, folder, workers))
+    complain(_train([selection], folder, workers))
     best = best_arms(selection, folder)
     tell(f"chosen: {', '.join(best)}")
-    return _train(final_recipe(selection, folder, best), folder, workers)
+    return _train([final_recipe(selection, folder, best)], folder, workers)
 
 
 def show(folder: Path) -> None:
