@@ -25,7 +25,7 @@ from headwater_lab.papers.measures import Runs
 from headwater_lab.papers.places import FinishedRun, SizedArm
 from headwater_lab.papers.result import evidence as said
 from headwater_lab.papers.table import PaperTable
-from headwater_lab.papers.training import PLAN, check_not_begun_otherwise, train_sequentially
+from headwater_lab.papers.training import PLAN, check_not_begun_otherwise, train
 from headwater_lab.papers.work import prepare
 from headwater_lab.recipe.schema import load_recipe
 
@@ -615,7 +615,7 @@ def test_the_maximum_of_seeds_cannot_change(tmp_path):
     # Other overrides that leave the runs as they are do not get around it.
     for other in ([], ["compare.workers=2"], ["compare.seeds=[0,1,2,3,4,5]"]):
         with pytest.raises(HeadwaterError, match=r"at most 10 seeds, the seeds 0 first, .* pass --max-seeds 10"):
-            train_sequentially(prepare("ledger/recommended", "cpu", tmp_path, other), 1, None, None, 30)
+            train(prepare("ledger/recommended", "cpu", tmp_path, other), 1, None, None, 30)
     with pytest.raises(HeadwaterError, match=r"with --sequential, whose verdicts .* --max-seeds 10"):
         check_not_begun_otherwise(work)
     with pytest.raises(HeadwaterError, match=r"with --sequential, whose verdicts"):
@@ -635,12 +635,12 @@ def test_a_threshold_or_a_margin_cannot_change_after_seeds_were_added(tmp_path):
     file = work.trials / f"ledger-hop-{PLAN}"
     file.write_text(json.dumps(plan))
     with pytest.raises(HeadwaterError, match="with their margins and thresholds"):
-        train_sequentially(work, 1, None, None, 30)
+        train(work, 1, None, None, 30)
     plan["thresholds"] = {"ledger-hop": of.threshold}
     plan["claims"][0]["against"] = "another"
     file.write_text(json.dumps(plan))
     with pytest.raises(HeadwaterError, match="with their margins and thresholds"):
-        train_sequentially(work, 1, None, None, 30)
+        train(work, 1, None, None, 30)
 
 
 def test_what_leaves_out_seeds_of_some_arms_is_refused(tmp_path):
@@ -658,7 +658,7 @@ def test_a_damaged_plan_is_told_not_replaced(tmp_path, content):
     with pytest.raises(HeadwaterError, match=said):
         check_not_begun_otherwise(work)
     with pytest.raises(HeadwaterError, match=said):
-        train_sequentially(work, 1, None, None, 10)
+        train(work, 1, None, None, 10)
     assert file.read_text() == content
 
 
@@ -666,7 +666,7 @@ def test_the_maximum_is_not_below_the_seeds_of_the_recipe(tmp_path):
     work = prepare("ledger/recommended", "cpu", tmp_path)
     check_not_begun_otherwise(work)
     with pytest.raises(HeadwaterError, match="begins with 4 seeds, more than --max-seeds 2"):
-        train_sequentially(work, 1, None, None, 2)
+        train(work, 1, None, None, 2)
     assert not list(tmp_path.iterdir())
 
 

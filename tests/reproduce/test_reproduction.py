@@ -70,7 +70,7 @@ def silent(recipes, **fields):
 
 
 def trained(work):
-    return train(work, 1, lambda *_: None, lambda *_: None)
+    return train(work, 1, lambda *_: None, lambda *_: None)[0]
 
 
 @pytest.fixture(scope="module", autouse=True)

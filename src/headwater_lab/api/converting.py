@@ -13,7 +13,7 @@ from headwater.util.errors import HeadwaterError
 from headwater_lab.recipe.schema import Recipe, changed_recipe
 from headwater_lab.training.checkpoints import newest_checkpoint
 from headwater_lab.training.estimate import ConversionPrice, count_of, price_of
-from headwater_lab.training.models import Trained, open_source
+from headwater_lab.training.models import Trained, last_training, open_source
 from headwater_lab.training.stages import chain, conversion_recipe, on_several
 from headwater_lab.training.start import MAY_DIFFER
 
@@ -108,11 +108,15 @@ def prepare_conversion(
 def _data_of(source: str, text: str | None, trained: Trained, checkpoint: Path) -> dict[str, Any]:
     """The data to heal on, as a recipe's section: a text, or what the model was last trained on."""
     if text is None:
-        if (data := _settings(trained)) is None:
+        last = last_training(trained.history)
+        data = last.details.get("data") if last is not None else None
+        settings = data.get("settings") if isinstance(data, dict) else None
+        if not isinstance(settings, dict):
             raise HeadwaterError(
                 f"{source!r} does not say what it was trained on; pass a text of that kind with --text."
             )
-        return data
+        check_paths(settings)  # the user must trust them
+        return dict(settings)
     if trained.tokenizer is None:
         raise HeadwaterError(f"{source!r} has no tokenizer, so it cannot read a text; save it beside the model.")
     most = trained.model.config.max_position_embeddings
@@ -136,17 +140,3 @@ def _check_context(context: int, most: int, tell: Callable[[str], object]) -> No
         raise HeadwaterError(f"The model has {most} positions, and data.context is {context}; set {most} or less.")
     if context == most < CONTEXT:
         tell(f"Rows of {most} tokens, because the model has no more positions.")
-
-
-def _settings(trained: Trained) -> dict[str, Any] | None:
-    """The data that a model was last trained on, as a recipe's section; None if its history names none.
-
-    Raises `HeadwaterError` for data that the user does not trust.
-    """
-    last = next((event for event in reversed(trained.history) if event.kind == "trained"), None)
-    data = last.details.get("data") if last is not None else None
-    settings = data.get("settings") if isinstance(data, dict) else None
-    if not isinstance(settings, dict):
-        return None
-    check_paths(settings)
-    return dict(settings)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from headwater_lab.comparison.prices import slug
 from headwater_lab.papers.result import Reproduction, computed, reproduction, texts, write
 from headwater_lab.papers.table import SCALES
 from headwater_lab.papers.table import table as table_of
-from headwater_lab.papers.training import check_not_begun_otherwise, train, train_sequentially
+from headwater_lab.papers.training import train
 from headwater_lab.papers.work import prepare
 
 
@@ -75,23 +75,17 @@ def reproduce(
         return Reproduced(computed(table), folder / slug(table))
     work = prepare(table, scale, folder, overrides)
     work.check_tasks(files)
-    trained, until = work, None
-    if sequential:
-        until = (work, max_seeds)
-        outcomes, trained = train_sequentially(
-            work, workers, lambda *_: _unheard, lambda *_: _unheard, max_seeds, files, device
-        )
-    else:
-        check_not_begun_otherwise(work)
-        outcomes = train(work, workers, lambda *_: _unheard, lambda *_: _unheard)
+    limit = max_seeds if sequential else None
+    outcomes, trained = train(work, workers, _silent, _silent, limit, files, device)
     failed = [outcome for outcome in outcomes if outcome.record is None]
     if commands := work.commands():
         raise HeadwaterError(f"{work.left()} function: run {'; '.join(commands)}, then call it again.")
     if len(work.missing()) == sum(len(place.seeds) for place in work.trained):
         why = f": {failed[0].label} failed: {failed[0].error}" if failed else ""
         raise HeadwaterError(f"No run of {table} is finished{why.rstrip('.')}.")
+    until = (work, max_seeds) if sequential else None
     return Reproduced(reproduction(trained, files, device, until), work.folder, failed)
 
 
-def _unheard(*said: Any) -> None:
-    pass
+def _silent(name: str, steps: int) -> Callable[..., None]:
+    return lambda *_: None

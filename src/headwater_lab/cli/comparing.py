@@ -69,11 +69,11 @@ def compare(
         )
     if search and len(loaded) > 1:
         raise HeadwaterError("--search takes one recipe; search them one by one.")
-    only = [_part(recipe, arm, size) for recipe in loaded] if arm or size else None
+    parts = [_part(recipe, arm, size) if arm or size else None for recipe in loaded]
     folder = out or Path("runs") / titles[0]
     check_writable(folder, folder=True)
     with occupied(folder):
-        failed = _search(loaded[0], mechanism, folder, workers) if search else train_all(loaded, folder, workers, only)
+        failed = _search(loaded[0], mechanism, folder, workers) if search else _train(loaded, folder, workers, parts)
         show(folder)
         complain(failed)
 
@@ -96,21 +96,17 @@ def _part(recipe: Recipe, arms: Sequence[str], sizes: Sequence[str]) -> set[ArmK
     return {(arm, size) for arm in chosen for size in sizes or section.sizes or [None]}
 
 
-def train_all(
-    recipes: Sequence[Recipe],
-    folder: Path,
-    workers: int | None = None,
-    only: Sequence[Collection[ArmKey] | None] | None = None,
+def _train(
+    recipes: Sequence[Recipe], folder: Path, workers: int | None, parts: Sequence[Collection[ArmKey] | None] = (None,)
 ) -> list[Outcome]:
     """Train what the recipes compare, with progress bars; report diverged trials and return failed ones.
 
-    only: for each recipe the arms and sizes to train; default: all.
+    parts: for each recipe the arms and sizes to train; None: all.
     """
-    extras.check("compare")
     from headwater_lab.comparison import running
 
     failed = []
-    for recipe, part in zip(recipes, only or [None] * len(recipes), strict=True):
+    for recipe, part in zip(recipes, parts, strict=True):
         tell_runs(recipe, None if part is None else len(part))
         steps = sum(job.steps for job in running.jobs_of(recipe, folder, part))
         with ProgressReport() as progress:
@@ -161,10 +157,10 @@ def _search(recipe: Recipe, mechanism: Sequence[str], folder: Path, workers: int
         f"{len(arms) - 1} combinations and {VANILLA}; then a test of the best {FINALISTS} in "
         f"{counted((FINALISTS + 1) * len(FINAL_SEEDS), 'run')}"
     )
-    complain(train_all([selection], folder, workers))
+    complain(_train([selection], folder, workers))
     best = best_arms(selection, folder)
     tell(f"chosen: {', '.join(best)}")
-    return train_all([final_recipe(selection, folder, best)], folder, workers)
+    return _train([final_recipe(selection, folder, best)], folder, workers)
 
 
 def show(folder: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headwater.util.errors import HeadwaterError
+from headwater.util.files import replace_text
 from headwater.util.terminal import lined
 from headwater_lab.cli.common import mechanisms_of, new_folder, say, stdout, tell, tell_model
 from headwater_lab.cli.options import FolderPath
@@ -140,20 +142,12 @@ def _tell(
     source: str,
 ) -> None:
     """Print what the conversion did, and write it beside the run. measures: of the original and the result."""
-    from headwater_lab.training.stages import curve_of, write_result
+    from headwater_lab.training.stages import curve_of
 
     before, after = measures
     curve = curve_of(record)
-    write_result(
-        target,
-        {
-            "source": source,
-            "price": asdict(priced),
-            "before": before,
-            "after": after,
-            "curve": curve,
-        },
-    )
+    result = {"source": source, "price": asdict(priced), "before": before, "after": after, "curve": curve}
+    replace_text(target / "conversion.json", json.dumps(result, indent=1) + "\n")
     table = lined("", "before", "after", "after / before")
     for name in [name for name in before if name in after]:
         title = f"held-out {name.replace('_', ' ')}"

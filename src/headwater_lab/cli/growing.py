@@ -213,19 +213,16 @@ def retrofit(
     model, details = trained.model, {}
     if parameter_tokens and model.main_input_name == "pixel_values":
         raise HeadwaterError("--parameter-tokens works only with text models; leave it out.")
-    _say_converted(trained, *_some_rows(trained, text, rows))
+    ids, where = _some_rows(trained, text, rows)
+    _say_converted(trained, ids, where)
     if parameter_tokens:
         tokens, report = to_parameter_tokens(
             model, sample_rows(trained, text, rows), attention_pairs=attention_pairs, ffn_pairs=ffn_pairs
         )
-        _show(report)
-        details["parameter_tokens"] = {
-            name: getattr(report, name) for name in ("logits", "kl", "loss_before", "loss_after")
-        }
+        details["parameter_tokens"] = _show(report)
         model = tokens
     if mechanisms:
         added = add_mechanisms(model, mechanisms, allow_change)
-        ids, where = _some_rows(trained, text, rows)
         moved = _moved(model, added, ids)
         new = added.num_parameters() - model.num_parameters()
         say(f"{', '.join(mechanisms)} added, {new:+,} parameters: {_said(moved, where)}")
@@ -279,8 +276,8 @@ def _said(moved: dict[str, float], where: str = "") -> str:
     )
 
 
-def _show(report: Any) -> None:
-    """How closely parameter tokens reproduce the linear layers they replace."""
+def _show(report: Any) -> dict[str, float]:
+    """Print how closely parameter tokens reproduce the linear layers they replace; returns how the model changed."""
     table = lined("layer", "map", "pairs", "error, fitted", "held out", left=("map",))
     for one in report.maps:
         table.add_row(
@@ -289,6 +286,7 @@ def _show(report: Any) -> None:
     stdout.print(table)
     moved = {name: getattr(report, name) for name in ("logits", "kl", "loss_before", "loss_after")}
     say(f"linear layers replaced by parameter tokens, fitted to {report.tokens:,} tokens: {_said(moved)} (held out)")
+    return moved
 
 
 def _write(target: Path, trained: Trained, model: HeadwaterForCausalLM, event: Event | None) -> None:

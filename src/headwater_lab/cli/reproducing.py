@@ -101,7 +101,7 @@ def _train_table(
     from headwater_lab.papers.kept import restore
     from headwater_lab.papers.measures import tasks_of
     from headwater_lab.papers.result import reproduction
-    from headwater_lab.papers.training import check_not_begun_otherwise, train, train_sequentially
+    from headwater_lab.papers.training import check_not_begun_otherwise, train
 
     if not tasks_of(work.table):
         refuse(f"for {work.name}, which has no benchmarks", "--task-files")
@@ -122,12 +122,7 @@ def _train_table(
                 return lambda step, point: progress.show(name, step, steps, unit="step")
 
             comparing = partial(TrialBars, progress)
-            if max_seeds is None:
-                outcomes, trained = train(work, workers, comparing, training), work
-            else:
-                outcomes, trained = train_sequentially(
-                    work, workers, comparing, training, max_seeds, task_files, device
-                )
+            outcomes, trained = train(work, workers, comparing, training, max_seeds, task_files, device)
         failed = failures(outcomes)
     finally:  # also of what was interrupted
         if keep is not None:

@@ -1,9 +1,8 @@
 """Loss against size: scaling laws fitted to saved trials, and which size of the baseline equals an arm.
 
     L(N) = E + A / N^a        (Hoffmann et al., arXiv 2203.15556, eq. 2, one of its two terms)
-    L(N) = (C / N)^a          (Kaplan et al., arXiv 2001.08361, eq. 1.1: the same with E = 0)
 
-N: parameters without embeddings (as Kaplan counts them), or training tokens, whichever differ between the sizes.
+N: parameters without embeddings, or training tokens, whichever differ between the sizes.
 """
 
 from __future__ import annotations
@@ -20,11 +19,10 @@ from headwater.util.errors import HeadwaterError
 from headwater_lab.comparison.statistics import arm_of
 from headwater_lab.training.records import RunRecord, same_tokens
 
-LawForm = Literal["offset", "kaplan"]
 Axis = Literal["parameters", "tokens"]
 CONFIDENCE = 0.95
-# The fitted constants of each form: E, log A, a.
-FREE = {"offset": 3, "kaplan": 2}
+# The fitted constants, E, log A and a, need as many sizes.
+LEAST_SIZES = 3
 
 
 @dataclass(frozen=True)
@@ -42,10 +40,9 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Law:
-    """A fitted law: `e` is 0 in Kaplan's form, where C = A^(1/a). error: root mean square of the residuals."""
+    """A fitted law; error: root mean square of the residuals."""
 
     arm: str
-    form: LawForm
     e: Estimate
     a: Estimate
     exponent: Estimate
@@ -103,7 +100,7 @@ class Scaling:
         return lines
 
 
-def scaling_of(records: Sequence[RunRecord], form: LawForm = "offset") -> Scaling | None:
+def scaling_of(records: Sequence[RunRecord]) -> Scaling | None:
     """Fit every arm's losses against its size, from finished trials.
 
     The law is fitted to the mean over seeds at each size (least squares; each size counts alike). Intervals: each seed
@@ -121,7 +118,7 @@ def scaling_of(records: Sequence[RunRecord], form: LawForm = "offset") -> Scalin
     runs = [r for r in records if r.experiment and r.experiment.size and r.status == "finished" and r.held_out]
     baseline = runs[0].experiment.baseline if runs and runs[0].experiment else ""
     sizes = list(dict.fromkeys(_size(r) for r in runs if arm_of(r) == baseline))
-    if len(sizes) < FREE[form]:
+    if len(sizes) < LEAST_SIZES:
         return None
     axis = _axis([r for r in runs if arm_of(r) == baseline])
     table: dict[str, dict[str, dict[int, tuple[float, float]]]] = {}
@@ -138,22 +135,22 @@ def scaling_of(records: Sequence[RunRecord], form: LawForm = "offset") -> Scalin
         return None
     # [arms, sizes, seeds]
     n, losses = np.moveaxis(np.array([[[table[a][size][x] for x in seeds] for size in sizes] for a in table]), -1, 0)
-    if len(set(n.mean(2)[list(table).index(baseline)])) < FREE[form]:
+    if len(set(n.mean(2)[list(table).index(baseline)])) < LEAST_SIZES:
         return None
     arms = list(table)
     base = arms.index(baseline)
     over = n if axis == "parameters" else np.broadcast_to(n[base], n.shape)
-    whole = _Fitted(base, form, n, over, losses)
+    whole = _Fitted(base, n, over, losses)
     jackknife = range(len(seeds) if len(seeds) > 1 else 0)
-    left = [_Fitted(base, form, *(np.delete(x, i, 2) for x in (n, over, losses))) for i in jackknife]
+    left = [_Fitted(base, *(np.delete(x, i, 2) for x in (n, over, losses))) for i in jackknife]
     laws, equals = [], []
     for i, arm in enumerate(arms):
         law, again = whole.laws[i], np.array([one.laws[i] for one in left]).reshape(-1, 3)
         e, a, exponent = (_estimate(law[k], again[:, k], logarithmic=k == 2, exp=k == 1) for k in range(3))
-        if form == "offset" and law[0] == 0.0:  # at its bound, which the jackknife cannot handle
+        if law[0] == 0.0:  # at its bound, which the jackknife cannot handle
             e = Estimate(0.0, None)
         error = float(np.sqrt(np.mean((predict(law, whole.n[i]) - whole.losses[i]) ** 2)))
-        laws.append(Law(arm, form, e, a, exponent, error))
+        laws.append(Law(arm, e, a, exponent, error))
         if arm == baseline:
             continue
         for k, size in enumerate(sizes):
@@ -171,9 +168,9 @@ class _Fitted:
     """The laws of all arms. n, over, losses: [arms, sizes], means of [arms, sizes, seeds]; ratios: [arms, sizes], N of
     the baseline for that loss over `over`."""
 
-    def __init__(self, base: int, form: LawForm, n: np.ndarray, over: np.ndarray, losses: np.ndarray) -> None:
+    def __init__(self, base: int, n: np.ndarray, over: np.ndarray, losses: np.ndarray) -> None:
         self.n, self.over, self.losses = n.mean(2), over.mean(2), losses.mean(2)
-        self.laws = [fit(*of, form) for of in zip(self.n, self.losses, strict=True)]
+        self.laws = [fit(*of) for of in zip(self.n, self.losses, strict=True)]
         self.ratios = np.array([[invert(self.laws[base], loss) for loss in row] for row in self.losses]) / self.over
 
 
@@ -195,8 +192,8 @@ def _estimate(value: float, left_out: np.ndarray, logarithmic: bool = False, exp
     return Estimate(shown, (float(low), float(high)), error, count - 1)
 
 
-def fit(n: np.ndarray, loss: np.ndarray, form: LawForm) -> np.ndarray:
-    """E, log A, a of the least-squares law; E = 0 in Kaplan's form.
+def fit(n: np.ndarray, loss: np.ndarray) -> np.ndarray:
+    """E, log A, a of the least-squares law.
 
     n, loss: [sizes]. For a given exponent the law is linear in E and A, so only the exponent is searched. If
     losses do not fall with N, A is 0.
@@ -210,7 +207,7 @@ def fit(n: np.ndarray, loss: np.ndarray, form: LawForm) -> np.ndarray:
         centered = x - x.mean(-1, keepdims=True)
         slope = (centered @ loss) / np.maximum((centered * centered).sum(-1), 1e-300)
         e = loss.mean() - slope * x.mean(-1)
-        alone = (form == "kaplan") | (e < 0)  # no loss is below 0
+        alone = e < 0  # no loss is below 0
         e, amount = np.where(alone, 0.0, e), np.where(alone, without, slope)
         e, amount = np.where(amount > 0, e, loss.mean()), np.maximum(amount, 0.0)
         return ((e[..., None] + amount[..., None] * x - loss) ** 2).sum(-1), e, amount

@@ -67,14 +67,13 @@ class Paired:
         return self.interval is not None and (self.interval[0] > 0 or self.interval[1] < 0)
 
 
-def holm_tests(samples: Sequence[Sequence[float]], level: float = LEVEL) -> list[Paired | None]:
+def holm_tests(samples: Sequence[Sequence[float]]) -> list[Paired | None]:
     """Test several samples of paired differences, with Holm's correction for their number; None for empty ones.
 
-    If no models differ, one or more differences are found in at most `level` of all cases (for normal
-    differences).
+    If no models differ, one or more differences are found in at most `LEVEL` of all cases (for normal differences).
     """
     tests = [_p(sample) for sample in samples]
-    levels = holm_levels(tests, level)
+    levels = holm_levels(tests)
     return [
         _paired(tuple(map(float, sample)), tests[index], levels[index]) if len(sample) else None
         for index, sample in enumerate(samples)

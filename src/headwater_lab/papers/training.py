@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,13 +15,14 @@ from headwater.util.files import replace_text
 from headwater.util.terminal import counted
 from headwater_lab.comparison.pool import OnChange, Outcome
 from headwater_lab.comparison.prices import slug
-from headwater_lab.comparison.running import compare, jobs_of
+from headwater_lab.comparison.running import ArmKey, compare, jobs_of
 from headwater_lab.papers.claims import UntilDecided, still_undecided
 from headwater_lab.papers.kept import check_restored
 from headwater_lab.papers.measures import Runs
 from headwater_lab.papers.places import RESTORED, finished, named
 from headwater_lab.papers.table import reads_models
 from headwater_lab.papers.work import Work, with_seeds
+from headwater_lab.recipe.schema import Recipe
 from headwater_lab.training.records import RECORD
 from headwater_lab.training.run_folder import OnEvent
 from headwater_lab.training.stages import chain, train_stages
@@ -34,11 +35,8 @@ TrainingCallback = Callable[[str, int], OnEvent]
 PLAN = "sequential.json"
 
 
-def train(work: Work, workers: int | None, comparing: Comparing, training: TrainingCallback) -> list[Outcome]:
-    """Train what is missing, if one device is enough; returns the outcomes of all trials of comparisons.
-
-    Raises `HeadwaterError` as training does, and `Interrupted` after Ctrl-C; call it again to resume.
-    """
+def _train_missing(work: Work, workers: int | None, comparing: Comparing, training: TrainingCallback) -> list[Outcome]:
+    """Train what is missing, if one device is enough; returns the outcomes of all trials of comparisons."""
     extras.check("compare")
     outcomes = []
     for one in work.trained if reads_models(work.table) else []:
@@ -50,10 +48,8 @@ def train(work: Work, workers: int | None, comparing: Comparing, training: Train
     if missing:
         check_restored(work)
     for recipe, only in work.comparisons():
-        if recipe.name not in missing:
-            continue
-        steps = sum(job.steps for job in jobs_of(recipe, work.trials, only))
-        outcomes += compare(recipe, work.trials, workers, comparing(recipe.name, steps), only, shared=True)
+        if recipe.name in missing:
+            outcomes += _compare(recipe, work, workers, comparing, only)
     for recipe, count in work.chains():
         folder = work.trials / recipe.name
         for stage, (plain, place) in list(zip(recipe.stage_names, chain(recipe, folder), strict=True))[:count]:
@@ -88,7 +84,7 @@ def begun(work: Work) -> ClaimsPlan | None:
 
 
 def check_not_begun_otherwise(work: Work) -> None:
-    """Raise `HeadwaterError` if the table's seeds are added until its claims are decided, see `train_sequentially`."""
+    """Raise `HeadwaterError` if the table's seeds are added until its claims are decided, see `train`."""
     if (plan := begun(work)) is not None:
         raise HeadwaterError(
             f"{work.name} was begun with --sequential, whose verdicts these would replace; pass --sequential "
@@ -96,20 +92,9 @@ def check_not_begun_otherwise(work: Work) -> None:
         )
 
 
-def train_sequentially(
-    work: Work,
-    workers: int | None,
-    comparing: Comparing,
-    training: TrainingCallback,
-    max_seeds: int,
-    task_files: Path | None = None,
-    device: str = "cpu",
-) -> tuple[list[Outcome], Work]:
-    """Train the table, then one seed after the other of the arms whose claims are undecided; the work with those seeds.
-
-    `claims.still_undecided` says which claims those are. A failed trial
-    ends it; call it again to resume. Raises `HeadwaterError` for another maximum, or other first seeds, than it was
-    begun with, since a change would break the error rate.
+def _begin(work: Work, max_seeds: int) -> None:
+    """Write how a table's seeds are added. Raises `HeadwaterError` for another maximum, or other first seeds, than it
+    was begun with, since a change would break the error rate.
     """
     sections = {recipe.name: recipe.compare for _, recipe in work.recipes if recipe.compare is not None}
     listed = {name: section.seeds for name, section in sections.items()}
@@ -135,7 +120,28 @@ def train_sequentially(
     check_restored(work)
     plan_of(work).parent.mkdir(parents=True, exist_ok=True)
     replace_text(plan_of(work), plan.model_dump_json(indent=1) + "\n")
-    outcomes = train(work, workers, comparing, training)
+
+
+def train(
+    work: Work,
+    workers: int | None,
+    comparing: Comparing,
+    training: TrainingCallback,
+    max_seeds: int | None = None,
+    task_files: Path | None = None,
+    device: str = "cpu",
+) -> tuple[list[Outcome], Work]:
+    """Train the table; with `max_seeds`, then one seed after the other of the arms whose claims are undecided.
+
+    Returns the outcomes of all trials, and the work with those seeds. `claims.still_undecided` says which claims those
+    are. A failed trial ends it; call it again to resume. Raises `HeadwaterError` as training does or for a table begun
+    with another maximum, and `Interrupted` after Ctrl-C.
+    """
+    if max_seeds is None:
+        check_not_begun_otherwise(work)
+        return _train_missing(work, workers, comparing, training), work
+    _begin(work, max_seeds)
+    outcomes = _train_missing(work, workers, comparing, training)
     own = Runs(work.table, work.places, work.trials, task_files, device)
     until, more, extended = UntilDecided(own, max_seeds), 0, work
     while not work.cannot_show and all(outcome.record is not None for outcome in outcomes):
@@ -148,6 +154,12 @@ def train_sequentially(
         asked = [place for name in names if (place := extended.places[name]) is not None]
         for recipe in {place.recipe.name: place.recipe for place in asked if place.recipe.compare}.values():
             only = {(place.arm, place.size) for place in asked if place.recipe.name == recipe.name}
-            steps = sum(job.steps for job in jobs_of(recipe, work.trials, only))
-            outcomes += compare(recipe, work.trials, workers, comparing(recipe.name, steps), only, shared=True)
+            outcomes += _compare(recipe, work, workers, comparing, only)
     return outcomes, extended
+
+
+def _compare(
+    recipe: Recipe, work: Work, workers: int | None, comparing: Comparing, only: Collection[ArmKey] | None
+) -> list[Outcome]:
+    steps = sum(job.steps for job in jobs_of(recipe, work.trials, only))
+    return compare(recipe, work.trials, workers, comparing(recipe.name, steps), only, shared=True)

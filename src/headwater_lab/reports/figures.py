@@ -260,30 +260,28 @@ def differences_drawing(comparison: Comparison, name: str) -> Drawing | None:
     )
 
 
-def scaling_drawing(laws: Sequence[Scaling], name: str, title: str, arms: Sequence[str]) -> Drawing:
+def scaling_drawing(scaling: Scaling, name: str, title: str, arms: Sequence[str]) -> Drawing:
     """Loss against size, and the fitted laws."""
-    first = laws[0]
-    look = styles(arms, first.baseline)
+    look = styles(arms, scaling.baseline)
+    laws = {law.arm: law for law in scaling.laws}
     figure = _figure()
-    what = "parameters without embeddings" if first.axis == "parameters" else f"training {first.unit}"
+    what = "parameters without embeddings" if scaling.axis == "parameters" else f"training {scaling.unit}"
     hover = "%{fullData.name}<br><b>%{y:.4f}</b> at %{x:.4s}<extra></extra>"
     for place, arm in enumerate(look):
-        if arm not in first.points:
+        if arm not in laws:
             continue
-        style, points = look[arm], first.points[arm]
+        style, points = look[arm], scaling.points[arm]
         at = np.geomspace(0.8 * min(n for n, _ in points), 1.25 * max(n for n, _ in points), 60)
         meta = {"arm": place, "ink": style.baseline}
-        for law in (law for one in laws for law in one.laws if law.arm == arm):
-            look_of_law = {"width": 2, "dash": "solid"} if law.form == "offset" else {"width": 1.2, "dash": "dot"}
-            figure.add_scatter(
-                x=at.tolist(),
-                y=_numbers(predict(constants(law), at).tolist()),
-                meta=meta | {"view": law.form},
-                mode="lines",
-                name=f"{escape(arm)}, {FORMS[law.form]}",
-                line={"color": style.color, **look_of_law},
-                hovertemplate=hover,
-            )
+        figure.add_scatter(
+            x=at.tolist(),
+            y=_numbers(predict(constants(laws[arm]), at).tolist()),
+            meta=meta,
+            mode="lines",
+            name=f"{escape(arm)}, law",
+            line={"color": style.color, "width": 2},
+            hovertemplate=hover,
+        )
         figure.add_scatter(
             x=[n for n, _ in points],
             y=[loss for _, loss in points],
@@ -296,24 +294,19 @@ def scaling_drawing(laws: Sequence[Scaling], name: str, title: str, arms: Sequen
     figure.update_layout(xaxis={"type": "log", "title": {"text": what}}, yaxis={"type": "log"})
     return Drawing(
         name,
-        f"Loss of {title} against size, with fitted laws: "
-        + " ".join(line for law in laws for line in law.sentences()),
-        "Points: means over seeds. Lines: the laws, solid with an irreducible loss E, dotted without.",
+        f"Loss of {title} against size, with fitted laws: {' '.join(scaling.sentences())}",
+        "Points: means over seeds. Lines: the fitted laws.",
         figure,
         430,
         [
-            Switch("view", "law", {"both": "both", "offset": "with E", "kaplan": "without"}),
             Switch("xtype", "x axis", LINEAR_OR_LOG),
             Switch("ytype", "y axis", LINEAR_OR_LOG),
         ],
-        {arm: style for arm, style in look.items() if arm in first.points},
-        {"view": "both", "xtype": "log", "ytype": "log"},
-        {"y": {"": unit(first.metric, first.unit)}},
+        {arm: style for arm, style in look.items() if arm in laws},
+        {"xtype": "log", "ytype": "log"},
+        {"y": {"": unit(scaling.metric, scaling.unit)}},
         {},
     )
-
-
-FORMS = {"offset": "E + A/N^a", "kaplan": "A/N^a"}
 
 
 def constants(law: Law) -> np.ndarray:

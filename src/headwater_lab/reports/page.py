@@ -23,7 +23,7 @@ from headwater.util.terminal import counted
 from headwater_lab.comparison.scaling import Estimate, Law, scaling_of
 from headwater_lab.reports import words
 from headwater_lab.reports.comparison import Comparison, arm_of, comparisons, experiments
-from headwater_lab.reports.figures import FORMS, Drawing, curves_drawing, differences_drawing, scaling_drawing
+from headwater_lab.reports.figures import Drawing, curves_drawing, differences_drawing, scaling_drawing
 from headwater_lab.reports.pictures import curves_picture
 from headwater_lab.reports.prices import prices_of, prices_table, unpriced, where_measured
 from headwater_lab.reports.recipes import differences, flat
@@ -263,31 +263,25 @@ def scaling_part(sizes: Sequence[Comparison], name: str) -> Section | None:
         return None
     records = [record for one in sizes for record in one.records]
     try:
-        found = [scaling_of(records, "offset"), scaling_of(records, "kaplan")]
+        scaling = scaling_of(records)
     except HeadwaterError as error:
         return Section(name, "Scaling", paragraphs=[str(error)])
-    laws = [one for one in found if one is not None]
-    if not laws:
+    if scaling is None:
         return None
     rows = [
-        [law.arm, FORMS[law.form], _offset(law), _estimate(law.a), _estimate(law.exponent), f"{law.error:.2g}"]
-        for one in laws
-        for law in one.laws
+        [law.arm, _offset(law), _estimate(law.a), _estimate(law.exponent), f"{law.error:.2g}"] for law in scaling.laws
     ]
     caption = (
-        "Fitted laws, L = E + A/N^a (Hoffmann et al., arXiv 2203.15556) and the same without E (Kaplan et al., arXiv "
-        "2001.08361). Intervals: 95 %, by the jackknife over the seeds. Error: root mean square of the residuals."
-        + (" With three sizes the first passes through all points, whatever its form." if len(sizes) == 3 else "")
+        "Fitted laws, L = E + A/N^a (Hoffmann et al., arXiv 2203.15556). Intervals: 95 %, by the jackknife over the "
+        "seeds. Error: root mean square of the residuals."
+        + (" With three sizes it passes through all points, whatever its form." if len(sizes) == 3 else "")
     )
-    drawing = scaling_drawing(laws, f"{name}-figure", sizes[0].title, sizes[0].arms)
-    items = [f"{FORMS[law.laws[0].form]}: {line}" for law in laws for line in law.sentences()]
-    table = PageTable(caption, ["", "law", "E", "A", "a", "error"], rows)
-    return Section(name, "Scaling", drawing=drawing, tables=[table], items=items)
+    drawing = scaling_drawing(scaling, f"{name}-figure", sizes[0].title, sizes[0].arms)
+    table = PageTable(caption, ["", "E", "A", "a", "error"], rows)
+    return Section(name, "Scaling", drawing=drawing, tables=[table], items=scaling.sentences())
 
 
 def _offset(law: Law) -> str:
-    if law.form == "kaplan":
-        return "0"
     return _estimate(law.e) if law.e.value else "0, its bound"
 
 

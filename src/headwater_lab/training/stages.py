@@ -176,7 +176,7 @@ def _later(on_event: OnEvent | None, steps: int) -> OnEvent | None:
     return lambda step, point: on_event(step + steps, point)
 
 
-RESULT, RECIPE = "conversion.json", "recipe.yaml"
+RECIPE = "recipe.yaml"
 # One in which a model goes over, one at a constant rate, and one that decays.
 LEAST_STEPS = 3
 
@@ -260,7 +260,3 @@ def curve_of(record: RunRecord) -> list[dict[str, float]]:
         if now not in found[-1:]:  # the change may be only one of the learning rate
             found.append(now)
     return found
-
-
-def write_result(folder: Path, result: dict[str, Any]) -> None:
-    replace_text(folder / RESULT, json.dumps(result, indent=1) + "\n")
