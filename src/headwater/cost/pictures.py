@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from headwater.config.vision import HeadwaterVisionConfig
 from headwater.cost import counts as cost
-from headwater.util.drawing import default_style
 from headwater.util.errors import HeadwaterError
+from headwater.util.outputs import default_style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

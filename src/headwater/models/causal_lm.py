@@ -21,6 +21,7 @@ from headwater.kernels.attention import MATMUL
 from headwater.kernels.autotune import allow_autotuning
 from headwater.kernels.varlen import VARLEN
 from headwater.models.cache import restart  # the module registers the cache layers, too
+from headwater.models.input_checks import check_paged
 from headwater.models.inputs import (
     ForwardArguments,
     InputSpec,
@@ -31,7 +32,6 @@ from headwater.models.inputs import (
     prepare_generation,
     prepare_inputs,
 )
-from headwater.models.paging import check_paged
 from headwater.models.pretrained import HeadwaterPreTrainedModel, shared_modules
 from headwater.models.stack import Last, Stack
 from headwater.nn.cache_name import CACHE, cache_of, one_cache
