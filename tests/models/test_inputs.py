@@ -104,12 +104,6 @@ def test_a_mask_is_found_by_either_name_of_its_kind():
         inputs.find_mask_of_kind(two, {"full_attention": 1}, True)
 
 
-def test_the_mask_of_all_kinds_is_what_says_which_tokens_are_real():
-    mask = torch.ones(1, T)
-    assert inputs.find_common_mask({False: mask, True: mask}, mask) is mask
-    assert inputs.find_common_mask({False: mask}, {inputs.MASK[False]: mask}) is None
-
-
 def test_masks_of_each_kind():
     two = spec(**TWO_KINDS)
     mask, positions = torch.tensor([[0, 1, 1, 1]]), torch.tensor([[0, 0, 1, 0]])

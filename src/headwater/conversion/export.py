@@ -11,7 +11,7 @@ from headwater.config.auto_map import EXPORTED, auto_class_of, auto_map_of
 from headwater.config.planner import plan_layers
 from headwater.conversion import to_transformers
 from headwater.models.causal_lm import HeadwaterForCausalLM
-from headwater.models.paging import check_paged
+from headwater.models.input_checks import check_paged
 from headwater.models.remote_code import write_code
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import check_free, local, staged

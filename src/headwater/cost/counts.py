@@ -402,10 +402,8 @@ class _RowBytes:
     def masks(self, copies: int) -> int:
         """Bytes per token of the mask of packed rows, and its copies in layers of which so many are stored at once."""
         # With pairs beside the tokens' a layer widens the mask.
-        widened = (
-            min(copies, sum(bool(plan.at(Stage.ADDED_KEY_VALUES)) for plan in plan_layers(self.config)))
-            * self.config.is_causal
-        )
+        widening = sum(bool(plan.at(Stage.ADDED_KEY_VALUES)) for plan in plan_layers(self.config))
+        widened = min(copies, widening) if self.config.is_causal else 0
         return self.context * (1 + copies * self.element + widened)
 
 
@@ -417,10 +415,7 @@ def _readers(plan: LayerPlan) -> int:
 
 def _shown_weights(config: HeadwaterConfig, plan: LayerPlan) -> int:
     """Sets of attention weights that are stored: none with a fused kernel, else the softmax's and derived ones."""
-    acting, capped = (
-        bool(plan.at(Stage.ATTENTION_WEIGHTS)),
-        config.attention_softcap is not None,
-    )  # which keeps its tanh
+    acting, capped = bool(plan.at(Stage.ATTENTION_WEIGHTS)), config.attention_softcap is not None  # its tanh is kept
     return acting + capped + (acting or capped or any(source.kind == "probabilities" for source in plan.exports))
 
 

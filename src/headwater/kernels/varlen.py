@@ -60,18 +60,8 @@ def varlen_attention(
     Raises `HeadwaterError` for what it cannot compute, dropout for example.
     """
     if cu_seq_lens_q is None or attention_mask is not None:
-        return AttentionInterface()["sdpa"](
-            module,
-            q,
-            k,
-            v,
-            attention_mask,
-            scaling=scaling,
-            dropout=dropout,
-            sliding_window=sliding_window,
-            is_causal=is_causal,
-            **kwargs,
-        )
+        kwargs |= dict(scaling=scaling, dropout=dropout, sliding_window=sliding_window, is_causal=is_causal)
+        return AttentionInterface()["sdpa"](module, q, k, v, attention_mask, **kwargs)
     if torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal

@@ -301,14 +301,10 @@ class ShowsTerms(Protocol):
     """For a `forward` that sums contributions of several layers. Asked by `headwater inspect`."""
 
     def show_terms(self, *inputs: Any, **named: Any) -> dict[str, Tensor]:
-        """Its terms for these inputs, by name, the layer's own last; stacked in front if there are several sums."""
+        """Its terms for these inputs, by name, the layer's own last.
 
-
-@runtime_checkable
-class LabelsSums(Protocol):
-    """For `show_terms` of several sums. Asked by `headwater inspect`."""
-
-    labels: tuple[str, ...]
+        Those of several sums are stacked in front; then the module's attribute `labels` names the sums.
+        """
 
 
 @runtime_checkable

@@ -21,6 +21,7 @@ from headwater.kernels.attention import MATMUL
 from headwater.kernels.autotune import allow_autotuning
 from headwater.kernels.varlen import VARLEN
 from headwater.models.cache import restart  # the module registers the cache layers, too
+from headwater.models.input_checks import check_paged
 from headwater.models.inputs import (
     ForwardArguments,
     InputSpec,
@@ -31,7 +32,6 @@ from headwater.models.inputs import (
     prepare_generation,
     prepare_inputs,
 )
-from headwater.models.paging import check_paged
 from headwater.models.pretrained import HeadwaterPreTrainedModel, shared_modules
 from headwater.models.stack import Last, Stack
 from headwater.nn.cache_name import CACHE, cache_of, one_cache
@@ -306,7 +306,10 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
             logits = self.logits(hidden)
         if labels is not None:
             targets = kwargs.pop("shift_labels", None)
-            loss, z_loss = self.losses(hidden, logits, labels, targets, loss_chunk_tokens, output_z_loss, **kwargs)
+            if logits is None and loss_chunk_tokens is not None:
+                loss, z_loss = self.chunked_losses(hidden, labels, targets, loss_chunk_tokens, output_z_loss, **kwargs)
+            else:
+                loss, z_loss = self.whole_losses(hidden, logits, labels, targets, output_z_loss, **kwargs)
         return HeadwaterOutput(
             loss=loss,
             logits=logits,
@@ -325,21 +328,6 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         logits, cap = apply_linear(self.lm_head, hidden), self.config.logit_softcap
         return logits if cap is None else float(cap) * (logits / float(cap)).tanh()
 
-    def losses(
-        self,
-        hidden: Tensor,
-        logits: Tensor | None,
-        labels: Tensor,
-        shift_labels: Tensor | None,
-        chunk: int | None,
-        with_z: bool,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        """(loss, z-loss or None). logits: those of `hidden`, computed here if None, `chunk` tokens at a time."""
-        if logits is None and chunk is not None:
-            return self.chunked_losses(hidden, labels, shift_labels, chunk, with_z, **kwargs)
-        return self.whole_losses(hidden, logits, labels, shift_labels, with_z, **kwargs)
-
     def whole_losses(
         self,
         hidden: Tensor,
@@ -349,7 +337,7 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         with_z: bool,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """As `losses`, with all logits at once."""
+        """(loss, z-loss or None), with all logits at once: those of `hidden`, computed here if None."""
         logits = self.logits(hidden) if logits is None else logits
         size = self.config.vocab_size
         loss = self.loss_function(logits=logits, labels=labels, vocab_size=size, shift_labels=shift_labels, **kwargs)
@@ -368,7 +356,7 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """As `losses`, with the logits of `size` tokens at a time, which are recomputed in the backward pass."""
+        """As `whole_losses`, with the logits of `size` tokens at a time, which are recomputed in the backward pass."""
         targets = shifted(labels) if shift_labels is None else shift_labels
         parts = zip(hidden.flatten(0, 1).split(size), targets.flatten().split(size), strict=True)
         # The head draws nothing random, and saving the generators' states would wait for the device.

@@ -155,7 +155,8 @@ def prepare_inputs(spec: InputSpec, arguments: ForwardArguments) -> ModelInputs:
     tokens = find_new_tokens(arguments.inputs_embeds, cache)
     check_cached_heads(spec.layers, cache)
     masks = split_masks(spec, arguments.attention_mask)
-    attention_mask = find_common_mask(masks, arguments.attention_mask)
+    # What says which tokens are real or what they see, for all kinds of layers.
+    attention_mask = None if is_prepared(arguments.attention_mask) else next(iter(masks.values()))
     check_gaps(attention_mask, arguments.input_ids, spec.lookback.limit > 0 or True in spec.kinds)
     served = is_served(arguments)
     cu_seq_lens = None if served else arguments.kwargs.get("cu_seq_lens_q")
@@ -207,11 +208,6 @@ def find_mask_of_kind(spec: InputSpec, attention_mask: dict[str, Any], slides: b
     raise HeadwaterError(
         f"Of the attention masks for {', '.join(attention_mask)} none is for {' or '.join(names)}; add it."
     )
-
-
-def find_common_mask(masks: dict[bool, Any], attention_mask: Any) -> Any:
-    """The mask that says which tokens are real or what they see, for all kinds of layers; None if nothing does."""
-    return None if is_prepared(attention_mask) else next(iter(masks.values()))
 
 
 def make_masks(

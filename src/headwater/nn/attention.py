@@ -26,11 +26,10 @@ from headwater.nn.attention_kernel import attend_in_groups, eager_attention, rea
 from headwater.nn.cache_name import is_paged
 from headwater.nn.engine import Engine
 from headwater.nn.head_groups import GroupSlots, KernelInputs, divide_pairs, join, of_tokens
-from headwater.nn.linear import apply_linear
+from headwater.nn.linear import apply_linear, make_map
 from headwater.nn.lookback import find_tail
 from headwater.nn.norm import make_norm
 from headwater.nn.position import rotate
-from headwater.nn.projection import make_map
 from headwater.plugins.registry import resolve
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ from transformers.activations import ACT2FN
 from headwater.kernels.activation import apply_activation
 from headwater.kernels.cast import share_cast
 from headwater.mechanisms.contract import Hidden
-from headwater.nn.linear import apply_linear
-from headwater.nn.projection import own_map
+from headwater.nn.linear import apply_linear, own_map
 
 if TYPE_CHECKING:
     from headwater.config.text import HeadwaterConfig

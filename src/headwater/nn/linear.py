@@ -1,15 +1,44 @@
 """The linear layers of all models: plain `nn.Linear`, called by the kernel that `generate` has found to be the fastest.
 
-The layers are of no class of their own, because quantizers look for `nn.Linear` by its exact type.
+The layers are of no class of their own, because quantizers look for `nn.Linear` by its exact type. A mechanism may
+replace any of a block's.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from headwater.config.capabilities import Map, ReplacesLinear
 from headwater.kernels.autotune import get_choices
 from headwater.kernels.linear import choose_linear
 from headwater.mechanisms.named import owner_of
+from headwater.plugins.registry import resolve
+
+if TYPE_CHECKING:
+    from headwater.config.text import HeadwaterConfig
+
+
+def make_map(
+    config: HeadwaterConfig, layer: int, name: Map, d_in: int, d_out: int, bias: bool = False
+) -> nn.Module | None:
+    """A linear layer d_in -> d_out, or a mechanism's module in its place; None if d_out is 0."""
+    if d_out == 0:
+        return None
+    return own_map(config, layer, name, d_in, d_out) or nn.Linear(d_in, d_out, bias=bias)
+
+
+def own_map(config: HeadwaterConfig, layer: int, name: Map, d_in: int, d_out: int) -> nn.Module | None:
+    """The module with which one of the config's mechanisms replaces a linear layer; None if none does."""
+    for mechanism, options in config.mechanisms.items():
+        kind = resolve(mechanism)
+        if isinstance(kind, ReplacesLinear):
+            made = kind.build_linear(options, config, layer, name, d_in, d_out)
+            if made is not None:
+                return made
+    return None
 
 
 def apply_linear(layer: nn.Module, x: Tensor) -> Tensor:

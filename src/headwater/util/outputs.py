@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headwater.util.drawing import default_style
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import check_local, explaining, replace_text, replacing
 
@@ -67,6 +67,19 @@ def write_text(file: Path, text: str) -> None:
     check_replaceable(file)
     with explaining(lambda problem: f"{str(file)!r} could not be written: {problem}."):
         replace_text(file, text)
+
+
+@contextmanager
+def default_style() -> Iterator[None]:
+    """Draw and save with matplotlib's own settings, and take two dollar signs in a name for no formula.
+
+    matplotlib reads settings from a matplotlibrc in the current folder, which may be anyone's and can start LaTeX.
+    """
+    from matplotlib import rc_context, rcParamsDefault
+
+    defaults = {name: value for name, value in dict.items(rcParamsDefault) if not name.startswith("backend")}
+    with rc_context(defaults | {"text.parse_math": False}):
+        yield
 
 
 def save_figure(figure: Figure, file: Path, dpi: int) -> Path:

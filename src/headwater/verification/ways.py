@@ -260,40 +260,20 @@ def _border_arguments(probe: Probe) -> dict[str, Any]:
 # With a cache
 
 
-def _one_by_one(probe: Probe) -> None:
-    probe.feed(_all(probe)).steps()
+def _in_chunks(*sizes: int, padded: bool = False, static: bool = False, bare: bool = False) -> Callable[[Probe], None]:
+    """Chunks of these sizes, and then of the last one until the end.
 
+    padded: of left-padded rows. static: into a static cache. bare: see `Feed`.
+    """
 
-def _in_chunks(size: int) -> Callable[[Probe], None]:
-    return lambda probe: probe.feed(_all(probe)).chunks(size)
+    def run(probe: Probe) -> None:
+        rows, pads = (range(len(PADS)), PADS) if padded else (_all(probe), None)
+        feed = probe.feed(rows, pads, cache=_static_cache(probe) if static else None, bare=bare)
+        for size in sizes:
+            feed.read(size)
+        feed.chunks(sizes[-1])
 
-
-def _prefill(probe: Probe) -> None:
-    feed = probe.feed(_all(probe))
-    feed.read(SHARED)
-    feed.steps()
-
-
-def _mixed(probe: Probe) -> None:
-    feed = probe.feed(_all(probe))
-    for tokens in (6, 1, 2, 1, 7, 3):
-        feed.read(tokens)
-
-
-def _bare(probe: Probe) -> None:
-    feed = probe.feed(_all(probe), bare=True)
-    for tokens in (6, 1, 1, 9, 3):
-        feed.read(tokens)
-
-
-def _padded_steps(probe: Probe) -> None:
-    feed = probe.feed(range(len(PADS)), PADS)
-    feed.read(LENGTH - 2)  # the shortest row has one token then
-    feed.steps()
-
-
-def _padded_chunks(probe: Probe) -> None:
-    probe.feed(range(len(PADS)), PADS).chunks(4)
+    return run
 
 
 def _crop(probe: Probe) -> None:
@@ -393,24 +373,6 @@ def _static_cache(probe: Probe) -> StaticCache:
     if probe.cache() is None:
         raise DoesNotApply("the model makes its own cache")
     return StaticCache(config=probe.subject.model.config, max_cache_len=LENGTH + 4)
-
-
-def _static(probe: Probe) -> None:
-    feed = probe.feed(_all(probe), cache=_static_cache(probe))
-    feed.read(SHARED)
-    feed.steps()
-
-
-def _static_chunks(probe: Probe) -> None:
-    feed = probe.feed(_all(probe), cache=_static_cache(probe))
-    for tokens in (5, 1, 4, 3, 7):
-        feed.read(tokens)
-
-
-def _static_padded(probe: Probe) -> None:
-    feed = probe.feed(range(len(PADS)), PADS, cache=_static_cache(probe))
-    feed.read(LENGTH - 2)
-    feed.steps()
 
 
 # By `generate`. What it made is read once more, without a cache, each row alone.
@@ -535,14 +497,15 @@ WAYS = [
     Way("padding", "rows of three lengths, padded on the left, without a cache", _padded),
     Way("packing", "documents in one row whose position ids restart, without a cache", packed),
     Way("packing+", "the same with seq_idx and cu_seq_lens", lambda probe: packed(probe, every=True)),
-    Way("1 by 1", "token by token", _one_by_one),
-    Way("prefill", f"{SHARED} tokens, then token by token", _prefill),
+    Way("1 by 1", "token by token", _in_chunks(1)),
+    Way("prefill", f"{SHARED} tokens, then token by token", _in_chunks(SHARED, 1)),
     Way("chunks of 3", "prefill in chunks of 3", _in_chunks(3)),
     Way("chunks of 8", "prefill in chunks of 8", _in_chunks(8)),
-    Way("mixed", "chunks of 6, 1, 2, 1, 7 and 3", _mixed),
-    Way("only cache", "chunks of 6, 1, 1, 9 and 3, without a mask or positions", _bare),
-    Way("padded, 1 by 1", "a left-padded batch, then token by token", _padded_steps),
-    Way("padded, chunks", "a left-padded batch in chunks of 4", _padded_chunks),
+    Way("mixed", "chunks of 6, 1, 2, 1, 7 and 3", _in_chunks(6, 1, 2, 1, 7, 3)),
+    Way("only cache", "chunks of 6, 1, 1, 9 and 3, without a mask or positions", _in_chunks(6, 1, 1, 9, 3, bare=True)),
+    # The shortest row has one token after the first chunk.
+    Way("padded, 1 by 1", "a left-padded batch, then token by token", _in_chunks(LENGTH - 2, 1, padded=True)),
+    Way("padded, chunks", "a left-padded batch in chunks of 4", _in_chunks(4, padded=True)),
     Way("crop", "wrong tokens are read and cropped, as in assisted decoding", _crop),
     Way("reorder", "rows are reordered, as in beam search", _reorder),
     Way("select", "fewer rows of the cache are kept", _selected(2, 0)),
@@ -551,9 +514,11 @@ WAYS = [
     Way("prefix reuse", "two copies of a cached prefix continue differently", _prefix),
     Way("two streams", "two texts with a cache each, in turn", _two_streams),
     Way("reset", "a used cache is reset, and used again", _reset),
-    Way("static", "a static cache, prefill, then token by token", _static),
-    Way("static, chunks", "a static cache in chunks", _static_chunks),
-    Way("static, padded", "a static cache with a left-padded batch", _static_padded),
+    Way("static", "a static cache, prefill, then token by token", _in_chunks(SHARED, 1, static=True)),
+    Way("static, chunks", "a static cache in chunks", _in_chunks(5, 1, 4, 3, 7, static=True)),
+    Way(
+        "static, padded", "a static cache with a left-padded batch", _in_chunks(LENGTH - 2, 1, padded=True, static=True)
+    ),
     Way("greedy", "generate", _greedy, True),
     Way("generate, padded", "generate for a left-padded batch", _generate_padded, True),
     Way("generate, chunked", "generate with prefill_chunk_size=4", _with(prefill_chunk_size=4), True),

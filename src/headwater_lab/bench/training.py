@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
 from headwater.conversion import to_transformers
+from headwater.kernels.scratch import keep_freed_memory
 from headwater.mechanisms.capabilities import HasPlainTwin
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.image_classification import HeadwaterForImageClassification
 from headwater.nn.documents import make_cu_seq_lens, takes_documents
 from headwater.util.autograd import saved_bytes
-from headwater.util.freed_memory import keep_freed_memory
 from headwater_lab.bench.paired import PairedTimes, interleave
 from headwater_lab.bench.shapes import StepShape
 

@@ -167,8 +167,8 @@ def serve(checkpoint: CheckpointPath, *, engine: Literal["transformers", "vllm"]
     from transformers.utils import is_serve_available
 
     from headwater.config.planner import plan_layers
+    from headwater.models.input_checks import check_paged
     from headwater.models.load import has_tokenizer, read_config
-    from headwater.models.paging import check_paged
     from headwater.util.extras import MissingExtra
     from headwater_lab.training.checkpoints import check, newest_checkpoint
 

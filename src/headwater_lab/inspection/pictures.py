@@ -15,8 +15,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
-from headwater.util.drawing import default_style
-from headwater.util.outputs import save_figure
+from headwater.util.outputs import default_style, save_figure
 from headwater_lab.inspection.inspection import Inspection
 from headwater_lab.inspection.tables import MEASURES, named
 from headwater_lab.inspection.watch import SHOWN

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from headwater.config.layers import layer_config
 from headwater.config.plan import Stage
-from headwater.mechanisms.capabilities import LabelsSums, ShowsFiring, ShowsTerms
+from headwater.mechanisms.capabilities import ShowsFiring, ShowsTerms
 from headwater.models.kinds import AnyModel, is_of_images
 from headwater.nn.patches import raster_positions
 from headwater_lab.inspection.pairs import Firing, PairCounter
@@ -280,7 +280,7 @@ class Watch:
     def mechanism(
         self, layer: int, place: str, module: Any, inputs: tuple[Tensor, ...], named: dict[str, Any], _: Any
     ) -> None:
-        labels = module.labels if isinstance(module, LabelsSums) else ()
+        labels = getattr(module, "labels", ())
         for name, term in (module.show_terms(*inputs, **named) if isinstance(module, ShowsTerms) else {}).items():
             for label, one in zip(labels or ("",), term if labels else (term,), strict=True):
                 found = self.terms.setdefault((layer, f"{module.registered_name()} {label}".strip()), {})

@@ -18,8 +18,7 @@ from matplotlib.figure import Figure
 from rich.text import Text
 
 from headwater import __version__
-from headwater.util.drawing import default_style
-from headwater.util.outputs import write_json
+from headwater.util.outputs import default_style, write_json
 from headwater.util.terminal import Table, lined
 from headwater_lab.comparison.statistics import has_diverged
 from headwater_lab.papers.claims import ClaimVerdict, Judged, UntilDecided, judge

