@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers import DynamicCache, Gemma3nTextConfig, Gemma4TextConfig
 from transformers.models.gemma3n.modeling_gemma3n import Gemma3nTextAttention
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextAttention
-from transformers.models.mistral_large4.configuration_mistral_large4 import MistralLarge4TextConfig
 
 from conftest import assert_near, build, config, shared, tokens
 from headwater import HeadwaterConfig, HeadwaterError, HeadwaterForCausalLM
@@ -201,10 +200,11 @@ def test_a_kind_without_a_source_is_refused_there_too(name):
 
 
 def test_a_map_is_refused_where_mistral_refuses_it():
+    mistral = pytest.importorskip("transformers.models.mistral_large4.configuration_mistral_large4")
     refused = 0
     for layers in itertools.product(range(3), repeat=3):
         try:
-            theirs = MistralLarge4TextConfig(num_hidden_layers=3, kv_source_layers=list(layers))
+            theirs = mistral.MistralLarge4TextConfig(num_hidden_layers=3, kv_source_layers=list(layers))
         except (ValueError, StrictDataclassError):
             refused += 1
             with pytest.raises(HeadwaterError):
