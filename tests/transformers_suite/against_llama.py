@@ -30,7 +30,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for (mechanism, name), reason in item.module.EXCEPTIONS.items():
             is_named = item.name.startswith(name) if name.endswith("_") else item.name == name
             if is_named and (mechanism is None or mechanism in item.cls.options["mechanisms"]):
-                item.add_marker(pytest.mark.xfail(strict=True, reason=reason))
+                # Where subtests fail, the test around them passes.
+                strict = item.name not in item.module.OF_SUBTESTS
+                item.add_marker(pytest.mark.xfail(strict=strict, reason=reason))
 
 
 def pytest_runtest_logreport(report: Any) -> None:
@@ -57,8 +59,9 @@ def _compared(config: pytest.Config) -> bool:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     ours = [kind for kind in outcomes if kind != LLAMA]
-    if not hasattr(session.config, "workerinput") and _compared(session.config) and any(map(_missed, ours)):
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    if not hasattr(session.config, "workerinput") and _compared(session.config):
+        # Tests that Llama fails too do not count.
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED if any(map(_missed, ours)) else pytest.ExitCode.OK
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

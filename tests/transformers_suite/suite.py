@@ -73,6 +73,7 @@ EXCEPTIONS = {
         )
     },
 }
+OF_SUBTESTS = {"test_keep_in_fp32_modules"}
 
 # A tiny text model and its batch, under the names that the test classes ask for.
 SIZES = {
