@@ -154,7 +154,8 @@ def test_two_sizes_are_too_few_for_three_constants():
     losses = {"base": lambda n, _: law(n, 1.5, 40.0, 0.3), "other": lambda n, _: law(n, 1.5, 39.0, 0.3)}
     two = {"S": 1e5, "M": 4e5}
     assert scaling_of(runs(losses, sizes=two)) is None
-    assert scaling_of(runs(losses, sizes={"S": 1e5, "M": 4e5, "M again": 4e5})) is None
+    with pytest.raises(HeadwaterError, match="3 sizes with different parameters, and these have 2"):
+        scaling_of(runs(losses, sizes={"S": 1e5, "M": 4e5, "M again": 4e5}))
 
 
 def test_losses_of_other_tokens_are_not_compared():

@@ -97,6 +97,22 @@ def test_the_config_is_stored_and_copied(tmp_path):
 
 
 @torch.no_grad()
+@torch.no_grad()
+@pytest.mark.parametrize("kernel", ["eager", "sdpa"])
+def test_a_change_of_the_kernel_reaches_both_kinds(kernel):
+    """Each kind's mask has the form that the kernel of now takes, in a forward pass and in `generate`."""
+    other = {"eager": "sdpa", "sdpa": "eager"}[kernel]
+    model, ids = build(MECHANISMS[0], **KINDS, attn_implementation=other), tokens(2, T)
+    mask = (torch.arange(T) >= 4).long().expand(2, -1)
+    greedy = dict(attention_mask=mask, max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0)
+    logits, chosen = model(ids, attention_mask=mask).logits[:, 4:], model.generate(ids, **greedy)
+    model.set_attn_implementation(kernel)
+    static = model.generate(ids, **greedy, cache_implementation="static", disable_compile=True)
+    assert_near(model(ids, attention_mask=mask).logits[:, 4:], logits)
+    assert torch.equal(model.generate(ids, **greedy), chosen)
+    assert torch.equal(static, chosen)
+
+
 def test_masks_are_given_by_kind():
     model, ids = build(**KINDS), tokens(1, T)
     ahead = torch.ones(T, T, dtype=torch.bool).tril()

@@ -113,7 +113,7 @@ def scaling_of(records: Sequence[RunRecord]) -> Scaling | None:
 
     What is fitted is the loss in nats a token; bits per byte where the arms differ in their tokenizers.
 
-    Raises `HeadwaterError` where the sizes differ in neither parameters nor tokens, or runs have no loss.
+    Raises `HeadwaterError` where too few sizes differ in parameters or tokens, or runs have no loss.
     """
     runs = [r for r in records if r.experiment and r.experiment.size and r.status == "finished" and r.held_out]
     baseline = runs[0].experiment.baseline if runs and runs[0].experiment else ""
@@ -135,8 +135,10 @@ def scaling_of(records: Sequence[RunRecord]) -> Scaling | None:
         return None
     # [arms, sizes, seeds]
     n, losses = np.moveaxis(np.array([[[table[a][size][x] for x in seeds] for size in sizes] for a in table]), -1, 0)
-    if len(set(n.mean(2)[list(table).index(baseline)])) < LEAST_SIZES:
-        return None
+    if (distinct := len(set(n.mean(2)[list(table).index(baseline)]))) < LEAST_SIZES:
+        raise HeadwaterError(
+            f"A law needs {LEAST_SIZES} sizes with different {axis}, and these have {distinct}; add one."
+        )
     arms = list(table)
     base = arms.index(baseline)
     over = n if axis == "parameters" else np.broadcast_to(n[base], n.shape)
