@@ -95,16 +95,7 @@ def test_under_autocast(act, form):
     rows, maps = 2 * 5, 2 if form == "gated" else 1
     x.requires_grad_()
     kept = saved_bytes(lambda: run(module)(x), [x, *module.parameters()])
-    assert kept == casts + rows * 2 * (32 + 48 * maps)
-
-
-def test_under_autocast_gradients_of_the_input_are_added_in_fp32():
-    module, x = feed_forward(dtype=torch.float32), x_of(torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        (_, (gx, *_)), (_, (expected, *_)) = (
-            gradients(run, module, x) for run in (lambda x: module(x * 1), lambda x: as_written(module, x * 1))
-        )
-    assert torch.equal(gx, expected)
+    assert kept == casts + rows * 2 * (32 + 48) * maps
 
 
 class Adapted(nn.Module):

@@ -13,7 +13,7 @@ import processes
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.kernels import linear
 from headwater.kernels.autotune import allow_autotuning, get_choices
-from headwater.kernels.linear import LARGE, PACK_AFTER, PackedLinear
+from headwater.kernels.linear import LARGE, PackedLinear
 from headwater.nn.linear import apply_linear
 
 ROW, ROWS = linear._FP32_ROW, linear._FP32
@@ -46,10 +46,9 @@ def test_each_form_of_a_linear_map_is_the_plain_one(shape, d_out, bias, form, ta
     plain = nn.functional.linear(x, module.weight, module.bias)
     strided = torch.randn(300, *shape).movedim(0, -1).to(x.dtype)
     with allow_autotuning(pack_weights=True):
-        torch.testing.assert_close(apply_linear(module, x), plain, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(
-            apply_linear(module, strided), nn.functional.linear(strided, module.weight, module.bias)
-        )
+        for given, expected in ((x, plain), (strided, nn.functional.linear(strided, module.weight, module.bias))):
+            near = dict(atol=1e-5, rtol=1e-5) if form != "packed" else dict(atol=1e-2, rtol=1e-2)  # a bfloat16's step
+            torch.testing.assert_close(apply_linear(module, given), expected, **near)
 
 
 @torch.no_grad()
@@ -144,10 +143,9 @@ def test_packed_weights_give_the_same_bits(take):
     module, x = nn.Linear(300, 300).bfloat16(), torch.randn(5, 300, dtype=torch.bfloat16)
     expected = apply_linear(module, x)
     with allow_autotuning(pack_weights=True):
-        packs = get_choices().packs
-        for use in range(1, PACK_AFTER + 3):
+        for _ in range(2):
             assert torch.equal(apply_linear(module, x), expected)
-            assert (packs[module].pack is not None) is (use >= PACK_AFTER)
+        assert list(get_choices().packs) == [module]
         assert torch.equal(apply_linear(copy.deepcopy(module), x), expected)
     assert get_choices() is None
 
@@ -158,8 +156,7 @@ def test_nothing_is_packed_where_that_does_not_win(take):
     take("plain")
     module, x = nn.Linear(300, 300).bfloat16(), torch.randn(5, 300, dtype=torch.bfloat16)
     with allow_autotuning(pack_weights=True):
-        for _ in range(PACK_AFTER + 2):
-            apply_linear(module, x)
+        apply_linear(module, x)
         assert get_choices().packs == {}
 
 
@@ -169,8 +166,7 @@ def test_a_weight_that_changes_is_noticed(take):
     take("packed")
     module, x = nn.Linear(300, 300).bfloat16(), torch.randn(5, 300, dtype=torch.bfloat16)
     with allow_autotuning(pack_weights=True):
-        for _ in range(PACK_AFTER + 2):
-            apply_linear(module, x)
+        apply_linear(module, x)
         module.weight.mul_(2)
         changed = apply_linear(module, x)
     assert torch.equal(changed, apply_linear(module, x))
@@ -204,20 +200,15 @@ def test_generation_in_bf16_on_a_processor_without_the_instructions_for_it(tmp_p
 
 
 @needs_bf16
-def test_generation_packs_when_it_is_long_and_may_be_told_not_to(take, monkeypatch):
+def test_generation_packs_each_layer_once_and_may_be_told_not_to(take, monkeypatch):
     take("packed")
     packs: list[PackedLinear] = []
     begin = PackedLinear.__init__
-    monkeypatch.setattr(PackedLinear, "__init__", lambda self: packs.append(self) or begin(self))
+    monkeypatch.setattr(PackedLinear, "__init__", lambda self, weight: packs.append(self) or begin(self, weight))
     config = HeadwaterConfig(vocab_size=300, hidden_size=256, num_hidden_layers=1, num_attention_heads=4)
     model = HeadwaterForCausalLM(config).bfloat16().eval()
-
-    def packed_by(tokens: int) -> int:
-        packs.clear()
-        model.generate(torch.arange(9)[None], max_new_tokens=tokens, do_sample=False)
-        return sum(layer.pack is not None for layer in packs)
-
-    assert packed_by(PACK_AFTER - 2) == 0
-    assert packed_by(PACK_AFTER + 2) == 4 + 3 + 1
+    model.generate(torch.arange(9)[None], max_new_tokens=5, do_sample=False)
+    assert len(packs) == 4 + 3 + 1
     model.packs_weights = False
-    assert packed_by(PACK_AFTER + 2) == 0
+    model.generate(torch.arange(9)[None], max_new_tokens=5, do_sample=False)
+    assert len(packs) == 4 + 3 + 1

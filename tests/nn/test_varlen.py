@@ -21,7 +21,7 @@ from headwater_lab.recipe.schema import parse
 from headwater_lab.training.loop import with_documents
 from headwater_lab.training.models import attention_of
 
-# Documents of two rows of 150 tokens: some share a call, some are longer than such calls.
+# Documents of two rows of 150 tokens: some have one token, some a whole row.
 T = 150
 ROWS = {
     "ragged": [[1, 70, 1, 1, 60, 17], [20, 30, 99, 1]],
@@ -32,9 +32,7 @@ ROWS = {
 
 
 @pytest.fixture(autouse=True)
-def _few_tokens_a_call(monkeypatch):
-    """So that these documents are spread over several calls."""
-    monkeypatch.setattr(varlen, "SHORT", 24)
+def _plan_anew():
     varlen._plan_calls.cache_clear()
     yield
     varlen._plan_calls.cache_clear()

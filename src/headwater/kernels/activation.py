@@ -9,28 +9,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import activations
 
 from headwater.kernels import can_fuse
-from headwater.kernels.scratch import get_scratch
 
-# Each is (x, out) -> out, or (gradient, x, out) -> out; `out` may be the gradient.
 _OPS = torch.ops.aten
-_silu: Callable[..., Tensor] = _OPS.silu.out
-_gelu: Callable[..., Tensor] = _OPS.gelu.out
-_FORWARD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "silu": lambda x, out: _silu(x, out=out),
-    "erf": lambda x, out: _gelu(x, approximate="none", out=out),
-    "tanh": lambda x, out: _gelu(x, approximate="tanh", out=out),
+# (x) -> y, and (gradient of y, x, out) -> gradient of x; `out` may be the gradient of y.
+_FORWARD: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "erf": functional.gelu,
+    "tanh": partial(functional.gelu, approximate="tanh"),
 }
-_BACKWARD: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    "silu": lambda g, x, out: _OPS.silu_backward.grad_input(g, x, grad_input=out),
-    "erf": lambda g, x, out: _OPS.gelu_backward.grad_input(g, x, approximate="none", grad_input=out),
-    "tanh": lambda g, x, out: _OPS.gelu_backward.grad_input(g, x, approximate="tanh", grad_input=out),
+_BACKWARD: dict[str, Callable[..., Tensor]] = {
+    "silu": _OPS.silu_backward.grad_input,
+    "erf": _OPS.gelu_backward.grad_input,
+    "tanh": partial(_OPS.gelu_backward.grad_input, approximate="tanh"),
 }
 # Which function each of transformers' classes computes. The forward pass calls the class itself, which takes one kernel
 # or, as in GPT-2's code, several; the backward pass takes one.
@@ -42,7 +41,6 @@ _KINDS: dict[type, str] = {
     activations.NewGELUActivation: "tanh",
     activations.AccurateGELUActivation: "tanh",
 }
-_ONE_KERNEL = (nn.SiLU, activations.SiLUActivation)
 
 # The saved-tensor hooks in force, and whether more are allowed; private to PyTorch. Without them the plain form runs.
 _outer: Callable[[bool], Any] | None = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
@@ -55,22 +53,13 @@ def apply_activation(act: nn.Module, a: Tensor, b: Tensor | None, map_: Callable
     Values equal the plain form's bit for bit, gradients up to rounding. Activations other than SiLU and the GELUs use
     the plain form.
     """
-    if not _can_fuse_activation(act, a, b):
+    alike = b is None or (b.shape == a.shape and b.dtype == a.dtype and b.device == a.device)
+    known = type(act) in _KINDS and a.is_floating_point() and _outer is not None
+    if not (alike and known and can_fuse(a, b) and _allowed()):
         return map_(act(a) if b is None else act(a) * b)
     h = _Activated.apply(act, a, b)
     with _skip_saving(h):
         return map_(h)
-
-
-def _can_fuse_activation(act: nn.Module, a: Tensor, b: Tensor | None) -> bool:
-    return (
-        can_fuse(a, b)
-        and type(act) in _KINDS
-        and a.is_floating_point()
-        and (b is None or (b.shape == a.shape and b.dtype == a.dtype and b.device == a.device))
-        and _outer is not None
-        and _allowed()
-    )
 
 
 class _Activated(torch.autograd.Function):
@@ -80,11 +69,7 @@ class _Activated(torch.autograd.Function):
     def forward(ctx, act: nn.Module, a: Tensor, b: Tensor | None) -> Tensor:
         ctx.save_for_backward(a, *(() if b is None else (b,)))
         ctx.kind, ctx.recomputed = _KINDS[type(act)], None
-        if b is None:
-            return act(a)
-        if isinstance(act, _ONE_KERNEL):
-            return _FORWARD[ctx.kind](a, get_scratch(1, a.shape, a.dtype, a)[0]) * b
-        return act(a) * b
+        return act(a) if b is None else act(a) * b
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -95,14 +80,14 @@ class _Activated(torch.autograd.Function):
             recomputed = _recompute(ctx.kind, *ctx.saved_tensors)
         a, b, y = recomputed
         if b is None:
-            return None, _BACKWARD[ctx.kind](g, a, torch.empty_like(a)), None
+            return None, _BACKWARD[ctx.kind](g, a, grad_input=torch.empty_like(a)), None
         ga = g * b
-        return None, _BACKWARD[ctx.kind](ga, a, ga), y.mul_(g)
+        return None, _BACKWARD[ctx.kind](ga, a, grad_input=ga), y.mul_(g)
 
 
 def _recompute(kind: str, a: Tensor, b: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor]:
     """a, b and act(a), the last in fresh memory."""
-    return a, b, _FORWARD[kind](a, torch.empty_like(a))
+    return a, b, _FORWARD[kind](a)
 
 
 @dataclass

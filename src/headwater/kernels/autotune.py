@@ -45,7 +45,7 @@ FLUSH = 2**24
 class Choices:
     """The forms that a generation runs, by whatever tells its operations apart.
 
-    packs: linear layers whose weights are packed, or will be after more uses; None if no weight may be.
+    packs: linear layers whose weights are packed; None if no weight may be.
     """
 
     forms: dict[Any, Any] = field(default_factory=dict)
@@ -109,24 +109,17 @@ def find_fastest(operation: tuple[Any, ...], forms: Callable[[], Mapping[str, Ca
         fastest = None if file is None else _read_file(file).get(name)
         if fastest not in [*functions]:
             seconds = _time_forms(functions)
-            fastest = _pick_fastest(seconds)
+            fastest = min(seconds, key=seconds.__getitem__, default=PLAIN)
+            if seconds and seconds[fastest] >= CLEAR * seconds[PLAIN]:
+                fastest = PLAIN
             if seconds and file is not None:
                 _store_fastest(file, threads, name, fastest)
         return _fastest.setdefault((threads, operation), fastest)
 
 
-def round_up(count: int, base: int = 2) -> int:
-    """The next power of `base`: counts that share a timing."""
-    power = 1
-    while power < count:
-        power *= base
-    return power
-
-
-def _pick_fastest(seconds: Mapping[str, float]) -> str:
-    """The form that is clearly faster than plain; without times, plain."""
-    fastest = min(seconds, key=seconds.__getitem__, default=PLAIN)
-    return fastest if fastest != PLAIN and seconds[fastest] < CLEAR * seconds[PLAIN] else PLAIN
+def round_up(count: int) -> int:
+    """The next power of 2: counts that share a timing."""
+    return 1 << (count - 1).bit_length()
 
 
 def _time_forms(forms: Mapping[str, Callable[[], object]]) -> dict[str, float]:
@@ -153,7 +146,13 @@ def _get_file(threads: int) -> Path | None:
     cache = os.environ.get("XDG_CACHE_HOME", "")
     with suppress(RuntimeError):  # there is no home folder
         folder = Path(cache) if os.path.isabs(cache) else Path("~/.cache").expanduser()
-        digest = hashlib.sha256(json.dumps([*_list_facts(), threads]).encode()).hexdigest()
+        # Everything that timings may depend on.
+        facts = [describe_cpu(), torch.__version__, torch.backends.cpu.get_cpu_capability(), threads]
+        facts += [
+            read_processor().get(name) for name in ("stepping", "flags", "CPU implementer", "CPU part", "Features")
+        ]
+        facts += map(os.environ.get, ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS"))
+        digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
         return folder / "headwater" / "kernels" / f"{digest[:16]}.json"
     return None
 
@@ -170,11 +169,3 @@ def _store_fastest(file: Path, threads: int, name: str, fastest: str) -> None:
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         replace_text(file, json.dumps(about | {"fastest": _read_file(file) | {name: fastest}}, indent=1))
-
-
-def _list_facts() -> list[str]:
-    """Everything except threads that timings may depend on."""
-    names = ("stepping", "flags", "CPU implementer", "CPU part", "Features")
-    limits = [os.environ.get(name, "") for name in ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")]
-    facts = [read_processor().get(name, "") for name in names]
-    return [describe_cpu(), torch.__version__, torch.backends.cpu.get_cpu_capability(), *facts, *limits]

@@ -29,13 +29,12 @@ from headwater.kernels.autotune import Choices, find_fastest, round_up
 # None where PyTorch was built without oneDNN.
 _ONEDNN: Callable[..., Tensor] | None = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 _PACK: Callable[..., Tensor] | None = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
+_has_bf16: Callable[[], bool] = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
 
 # The smallest weight, in elements, for which another kernel can be worth its overhead.
 LARGE = 2**16
 # The most rows: with more, as in prompts, arithmetic takes the time.
 FEW = 64
-# Uses of a layer after which its weight is packed, which takes about as long as two of them.
-PACK_AFTER = 100
 
 LinearForm = Callable[[nn.Linear, Tensor], Tensor]
 
@@ -45,17 +44,21 @@ def choose_linear(choices: Choices, module: nn.Linear, x: Tensor) -> LinearForm 
     weight, bias = module.weight, module.bias
     if not _is_eligible(weight, x):
         return None
-    operation = "linear", weight.dtype, *weight.shape, round_up(x.numel() // weight.shape[1], base=8)
+    operation = "linear", weight.dtype, *weight.shape, round_up(x.numel() // weight.shape[1])
     if x.dtype is torch.float32:
         forms = _FP32_ROW if x.numel() == weight.shape[1] else _FP32
         trials = {name: partial(form, x, weight, bias) for name, form in forms.items()}
         fastest = find_fastest(operation, lambda: trials)
         return None if fastest == PLAIN else lambda module, x: forms[fastest](x, module.weight, module.bias)
-    if choices.packs is None or not _can_pack(x.dtype):
+    pack, plain = _PACK, partial(linear, x, weight, bias)
+    if choices.packs is None or pack is None or x.dtype is not torch.bfloat16 or not _has_bf16():
         return None
-    if find_fastest(operation, lambda: _list_packed_forms(x, weight, bias)) == PLAIN:
+    packed = lambda: partial(_run_onednn, x, pack(weight.detach()), bias)  # noqa: E731
+    if find_fastest(operation, lambda: {PLAIN: plain, "packed": packed()}) == PLAIN:
         return None
-    return choices.packs.setdefault(module, PackedLinear())
+    if module not in choices.packs:  # layers of several shapes of x share one
+        choices.packs[module] = PackedLinear(weight)
+    return choices.packs[module]
 
 
 def _is_eligible(weight: Tensor, x: Tensor) -> bool:
@@ -95,34 +98,17 @@ _FP32: dict[str, Callable[..., Tensor]] = {PLAIN: linear, "onednn": _run_onednn}
 _FP32_ROW = _FP32 | {"pieces": _run_in_pieces}
 
 
-def _can_pack(dtype: torch.dtype) -> bool:
-    return dtype is torch.bfloat16 and _PACK is not None and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-
-
-def _list_packed_forms(x: Tensor, weight: Tensor, bias: Tensor | None) -> dict[str, Callable[[], Tensor]]:
-    assert _PACK is not None
-    return {PLAIN: partial(linear, x, weight, bias), "packed": partial(_run_onednn, x, _PACK(weight.detach()), bias)}
-
-
 class PackedLinear:
-    """A bfloat16 layer of one generation whose weight is packed after `PACK_AFTER` uses.
+    """A bfloat16 layer of one generation, with its weight packed."""
 
-    Until then it only counts, so that a short generation never waits for packing. The result has the same bits.
-    """
-
-    def __init__(self) -> None:
-        self.uses = 0
-        self.pack: Tensor | None = None
-        self.state: tuple[int, int] | None = None  # of the weight that was packed
+    def __init__(self, weight: Tensor) -> None:
+        assert _PACK is not None
+        self.state, self.pack = _identify_state(weight), _PACK(weight.detach())
 
     def __call__(self, module: nn.Linear, x: Tensor) -> Tensor:
-        weight, bias = module.weight, module.bias
-        self.uses += 1
-        if self.uses < PACK_AFTER:
-            return linear(x, weight, bias)
-        state = weight.data_ptr(), 0 if weight.is_inference() else weight._version
-        if self.pack is None:
-            assert _PACK is not None
-            self.state, self.pack = state, _PACK(weight.detach())
-        # A weight that changes is not packed again.
-        return _run_onednn(x, self.pack, bias) if self.state == state else linear(x, weight, bias)
+        changed = self.state != _identify_state(module.weight)
+        return linear(x, module.weight, module.bias) if changed else _run_onednn(x, self.pack, module.bias)
+
+
+def _identify_state(weight: Tensor) -> tuple[int, int]:
+    return weight.data_ptr(), 0 if weight.is_inference() else weight._version

@@ -5,8 +5,7 @@ a mask computes the scores of all pairs of tokens. This one is given where the d
 transformers' name) and computes no others. Without documents, or under a mask, it is sdpa.
 
 On a GPU it is PyTorch's `varlen_attn` (FlashAttention: half precision only). On a CPU it is one operation, forward and
-backward, that calls PyTorch's fused kernel for each document. Two choices there, both by timing: documents that have
-together at most `SHORT` tokens share a call, under a small mask; and half precision is computed in fp32 and rounded
+backward, that calls PyTorch's fused kernel for each document. Half precision is computed there in fp32 and rounded
 once, except where the processor has matrix units for it (AMX), because the fused kernel converts more than it gains.
 """
 
@@ -14,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -29,8 +29,6 @@ from headwater.util.errors import HeadwaterError
 
 # The name under which it is registered.
 VARLEN = "varlen"
-# Consecutive documents with at most this many tokens share a call, on a CPU.
-SHORT = 64
 # Rows of fewer tokens gain little from it, on a CPU.
 FROM = 512
 HALF = torch.bfloat16, torch.float16
@@ -130,6 +128,11 @@ class FusedCall(NamedTuple):
         """x [B, H, T, …] -> [1, H, tokens, …]."""
         return x[self.row : self.row + 1, :, self.tokens]
 
+    def gather(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """The same of each in `dtype`; the fused kernel needs each head's channels next to each other."""
+        parts = [self.select(x).to(dtype) for x in tensors]
+        return [x if x.stride(-1) == 1 else x.contiguous() for x in parts]
+
 
 @lru_cache(maxsize=2)
 def _plan_calls(borders: tuple[int, ...], rows: int, length: int, window: int, dtype: torch.dtype) -> list[FusedCall]:
@@ -140,39 +143,22 @@ def _plan_calls(borders: tuple[int, ...], rows: int, length: int, window: int, d
             f"{borders[-1]}."
         )
     calls = []
-    for documents in _group_documents(borders, length):
-        first, last = documents[0][0], documents[-1][1]
-        row = first // length
-        masked = len(documents) > 1 or 0 < window < last - first
-        mask = _make_mask(documents, window or length, dtype) if masked else None
-        calls.append(FusedCall(row, slice(first - row * length, last - row * length), mask))
-    return calls
-
-
-def _group_documents(borders: tuple[int, ...], length: int) -> list[list[tuple[int, int]]]:
-    """The documents of each call, by first token and the one after the last: at most `SHORT` tokens, or one alone."""
-    groups: list[list[tuple[int, int]]] = []
     for begin, end in pairwise(borders):
-        if begin == end:
-            continue
-        if begin // length != (end - 1) // length:
+        row, first = divmod(begin, length)
+        if first + end - begin > length:
             raise HeadwaterError(
                 f"cu_seq_lens_q has a document from token {begin} to {end}, across the rows of {length} tokens; a row "
                 "begins with a document."
             )
-        if groups and end - groups[-1][0][0] <= SHORT and begin % length:
-            groups[-1].append((begin, end))
-        else:
-            groups.append([(begin, end)])
-    return groups
+        if begin < end:
+            mask = _make_window_mask(end - begin, window, dtype) if 0 < window < end - begin else None
+            calls.append(FusedCall(row, slice(first, first + end - begin), mask))
+    return calls
 
 
-def _make_mask(documents: list[tuple[int, int]], window: int, dtype: torch.dtype) -> Tensor:
-    """Each token sees itself and the window - 1 before it, in its document."""
-    sizes = torch.tensor([end - begin for begin, end in documents])
-    document, slot = torch.arange(len(documents)).repeat_interleave(sizes), torch.arange(int(sizes.sum()))
-    back = slot[:, None] - slot
-    seen = (document[:, None] == document) & (back >= 0) & (back < window)
+def _make_window_mask(length: int, window: int, dtype: torch.dtype) -> Tensor:
+    """Each token sees itself and the window - 1 before it, [length, length]."""
+    seen = torch.ones(length, length, dtype=torch.bool).tril().triu(1 - window)
     return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf)
 
 
@@ -187,11 +173,6 @@ def _allocate_heads(x: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2)
 
 
-def _make_contiguous(*tensors: Tensor) -> list[Tensor]:
-    """The fused kernel needs each head's channels next to each other."""
-    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
-
-
 # Named after the module: a checkpoint exported with its code has a copy of it.
 _LIBRARY = re.sub(r"\W", "_", __name__)
 _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -202,11 +183,10 @@ _fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 def _forward(q: Tensor, k: Tensor, v: Tensor, borders: Tensor, scale: float, window: int) -> tuple[Tensor, Tensor]:
     """q, k, v [B, H, T, d], borders [n + 1] -> (what each head reads [B, T, H, d], logsumexp of scores [B, H, T])."""
     dtype, calls = _plan_dtype_and_calls(q, borders, window)
-    q, k, v = _make_contiguous(q, k, v)
     out = _allocate_heads(q)
     sums = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
     for call in calls:
-        inputs = [call.select(x).to(dtype) for x in (q, k, v)]
+        inputs = call.gather((q, k, v), dtype)
         read, total = _fused(*inputs, 0.0, call.mask is None, attn_mask=call.mask, scale=scale)
         call.select(out).copy_(read)
         call.select(sums).copy_(total)
@@ -225,10 +205,10 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, each [B, H, T, d]. grad: of out [B, T, H, d]."""
     dtype, calls = _plan_dtype_and_calls(q, borders, window)
-    grad, q, k, v, out = _make_contiguous(grad.transpose(1, 2), q, k, v, out.transpose(1, 2))
+    grad, out = grad.transpose(1, 2), out.transpose(1, 2)
     grads = _allocate_heads(q), _allocate_heads(k), _allocate_heads(v)
     for call in calls:
-        inputs = [call.select(x).to(dtype) for x in (grad, q, k, v, out)]
+        inputs = call.gather((grad, q, k, v, out), dtype)
         found = _fused_backward(*inputs, call.select(sums), 0.0, call.mask is None, attn_mask=call.mask, scale=scale)
         for whole, part in zip(grads, found, strict=True):
             call.select(whole).copy_(part)

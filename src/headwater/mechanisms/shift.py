@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from headwater.kernels import can_fuse, can_fuse_traced
-from headwater.kernels.shift import fused_dynamic_shift, fused_shift, shift_back, traced_shift
+from headwater.kernels.shift import fused_shift, shift_back, traced_shift
 from headwater.mechanisms.contract import Ancestors, Reach, Tail
 
 
@@ -79,8 +79,6 @@ def dynamic_shift(
 ) -> Tensor:
     """y_t = Σ_s (weight[s] + more[s]_t)·x_{t-s}: as `shift`, with weights of the token, more [window, B, K, T, 1]."""
     taps = weight.view(len(weight), x.shape[1], 1, -1)
-    if before is None and not isinstance(reach, Ancestors) and (can_fuse(x, weight, more) or can_fuse_traced()):
-        return fused_dynamic_shift(x, taps, more, reach)
     y = (taps[0] + more[0]) * x
     for steps in range(1, len(taps)):
         y = y + (taps[steps] + more[steps]) * earlier(x, steps, reach, before)

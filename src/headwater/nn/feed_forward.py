@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from headwater.kernels.activation import apply_activation
-from headwater.kernels.cast import share_cast
 from headwater.mechanisms.contract import Hidden
 from headwater.nn.linear import apply_linear, own_map
 
@@ -43,10 +42,7 @@ class FeedForward(nn.Module):
         if self.gate_proj is None:
             hidden = Hidden(None, apply_linear(self.up_proj, x))
         else:
-            # A quantizer or an adapter may have replaced them with layers that want x uncast.
-            is_plain = type(self.gate_proj) is nn.Linear and type(self.up_proj) is nn.Linear
-            for_gate, for_up = share_cast(x, 2) if is_plain else (x, x)
-            hidden = Hidden(apply_linear(self.gate_proj, for_gate), apply_linear(self.up_proj, for_up))
+            hidden = Hidden(apply_linear(self.gate_proj, x), apply_linear(self.up_proj, x))
         gate, up = hidden if change is None else change(hidden)
         factors = (up, None) if gate is None else (gate, up)
         return apply_activation(self.act, *factors, partial(apply_linear, self.down_proj))
