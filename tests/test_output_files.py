@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 import headwater_lab as lab
-from headwater.util import outputs
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import absence, check_free, replace_text, replacing
-from headwater.util.output_folder import LOCK, keep, occupied
+from headwater_lab.util import outputs
+from headwater_lab.util.output_folder import LOCK, keep, occupied
 
 EVALUATION = {"headwater": "1", "format": 1, "rows": [], "models": {}}
 
@@ -136,7 +136,7 @@ class TestFolders:
 
     def test_another_process_waits_or_is_refused(self, tmp_path):
         script = (
-            "import sys; from pathlib import Path; from headwater.util.output_folder import occupied\n"
+            "import sys; from pathlib import Path; from headwater_lab.util.output_folder import occupied\n"
             "with occupied(Path(sys.argv[1])):\n"
             "    print('in', flush=True); sys.stdin.read()\n"
         )

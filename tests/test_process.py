@@ -12,7 +12,7 @@ import pytest
 # In a script of the command's name; this imports none of the large packages.
 BEGIN = """
 import os, signal, sys
-import headwater
+import headwater_lab
 """
 posix = pytest.mark.skipif(os.name != "posix", reason="a shell and signals are needed")
 

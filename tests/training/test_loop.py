@@ -242,7 +242,7 @@ def test_a_record_says_how_the_model_ran(recipe, finished, tmp_path):
 
 
 def test_two_runs_cannot_share_a_folder(recipe, tmp_path, monkeypatch):
-    monkeypatch.setattr("headwater.util.output_folder.PATIENCE", 0.2)
+    monkeypatch.setattr("headwater_lab.util.output_folder.PATIENCE", 0.2)
 
     def second(step, point):
         with pytest.raises(HeadwaterError, match="Another run is writing"):

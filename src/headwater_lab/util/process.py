@@ -1,6 +1,6 @@
 """The command line as a process: signals, standard streams, the working directory.
 
-`headwater` imports this before anything that takes time. It acts only if the process is the command line,
+`headwater_lab` imports this before anything that takes time. It acts only if the process is the command line,
 not in a program that uses the library.
 """
 
