@@ -20,9 +20,9 @@ import processes
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.cost.counts import training_flops_per_token
 from headwater.cost.hardware import c_compiler
+from headwater.kernels.autotune import describe_cpu
 from headwater.models.compiling import compile_model
 from headwater.util.errors import Diverged, HeadwaterError
-from headwater.util.processor import describe_cpu
 from headwater_lab.recipe.schema import Training, parse
 from headwater_lab.training import loop
 from headwater_lab.training import start as setup

@@ -12,9 +12,11 @@ evaluations and `headwater evaluate` use PyTorch's own forms, here called plain.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
+import platform
 import statistics
 import threading
 import time
@@ -29,7 +31,6 @@ import torch
 
 from headwater.kernels import PLAIN, can_autotune
 from headwater.util.files import replace_text
-from headwater.util.processor import describe_cpu, read_processor
 
 # Another form is chosen if it takes less than this share of plain PyTorch's time.
 CLEAR = 0.9
@@ -178,3 +179,19 @@ def _list_facts() -> list[str]:
     limits = [os.environ.get(name, "") for name in ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")]
     facts = [read_processor().get(name, "") for name in names]
     return [describe_cpu(), torch.__version__, torch.backends.cpu.get_cpu_capability(), *facts, *limits]
+
+
+@functools.cache
+def read_processor() -> dict[str, str]:
+    """Linux's facts about the first core; empty elsewhere."""
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n")[0].splitlines()
+        return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    return {}
+
+
+def describe_cpu() -> str:
+    """The processor's name, with family and model where known: names alone may be generic."""
+    facts = read_processor()
+    name = facts.get("model name") or platform.processor() or platform.machine()
+    return f"{name} (family {facts['cpu family']}, model {facts['model']})" if "cpu family" in facts else name

@@ -15,11 +15,11 @@ from transformers import utils
 import headwater
 from headwater import kernels
 from headwater.cost.hardware import available_memory, c_compiler, cores, memory_of
+from headwater.kernels.autotune import describe_cpu
 from headwater.plugins.registry import MECHANISMS
 from headwater.util.errors import first_line
 from headwater.util.extras import MODULES
 from headwater.util.layout import package_folder
-from headwater.util.processor import describe_cpu
 
 NamedFacts = Iterator[tuple[str, str]]
 

@@ -37,6 +37,7 @@ from headwater.config.presets import PRESETS
 from headwater.config.text import HeadwaterConfig
 from headwater.cost import counts as cost
 from headwater.cost.hardware import c_compiler, matmul_flops, peak_of, sheet_of, tf32
+from headwater.kernels.autotune import describe_cpu
 from headwater.kernels.varlen import VARLEN
 from headwater.mechanisms.precision import KeepsPrecision
 from headwater.models.causal_lm import HeadwaterForCausalLM
@@ -45,7 +46,6 @@ from headwater.models.decoding import Decoder
 from headwater.nn.documents import make_cu_seq_lens
 from headwater.plugins.registry import REGISTRY
 from headwater.util.errors import HeadwaterError, first_line, nearest
-from headwater.util.processor import describe_cpu
 from headwater_lab.bench.shapes import ModelShape, StepShape
 from headwater_lab.bench.training import training_step, twins
 from headwater_lab.bench.waits import WaitError, no_waits

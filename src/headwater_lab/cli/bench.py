@@ -411,7 +411,7 @@ def _about(device: str) -> str:
         return device
     import torch
 
-    from headwater.util.processor import describe_cpu
+    from headwater.kernels.autotune import describe_cpu
 
     return f"{describe_cpu()}, {counted(torch.get_num_threads(), 'thread')}"
 

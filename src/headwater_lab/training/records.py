@@ -16,9 +16,9 @@ import transformers
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from headwater import __version__
+from headwater.kernels.autotune import describe_cpu
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import read_bytes, replace_text
-from headwater.util.processor import describe_cpu
 
 SCHEMA_VERSION = 2
 RECORD = "record.json"
