@@ -212,29 +212,27 @@ def explaining(explain: Callable[[str], str]) -> Iterator[None]:
 
 
 @contextmanager
-def staged(target: Path, size: int = 0, explain: Callable[[str], str] | None = None) -> Iterator[Path]:
+def staged(target: Path, explain: Callable[[str], str] | None = None) -> Iterator[Path]:
     """A temporary folder that is synced and renamed to `target` when the block ends without an error.
 
     If the block raises, the folder is removed. If the process is killed, it stays, with a hidden name. If several
     processes write the same target, the first to finish wins.
 
-    size: bytes that will be written; checked against the free space first.
     explain: makes the message for a disk error from the reason.
     Raises `HeadwaterError` if the target exists and is not empty, before or after the block, and for disk errors.
     """
     check_free(target)
     target = target.absolute()
     with explaining(explain or (lambda problem: f"{str(target)!r} could not be written: {problem}.")):
-        yield from _staged(target, size)
+        yield from _staged(target)
 
 
-def _staged(target: Path, size: int) -> Iterator[Path]:
+def _staged(target: Path) -> Iterator[Path]:
     folder = target.with_name(f"{STAGING}{target.name}-{secrets.token_hex(4)}")
     new = missing_folders(target.parent)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir()
-        check_room(folder, size)
         yield folder
         for path in folder.rglob("*"):
             flush(path)
@@ -250,15 +248,6 @@ def _staged(target: Path, size: int) -> Iterator[Path]:
         remove_empty(new)  # not if the target is in them
 
 
-def check_room(folder: Path, size: int) -> None:
-    """Raise `OSError` if less than `size` bytes are free on the disk of `folder`."""
-    free = shutil.disk_usage(folder).free
-    if free < size:
-        raise OSError(
-            errno.ENOSPC, f"it needs {size / 1e6:,.1f} MB, but only {free / 1e6:,.1f} MB are free on that disk"
-        )
-
-
 def disk_problem(error: BaseException) -> str | None:
     """A disk error in words; None for any other error."""
     text = (str(error).splitlines() or [type(error).__name__])[0]
@@ -267,5 +256,5 @@ def disk_problem(error: BaseException) -> str | None:
         return None
     number = getattr(error, "errno", None) or (int(said[1]) if said and said[1] else None)
     if number in _FULL or "o space left" in text:
-        return _FULL.get(number or 0, _FULL[errno.ENOSPC]) + (f": {error.strerror}" if "MB are free" in text else "")  # type: ignore[attr-defined]
+        return _FULL.get(number or 0, _FULL[errno.ENOSPC])
     return getattr(error, "strerror", None) or text
