@@ -387,7 +387,7 @@ def test_what_was_stopped_is_removed_and_what_was_killed_is_not_finished(folder,
 
 def test_two_at_once_are_refused(folder, tmp_path):
     (tmp_path / "out").mkdir()
-    with FileLock(tmp_path / "out" / ".lock"), pytest.raises(HeadwaterError, match="Another process is preparing"):
+    with FileLock(tmp_path / "out" / ".lock"), pytest.raises(HeadwaterError, match="Another command is writing"):
         make(folder, tmp_path / "out")
 
 

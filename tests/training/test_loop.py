@@ -245,7 +245,7 @@ def test_two_runs_cannot_share_a_folder(recipe, tmp_path, monkeypatch):
     monkeypatch.setattr("headwater_lab.util.output_folder.PATIENCE", 0.2)
 
     def second(step, point):
-        with pytest.raises(HeadwaterError, match="Another run is writing"):
+        with pytest.raises(HeadwaterError, match="Another command is writing"):
             train(recipe(), tmp_path / "run")
         raise PowerCut
 

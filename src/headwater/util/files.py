@@ -9,7 +9,6 @@ import re
 import secrets
 import shutil
 import stat
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader
@@ -19,8 +18,6 @@ from stat import S_ISREG
 from headwater.util.errors import HeadwaterError
 
 STAGING = ".writing-"
-# File systems allow 255 bytes, and a temporary file has a longer name than its target.
-NAME_BYTES = 200
 # Rust libraries (safetensors, tokenizers) raise plain exceptions that end like this.
 _OS_ERROR = re.compile(r"\(os error (\d+)\)|[Nn]o space left")
 _FULL = {
@@ -30,25 +27,6 @@ _FULL = {
 }
 # "s3://bucket"; as a Path it has lost a slash. A single letter is a drive of Windows.
 _ADDRESS = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]+:/")
-
-
-def is_file_name(text: str) -> bool:
-    """Whether a text can be the name of one file or folder: printable, not a path and not hidden."""
-    return (
-        text.isprintable()
-        and text == text.strip()
-        and not text.startswith(".")
-        and not set(text) & {"/", "\\"}
-        and 0 < len(text.encode()) <= NAME_BYTES
-    )
-
-
-def file_name(text: str) -> str:
-    """A file name for a text: the text if possible, else its letters and a checksum."""
-    if is_file_name(text):
-        return text
-    kept = re.sub(r"[\W_]+", "-", text).strip("-").encode()[: NAME_BYTES // 2].decode(errors="ignore")
-    return f"{kept}-{zlib.crc32(text.encode(errors='surrogatepass')):08x}".lstrip("-")
 
 
 def open_regular(file: str | os.PathLike[str]) -> BufferedReader:
@@ -70,11 +48,6 @@ def read_bytes(file: str | os.PathLike[str]) -> bytes:
     """The content of a regular file. Raises `OSError`, also for anything that is no regular file."""
     with open_regular(file) as stream:
         return stream.read()
-
-
-def is_inside(path: Path, folder: Path) -> bool:
-    """Whether a path lies in a folder when all links are followed."""
-    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
 
 
 def sha256_of(file: Path) -> str:
@@ -148,7 +121,7 @@ def replacing(file: Path) -> Iterator[Path]:
     """
     check_local(file)
     # A name of its own, so that two processes that write the same file cannot mix their contents.
-    beside = file.with_name(f"{STAGING}{file.name[: NAME_BYTES // 4]}-{secrets.token_hex(4)}")
+    beside = file.with_name(f"{STAGING}{file.name[:50]}-{secrets.token_hex(4)}")
     try:
         yield beside
         flush(beside)

@@ -112,7 +112,7 @@ def prepare(
             out = settled(out)
             if out.exists() and not out.is_dir():
                 raise _foreign(out)
-            with occupied(out, patience=0, busy="process is preparing"):
+            with occupied(out):
                 names = {path.name for path in out.iterdir() if not path.name.startswith(STAGING)} - {LOCK}
                 if names & {MANIFEST, DOMAINS}:
                     return _finished(out, settings, encoder.separator)

@@ -62,7 +62,7 @@ METRICS, MARK = "metrics.jsonl", ".headwater"
 def locked(run: Path, nested: bool = False) -> Iterator[None]:
     """Lock a run's folder; nested: as `occupied`. Raises `HeadwaterError` as `check_ours`."""
     check_ours(run)
-    with occupied(run, nested=nested, busy="run is writing to"):
+    with occupied(run, nested=nested):
         check_ours(run)  # another process may have been faster
         yield
 
