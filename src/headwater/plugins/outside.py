@@ -145,13 +145,6 @@ def check_link(path: Path, folder: Path) -> None:
     )
 
 
-def source_of(module: str) -> Path | None:
-    """The file of a module's source; None if it has none, as in a notebook."""
-    known = sys.modules.get(module)
-    file = getattr(known, "__file__", None)
-    return Path(file) if file and file.endswith(".py") and Path(file).is_file() and module != "__main__" else None
-
-
 def _trusted() -> list[str]:
     return [name for name in os.environ.get(VARIABLE, "").split(",") if name]
 
