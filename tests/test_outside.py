@@ -351,7 +351,7 @@ def test_an_absent_module_is_named(here):
         ("broken:Twice", "cannot be imported: ZeroDivisionError"),
         ("small:", "is not a valid name"),
         ("../small:Twice", "is not a valid name"),
-        ("smal:Twice", "needs the module 'smal'"),
+        ("smal:Twice", "No module named 'smal'; .*install its package"),
         ("kv_shfit", "did you mean 'kv_shift'"),
     ],
 )

@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerFast
 import processes
 from headwater import HeadwaterConfig
 from headwater.models.load import read_tokenizer
-from headwater.util.errors import HeadwaterError, Interrupted
+from headwater.util.errors import HeadwaterError
 from headwater_lab.bench.data import tree_memory
 from headwater_lab.data import corpus as corpora
 from headwater_lab.data import prepare as preparing
@@ -40,6 +40,7 @@ from headwater_lab.data.sealed import write_sealed
 from headwater_lab.data.shards import DOMAINS, MANIFEST, WRITING, open_all, open_prepared
 from headwater_lab.data.stream import Stream, TextSource
 from headwater_lab.data.tokenizer import END_OF_TEXT, byte_tokenizer, load_tokenizer, local_size, train_tokenizer
+from headwater_lab.util.endings import Interrupted
 
 WORDS = [
     "alpha",

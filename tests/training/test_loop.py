@@ -22,7 +22,7 @@ from headwater.cost.counts import training_flops_per_token
 from headwater.cost.hardware import c_compiler
 from headwater.kernels.autotune import describe_cpu
 from headwater.models.compiling import compile_model
-from headwater.util.errors import Diverged, HeadwaterError
+from headwater.util.errors import HeadwaterError
 from headwater_lab.recipe.schema import Training, parse
 from headwater_lab.training import loop
 from headwater_lab.training import start as setup
@@ -30,6 +30,7 @@ from headwater_lab.training.checkpoints import checkpoints, load_model
 from headwater_lab.training.loop import Interrupted, train
 from headwater_lab.training.records import read_record
 from headwater_lab.training.run_folder import runs_in
+from headwater_lab.util.endings import Diverged
 
 
 @pytest.mark.slow

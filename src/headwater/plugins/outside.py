@@ -98,13 +98,13 @@ def imported(name: str, what: str, base: str | None = None) -> Any:
         raise _refusal(name, what, base)
     module, _, attribute = name.partition(":")
     with _importable(module):
-        _check_exists(module, name, what)
         try:
             parent = importlib.import_module(module)
         except Exception as error:  # the module can raise anything
             reason = " ".join(str(error).split())
             raise HeadwaterError(
-                f"The {what} {name!r} cannot be imported: {type(error).__name__}: {reason}; correct {module!r}."
+                f"The {what} {name!r} cannot be imported: {type(error).__name__}: {reason}; correct {module!r}, "
+                "install its package, or set PYTHONPATH to its folder."
             ) from error
     try:
         thing = functools.reduce(getattr, attribute.split("."), parent)
@@ -233,12 +233,3 @@ def _importable(module: str) -> Iterator[None]:
             if sys.path[at] == folder:
                 del sys.path[at]
                 break
-
-
-def _check_exists(module: str, name: str, what: str) -> None:
-    top = module.split(".")[0]
-    if top not in sys.modules and importlib.util.find_spec(top) is None:
-        raise HeadwaterError(
-            f"The {what} {name!r} needs the module {top!r}, which is not installed; install its package, or set "
-            "PYTHONPATH to its folder."
-        )

@@ -16,7 +16,7 @@ import torch
 from transformers.utils import logging
 
 from headwater.cost.hardware import cores
-from headwater.util.errors import Diverged, HeadwaterError, Interrupted, NotTrusted
+from headwater.util.errors import HeadwaterError, NotTrusted
 from headwater.util.files import read_bytes
 from headwater_lab.comparison.trials import Job, Trial, levels
 from headwater_lab.recipe.schema import Recipe
@@ -25,6 +25,7 @@ from headwater_lab.training.loop import train
 from headwater_lab.training.records import ENDED, RECORD, Experiment, RunRecord, read_record, write_record
 from headwater_lab.training.run_folder import METRICS
 from headwater_lab.training.stages import check_later_stages, finish
+from headwater_lab.util.endings import Diverged, Interrupted
 from headwater_lab.util.output_folder import keep
 from headwater_lab.util.workers import Answer, Worker
 

@@ -26,7 +26,7 @@ import numpy as np
 
 from headwater import __version__
 from headwater.cost.hardware import cores
-from headwater.util.errors import HeadwaterError, Interrupted
+from headwater.util.errors import HeadwaterError
 from headwater.util.files import STAGING, explaining, flush, replace_text, settled, sha256_of
 from headwater_lab.data import shards
 from headwater_lab.data.chat import Encoded, as_fields
@@ -51,6 +51,7 @@ from headwater_lab.data.shards import (
 )
 from headwater_lab.data.stream import Stream, TextSource
 from headwater_lab.data.tokenizer import Encoder, load_tokenizer
+from headwater_lab.util.endings import Interrupted
 from headwater_lab.util.output_folder import LOCK, occupied
 
 # Bytes of a file to gather before they are written; each domain has four files, of conversations six.
