@@ -198,11 +198,11 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Calla
 @contextlib.contextmanager
 def forking() -> Iterator[None]:
     """Inside, the workers of comparisons are forks, which start at once, see `processes`."""
-    import headwater.util.workers
+    import headwater_lab.util.workers
     import processes
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(headwater.util.workers, "subprocess", subprocess)
+        patch.setattr(headwater_lab.util.workers, "subprocess", subprocess)
         processes.fork_workers()
         yield
 

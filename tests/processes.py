@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import apart
-import headwater.util.workers
+import headwater_lab.util.workers
 
 CONTEXT = multiprocessing.get_context("forkserver")
 # Imported once; the commands import what else they need.
@@ -129,7 +129,7 @@ def run(*arguments: object, **options: Any) -> tuple[int, str, str]:
 
 
 class Forked:
-    """What stands in the place of `subprocess.Popen` where `headwater.util.workers` starts a worker: it forks one."""
+    """Stands in for `subprocess.Popen` where `headwater_lab.util.workers` starts a worker: it forks one."""
 
     started: list[Forked] = []
 
@@ -169,7 +169,7 @@ class Forked:
 
 def fork_workers() -> None:
     """From now on the workers of this process are forks. In a `Command` that would start another process to fork."""
-    headwater.util.workers.subprocess = types.SimpleNamespace(
+    headwater_lab.util.workers.subprocess = types.SimpleNamespace(
         Popen=Forked, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired
     )
 
@@ -198,7 +198,7 @@ def _work(ends: list[int], environment: dict[str, str]) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     code = 0
     try:
-        headwater.util.workers.main()
+        headwater_lab.util.workers.main()
     except KeyboardInterrupt:
         code = 130
     except BaseException:
@@ -233,7 +233,7 @@ def _run(
 
 def _command(*arguments: str) -> None:
     import headwater_lab.cli
-    from headwater.util.process import begin
+    from headwater_lab.util.process import begin
 
     sys.argv = ["headwater", *arguments]
     # What `python -m headwater_lab` has: by it the first of several processes starts the others.

@@ -5,10 +5,10 @@ from time import sleep
 
 import pytest
 
-from headwater.util import deadline
-from headwater.util.deadline import encode_in_time, within
+from headwater.util.deadline import within
 from headwater.util.errors import HeadwaterError
-from headwater_lab.data.tokenizer import Encoder, byte_tokenizer, encode_plainly
+from headwater_lab.data import tokenizer as tokenizers
+from headwater_lab.data.tokenizer import Encoder, byte_tokenizer, encode_in_time, encode_plainly
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_errors_come_out(kind):
 
 
 def test_texts_are_encoded_in_order_and_in_growing_groups(monkeypatch):
-    monkeypatch.setattr(deadline, "MEGABYTE", 10)
+    monkeypatch.setattr(tokenizers, "MEGABYTE", 10)
     groups = []
     texts = [str(number) * 4 for number in range(30)]
     assert encode_in_time(lambda texts: groups.append(len(texts)) or [text * 2 for text in texts], texts) == [
@@ -59,7 +59,7 @@ def test_texts_are_encoded_in_order_and_in_growing_groups(monkeypatch):
 
 
 def test_a_tokenizer_that_takes_too_long_is_refused(monkeypatch, busy):
-    monkeypatch.setattr(deadline, "SECONDS", 0.05)
+    monkeypatch.setattr(tokenizers, "SECONDS", 0.05)
     tokenizer = byte_tokenizer()
     encoder = Encoder(tokenizer)
     encoder.is_bytes = False

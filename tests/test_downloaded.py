@@ -31,7 +31,7 @@ import os
 
 open(os.environ["FLAG"], "a").write(__name__ + " ran\\n")
 from headwater.mechanisms import Mechanism
-from headwater.util.settings import Settings
+from headwater_lab.util.settings import Settings
 
 class Evil(Mechanism): pass
 class Data(Settings): kind: str = "planted:Data"
@@ -402,14 +402,14 @@ def test_pictures_heed_no_settings_of_the_current_folder(tmp_path, monkeypatch):
     """A matplotlibrc is read as soon as matplotlib is imported, and may ask for LaTeX, which is a program."""
     from matplotlib import rc_context
 
-    from headwater import cost as price
-    from headwater.util.outputs import save_figure
+    from headwater_lab.training.estimate import draw_flops
+    from headwater_lab.util.outputs import save_figure
 
     def start(*given, **named):
         raise AssertionError(given)
 
     monkeypatch.setattr(subprocess, "Popen", start)
     with rc_context({"text.usetex": True}):
-        figure = price.figure({"a": headwater.HeadwaterConfig(num_hidden_layers=1)}, [8, 16])
+        figure = draw_flops({"a": headwater.HeadwaterConfig(num_hidden_layers=1)}, [8, 16])
         save_figure(figure, tmp_path / "a.png", 50)
     assert (tmp_path / "a.png").exists()

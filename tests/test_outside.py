@@ -101,8 +101,11 @@ def stored(folder, **mechanisms):
     return folder
 
 
-def test_what_the_user_names_is_imported_from_the_current_folder(here):
+def test_what_the_user_trusts_is_imported_from_the_current_folder(here):
     (here / "small.py").write_text(SMALL)
+    with pytest.raises(NotTrusted, match="or import its module"):
+        config({"small:Twice": {}})
+    trust(["small"])
     made = config({"small:Twice": {"begin": 3.0}})
     assert made.mechanisms == {"small:Twice": {"begin": 3.0}}
     assert [plan.at(Stage.HEAD_OUTPUTS) for plan in plan_layers(made)] == [("small:Twice",)] * 3
@@ -304,6 +307,7 @@ def test_the_module_path_is_as_before(here):
     (here / "beside.py").write_text("")
     (here / "broken.py").write_text("import beside\n1 / 0")
     before = list(sys.path)
+    trust(["small", "broken"])
     config({"small:Twice": {}})
     with pytest.raises(HeadwaterError, match="ZeroDivisionError"):
         config({"broken:Twice": {}})
@@ -347,13 +351,14 @@ def test_an_absent_module_is_named(here):
         ("broken:Twice", "cannot be imported: ZeroDivisionError"),
         ("small:", "is not a valid name"),
         ("../small:Twice", "is not a valid name"),
-        ("smal:Twice", "needs the module 'smal'"),
+        ("smal:Twice", "No module named 'smal'; .*install its package"),
         ("kv_shfit", "did you mean 'kv_shift'"),
     ],
 )
 def test_wrong_names_say_what_is_wrong(here, name, said):
     (here / "small.py").write_text(SMALL)
     (here / "broken.py").write_text("1 / 0")
+    trust(["small", "small:nn", "small:HeadwaterError", "smal", "broken"])
     with pytest.raises(HeadwaterError, match=said):
         config({name: {}})
 

@@ -8,9 +8,10 @@ import pytest
 
 from headwater import HeadwaterConfig
 from headwater.cost import counts as cost
-from headwater.cost import figure, price, si, table
+from headwater.cost import price, si, table
 from headwater.cost.hardware import KNOWN, Hardware, hardware, measure
 from headwater.util.errors import HeadwaterError
+from headwater_lab.training.estimate import draw_flops
 
 DEVICE = Hardware("toy", flops=1e12, flops_fp32=2e11, memory=1e9, bandwidth=1e11, source="made up")
 CONFIG = HeadwaterConfig(
@@ -103,7 +104,7 @@ def test_growing_pairs_leaves_the_slope_and_growing_width_does_not():
     small, large, wide = tokenformer(64), tokenformer(512), HeadwaterConfig(hidden_size=128, num_attention_heads=4)
     assert slope(small) == slope(large) == 4 * 12 * 64 * 1000
     assert slope(wide) == 2 * slope(small)
-    lines = figure({"small": small, "large": large, "wide": wide}, [1, 1001]).axes[0].lines
+    lines = draw_flops({"small": small, "large": large, "wide": wide}, [1, 1001]).axes[0].lines
     rise = [line.get_ydata()[1] - line.get_ydata()[0] for line in lines]
     assert rise[0] == pytest.approx(rise[1])
     assert rise[2] == pytest.approx(2 * rise[0])

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from headwater.models import auto_classes as _auto_classes
 from headwater.util import extras as _extras
-from headwater.util import process as _process  # noqa: F401  before what takes time to import
 
 if TYPE_CHECKING:
     from headwater.config.presets import preset

@@ -20,7 +20,7 @@ if (
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-import headwater  # noqa: F401  it sets up the process of a command, before what takes time to import
+from headwater_lab.util import process as _process  # noqa: F401  before what takes time to import
 
 if TYPE_CHECKING:
     from headwater_lab.api.comparing import compare

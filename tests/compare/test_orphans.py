@@ -15,7 +15,7 @@ import yaml
 from safetensors.torch import load_file
 from saved import SHIFT, Here, tiny
 
-import headwater.util.workers
+import headwater_lab.util.workers
 import processes
 from headwater_lab.comparison import pool
 from headwater_lab.comparison.pool import run_trials
@@ -124,7 +124,7 @@ def test_killed_while_its_workers_start(tmp_path):
 
 
 def test_a_worker_whose_parent_ends_before_it_says_anything_ends_without_a_word():
-    script = Path(headwater.util.workers.__file__)
+    script = Path(headwater_lab.util.workers.__file__)
     ended = subprocess.run([sys.executable, "-P", script], stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"", b"")
 

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from saved import record, tiny
 from scipy import special, stats
 
-from headwater.util.errors import HeadwaterError, Interrupted
+from headwater.util.errors import HeadwaterError
 from headwater_lab.comparison import rounds
 from headwater_lab.comparison.pool import run_trials
 from headwater_lab.comparison.running import compare
@@ -33,6 +33,7 @@ from headwater_lab.recipe.schema import parse
 from headwater_lab.reports import cells, comparisons, write_report
 from headwater_lab.reports.words import answer, reading
 from headwater_lab.training.records import SeedPlan, read_record, write_record
+from headwater_lab.util.endings import Interrupted
 
 
 def crossed(critical: dict[int, float]) -> float:

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from saved import SHIFT, Here, changed_times, record, tiny
 
-from headwater.util.errors import HeadwaterError, Interrupted
+from headwater.util.errors import HeadwaterError
 from headwater_lab.comparison import running
 from headwater_lab.comparison.pool import Outcome
 from headwater_lab.comparison.running import compare
 from headwater_lab.comparison.tuning import best_rates, found_rate, tuning_trials
 from headwater_lab.papers.places import SizedArm, finished
 from headwater_lab.training.records import read_record
+from headwater_lab.util.endings import Interrupted
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from headwater.util.errors import HeadwaterError, Interrupted
+from headwater.util.errors import HeadwaterError
 from headwater_lab.data import chat
 from headwater_lab.data.chat import ChatEncoder
 from headwater_lab.data.corpus import read_corpus
@@ -23,6 +23,7 @@ from headwater_lab.data.tokenizer import byte_tokenizer, train_tokenizer
 from headwater_lab.evaluation.text import read_text
 from headwater_lab.recipe.schema import parse
 from headwater_lab.training.loop import train
+from headwater_lab.util.endings import Interrupted
 
 PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}" + PROMPT

@@ -16,13 +16,13 @@ import pytest
 from pyarrow import parquet
 
 from headwater.util.errors import HeadwaterError
-from headwater.util.output_folder import LOCK
 from headwater_lab.data.prepare import Options, prepare
 from headwater_lab.data.prepared import PreparedSettings
 from headwater_lab.data.shards import check_all, open_all
 from headwater_lab.data.stream import TextSource
 from headwater_lab.data.text import TextSettings
 from headwater_lab.data.tokenizer import Encoder, load_tokenizer, train_tokenizer
+from headwater_lab.util.output_folder import LOCK
 
 VALUES = [b"null", b"[]", b"{}", b"-1", b"true", b"1e999", b'""', b'"\\ud800"', b'"../../x"', b"9" * 5000, b"[" * 9999]
 ROWS = [{"text": f"{i} naïve text € {i * i} \n" * (i % 9 + 1), "set": "AB"[i % 2], "n": i} for i in range(60)]

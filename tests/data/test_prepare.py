@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerFast
 import processes
 from headwater import HeadwaterConfig
 from headwater.models.load import read_tokenizer
-from headwater.util.errors import HeadwaterError, Interrupted
+from headwater.util.errors import HeadwaterError
 from headwater_lab.bench.data import tree_memory
 from headwater_lab.data import corpus as corpora
 from headwater_lab.data import prepare as preparing
@@ -40,6 +40,7 @@ from headwater_lab.data.sealed import write_sealed
 from headwater_lab.data.shards import DOMAINS, MANIFEST, WRITING, open_all, open_prepared
 from headwater_lab.data.stream import Stream, TextSource
 from headwater_lab.data.tokenizer import END_OF_TEXT, byte_tokenizer, load_tokenizer, local_size, train_tokenizer
+from headwater_lab.util.endings import Interrupted
 
 WORDS = [
     "alpha",
@@ -387,7 +388,7 @@ def test_what_was_stopped_is_removed_and_what_was_killed_is_not_finished(folder,
 
 def test_two_at_once_are_refused(folder, tmp_path):
     (tmp_path / "out").mkdir()
-    with FileLock(tmp_path / "out" / ".lock"), pytest.raises(HeadwaterError, match="Another process is preparing"):
+    with FileLock(tmp_path / "out" / ".lock"), pytest.raises(HeadwaterError, match="Another command is writing"):
         make(folder, tmp_path / "out")
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from conftest import assert_near
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.models.compiling import compile_model
-from headwater.util.autograd import saved_bytes
+from headwater.testing.measures import saved_bytes
 
 V, D = 89, 16
 

@@ -21,7 +21,7 @@ from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.cost.counts import training_flops_per_token
 from headwater.cost.hardware import c_compiler
 from headwater.models.compiling import compile_model
-from headwater.util.errors import Diverged, HeadwaterError
+from headwater.util.errors import HeadwaterError
 from headwater.util.processor import describe_cpu
 from headwater_lab.recipe.schema import Training, parse
 from headwater_lab.training import loop
@@ -30,6 +30,7 @@ from headwater_lab.training.checkpoints import checkpoints, load_model
 from headwater_lab.training.loop import Interrupted, train
 from headwater_lab.training.records import read_record
 from headwater_lab.training.run_folder import runs_in
+from headwater_lab.util.endings import Diverged
 
 
 @pytest.mark.slow
@@ -242,10 +243,10 @@ def test_a_record_says_how_the_model_ran(recipe, finished, tmp_path):
 
 
 def test_two_runs_cannot_share_a_folder(recipe, tmp_path, monkeypatch):
-    monkeypatch.setattr("headwater.util.output_folder.PATIENCE", 0.2)
+    monkeypatch.setattr("headwater_lab.util.output_folder.PATIENCE", 0.2)
 
     def second(step, point):
-        with pytest.raises(HeadwaterError, match="Another run is writing"):
+        with pytest.raises(HeadwaterError, match="Another command is writing"):
             train(recipe(), tmp_path / "run")
         raise PowerCut
 

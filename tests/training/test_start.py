@@ -12,12 +12,12 @@ from transformers import PreTrainedTokenizerFast
 from headwater import HeadwaterError, HeadwaterForCausalLM
 from headwater.growth import TauAnnealing, pairs_of
 from headwater.growth.pairs import maps_of
-from headwater.util.errors import Interrupted
 from headwater_lab import grow
 from headwater_lab.training.checkpoints import history_of, newest_checkpoint, optimizer_state, write_model
 from headwater_lab.training.loop import TrainingRun, train
 from headwater_lab.training.records import read_record
 from headwater_lab.training.start import begin, prepare
+from headwater_lab.util.endings import Interrupted
 
 PAIRS = {"mechanisms": {"pattention": {"attention_pairs": 5, "ffn_pairs": 9}}, "residual_dropout": 0.0}
 TO = {"attention_pairs": 12, "ffn_pairs": 20}

@@ -13,11 +13,12 @@ from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FSDPModule
 
 from headwater.models.compiling import compile_model
-from headwater.util.errors import HeadwaterError, Interrupted
+from headwater.util.errors import HeadwaterError
 from headwater_lab.recipe.schema import parse
 from headwater_lab.training import start
 from headwater_lab.training.checkpoints import Shard
 from headwater_lab.training.loop import TrainingRun, train
+from headwater_lab.util.endings import Interrupted
 
 seeds: list[int] = []
 # Before each forward pass, how many parameters have a gradient that is whole in this process.

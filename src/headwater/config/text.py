@@ -190,7 +190,6 @@ class HeadwaterConfig(PreTrainedConfig):
                 raise HeadwaterError(
                     f"position {self.position!r} has no rope_parameters; leave them out, or set position to rope."
                 )
-        self._trust_program()
         if not by_hand:
             self._check_outside()
         kwargs.setdefault("auto_map", {})  # TRL reads it from every config whose class is not transformers' own
@@ -248,12 +247,6 @@ class HeadwaterConfig(PreTrainedConfig):
         for name in names:
             if close := difflib.get_close_matches(name, cls.field_names(), n=1, cutoff=0.8):
                 raise HeadwaterError(f"{cls.__name__} has no field {name!r}; did you mean {close[0]!r}?")
-
-    def _trust_program(self) -> None:
-        """Trust the names of outside mechanisms that a program of the user's has written."""
-        names = [name for name in outside.names_in(self.mechanisms) if not MECHANISMS.has(name)]
-        if names and outside.is_made_by_program():
-            outside.trust(names)
 
     def _check_outside(self) -> None:
         """Raise `HeadwaterError` if a file names an outside mechanism that is missing, or that it may not import

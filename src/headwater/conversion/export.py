@@ -71,8 +71,7 @@ def export_family(
 
 
 def _write(model: PreTrainedModel, folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    with staged(folder, size) as beside:
+    with staged(folder) as beside:
         model.save_pretrained(beside)
         if tokenizer is not None:
             tokenizer.save_pretrained(beside)

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 from headwater.config.auto_map import ENTRY, EXPORTED, complete_auto_map, has_code
-from headwater.plugins.outside import source_of
 from headwater.plugins.registry import MECHANISMS
 from headwater.util.errors import HeadwaterError
 from headwater.util.layout import IS_EXPORTED, LIBRARY, package_folder, top_package
@@ -215,8 +214,6 @@ def _is_ours(module: str) -> bool:
 
 def _path(module: str) -> Path:
     if not _is_ours(module):
-        if (source := source_of(module)) is not None:
-            return source
         spec = None if module == "__main__" else find_spec(module)
         if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
             raise HeadwaterError(

@@ -3,8 +3,7 @@
 An import runs code, and a name may be anyone's: it may stand in a checkpoint's config or history, or in the recipe of a
 record. So may the path of a private file. So only what the user trusts is imported, or read outside the current folder:
 
-- names that the user wrote: on the command line, in a recipe that was named or passed, in a program's own config
-  (`trust_names_in`);
+- names that the user wrote: on the command line, or in a recipe that was named or passed (`trust_names_in`);
 - modules, names and paths that the user passed as `--trust NAME` or `trust=["NAME"]` (`trust`).
 
 Beside these, a name may mean a class that the program has imported already, if it derives from one of headwater's
@@ -18,7 +17,6 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import inspect
 import os
 import re
 import shlex
@@ -30,21 +28,12 @@ from types import ModuleType
 from typing import Any
 
 from headwater.util.errors import HeadwaterError, NotTrusted, shown
-from headwater.util.layout import is_ours, top_package
+from headwater.util.layout import is_ours
 
 # Separated by commas: "package.module", "package.module:attribute" or paths.
 VARIABLE = "HEADWATER_TRUST"
 _PART = r"[^\W\d]\w*(?:\.[^\W\d]\w*)*"
 _NAME = re.compile(f"{_PART}:{_PART}")
-# What runs between a program and the checks of a config that it makes.
-_CONSTRUCTION = (
-    __name__,
-    "headwater.config.text",
-    "headwater.config.vision",
-    "headwater.config.presets",
-    "headwater.testing.models",
-)
-_CONSTRUCTOR = ("transformers.configuration_utils", "__init__")
 _MODULE_OR_NAME = re.compile(f"{_PART}(?::{_PART})?")
 
 
@@ -70,11 +59,6 @@ def trust_names_in(values: Any) -> None:
     """
     if names := [text for text in _texts_in(values) if _NAME.fullmatch(text) or _is_elsewhere(text)]:
         trust(names)
-
-
-def names_in(values: Any) -> Iterator[str]:
-    """Every "package.module:attribute" in nested values, keys of mappings included."""
-    return (text for text in _texts_in(values) if _NAME.fullmatch(text))
 
 
 def may_read(path: str) -> bool:
@@ -111,23 +95,23 @@ def imported(name: str, what: str, base: str | None = None) -> Any:
     if not is_trusted(name):
         if base is not None and (thing := loaded(name, base)) is not None:
             return thing
-        raise _refusal(name, what)
+        raise _refusal(name, what, base)
     module, _, attribute = name.partition(":")
     with _importable(module):
-        _check_exists(module, name, what)
         try:
             parent = importlib.import_module(module)
         except Exception as error:  # the module can raise anything
             reason = " ".join(str(error).split())
             raise HeadwaterError(
-                f"The {what} {name!r} cannot be imported: {type(error).__name__}: {reason}; correct {module!r}."
+                f"The {what} {name!r} cannot be imported: {type(error).__name__}: {reason}; correct {module!r}, "
+                "install its package, or set PYTHONPATH to its folder."
             ) from error
     try:
         thing = functools.reduce(getattr, attribute.split("."), parent)
     except AttributeError as error:
         raise HeadwaterError(f"The module {module!r} has no {attribute!r}, which the {what} {name!r} names.") from error
     if name not in _trusted() and not _is_defined_in(thing, module):
-        raise _refusal(name, what)
+        raise _refusal(name, what, base)
     return thing
 
 
@@ -159,29 +143,6 @@ def check_link(path: Path, folder: Path) -> None:
         f"{str(path)!r} is a link to {shown(str(real))}, outside its folder; if it may be read, add --trust "
         f"{shlex.quote(str(real))} (in Python: trust=[{str(real)!r}])."
     )
-
-
-def is_made_by_program() -> bool:
-    """Whether the config under construction is written in a program of the user's.
-
-    It is not if a function of headwater or transformers is among the callers, other than the config's own: these make
-    configs of what is in files, also inside other models' configs.
-    """
-    frame = inspect.currentframe()
-    while frame is not None:
-        module = str(frame.f_globals.get("__name__"))
-        constructs = module in _CONSTRUCTION or (module, frame.f_code.co_name) == _CONSTRUCTOR
-        if (is_ours(module) or top_package(module) == "transformers") and not constructs:
-            return False
-        frame = frame.f_back
-    return True
-
-
-def source_of(module: str) -> Path | None:
-    """The file of a module's source; None if it has none, as in a notebook."""
-    known = sys.modules.get(module)
-    file = getattr(known, "__file__", None)
-    return Path(file) if file and file.endswith(".py") and Path(file).is_file() and module != "__main__" else None
 
 
 def _trusted() -> list[str]:
@@ -245,10 +206,10 @@ def _is_defined_in(thing: Any, module: str) -> bool:
     return str(getattr(thing, "__module__", None)).split(".")[0] == module.split(".")[0]
 
 
-def _refusal(name: str, what: str) -> NotTrusted:
+def _refusal(name: str, what: str, base: str | None) -> NotTrusted:
     return NotTrusted(
-        f"A file names the {what} {name!r}, which is code that is not headwater's; if you trust it, add --trust {name} "
-        f"(in Python: trust=[{name!r}])."
+        f"The {what} {name!r} is code that is not headwater's; if you trust it, add --trust {name} (in Python: "
+        f"trust=[{name!r}]){' or import its module' if base else ''}."
     )
 
 
@@ -272,12 +233,3 @@ def _importable(module: str) -> Iterator[None]:
             if sys.path[at] == folder:
                 del sys.path[at]
                 break
-
-
-def _check_exists(module: str, name: str, what: str) -> None:
-    top = module.split(".")[0]
-    if top not in sys.modules and importlib.util.find_spec(top) is None:
-        raise HeadwaterError(
-            f"The {what} {name!r} needs the module {top!r}, which is not installed; install its package, or set "
-            "PYTHONPATH to its folder."
-        )

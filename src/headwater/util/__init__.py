@@ -1,1 +1,1 @@
-"""Errors, files, seeds, processes and the terminal: what has nothing to do with models."""
+"""Errors, files, seeds and the terminal: what has nothing to do with models."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextvars
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
 from headwater.util.errors import HeadwaterError
@@ -18,32 +18,6 @@ T = TypeVar("T")
 
 # The most that a tokenizer may take to be loaded, and for a million characters or fewer.
 SECONDS_TO_LOAD, SECONDS = 120.0, 10.0
-MEGABYTE = 10**6
-
-
-def encode_in_time(encode: Callable[[Sequence[str]], Sequence[T]], texts: Sequence[str]) -> list[T]:
-    """`encode` of the texts. Raises `HeadwaterError` if it takes more than `SECONDS` for a megabyte of them.
-
-    The first megabyte comes first and alone, then twice as much each time, so that this is soon known.
-    """
-    if texts and len(texts[0]) > 2 * MEGABYTE:
-        _timed(encode, [texts[0][:MEGABYTE]])
-    results: list[T] = []
-    first, most = 0, MEGABYTE
-    while first < len(texts):
-        last, size = first + 1, len(texts[first])
-        while last < len(texts) and size + len(texts[last]) <= most:
-            size += len(texts[last])
-            last += 1
-        results += _timed(encode, texts[first:last])
-        first, most = last, 2 * most
-    return results
-
-
-def _timed(encode: Callable[[Sequence[str]], Sequence[T]], texts: Sequence[str]) -> Sequence[T]:
-    seconds = SECONDS * max(1.0, sum(map(len, texts)) / MEGABYTE)
-    what = f"The tokenizer needs more than {SECONDS:g} seconds for a megabyte of this text"
-    return within(seconds, lambda: encode(texts), what)
 
 
 def within(seconds: float, work: Callable[[], T], what: str) -> T:

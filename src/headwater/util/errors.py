@@ -16,16 +16,8 @@ class HeadwaterError(ValueError):
     """
 
 
-class Diverged(HeadwaterError):
-    """The loss or the weights of a run stopped being finite. In a comparison that is a result, not a failure."""
-
-
 class NotTrusted(HeadwaterError):
     """A file names code that is not headwater's and that the user has not trusted (`headwater.plugins.outside`)."""
-
-
-class Interrupted(Exception):
-    """Stopped on request, with everything saved. The message says how to resume."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

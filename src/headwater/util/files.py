@@ -9,7 +9,6 @@ import re
 import secrets
 import shutil
 import stat
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader
@@ -19,8 +18,6 @@ from stat import S_ISREG
 from headwater.util.errors import HeadwaterError
 
 STAGING = ".writing-"
-# File systems allow 255 bytes, and a temporary file has a longer name than its target.
-NAME_BYTES = 200
 # Rust libraries (safetensors, tokenizers) raise plain exceptions that end like this.
 _OS_ERROR = re.compile(r"\(os error (\d+)\)|[Nn]o space left")
 _FULL = {
@@ -30,25 +27,6 @@ _FULL = {
 }
 # "s3://bucket"; as a Path it has lost a slash. A single letter is a drive of Windows.
 _ADDRESS = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]+:/")
-
-
-def is_file_name(text: str) -> bool:
-    """Whether a text can be the name of one file or folder: printable, not a path and not hidden."""
-    return (
-        text.isprintable()
-        and text == text.strip()
-        and not text.startswith(".")
-        and not set(text) & {"/", "\\"}
-        and 0 < len(text.encode()) <= NAME_BYTES
-    )
-
-
-def file_name(text: str) -> str:
-    """A file name for a text: the text if possible, else its letters and a checksum."""
-    if is_file_name(text):
-        return text
-    kept = re.sub(r"[\W_]+", "-", text).strip("-").encode()[: NAME_BYTES // 2].decode(errors="ignore")
-    return f"{kept}-{zlib.crc32(text.encode(errors='surrogatepass')):08x}".lstrip("-")
 
 
 def open_regular(file: str | os.PathLike[str]) -> BufferedReader:
@@ -70,11 +48,6 @@ def read_bytes(file: str | os.PathLike[str]) -> bytes:
     """The content of a regular file. Raises `OSError`, also for anything that is no regular file."""
     with open_regular(file) as stream:
         return stream.read()
-
-
-def is_inside(path: Path, folder: Path) -> bool:
-    """Whether a path lies in a folder when all links are followed."""
-    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
 
 
 def sha256_of(file: Path) -> str:
@@ -148,7 +121,7 @@ def replacing(file: Path) -> Iterator[Path]:
     """
     check_local(file)
     # A name of its own, so that two processes that write the same file cannot mix their contents.
-    beside = file.with_name(f"{STAGING}{file.name[: NAME_BYTES // 4]}-{secrets.token_hex(4)}")
+    beside = file.with_name(f"{STAGING}{file.name[:50]}-{secrets.token_hex(4)}")
     try:
         yield beside
         flush(beside)
@@ -212,29 +185,27 @@ def explaining(explain: Callable[[str], str]) -> Iterator[None]:
 
 
 @contextmanager
-def staged(target: Path, size: int = 0, explain: Callable[[str], str] | None = None) -> Iterator[Path]:
+def staged(target: Path, explain: Callable[[str], str] | None = None) -> Iterator[Path]:
     """A temporary folder that is synced and renamed to `target` when the block ends without an error.
 
     If the block raises, the folder is removed. If the process is killed, it stays, with a hidden name. If several
     processes write the same target, the first to finish wins.
 
-    size: bytes that will be written; checked against the free space first.
     explain: makes the message for a disk error from the reason.
     Raises `HeadwaterError` if the target exists and is not empty, before or after the block, and for disk errors.
     """
     check_free(target)
     target = target.absolute()
     with explaining(explain or (lambda problem: f"{str(target)!r} could not be written: {problem}.")):
-        yield from _staged(target, size)
+        yield from _staged(target)
 
 
-def _staged(target: Path, size: int) -> Iterator[Path]:
+def _staged(target: Path) -> Iterator[Path]:
     folder = target.with_name(f"{STAGING}{target.name}-{secrets.token_hex(4)}")
     new = missing_folders(target.parent)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir()
-        check_room(folder, size)
         yield folder
         for path in folder.rglob("*"):
             flush(path)
@@ -250,15 +221,6 @@ def _staged(target: Path, size: int) -> Iterator[Path]:
         remove_empty(new)  # not if the target is in them
 
 
-def check_room(folder: Path, size: int) -> None:
-    """Raise `OSError` if less than `size` bytes are free on the disk of `folder`."""
-    free = shutil.disk_usage(folder).free
-    if free < size:
-        raise OSError(
-            errno.ENOSPC, f"it needs {size / 1e6:,.1f} MB, but only {free / 1e6:,.1f} MB are free on that disk"
-        )
-
-
 def disk_problem(error: BaseException) -> str | None:
     """A disk error in words; None for any other error."""
     text = (str(error).splitlines() or [type(error).__name__])[0]
@@ -267,5 +229,5 @@ def disk_problem(error: BaseException) -> str | None:
         return None
     number = getattr(error, "errno", None) or (int(said[1]) if said and said[1] else None)
     if number in _FULL or "o space left" in text:
-        return _FULL.get(number or 0, _FULL[errno.ENOSPC]) + (f": {error.strerror}" if "MB are free" in text else "")  # type: ignore[attr-defined]
+        return _FULL.get(number or 0, _FULL[errno.ENOSPC])
     return getattr(error, "strerror", None) or text

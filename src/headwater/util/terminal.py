@@ -75,9 +75,3 @@ def _literal(cell: Any) -> Any:
 
 def counted(number: int, of: str = "seed") -> str:
     return f"{number} {of}{'' if number == 1 else 's'}"
-
-
-def duration(hours: float) -> str:
-    if hours < 1:
-        return f"{max(1, round(60 * hours))} min"
-    return f"{hours:,.1f} h" if hours < 10 else f"{hours:,.0f} h"

@@ -12,13 +12,13 @@ from headwater.plugins.registry import MECHANISMS, as_mapping
 from headwater.util import extras
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import local
-from headwater.util.output_folder import occupied
 from headwater_lab.api.common import PathLike, Result, quiet
 from headwater_lab.comparison import running
 from headwater_lab.comparison.pool import OnChange, Outcome
 from headwater_lab.comparison.trials import trials_of
 from headwater_lab.recipe.schema import Recipe, read_recipe
 from headwater_lab.reports import Comparison, cells, columns, comparisons, write_report
+from headwater_lab.util.output_folder import occupied
 
 
 @dataclass(frozen=True)

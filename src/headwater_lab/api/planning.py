@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from headwater.config.text import HeadwaterConfig
-from headwater.cost import ImagePrice, Price, figure
+from headwater.cost import ImagePrice, Price
 from headwater.cost.hardware import Hardware
 from headwater.plugins import outside
 from headwater_lab.api.common import PathLike, Result
 from headwater_lab.recipe.schema import Recipe
-from headwater_lab.training.estimate import planned
+from headwater_lab.training.estimate import draw_flops, planned
 from headwater_lab.training.estimate import prices as prices_of
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Plan(Result):
         Raises `HeadwaterError` for image models.
         """
         longest = max(32768, *(getattr(at, "context", 0) for at in self.prices[0].at))
-        return figure(self.configs, contexts or [longest * part // 32 or 1 for part in range(33)])
+        return draw_flops(self.configs, contexts or [longest * part // 32 or 1 for part in range(33)])
 
 
 def plan(

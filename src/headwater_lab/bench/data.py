@@ -19,13 +19,13 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from headwater.util.errors import HeadwaterError
-from headwater.util.workers import Answer, Worker
 from headwater_lab.bench.paired import PairedTimes, interleave
 from headwater_lab.data.corpus import STDLIB
 from headwater_lab.data.prepare import Options, prepare
 from headwater_lab.data.shards import open_prepared
 from headwater_lab.data.stream import Stream, TextSource
 from headwater_lab.data.tokenizer import train_tokenizer
+from headwater_lab.util.workers import Answer, Worker
 
 # Text a tokenizer is trained on.
 LEARNT = 20_000_000

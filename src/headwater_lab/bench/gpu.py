@@ -45,11 +45,11 @@ from headwater.models.decoding import Decoder
 from headwater.nn.documents import make_cu_seq_lens
 from headwater.plugins.registry import REGISTRY
 from headwater.util.errors import HeadwaterError, first_line, nearest
-from headwater.util.outputs import write_json
 from headwater.util.processor import describe_cpu
 from headwater_lab.bench.shapes import ModelShape, StepShape
 from headwater_lab.bench.training import training_step, twins
 from headwater_lab.bench.waits import WaitError, no_waits
+from headwater_lab.util.outputs import write_json
 
 Measurement = dict[str, Any]
 M = TypeVar("M", bound=PreTrainedModel)

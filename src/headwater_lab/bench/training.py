@@ -18,7 +18,7 @@ from headwater.mechanisms.capabilities import HasPlainTwin
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.image_classification import HeadwaterForImageClassification
 from headwater.nn.documents import make_cu_seq_lens, takes_documents
-from headwater.util.autograd import saved_bytes
+from headwater.testing.measures import saved_bytes
 from headwater_lab.bench.paired import PairedTimes, interleave
 from headwater_lab.bench.shapes import StepShape
 

@@ -52,7 +52,7 @@ def compare(
     sequential: Add seeds until each arm is decided, within compare.margin.
     """
     extras.check("compare")
-    from headwater.util.output_folder import occupied
+    from headwater_lab.util.output_folder import occupied
 
     exclude("--search", "--arm", "--size", "--sequential")
     need("--search", "--mechanism")

@@ -50,7 +50,6 @@ def convert(
     plan: Say what it costs and saves, and stop.
     out: The new folder. Default: next to the source.
     """
-    from headwater.util.output_folder import occupied
     from headwater_lab.api.converting import prepare_conversion
     from headwater_lab.data.corpus import local_files
     from headwater_lab.training.checkpoints import publish_model, write_model
@@ -58,6 +57,7 @@ def convert(
     from headwater_lab.training.processes import connected
     from headwater_lab.training.run_folder import mark
     from headwater_lab.training.stages import write_recipe
+    from headwater_lab.util.output_folder import occupied
 
     mechanisms = mechanisms_of(mechanism)
     if not mechanisms and num_key_value_heads is None:

@@ -46,8 +46,8 @@ def evaluate(
     out: Also write all results to this JSON file.
     """
     extras.check("evaluate" if tasks else "report", spared=("matplotlib", "plotly", "jinja2"))
-    from headwater.util import outputs
     from headwater_lab import evaluation as evaluating
+    from headwater_lab.util import outputs
 
     need("--text", "--stride", "--text-column")
     need("--tasks or --task-files", "--shots")

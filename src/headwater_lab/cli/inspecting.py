@@ -35,10 +35,10 @@ def inspect(
     scalars: Read no text and no images; show only the learned scalars.
     out: Write inspect.json and pictures into this folder.
     """
-    from headwater.util.output_folder import occupied
-    from headwater.util.outputs import check_replaceable
     from headwater_lab.inspection import check_alike, draw, inspect_model, tables, write_json
     from headwater_lab.training.models import open_trained
+    from headwater_lab.util.output_folder import occupied
+    from headwater_lab.util.outputs import check_replaceable
 
     if out is not None:
         check_writable(out, folder=True)

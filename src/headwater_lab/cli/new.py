@@ -51,7 +51,7 @@ def write_mechanism(name: str, folder: Path) -> Path:
         "@CLASS@": "".join(word.capitalize() for word in name.split("_")),
         "@PROJECT@": f"headwater-{name.strip('_').replace('_', '-')}",
     }
-    with staged(folder.absolute(), 2**16) as beside:
+    with staged(folder.absolute()) as beside:
         for template, file in FILES.items():
             text = (package_folder(__name__) / "templates" / "mechanism" / template).read_text(encoding="utf-8")
             for mark, word in words.items():

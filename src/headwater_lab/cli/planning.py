@@ -55,9 +55,9 @@ def plan(
     """
     from headwater import cost
     from headwater.cost.hardware import hardware as hardware_of
-    from headwater.util.outputs import check_replaceable, save_figure
     from headwater_lab.api.planning import plan as estimate
     from headwater_lab.training.estimate import schedules
+    from headwater_lab.util.outputs import check_replaceable, save_figure
 
     exclude("--grow", "--context", "--batch", "--tokens", "--images", "--out")
     if out is not None:

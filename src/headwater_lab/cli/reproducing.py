@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from headwater.util import extras
 from headwater.util.errors import HeadwaterError
-from headwater.util.terminal import duration
 from headwater_lab.cli.common import check_writable, device_of, say, split_overrides, stdout, tell
 from headwater_lab.cli.comparing import TrialBars, complain, failures
 from headwater_lab.cli.options import DeviceName, FilePath, FolderPath, Values, WorkerCount, need, refuse
@@ -223,3 +222,9 @@ def _list(papers: Sequence[str], folder: Path) -> None:
             cells.append(f"{time}, {runs - len(work.missing())}/{runs}{note}")
         listing.add_row(name, table.title, *cells)
     stdout.print(listing)
+
+
+def duration(hours: float) -> str:
+    if hours < 1:
+        return f"{max(1, round(60 * hours))} min"
+    return f"{hours:,.1f} h" if hours < 10 else f"{hours:,.0f} h"

@@ -16,10 +16,8 @@ import torch
 from transformers.utils import logging
 
 from headwater.cost.hardware import cores
-from headwater.util.errors import Diverged, HeadwaterError, Interrupted, NotTrusted
+from headwater.util.errors import HeadwaterError, NotTrusted
 from headwater.util.files import read_bytes
-from headwater.util.output_folder import keep
-from headwater.util.workers import Answer, Worker
 from headwater_lab.comparison.trials import Job, Trial, levels
 from headwater_lab.recipe.schema import Recipe
 from headwater_lab.training.checkpoints import checkpoints
@@ -27,6 +25,9 @@ from headwater_lab.training.loop import train
 from headwater_lab.training.records import ENDED, RECORD, Experiment, RunRecord, read_record, write_record
 from headwater_lab.training.run_folder import METRICS
 from headwater_lab.training.stages import check_later_stages, finish
+from headwater_lab.util.endings import Diverged, Interrupted
+from headwater_lab.util.output_folder import keep
+from headwater_lab.util.workers import Answer, Worker
 
 OnChange = Callable[[Job, int, str], None]
 

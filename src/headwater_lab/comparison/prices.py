@@ -22,12 +22,13 @@ from headwater.cost.hardware import set_threads
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.kinds import is_of_images
 from headwater.util.errors import HeadwaterError
-from headwater.util.files import file_name, replace_text
+from headwater.util.files import replace_text
 from headwater_lab.bench.decoding import decode_in_turns
 from headwater_lab.bench.paired import PairedTimes, interleave
 from headwater_lab.recipe.schema import Recipe
 from headwater_lab.training.loop import stepping
 from headwater_lab.training.records import device_name
+from headwater_lab.util.names import file_name
 
 PRICES = "prices.json"
 # TimeRatio pairs of training steps, and of generations.

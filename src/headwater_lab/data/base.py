@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from headwater.util.seeding import generator
-from headwater.util.settings import Settings
+from headwater_lab.util.settings import Settings
 
 # input_ids [B, T], shift_labels [B, T] (the label of each position; -100 is ignored), and if documents start inside a
 # row, position_ids [B, T] that restart there or document_starts [B, T].

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from headwater.models.load import TEXT_ENDS, TURN_ENDS
-from headwater.util.deadline import MEGABYTE, SECONDS, within
+from headwater.util.deadline import SECONDS, within
 from headwater.util.errors import HeadwaterError, first_line
 from headwater_lab.data.reading import TOOLS, WithTools
 
@@ -32,6 +32,8 @@ COLUMNS = ("messages", "conversations")
 ROLES = {"human": "user", "gpt": ASSISTANT}
 _MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
+# Characters that encoding and templates are timed by.
+MEGABYTE = 10**6
 # The most characters that a template may write for one of a conversation's, beside a million.
 MOST_ADDED = 100
 

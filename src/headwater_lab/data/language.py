@@ -16,12 +16,12 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from headwater.util.errors import HeadwaterError, nearest, shown
-from headwater.util.files import is_file_name
 from headwater_lab.data.base import ALONE, Batch, DataSettings, Evaluation, Share
 from headwater_lab.data.chat import Encoded
 from headwater_lab.data.corpus import Document
 from headwater_lab.data.rows import RowLayout, Rows, Tokens
 from headwater_lab.data.tokenizer import Encoder, vocabulary
+from headwater_lab.util.names import is_file_name
 
 # Metrics of held-out text; for a domain, METRIC/NAME.
 METRICS = ("bits_per_byte", "loss")

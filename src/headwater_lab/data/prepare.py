@@ -26,9 +26,8 @@ import numpy as np
 
 from headwater import __version__
 from headwater.cost.hardware import cores
-from headwater.util.errors import HeadwaterError, Interrupted
+from headwater.util.errors import HeadwaterError
 from headwater.util.files import STAGING, explaining, flush, replace_text, settled, sha256_of
-from headwater.util.output_folder import LOCK, occupied
 from headwater_lab.data import shards
 from headwater_lab.data.chat import Encoded, as_fields
 from headwater_lab.data.corpus import Document, no_text, too_short
@@ -52,6 +51,8 @@ from headwater_lab.data.shards import (
 )
 from headwater_lab.data.stream import Stream, TextSource
 from headwater_lab.data.tokenizer import Encoder, load_tokenizer
+from headwater_lab.util.endings import Interrupted
+from headwater_lab.util.output_folder import LOCK, occupied
 
 # Bytes of a file to gather before they are written; each domain has four files, of conversations six.
 WRITTEN = 2**17
@@ -112,7 +113,7 @@ def prepare(
             out = settled(out)
             if out.exists() and not out.is_dir():
                 raise _foreign(out)
-            with occupied(out, patience=0, busy="process is preparing"):
+            with occupied(out):
                 names = {path.name for path in out.iterdir() if not path.name.startswith(STAGING)} - {LOCK}
                 if names & {MANIFEST, DOMAINS}:
                     return _finished(out, settings, encoder.separator)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from operator import itemgetter
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -14,13 +15,14 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from headwater.models.load import has_tokenizer, open_tokenizer
-from headwater.util.deadline import encode_in_time
+from headwater.util.deadline import SECONDS, within
 from headwater.util.errors import HeadwaterError
 from headwater.util.hub import check_reachable
-from headwater_lab.data.chat import ChatEncoder, Encoded, copy_backend
+from headwater_lab.data.chat import MEGABYTE, ChatEncoder, Encoded, copy_backend
 from headwater_lab.data.corpus import Document
 from headwater_lab.data.reading import local_path
 
+Ids = TypeVar("Ids")
 END_OF_TEXT = "<|endoftext|>"
 # Tokens, for which memory is taken at once: several times those of the largest models.
 LARGEST_VOCABULARY = 2**22
@@ -132,6 +134,31 @@ def _one_sentence(what: str) -> Iterator[None]:
 def separator(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The token before each document, which also ends the previous one."""
     return tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.bos_token_id
+
+
+def encode_in_time(encode: Callable[[Sequence[str]], Sequence[Ids]], texts: Sequence[str]) -> list[Ids]:
+    """`encode` of the texts. Raises `HeadwaterError` if it takes more than `SECONDS` for a megabyte of them.
+
+    The first megabyte comes first and alone, then twice as much each time, so that this is soon known.
+    """
+    if texts and len(texts[0]) > 2 * MEGABYTE:
+        _timed(encode, [texts[0][:MEGABYTE]])
+    results: list[Ids] = []
+    first, most = 0, MEGABYTE
+    while first < len(texts):
+        last, size = first + 1, len(texts[first])
+        while last < len(texts) and size + len(texts[last]) <= most:
+            size += len(texts[last])
+            last += 1
+        results += _timed(encode, texts[first:last])
+        first, most = last, 2 * most
+    return results
+
+
+def _timed(encode: Callable[[Sequence[str]], Sequence[Ids]], texts: Sequence[str]) -> Sequence[Ids]:
+    seconds = SECONDS * max(1.0, sum(map(len, texts)) / MEGABYTE)
+    what = f"The tokenizer needs more than {SECONDS:g} seconds for a megabyte of this text"
+    return within(seconds, lambda: encode(texts), what)
 
 
 def encode_plainly(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:

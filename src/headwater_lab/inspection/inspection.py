@@ -12,13 +12,13 @@ import torch
 
 from headwater import __version__
 from headwater.models.kinds import AnyModel, is_of_images
-from headwater.util import outputs
 from headwater.util.errors import HeadwaterError
 from headwater_lab.inspection.images import Answered, answered, sample_images
 from headwater_lab.inspection.sample import Sample, repeated, sample
 from headwater_lab.inspection.scalars import Census, Scalars, blocks, census, scalars
 from headwater_lab.inspection.watch import SHOWN, Induction, Read, answers, hooked, induction_scores, logits, read
 from headwater_lab.training.models import Trained
+from headwater_lab.util import outputs
 
 SCHEMA_VERSION = 1
 

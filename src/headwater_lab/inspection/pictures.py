@@ -15,10 +15,10 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
-from headwater.util.outputs import default_style, save_figure
 from headwater_lab.inspection.inspection import Inspection
 from headwater_lab.inspection.tables import MEASURES, named
 from headwater_lab.inspection.watch import SHOWN
+from headwater_lab.util.outputs import default_style, save_figure
 
 # Cell size of a heatmap in inches, and the largest side with a number in each cell.
 CELL_WIDTH, CELL_HEIGHT, NUMBERED = 0.42, 0.26, 24

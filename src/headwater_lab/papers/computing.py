@@ -12,11 +12,11 @@ from matplotlib.figure import Figure
 from headwater.config.presets import preset
 from headwater.config.text import HeadwaterConfig
 from headwater.cost import counts as cost
-from headwater.cost import figure as flops_figure
 from headwater.cost import si
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater_lab.papers import theory
 from headwater_lab.papers.claims import ClaimVerdict
+from headwater_lab.training.estimate import draw_flops
 
 # The growth series of TokenFormer.
 SERIES = ("tokenformer-124m", "tokenformer-354m", "tokenformer-757m", "tokenformer-1.4b")
@@ -166,7 +166,7 @@ def tokenformer_flops() -> Computed:
                 all(a[i] < b[i] for a, b in pairwise(saved) for i in range(len(CONTEXTS))),
             ),
         ],
-        flops_figure(grown | wide, [1024 * i for i in range(33)]),
+        draw_flops(grown | wide, [1024 * i for i in range(33)]),
     )
 
 

@@ -14,7 +14,7 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from headwater.util.errors import HeadwaterError, nearest
-from headwater.util.settings import Settings
+from headwater_lab.util.settings import Settings
 
 TABLES = Path(__file__).parent / "tables"
 ScaleName = Literal["cpu", "gpu", "paper"]

@@ -38,13 +38,14 @@ from headwater.growth.methods import GrowthOptions, KeyInit, TauPolicy
 from headwater.plugins.outside import check_paths, trust_names_in
 from headwater.plugins.registry import MECHANISMS, Registry, as_mapping
 from headwater.util.errors import HeadwaterError, NotTrusted, nearest, sentence, shown
-from headwater.util.files import file_name, is_file_name, local
-from headwater.util.settings import Settings
+from headwater.util.files import local
 from headwater_lab.data.base import Data, DataSettings, DataShape, list_kinds
 from headwater_lab.data.images import ImageSettings
 from headwater_lab.data.language import LanguageSettings
 from headwater_lab.recipe.overrides import merged, overridden, override, plain, read_text
 from headwater_lab.recipe.shipped import shipped_recipes
+from headwater_lab.util.names import file_name, is_file_name
+from headwater_lab.util.settings import Settings
 
 # Names in recipes; outside objects are named "package.module:name", or by an entry point.
 DATA = Registry(

@@ -16,9 +16,7 @@ from jinja2 import Environment, PackageLoader
 from plotly.offline import get_plotlyjs
 
 from headwater.util.errors import HeadwaterError
-from headwater.util.files import file_name
 from headwater.util.layout import top_package
-from headwater.util.outputs import check_replaceable, save_figure, write_text
 from headwater.util.terminal import counted
 from headwater_lab.comparison.scaling import Estimate, Law, scaling_of
 from headwater_lab.reports import words
@@ -28,6 +26,8 @@ from headwater_lab.reports.pictures import curves_picture
 from headwater_lab.reports.prices import prices_of, prices_table, unpriced, where_measured
 from headwater_lab.reports.recipes import differences, flat
 from headwater_lab.training.records import RunRecord
+from headwater_lab.util.names import file_name
+from headwater_lab.util.outputs import check_replaceable, save_figure, write_text
 
 REPORT = "report.html"
 # A cell: its text, or (text, class): better, worse or soft.

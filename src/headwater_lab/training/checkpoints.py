@@ -230,7 +230,7 @@ def write_model(
     """
     target = Path(target)
     weights = model_tensors(model)
-    with staged(target, size_of(weights | (state or {}))) as folder:
+    with staged(target) as folder:
         write_parts(folder, model, tokenizer, history, weights, state)
         write_sums(folder, sums_of(folder, [path.name for path in folder.iterdir()]))
     return target
@@ -587,7 +587,7 @@ class Saver:
         with ExitStack() as undo:
             # The first process makes the folder, and renames or removes it; all write into it.
             undo.push(self.staged)
-            folder = first(fabric, lambda: self.staged.enter_context(staged(target, size_of(tensors), explain)))
+            folder = first(fabric, lambda: self.staged.enter_context(staged(target, explain)))
             shard = Shard(folder) if self.sharded else None
             if shard is not None:
                 with together(fabric), explaining(explain):

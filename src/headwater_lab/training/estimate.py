@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headwater.config.planner import plan_layers
 from headwater.config.presets import PRESETS, preset
@@ -38,6 +38,13 @@ from headwater_lab.recipe.schema import (
 from headwater_lab.recipe.shipped import shipped_recipes
 from headwater_lab.training.checkpoints import history_of, newest_checkpoint
 from headwater_lab.training.models import kernel_for, open_source, step_settings
+from headwater_lab.util.outputs import default_style
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Okabe-Ito, which stays apart for the color-blind.
+COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
 
 
 @dataclass(frozen=True)
@@ -417,3 +424,30 @@ def count_of(given: str | float, what: str) -> float:
     if not 0 < value * factor < float("inf"):
         raise HeadwaterError(f"--{what} ({what}=) takes a number such as 300B or 2e10, not {shown(given)}.")
     return value * factor
+
+
+def draw_flops(configs: Mapping[str, HeadwaterConfig], contexts: Sequence[int]) -> Figure:
+    """Forward FLOPs per token against context, counting full attention as TokenFormer's figure 5 does.
+
+    The slope is the cost of attention between tokens, 4·L·H·d; the height at 0 that of the parameters. Each combination
+    of mechanisms has a line style. Raises `HeadwaterError` for image models.
+    """
+    from matplotlib.figure import Figure
+
+    if any(isinstance(config, HeadwaterVisionConfig) for config in configs.values()):
+        raise HeadwaterError("Only text models have a plot of FLOPs against context.")
+    with default_style():
+        result = Figure(figsize=(8.2, 4.6), layout="constrained")
+        axes = result.subplots()
+        styles: dict[tuple[str, ...], str] = {}
+        for index, (name, config) in enumerate(configs.items()):
+            style = styles.setdefault(tuple(config.mechanisms or {}), ("-", "--", ":", "-.")[len(styles) % 4])
+            flops = [cost.forward_flops_per_token(config, context, causal=False) / 1e9 for context in contexts]
+            axes.plot(contexts, flops, style, color=COLORS[index % len(COLORS)], label=f"\u200a{name}")
+        axes.set_xlabel("context (tokens)")
+        axes.set_ylabel("forward GFLOPs per token, full attention")
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize="small")
+        return result

@@ -30,8 +30,7 @@ from headwater.models.compiling import is_compiled
 from headwater.models.kinds import is_of_images
 from headwater.nn.documents import make_cu_seq_lens, takes_documents
 from headwater.nn.loss import smoothed
-from headwater.util.errors import Diverged, HeadwaterError, Interrupted, sentence
-from headwater.util.process import stop_requests
+from headwater.util.errors import HeadwaterError, sentence
 from headwater.util.seeding import number
 from headwater_lab.data.base import LABELS, Batch, Data, Share, labels_of, main_input, units
 from headwater_lab.data.images.base import UnreadableImage
@@ -64,6 +63,8 @@ from headwater_lab.training.processes import (
 from headwater_lab.training.records import Experiment, RunRecord
 from headwater_lab.training.run_folder import Journal, OnEvent, claimed, full_disk_told_once
 from headwater_lab.training.start import Setup, memory_advice
+from headwater_lab.util.endings import Diverged, Interrupted
+from headwater_lab.util.process import stop_requests
 
 T = TypeVar("T")
 # Threads that hash a batch: pixels at 224 x 224 take a core about a millisecond an image.

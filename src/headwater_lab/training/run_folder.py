@@ -33,7 +33,6 @@ from headwater.models.compiling import is_compiled
 from headwater.models.kinds import unit_of
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import disk_problem, explaining, read_bytes, replace_text, settled
-from headwater.util.output_folder import LOCK, keep, occupied
 from headwater_lab.data.base import Evaluation
 from headwater_lab.recipe.schema import Recipe
 from headwater_lab.training.checkpoints import STAGES, Progress, checkpoints, newest_whole, tidy, withdraw_model
@@ -54,6 +53,7 @@ from headwater_lab.training.records import (
     write_record,
 )
 from headwater_lab.training.start import KEPT, MADE, Setup, trained_event
+from headwater_lab.util.output_folder import LOCK, keep, occupied
 
 METRICS, MARK = "metrics.jsonl", ".headwater"
 
@@ -62,7 +62,7 @@ METRICS, MARK = "metrics.jsonl", ".headwater"
 def locked(run: Path, nested: bool = False) -> Iterator[None]:
     """Lock a run's folder; nested: as `occupied`. Raises `HeadwaterError` as `check_ours`."""
     check_ours(run)
-    with occupied(run, nested=nested, busy="run is writing to"):
+    with occupied(run, nested=nested):
         check_ours(run)  # another process may have been faster
         yield
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -55,30 +54,12 @@ def check_cuts(config: HeadwaterConfig, stages: Sequence[Sequence[str]]) -> None
         if name.startswith("layers.")
     }
     stage_of[-1] = 0
-
-    def crossing(config: HeadwaterConfig) -> tuple[int, int] | None:
-        """The first block that reads from another stage, and where it reads."""
-        for plan in plan_layers(config):
-            for source in plan.reads:
-                if stage_of[source.layer] != stage_of[plan.index]:
-                    return plan.index, source.layer
-        return None
-
-    found = crossing(config)
-    if found is None:
-        return
-    guilty = [name for name in config.mechanisms if crossing(_with(config, name)) is not None]
-    block, source = found
-    raise HeadwaterError(
-        f"A pipeline's stages pass on the residual stream alone, and {' and '.join(guilty or config.mechanisms)} reads "
-        f"in block {block} what {f'block {source}' if source >= 0 else 'the first stage'} computed; set "
-        "pipeline_parallel_degree to 1, or cut the stages so that these blocks are in one "
-        "(module_fqns_per_model_part)."
-    )
-
-
-def _with(config: HeadwaterConfig, name: str) -> HeadwaterConfig:
-    """The same config with this mechanism alone."""
-    alone = copy.copy(config)
-    alone.__dict__["mechanisms"] = {name: config.mechanisms[name]}
-    return alone
+    for plan in plan_layers(config):
+        for source in plan.reads:
+            if stage_of[source.layer] != stage_of[plan.index]:
+                raise HeadwaterError(
+                    f"A pipeline's stages pass on the residual stream alone, and block {plan.index} reads what "
+                    f"{f'block {source.layer}' if source.layer >= 0 else 'the first stage'} computed (mechanisms: "
+                    f"{', '.join(config.mechanisms)}); set pipeline_parallel_degree to 1, or cut the stages so that "
+                    "these blocks are in one (module_fqns_per_model_part)."
+                )

@@ -12,7 +12,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from headwater.util.settings import Settings
+from headwater_lab.util.settings import Settings
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
@@ -13,7 +14,6 @@ import torch
 from pydantic import Field
 
 from headwater.util.errors import HeadwaterError, first_line, nearest, shown
-from headwater.util.files import is_inside
 from headwater.util.hub import check_reachable
 from headwater_lab.data.base import register_kind
 from headwater_lab.data.hosted import check_card, check_saved, downloads
@@ -289,7 +289,8 @@ def _read_row(rows: Any, column: str, where: str, roots: Sequence[Path], number:
         return found["bytes"]
     name = found["path"]
     files = [root / name for root in roots]
-    inside = next((file for file, root in zip(files, roots, strict=True) if is_inside(file, root)), None)
+    real = [(Path(os.path.realpath(file)), os.path.realpath(root)) for file, root in zip(files, roots, strict=True)]
+    inside = next((file for file, (path, root) in zip(files, real, strict=True) if path.is_relative_to(root)), None)
     if inside is None or "://" in name or "::" in name:
         raise UnreadableImage(
             f"Row {number} of {where!r} names {shown(name)}, which is not a file of the dataset; put the images into "

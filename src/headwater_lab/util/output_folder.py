@@ -25,21 +25,13 @@ _stays: dict[tuple[Path, int], bool] = {}
 
 
 @contextmanager
-def occupied(
-    folder: Path,
-    *,
-    empty: bool = False,
-    nested: bool = False,
-    patience: float | None = None,
-    busy: str = "command is writing to",
-) -> Iterator[None]:
+def occupied(folder: Path, *, empty: bool = False, nested: bool = False) -> Iterator[None]:
     """Lock a folder, which is created if it is missing.
 
     If the block raises before `keep` is called, what is new in the folder is removed, and the folder if it was created
     here.
 
-    empty: the folder must hold nothing. nested: do nothing if a caller in this thread has locked it. patience: seconds
-    to wait for another process. busy: what that one does, for the message.
+    empty: the folder must hold nothing. nested: do nothing if a caller in this thread has locked it.
     Raises `HeadwaterError` if another process has locked the folder, or if it cannot be created.
     """
     folder = settled(folder)
@@ -49,7 +41,7 @@ def occupied(
         return
     new, stays = missing_folders(folder), False
     try:
-        lock = _acquire(folder, PATIENCE if patience is None else patience, busy)
+        lock = _acquire(folder)
         try:
             before = {path.name for path in folder.iterdir()} - {LOCK}
             _stays[key] = False
@@ -80,9 +72,9 @@ def keep(folder: Path) -> None:
             _stays[path, thread] = True
 
 
-def _acquire(folder: Path, patience: float, busy: str) -> FileLock:
+def _acquire(folder: Path) -> FileLock:
     """The lock of a folder, which is created too. Raises `HeadwaterError`."""
-    end = time.monotonic() + patience
+    end = time.monotonic() + PATIENCE
     lock = FileLock(folder / LOCK)
     while True:
         try:
@@ -95,16 +87,17 @@ def _acquire(folder: Path, patience: float, busy: str) -> FileLock:
             if time.monotonic() < end:
                 time.sleep(0.05)
                 continue
-            raise HeadwaterError(f"Another {busy} {str(folder)!r}; wait for it, or choose another --out.") from None
+            raise HeadwaterError(
+                f"Another command is writing to {str(folder)!r}; wait for it, or choose another --out."
+            ) from None
         except NotImplementedError as error:
             raise HeadwaterError(
                 f"The file system of {str(folder)!r} does not support locks (flock), which keep two runs apart; "
                 f"choose another --out."
             ) from error
-        except FileNotFoundError as error:  # removed by a command that was refused, after it was made here
-            if time.monotonic() > end + 1:
-                raise HeadwaterError(f"The folder {str(folder)!r} cannot be created: {error.strerror}.") from error
         except OSError as error:
+            if isinstance(error, FileNotFoundError) and time.monotonic() < end + 1:
+                continue  # removed by a command that was refused, after it was made here
             raise HeadwaterError(f"The folder {str(folder)!r} cannot be created: {error.strerror}.") from error
 
 

@@ -1,6 +1,6 @@
 """The command line as a process: signals, standard streams, the working directory.
 
-`headwater` imports this before anything that takes time. It acts only if the process is the command line,
+`headwater_lab` imports this before anything that takes time. It acts only if the process is the command line,
 not in a program that uses the library.
 """
 
@@ -36,9 +36,6 @@ def begin() -> None:
     gc.set_threshold(50_000, 20, 20)  # garbage collection during imports takes a tenth of a command's start-up time
     os.environ["PYTHONSAFEPATH"] = "1"  # processes that this one starts look for no modules in the current folder
     _open_streams()
-    for name, least in (("COLUMNS", 20), ("LINES", 1)):
-        if not _is_size(os.environ.get(name, ""), least):
-            os.environ.pop(name, None)  # too narrow to print anything, or too large for rich
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
             if signal.getsignal(number) != signal.SIG_IGN:  # as shells do for background jobs
@@ -49,11 +46,6 @@ def begin() -> None:
     except OSError:
         print("headwater: The working directory no longer exists; change to one that does.", file=sys.stderr)
         sys.exit(2)
-
-
-def _is_size(text: str, least: int) -> bool:
-    """Whether a variable is a terminal's width or height: an ASCII number of at most four digits."""
-    return text.isascii() and text.isdigit() and len(text) <= 4 and int(text) >= least
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
