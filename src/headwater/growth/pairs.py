@@ -56,8 +56,7 @@ def pairs_of(model: HeadwaterPreTrainedModel | HeadwaterConfig) -> Counts:
     if not has_pairs(config):
         raise HeadwaterError(
             "This model has linear layers and no parameter tokens (mechanism 'pattention') to add or remove; give "
-            "its new layers or widths (`headwater grow --help`), or convert it with `headwater retrofit "
-            "--parameter-tokens`."
+            "its new layers or widths (`headwater grow --help`)."
         )
     options = options_of(config)
     return {which: Pattention.pairs(options, config, which) for which in MAPS}
