@@ -272,7 +272,7 @@ def from_transformers(source: str | Path | PreTrainedModel, family: str | None =
     """
     trust_names_in(family)
     model = source if isinstance(source, PreTrainedModel) else load_transformers(source, family)
-    known = _family(family or model.config.model_type)
+    known = find_family(family or model.config.model_type)
     if not isinstance(model, known.model):
         raise HeadwaterError(_other_head(type(model).__name__, known))
     config = known.read_config(model.config)
@@ -287,7 +287,7 @@ def to_transformers(model: HeadwaterPreTrainedModel, family: str) -> PreTrainedM
     family cannot express, such as its mechanisms.
     """
     trust_names_in(family)
-    chosen = _family(family)
+    chosen = find_family(family)
     if not isinstance(model, chosen.ours):
         raise HeadwaterError(f"A {type(model).__name__} has no {chosen.name} format; choose a family of its kind.")
     config = chosen.write_config(model.config)
@@ -319,23 +319,19 @@ def assemble(
     return model.to(like.device).train(like.training)
 
 
-def _family(name: str) -> Family:
+def find_family(name: str) -> Family:
+    """The family that a user or a file names. Raises `HeadwaterError` unless it is known, installed or trusted."""
     if not isinstance(name, str) or not (":" in name or name in _REGISTRY.names):
         advice = _OTHER_WAYS.get(str(name)) or f"known names: {', '.join(sorted(_REGISTRY.names))}."
         raise HeadwaterError(f"Models of type {name!r} cannot be converted; {advice}")
     return _REGISTRY.resolve(name)
 
 
-def check_family(name: str) -> None:
-    """Raise `HeadwaterError` unless a family that a file names exists, and is headwater's own, installed or trusted."""
-    _family(name)
-
-
 def _of_checkpoint(family: str | None, kind: str, config: dict[str, Any]) -> Family:
     """The family of a checkpoint: the one that is asked for, else that of its config.json, whose type is `kind`."""
     if family and kind not in _OTHER_WAYS:
-        return _family(family)
-    known = _family(kind)
+        return find_family(family)
+    known = find_family(kind)
     # Of text, the model without its head says so by the weights, and one whose head is tied to the embedding is whole.
     saved = config.get("architectures")
     if known.ours is not HeadwaterForCausalLM and saved and known.model.__name__ not in saved:

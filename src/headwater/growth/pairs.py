@@ -131,19 +131,16 @@ class TauAnnealing:
         8.0
     """
 
-    def __init__(self, model: HeadwaterPreTrainedModel, ways: dict[str, tuple[float, float]] | None = None) -> None:
-        """ways: τ's first and last value by module name; default: from its current value to the default."""
-        self.modules = {name: module for name, module in model.named_modules() if isinstance(module, Pattention)}
-        given = {name: module.way() for name, module in self.modules.items()} if ways is None else ways
-        self.ways = {name: way for name, way in given.items() if way is not None}
-        self.scales = {name: self.modules[name].scale for name in self.ways}
+    def __init__(self, model: HeadwaterPreTrainedModel) -> None:
+        maps = [module for module in model.modules() if isinstance(module, Pattention)]
+        self.ways = {module: way for module in maps if (way := module.way()) is not None}
 
     def put(self, done: float) -> None:
         """Set τ for this part of the annealing, from 0; 1 and more is the end. Raises `HeadwaterError` for less."""
         if not done >= 0:
             raise HeadwaterError(f"The part of the annealing that is done must be 0 or more, not {done}.")
-        for name, way in self.ways.items():
-            self.modules[name].anneal(way, done)
+        for module, way in self.ways.items():
+            module.anneal(way, done)
 
 
 def shrink(
@@ -323,15 +320,10 @@ def added_config(
 
 
 def copied(model: Model) -> Model:
-    """An independent copy of a model: parameters, config and all."""
-    gradients = {parameter: parameter.grad for parameter in model.parameters()}
-    try:
-        for parameter in gradients:  # which would be copied along
-            parameter.grad = None
-        return copy.deepcopy(model)
-    finally:
-        for parameter, gradient in gradients.items():
-            parameter.grad = gradient
+    """An independent copy of a model, without gradients."""
+    twin = copy.deepcopy(model)
+    twin.zero_grad()
+    return twin
 
 
 def _counts(counts: Counts, attention: int | None, feed_forward: int | None) -> Counts:
