@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -111,8 +111,6 @@ def finished(model: HeadwaterForCausalLM) -> HeadwaterForCausalLM:
     Raises `HeadwaterError` if it is still on its way, or was never blended.
     """
     finished_config(model.config)  # which says so if there is none
-    options = way_of(model.config)
-    assert options is not None
     weights = {float(module.weight) for module in model.modules() if isinstance(module, Blend)}
     if min(weights, default=1.0) < 1:
         raise HeadwaterError(
@@ -123,7 +121,7 @@ def finished(model: HeadwaterForCausalLM) -> HeadwaterForCausalLM:
     config._attn_implementation = model.config._attn_implementation
     own = {name: tensor for name, tensor in own_tensors(model).items() if f".{BLEND}." not in name}
     pooled = assemble(type(model), config, pooled_tensors(own, model.config), model)
-    given = options["mechanisms"]
+    given = (way_of(model.config) or {})["mechanisms"]
     return add_mechanisms(pooled, given, allow_change=True) if given else pooled
 
 
@@ -142,30 +140,25 @@ def group_of(config: HeadwaterConfig) -> int:
     return Blend.group_of(way_of(config) or {}, config)
 
 
-def mean_of(name: str, heads: Tensor) -> Tensor:
-    """One head of each group: weights [groups, heads, …] -> [groups, …]."""
-    return heads.mean(1)
-
-
-def state_of_mean(name: str, heads: Tensor) -> Tensor:
-    """The same for Adam's averages. Each head's gradient is that of the mean, divided by how many heads there are."""
-    return heads.mean(1) * float(heads.shape[1]) ** (2 if name.endswith("exp_avg_sq") else 1)
-
-
 def pooled_tensors(
-    tensors: Mapping[str, Tensor], config: HeadwaterConfig, pool: Callable[[str, Tensor], Tensor] = mean_of
+    tensors: Mapping[str, Tensor], config: HeadwaterConfig, are_state: bool = False
 ) -> dict[str, Tensor]:
-    """Tensors of a blended model, by name; those of its key and value projections with one head for each group."""
+    """Tensors of a blended model, by name; those of its key and value projections with one head for each group.
+
+    are_state: they are Adam's averages, where each head's gradient is that of the mean, divided by how many heads there
+    are.
+    """
     group, heads = group_of(config), int(config.num_key_value_heads or 0)
-    if group == 1:
-        return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
-    def made(name: str, x: Tensor) -> Tensor:
-        if not (".k_proj." in name or ".v_proj." in name) or x.ndim == 0 or x.shape[0] % heads:
-            return x.detach().clone()
-        return pool(name, x.detach().unflatten(0, (heads // group, group, -1))).flatten(0, 1)
+    def pooled(name: str, x: Tensor) -> Tensor:
+        x = x.detach()
+        if group == 1 or not (".k_proj." in name or ".v_proj." in name) or x.ndim == 0 or x.shape[0] % heads:
+            return x.clone()
+        mean = x.unflatten(0, (heads // group, group, -1)).mean(1)
+        power = (2 if name.endswith("exp_avg_sq") else 1) if are_state else 0
+        return (mean * float(group) ** power).flatten(0, 1)
 
-    return {name: made(name, tensor) for name, tensor in tensors.items()}
+    return {name: pooled(name, tensor) for name, tensor in tensors.items()}
 
 
 def finished_state(state: Mapping[str, Tensor], before: HeadwaterForCausalLM, after: HeadwaterForCausalLM) -> dict:
@@ -173,7 +166,7 @@ def finished_state(state: Mapping[str, Tensor], before: HeadwaterForCausalLM, af
     config, shapes = before.config, {name: parameter.shape for name, parameter in after.named_parameters()}
     plans = list(zip(plan_layers(narrow_config(config)), after.plans, strict=True))
     found = {}
-    for name, tensor in pooled_tensors(state, config, state_of_mean).items():
+    for name, tensor in pooled_tensors(state, config, are_state=True).items():
         parameter = name.removeprefix("optimizer.").rpartition(".")[0]
         if tensor.shape == (1,) and parameter in shapes:
             found[name] = tensor

@@ -149,17 +149,12 @@ def growth_of(config: HeadwaterConfig, options: GrowthOptions) -> Larger:
 
 
 def _check_larger(config: HeadwaterConfig, given: dict[str, int]) -> None:
-    """Raise `HeadwaterError` for a size that would shrink or is out of bounds, or if none would grow."""
+    """Raise `HeadwaterError` for a size that would shrink or is out of bounds."""
     for name, size in given.items():
         if size < getattr(config, name):
             raise HeadwaterError(f"{name} would shrink from {getattr(config, name)} to {size}; give at least as much.")
         if size > (most := MOST.get(name, _MOST_CHANNELS)):
             raise HeadwaterError(f"{name} must be at most {most:,}, not {size:,}.")
-    if all(size == getattr(config, name) for name, size in given.items()):
-        raise HeadwaterError(
-            "Nothing would grow: give more layers (num_hidden_layers), a larger hidden_size or intermediate_size, more "
-            "heads (num_attention_heads), or more pairs of a model with parameter tokens."
-        )
 
 
 def _scale_kv_heads(config: HeadwaterConfig, given: dict[str, int]) -> dict[str, int]:
