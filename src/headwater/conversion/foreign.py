@@ -110,11 +110,11 @@ def _known(layout: str | None, tensors: Tensors, path: Path) -> Layout:
 
 def _fill(model: HeadwaterForCausalLM, tensors: Tensors, layout: Layout) -> HeadwaterForCausalLM:
     """The model with the tensors copied in. Raises `HeadwaterError` if names or shapes do not match."""
-    sources = {name: layout.source(name, model.config) for name in model.state_dict()}
-    used = {name: source for name, source in sources.items() if source is not None}
-    for name, _ in used.values():
-        _take(tensors, name)
-    wanted = {name for name, _ in used.values()}
+    state = model.state_dict()
+    sources = {name: source for name in state if (source := layout.source(name, model.config)) is not None}
+    for foreign, _ in sources.values():
+        _take(tensors, foreign)
+    wanted = {foreign for foreign, _ in sources.values()}
     if model.config.tie_word_embeddings:
         wanted.add("lm_head.weight")  # which may be written out all the same
     for name in tensors:
@@ -123,16 +123,14 @@ def _fill(model: HeadwaterForCausalLM, tensors: Tensors, layout: Layout) -> Head
                 f"The checkpoint has a tensor {name!r} that is not part of this layout; remove it if the function "
                 f"does not need it, or add the config it belongs to."
             )
-    for name, target in model.state_dict().items():
-        if name in used:
-            foreign, make = used[name]
-            given = make(tensors[foreign])
-            if given.shape != target.shape:
-                raise HeadwaterError(
-                    f"Tensor {foreign!r} has the shape {list(tensors[foreign].shape)}, which does not match "
-                    f"{list(target.shape)} of {name}; check the sizes in the config and the keywords."
-                )
-            target.copy_(given)
+    for name, (foreign, make) in sources.items():
+        tensor = make(tensors[foreign])
+        if tensor.shape != state[name].shape:
+            raise HeadwaterError(
+                f"Tensor {foreign!r} has the shape {list(tensors[foreign].shape)}, which does not match "
+                f"{list(state[name].shape)} of {name}; check the sizes in the config and the keywords."
+            )
+        state[name].copy_(tensor)
     return model
 
 
