@@ -158,7 +158,7 @@ def carried(state: dict[str, Tensor], model: Model, large: Model, options: Growt
     What layers that add nothing are made from has no gradient yet. New elements have an average of zero, and of squares
     the mean of the old ones: Adam counts steps once per tensor, so zeros would look like gradients known to be small,
     and the first updates would be too large. A parameter with no counterpart has been stepped 0 times, and nothing
-    else: `training.checkpoints.begin_with` begins its averages.
+    else: `training.checkpoints.begin_with` begins its averages. state: not empty.
     """
     growth = growth_of(model.config, options)
     moves = Moves(model, large, growth)
@@ -166,14 +166,14 @@ def carried(state: dict[str, Tensor], model: Model, large: Model, options: Growt
     kinds = {name.rpartition(".")[2] for name in state}
     for name, parameter in large.named_parameters():
         old = moves.old_name(name)
-        if state and old not in moves.names:
+        if old not in moves.names:
             made[f"optimizer.{name}.step"] = torch.zeros(1)
         for kind in sorted(kinds):
             tensor = state.get(f"optimizer.{old}.{kind}")
             if tensor is None:
                 continue
             key = f"optimizer.{name}.{kind}"
-            is_count = kind == "step" or (tensor.shape == (1,) and moves.names[old].shape != (1,))
+            is_count = kind == "step" or tensor.shape == (1,) != moves.names[old].shape
             if is_count or (not options.sizes and tensor.shape == parameter.shape):
                 made[key] = tensor.clone()
                 continue

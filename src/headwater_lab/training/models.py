@@ -182,7 +182,7 @@ def changed(trained: Trained, change: Change, rows: Tensor | None = None) -> Tra
     arguments, options = change.grow.model_dump(), change.grow.options
     model = grow(trained.model, **arguments)
     learns = all(parameter.requires_grad for version in (trained.model, model) for parameter in version.parameters())
-    state = carried(trained.state, trained.model, model, options) if learns else {}
+    state = carried(trained.state, trained.model, model, options) if trained.state and learns else {}
     adds_pairs = options.attention_pairs is not None or options.ffn_pairs is not None or not options.sizes
     details = {
         name: value
