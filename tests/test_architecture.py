@@ -24,7 +24,6 @@ KNOW_MECHANISMS = (
     "headwater/mechanisms/",
     "headwater/config/presets.py",
     "headwater/growth/pairs.py",
-    "headwater/conversion/parameter_tokens.py",
     "headwater/conversion/foreign.py",
     "headwater/testing/naive.py",
 )

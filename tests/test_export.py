@@ -15,7 +15,7 @@ from apart import apart
 from conftest import build, config, tokens
 from headwater import HeadwaterConfig, HeadwaterError, HeadwaterForCausalLM, HeadwaterModel
 from headwater.config import auto_map
-from headwater.conversion.export import export, write_code
+from headwater.conversion.export import export
 from headwater.models import remote_code
 from headwater.plugins.registry import REGISTRY
 
@@ -210,7 +210,7 @@ def test_what_was_exported_is_saved_as_an_export(tmp_path: Path, model: Headwate
 
 
 def test_transformers_finds_every_file_and_nothing_else_is_needed(tmp_path: Path) -> None:
-    write_code(tmp_path)
+    remote_code.write_code(tmp_path)
     entry = tmp_path / "modeling_headwater.py"
     assert {Path(file).name for file in get_relative_import_files(entry)} | {entry.name} == files(tmp_path).keys()
     for target in REGISTRY.values():

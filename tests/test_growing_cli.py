@@ -100,12 +100,6 @@ class TestGrow:
         assert len(err.strip().splitlines()) == 1
         assert not (tmp_path / "x").exists()
 
-    def test_no_pairs_are_out_of_the_range(self, run, llama, tmp_path):
-        code, _, err = run("retrofit", llama, "--attention-pairs", 0, "--out", tmp_path / "x")
-        assert code == 2
-        assert "Invalid value for '--attention-pairs'" in err
-        assert not (tmp_path / "x").exists()
-
     def test_a_model_of_linear_maps_and_a_damaged_one_are_refused(self, run, tmp_path, small):
         write_model(tmp_path / "linear", shared())
         for (command, *to), said in (
@@ -393,18 +387,6 @@ class TestRetrofit:
         assert code == 2
         assert "leave out --family" in err
 
-    @pytest.mark.slow
-    def test_parameter_tokens_stand_for_linear_maps_and_the_report_says_how_well(self, run, llama, tmp_path):
-        text = tmp_path / "text.txt"
-        text.write_text("".join(f"{i} squared is {i * i}. " for i in range(300)))
-        code, out, err = run("retrofit", llama, "--parameter-tokens", "--text", text, "--out", tmp_path / "pairs")
-        assert code == 0, err
-        assert "query" in out
-        assert "feed-forward" in out
-        moved = history_of(tmp_path / "pairs")[-1].details["parameter_tokens"]
-        assert f"{moved['loss_before']:.4f} → {moved['loss_after']:.4f}" in out
-        assert run("grow", tmp_path / "pairs", "attention_pairs=90", "--out", tmp_path / "grown")[0] == 0
-
     @pytest.mark.sampled(3)
     @pytest.mark.parametrize(
         ("arguments", "said"),
@@ -414,11 +396,8 @@ class TestRetrofit:
             (["--mechanism", "kv_shif"], "did you mean"),
             (["--mechanism", "kv_shift={a"], "not valid YAML"),
             (["--mechanism", "kv_shift=3"], "a mapping"),
-            (["--mechanism", "pattention"], "--parameter-tokens"),
-            (["--attention-pairs", 9], "--parameter-tokens"),
-            (["--parameter-tokens", "--text", __file__, "--attention-pairs", 2**31 - 1], "GB of memory"),
+            (["--mechanism", "pattention"], "replaces the model's linear layers"),
             (["--layout", "resformer", "--set", "nope=1"], "no field 'nope'"),
-            (["--parameter-tokens"], "--text"),
             (["--set", "head_dim=8"], "--layout"),
             (["--mechanism", "kv_shift", "--mechanism", "kv_shift={window: 3}"], "twice"),
             (["--mechanism", "kv_shift={windw: 3}"], "window"),
@@ -509,7 +488,7 @@ def test_no_command_writes_into_its_source(run, small, tmp_path, place):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--mechanism", "kv_shift", "--rows", 4000], "--rows has no effect without --text or --parameter-tokens"),
+        (["--mechanism", "kv_shift", "--rows", 4000], "--rows has no effect without --text"),
         (["--layout", "resformer", "--family", "gpt2"], "--family has no effect with --layout"),
         (["--allow-change"], "--allow-change has no effect without --mechanism"),
     ],

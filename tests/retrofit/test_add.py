@@ -221,7 +221,7 @@ def test_heads_that_are_still_built_keep_their_rows():
         ({"kv_shft": {}}, "did you mean 'kv_shift'"),
         ({"kv_shift": {"windw": 3}}, "did you mean 'window'"),
         ({"dense_former": {}}, "already has mechanism 'dense_former'"),
-        ({"pattention": {}}, "--parameter-tokens"),
+        ({"pattention": {}}, "replaces the model's linear layers"),
         ({"value_residual": {"source": 7}}, "source must be a layer"),
         ({"value_residual": {"weight": 0.5, "mode": "learnable"}}, "--allow-change|no fixed weight"),
     ],

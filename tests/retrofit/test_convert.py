@@ -40,7 +40,6 @@ from headwater.conversion.convert import (
     pooled_tensors,
     rotations,
     similarity,
-    state_of_mean,
     turned,
 )
 from headwater.cost.counts import training_flops_per_token
@@ -181,7 +180,7 @@ def test_the_state_of_pooled_heads_is_that_of_their_mean():
             optimizer.zero_grad()
     name = "optimizer.model.layers.0.self_attn.k_proj.weight"
     states = [optimizer.state[p] for optimizer, p in zip(optimizers, (wide, narrow), strict=True)]
-    found = pooled_tensors({f"{name}.{key}": states[0][key] for key in ("exp_avg", "exp_avg_sq")}, made, state_of_mean)
+    found = pooled_tensors({f"{name}.{key}": states[0][key] for key in ("exp_avg", "exp_avg_sq")}, made, are_state=True)
     for key in ("exp_avg", "exp_avg_sq"):
         assert_near(found[f"{name}.{key}"], states[1][key], 1e-14)
 

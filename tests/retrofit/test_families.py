@@ -369,7 +369,7 @@ def test_more_tensors_than_the_familys():
             dict(model_type="bert"),
             "'bert' cannot be converted; known names: deit, gemma, gemma2",
         ),
-        ("llama", dict(model_type="llma"), "did you mean 'llama'"),
+        ("llama", dict(model_type="llma"), "'llma' cannot be converted; known names: deit"),
         ("llama", dict(model_type="baichuan_m1"), "'baichuan_m1' cannot be converted; read it with --layout"),
         ("llama", dict(model_type="gemma3"), "'gemma3' cannot be converted; only Gemma 3's text model"),
         ("llama", dict(model_type="headwater"), "'headwater' cannot be converted"),
@@ -416,7 +416,7 @@ def test_models_of_another_kind():
         from_transformers(GPT2Model(CASES["gpt2"]))
     with pytest.raises(HeadwaterError, match="'bert' cannot be converted"):
         from_transformers(AutoModelForCausalLM.from_config(BertConfig(hidden_size=24, num_hidden_layers=1)))
-    with pytest.raises(HeadwaterError, match="'lama' cannot be converted; did you mean 'llama'"):
+    with pytest.raises(HeadwaterError, match="'lama' cannot be converted; known names: deit"):
         to_transformers(build(), "lama")
 
 
@@ -502,22 +502,3 @@ def test_every_field_is_spoken_of():
         biases = {"norm_bias", "final_norm_bias"} if family.fixed["norm"] == "rms_norm" else set()
         own = {name for name in HeadwaterConfig.__annotations__ if name in HeadwaterConfig().to_dict()}
         assert own - known - derived - biases - {"default_theta"} == set()
-
-
-@pytest.mark.parametrize(
-    ("name", "fields", "reason"),
-    [
-        ("mixtral", dict(num_local_experts=8), "mixture of experts"),
-        ("dbrx", dict(ffn_config=dict(moe_num_experts=16)), "mixture of experts"),
-        ("hunyuan_v1_moe", {}, "mixture of experts"),
-        ("deepseek_v3", dict(kv_lora_rank=16, n_routed_experts=None), "multi-head latent attention"),
-        ("gemma4_text", {}, "norms of values, scales of blocks"),
-        ("gemma4", dict(text_config=dict(num_experts=4)), "mixture of experts"),
-        ("gemma3n_text", {}, "AltUp"),
-    ],
-)
-def test_parts_that_headwater_does_not_have(name, fields, reason, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(dict(model_type=name) | fields))
-    with pytest.raises(HeadwaterError, match=f"'{name}' cannot be converted: headwater has no {reason}") as error:
-        from_transformers(tmp_path)
-    assert one_sentence(error)

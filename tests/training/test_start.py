@@ -322,7 +322,7 @@ def test_annealing_ends_where_it_goes_and_goes_nowhere_for_a_model_at_home(base)
     annealing = TauAnnealing(grow(model, 12))
     assert len(annealing.ways) == 8, "the feed-forwards did not grow"
     annealing.put(7.0)
-    assert [float(scale.tau) for scale in annealing.scales.values()] == pytest.approx([12**0.5] * 8)
+    assert [float(module.scale.tau) for module in annealing.ways] == pytest.approx([12**0.5] * 8)
 
 
 def word_tokenizer(folder, words=30, added=()) -> PreTrainedTokenizerFast:

@@ -68,8 +68,7 @@ def _options(name: str, given: dict[str, Any] | None, config: HeadwaterConfig, a
     options, width = parse_options(kind, given), config.hidden_size
     if any(replaces_linear(kind, options, config, 0, part, width) for part in get_args(Map)):
         raise HeadwaterError(
-            f"Mechanism {name!r} replaces the model's linear layers and cannot be added to them; convert them with "
-            f"--parameter-tokens."
+            f"Mechanism {name!r} replaces the model's linear layers and cannot be added to them; train a model with it."
         )
     identity = kind.find_identity_options(given or {}) if isinstance(kind, AddsToTrainedModel) else None
     if identity is None and not allow_change:

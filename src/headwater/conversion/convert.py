@@ -17,8 +17,8 @@ turned towards the first of their group (for GQA as in arXiv 2412.20677).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -111,8 +111,6 @@ def finished(model: HeadwaterForCausalLM) -> HeadwaterForCausalLM:
     Raises `HeadwaterError` if it is still on its way, or was never blended.
     """
     finished_config(model.config)  # which says so if there is none
-    options = way_of(model.config)
-    assert options is not None
     weights = {float(module.weight) for module in model.modules() if isinstance(module, Blend)}
     if min(weights, default=1.0) < 1:
         raise HeadwaterError(
@@ -123,7 +121,7 @@ def finished(model: HeadwaterForCausalLM) -> HeadwaterForCausalLM:
     config._attn_implementation = model.config._attn_implementation
     own = {name: tensor for name, tensor in own_tensors(model).items() if f".{BLEND}." not in name}
     pooled = assemble(type(model), config, pooled_tensors(own, model.config), model)
-    given = options["mechanisms"]
+    given = (way_of(model.config) or {})["mechanisms"]
     return add_mechanisms(pooled, given, allow_change=True) if given else pooled
 
 
@@ -142,30 +140,25 @@ def group_of(config: HeadwaterConfig) -> int:
     return Blend.group_of(way_of(config) or {}, config)
 
 
-def mean_of(name: str, heads: Tensor) -> Tensor:
-    """One head of each group: weights [groups, heads, …] -> [groups, …]."""
-    return heads.mean(1)
-
-
-def state_of_mean(name: str, heads: Tensor) -> Tensor:
-    """The same for Adam's averages. Each head's gradient is that of the mean, divided by how many heads there are."""
-    return heads.mean(1) * float(heads.shape[1]) ** (2 if name.endswith("exp_avg_sq") else 1)
-
-
 def pooled_tensors(
-    tensors: Mapping[str, Tensor], config: HeadwaterConfig, pool: Callable[[str, Tensor], Tensor] = mean_of
+    tensors: Mapping[str, Tensor], config: HeadwaterConfig, are_state: bool = False
 ) -> dict[str, Tensor]:
-    """Tensors of a blended model, by name; those of its key and value projections with one head for each group."""
+    """Tensors of a blended model, by name; those of its key and value projections with one head for each group.
+
+    are_state: they are Adam's averages, where each head's gradient is that of the mean, divided by how many heads there
+    are.
+    """
     group, heads = group_of(config), int(config.num_key_value_heads or 0)
-    if group == 1:
-        return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
-    def made(name: str, x: Tensor) -> Tensor:
-        if not (".k_proj." in name or ".v_proj." in name) or x.ndim == 0 or x.shape[0] % heads:
-            return x.detach().clone()
-        return pool(name, x.detach().unflatten(0, (heads // group, group, -1))).flatten(0, 1)
+    def pooled(name: str, x: Tensor) -> Tensor:
+        x = x.detach()
+        if group == 1 or not (".k_proj." in name or ".v_proj." in name) or x.ndim == 0 or x.shape[0] % heads:
+            return x.clone()
+        mean = x.unflatten(0, (heads // group, group, -1)).mean(1)
+        power = (2 if name.endswith("exp_avg_sq") else 1) if are_state else 0
+        return (mean * float(group) ** power).flatten(0, 1)
 
-    return {name: made(name, tensor) for name, tensor in tensors.items()}
+    return {name: pooled(name, tensor) for name, tensor in tensors.items()}
 
 
 def finished_state(state: Mapping[str, Tensor], before: HeadwaterForCausalLM, after: HeadwaterForCausalLM) -> dict:
@@ -173,7 +166,7 @@ def finished_state(state: Mapping[str, Tensor], before: HeadwaterForCausalLM, af
     config, shapes = before.config, {name: parameter.shape for name, parameter in after.named_parameters()}
     plans = list(zip(plan_layers(narrow_config(config)), after.plans, strict=True))
     found = {}
-    for name, tensor in pooled_tensors(state, config, state_of_mean).items():
+    for name, tensor in pooled_tensors(state, config, are_state=True).items():
         parameter = name.removeprefix("optimizer.").rpartition(".")[0]
         if tensor.shape == (1,) and parameter in shapes:
             found[name] = tensor
@@ -203,28 +196,6 @@ def _check_pooling(model: HeadwaterForCausalLM) -> None:
 # How alike
 
 
-@contextmanager
-def _projections(model: HeadwaterForCausalLM) -> Iterator[list[dict[str, list[Tensor]]]]:
-    """What the layers' key and value projections give during forward passes, [tokens, heads, d] of each row."""
-    found: list[dict[str, list[Tensor]]] = [{"k": [], "v": []} for _ in model.model.layers]
-    handles = []
-    for layer, attention in enumerate(_attentions(model)):
-        for part, keep in found[layer].items():
-            width, module = attention.head_dim, getattr(attention, f"{part}_proj")
-
-            def hook(_: Any, inputs: Any, output: Tensor, keep: list[Tensor] = keep, width: int = width) -> None:
-                wide = torch.promote_types(output.dtype, torch.float32)
-                keep.append(output.detach().to(wide).flatten(0, -2).unflatten(-1, (-1, width)))
-
-            if module is not None:
-                handles.append(module.register_forward_hook(hook))
-    try:
-        yield found
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def _attentions(model: HeadwaterForCausalLM) -> list[Attention]:
     return [cast(Any, block).self_attn for block in model.model.layers]
 
@@ -232,12 +203,27 @@ def _attentions(model: HeadwaterForCausalLM) -> list[Attention]:
 @torch.no_grad()
 def samples(model: HeadwaterForCausalLM, rows: Tensor) -> list[dict[str, Tensor]]:
     """Keys "k" and values "v" of each layer as projected for rows of tokens, [tokens, heads, d] each."""
-    mode = model.training
-    with _projections(model) as found:
+    mode, handles = model.training, []
+    found: list[dict[str, list[Tensor]]] = [{"k": [], "v": []} for _ in model.model.layers]
+    for layer, attention in zip(found, _attentions(model), strict=True):
+        for part, outputs in layer.items():
+            if (projection := getattr(attention, f"{part}_proj")) is not None:
+                hook = functools.partial(_keep_heads, outputs, attention.head_dim)
+                handles.append(projection.register_forward_hook(hook))
+    try:
         for row in rows:
             model.eval()(row[None].to(model.device), use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
     model.train(mode)
     return [{part: torch.cat(parts) for part, parts in layer.items() if parts} for layer in found]
+
+
+def _keep_heads(outputs: list[Tensor], width: int, module: nn.Module, inputs: Any, output: Tensor) -> None:
+    """A forward hook: append what a projection gives, [tokens, heads, width], to `outputs`."""
+    wide = torch.promote_types(output.dtype, torch.float32)
+    outputs.append(output.detach().to(wide).flatten(0, -2).unflatten(-1, (-1, width)))
 
 
 def similarity(model: HeadwaterForCausalLM, rows: Tensor) -> Similarity:
@@ -339,15 +325,13 @@ def align(
             heads = x.shape[1]
             if group > 1:  # towards the first of the group, which stays
                 first = torch.arange(heads) // group * group
-                x = _turn(attention, part, x, x[:, first], _spun(model, part), torch.arange(heads) != first)
+                matrices = rotations(x, x[:, first], _spun(model, part))
+                x = _turn(attention, part, x, matrices, torch.arange(heads) != first)
             sources = [getattr(goal[layer].attends[head // group], part) for head in range(heads)]
             if any(source != layer for source in sources):
                 wanted = torch.stack([_pooled(have[s][part], group)[:, h] for h, s in enumerate(sources)], dim=1)
-                own = _pooled(x, group)
-                given = torch.tensor([source != layer for source in sources])
-                matrices = _chosen(rotations(own, wanted, _spun(model, part)), given)
-                x = turned(x, matrices)
-                _apply(attention, part, matrices)
+                matrices = rotations(_pooled(x, group), wanted, _spun(model, part))
+                x = _turn(attention, part, x, matrices, torch.tensor([source != layer for source in sources]))
             have[layer][part] = x
     return True
 
@@ -356,28 +340,22 @@ def _pooled(x: Tensor, group: int) -> Tensor:
     return x if group == 1 else x.unflatten(1, (-1, group)).mean(2).repeat_interleave(group, dim=1)
 
 
-def _turn(attention: Attention, part: str, x: Tensor, wanted: Tensor, spun: int, which: Tensor) -> Tensor:
-    matrices = _chosen(rotations(x, wanted, spun), which)
-    _apply(attention, part, matrices)
-    return turned(x, matrices)
+def _turn(attention: Attention, part: str, x: Tensor, matrices: Tensor, which: Tensor) -> Tensor:
+    """Turn a layer's keys, and its queries with them; or its values, and what the output projection reads back.
 
-
-def _chosen(matrices: Tensor, which: Tensor) -> Tensor:
-    """The matrices of the chosen heads, and the identity for the others."""
+    which: the heads that are turned; the others stay. Returns what the projection gave, x, turned.
+    """
     same = torch.eye(matrices.shape[-1], dtype=matrices.dtype, device=matrices.device)
-    return torch.where(which[:, None, None].to(matrices.device), matrices, same)
-
-
-def _apply(attention: Attention, part: str, matrices: Tensor) -> None:
-    """Turn a layer's keys, and its queries with them; or its values, and what the output projection reads back."""
+    matrices = torch.where(which[:, None, None].to(matrices.device), matrices, same)
     of_queries = matrices.repeat_interleave(attention.num_key_value_groups, dim=0)
     _rows(cast(nn.Linear, getattr(attention, f"{part}_proj")), matrices)
     if part == "k":
         _rows(cast(nn.Linear, attention.q_proj), of_queries)
-        return
-    weight = cast(nn.Linear, attention.o_proj).weight
-    heads = weight.double().unflatten(1, (len(of_queries), -1))
-    weight.copy_(torch.einsum("ohi,hij->ohj", heads, of_queries.to(weight.device)).flatten(1))
+    else:
+        weight = cast(nn.Linear, attention.o_proj).weight
+        heads = weight.double().unflatten(1, (len(of_queries), -1))
+        weight.copy_(torch.einsum("ohi,hij->ohj", heads, of_queries.to(weight.device)).flatten(1))
+    return turned(x, matrices)
 
 
 def _rows(linear: nn.Linear, matrices: Tensor) -> None:

@@ -12,11 +12,8 @@ from headwater.config.planner import plan_layers
 from headwater.conversion import to_transformers
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.input_checks import check_paged
-from headwater.models.remote_code import write_code
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import check_free, local, staged
-
-__all__ = ["export", "export_family", "write_code"]
 
 
 def export(

@@ -51,7 +51,7 @@ from headwater.models.pretrained import HeadwaterPreTrainedModel
 from headwater.models.quantization import check_full_precision
 from headwater.plugins.outside import trust_names_in
 from headwater.plugins.registry import Registry
-from headwater.util.errors import HeadwaterError, either, nearest, sentence
+from headwater.util.errors import HeadwaterError, either, sentence
 from headwater.util.files import local
 from headwater.util.hub import check_reachable
 
@@ -111,7 +111,7 @@ class Family:
 
     model: its causal language model, or its image classifier.
     fields: field of our config -> field of its config.
-    fixed: fields of our config that are the same in the whole family.
+    fixed: fields of our config that are the same in the whole family, unless `read_more` gives them.
     required: fields of its config that ours has no counterpart of, with the value at which both are the same.
     windowed: fields of its config that a sliding window needs besides.
     partial_rope: whether RoPE may apply to only a part of each head.
@@ -165,7 +165,7 @@ class Family:
             given["rope_parameters"] = self._rope(given["rope_parameters"] or {})
         given = {name: value for name, value in given.items() if value is not None}
         try:
-            return self.ours.config_class(**self.fixed, **given, dtype=config.dtype)
+            return self.ours.config_class(**self.fixed | given, dtype=config.dtype)
         except (HeadwaterError, StrictDataclassError, TypeError) as error:
             raise HeadwaterError(f"This {self.name} model is not supported: {sentence(error)}") from error
 
@@ -272,7 +272,7 @@ def from_transformers(source: str | Path | PreTrainedModel, family: str | None =
     """
     trust_names_in(family)
     model = source if isinstance(source, PreTrainedModel) else load_transformers(source, family)
-    known = _family(family or model.config.model_type, model.config.to_dict())
+    known = find_family(family or model.config.model_type)
     if not isinstance(model, known.model):
         raise HeadwaterError(_other_head(type(model).__name__, known))
     config = known.read_config(model.config)
@@ -287,7 +287,7 @@ def to_transformers(model: HeadwaterPreTrainedModel, family: str) -> PreTrainedM
     family cannot express, such as its mechanisms.
     """
     trust_names_in(family)
-    chosen = _family(family)
+    chosen = find_family(family)
     if not isinstance(model, chosen.ours):
         raise HeadwaterError(f"A {type(model).__name__} has no {chosen.name} format; choose a family of its kind.")
     config = chosen.write_config(model.config)
@@ -319,26 +319,19 @@ def assemble(
     return model.to(like.device).train(like.training)
 
 
-def _family(name: str, config: dict[str, Any] | None = None) -> Family:
-    """config: what the config of a model of an unknown family says, for the reason why there is none."""
+def find_family(name: str) -> Family:
+    """The family that a user or a file names. Raises `HeadwaterError` unless it is known, installed or trusted."""
     if not isinstance(name, str) or not (":" in name or name in _REGISTRY.names):
-        if part := _foreign_part(str(name), config or {}):
-            raise HeadwaterError(f"Models of type {name!r} cannot be converted: headwater has no {part}.")
-        advice = _OTHER_WAYS.get(str(name)) or nearest(str(name), _REGISTRY.names)
+        advice = _OTHER_WAYS.get(str(name)) or f"known names: {', '.join(sorted(_REGISTRY.names))}."
         raise HeadwaterError(f"Models of type {name!r} cannot be converted; {advice}")
     return _REGISTRY.resolve(name)
-
-
-def check_family(name: str) -> None:
-    """Raise `HeadwaterError` unless a family that a file names exists, and is headwater's own, installed or trusted."""
-    _family(name)
 
 
 def _of_checkpoint(family: str | None, kind: str, config: dict[str, Any]) -> Family:
     """The family of a checkpoint: the one that is asked for, else that of its config.json, whose type is `kind`."""
     if family and kind not in _OTHER_WAYS:
-        return _family(family)
-    known = _family(kind, config)
+        return find_family(family)
+    known = find_family(kind)
     # Of text, the model without its head says so by the weights, and one whose head is tied to the embedding is whole.
     saved = config.get("architectures")
     if known.ours is not HeadwaterForCausalLM and saved and known.model.__name__ not in saved:
@@ -351,24 +344,6 @@ def _other_head(name: str, known: Family) -> str:
     return f"A {name} has no {what}; use a {known.model.__name__}."
 
 
-def _foreign_part(name: str, config: dict[str, Any]) -> str | None:
-    """What a model of another family has and headwater's models have not, in words; None if that is not known."""
-    nested = [config.get(field) for field in ("text_config", "ffn_config")]
-    said = config | {field: value for part in nested if isinstance(part, dict) for field, value in part.items()}
-    experts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts")
-    if name.endswith("_moe") or any(isinstance(said.get(field), int) and said[field] > 1 for field in experts):
-        return "mixture of experts"
-    if said.get("kv_lora_rank"):
-        return "multi-head latent attention"
-    return next((part for start, part in _FOREIGN_PARTS.items() if name.startswith(start)), None)
-
-
-_FOREIGN_PARTS = {
-    "gemma3n": "AltUp, LAuReL and embeddings for each layer",
-    "gemma4": "norms of values, scales of blocks and embeddings for each layer",
-    "recurrent_gemma": "recurrent layers",
-    "mamba": "state-space layers",
-}
 # How a model that is no family's can be read all the same.
 _OTHER_WAYS = {
     "baichuan_m1": "read it with --layout kv-shifting, or in Python with read_foreign.",
@@ -527,17 +502,9 @@ _EVERYWHERE = same(
 )
 _SIZES = same("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 
-# What only some families have.
-_PLAIN = dict(
-    unit_offset_norm=False,
-    output_norms=False,
-    embedding_norm=False,
-    embedding_scale=1.0,
-    attention_scale=None,
-    attention_softcap=None,
-    logit_softcap=None,
-    sliding_fields=None,
-)
+# What only some families have; and of these, what only models of text have.
+_PLAIN = dict(unit_offset_norm=False, output_norms=False, attention_scale=None, attention_softcap=None)
+_OF_TEXT = dict(embedding_norm=False, embedding_scale=1.0, logit_scale=1.0, logit_softcap=None, sliding_fields=None)
 
 # GPT-2 and GPT-NeoX: LayerNorm, a plain feed-forward, one map for queries, keys and values, as many heads of each.
 LAYER_NORM = _PLAIN | dict(
@@ -548,7 +515,6 @@ LAYER_NORM = _PLAIN | dict(
     final_norm_weight=True,
     final_norm_bias=True,
     first_residual=True,
-    logit_scale=1.0,
     qk_norm=False,
     mlp_bias=True,
     mechanisms={},
@@ -571,7 +537,7 @@ _GPT2 = Family(
         attention_dropout="attn_pdrop",
         residual_dropout="resid_pdrop",
     ),
-    fixed=LAYER_NORM | dict(position="learned", parallel_residual=False, qkv_bias=True, output_bias=True),
+    fixed=LAYER_NORM | _OF_TEXT | dict(position="learned", parallel_residual=False, qkv_bias=True, output_bias=True),
     # `reorder_and_upcast_attn` changes the precision of scores, not the function.
     required=dict(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False),
     links=(
@@ -605,7 +571,7 @@ _GPT_NEOX = Family(
         embedding_dropout="hidden_dropout",
         residual_dropout="hidden_dropout",
     ),
-    fixed=LAYER_NORM | dict(position="rope"),
+    fixed=LAYER_NORM | _OF_TEXT | dict(position="rope"),
     partial_rope=True,
     links=(
         *plain(
@@ -632,6 +598,7 @@ _LLAMA = Family(
     | same("num_key_value_heads", "head_dim", "hidden_act", "attention_dropout", "rope_parameters", "mlp_bias")
     | dict(norm_eps="rms_norm_eps", qkv_bias="attention_bias", output_bias="attention_bias"),
     fixed=_PLAIN
+    | _OF_TEXT
     | dict(
         feed_forward="gated",
         norm="rms_norm",
@@ -640,7 +607,6 @@ _LLAMA = Family(
         position="rope",
         parallel_residual=False,
         first_residual=True,
-        logit_scale=1.0,
         qk_norm=False,
         embedding_dropout=0.0,
         residual_dropout=0.0,
@@ -662,24 +628,25 @@ _LLAMA = Family(
 )
 
 
-def _like_llama(
-    model: type[PreTrainedModel], without: set[str], fields: tuple[str, ...], fixed: dict[str, Any], **changes: Any
+def _vary(
+    base: Family, model: type[PreTrainedModel], fields: dict[str, str], fixed: dict[str, Any], **changes: Any
 ) -> Family:
-    """Llama's family with some fields fixed, and some added."""
-    kept = {ours: theirs for ours, theirs in _LLAMA.fields.items() if ours not in without}
-    return replace(_LLAMA, model=model, fields=kept | same(*fields), fixed=_LLAMA.fixed | fixed, required={}, **changes)
-
-
-def without(table: dict[str, Any], *names: str) -> dict[str, Any]:
-    return {name: value for name, value in table.items() if name not in names}
+    """`base` with other fields and fixed ones; what is in one of the two leaves the other."""
+    return replace(
+        base,
+        model=model,
+        fields={ours: theirs for ours, theirs in (base.fields | fields).items() if ours not in fixed},
+        fixed={name: value for name, value in (base.fixed | fixed).items() if name not in fields},
+        **{"required": {}} | changes,
+    )
 
 
 # nanochat as transformers has it: norms without weights, also of the embedding and of queries and keys. Those come
 # after RoPE there, which keeps the norm of what it turns.
-_NANOCHAT = _like_llama(
+_NANOCHAT = _vary(
+    _LLAMA,
     NanoChatForCausalLM,
-    {"mlp_bias"},
-    (),
+    dict(logit_softcap="final_logit_softcapping"),
     dict(
         feed_forward="plain",
         mlp_bias=False,
@@ -698,20 +665,14 @@ _NANOCHAT = _like_llama(
     ),
 )
 
-_NANOCHAT = replace(
-    _NANOCHAT,
-    fields=_NANOCHAT.fields | dict(logit_softcap="final_logit_softcapping"),
-    fixed=without(_NANOCHAT.fixed, "logit_softcap"),
-)
-
 # Gemma's dense families: weights of norms from one, the embedding times √D.
-_GEMMA = _like_llama(
+_GEMMA = _vary(
+    _LLAMA,
     GemmaForCausalLM,
-    {"mlp_bias"},
-    (),
+    {},
     dict(mlp_bias=False, unit_offset_norm=True, embedding_scale="width"),
+    required=dict(use_bidirectional_attention=False),
 )
-_GEMMA = replace(_GEMMA, required=dict(use_bidirectional_attention=False))
 
 
 def _gemma2_fields(theirs: PreTrainedConfig) -> dict[str, Any]:
@@ -744,17 +705,17 @@ _GEMMA_NORMS = {
     f"{LAYER}pre_feedforward_layernorm": f"{LAYER}post_attention_layernorm",
     f"{LAYER}post_feedforward_layernorm": f"{LAYER}feed_forward_output_norm",
 }
-_GEMMA2 = replace(
+_GEMMA2 = _vary(
     _GEMMA,
-    model=Gemma2ForCausalLM,
-    fields=_GEMMA.fields
-    | same("sliding_window")
+    Gemma2ForCausalLM,
+    same("sliding_window")
     | dict(
         hidden_act="hidden_activation",
         attention_softcap="attn_logit_softcapping",
         logit_softcap="final_logit_softcapping",
     ),
-    fixed=without(_GEMMA.fixed, "attention_scale", "attention_softcap", "logit_softcap") | dict(output_norms=True),
+    dict(output_norms=True),
+    required=_GEMMA.required,
     read_more=_gemma2_fields,
     write_more=_gemma2_written,
     links=(
@@ -762,54 +723,45 @@ _GEMMA2 = replace(
         *plain(_GEMMA_NORMS),
     ),
 )
-_VAULT_GEMMA = replace(
+_VAULT_GEMMA = _vary(
     _GEMMA2,
-    model=VaultGemmaForCausalLM,
-    fixed=_GEMMA2.fixed | dict(output_norms=False),
-    required={},
+    VaultGemmaForCausalLM,
+    {},
+    dict(output_norms=False),
     links=tuple(link for link in _GEMMA2.links if "output_norm" not in link.ours[0]),
 )
+_QK_NORMS = plain(same(f"{LAYER}self_attn.q_norm", f"{LAYER}self_attn.k_norm"))
 # Its attn_logit_softcapping is a field that no module reads.
-_GEMMA3 = replace(
+_GEMMA3 = _vary(
     _GEMMA2,
-    model=Gemma3ForCausalLM,
-    fields=without(_GEMMA2.fields, "attention_softcap"),
-    fixed=without(_GEMMA2.fixed, "sliding_fields") | dict(attention_softcap=None, qk_norm=True),
+    Gemma3ForCausalLM,
+    {},
+    dict(attention_softcap=None, qk_norm=True),
+    required=_GEMMA.required,
     read_more=_gemma3_fields,
     write_more=_gemma3_written,
-    links=_GEMMA2.links + plain(same(f"{LAYER}self_attn.q_norm", f"{LAYER}self_attn.k_norm")),
+    links=_GEMMA2.links + _QK_NORMS,
 )
 
-_BIASES = {"qkv_bias", "output_bias", "mlp_bias"}
-_WINDOW = dict(use_sliding_window=True, max_window_layers=0)
+_WINDOW = same("sliding_window")
+_WINDOWED = dict(use_sliding_window=True, max_window_layers=0)
+_NO_BIASES = dict(qkv_bias=False, output_bias=False, mlp_bias=False)
+_MISTRAL = _vary(_LLAMA, MistralForCausalLM, _WINDOW, _NO_BIASES)
+_QWEN2 = _vary(_MISTRAL, Qwen2ForCausalLM, {}, dict(qkv_bias=True), windowed=_WINDOWED)
+_QWEN3 = _vary(
+    _LLAMA,
+    Qwen3ForCausalLM,
+    _WINDOW,
+    dict(mlp_bias=False, qk_norm=True),
+    windowed=_WINDOWED,
+    links=_LLAMA.links + _QK_NORMS,
+)
 
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
-        _GPT2,
-        _LLAMA,
-        _like_llama(MistralForCausalLM, _BIASES, ("sliding_window",), dict.fromkeys(_BIASES, False)),
-        _like_llama(
-            Qwen2ForCausalLM,
-            _BIASES,
-            ("sliding_window",),
-            dict(qkv_bias=True, output_bias=False, mlp_bias=False),
-            windowed=_WINDOW,
-        ),
-        _like_llama(
-            Qwen3ForCausalLM,
-            {"mlp_bias"},
-            ("sliding_window",),
-            dict(mlp_bias=False, qk_norm=True),
-            windowed=_WINDOW,
-            links=_LLAMA.links + plain(same(f"{LAYER}self_attn.q_norm", f"{LAYER}self_attn.k_norm")),
-        ),
-        _GPT_NEOX,
-        _NANOCHAT,
-        _GEMMA,
-        _GEMMA2,
-        _VAULT_GEMMA,
-        _GEMMA3,
+        *(_GPT2, _LLAMA, _MISTRAL, _QWEN2, _QWEN3, _GPT_NEOX),
+        *(_NANOCHAT, _GEMMA, _GEMMA2, _VAULT_GEMMA, _GEMMA3),
     )
 }
 _REGISTRY = Registry("family of models", "headwater.families", {}, "Family")

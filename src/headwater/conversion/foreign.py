@@ -26,8 +26,8 @@ from torch import Tensor
 from headwater.config.text import HeadwaterConfig
 from headwater.conversion.families import halves_exchanged
 from headwater.models.causal_lm import HeadwaterForCausalLM
-from headwater.models.load import CONFIG, PICKLED, WEIGHTS, check_finite, indexed, read_tensors, read_text, reading
-from headwater.models.weights import KINDS, is_plain, unwrapped
+from headwater.models.load import CONFIG, PICKLED, WEIGHTS, check_finite, indexed, read_text, read_weights, reading
+from headwater.models.weights import check_kinds, kinds_of, unwrapped
 from headwater.plugins.registry import as_mapping
 from headwater.util.errors import HeadwaterError, nearest, shown
 
@@ -110,11 +110,11 @@ def _known(layout: str | None, tensors: Tensors, path: Path) -> Layout:
 
 def _fill(model: HeadwaterForCausalLM, tensors: Tensors, layout: Layout) -> HeadwaterForCausalLM:
     """The model with the tensors copied in. Raises `HeadwaterError` if names or shapes do not match."""
-    sources = {name: layout.source(name, model.config) for name in model.state_dict()}
-    used = {name: source for name, source in sources.items() if source is not None}
-    for name, _ in used.values():
-        _take(tensors, name)
-    wanted = {name for name, _ in used.values()}
+    state = model.state_dict()
+    sources = {name: source for name in state if (source := layout.source(name, model.config)) is not None}
+    for foreign, _ in sources.values():
+        _take(tensors, foreign)
+    wanted = {foreign for foreign, _ in sources.values()}
     if model.config.tie_word_embeddings:
         wanted.add("lm_head.weight")  # which may be written out all the same
     for name in tensors:
@@ -123,16 +123,14 @@ def _fill(model: HeadwaterForCausalLM, tensors: Tensors, layout: Layout) -> Head
                 f"The checkpoint has a tensor {name!r} that is not part of this layout; remove it if the function "
                 f"does not need it, or add the config it belongs to."
             )
-    for name, target in model.state_dict().items():
-        if name in used:
-            foreign, make = used[name]
-            given = make(tensors[foreign])
-            if given.shape != target.shape:
-                raise HeadwaterError(
-                    f"Tensor {foreign!r} has the shape {list(tensors[foreign].shape)}, which does not match "
-                    f"{list(target.shape)} of {name}; check the sizes in the config and the keywords."
-                )
-            target.copy_(given)
+    for name, (foreign, make) in sources.items():
+        tensor = make(tensors[foreign])
+        if tensor.shape != state[name].shape:
+            raise HeadwaterError(
+                f"Tensor {foreign!r} has the shape {list(tensors[foreign].shape)}, which does not match "
+                f"{list(state[name].shape)} of {name}; check the sizes in the config and the keywords."
+            )
+        state[name].copy_(tensor)
     return model
 
 
@@ -160,9 +158,15 @@ def _layers(tensors: Tensors, pattern: str) -> int:
     return max(found) + 1
 
 
-def _heads(found: dict[str, Any], width: int, known: Mapping[int, int]) -> int | None:
-    """Query heads as a config says, else those of the authors' own configs of this width; None if there is none."""
-    return found.get("num_attention_heads", known.get(width))
+def _heads(found: dict[str, Any], width: int, known: Mapping[int, int]) -> int:
+    """Query heads as a config says, else those of the authors' own configs of this width."""
+    heads = found.get("num_attention_heads", known.get(width))
+    if heads is None:
+        raise HeadwaterError(
+            f"The tensors do not show how many heads there are at width {width}; pass num_attention_heads, or add "
+            f"the model's config to its folder."
+        )
+    return heads
 
 
 # TokenFormer
@@ -197,7 +201,7 @@ def _neox_fields(tensors: Tensors, found: dict[str, Any]) -> dict[str, Any]:
         vocab_size=vocabulary,
         hidden_size=width,
         num_hidden_layers=depth,
-        num_attention_heads=_said(_heads(found, width, TOKENFORMER_HEADS), width),
+        num_attention_heads=_heads(found, width, TOKENFORMER_HEADS),
         max_position_embeddings=found.get("max_position_embeddings", 2048),
         norm="layer_norm",
         norm_eps=float(found.get("layernorm_epsilon", 1e-5)),
@@ -250,17 +254,14 @@ def _weights_alone(tensors: Tensors) -> Tensors:
 
 
 def _llama_fields(
-    tensors: Tensors, found: dict[str, Any], theta: float, width_of_head: int | None, heads: int | None, layer: int = 0
+    tensors: Tensors, found: dict[str, Any], theta: float, width_of_head: int | None, layer: int = 0
 ) -> dict[str, Any]:
-    """The base model. What the tensors say of heads: one of the width of a head and the number of query heads.
-
-    layer: the one that says it.
-    """
+    """The base model. width_of_head, layer: what the tensors say of heads, and the layer that says it."""
     first = f"model.layers.{layer}"
     vocabulary, width = _matrix(tensors, EMBEDDING)
     queries, keys = (_matrix(tensors, f"{first}.self_attn.{part}_proj.weight")[0] for part in "qk")
     if width_of_head is None:
-        width_of_head = found.get("head_dim") or queries // _said(heads, width)
+        width_of_head = found.get("head_dim") or queries // _heads(found, width, RESFORMER_HEADS)
     rope = dict(found.get("rope_parameters") or found.get("rope_scaling") or {})
     rope.setdefault("rope_type", rope.pop("type", "default"))
     rope.setdefault("rope_theta", float(found.get("rope_theta", theta)))
@@ -283,18 +284,8 @@ def _llama_fields(
     )
 
 
-def _said(heads: int | None, width: int) -> int:
-    if heads is None:
-        raise HeadwaterError(
-            f"The tensors do not show how many heads there are at width {width}; pass num_attention_heads, or add "
-            f"the model's config to its folder."
-        )
-    return heads
-
-
 def _resformer_fields(tensors: Tensors, found: dict[str, Any]) -> dict[str, Any]:
-    width = _matrix(tensors, EMBEDDING)[1]
-    fields = _llama_fields(tensors, found, 10_000.0, None, _heads(found, width, RESFORMER_HEADS))
+    fields = _llama_fields(tensors, found, 10_000.0, None)
     # The one form that tensors show: layers after the first have no values of their own.
     values = [name for name in tensors if name.endswith("self_attn.v_proj.weight")]
     mechanisms: dict[str, Any] = {"value_residual": {"mode": "identity"}}
@@ -336,13 +327,13 @@ def _shift_fields(tensors: Tensors, found: dict[str, Any]) -> dict[str, Any]:
     if sliding and found.get("sliding_window") is None:
         raise HeadwaterError("The config names sliding_window_layers without a sliding_window; pass sliding_window.")
     options, width_of_head = _shift_options(tensors, full)
-    fields = _llama_fields(tensors, found, 100_000.0, width_of_head, None, full)
+    fields = _llama_fields(tensors, found, 100_000.0, width_of_head, full)
     fields |= dict(mechanisms={"kv_shift": options})
     if sliding:
         fields |= dict(sliding_window=found["sliding_window"])
     if sliding and len(sliding) < depth:
         _, width_of_head = _shift_options(tensors, sliding[0])
-        inside = _llama_fields(tensors, found, 100_000.0, width_of_head, None, sliding[0])
+        inside = _llama_fields(tensors, found, 100_000.0, width_of_head, sliding[0])
         differing = {name: inside[name] for name in OF_HEADS if inside[name] != fields[name]}
         fields |= dict(sliding_layers=sliding, sliding_fields=differing or None)
     return fields
@@ -543,19 +534,10 @@ def _meta(file: Path) -> Path:
 
 def _tensors(path: Path) -> Tensors:
     """All tensors of a file or folder, by their names without what wrappers put into them."""
-    tensors: Tensors = {}
-    for file in _files(path):
-        for name, tensor in unwrapped(read_tensors(file), repr(str(file))).items():
-            if not is_plain(tensor.dtype):
-                raise HeadwaterError(
-                    f"{name!r} in {str(file)!r} is stored as {str(tensor.dtype).removeprefix('torch.')}, which is no "
-                    f"weight; save only the weights, as {KINDS}."
-                )
-            if name in tensors:
-                raise HeadwaterError(f"Tensor {name!r} of {str(path)!r} occurs twice; keep one of the two files.")
-            tensors[name] = tensor
+    tensors = unwrapped(read_weights(_files(path)), repr(str(path)))
     if not tensors:
         raise HeadwaterError(f"There are no tensors in {str(path)!r}; name a checkpoint.")
+    check_kinds(kinds_of(tensors), repr(str(path)), torch.nn.Module())
     check_finite(tensors, repr(str(path)))
     return tensors
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from transformers import DeiTForImageClassification, ViTForImageClassification
 
-from headwater.conversion.families import LAYER, LAYER_NORM, Family, Link, plain, same, without
+from headwater.conversion.families import LAYER, LAYER_NORM, Family, Link, plain, same
 from headwater.models.image_classification import HeadwaterForImageClassification
 
 
@@ -54,7 +54,7 @@ VIT = Family(
         residual_dropout="hidden_dropout_prob",
         attention_dropout="attention_probs_dropout_prob",
     ),
-    fixed=without(LAYER_NORM, "embedding_norm", "embedding_scale", "logit_scale", "logit_softcap", "sliding_fields")
+    fixed=LAYER_NORM
     | dict(
         pooling="token",
         register_tokens=0,

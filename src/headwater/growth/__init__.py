@@ -2,12 +2,11 @@
 
 from headwater.growth.grow import grow, grown_config
 from headwater.growth.methods import GrowthOptions
-from headwater.growth.pairs import TauAnnealing, add_pairs, importance, merge, pairs_of, shrink
+from headwater.growth.pairs import TauAnnealing, importance, merge, pairs_of, shrink
 
 __all__ = [
     "GrowthOptions",
     "TauAnnealing",
-    "add_pairs",
     "grow",
     "grown_config",
     "importance",

@@ -76,6 +76,11 @@ def planned(config: HeadwaterConfig, options: GrowthOptions) -> tuple[Larger, He
     differ = not {"rope_parameters"}.issuperset(config.sliding_fields or {})
     if differ and options.sizes.keys() - {"num_hidden_layers"}:
         raise HeadwaterError("A model whose layers have different heads (sliding_fields) can become deeper only.")
+    if all(size == getattr(config, name) for name, size in options.sizes.items()):
+        raise HeadwaterError(
+            "Nothing would grow: give more layers (num_hidden_layers), a larger hidden_size or intermediate_size, more "
+            "heads (num_attention_heads), or more pairs of a model with parameter tokens."
+        )
     growth = growth_of(config, options)
     if len(growth.units) > max(growth.units) + 1:
         _check_units(config)
@@ -151,24 +156,26 @@ def carried(state: dict[str, Tensor], model: Model, large: Model, options: Growt
 
     Where the function is kept, what copies write has a share of the old gradient, and factors on copies have all of it.
     What layers that add nothing are made from has no gradient yet. New elements have an average of zero, and of squares
-    the mean of the old ones (see `headwater_lab.training.models.enlarged`). A parameter with no counterpart has been
-    stepped 0 times, and nothing else: `training.checkpoints.begin_with` begins its averages.
+    the mean of the old ones: Adam counts steps once per tensor, so zeros would look like gradients known to be small,
+    and the first updates would be too large. A parameter with no counterpart has been stepped 0 times, and nothing
+    else: `training.checkpoints.begin_with` begins its averages. state: not empty.
     """
-    growth, _ = planned(model.config, options)
+    growth = growth_of(model.config, options)
     moves = Moves(model, large, growth)
     made: dict[str, Tensor] = {}
     kinds = {name.rpartition(".")[2] for name in state}
     for name, parameter in large.named_parameters():
         old = moves.old_name(name)
-        if state and old not in moves.names:
+        if old not in moves.names:
             made[f"optimizer.{name}.step"] = torch.zeros(1)
         for kind in sorted(kinds):
             tensor = state.get(f"optimizer.{old}.{kind}")
             if tensor is None:
                 continue
             key = f"optimizer.{name}.{kind}"
-            if kind == "step" or (tensor.shape == (1,) and moves.names[old].shape != (1,)):
-                made[key] = tensor.clone()  # how often it was stepped
+            is_count = kind == "step" or tensor.shape == (1,) != moves.names[old].shape
+            if is_count or (not options.sizes and tensor.shape == parameter.shape):
+                made[key] = tensor.clone()
                 continue
             squares = kind.endswith("exp_avg_sq")  # AMSGrad's maximum, too
             fresh = torch.full(parameter.shape, float(tensor.mean()) if squares else 0.0, dtype=tensor.dtype)

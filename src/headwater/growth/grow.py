@@ -31,9 +31,7 @@ def grow(model: Model, attention_pairs: int | None = None, ffn_pairs: int | None
     growth = GrowthOptions(attention_pairs, ffn_pairs, **options)
     check_full_precision(model)
     if adds_pairs(model.config, growth):
-        model = add_pairs(
-            model, attention_pairs, ffn_pairs, key_init=growth.key_init, tau=growth.tau, freeze=growth.freeze
-        )
+        model = add_pairs(model, growth)
         if not growth.sizes:
             return model
     return enlarged(model, growth)
@@ -52,7 +50,7 @@ def grown_config(
     that only the model's tensors show."""
     growth = GrowthOptions(attention_pairs, ffn_pairs, **options)
     if adds_pairs(config, growth):
-        config = added_config(config, attention_pairs, ffn_pairs, growth.key_init, growth.freeze)
+        config = added_config(config, growth)
         if not growth.sizes:
             return config
     return enlarged_config(config, growth)

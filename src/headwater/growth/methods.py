@@ -23,7 +23,7 @@ it lets copies become different: without it they would have equal gradients fore
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from headwater.config.layers import MOST
 from headwater.config.text import HeadwaterConfig
@@ -58,7 +58,9 @@ class GrowthOptions:
         "identity", "stack", "interleave", "hypercloning", "net2net", or two joined by "+", as in "stack+hypercloning".
         "stack", "interleave" and "net2net" change the function.
     attention_pairs, ffn_pairs: pairs of each attention projection and feed-forward of a model with parameter tokens.
-    key_init, tau, freeze: of new pairs, as in `headwater.growth.pairs.add_pairs`.
+    key_init: "random" initializes the keys of new pairs as in a fresh model, which changes the function.
+    tau: "recompute" sets τ to the default of the new number of pairs, √n, which changes the function.
+    freeze: train only the new pairs. Growing a frozen model again without it unfreezes everything.
 
     Raises `HeadwaterError` for settings of new pairs where there are none, for frozen ones in other sizes, and for a
     method where only pairs are added.
@@ -80,6 +82,9 @@ class GrowthOptions:
         for name, size in self.sizes.items():
             check_whole(name, size)
         ways(self.method)
+        for name, known in (("key_init", get_args(KeyInit)), ("tau", get_args(TauPolicy))):
+            if getattr(self, name) not in known:
+                raise HeadwaterError(f"{name} must be {' or '.join(map(repr, known))}, not {getattr(self, name)!r}.")
         has_pairs = (self.attention_pairs or self.ffn_pairs) is not None
         changes = {"key_init": self.key_init != "zero", "tau": self.tau != "keep", "freeze": self.freeze}
         if (unread := [name for name, is_changed in changes.items() if is_changed]) and not has_pairs:
@@ -149,17 +154,12 @@ def growth_of(config: HeadwaterConfig, options: GrowthOptions) -> Larger:
 
 
 def _check_larger(config: HeadwaterConfig, given: dict[str, int]) -> None:
-    """Raise `HeadwaterError` for a size that would shrink or is out of bounds, or if none would grow."""
+    """Raise `HeadwaterError` for a size that would shrink or is out of bounds."""
     for name, size in given.items():
         if size < getattr(config, name):
             raise HeadwaterError(f"{name} would shrink from {getattr(config, name)} to {size}; give at least as much.")
         if size > (most := MOST.get(name, _MOST_CHANNELS)):
             raise HeadwaterError(f"{name} must be at most {most:,}, not {size:,}.")
-    if all(size == getattr(config, name) for name, size in given.items()):
-        raise HeadwaterError(
-            "Nothing would grow: give more layers (num_hidden_layers), a larger hidden_size or intermediate_size, more "
-            "heads (num_attention_heads), or more pairs of a model with parameter tokens."
-        )
 
 
 def _scale_kv_heads(config: HeadwaterConfig, given: dict[str, int]) -> dict[str, int]:

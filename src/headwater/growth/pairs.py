@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from headwater.config.capabilities import Map
 from headwater.config.text import HeadwaterConfig
-from headwater.growth.methods import KeyInit, TauPolicy, check_whole
+from headwater.growth.methods import GrowthOptions, KeyInit, check_whole
 from headwater.mechanisms.pattention import Pattention, default_tau, unreadable
 from headwater.nn.block import Block
 from headwater.util.errors import HeadwaterError
@@ -56,40 +56,20 @@ def pairs_of(model: HeadwaterPreTrainedModel | HeadwaterConfig) -> Counts:
     if not has_pairs(config):
         raise HeadwaterError(
             "This model has linear layers and no parameter tokens (mechanism 'pattention') to add or remove; give "
-            "its new layers or widths (`headwater grow --help`), or convert it with `headwater retrofit "
-            "--parameter-tokens`."
+            "its new layers or widths (`headwater grow --help`)."
         )
     options = options_of(config)
     return {which: Pattention.pairs(options, config, which) for which in MAPS}
 
 
-def add_pairs(
-    model: Model,
-    attention_pairs: int | None = None,
-    ffn_pairs: int | None = None,
-    *,
-    key_init: KeyInit = "zero",
-    tau: TauPolicy = "keep",
-    freeze: bool = False,
-) -> Model:
-    """Grow a model without changing its function: new pairs with zero keys and random values, τ unchanged.
+def add_pairs(model: Model, growth: GrowthOptions) -> Model:
+    """A model with new pairs: by default with zero keys, random values and τ unchanged, which keeps the function.
 
-    attention_pairs, ffn_pairs: pairs of each attention projection and feed-forward after growth; None keeps them.
-    key_init: "random" initializes the new keys as in a fresh model, which changes the function.
-    tau: "recompute" sets τ to the default of the new number of pairs, √n, which changes the function.
-    freeze: train only the new pairs. Growing a frozen model again without it unfreezes everything.
-
-    The new rows are drawn from (config.initializer_seed, the parameter's name, the new number of pairs). The result is
-    on the model's device, in its dtype, and in eval mode if it is.
-
-    TokenFormer, arXiv 2410.23168, section 3.3 and appendix B; departures at the head of this file.
+    The new rows are drawn from (config.initializer_seed, the parameter's name, the new number of pairs).
     Raises `HeadwaterError` for a model without Pattention, for fewer pairs than there are, where nothing would grow,
     where zero keys are not neutral under the model's score or among the `top_k`, and for product keys.
     """
-    for name, value, known in (("key_init", key_init, get_args(KeyInit)), ("tau", tau, get_args(TauPolicy))):
-        if value not in known:
-            raise HeadwaterError(f"{name} must be {' or '.join(map(repr, known))}, not {value!r}.")
-    config = added_config(model.config, attention_pairs, ffn_pairs, key_init, freeze)
+    config = added_config(model.config, growth)
     options, new = options_of(model.config), pairs_of(config)
     grown = copied(model)
     names = {module: name for name, module in grown.named_modules()}
@@ -100,12 +80,12 @@ def add_pairs(
         # New rows are initialized as in a fresh model of the new size, whose fan-in differs.
         module.key_std, module.value_std = Pattention.stds(options, model.config, which, width, pairs)
         added = {name: module.initial_value(name, draw, extra) for name in ("key", "value")}
-        if key_init == "zero":
+        if growth.key_init == "zero":
             added["key"].zero_()
         old = module.keys, module.values
         new_key, new_value = (torch.cat((a, b.to(a))) for a, b in zip(old, added.values(), strict=True))
-        module.put(new_key, new_value, frozen=module.n if freeze and extra else 0)
-        if tau == "recompute" and extra:
+        module.put(new_key, new_value, frozen=module.n if growth.freeze and extra else 0)
+        if growth.tau == "recompute" and extra:
             module.scale.put(default_tau(module.score, module.read))
     _settle(grown, new, options_of(config)["frozen"])
     return grown
@@ -132,19 +112,16 @@ class TauAnnealing:
         8.0
     """
 
-    def __init__(self, model: HeadwaterPreTrainedModel, ways: dict[str, tuple[float, float]] | None = None) -> None:
-        """ways: τ's first and last value by module name; default: from its current value to the default."""
-        self.modules = {name: module for name, module in model.named_modules() if isinstance(module, Pattention)}
-        given = {name: module.way() for name, module in self.modules.items()} if ways is None else ways
-        self.ways = {name: way for name, way in given.items() if way is not None}
-        self.scales = {name: self.modules[name].scale for name in self.ways}
+    def __init__(self, model: HeadwaterPreTrainedModel) -> None:
+        maps = [module for module in model.modules() if isinstance(module, Pattention)]
+        self.ways = {module: way for module in maps if (way := module.way()) is not None}
 
     def put(self, done: float) -> None:
         """Set τ for this part of the annealing, from 0; 1 and more is the end. Raises `HeadwaterError` for less."""
         if not done >= 0:
             raise HeadwaterError(f"The part of the annealing that is done must be 0 or more, not {done}.")
-        for name, way in self.ways.items():
-            self.modules[name].anneal(way, done)
+        for module, way in self.ways.items():
+            module.anneal(way, done)
 
 
 def shrink(
@@ -156,8 +133,10 @@ def shrink(
     """Keep only the pairs that matter most, in their order.
 
     weights: how much each pair matters, by layer and name, [n] each, from `importance`.
-    The other arguments are those of `add_pairs`. τ does not change: the remaining scores are divided by a smaller norm,
-    which partly makes up for the removed pairs. In the result all parameters learn, including frozen ones.
+    attention_pairs, ffn_pairs: how many each map keeps; None keeps all.
+
+    τ does not change: the remaining scores are divided by a smaller norm, which partly makes up for the removed pairs.
+    In the result all parameters learn, including frozen ones.
     Raises `HeadwaterError` for a model without Pattention, for less than one pair or more than there are, and for
     weights of another model.
     """
@@ -300,39 +279,28 @@ def options_of(config: HeadwaterConfig) -> dict[str, Any]:
     return config.mechanisms[Pattention.registered_name()]
 
 
-def added_config(
-    config: HeadwaterConfig,
-    attention_pairs: int | None = None,
-    ffn_pairs: int | None = None,
-    key_init: KeyInit = "zero",
-    freeze: bool = False,
-) -> HeadwaterConfig:
+def added_config(config: HeadwaterConfig, growth: GrowthOptions) -> HeadwaterConfig:
     """The config that `add_pairs` gives a model with this config, without a model. Raises the same errors."""
     counts, options = pairs_of(config), options_of(config)
-    new = _counts(counts, attention_pairs, ffn_pairs)
-    _check_grows(counts, new, thaws=options["frozen"] is not None and not freeze)
-    if key_init == "zero" and options["score"] in NOT_NEUTRAL:
+    new = _counts(counts, growth.attention_pairs, growth.ffn_pairs)
+    _check_grows(counts, new, thaws=options["frozen"] is not None and not growth.freeze)
+    if growth.key_init == "zero" and options["score"] in NOT_NEUTRAL:
         raise HeadwaterError(
             f"With the score {options['score']!r} a zero key has weight e^0 = 1, so any new pairs change the "
             f"function; use random keys (key_init=random), which do not claim to keep it."
         )
-    _check_read(options, counts, new, key_init)
+    _check_read(options, counts, new, growth.key_init)
     old: Counts = {which: n for which, n in counts.items() if new[which] > n}
     grown = copy.deepcopy(config)
-    _write_counts(grown, new, old if freeze else None)
+    _write_counts(grown, new, old if growth.freeze else None)
     return grown
 
 
 def copied(model: Model) -> Model:
-    """An independent copy of a model: parameters, config and all."""
-    gradients = {parameter: parameter.grad for parameter in model.parameters()}
-    try:
-        for parameter in gradients:  # which would be copied along
-            parameter.grad = None
-        return copy.deepcopy(model)
-    finally:
-        for parameter, gradient in gradients.items():
-            parameter.grad = gradient
+    """An independent copy of a model, without gradients."""
+    twin = copy.deepcopy(model)
+    twin.zero_grad()
+    return twin
 
 
 def _counts(counts: Counts, attention: int | None, feed_forward: int | None) -> Counts:

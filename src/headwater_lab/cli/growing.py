@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from headwater.util.errors import HeadwaterError, shown
 from headwater.util.terminal import lined
 from headwater_lab.cli.common import check_outside, mechanisms_of, new_folder, say, stderr, stdout, tell, tell_model
-from headwater_lab.cli.options import CheckpointPath, PositiveInt, Values, exclude, need
+from headwater_lab.cli.options import CheckpointPath, Values, exclude, need
 from headwater_lab.cli.progress import measure_with_progress
 
 if TYPE_CHECKING:
@@ -169,9 +169,6 @@ def retrofit(
     *,
     mechanism: Sequence[str] = (),
     allow_change: bool = False,
-    parameter_tokens: bool = False,
-    attention_pairs: PositiveInt | None = None,
-    ffn_pairs: PositiveInt | None = None,
     layout: str | None = None,
     family: str | None = None,
     set: Sequence[str] = (),
@@ -184,62 +181,37 @@ def retrofit(
     source: A folder, a file of tensors, or a name on the Hugging Face hub.
     mechanism: Mechanism to add: NAME, or "NAME={option: value}"; repeatable.
     allow_change: Allow mechanisms that change what the model computes.
-    parameter_tokens: Replace linear layers with parameter tokens (not exact).
-    attention_pairs: With --parameter-tokens: pairs of each attention projection.
-    ffn_pairs: With --parameter-tokens: pairs of each feed-forward.
     layout: An original checkpoint's layout: tokenformer, resformer, kv-shifting, nanochat.
     family: The model's family; default: from its config.
     set: With --layout: a config field, key=value; repeatable.
-    text: Measure and fit on this text; default: Python's language reference.
-    rows: Rows in the sample of --text, or that parameter tokens are fitted to.
+    text: Measure on this text; default: Python's language reference.
+    rows: Rows in the sample of --text.
     """
-    from headwater.conversion import add_mechanisms, to_parameter_tokens
+    from headwater.conversion import add_mechanisms
     from headwater_lab.recipe.schema import values_of
-    from headwater_lab.training.models import open_source, sample_rows
+    from headwater_lab.training.models import open_source
     from headwater_lab.training.records import Event
 
-    need("--parameter-tokens", "--attention-pairs", "--ffn-pairs")
     need("--layout", "--set")
-    need("--text or --parameter-tokens", "--rows")
+    need("--text", "--rows")
     need("--mechanism", "--allow-change")
     exclude("--layout", "--family")
     mechanisms = mechanisms_of(mechanism)
-    if parameter_tokens and text is None and layout is None and not _has_history(source):
-        raise HeadwaterError(
-            "--parameter-tokens needs a text to fit; pass one similar to the training data with --text FILE."
-        )
     target = new_folder(out, source, "headwater")
     trained = open_source(source, layout, values_of(set), family)
-    model, details = trained.model, {}
-    if parameter_tokens and model.main_input_name == "pixel_values":
-        raise HeadwaterError("--parameter-tokens works only with text models; leave it out.")
+    model, event = trained.model, None
     ids, where = _some_rows(trained, text, rows)
     _say_converted(trained, ids, where)
-    if parameter_tokens:
-        tokens, report = to_parameter_tokens(
-            model, sample_rows(trained, text, rows), attention_pairs=attention_pairs, ffn_pairs=ffn_pairs
-        )
-        details["parameter_tokens"] = _show(report)
-        model = tokens
     if mechanisms:
         added = add_mechanisms(model, mechanisms, allow_change)
         moved = _moved(model, added, ids)
         new = added.num_parameters() - model.num_parameters()
         say(f"{', '.join(mechanisms)} added, {new:+,} parameters: {_said(moved, where)}")
-        details |= {"mechanisms": {name: (added.config.mechanisms or {})[name] for name in mechanisms}, "moved": moved}
-        model = added
-    event = Event(kind="retrofitted", details=details) if details else None
-    if event is None and not trained.foreign:
+        details = {"mechanisms": {name: (added.config.mechanisms or {})[name] for name in mechanisms}, "moved": moved}
+        model, event = added, Event(kind="retrofitted", details=details)
+    elif not trained.foreign:
         raise HeadwaterError(f"{source!r} is already a headwater model; add a mechanism with --mechanism NAME.")
     _write(target, trained, model, event)
-
-
-def _has_history(source: str) -> bool:
-    """Whether a headwater checkpoint records its training data."""
-    from headwater_lab.training.checkpoints import history_of, newest_checkpoint
-
-    path = Path(source)
-    return path.is_dir() and any(event.kind == "trained" for event in history_of(newest_checkpoint(path)))
 
 
 def _some_rows(trained: Trained, text: Path | None = None, rows: int = ROWS) -> tuple[Tensor, str]:
@@ -274,19 +246,6 @@ def _said(moved: dict[str, float], where: str = "") -> str:
         f"logits differ by {moved['logits']:.1e} relative to the largest, KL {max(moved['kl'], 0.0):.1e}{loss}"
         f"{where and f', on {where}'}"
     )
-
-
-def _show(report: Any) -> dict[str, float]:
-    """Print how closely parameter tokens reproduce the linear layers they replace; returns how the model changed."""
-    table = lined("layer", "map", "pairs", "error, fitted", "held out", left=("map",))
-    for one in report.maps:
-        table.add_row(
-            str(one.layer), one.name.replace("_", "-"), f"{one.pairs:,}", f"{one.fitted:.1e}", f"{one.held_out:.1e}"
-        )
-    stdout.print(table)
-    moved = {name: getattr(report, name) for name in ("logits", "kl", "loss_before", "loss_after")}
-    say(f"linear layers replaced by parameter tokens, fitted to {report.tokens:,} tokens: {_said(moved)} (held out)")
-    return moved
 
 
 def _write(target: Path, trained: Trained, model: HeadwaterForCausalLM, event: Event | None) -> None:

@@ -215,7 +215,7 @@ def export(
     """
     from headwater.conversion.export import export as write
     from headwater.conversion.export import export_family
-    from headwater.conversion.families import check_family
+    from headwater.conversion.families import find_family
     from headwater.util.files import check_free
     from headwater_lab.training.models import open_trained
 
@@ -229,7 +229,7 @@ def export(
         if not known or not isinstance(known[0], str):
             raise HeadwaterError(f"{str(checkpoint)!r} was not retrofitted from a family; name one with --family.")
         family = known[0]
-        check_family(family)
+        find_family(family)
     if family is None:
         write(trained.model, out, materialise, trained.tokenizer)
     else:

@@ -34,7 +34,6 @@ from headwater.conversion.convert import (
 from headwater.cost.counts import cache_bytes_per_token
 from headwater.growth import grow
 from headwater.growth.enlarge import carried
-from headwater.growth.enlarge import enlarged as enlarged_model
 from headwater.kernels.varlen import FROM, VARLEN, find_refusal
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.compiling import is_compiled
@@ -176,28 +175,23 @@ def tokenizer_of(source: Path | str, vocab_size: int | None = None) -> PreTraine
 def changed(trained: Trained, change: Change, rows: Tensor | None = None) -> Trained:
     """Apply a recipe's `grow:`, `convert:` or `finish_conversion:` to a trained model; return it unchanged if there is
     none. rows: of tokens [B, T], on which a conversion measures how alike keys and values are."""
-    model, state = trained.model, trained.state
     if change.convert is not None or change.finish_conversion:
         return converted(trained, change, rows)
     if change.grow is None:
         return trained
     arguments, options = change.grow.model_dump(), change.grow.options
-    thaws = any(not parameter.requires_grad for parameter in model.parameters())
-    of_pairs = {name: arguments.pop(name) for name in OF_PAIRS}
-    if any(of_pairs[name] is not None for name in OF_PAIRS[:2]) or not options.sizes:
-        model = grow(model, **of_pairs)
-        state = enlarged(state, model)
-    else:
-        of_pairs = {}
-    if options.sizes:
-        before, model = model, enlarged_model(model, options)
-        state = carried(state, before, model, options)
-    else:
-        arguments = {}
-    details = {name: value for name, value in (of_pairs | arguments).items() if value is not None}
+    model = grow(trained.model, **arguments)
+    learns = all(parameter.requires_grad for version in (trained.model, model) for parameter in version.parameters())
+    state = carried(trained.state, trained.model, model, options) if trained.state and learns else {}
+    adds_pairs = options.attention_pairs is not None or options.ffn_pairs is not None or not options.sizes
+    details = {
+        name: value
+        for name, value in arguments.items()
+        if value is not None and (adds_pairs if name in OF_PAIRS else options.sizes)
+    }
     counts = {"from": trained.model.num_parameters(), "to": model.num_parameters()}
     details |= {"parameters": counts}
-    return trained.after("grown", details, model=model, state={} if thaws else state)
+    return trained.after("grown", details, model=model, state=state)
 
 
 def converted(trained: Trained, change: Change, rows: Tensor | None) -> Trained:
@@ -241,28 +235,6 @@ def converted(trained: Trained, change: Change, rows: Tensor | None) -> Trained:
             state = finished_state(state, blend, model)
     bytes_ = {"from": cache_bytes_per_token(first), "to": cache_bytes_per_token(model.config)}
     return trained.after("converted", details | {"cache_bytes_per_token": bytes_}, model=model, state=state)
-
-
-def enlarged(state: dict[str, Tensor], model: AnyModel) -> dict[str, Tensor]:
-    """Optimizer state for a larger model: existing parameters keep theirs, and that of new ones is zero.
-
-    Except Adam's average of squares, which for new elements is the mean of the old ones: Adam counts steps once per
-    tensor, so zeros would look like gradients known to be small, and the first updates would be too large.
-    Empty if part of the model is frozen, because then no trainable parameter has a past.
-    """
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    if any(not parameter.requires_grad for parameter in model.parameters()):
-        return {}
-    padded = {}
-    for name, tensor in state.items():
-        parameter = name.removeprefix("optimizer.").rpartition(".")[0]
-        if tensor.shape == (1,):  # how often it was stepped
-            padded[name] = tensor
-        elif parameter in shapes:
-            fill = float(tensor.mean()) if name.endswith("exp_avg_sq") else 0.0
-            padded[name] = torch.full(shapes[parameter], fill, dtype=tensor.dtype)
-            padded[name][tuple(slice(0, size) for size in tensor.shape)] = tensor
-    return padded
 
 
 def data_of(history: list[Event]) -> Data | None:
