@@ -9,10 +9,9 @@ import torch
 from conftest import assert_near, build, config
 from headwater import HeadwaterError
 from headwater.cost.counts import cache_bytes_per_token
-from headwater.engines.paged import FlatBatch
 from headwater.engines.pages import Page
 from headwater.engines.split import Portion, split
-from headwater.testing.served import NaiveEngine, Server, prompts
+from headwater.testing.served import Server, prompts
 
 
 class Threads:
@@ -96,45 +95,6 @@ def test_parts_together_are_the_whole(mechanisms, changes, size):
             assert_near(logits, alone[row][position])
 
 
-STAGED = [
-    ({}, dict(position="learned", tie_word_embeddings=True)),
-    ({"kv_shift": {}, "short_conv": {}, "smear": {"weight": 0.5}}, {}),
-    ({"value_embedding": {}, "ngram_memory": {}}, dict(sliding_window=5)),
-    ({"kv_source": {"keys": [0, 0, 2, 2], "values": [0, 0, 2, 2]}, "pattention": {}}, {}),
-]
-
-
-@pytest.mark.parametrize(("mechanisms", "changes"), STAGED, ids=lambda one: "+".join(one))
-def test_stages_one_after_another_are_the_whole(mechanisms, changes):
-    model, row = build(mechanisms, **GQA | dict(num_hidden_layers=4) | changes), prompts(97)[4]
-    stages = []
-    for layers in (range(2), range(2, 4)):
-        part, share = copy.deepcopy(model), Portion(model.config, layers=layers)
-        split(part, share, Threads(1).seen_by(0))
-        engine = NaiveEngine(share.narrow, Page(share.narrow, share.plans, 4, 8))
-        engine.bind(torch.full((8, engine.page.size), 0xFF, dtype=torch.uint8))
-        stages.append((part, engine))
-    assert sum(engine.page.history for _, engine in stages) == 4 * cache_bytes_per_token(model.config, 8)
-    with torch.no_grad():
-        alone = model(torch.tensor([row]), use_cache=False).logits[0]
-        for first, end in ((0, 5), (5, 6), (6, len(row))):
-            starts, lengths = torch.tensor([0, end - first]), torch.tensor([end])
-            ids, stream = torch.tensor(row[first:end]), None
-            for part, engine in stages:
-                engine.batch = FlatBatch(starts, lengths, torch.arange(1, 7)[None], 4)
-                stream = part.model.served(ids, engine.batch.position, engine, stream)
-            assert_near(part.logits(part.scaled(stream)), alone[first:end])
-
-
-def test_what_crosses_a_border():
-    asked = config({"value_residual": {}}, num_hidden_layers=4)
-    assert Portion(asked, layers=range(2)).own_layers == range(2)
-    with pytest.raises(HeadwaterError, match="block 2 reads of block 0, in another stage"):
-        Portion(asked, layers=range(2, 4))
-    with pytest.raises(HeadwaterError, match="block 2 reads of the embedding"):
-        Portion(config({"embedding_residual": {}}, num_hidden_layers=4), layers=range(2, 4))
-
-
 def test_a_process_has_its_part_of_cache_and_weights():
     model = build({"svformer": {}, "pattention": {"attention_pairs": 64}}, **GQA)
     parts = []
@@ -142,7 +102,7 @@ def test_a_process_has_its_part_of_cache_and_weights():
         part, share = copy.deepcopy(model), Portion(model.config, rank, 2)
         split(part, share, Threads(2).seen_by(rank))
         sizes = [sum(parameter.numel() for parameter in one.model.layers.parameters()) for one in (part, model)]
-        parts.append((Page(share.narrow, share.plans, 16).history, sizes[0] / sizes[1]))
+        parts.append((Page(share.heads.narrow, share.heads.plans, 16).history, sizes[0] / sizes[1]))
     assert [history for history, _ in parts] == [8 * cache_bytes_per_token(model.config)] * 2
     assert all(0.49 < weights < 0.52 for _, weights in parts)
 

@@ -81,8 +81,7 @@ class Server:
         self.random = random.Random(seed)
         element = next(model.parameters()).element_size()
         share = share or Portion(model.config)
-        page = Page(share.narrow, share.plans, block_size, element, takes_back)
-        self.engine = NaiveEngine(share.narrow, page, share.slopes)
+        self.engine = NaiveEngine(Page(share.heads.narrow, share.heads.plans, block_size, element, takes_back), share.slopes)
         self.known: dict[tuple[int, ...], int] = {}  # blocks of prefixes
         self.used = 0
 
