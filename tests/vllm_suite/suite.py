@@ -434,7 +434,7 @@ REFUSED = {
     "narrow heads": ({}, {"hidden_size": 64}, {}, "takes heads of 32, 64"),
     "blocks": ({}, {}, {"block_size": 16}, "multiple of 32"),
     "parts of blocks": ({"kv_shift": {}}, {}, {"prefix_match_unit": 16}, "whole blocks"),
-    "pipeline": ({}, {}, {"pipeline_parallel_size": 2}, "splits a model by heads only|Pipeline parallelism is not supp"),
+    "pipeline": ({}, {}, {"pipeline_parallel_size": 2}, "by heads only|Pipeline parallelism is not supp"),
     "heads": ({"value_embedding": {"tables": 1}}, {}, {"tensor_parallel_size": 2}, "'value_embedding' does not say"),
     "adapters": ({}, {}, {"tensor_parallel_size": 2, "enable_lora": True}, "LoRA adapters in one process only"),
     "fp8": ({}, {}, {"kv_cache_dtype": "fp8"}, "not as fp8"),

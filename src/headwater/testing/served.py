@@ -81,7 +81,8 @@ class Server:
         self.random = random.Random(seed)
         element = next(model.parameters()).element_size()
         share = share or Portion(model.config)
-        self.engine = NaiveEngine(Page(share.heads.narrow, share.heads.plans, block_size, element, takes_back), share.slopes)
+        page = Page(share.heads.narrow, share.heads.plans, block_size, element, takes_back)
+        self.engine = NaiveEngine(page, share.slopes)
         self.known: dict[tuple[int, ...], int] = {}  # blocks of prefixes
         self.used = 0
 

@@ -20,7 +20,6 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from headwater.config.layers import layer_config
 from headwater.config.planner import plan_layers
-from headwater.config.text import HeadwaterConfig
 from headwater.engines.paged import FlatBatch, PagedEngine
 from headwater.engines.pages import Page
 from headwater.engines.split import Portion
