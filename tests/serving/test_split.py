@@ -102,7 +102,7 @@ def test_a_process_has_its_part_of_cache_and_weights():
         part, share = copy.deepcopy(model), Portion(model.config, rank, 2)
         split(part, share, Threads(2).seen_by(rank))
         sizes = [sum(parameter.numel() for parameter in one.model.layers.parameters()) for one in (part, model)]
-        parts.append((Page(share.heads.narrow, share.heads.plans, 16).history, sizes[0] / sizes[1]))
+        parts.append((Page(share.narrow, share.plans, 16).history, sizes[0] / sizes[1]))
     assert [history for history, _ in parts] == [8 * cache_bytes_per_token(model.config)] * 2
     assert all(0.49 < weights < 0.52 for _, weights in parts)
 

@@ -106,7 +106,7 @@ class RawTokens:
 
     def __init__(self, engine: PagedEngine, layer: int) -> None:
         self.engine = engine
-        room = engine.page.rooms.get(layer, Room(layer, 0, 0))  # of a process whose heads keep none
+        room = engine.page.rooms.get(layer, Room(0, 0))  # of a process whose heads keep none
         self.layer, self.free, self.end = layer, room.first, room.first + room.size
         self.places: dict[str, int] = {}
 

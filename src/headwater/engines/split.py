@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -31,21 +30,13 @@ from headwater.plugins.registry import resolve
 from headwater.util.errors import HeadwaterError
 
 if TYPE_CHECKING:
-    from headwater.config.text import HeadwaterConfig
     from headwater.models.causal_lm import HeadwaterForCausalLM
     from headwater.nn.block import Block
 
 
 @dataclass(frozen=True)
-class Portion:
-    """The heads of process `rank` of `size`.
-
-    Raises `HeadwaterError` if the heads or a mechanism cannot be split.
-    """
-
-    config: HeadwaterConfig
-    rank: int = 0
-    size: int = 1
+class Portion(SomeHeads):
+    """Raises `HeadwaterError` if the heads or a mechanism cannot be split."""
 
     def __post_init__(self) -> None:
         if self.size > 1:
@@ -63,7 +54,7 @@ class Portion:
                 "A model whose layers have different heads (sliding_fields) runs in one process; leave out "
                 "tensor_parallel_size."
             )
-        inside = {name for plan in self.heads.model_plans for name in plan.at(*ATTENTION_STAGES)}
+        inside = {name for plan in self.model_plans for name in plan.at(*ATTENTION_STAGES)}
         for name in config.mechanisms:
             if name in inside and not can_split_heads(resolve(name), config.mechanisms[name]):
                 raise HeadwaterError(
@@ -71,17 +62,13 @@ class Portion:
                     "(per_head, docs/extending.md); leave out tensor_parallel_size."
                 )
 
-    @cached_property
-    def heads(self) -> SomeHeads:
-        return SomeHeads.share(self.config, self.rank, self.size)
-
     @property
     def slopes(self) -> Tensor | None:
         """ALiBi's, of each query head that this process has; None if it has all."""
         if self.config.position != "alibi" or self.size == 1:
             return None
-        own = self.heads.queries
-        return alibi_slopes(self.config.num_attention_heads, torch.float32)[own.start : own.stop]
+        slopes = alibi_slopes(self.config.num_attention_heads, torch.float32)
+        return slopes[self.queries.start : self.queries.stop]
 
 
 @torch.no_grad()
@@ -108,7 +95,7 @@ def own_attention(block: Block, share: Portion, processes: Processes) -> Attenti
     plan, whole = block.plan, block.self_attn
     try:
         with torch.device("meta"):
-            mine = Attention(share.heads.narrow, share.heads.plans[plan.index])
+            mine = Attention(share.narrow, share.plans[plan.index])
     except KeyError as error:  # a tensor of another layer that this process's part of a mechanism would read
         raise _unsplittable(plan, list(whole.mechanisms.names)) from error
     mine.q_norm, mine.k_norm = whole.q_norm, whole.k_norm if mine.k_proj is not None else None
@@ -116,7 +103,7 @@ def own_attention(block: Block, share: Portion, processes: Processes) -> Attenti
         _own_parameters(mine.mechanisms[name], cast(Mechanism, module), share, plan)
     for part, name in (("q", "q_proj"), ("k", "k_proj"), ("v", "v_proj")):
         if getattr(mine, name) is not None:
-            own = channels(share.heads.places(plan)[part][1], mine.head_dim)
+            own = channels(share.places(plan)[part][1], mine.head_dim)
             layer = getattr(whole, name)
             linear = isinstance(layer, nn.Linear)
             setattr(mine, name, rows(layer, own) if linear else SomeOutputs(_part(layer, processes), own))
@@ -135,7 +122,7 @@ def _own_parameters(mine: nn.Module, whole: Mechanism, share: Portion, plan: Lay
     for place, known in (parameters | dict(whole.named_buffers())).items():
         tensor = known.detach()
         axes = axes_of(whole, place) if place in parameters else ()
-        if (own := of_heads(axes, tensor.shape, share.heads.places(plan))) is not None:
+        if (own := of_heads(axes, tensor.shape, share.places(plan))) is not None:
             tensor = tensor.index_select(own[0], torch.tensor(own[1], dtype=torch.long))
         target = targets.pop(place, None)
         if target is None and tensor.numel() == 0:

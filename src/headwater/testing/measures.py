@@ -79,13 +79,13 @@ def read_halves(model: HeadwaterForCausalLM, ids: Tensor) -> Iterator[tuple[Tens
         model(ids, use_cache=False)
     for rank in range(2):
         share = Portion(model.config, rank, 2)
-        heads, queries = share.heads, slice(share.heads.queries.start, share.heads.queries.stop)
+        queries = slice(share.queries.start, share.queries.stop)
         for block, ((x, *sources), options), read in zip(blocks, calls, reads, strict=True):
             half: Any = own_attention(block, share, OnlyProcess())
             half.o_proj = nn.Identity()
             for i, source in enumerate(block.plan.reads):
                 if source.kind not in ("stream", "shared"):
-                    chosen = heads.places(heads.model_plans[source.layer])[source.part][1]
+                    chosen = share.places(share.model_plans[source.layer])[source.part][1]
                     sources[i] = sources[i][:, chosen]
             mask = options.get("attention_mask")
             if isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[1] == model.config.num_attention_heads > 1:

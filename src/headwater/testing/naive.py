@@ -1,6 +1,6 @@
 """Reference implementations, written from the equations with loops over rows, heads and positions.
 
-Nothing here is fast, caches anything, or takes more from headwater than the names of stages. A vector is a 1-d tensor;
+Nothing here is fast, caches anything, or takes more from headwater than names. A vector is a 1-d tensor;
 `heads` is a list over heads of lists over positions of vectors. A whole model is run on one document at a time. A
 mechanism from outside is a subclass of `Reference` that adds to `knows` and says at its stage what its equation says.
 """
@@ -20,6 +20,7 @@ from torch.nn.functional import interpolate
 
 from headwater.config.layers import layer_config
 from headwater.config.plan import Stage
+from headwater.plugins.registry import REGISTRY
 
 HeadRows = list[list[Tensor]]
 # Attention weights by head and position, of each slot that it sees.
@@ -236,28 +237,7 @@ class Reference:
         part, head and position; `stream`, what blocks gave.
     """
 
-    knows: tuple[str, ...] = (
-        "pattention",
-        "kv_shift",
-        "short_conv",
-        "value_residual",
-        "value_embedding",
-        "ngram_memory",
-        "svformer",
-        "kv_source",
-        "skip_layer",
-        "persistent_memory",
-        "neutreno",
-        "exclusive",
-        "output_gate",
-        "depth_attention",
-        "mudd",
-        "dense_former",
-        "smear",
-        "embedding_residual",
-        "backout",
-        "blend",
-    )
+    knows: tuple[str, ...] = (*REGISTRY, "blend")
 
     def __init__(self, config: Any, weights: dict[str, Tensor]) -> None:
         if unknown := set(config.mechanisms) - set(self.knows):
@@ -313,14 +293,13 @@ class Reference:
             if c.output_norms:
                 attended_to = [self.norm(f"{name}.attention_output_norm", a) for a in attended_to]
             attended_to = self.around(Stage.ATTENTION_OUTPUT, layer, attended_to)
-            residual = x if c.first_residual or layer > 0 else [torch.zeros_like(a) for a in x]
-            before = x
-            x = [a + b for a, b in zip(residual, attended_to, strict=True)]
+            before, residual = x, float(c.first_residual or layer > 0)
+            x = mix_rows((residual, 1.0), (x, attended_to))
             inner = [self.norm(f"{name}.post_attention_layernorm", a) for a in (before if c.parallel_residual else x)]
             inner = self.feed_forward(layer, self.around(Stage.FEED_FORWARD_INPUT, layer, inner))
             if c.output_norms:
                 inner = [self.norm(f"{name}.feed_forward_output_norm", a) for a in inner]
-            x = [a + b for a, b in zip(x, self.around(Stage.FEED_FORWARD_OUTPUT, layer, inner), strict=True)]
+            x = mix_rows((1.0, 1.0), (x, self.around(Stage.FEED_FORWARD_OUTPUT, layer, inner)))
             self.stream.append(x)
             for mechanism in c.mechanisms:
                 x = self.transform_block_output(mechanism, layer, x)

@@ -81,7 +81,7 @@ class Server:
         self.random = random.Random(seed)
         element = next(model.parameters()).element_size()
         share = share or Portion(model.config)
-        page = Page(share.heads.narrow, share.heads.plans, block_size, element, takes_back)
+        page = Page(share.narrow, share.plans, block_size, element, takes_back)
         self.engine = NaiveEngine(page, share.slopes)
         self.known: dict[tuple[int, ...], int] = {}  # blocks of prefixes
         self.used = 0

@@ -76,8 +76,8 @@ def _bytes(probe: Probe) -> None:
 
 
 OWN_WAYS = [
-    Way("materialised", "ordinary keys and values in every layer, and transformers' own cache", _materialised),
-    Way("cache bytes", "the cache holds as many bytes as planned", _bytes),
+    Way("materialised", _materialised),
+    Way("cache bytes", _bytes),
 ]
 
 

@@ -15,7 +15,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from headwater.util.errors import HeadwaterError
-from headwater.verification.watch import Seen, Subject
+from headwater.verification.watch import Subject
 from headwater.verification.ways import CAUSAL, WAYS, DoesNotApply, Parting, Probe, Way, texts_for
 
 # In fp64, constants that a model made in fp32 exceed 1e-9, and only a mistake exceeds `EXACT`; in fp32, the rounding of
@@ -191,17 +191,6 @@ class _Precision:
         return Verified(way.name, probe.parting is None, probe.error, parting=probe.parting)
 
 
-class _Kept(Probe):
-    """Keeps the logits of each call, and compares nothing."""
-
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self.made: list[torch.Tensor] = []
-
-    def compare(self, seen: Seen, spans: Any, packed: bool = False) -> None:
-        self.made.append(seen.logits.double())
-
-
 def _bf16(model: PreTrainedModel, judge: _Precision, seed: int) -> Verified:
     """With a cache in bf16, relative to how far bf16 without a cache is from the same model in full precision."""
     try:
@@ -209,14 +198,12 @@ def _bf16(model: PreTrainedModel, judge: _Precision, seed: int) -> Verified:
         assert judge.subject is not None
         half.positions = judge.subject.positions
         alone = half(judge.texts.ids, use_cache=False)[0].logits.double()
-        probe = _Kept(half, judge.texts, math.inf)
-        feed = probe.feed(range(len(judge.texts.ids)))
-        for tokens in (6, 1, 2, 1, 7, 3):
-            feed.read(tokens)
+        feed = Probe(half, judge.texts, math.inf).feed(range(len(judge.texts.ids)))
+        cached_logits = torch.cat([feed.read(tokens).logits for tokens in (6, 1, 2, 1, 7, 3)], dim=1).double()
     except Exception as raised:
         return Verified(BF16, None, why=sentence(raised))
     true = judge.texts.alone.logits.double()
-    uncached, cached = ((one - true).square().mean(dim=(0, 2)).sqrt() for one in (alone, torch.cat(probe.made, dim=1)))
+    uncached, cached = ((one - true).square().mean(dim=(0, 2)).sqrt() for one in (alone, cached_logits))
     size = float(true.square().mean().sqrt())
     error = float(cached.square().mean().sqrt()) / size
     ok = error <= 3 * float(uncached.square().mean().sqrt()) / size + 0.02

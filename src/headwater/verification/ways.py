@@ -1,7 +1,8 @@
 """The ways of decoding, each against one uncached forward pass.
 
-`WAYS` is the one table: a name, what is done, and a function of a `Probe`, which compares every call it makes. The
-texts are rows of random ids; the last begins like the first, so that one cached prefix can continue in two ways.
+`WAYS` is the one table: a name, explained in docs/verify.md, and a function of a `Probe`, which compares every call it
+makes. The texts are rows of random ids; the last begins like the first, so that one cached prefix can continue in two
+ways.
 """
 
 from __future__ import annotations
@@ -164,7 +165,7 @@ class Feed:
     def mask(self, until: int) -> Tensor:
         return (torch.arange(until) >= torch.tensor(self.pads)[:, None]).long()
 
-    def read(self, tokens: int | None = None, wrong: Sequence[int] | None = None, use_cache: bool = True) -> None:
+    def read(self, tokens: int | None = None, wrong: Sequence[int] | None = None, use_cache: bool = True) -> Seen:
         """Read the next tokens (default: all that are left). wrong: of these texts instead, without a comparison."""
         until = LENGTH if tokens is None else self.at + tokens
         mask = self.mask(until)
@@ -183,6 +184,7 @@ class Feed:
                 spans.append((row, begin - self.at, text, begin - pad, until - begin))
             self.probe.compare(seen, spans)
         self.at = until
+        return seen
 
     def steps(self, tokens: int | None = None) -> None:
         """Read tokens one by one."""
@@ -483,7 +485,6 @@ class Way:
     """A way of decoding. generates: it runs `generate`, and once, not in each precision."""
 
     name: str
-    what: str
     run: Callable[[Probe], None]
     generates: bool = False
 
@@ -492,41 +493,39 @@ class Way:
 CAUSAL = "prefixes"
 _STATIC: dict[str, Any] = dict(cache_implementation="static", disable_compile=True)
 WAYS = [
-    Way(CAUSAL, "beginnings of the texts, without a cache: later tokens change nothing", _prefixes),
-    Way("rows alone", "each row without the others, without a cache", _alone),
-    Way("padding", "rows of three lengths, padded on the left, without a cache", _padded),
-    Way("packing", "documents in one row whose position ids restart, without a cache", packed),
-    Way("packing+", "the same with seq_idx and cu_seq_lens", lambda probe: packed(probe, every=True)),
-    Way("1 by 1", "token by token", _in_chunks(1)),
-    Way("prefill", f"{SHARED} tokens, then token by token", _in_chunks(SHARED, 1)),
-    Way("chunks of 3", "prefill in chunks of 3", _in_chunks(3)),
-    Way("chunks of 8", "prefill in chunks of 8", _in_chunks(8)),
-    Way("mixed", "chunks of 6, 1, 2, 1, 7 and 3", _in_chunks(6, 1, 2, 1, 7, 3)),
-    Way("only cache", "chunks of 6, 1, 1, 9 and 3, without a mask or positions", _in_chunks(6, 1, 1, 9, 3, bare=True)),
+    Way(CAUSAL, _prefixes),
+    Way("rows alone", _alone),
+    Way("padding", _padded),
+    Way("packing", packed),
+    Way("packing+", lambda probe: packed(probe, every=True)),
+    Way("1 by 1", _in_chunks(1)),
+    Way("prefill", _in_chunks(SHARED, 1)),
+    Way("chunks of 3", _in_chunks(3)),
+    Way("chunks of 8", _in_chunks(8)),
+    Way("mixed", _in_chunks(6, 1, 2, 1, 7, 3)),
+    Way("only cache", _in_chunks(6, 1, 1, 9, 3, bare=True)),
     # The shortest row has one token after the first chunk.
-    Way("padded, 1 by 1", "a left-padded batch, then token by token", _in_chunks(LENGTH - 2, 1, padded=True)),
-    Way("padded, chunks", "a left-padded batch in chunks of 4", _in_chunks(4, padded=True)),
-    Way("crop", "wrong tokens are read and cropped, as in assisted decoding", _crop),
-    Way("reorder", "rows are reordered, as in beam search", _reorder),
-    Way("select", "fewer rows of the cache are kept", _selected(2, 0)),
-    Way("permute", "the rows of the cache are selected in another order", _selected(2, 0, 1)),
-    Way("repeat", "each row of the cache is repeated", _repeat),
-    Way("prefix reuse", "two copies of a cached prefix continue differently", _prefix),
-    Way("two streams", "two texts with a cache each, in turn", _two_streams),
-    Way("reset", "a used cache is reset, and used again", _reset),
-    Way("static", "a static cache, prefill, then token by token", _in_chunks(SHARED, 1, static=True)),
-    Way("static, chunks", "a static cache in chunks", _in_chunks(5, 1, 4, 3, 7, static=True)),
-    Way(
-        "static, padded", "a static cache with a left-padded batch", _in_chunks(LENGTH - 2, 1, padded=True, static=True)
-    ),
-    Way("greedy", "generate", _greedy, True),
-    Way("generate, padded", "generate for a left-padded batch", _generate_padded, True),
-    Way("generate, chunked", "generate with prefill_chunk_size=4", _with(prefill_chunk_size=4), True),
-    Way("sampling", "generate, two samples a row", _with(do_sample=True, top_k=0, num_return_sequences=2), True),
-    Way("beams", "generate with 3 beams", _beams, True),
-    Way("assisted", "generate with an assistant", _assisted, True),
-    Way("prompt lookup", "generate with prompt_lookup_num_tokens=3", _lookup, True),
-    Way("second turn", "generate, continued with the returned cache", _turns, True),
-    Way("generate, static", "generate with a static cache", _with(**_STATIC), True),
-    Way("static, chunked", "the same with prefill_chunk_size=4", _with(**_STATIC, prefill_chunk_size=4), True),
+    Way("padded, 1 by 1", _in_chunks(LENGTH - 2, 1, padded=True)),
+    Way("padded, chunks", _in_chunks(4, padded=True)),
+    Way("crop", _crop),
+    Way("reorder", _reorder),
+    Way("select", _selected(2, 0)),
+    Way("permute", _selected(2, 0, 1)),
+    Way("repeat", _repeat),
+    Way("prefix reuse", _prefix),
+    Way("two streams", _two_streams),
+    Way("reset", _reset),
+    Way("static", _in_chunks(SHARED, 1, static=True)),
+    Way("static, chunks", _in_chunks(5, 1, 4, 3, 7, static=True)),
+    Way("static, padded", _in_chunks(LENGTH - 2, 1, padded=True, static=True)),
+    Way("greedy", _greedy, True),
+    Way("generate, padded", _generate_padded, True),
+    Way("generate, chunked", _with(prefill_chunk_size=4), True),
+    Way("sampling", _with(do_sample=True, top_k=0, num_return_sequences=2), True),
+    Way("beams", _beams, True),
+    Way("assisted", _assisted, True),
+    Way("prompt lookup", _lookup, True),
+    Way("second turn", _turns, True),
+    Way("generate, static", _with(**_STATIC), True),
+    Way("static, chunked", _with(**_STATIC, prefill_chunk_size=4), True),
 ]

@@ -89,10 +89,10 @@ class Blocks(torch.nn.Module, AttentionLayerBase):
         size = vllm_config.cache_config.block_size, vllm_config.model_config.dtype.itemsize
         spare = 0 if speculation is None else speculation.num_speculative_tokens
         # vLLM wants blocks that are alike in all processes.
-        least = max(Page(share.heads.narrow, share.heads.plans, *size, spare).size for share in shares)
-        self.config, self.num_heads, self.name = own.config, len(own.heads.queries), name
+        least = max(Page(share.narrow, share.plans, *size, spare).size for share in shares)
+        self.config, self.num_heads, self.name = own.config, len(own.queries), name
         kind = CPUEngine if vllm_config.device_config.device_type == "cpu" else FlashEngine
-        self.engine = kind(Page(own.heads.narrow, own.heads.plans, *size, spare, least), own.slopes)
+        self.engine = kind(Page(own.narrow, own.plans, *size, spare, least), own.slopes)
         self.kv_cache = torch.tensor([])
         vllm_config.compilation_config.static_forward_context[name] = self
 
