@@ -326,7 +326,8 @@ class Reference:
         for mechanism in c.mechanisms:
             q, k, v = self.transform_projections(mechanism, layer, q, k, v)
         if c.qk_norm:
-            q, k = (self.normed(f"{name}.{part}_norm", heads) for part, heads in (("q", q), ("k", k)))
+            q = {h: [self.norm(f"{name}.q_norm", a) for a in row] for h, row in q.items()}
+            k = {h: [self.norm(f"{name}.k_norm", a) for a in row] for h, row in k.items()}
         self.raw.append({"q": q, "k": k, "v": v})
         for mechanism in c.mechanisms:
             q, k, v = self.transform_qkv(mechanism, layer, q, k, v)
@@ -816,9 +817,6 @@ class Reference:
         width = self.own.head_dim
         per_position = [self.linear(f"{attention}.{part}_proj", a).split(width) for a in x]
         return dict(zip(heads, map(list, zip(*per_position, strict=True)), strict=True))
-
-    def normed(self, name: str, heads: dict[int, list[Tensor]]) -> dict[int, list[Tensor]]:
-        return {head: [self.norm(name, x) for x in row] for head, row in heads.items()}
 
     def feed_forward(self, layer: int, x: list[Tensor]) -> list[Tensor]:
         name = f"model.layers.{layer}"
