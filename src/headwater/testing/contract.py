@@ -301,14 +301,11 @@ class Contract:
         """Left padding, a hole in the middle, and both."""
         model, ids = case.model, tokens(3, 9)
         mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 0, 1, 1, 1, 0, 0, 1], [0, 1, 0, 1, 1, 1, 1, 0, 1]])
-        expected = torch.stack(
-            [self.reference_of(model)(row, m.bool().tolist()) for row, m in zip(ids, mask, strict=True)]
+        real = mask.bool()
+        expected = torch.stack([self.reference_of(model)(row, m.tolist()) for row, m in zip(ids, real, strict=True)])
+        self.assert_equal(
+            model, lambda one: one(ids, attention_mask=mask, use_cache=False).logits[real], expected[real]
         )
-
-        def logits(one: HeadwaterForCausalLM) -> Tensor:
-            return one(ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
-
-        self.assert_equal(model, logits, expected[mask.bool()])
 
     def test_contiguous_documents_equal_naive(self, case):
         """Attention crosses document boundaries; mechanisms that look back do not."""
@@ -521,17 +518,14 @@ class Contract:
         generated = generate(case.model, ids, past_key_values=cache_of(first))
         assert torch.equal(generated, generate(case.model, ids, use_cache=False))
 
-    def test_prompt_lookup(self, case):
-        ids = tokens(1, 4).repeat(1, 4)
-        generated = generate(case.model, ids, prompt_lookup_num_tokens=3)
-        assert torch.equal(generated, generate(case.model, ids, use_cache=False))
-
-    @pytest.mark.parametrize("assistant", ["unrelated", "alike"])
+    @pytest.mark.parametrize("assistant", ["prompt_lookup", "unrelated", "alike"])
     def test_assisted_generation(self, case, assistant):
         """An unrelated assistant is rejected at almost every token, a similar one only at some."""
-        ids = tokens(1, 9)
-        helper = build(num_hidden_layers=1) if assistant == "unrelated" else disturb(case.copy, 0.02)
-        generated = generate(case.model, ids, assistant_model=helper)
+        ids, options = tokens(1, 4).repeat(1, 4), {"prompt_lookup_num_tokens": 3}
+        if assistant != "prompt_lookup":
+            helper = build(num_hidden_layers=1) if assistant == "unrelated" else disturb(case.copy, 0.02)
+            ids, options = tokens(1, 9), {"assistant_model": helper}
+        generated = generate(case.model, ids, **options)
         assert torch.equal(generated, generate(case.model, ids, use_cache=False))
 
     # Training

@@ -98,7 +98,7 @@ def read_halves(model: HeadwaterForCausalLM, ids: Tensor) -> Iterator[tuple[Tens
 def outside_attention(model: HeadwaterForCausalLM, ids: Tensor, other: Tensor) -> Tensor:
     """Logits of `other` tokens, with the outputs that attention has for `ids`."""
     outputs: list[Any] = []
-    layers: list[Any] = [block.self_attn for block in model.model.layers]  # type: ignore[union-attr]
+    layers: list[Any] = [block.self_attn for block in model.model.layers]
     with torch.no_grad():
         for hook, row in ((lambda *call: outputs.append(call[2]), ids), (lambda *_: outputs.pop(0), other)):
             with ExitStack() as hooks:
