@@ -326,8 +326,7 @@ class Reference:
         for mechanism in c.mechanisms:
             q, k, v = self.transform_projections(mechanism, layer, q, k, v)
         if c.qk_norm:
-            q = {h: [self.norm(f"{name}.q_norm", a) for a in row] for h, row in q.items()}
-            k = {h: [self.norm(f"{name}.k_norm", a) for a in row] for h, row in k.items()}
+            q, k = self.normed(f"{name}.q_norm", q), self.normed(f"{name}.k_norm", k)
         self.raw.append({"q": q, "k": k, "v": v})
         for mechanism in c.mechanisms:
             q, k, v = self.transform_qkv(mechanism, layer, q, k, v)
@@ -565,17 +564,24 @@ class Reference:
             values = [[self.raw[i]["v"][h // groups] for i in (0, source)] for h, source in enumerate(sources)]
             return [mix_rows((1, factor, -factor), (row, *values[h])) for h, row in enumerate(read)]
         if name == "exclusive" and self.acts(options, layer):
-            learned = self.of(name, layer, "alpha")
-            for h, row in enumerate(read):
-                strength = 1.0 if learned is None else learned[h].tanh()
-                pairs = zip(row, self.final_v[sources[h]][h // groups], strict=True)
-                read[h] = [y - strength * (y @ v) / (v @ v) * v if v @ v > ZERO else y for y, v in pairs]
-        if name == "output_gate" and self.acts(options, layer):
-            weight = self.of(name, layer, "gate.weight")
-            gates = [options["scale"] * (weight @ x[: weight.shape[1]]).sigmoid() for x in self.inputs[layer]]
-            gates = [gate.unflatten(0, (len(read), -1)) for gate in gates]
-            return [[gate[h] * y for gate, y in zip(gates, row, strict=True)] for h, row in enumerate(read)]
-        return read
+            values = [self.final_v[source][h // groups] for h, source in enumerate(sources)]
+            return self.exclusive(self.of(name, layer, "alpha"), read, values)
+        return self.output_gate(layer, read) if name == "output_gate" and self.acts(options, layer) else read
+
+    def output_gate(self, layer: int, read: list[list[Tensor]]) -> list[list[Tensor]]:
+        weight, scale = self.of("output_gate", layer, "gate.weight"), self.config.mechanisms["output_gate"]["scale"]
+        gates = [scale * (weight @ x[: weight.shape[1]]).sigmoid() for x in self.inputs[layer]]
+        gates = [gate.unflatten(0, (len(read), -1)) for gate in gates]
+        return [[gate[h] * y for gate, y in zip(gates, row, strict=True)] for h, row in enumerate(read)]
+
+    def exclusive(self, alpha: Tensor | None, read: list[list[Tensor]], values: list[list[Tensor]]) -> HeadRows:
+        """What is left of each head's output without its part along the token's own value."""
+        left = []
+        for h, row in enumerate(read):
+            strength = 1.0 if alpha is None else alpha[h].tanh()
+            pairs = zip(row, values[h], strict=True)
+            left.append([y - strength * (y @ v) / (v @ v) * v if v @ v > ZERO else y for y, v in pairs])
+        return left
 
     def receivers(self, options: dict[str, Any]) -> list[int]:
         """The layers of a value residual that have something of their own to mix into."""
@@ -817,6 +823,9 @@ class Reference:
         width = self.own.head_dim
         per_position = [self.linear(f"{attention}.{part}_proj", a).split(width) for a in x]
         return dict(zip(heads, map(list, zip(*per_position, strict=True)), strict=True))
+
+    def normed(self, name: str, heads: dict[int, list[Tensor]]) -> dict[int, list[Tensor]]:
+        return {head: [self.norm(name, x) for x in row] for head, row in heads.items()}
 
     def feed_forward(self, layer: int, x: list[Tensor]) -> list[Tensor]:
         name = f"model.layers.{layer}"
