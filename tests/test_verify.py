@@ -215,7 +215,7 @@ def test_what_differs_once_is_no_verdict(monkeypatch, first, second, expected):
         return [Verified(way.name, way.name not in differing) for way in ways]
 
     monkeypatch.setattr(verdicts, "verify_model", verified)
-    verdict = {one.check: one.ok for one in verdicts.verify_twice(tiny({}, layers=1), 3)}
+    verdict = {one.check: one.ok for one in verdicts.verify_twice(tiny({}, layers=1), 3, WAYS)}
     assert {name: verdict[name] for name in expected} == expected
 
 

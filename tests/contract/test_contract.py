@@ -17,7 +17,7 @@ from transformers import CompileConfig
 from conftest import Wanted, assert_near, build, config, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
 from headwater.plugins.registry import REGISTRY, resolve
-from headwater.testing.contract import BASES, ODD_LAYERS, Case, Contract, T, generate
+from headwater.testing.contract import BASES, ODD_LAYERS, Case, Contract, T, generate, refused
 
 pytestmark = pytest.mark.sampled(409)
 
@@ -103,7 +103,7 @@ def variants(name: str) -> list[dict]:
     return [
         options
         for options in found + MORE_VARIANTS.get(name, [])
-        if not Case("llama", json.dumps({name: options})).is_refused
+        if not refused(Case("llama", json.dumps({name: options})))
     ]
 
 
@@ -135,7 +135,7 @@ def in_turn(mechanisms: list[dict], *bases: str) -> list[Case]:
 
 
 NORMAL = of([{}, *SINGLES], *BASES) + of(VARIANTS + PAIRS, "llama")
-REFUSED = [case for m in PAIRS if (case := Case("llama", json.dumps(m))).is_refused]
+REFUSED = [case for m in PAIRS if refused(case := Case("llama", json.dumps(m)))]
 
 
 @functools.cache
@@ -259,7 +259,7 @@ class TestLayersThatDiffer(TestEveryMechanism):
         "test_cached_equals_uncached": 80,
         "test_cache_bytes_follow_the_plan": 40,
         "test_parameters_are_counted": 20,
-        "test_flops_are_counted": 40,
+        "test_work_grows_with_the_tokens_alone": 40,
         "test_save_and_load": 80,
     }
 

@@ -15,7 +15,7 @@ from headwater.mechanisms import SkipLayer, SVFormer
 from headwater.mechanisms.contract import Mechanism
 from headwater.models.cache import cache_bytes
 from headwater.plugins.registry import MECHANISMS
-from headwater.testing.naive import attended, reference, stored
+from headwater.testing.naive import Reference, attended, reference
 
 BIG = dict(num_hidden_layers=12, num_attention_heads=12, num_key_value_heads=12, hidden_size=48, head_dim=4)
 
@@ -73,8 +73,8 @@ def test_plan_says_what_the_equations_say():
         described = config(mechanisms, **BIG)
         for plan in plan_layers(described):
             assert [tuple(a) for a in plan.attends] == [attended(described, plan.index, h) for h in range(12)]
-            assert list(plan.k_heads) == stored(described, plan.index, 0)
-            assert list(plan.v_heads) == stored(described, plan.index, 1)
+            assert list(plan.k_heads) == Reference(described, {}).stored(plan.index, 0)
+            assert list(plan.v_heads) == Reference(described, {}).stored(plan.index, 1)
 
 
 # What is not built
@@ -293,8 +293,8 @@ def test_any_mechanisms_that_share_as_the_equations_say():
                 attended(described, plan.index, head) for head in range(4)
             ]
             # What is stored is attended to by someone, and nothing is attended to that is not stored.
-            assert list(plan.k_heads) == stored(described, plan.index, 0)
-            assert list(plan.v_heads) == stored(described, plan.index, 1)
+            assert list(plan.k_heads) == Reference(described, {}).stored(plan.index, 0)
+            assert list(plan.v_heads) == Reference(described, {}).stored(plan.index, 1)
 
 
 @pytest.mark.parametrize("seed", [3, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 40))])

@@ -52,7 +52,7 @@ def test_tokens_through_a_server_in_miniature(mechanisms, changes, seed):
 def test_raw_tokens_of_a_shared_block_are_read_in_the_step_that_writes_them():
     """Two sequences, both new, of which the second has its first block from the first."""
     model, row = build({"kv_shift": {}}), list(range(1, 8))
-    engine = NaiveEngine(model.config, Page(model.config, model.plans, 4, 8))
+    engine = NaiveEngine(Page(model.config, model.plans, 4, 8))
     engine.bind(torch.full((4, engine.page.size), 0xFF, dtype=torch.uint8))
     engine.batch = FlatBatch(torch.tensor([0, 7, 10]), torch.tensor([7, 7]), torch.tensor([[1, 2], [1, 3]]), 4)
     with torch.no_grad():
@@ -63,7 +63,7 @@ def test_raw_tokens_of_a_shared_block_are_read_in_the_step_that_writes_them():
 
 def test_raw_tokens_without_room_are_an_error(monkeypatch):
     model = build({"kv_shift": {}})
-    engine = NaiveEngine(model.config, Page(model.config, model.plans, 4, 8))
+    engine = NaiveEngine(Page(model.config, model.plans, 4, 8))
     engine.bind(torch.zeros(4, engine.page.size, dtype=torch.uint8))
     engine.batch = FlatBatch(torch.tensor([0, 2]), torch.tensor([2]), torch.tensor([[1]]), 4)
     monkeypatch.setattr(

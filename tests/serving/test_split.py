@@ -9,10 +9,9 @@ import torch
 from conftest import assert_near, build, config
 from headwater import HeadwaterError
 from headwater.cost.counts import cache_bytes_per_token
-from headwater.engines.paged import FlatBatch
 from headwater.engines.pages import Page
 from headwater.engines.split import Portion, split
-from headwater.testing.served import NaiveEngine, Server, prompts
+from headwater.testing.served import Server, prompts
 
 
 class Threads:
@@ -94,45 +93,6 @@ def test_parts_together_are_the_whole(mechanisms, changes, size):
         assert isinstance(part, list), found
         for row, position, logits in part:
             assert_near(logits, alone[row][position])
-
-
-STAGED = [
-    ({}, dict(position="learned", tie_word_embeddings=True)),
-    ({"kv_shift": {}, "short_conv": {}, "smear": {"weight": 0.5}}, {}),
-    ({"value_embedding": {}, "ngram_memory": {}}, dict(sliding_window=5)),
-    ({"kv_source": {"keys": [0, 0, 2, 2], "values": [0, 0, 2, 2]}, "pattention": {}}, {}),
-]
-
-
-@pytest.mark.parametrize(("mechanisms", "changes"), STAGED, ids=lambda one: "+".join(one))
-def test_stages_one_after_another_are_the_whole(mechanisms, changes):
-    model, row = build(mechanisms, **GQA | dict(num_hidden_layers=4) | changes), prompts(97)[4]
-    stages = []
-    for layers in (range(2), range(2, 4)):
-        part, share = copy.deepcopy(model), Portion(model.config, layers=layers)
-        split(part, share, Threads(1).seen_by(0))
-        engine = NaiveEngine(share.narrow, Page(share.narrow, share.plans, 4, 8))
-        engine.bind(torch.full((8, engine.page.size), 0xFF, dtype=torch.uint8))
-        stages.append((part, engine))
-    assert sum(engine.page.history for _, engine in stages) == 4 * cache_bytes_per_token(model.config, 8)
-    with torch.no_grad():
-        alone = model(torch.tensor([row]), use_cache=False).logits[0]
-        for first, end in ((0, 5), (5, 6), (6, len(row))):
-            starts, lengths = torch.tensor([0, end - first]), torch.tensor([end])
-            ids, stream = torch.tensor(row[first:end]), None
-            for part, engine in stages:
-                engine.batch = FlatBatch(starts, lengths, torch.arange(1, 7)[None], 4)
-                stream = part.model.served(ids, engine.batch.position, engine, stream)
-            assert_near(part.logits(part.scaled(stream)), alone[first:end])
-
-
-def test_what_crosses_a_border():
-    asked = config({"value_residual": {}}, num_hidden_layers=4)
-    assert Portion(asked, layers=range(2)).own_layers == range(2)
-    with pytest.raises(HeadwaterError, match="block 2 reads of block 0, in another stage"):
-        Portion(asked, layers=range(2, 4))
-    with pytest.raises(HeadwaterError, match="block 2 reads of the embedding"):
-        Portion(config({"embedding_residual": {}}, num_hidden_layers=4), layers=range(2, 4))
 
 
 def test_a_process_has_its_part_of_cache_and_weights():

@@ -35,19 +35,17 @@ def narrowed(plans: Sequence[LayerPlan], heads: range) -> tuple[LayerPlan, ...]:
 
 @dataclass(frozen=True)
 class SomeHeads:
-    """Consecutive key/value heads of a model, and the query heads that read them.
-
-    heads: key/value heads, counted in the whole model.
-    """
+    """The key/value heads of process `rank` of `size`, and the query heads that read them."""
 
     config: HeadwaterConfig
-    heads: range
+    rank: int = 0
+    size: int = 1
 
-    @classmethod
-    def share(cls, config: HeadwaterConfig, rank: int, size: int) -> SomeHeads:
-        """Those of one of `size` processes."""
-        own = config.num_key_value_heads // size
-        return cls(config, range(rank * own, (rank + 1) * own))
+    @cached_property
+    def heads(self) -> range:
+        """Key/value heads, counted in the whole model."""
+        count = self.config.num_key_value_heads // self.size
+        return range(self.rank * count, (self.rank + 1) * count)
 
     @cached_property
     def queries(self) -> range:

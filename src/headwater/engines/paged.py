@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,9 +18,6 @@ from headwater.nn.engine import AttentionLayer, Engine
 from headwater.nn.head_groups import select_heads
 from headwater.nn.position import alibi_slopes
 from headwater.util.errors import HeadwaterError
-
-if TYPE_CHECKING:
-    from headwater.config.text import HeadwaterConfig
 
 
 class FlatBatch:
@@ -109,7 +106,7 @@ class RawTokens:
 
     def __init__(self, engine: PagedEngine, layer: int) -> None:
         self.engine = engine
-        room = engine.page.rooms.get(layer, Room(layer, 0, 0))  # of a process whose heads keep none
+        room = engine.page.rooms.get(layer, Room(0, 0))  # of a process whose heads keep none
         self.layer, self.free, self.end = layer, room.first, room.first + room.size
         self.places: dict[str, int] = {}
 
@@ -145,10 +142,9 @@ class PagedEngine(Engine):
     attention gives zeros: a dry run.
     """
 
-    def __init__(self, config: HeadwaterConfig, page: Page, slopes: Tensor | None = None) -> None:
+    def __init__(self, page: Page, slopes: Tensor | None = None) -> None:
         """slopes: ALiBi's, of each query head, where every layer has only some of them; default: those of all heads."""
-        self.config, self.page = config, page
-        self.slopes = slopes
+        self.page, self.slopes = page, slopes
         self.memory: Tensor | None = None
         self.batch: FlatBatch | None = None
         self.views: dict[tuple[int, str], Tensor] = {}
@@ -163,7 +159,6 @@ class PagedEngine(Engine):
         self.memory, self.views = memory, {}
 
     def release(self) -> None:
-        """Let go of the memory."""
         self.memory, self.batch, self.views = None, None, {}
 
     def bytes_of(self, first: int, numbers: int, dtype: torch.dtype) -> Tensor:
@@ -195,7 +190,7 @@ class PagedEngine(Engine):
 
     def slopes_of(self, attention: AttentionLayer, first: int, count: int) -> Tensor | None:
         """ALiBi's slopes of `count` of a layer's query heads, from `first` on, in fp32; None without ALiBi."""
-        if self.config.position != "alibi":
+        if self.page.config.position != "alibi":
             return None
         slopes = self.slopes
         if slopes is None:

@@ -11,10 +11,9 @@ or from a prefix that it shares, finds them at the end of the block before; one 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from headwater.config.capabilities import LimitsKernels
 from headwater.config.layers import layer_config
@@ -36,8 +35,6 @@ ALIGNED = 16
 class Store(NamedTuple):
     """The keys or values of one layer: `heads` heads of `width` numbers a token, from byte `first` of a block on."""
 
-    layer: int
-    part: Literal["k", "v"]
     heads: int
     width: int
     first: int
@@ -46,7 +43,6 @@ class Store(NamedTuple):
 class Room(NamedTuple):
     """The raw tokens of one layer: `size` bytes, from byte `first` of a block on."""
 
-    layer: int
     first: int
     size: int
 
@@ -68,18 +64,16 @@ class Page:
 
     @cached_property
     def stores(self) -> dict[tuple[int, str], Store]:
-        """By layer and part."""
+        """By layer and part, "k" or "v"."""
         found: dict[tuple[int, str], Store] = {}
         first = 0
-        for part, layer, heads in self._stored():
-            width = layer_config(self.config, layer).head_dim
-            found[layer, part] = Store(layer, part, heads, width, first)
-            first += heads * width * self.block_size * self.element
+        for part in ("k", "v"):
+            for plan in self.plans:
+                if heads := len(plan.k_heads if part == "k" else plan.v_heads):
+                    width = layer_config(self.config, plan.index).head_dim
+                    found[plan.index, part] = Store(heads, width, first)
+                    first += heads * width * self.block_size * self.element
         return found
-
-    def _stored(self) -> Iterator[tuple[Literal["k", "v"], int, int]]:
-        yield from (("k", plan.index, len(plan.k_heads)) for plan in self.plans if plan.k_heads)
-        yield from (("v", plan.index, len(plan.v_heads)) for plan in self.plans if plan.v_heads)
 
     @cached_property
     def rooms(self) -> dict[int, Room]:
@@ -92,7 +86,7 @@ class Page:
                 pieces = len(plan.inputs) if part == "input" else 1  # each of attention's inputs apart
                 size += pieces * self.raw(length, numbers[part] // pieces, ID if part == "id" else self.element)
             if size:
-                found[plan.index] = Room(plan.index, first, size)
+                found[plan.index] = Room(first, size)
                 first += size
         return found
 

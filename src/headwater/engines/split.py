@@ -1,6 +1,4 @@
-"""Tensor and pipeline parallelism for servers: the part of a model that one of several processes computes.
-
-Of a pipeline, a process has some consecutive blocks, and passes on the residual stream. Of a tensor group:
+"""Tensor parallelism for servers: the part of a model that one of several processes computes.
 
     attention       Σ_p W_O[:, p]·heads_p(x)                            p: some consecutive heads, and their cache
     feed-forward    Σ_p W_down[:, p]·(act(W_gate[p]·x) ⊙ W_up[p]·x)     p: some units
@@ -14,15 +12,13 @@ reads a few pairs. Attention is built once more from the plans of the process's 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 
 from headwater.config.plan import ATTENTION_STAGES, LayerPlan, Stage
-from headwater.config.planner import with_all_layers
 from headwater.engines.heads import SomeHeads
 from headwater.mechanisms.capabilities import Processes, SplitsLinear, axes_of, can_split_heads
 from headwater.mechanisms.contract import Mechanism
@@ -34,39 +30,17 @@ from headwater.plugins.registry import resolve
 from headwater.util.errors import HeadwaterError
 
 if TYPE_CHECKING:
-    from headwater.config.text import HeadwaterConfig
     from headwater.models.causal_lm import HeadwaterForCausalLM
     from headwater.nn.block import Block
 
 
 @dataclass(frozen=True)
-class Portion:
-    """The heads of process `rank` of `size`, in the blocks `layers` (default all) of a model.
-
-    Raises `HeadwaterError` if the heads or a mechanism cannot be split, or if a block reads what others compute.
-    """
-
-    config: HeadwaterConfig
-    rank: int = 0
-    size: int = 1
-    layers: range | None = None
+class Portion(SomeHeads):
+    """Raises `HeadwaterError` if the heads or a mechanism cannot be split."""
 
     def __post_init__(self) -> None:
-        self._check_layers()
         if self.size > 1:
             self._check_heads()
-
-    def _check_layers(self) -> None:
-        for plan in self.heads.model_plans:
-            crossing = [one.layer for one in plan.reads if one.kind != "shared" and one.layer not in self.own_layers]
-            if plan.index in self.own_layers and crossing and self.is_stage:
-                where = "the embedding" if crossing[0] < 0 else f"block {crossing[0]}"
-                names = " and ".join(self.config.mechanisms)
-                raise HeadwaterError(
-                    f"A pipeline's stages pass on the residual stream alone, and block {plan.index} reads of {where}, "
-                    f"in another stage (mechanisms: {names}); leave out pipeline_parallel_size, or cut elsewhere "
-                    "(VLLM_PP_LAYER_PARTITION)."
-                )
 
     def _check_heads(self) -> None:
         config = self.config
@@ -80,7 +54,7 @@ class Portion:
                 "A model whose layers have different heads (sliding_fields) runs in one process; leave out "
                 "tensor_parallel_size."
             )
-        inside = {name for plan in self.heads.model_plans for name in self.inside(plan)}
+        inside = {name for plan in self.model_plans for name in plan.at(*ATTENTION_STAGES)}
         for name in config.mechanisms:
             if name in inside and not can_split_heads(resolve(name), config.mechanisms[name]):
                 raise HeadwaterError(
@@ -88,51 +62,18 @@ class Portion:
                     "(per_head, docs/extending.md); leave out tensor_parallel_size."
                 )
 
-    @staticmethod
-    def inside(plan: LayerPlan) -> tuple[str, ...]:
-        """The mechanisms that act within a layer's attention."""
-        return plan.at(*ATTENTION_STAGES)
-
-    @property
-    def own_layers(self) -> range:
-        return range(self.config.num_hidden_layers) if self.layers is None else self.layers
-
-    @property
-    def is_stage(self) -> bool:
-        """Whether other processes have other blocks."""
-        return len(self.own_layers) < self.config.num_hidden_layers
-
-    @cached_property
-    def heads(self) -> SomeHeads:
-        return SomeHeads.share(self.config, self.rank, self.size)
-
-    @cached_property
-    def narrow(self) -> HeadwaterConfig:
-        """The config of a model with these heads only."""
-        return self.config if self.size == 1 else self.heads.narrow
-
-    @cached_property
-    def plans(self) -> tuple[LayerPlan, ...]:
-        """The plans of a model with these heads only, of which other blocks store nothing."""
-        return with_all_layers(
-            plan if plan.index in self.own_layers else replace(plan, k_heads=(), v_heads=(), tails=())
-            for plan in self.heads.plans
-        )
-
     @property
     def slopes(self) -> Tensor | None:
         """ALiBi's, of each query head that this process has; None if it has all."""
         if self.config.position != "alibi" or self.size == 1:
             return None
-        own = self.heads.queries
-        return alibi_slopes(self.config.num_attention_heads, torch.float32)[own.start : own.stop]
+        slopes = alibi_slopes(self.config.num_attention_heads, torch.float32)
+        return slopes[self.queries.start : self.queries.stop]
 
 
 @torch.no_grad()
 def split(model: HeadwaterForCausalLM, share: Portion, processes: Processes) -> None:
     """Leave of a model what this process computes, in place. It then runs with an `Engine` only."""
-    if share.is_stage:
-        _keep(model, share.own_layers)
     for block in model.model.layers if share.size > 1 else ():
         block = cast("Block", block)
         block.self_attn = own_attention(block, share, processes)
@@ -149,19 +90,6 @@ def split(model: HeadwaterForCausalLM, share: Portion, processes: Processes) -> 
             block.mlp = _part(block.mlp, processes)
 
 
-def _keep(model: HeadwaterForCausalLM, layers: range) -> None:
-    """Keep these blocks, and what comes before the first and after the last block with them."""
-    base, depth = model.model, model.config.num_hidden_layers
-    for index in reversed(range(depth)):
-        if index not in layers:
-            del base.layers[index]
-    if layers.stop < depth:
-        base.norm = nn.Identity()
-        del model.lm_head
-    if layers.start > 0 and not model.config.tie_word_embeddings:
-        del base.embed_tokens
-
-
 def own_attention(block: Block, share: Portion, processes: Processes) -> Attention:
     """A block's attention, with this process's heads."""
     plan, whole = block.plan, block.self_attn
@@ -175,7 +103,7 @@ def own_attention(block: Block, share: Portion, processes: Processes) -> Attenti
         _own_parameters(mine.mechanisms[name], cast(Mechanism, module), share, plan)
     for part, name in (("q", "q_proj"), ("k", "k_proj"), ("v", "v_proj")):
         if getattr(mine, name) is not None:
-            own = channels(share.heads.places(plan)[part][1], mine.head_dim)
+            own = channels(share.places(plan)[part][1], mine.head_dim)
             layer = getattr(whole, name)
             linear = isinstance(layer, nn.Linear)
             setattr(mine, name, rows(layer, own) if linear else SomeOutputs(_part(layer, processes), own))
@@ -189,17 +117,17 @@ def own_attention(block: Block, share: Portion, processes: Processes) -> Attenti
 
 def _own_parameters(mine: nn.Module, whole: Mechanism, share: Portion, plan: LayerPlan) -> None:
     """Fill a mechanism's module of this process's heads. Raises `HeadwaterError` if its axes are not as it says."""
-    wanted = dict(mine.named_parameters()) | dict(mine.named_buffers())
+    targets = dict(mine.named_parameters()) | dict(mine.named_buffers())
     parameters = dict(whole.named_parameters())
     for place, known in (parameters | dict(whole.named_buffers())).items():
         tensor = known.detach()
         axes = axes_of(whole, place) if place in parameters else ()
-        if (own := of_heads(axes, tensor.shape, share.heads.places(plan))) is not None:
+        if (own := of_heads(axes, tensor.shape, share.places(plan))) is not None:
             tensor = tensor.index_select(own[0], torch.tensor(own[1], dtype=torch.long))
-        there = wanted.pop(place, None)
-        if there is None and tensor.numel() == 0:
+        target = targets.pop(place, None)
+        if target is None and tensor.numel() == 0:
             continue
-        if there is None or there.shape != tensor.shape:
+        if target is None or target.shape != tensor.shape:
             raise _unsplittable(plan, [whole.registered_name()])
         owner, _, last = place.rpartition(".")
         module = mine.get_submodule(owner)
@@ -207,14 +135,14 @@ def _own_parameters(mine: nn.Module, whole: Mechanism, share: Portion, plan: Lay
             module._parameters[last] = nn.Parameter(tensor.clone(), requires_grad=False)
         else:
             module._buffers[last] = tensor.clone()
-    if wanted:
+    if targets:
         raise _unsplittable(plan, [whole.registered_name()])
 
 
 def _unsplittable(plan: LayerPlan, names: list[str]) -> HeadwaterError:
     return HeadwaterError(
-        f"Layer {plan.index} cannot be split by heads with {', '.join(map(repr, names))} as configured; leave out "
-        "tensor_parallel_size."
+        f"Layer {plan.index} cannot be split by heads with {', '.join(map(repr, names))} as configured: it has other "
+        "parameters then than describe_axes says; leave out tensor_parallel_size."
     )
 
 

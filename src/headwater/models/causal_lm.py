@@ -184,14 +184,13 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
             "prefill_chunk_size).",
         )
 
-    def served(self, input_ids: Tensor, position_ids: Tensor, engine: Engine, stream: Tensor | None = None) -> Tensor:
+    def served(self, input_ids: Tensor, position_ids: Tensor, engine: Engine) -> Tensor:
         """The hidden states [N, D] of N tokens of any sequences, input_ids and position_ids [N].
 
-        engine: knows which sequences they belong to, and their earlier tokens. Each token is a row of its own. stream:
-        [N, D], what earlier blocks have made of them, where another process has these.
+        engine: knows which sequences they belong to, and their earlier tokens. Each token is a row of its own.
         """
         ids, positions, limit = input_ids[:, None], position_ids[:, None], self.input_spec.lookback.limit
-        x = self.embed(self.embed_tokens(ids), positions) if stream is None else stream[:, None]
+        x = self.embed(self.embed_tokens(ids), positions)
         inputs = ModelInputs(
             attention_mask=dict.fromkeys(self.input_spec.kinds),
             position_ids=positions,

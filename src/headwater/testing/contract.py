@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, StaticCache
 
-from headwater.config.layers import layer_config
 from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.conversion import add_mechanisms
@@ -30,7 +29,7 @@ from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.nn.cache_name import cache_of
 from headwater.plugins.outside import trust_names_in
 from headwater.plugins.registry import MECHANISMS, REGISTRY, resolve
-from headwater.testing.measures import HeadsAlone, Operations, kept_per_token, outside_attention
+from headwater.testing.measures import Operations, kept_per_token, outside_attention, read_halves
 from headwater.testing.models import (
     assert_near,
     build,
@@ -120,9 +119,23 @@ def per_document(model: HeadwaterForCausalLM, ids: Tensor, rows: list[list[int]]
     )
 
 
+_SAMPLED: dict[str, Any] = dict(do_sample=True, num_return_sequences=3, top_k=0)
+_STATIC: dict[str, Any] = dict(cache_implementation="static", disable_compile=True)
+GENERATION: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "chunked": dict(prefill_chunk_size=4),
+    "beams": dict(num_beams=3),
+    "sampled": _SAMPLED,
+    "sampled_beams": _SAMPLED | dict(num_beams=3),
+    "static": _STATIC,
+    "static_chunked": _STATIC | dict(prefill_chunk_size=4),
+}
+
+
 def generate(model: HeadwaterForCausalLM, ids: Tensor, **kwargs) -> Tensor:
     """The new tokens only."""
-    return model.generate(ids, max_new_tokens=10, do_sample=False, **kwargs)[:, ids.shape[1] :]
+    torch.manual_seed(3)
+    return model.generate(ids, **(dict(max_new_tokens=10, do_sample=False) | kwargs))[:, ids.shape[1] :]
 
 
 @dataclass(frozen=True)
@@ -136,7 +149,7 @@ class Case:
     def of(cls, mechanisms: Iterable[dict[str, Any]], *bases: str) -> list[Case]:
         """Every choice of mechanisms in every base, without invalid combinations."""
         every = [cls(base, json.dumps(one)) for one in mechanisms for base in bases]
-        return [case for case in every if not case.is_refused]
+        return [case for case in every if not refused(case)]
 
     def config(self, **changes: Any) -> HeadwaterConfig:
         return config(json.loads(self.mechanisms), **self.fields, **changes)
@@ -158,10 +171,6 @@ class Case:
     @property
     def copy(self) -> HeadwaterForCausalLM:
         return copy.deepcopy(self.model)
-
-    @property
-    def is_refused(self) -> bool:
-        return refused(self)
 
     def __str__(self) -> str:
         names = [
@@ -292,14 +301,11 @@ class Contract:
         """Left padding, a hole in the middle, and both."""
         model, ids = case.model, tokens(3, 9)
         mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 0, 1, 1, 1, 0, 0, 1], [0, 1, 0, 1, 1, 1, 1, 0, 1]])
-        expected = torch.stack(
-            [self.reference_of(model)(row, m.bool().tolist()) for row, m in zip(ids, mask, strict=True)]
+        real = mask.bool()
+        expected = torch.stack([self.reference_of(model)(row, m.tolist()) for row, m in zip(ids, real, strict=True)])
+        self.assert_equal(
+            model, lambda one: one(ids, attention_mask=mask, use_cache=False).logits[real], expected[real]
         )
-
-        def logits(one: HeadwaterForCausalLM) -> Tensor:
-            return one(ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
-
-        self.assert_equal(model, logits, expected[mask.bool()])
 
     def test_contiguous_documents_equal_naive(self, case):
         """Attention crosses document boundaries; mechanisms that look back do not."""
@@ -326,15 +332,11 @@ class Contract:
         assert (after[:, changed] - before[:, changed]).abs().max() > 1e-5
 
     def test_packed_documents_equal_separate(self, case):
-        model, ids = case.model, tokens(2, T)
-        packed = model(ids, position_ids=document_positions(DOCUMENTS), use_cache=False).logits
-        assert_near(packed, per_document(model, ids, DOCUMENTS))
-
-    def test_packed_documents_shared_by_all_rows(self, case):
         """Position ids of one row, [1, T], stand for all."""
         model, ids = case.model, tokens(2, T)
-        packed = model(ids, position_ids=document_positions(DOCUMENTS[:1]), use_cache=False).logits
-        assert_near(packed, per_document(model, ids, [DOCUMENTS[0]] * 2))
+        for rows in (DOCUMENTS, DOCUMENTS[:1]):
+            packed = model(ids, position_ids=document_positions(rows), use_cache=False).logits
+            assert_near(packed, per_document(model, ids, [rows[0], rows[-1]]))
 
     @pytest.mark.parametrize("chunks", BORDERS.values(), ids=BORDERS)
     def test_packed_documents_decode(self, case, chunks):
@@ -357,15 +359,6 @@ class Contract:
         else:
             actual = decode(model, padded, chunks, attention_mask=mask, position_ids=position_ids)
         assert_near(actual[mask.bool()], per_document(model, ids, DOCUMENTS).flatten(0, 1))
-
-    def test_left_padded_equals_unpadded(self, case):
-        model, ids = case.model, tokens(2, T)
-        padded = torch.nn.functional.pad(ids, (4, 0))
-        mask = (torch.arange(T + 4) >= 4).long().expand(2, -1)
-        assert_near(
-            model(padded, attention_mask=mask, use_cache=False).logits[:, 4:],
-            model(ids, use_cache=False).logits,
-        )
 
     def test_branching_rows(self, case):
         """Trees of candidates, in one call, after a cached prefix, and grown in a cache that records its past."""
@@ -416,22 +409,6 @@ class Contract:
     def test_cache_bytes_follow_the_plan(self, case):
         model, ids = case.model, tokens(2, T)
         cache = cache_of(model(ids, use_cache=True))
-        numbers = known = 0
-        for plan in model.plans:
-            sizes, stored = layer_config(model.config, plan.index), (len(plan.k_heads), len(plan.v_heads))
-            tokens_kept = T if sizes.sliding_window is None else min(T, sizes.sliding_window - 1)
-            channels = {part: heads * sizes.head_dim for part, heads in zip("kv", stored, strict=True)}
-            numbers += sum(channels.values()) * tokens_kept
-            widths = channels | {
-                "q": sizes.num_attention_heads * sizes.head_dim,
-                "x": sizes.hidden_size,
-                "input": sizes.hidden_size * len(plan.inputs),
-                "gate": sizes.intermediate_size,
-                "up": sizes.intermediate_size,
-            }
-            numbers += sum(widths[part] * length for part, length, _ in plan.tails if part != "id")
-            known += sum(length for part, length, _ in plan.tails if part == "id")
-        assert cache_bytes(cache) == (numbers + known) * ids.shape[0] * 8
         assert cache_bytes(cache) == cost.cache_bytes(model.config, T, batch_size=2, element_size=8)
 
     def test_served_from_a_paged_cache_as_alone(self, case):
@@ -462,24 +439,8 @@ class Contract:
         assert cache_bytes(caches[0]) == cost.cache_bytes(ordinary.config, T, batch_size=2, element_size=8)
         assert set(ordinary.config.layer_types) <= {"full_attention", "sliding_attention"}
 
-    def test_single_precision_cached_equals_uncached(self, case):
-        model, ids = case.copy.float(), tokens(2, T)
-        uncached = model(ids, use_cache=False).logits
-        for chunks in CHUNKS.values():
-            assert_near(decode(model, ids, chunks), uncached, tolerance=1e-4)
-
     def test_parameters_are_counted(self, case):
         assert sum(cost.parameters(case.model.config).values()) == case.model.num_parameters()
-
-    def test_flops_are_counted(self, case):
-        """The eager kernel computes the whole square of scores; the meta device counts without computing."""
-        made = copy.deepcopy(case.model.config)
-        made._attn_implementation = "eager"
-        with torch.device("meta"):
-            model = HeadwaterForCausalLM(made)
-            with FlopCounterMode(display=False) as counter, torch.no_grad():
-                model(torch.zeros(1, T, dtype=torch.long), use_cache=False)
-        assert cost.forward_flops_per_token(made, T, causal=False) * T == counter.get_total_flops()
 
     def test_saved_is_what_autograd_keeps(self, case):
         """`Cost.saved`, in fp32, uncompiled: the difference from the same model without the mechanism.
@@ -530,41 +491,19 @@ class Contract:
 
     # Generation
 
-    def test_greedy_generation(self, case):
+    @pytest.mark.parametrize("way", GENERATION)
+    def test_generation(self, case, way):
+        """Equals what the same call makes without a cache, with the same random numbers; the second row is shorter."""
         ids = tokens(2, 9)
-        expected = generate(case.model, ids, use_cache=False)
-        assert torch.equal(generate(case.model, ids), expected)
-        assert torch.equal(generate(case.model, ids, prefill_chunk_size=4), expected)
-
-    def test_beam_search(self, case):
-        ids = tokens(2, 9)
-        expected = generate(case.model, ids, num_beams=3, use_cache=False)
-        assert torch.equal(generate(case.model, ids, num_beams=3), expected)
-
-    @pytest.mark.parametrize("num_beams", [1, 3])
-    def test_left_padded_generation(self, case, num_beams):
-        ids = tokens(2, 9)
-        ids[1, :4] = 0
-        mask = torch.ones_like(ids)
-        mask[1, :4] = 0
-        options = dict(num_beams=num_beams)
-        generated = generate(case.model, ids, attention_mask=mask, **options)
-        assert torch.equal(generated, generate(case.model, ids, attention_mask=mask, use_cache=False, **options))
-        assert torch.equal(generated[1:], generate(case.model, ids[1:, 4:], use_cache=False, **options))
-
-    @pytest.mark.parametrize("num_beams", [1, 3])
-    def test_sampled_generation(self, case, num_beams):
-        """With the same random numbers, the same tokens; three continuations of two rows of other lengths."""
-        model, ids = case.model, tokens(2, 9)
-        mask = torch.ones_like(ids)
-        mask[1, :4] = 0
-        options = dict(do_sample=True, num_beams=num_beams, num_return_sequences=3, top_k=0, max_new_tokens=10)
-        made = []
-        for use_cache in (True, False):
-            torch.manual_seed(3)
-            made.append(model.generate(ids, attention_mask=mask, use_cache=use_cache, **options))
-        assert made[0].shape[0] == 6
-        assert torch.equal(*made)
+        mask = (torch.arange(9) >= torch.tensor([[0], [4]])).long()
+        options = GENERATION[way]
+        known = {"prefill_chunk_size", "cache_implementation", "disable_compile"}
+        plain = {name: value for name, value in options.items() if name not in known}
+        expected = generate(case.model, ids, attention_mask=mask, use_cache=False, **plain)
+        assert torch.equal(generate(case.model, ids, attention_mask=mask, **options), expected)
+        if "num_return_sequences" not in options:
+            assert torch.equal(expected[1:], generate(case.model, ids[1:, 4:], use_cache=False, **plain))
+            assert torch.equal(expected[:1], generate(case.model, ids[:1], **options))
 
     def test_generation_after_packed_documents(self, case):
         """Only the last document of the prompt counts."""
@@ -579,24 +518,14 @@ class Contract:
         generated = generate(case.model, ids, past_key_values=cache_of(first))
         assert torch.equal(generated, generate(case.model, ids, use_cache=False))
 
-    def test_generation_with_a_static_cache(self, case):
-        ids = tokens(2, 9)
-        expected = generate(case.model, ids, use_cache=False)
-        options = dict(cache_implementation="static", disable_compile=True)
-        assert torch.equal(generate(case.model, ids, **options), expected)
-        assert torch.equal(generate(case.model, ids, prefill_chunk_size=4, **options), expected)
-
-    def test_prompt_lookup(self, case):
-        ids = tokens(1, 4).repeat(1, 4)
-        generated = generate(case.model, ids, prompt_lookup_num_tokens=3)
-        assert torch.equal(generated, generate(case.model, ids, use_cache=False))
-
-    @pytest.mark.parametrize("assistant", ["unrelated", "alike"])
+    @pytest.mark.parametrize("assistant", ["prompt_lookup", "unrelated", "alike"])
     def test_assisted_generation(self, case, assistant):
         """An unrelated assistant is rejected at almost every token, a similar one only at some."""
-        ids = tokens(1, 9)
-        helper = build(num_hidden_layers=1) if assistant == "unrelated" else disturb(case.copy, 0.02)
-        generated = generate(case.model, ids, assistant_model=helper)
+        ids, options = tokens(1, 4).repeat(1, 4), {"prompt_lookup_num_tokens": 3}
+        if assistant != "prompt_lookup":
+            helper = build(num_hidden_layers=1) if assistant == "unrelated" else disturb(case.copy, 0.02)
+            ids, options = tokens(1, 9), {"assistant_model": helper}
+        generated = generate(case.model, ids, **options)
         assert torch.equal(generated, generate(case.model, ids, use_cache=False))
 
     # Training
@@ -646,10 +575,8 @@ class Contract:
             return  # such models run in one process
         if not all(can_split_heads(resolve(name), options) for name, options in names.items()):
             return
-        heads, half = HeadsAlone(model, ids), model.config.num_key_value_heads // 2
-        for first in (0, half):
-            for together, alone in heads.alone(range(first, first + half)):
-                assert_near(alone, together)
+        for together, alone in read_halves(model, ids):
+            assert_near(alone, together)
         if not all(can_split_tokens(resolve(name)) for name in names):
             return
         other = ids.clone()
@@ -659,6 +586,12 @@ class Contract:
         assert_near(logits[:, rest], model(ids, use_cache=False).logits[:, rest])
 
     # The rest
+
+    def test_single_precision_cached_equals_uncached(self, case):
+        model, ids = case.copy.float(), tokens(2, T)
+        uncached = model(ids, use_cache=False).logits
+        for chunks in CHUNKS.values():
+            assert_near(decode(model, ids, chunks), uncached, tolerance=1e-4)
 
     def test_half_precision_equals_full(self, case):
         """In bf16 with a cache, to its precision."""

@@ -1,22 +1,18 @@
-"""What a model does, measured: what autograd keeps, how many operations run, what the heads of a layer read."""
+"""What a model does, measured: what autograd keeps, how many operations run, what halves of the heads read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headwater.config.plan import Source
 from headwater.config.text import HeadwaterConfig
-from headwater.engines.heads import SomeHeads
-from headwater.engines.split import SomeOutputs, channels
-from headwater.mechanisms.capabilities import axes_of
-from headwater.mechanisms.enlarging import of_heads
+from headwater.engines.split import Portion, own_attention
 from headwater.models.causal_lm import HeadwaterForCausalLM
-from headwater.nn.attention import Attention
 
 
 def saved_bytes(run: Callable[[], Tensor], excluded: Iterable[Tensor] = ()) -> int:
@@ -67,97 +63,60 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class HeadsAlone:
-    """What each head of every layer reads, [B, T, H, d] before the output projection, and how it came there.
+class OnlyProcess:
+    """The one process that has the whole of a split layer."""
 
-    read: by layer. A subset of the heads can be run again, by `alone`, from what entered the layers.
+    rank, size = 0, 1
+
+    def summed(self, x: Tensor) -> Tensor:
+        return x
+
+    joined = summed
+
+
+def read_halves(model: HeadwaterForCausalLM, ids: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """What the query heads of each half of the key/value heads read, [B, T, h·d], by layer: in the model, and alone.
+
+    Raises `HeadwaterError` if a mechanism has other parameters then than `describe_axes` says.
     """
-
-    def __init__(self, model: HeadwaterForCausalLM, ids: Tensor) -> None:
-        self.blocks: list[Any] = list(model.model.layers)
-        self.config: Any = model.config
-        self.given: list[tuple[tuple[Tensor, ...], dict[str, Any]]] = []
-        self.read: list[Tensor] = []
-        hooks = []
-        for block in self.blocks:
-            attention = block.self_attn
-            hooks.append(attention.register_forward_pre_hook(self._enters, with_kwargs=True))
-            hooks.append(attention.o_proj.register_forward_pre_hook(lambda _, given: self.read.append(given[0])))
-        with torch.no_grad():
-            model(ids, use_cache=False)
-        for hook in hooks:
-            hook.remove()
-
-    def _enters(self, _: nn.Module, given: tuple[Tensor, ...], named: dict[str, Any]) -> None:
-        self.given.append((given, named))
-
-    def alone(self, heads: range) -> list[tuple[Tensor, Tensor]]:
-        """By layer: what the query heads of these key/value heads read in the model, and what they do without the rest.
-
-        Raises `AssertionError` if a mechanism has other parameters then than `describe_axes` says.
-        """
-        config, size = self.config, self.config.head_dim
-        some = SomeHeads(config, heads)
-        queries, plans, narrow = some.queries, some.model_plans, some.narrow
-
-        def own(source: Source, x: Tensor) -> Tensor:
-            """A tensor of an earlier layer, with these heads' part."""
-            if source.kind in ("stream", "shared"):
-                return x
-            return x[:, some.places(plans[source.layer])[source.part][1]]
-
-        pairs = []
-        for block, (given, named), read in zip(self.blocks, self.given, self.read, strict=True):
-            mine = Attention(narrow, some.plans[block.plan.index]).to(read.dtype).eval()
-            self._narrow(mine, block.self_attn, some.places(block.plan))
-            sources = [own(source, x) for source, x in zip(block.plan.reads, given[1:], strict=True)]
-            mask = named.get("attention_mask")
-            if isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[1] == config.num_attention_heads > 1:
-                named = named | {"attention_mask": mask[:, queries.start : queries.stop]}
-            with torch.no_grad():
-                found = mine(given[0], *sources, **named)[0]
-            pairs.append((read.unflatten(2, (-1, size))[:, :, queries.start : queries.stop].flatten(2), found))
-        return pairs
-
-    def _narrow(self, mine: Any, whole: Any, heads: dict[str, tuple[int, list[int]]]) -> None:
-        """Give a narrow attention the parameters of these heads, and nothing after what they read."""
-        mine.q_norm, mine.k_norm, mine.o_proj = whole.q_norm, whole.k_norm, nn.Identity()
-        for part, name in (("q", "q_proj"), ("k", "k_proj"), ("v", "v_proj")):
-            projection, at = getattr(whole, name), heads[part][1]
-            some = (
-                SomeOutputs(projection, channels(at, self.config.head_dim)) if projection is not None and at else None
+    blocks: list[Any] = list(model.model.layers)
+    calls: list[tuple[tuple[Tensor, ...], dict[str, Any]]] = []
+    reads: list[Tensor] = []
+    with ExitStack() as hooks, torch.no_grad():
+        for block in blocks:
+            enter = block.self_attn.register_forward_pre_hook(
+                lambda _, inputs, options: calls.append((inputs, options)), with_kwargs=True
             )
-            setattr(mine, name, some)
-        for name, module in whole.mechanisms.named():
-            parameters = dict(mine.mechanisms[name].named_parameters())
-            for place, parameter in module.named_parameters():
-                value = parameter.detach()
-                if (entries := of_heads(axes_of(module, place), value.shape, heads)) is not None:
-                    value = value.index_select(entries[0], torch.tensor(entries[1], dtype=torch.long))
-                if place not in parameters and value.numel() == 0:
-                    continue
-                found = parameters.pop(place)
-                assert found.shape == value.shape, (
-                    f"axes of {name!r}: for a part of the heads {place!r} has shape {list(found.shape)}, "
-                    f"not {list(value.shape)}"
-                )
-                found.data.copy_(value)
-            assert not parameters, f"axes of {name!r}: {list(parameters)} exist only for a part of the heads"
+            hooks.enter_context(enter)
+            leave = block.self_attn.o_proj.register_forward_pre_hook(lambda _, inputs: reads.append(inputs[0]))
+            hooks.enter_context(leave)
+        model(ids, use_cache=False)
+    for rank in range(2):
+        share = Portion(model.config, rank, 2)
+        queries = slice(share.queries.start, share.queries.stop)
+        for block, ((x, *sources), options), read in zip(blocks, calls, reads, strict=True):
+            half: Any = own_attention(block, share, OnlyProcess())
+            half.o_proj = nn.Identity()
+            for i, source in enumerate(block.plan.reads):
+                if source.kind not in ("stream", "shared"):
+                    chosen = share.places(share.model_plans[source.layer])[source.part][1]
+                    sources[i] = sources[i][:, chosen]
+            mask = options.get("attention_mask")
+            if isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[1] == model.config.num_attention_heads > 1:
+                options = options | {"attention_mask": mask[:, queries]}
+            with torch.no_grad():
+                alone = half(x, *sources, **options)[0]
+            yield read.unflatten(2, (-1, half.head_dim))[:, :, queries].flatten(2), alone
 
 
 def outside_attention(model: HeadwaterForCausalLM, ids: Tensor, other: Tensor) -> Tensor:
     """Logits of `other` tokens, with the outputs that attention has for `ids`."""
-    made: list[Any] = []
-    blocks: list[Any] = list(model.model.layers)
-    layers = [block.self_attn for block in blocks]
-    hooks = [one.register_forward_hook(lambda _, given, found: made.append(found)) for one in layers]
+    outputs: list[Any] = []
+    layers: list[Any] = [block.self_attn for block in model.model.layers]
     with torch.no_grad():
-        model(ids, use_cache=False)
-    for hook in hooks:
-        hook.remove()
-    hooks = [one.register_forward_hook(lambda _, given, found: made.pop(0)) for one in layers]
-    with torch.no_grad():
-        logits: Tensor = model(other, use_cache=False).logits
-    for hook in hooks:
-        hook.remove()
+        for hook, row in ((lambda *call: outputs.append(call[2]), ids), (lambda *_: outputs.pop(0), other)):
+            with ExitStack() as hooks:
+                for layer in layers:
+                    hooks.enter_context(layer.register_forward_hook(hook))
+                logits: Tensor = model(row, use_cache=False).logits
     return logits

@@ -1,6 +1,6 @@
 """Reference implementations, written from the equations with loops over rows, heads and positions.
 
-Nothing here is fast, caches anything, or takes more from headwater than the names of stages. A vector is a 1-d tensor;
+Nothing here is fast, caches anything, or takes more from headwater than names. A vector is a 1-d tensor;
 `heads` is a list over heads of lists over positions of vectors. A whole model is run on one document at a time. A
 mechanism from outside is a subclass of `Reference` that adds to `knows` and says at its stage what its equation says.
 """
@@ -16,9 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import interpolate
 
 from headwater.config.layers import layer_config
 from headwater.config.plan import Stage
+from headwater.plugins.registry import REGISTRY
 
 HeadRows = list[list[Tensor]]
 # Attention weights by head and position, of each slot that it sees.
@@ -33,45 +35,36 @@ PLACES = dict(q_proj="query", k_proj="key", v_proj="value", o_proj="output", mlp
 # Mechanisms
 
 
-def kv_shift(x: Tensor, weight: Tensor, starts: AbstractSet[tuple[int, int]] = frozenset()) -> Tensor:
-    """y_t = Σ_s w_s·x_{t-s}. x: [B, K, T, d], weight: [window, K]; `starts`: (row, slot) of each document's start."""
-    rows = [
-        unheads(shift_heads(heads(row), weight, {slot for owner, slot in starts if owner == b}))
-        for b, row in enumerate(x)
-    ]
-    return torch.stack(rows)
+def mix(weights: Any, vectors: Sequence[Tensor]) -> Tensor:
+    """Σ_i weights[i]·vectors[i]."""
+    terms = (weight * vector for weight, vector in zip(weights, vectors, strict=True))
+    return sum(terms, torch.zeros_like(vectors[0]))
 
 
-def shift_heads(x: HeadRows, weight: Tensor, starts: set[int]) -> HeadRows:
-    """The same for one row."""
-    y: HeadRows = []
-    for h, row in enumerate(x):
-        y.append([])
-        for t, current in enumerate(row):
-            mixed = weight[0, h] * current
-            for back in range(1, len(weight)):
-                # Nothing from before the row, nor from before a document's start on the way back.
-                if t - back < 0 or any(t - step in starts for step in range(back)):
-                    break
-                mixed = mixed + weight[back, h] * row[t - back]
-            y[h].append(mixed)
+def mix_rows(weights: Any, rows: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """The same, position by position."""
+    return [mix(weights, vectors) for vectors in zip(*rows, strict=True)]
+
+
+def shift(row: Sequence[Tensor], taps: Sequence[Any], starts: AbstractSet[int]) -> list[Tensor]:
+    """y_t = Σ_s taps[t][s]·x_{t-s}, without what is before the row or the document. starts: those of documents."""
+    y = []
+    for t in range(len(row)):
+        back = 0
+        while back < len(taps[t]) - 1 and t - back > 0 and t - back not in starts:
+            back += 1
+        y.append(mix(taps[t][: back + 1], [row[t - s] for s in range(back + 1)]))
     return y
 
 
-def weighted(vectors: list[HeadRows], weights: Any) -> HeadRows:
-    """Σ_i weights[i]·vectors[i], vector by vector."""
-    return [
-        [
-            sum(weight * vector for weight, vector in zip(weights, place, strict=True))
-            for place in zip(*rows, strict=True)
-        ]
-        for rows in zip(*vectors, strict=True)
-    ]
-
-
-def value_residual(first: HeadRows, own: HeadRows, weights: Any) -> HeadRows:
-    """V' = λ1·V_0 + λ2·V."""
-    return weighted([first, own], weights)
+def kv_shift(x: Tensor, weight: Tensor, starts: AbstractSet[tuple[int, int]] = frozenset()) -> Tensor:
+    """y_t = Σ_s w_s·x_{t-s}. x: [B, K, T, d], weight: [window, K]; `starts`: (row, slot) of each document's start."""
+    y = torch.zeros_like(x)
+    for b, rows in enumerate(x):
+        for h, row in enumerate(rows):
+            shifted = shift(row, [weight[:, h]] * len(row), {slot for owner, slot in starts if owner == b})
+            y[b, h] = torch.stack(shifted)
+    return y
 
 
 def pattention(
@@ -95,25 +88,20 @@ def pattention(
         chosen = sorted(range(len(key)), key=lambda i: (-numbers[i], i))[:top_k]
         scores, value = scores[chosen], value[chosen]
 
-    def gelu(a: Tensor) -> Tensor:
-        return ACTIVATIONS["gelu_new" if form == "tanh" else "gelu"](a)
-
     def l2(a: Tensor) -> Tensor:
         square = (a**2).sum()
         return tau * a / square.sqrt() if square > ZERO else 0 * a
 
-    def l1(a: Tensor) -> Tensor:
-        return tau * a / a.abs().sum()
-
-    weights = {
-        "l2_norm_gelu": lambda: gelu(l2(scores)),
-        "gelu_l2_norm": lambda: l2(gelu(scores)),
-        "l1_norm_gelu": lambda: gelu(l1(scores)),
-        "gelu_l1_norm": lambda: l1(gelu(scores)),
-        "exp_l1_norm": lambda: l1(scores.exp()),
-        "softmax": lambda: (scores / math.sqrt(len(x))).exp() / (scores / math.sqrt(len(x))).exp().sum(),
-    }[score]()
-    return weights @ value
+    steps = {
+        "gelu": ACTIVATIONS["gelu_new" if form == "tanh" else "gelu"],
+        "l2": l2,
+        "l1": lambda a: tau * a / a.abs().sum(),
+        "exp": torch.exp,
+        "softmax": lambda a: (a / math.sqrt(len(x))).softmax(0),
+    }
+    for step in score.replace("_norm", "").split("_"):
+        scores = steps[step](scores)
+    return scores @ value
 
 
 def ngram_factors(count: int, vocabulary: int, seed: int) -> list[int]:
@@ -137,15 +125,6 @@ def primes(first: int, count: int) -> list[int]:
     return found
 
 
-def heads(x: Tensor) -> HeadRows:
-    """[K, T, d] -> K lists of T vectors."""
-    return [list(row) for row in x]
-
-
-def unheads(x: HeadRows) -> Tensor:
-    return torch.stack([torch.stack(row) if row else torch.zeros(0) for row in x])
-
-
 # Parts
 
 
@@ -159,13 +138,12 @@ def layer_norm(x: Tensor, weight: Any, bias: Tensor | None, eps: float) -> Tenso
     return normed if bias is None else normed + bias
 
 
-def rope(x: Tensor, position: int, theta: float, turned: int) -> Tensor:
-    """Turn channel i against channel i + turned/2 by position·theta^(-2i/turned)."""
-    half = turned // 2
-    angles = [position * theta ** (-2 * i / turned) for i in range(half)]
+def rotate(x: Tensor, angles: list[float]) -> Tensor:
+    """Turn channel i against channel i + n by the i-th of n angles."""
+    n = len(angles)
     cos, sin = (x.new_tensor([f(angle) for angle in angles]) for f in (math.cos, math.sin))
-    first, second = x[:half], x[half:turned]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, x[turned:]))
+    first, second = x[:n], x[n : 2 * n]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, x[2 * n :]))
 
 
 def alibi_slope(head: int, heads: int) -> float:
@@ -176,36 +154,6 @@ def alibi_slope(head: int, heads: int) -> float:
     if head < power:
         return 2 ** (-8 * (head + 1) / power)
     return 2 ** (-8 * (2 * (head - power) + 1) / (2 * power))
-
-
-def attention_weights(
-    query: Tensor,
-    keys: list[Tensor],
-    t: int,
-    seen: list[int],
-    position: list[int],
-    slope: float,
-    pairs: Sequence[Tensor] = (),
-    scale: float | None = None,
-    cap: float | None = None,
-) -> dict[int, Tensor]:
-    """softmax(q·k / √d - slope·distance) over the slots that slot t has `seen`.
-
-    scale: in place of 1 / √d. cap: c·tanh(score / c) in place of the scores, before the distances.
-
-    pairs: keys that are no tokens', which have no distance; they are -1, -2, … in the result.
-    """
-    if not seen:
-        return {}
-
-    def score(key: Tensor) -> Tensor:
-        given = query @ key / math.sqrt(len(query)) if scale is None else scale * (query @ key)
-        return given if cap is None else cap * (given / cap).tanh()
-
-    of_tokens = [score(keys[j]) - slope * (position[t] - position[j]) for j in seen]
-    scores = torch.stack(of_tokens + [score(key) for key in pairs])
-    weights = (scores - scores.max()).exp()
-    return dict(zip([*seen, *(-1 - i for i in range(len(pairs)))], weights / weights.sum(), strict=True))
 
 
 ACTIVATIONS = {
@@ -239,19 +187,15 @@ def source_of(config: Any, name: str, layer: int, head: int, part: int) -> int:
     depth, options = config.num_hidden_layers, config.mechanisms[name]
     what = ("keys", "values")[part]
     if name == "skip_layer":
-        return layer - skipped(config, options, layer, head)
+        groups = config.num_attention_heads // config.num_key_value_heads
+        distance = options["layers"] if options["layers"] is not None else 3 * depth // 4
+        skipping = (3 * config.num_attention_heads // 4 if options["heads"] is None else options["heads"]) // groups
+        skips = head >= config.num_key_value_heads - skipping and distance <= layer
+        return layer - distance if skips else layer
     if name == "svformer":
         receivers = range(options["source"] + 1, depth) if options["layers"] is None else options["layers"]
         return options["source"] if layer in receivers and options["share"] in (what, "both") else layer
     return layer_map(options, options[what], depth)[layer] if name == "kv_source" else layer
-
-
-def skipped(config: Any, options: dict[str, Any], layer: int, head: int) -> int:
-    """How many layers back a head of `layer` skips; 0 for one that does not."""
-    depth, groups = config.num_hidden_layers, config.num_attention_heads // config.num_key_value_heads
-    distance = options["layers"] if options["layers"] is not None else 3 * depth // 4
-    skipping = (3 * config.num_attention_heads // 4 if options["heads"] is None else options["heads"]) // groups
-    return distance if head >= config.num_key_value_heads - skipping and distance <= layer else 0
 
 
 def layer_map(options: dict[str, Any], given: Any, depth: int) -> list[int]:
@@ -279,12 +223,6 @@ def layer_map(options: dict[str, Any], given: Any, depth: int) -> list[int]:
     ]
 
 
-def stored(config: Any, layer: int, part: int) -> list[int]:
-    """The heads whose keys (part 0) or values (part 1) of `layer` somebody attends to."""
-    every = range(config.num_key_value_heads)
-    return [h for h in every if any(attended(config, i, h)[part] == layer for i in range(config.num_hidden_layers))]
-
-
 # The whole model
 
 
@@ -299,28 +237,7 @@ class Reference:
         part, head and position; `stream`, what blocks gave.
     """
 
-    knows: tuple[str, ...] = (
-        "pattention",
-        "kv_shift",
-        "short_conv",
-        "value_residual",
-        "value_embedding",
-        "ngram_memory",
-        "svformer",
-        "kv_source",
-        "skip_layer",
-        "persistent_memory",
-        "neutreno",
-        "exclusive",
-        "output_gate",
-        "depth_attention",
-        "mudd",
-        "dense_former",
-        "smear",
-        "embedding_residual",
-        "backout",
-        "blend",
-    )
+    knows: tuple[str, ...] = (*REGISTRY, "blend")
 
     def __init__(self, config: Any, weights: dict[str, Tensor]) -> None:
         if unknown := set(config.mechanisms) - set(self.knows):
@@ -328,11 +245,11 @@ class Reference:
         self.config = self.own = config  # own: as the layer sees it that is being computed
         self.weights = weights
 
-    def of(self, name: str, layer: int, parameter: str, block: bool = False) -> Tensor:
-        """A parameter of a mechanism in a layer; block: of one that acts at the block, not inside attention."""
+    def of(self, name: str, layer: int, parameter: str, block: bool = False) -> Any:
+        """A parameter of a mechanism in a layer, or None; block: it acts at the block, not inside attention."""
         place = "" if block else ".self_attn"
         own = name.replace(".", "_").replace(":", "_")
-        return self.weights[f"model.layers.{layer}{place}.mechanisms.{own}.{parameter}"]
+        return self.weights.get(f"model.layers.{layer}{place}.mechanisms.{own}.{parameter}")
 
     def __call__(
         self, ids: Tensor, real: list[bool] | None = None, starts: frozenset[int] | set[int] = frozenset()
@@ -376,14 +293,13 @@ class Reference:
             if c.output_norms:
                 attended_to = [self.norm(f"{name}.attention_output_norm", a) for a in attended_to]
             attended_to = self.around(Stage.ATTENTION_OUTPUT, layer, attended_to)
-            residual = x if c.first_residual or layer > 0 else [torch.zeros_like(a) for a in x]
-            before = x
-            x = [a + b for a, b in zip(residual, attended_to, strict=True)]
+            before, residual = x, float(c.first_residual or layer > 0)
+            x = mix_rows((residual, 1.0), (x, attended_to))
             inner = [self.norm(f"{name}.post_attention_layernorm", a) for a in (before if c.parallel_residual else x)]
             inner = self.feed_forward(layer, self.around(Stage.FEED_FORWARD_INPUT, layer, inner))
             if c.output_norms:
                 inner = [self.norm(f"{name}.feed_forward_output_norm", a) for a in inner]
-            x = [a + b for a, b in zip(x, self.around(Stage.FEED_FORWARD_OUTPUT, layer, inner), strict=True)]
+            x = mix_rows((1.0, 1.0), (x, self.around(Stage.FEED_FORWARD_OUTPUT, layer, inner)))
             self.stream.append(x)
             for mechanism in c.mechanisms:
                 x = self.transform_block_output(mechanism, layer, x)
@@ -410,7 +326,7 @@ class Reference:
         for mechanism in c.mechanisms:
             q, k, v = self.transform_projections(mechanism, layer, q, k, v)
         if c.qk_norm:
-            q, k = (self.normed(f"{name}.{part}_norm", heads) for part, heads in (("q", q), ("k", k)))
+            q, k = self.normed(f"{name}.q_norm", q), self.normed(f"{name}.k_norm", k)
         self.raw.append({"q": q, "k": k, "v": v})
         for mechanism in c.mechanisms:
             q, k, v = self.transform_qkv(mechanism, layer, q, k, v)
@@ -430,26 +346,27 @@ class Reference:
         return {h: [self.rope(a, p) for a, p in zip(row, self.position, strict=True)] for h, row in heads.items()}
 
     def own_weights(self, layer: int, q: dict[int, list[Tensor]], more: list[Tensor]) -> AttentionWeights:
-        """The layer's own attention weights, which later layers may read. more: keys beside the tokens'."""
+        """softmax(q·k / √d - slope·distance) over the slots that each sees, which later layers may read.
+
+        more: keys that are no tokens', which have no distance; they are -1, -2, … in the result.
+        """
         c = self.own
         groups = c.num_attention_heads // c.num_key_value_heads
-        weights = [
-            [
-                attention_weights(
-                    query,
-                    self.attended_to(layer, 0, h // groups),
-                    t,
-                    self.seen(t),
-                    self.position,
-                    alibi_slope(h, c.num_attention_heads) if c.position == "alibi" else 0.0,
-                    [key[h // groups] for key in more],
-                    c.attention_scale,
-                    c.attention_softcap,
-                )
-                for t, query in enumerate(row)
-            ]
-            for h, row in q.items()
-        ]
+        weights: AttentionWeights = []
+        for h, row in q.items():
+            keys = [*self.attended_to(layer, 0, h // groups), *(key[h // groups] for key in reversed(more))]
+            slope = alibi_slope(h, c.num_attention_heads) if c.position == "alibi" else 0.0
+            weights.append([])
+            for t, query in enumerate(row):
+                slots = [*seen, *(-1 - i for i in range(len(more)))] if (seen := self.seen(t)) else []
+                scores = []
+                for j in slots:
+                    score = query @ keys[j]
+                    score = score / math.sqrt(len(query)) if c.attention_scale is None else c.attention_scale * score
+                    if c.attention_softcap is not None:
+                        score = c.attention_softcap * (score / c.attention_softcap).tanh()
+                    scores.append(score - slope * (self.position[t] - self.position[j] if j >= 0 else 0))
+                weights[-1].append(dict(zip(slots, torch.stack(scores).softmax(0), strict=True)) if slots else {})
         self.probabilities.append(weights)
         return weights
 
@@ -470,9 +387,8 @@ class Reference:
         groups = self.own.num_attention_heads // self.own.num_key_value_heads
         read = []
         for h, row in enumerate(weights):
-            values, beside = self.attended_to(layer, 1, h // groups), [value[h // groups] for value in more]
-            parts = [[w * (values[j] if j >= 0 else beside[-1 - j]) for j, w in seen.items()] for seen in row]
-            read.append([sum(part, torch.zeros_like(values[0])) for part in parts])
+            values = [*self.attended_to(layer, 1, h // groups), *(value[h // groups] for value in reversed(more))]
+            read.append([sum((w * values[j] for j, w in seen.items()), 0 * values[0]) for seen in row])
         return read
 
     # Mechanisms
@@ -498,7 +414,7 @@ class Reference:
             return own
         goal, weight, group = self.goal()
         other = self.bank[attended(goal, layer, head // group)[part]][part][head]
-        return [(1 - weight) * a + weight * b for a, b in zip(own, other, strict=True)]
+        return mix_rows((1 - weight, weight), (own, other))
 
     def goal(self) -> tuple[Any, float, int]:
         """What a blended model goes over to, how far it has come, and how many of its heads become one."""
@@ -525,7 +441,10 @@ class Reference:
         if name == "depth_attention" and self.queries(layer, 1):
             (query,) = self.queries(layer, 1)
             return self.depth_attention(layer, query, x)
-        return self.hidden_residual(layer, x) if name == "value_residual" else x
+        options = self.config.mechanisms[name]
+        if name == "value_residual" and options["target"] == "hidden" and layer in self.receivers(options):
+            return mix_rows(self.two_weights(layer, options), (self.stream[options["source"]], x))
+        return x
 
     def split_attention_inputs(self, name: str, layer: int, inputs: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
         """What goes into queries "q", keys "k" and values "v", and the residual "stream", each by position."""
@@ -534,16 +453,15 @@ class Reference:
             queries = dict(zip(["q", *ways], self.queries(layer, 3), strict=False))
             return inputs | {part: self.depth_attention(layer, w, inputs[part]) for part, w in queries.items()}
         if name == "mudd" and layer > 0:
-            own = f"model.layers.{layer}.mechanisms.mudd"
             chosen = ["q", *ways, "stream"]
-            made = self.mudd(own, self.stream[:layer], inputs["stream"], [inputs[way] for way in chosen])
+            made = self.mudd(layer, "", self.stream[:layer], inputs["stream"], [inputs[way] for way in chosen])
             return inputs | dict(zip(chosen, made, strict=True))
         return inputs
 
     def queries(self, layer: int, count: int) -> list[Tensor]:
         """Those of attention over depth in a layer, if it is set to so many."""
-        given: Any = self.weights.get(f"model.layers.{layer}.mechanisms.depth_attention.query", ())
-        return list(given) if self.config.mechanisms["depth_attention"]["queries"] == count else []
+        queries = self.of("depth_attention", layer, "query", block=True)
+        return [] if queries is None or self.config.mechanisms["depth_attention"]["queries"] != count else list(queries)
 
     def depth_attention(self, layer: int, query: Tensor, x: list[Tensor]) -> list[Tensor]:
         """What a query reads of the hidden states of earlier layers and of x, by position."""
@@ -558,21 +476,21 @@ class Reference:
             if options["variant"] == "inkling_2":
                 h, scale = keys, 1 / math.sqrt(len(query))
             scores = [(scale * (query @ key)).exp() for key in keys]
-            read.append(sum((score / sum(scores) * a for score, a in zip(scores, h, strict=True)), 0 * x[t]))
+            read.append(mix(scores, h) / sum(scores))
         return read
 
     def mudd(
-        self, parameters: str, earlier: list[list[Tensor]], x: list[Tensor], own: list[list[Tensor]]
+        self, layer: int, prefix: str, earlier: list[list[Tensor]], x: list[Tensor], own: list[list[Tensor]]
     ) -> list[list[Tensor]]:
         """For each way, Σ_j a_j(x)·X_j over earlier hidden states and what is its own, by position."""
-        up, down, bias = (self.weights[f"{parameters}.{name}"] for name in ("up.weight", "down.weight", "bias"))
+        names = ("up.weight", "down.weight", "bias")
+        up, down, bias = (self.of("mudd", layer, prefix + name, block=True) for name in names)
         made: list[list[Tensor]] = [[] for _ in own]
         for t, state in enumerate(x):
             inner = ACTIVATIONS["gelu"](up @ rms_norm(state, 1.0, self.config.norm_eps))
             weights = (down @ inner).view(bias.shape) + bias
             for s, way in enumerate(own):
-                terms = [*(old[t] for old in earlier), way[t]]
-                made[s].append(sum((a * term for a, term in zip(weights[s], terms, strict=True)), 0 * state))
+                made[s].append(mix(weights[s], [*(old[t] for old in earlier), way[t]]))
         return made
 
     def add_key_values(self, name: str, layer: int) -> list[tuple[Tensor, Tensor]]:
@@ -595,19 +513,18 @@ class Reference:
         options = self.config.mechanisms[name]
         if name == "embedding_residual" and stage is Stage.RESIDUAL and self.acts(options, layer):
             mu, lambda_ = self.of(name, layer, "lambdas", block=True)
-            return [lambda_ * a + mu * first for a, first in zip(x, self.stream[0], strict=True)]
+            return mix_rows((lambda_, mu), (x, self.stream[0]))
         if name == "smear" and stage is Stage.EMBEDDING:
             return self.smeared(x)
         if name == "ngram_memory" and stage is Stage.RESIDUAL and layer in self.remembers(options, "stream"):
-            added = self.ngram_memory(f"model.layers.{layer}.mechanisms.{name}", layer, x)
-            return [a + b for a, b in zip(x, added, strict=True)]
+            return mix_rows((1, 1), (x, self.ngram_memory(layer, x, block=True)))
         if name == "short_conv":
-            return self.convolved(f"model.layers.{layer}.mechanisms.{name}.{stage.name.lower()}_taps", x)
+            return self.convolved(layer, stage.name.lower(), x)
         return x
 
     def smeared(self, x: list[Tensor]) -> list[Tensor]:
         """To each token's embedding, the one before it in the document."""
-        options, begins = self.config.mechanisms["smear"], self.begins()
+        options = self.config.mechanisms["smear"]
         strength, gate = (self.of("smear", 0, parameter, block=True)[0] for parameter in ("strength", "gate.weight"))
 
         def normed(when: str) -> list[Tensor]:
@@ -615,8 +532,7 @@ class Reference:
             return [rms_norm(a, 1.0, eps) for a in x] if options["norm"] == when else x
 
         x = normed("before")
-        opened = [strength / (1 + (-(gate @ a[: len(gate)])).exp()) for a in x]
-        x = [a if t in begins else a + opened[t] * x[t - 1] for t, a in enumerate(x)]
+        x = shift(x, [(1.0, strength * (gate @ a[: len(gate)]).sigmoid()) for a in x], self.begins())
         return normed("after")
 
     def acts(self, options: dict[str, Any], layer: int) -> bool:
@@ -625,58 +541,47 @@ class Reference:
 
     def transform_block_output(self, name: str, layer: int, x: list[Tensor]) -> list[Tensor]:
         """What the next block is given, by position."""
-        if name == "mudd" and layer == self.config.num_hidden_layers - 1:
-            own = f"model.layers.{layer}.mechanisms.mudd.last"
-            return self.mudd(own, self.stream[: layer + 1], x, [x])[0]
-        if name == "backout" and layer == self.config.num_hidden_layers - 1:
-            middle = self.config.mechanisms[name]["layer"]
-            middle = (layer + 1) // 2 if middle is None else middle
-            strength = self.of(name, layer, "strength", block=True)
-            return [a - strength * b for a, b in zip(x, self.stream[middle + 1], strict=True)]
-        return self.dense_former(layer, x) if name == "dense_former" else x
+        options, is_last = self.config.mechanisms[name], layer == self.config.num_hidden_layers - 1
+        states = [*self.stream[: layer + 1], x]
+        if name == "mudd" and is_last:
+            return self.mudd(layer, "last.", states[:-1], x, [x])[0]
+        if name == "backout" and is_last:
+            middle = (layer + 1) // 2 if options["layer"] is None else options["layer"]
+            return mix_rows((1, -self.of(name, layer, "strength", block=True)), (x, states[middle + 1]))
+        if name == "dense_former" and (layer + 1) % options["period"] == 0:
+            terms = [j for j in range(layer + 2) if (layer + 1 - j) % options["dilation"] == 0]
+            alpha = self.of(name, layer, "alpha", block=True)
+            return mix_rows(alpha[: len(terms)], [states[j] for j in terms])
+        return x
 
     def transform_head_outputs(self, name: str, layer: int, read: list[list[Tensor]]) -> list[list[Tensor]]:
         """What each query head has read, by head and position."""
-        if name == "exclusive":
-            return self.exclusive(layer, read)
-        if name == "output_gate":
-            return self.output_gate(layer, read)
-        if name != "neutreno" or layer == 0:
-            return read
-        learned = self.weights.get(f"model.layers.{layer}.self_attn.mechanisms.neutreno.lambdas")
-        factor = self.config.mechanisms["neutreno"]["weight"] if learned is None else learned[0]
-        groups = self.own.num_attention_heads // self.own.num_key_value_heads
-        added = []
-        for h, row in enumerate(read):
-            from_layer = self.attended(layer, h // groups)[1]
-            first, own = self.raw[0]["v"][h // groups], self.raw[from_layer]["v"][h // groups]
-            added.append([a + factor * (b - d) for a, b, d in zip(row, first, own, strict=True)])
-        return added
-
-    def exclusive(self, layer: int, read: list[list[Tensor]]) -> list[list[Tensor]]:
-        if not self.acts(self.config.mechanisms["exclusive"], layer):
-            return read
-        learned = self.weights.get(f"model.layers.{layer}.self_attn.mechanisms.exclusive.alpha")
-        groups = self.own.num_attention_heads // self.own.num_key_value_heads
-        left = []
-        for h, row in enumerate(read):
-            values = self.final_v[self.attended(layer, h // groups)[1]][h // groups]
-            strength = 1.0 if learned is None else learned[h].tanh()
-            left.append(
-                [y - strength * (y @ v) / (v @ v) * v if v @ v > ZERO else y for y, v in zip(row, values, strict=True)]
-            )
-        return left
+        options, groups = self.config.mechanisms[name], self.own.num_attention_heads // self.own.num_key_value_heads
+        sources = [self.attended(layer, h // groups)[1] for h in range(len(read))]
+        if name == "neutreno" and layer > 0:
+            learned = self.of(name, layer, "lambdas")
+            factor = options["weight"] if learned is None else learned[0]
+            values = [[self.raw[i]["v"][h // groups] for i in (0, source)] for h, source in enumerate(sources)]
+            return [mix_rows((1, factor, -factor), (row, *values[h])) for h, row in enumerate(read)]
+        if name == "exclusive" and self.acts(options, layer):
+            values = [self.final_v[source][h // groups] for h, source in enumerate(sources)]
+            return self.exclusive(self.of(name, layer, "alpha"), read, values)
+        return self.output_gate(layer, read) if name == "output_gate" and self.acts(options, layer) else read
 
     def output_gate(self, layer: int, read: list[list[Tensor]]) -> list[list[Tensor]]:
-        options = self.config.mechanisms["output_gate"]
-        if not self.acts(options, layer):
-            return read
-        weight = self.weights[f"model.layers.{layer}.self_attn.mechanisms.output_gate.gate.weight"]
-        opened = []
-        for x in self.inputs[layer]:
-            gates = options["scale"] / (1 + (-(weight @ x[: weight.shape[1]])).exp())
-            opened.append(gates.unflatten(0, (len(read), -1)))
-        return [[gate[h] * y for gate, y in zip(opened, row, strict=True)] for h, row in enumerate(read)]
+        weight, scale = self.of("output_gate", layer, "gate.weight"), self.config.mechanisms["output_gate"]["scale"]
+        gates = [scale * (weight @ x[: weight.shape[1]]).sigmoid() for x in self.inputs[layer]]
+        gates = [gate.unflatten(0, (len(read), -1)) for gate in gates]
+        return [[gate[h] * y for gate, y in zip(gates, row, strict=True)] for h, row in enumerate(read)]
+
+    def exclusive(self, alpha: Tensor | None, read: list[list[Tensor]], values: list[list[Tensor]]) -> HeadRows:
+        """What is left of each head's output without its part along the token's own value."""
+        left = []
+        for h, row in enumerate(read):
+            strength = 1.0 if alpha is None else alpha[h].tanh()
+            pairs = zip(row, values[h], strict=True)
+            left.append([y - strength * (y @ v) / (v @ v) * v if v @ v > ZERO else y for y, v in pairs])
+        return left
 
     def receivers(self, options: dict[str, Any]) -> list[int]:
         """The layers of a value residual that have something of their own to mix into."""
@@ -689,18 +594,18 @@ class Reference:
 
     def two_weights(self, layer: int, options: dict[str, Any]) -> tuple[Any, Any]:
         """λ1 and λ2 of a value residual from one source."""
-        mode, site = options["mode"], ".self_attn" if options["target"] != "hidden" else ""
-        own = f"model.layers.{layer}{site}.mechanisms.value_residual.lambdas"
+        mode = options["mode"]
+        lambdas = self.of("value_residual", layer, "lambdas", block=options["target"] == "hidden")
         if mode == "identity":
             return 0.5, 0.5
         if mode in ("constant", "sparse"):
             given = options["weight"]
             return ({"constant": 2.0, "sparse": 5.0}[mode] if given is None else given), 1.0
         if mode == "learnable":
-            return tuple(self.weights[own])
-        logits = self.weights["model.mechanisms.value_residual.logits"].exp()
-        share = logits[self.receivers(options).index(layer)] / logits.sum()
-        return self.weights["model.mechanisms.value_residual.scale"][0] * share, self.weights[own][0]
+            return tuple(lambdas)
+        share = self.weights["model.mechanisms.value_residual.logits"].softmax(0)
+        share = share[self.receivers(options).index(layer)]
+        return self.weights["model.mechanisms.value_residual.scale"][0] * share, lambdas[0]
 
     def transform_projections(self, name: str, layer: int, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
         """Queries, keys and values, each by head, before their norms."""
@@ -710,9 +615,7 @@ class Reference:
             return q, k, v
 
         def convolved(heads: dict[int, list[Tensor]], place: str) -> dict[int, list[Tensor]]:
-            own = f"model.layers.{layer}.self_attn.mechanisms.{name}.{place}"
-            rows = self.short_conv(f"{own}_taps", list(heads.values()), self.weights.get(f"{own}_map.weight"))
-            return dict(zip(heads, rows, strict=True))
+            return dict(zip(heads, self.short_conv(layer, place, list(heads.values()), block=False), strict=True))
 
         return convolved(q, "queries"), convolved(k, "keys"), convolved(v, "values")
 
@@ -722,35 +625,38 @@ class Reference:
         if group == 1:
             return x
 
-        def mean(head: int, t: int) -> Tensor:
-            first = head // group * group
-            return sum((x[h][t] for h in range(first, first + group)), 0 * x[head][t]) / group
+        pooled = {}
+        for h, row in x.items():
+            first = h // group * group
+            mean = mix_rows([1 / group] * group, [x[i] for i in range(first, first + group)])
+            pooled[h] = mix_rows((1 - weight, weight), (row, mean))
+        return pooled
 
-        return {h: [(1 - weight) * a + weight * mean(h, t) for t, a in enumerate(row)] for h, row in x.items()}
-
-    def short_conv(self, parameter: str, x: HeadRows, map_: Tensor | None = None) -> HeadRows:
+    def short_conv(self, layer: int, place: str, x: HeadRows, block: bool = True) -> HeadRows:
         """x by head and position, each channel convolved over the document's last tokens.
 
-        map_: of attention's input, one more number for each tap of a head; then the sum is scaled.
+        With a map of attention's input, one more number for each tap of a head; then the sum is scaled.
         """
-        taps = self.weights.get(parameter)
+        taps, map_ = (self.of("short_conv", layer, place + name, block) for name in ("_taps", "_map.weight"))
         if taps is None:
             return x
-        begins, residual = self.begins(), self.config.mechanisms["short_conv"]["residual"]
-        made: HeadRows = []
+        residual, window, made = float(self.config.mechanisms["short_conv"]["residual"]), len(taps), []
         for h, row in enumerate(x):
-            made.append([])
-            for t, current in enumerate(row):
-                y = current if residual else 0 * current
-                for back in range(len(taps)):
-                    if t - back < 0 or any(t - step in begins for step in range(back)):
-                        break
-                    tap = taps[back, h]
-                    if map_ is not None:
-                        tap = tap + map_[h * len(taps) + back] @ self.inputs[-1][t]
-                    y = y + tap * row[t - back]
-                made[h].append(y if map_ is None else y / math.sqrt(2 * len(taps) + 1))
+            by_position = [taps[:, h]] * len(row)
+            if map_ is not None:
+                added = map_[h * window : (h + 1) * window]
+                by_position = [taps[:, h] + (added @ a)[:, None] for a in self.inputs[-1]]
+            y = mix_rows((residual, 1.0), (row, shift(row, by_position, self.begins())))
+            made.append(y if map_ is None else [a / math.sqrt(2 * window + 1) for a in y])
         return made
+
+    def convolved(self, layer: int, place: str, x: list[Tensor]) -> list[Tensor]:
+        """x by position, outside attention."""
+        taps = self.of("short_conv", layer, f"{place}_taps", block=True)
+        if taps is None:
+            return x
+        pieces = [list(row) for row in zip(*(a.split(taps.shape[2]) for a in x), strict=True)]
+        return [torch.cat(row) for row in zip(*self.short_conv(layer, place, pieces), strict=True)]
 
     def transform_qkv(self, name: str, layer: int, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
         """Queries, keys and values, each by head, after the mechanism `name`."""
@@ -760,8 +666,7 @@ class Reference:
         if name == "value_embedding" and v and self.acts(options, layer):
             return q, k, self.value_embedding(layer, v)
         if name == "ngram_memory" and v and layer in self.remembers(options, "values"):
-            own = f"model.layers.{layer}.self_attn.mechanisms.ngram_memory"
-            added = [a.split(self.own.head_dim) for a in self.ngram_memory(own, layer, self.inputs[layer])]
+            added = [a.split(self.own.head_dim) for a in self.ngram_memory(layer, self.inputs[layer], block=False)]
             return q, k, {h: [a + b[i] for a, b in zip(v[h], added, strict=True)] for i, h in enumerate(v)}
         if name == "value_residual" and layer in self.receivers(options):
             return self.value_residual(layer, {"queries": q, "keys": k, "values": v})
@@ -779,14 +684,15 @@ class Reference:
 
     def shifted(self, layer: int, x: dict[int, list[Tensor]], part: str) -> dict[int, list[Tensor]]:
         """Heads whose tokens are mixed with those before them, with the taps `part` of KV shift."""
-        taps = self.weights.get(f"model.layers.{layer}.self_attn.mechanisms.kv_shift.{part}")
+        taps = self.of("kv_shift", layer, part)
         if taps is None:
             return x
         variant = self.config.mechanisms["kv_shift"]["variant"]
         if variant != "free":
-            first = 1 / (1 + (-taps).exp()) if variant == "gate" else taps.clamp(0, 1)
+            first = taps.sigmoid() if variant == "gate" else taps.clamp(0, 1)
             taps = torch.stack((first, 1 - first))
-        return dict(zip(x, shift_heads(list(x.values()), taps, self.begins()), strict=True))
+        rows = enumerate(x.items())
+        return {head: shift(row, [taps[:, i]] * len(row), self.begins()) for i, (head, row) in rows}
 
     def value_residual(self, layer: int, heads: dict[str, dict[int, list[Tensor]]]) -> tuple[Any, Any, Any]:
         """Queries, keys and values, of which one are mixed with those of earlier layers."""
@@ -795,38 +701,31 @@ class Reference:
         if mixed:
             if options["mode"] == "dense":
                 sources = [raw["v"] for raw in self.raw[:layer] if raw["v"].keys() >= mixed.keys()]
-                weights: Any = self.weights[f"model.layers.{layer}.self_attn.mechanisms.value_residual.lambdas"]
+                weights: Any = self.of("value_residual", layer, "lambdas")
             else:
                 sources = [self.raw[options["source"]][options["target"][0]]]
                 weights = self.two_weights(layer, options)
-            rows = [[source[h] for h in mixed] for source in sources]
-            mixed = dict(zip(mixed, weighted([*rows, list(mixed.values())], weights), strict=True))
-            heads = heads | {options["target"]: mixed}
+            rows = {h: mix_rows(weights, [*(source[h] for source in sources), row]) for h, row in mixed.items()}
+            heads = heads | {options["target"]: rows}
         return heads["queries"], heads["keys"], heads["values"]
 
     def halved(self, x: dict[int, list[Tensor]], total: int) -> dict[int, list[Tensor]]:
         """The second half of all `total` heads, or of the channels of each, from the token before."""
-        made: dict[int, list[Tensor]] = {}
-        by_head, begins = self.config.mechanisms["kv_shift"]["variant"] == "half_heads", self.begins()
+        variant, made = self.config.mechanisms["kv_shift"]["variant"], {}
         for head, row in x.items():
-            made[head] = []
-            for t, current in enumerate(row):
-                last = 0 * current if t in begins else row[t - 1]
-                half = (len(current) + 1) // 2
-                if by_head:
-                    made[head].append(last if head >= total // 2 else current)
-                else:
-                    made[head].append(torch.cat((current[:half], last[half:])))
+            before = shift(row, [(0.0, 1.0)] * len(row), self.begins())
+            half = (len(row[0]) + 1) // 2
+            if variant == "half_heads":
+                half = 0 if head >= total // 2 else len(row[0])
+            made[head] = [torch.cat((a[:half], b[half:])) for a, b in zip(row, before, strict=True)]
         return made
 
     def value_embedding(self, layer: int, v: dict[int, list[Tensor]]) -> dict[int, list[Tensor]]:
         c, options = self.config, self.config.mechanisms["value_embedding"]
-        own = f"model.layers.{layer}.self_attn.mechanisms.value_embedding"
-        up, gate, scalar = (self.weights.get(f"{own}.{name}") for name in ("up.weight", "gate.weight", "scalar"))
+        names = ("up.weight", "gate.weight", "scalar", "table.weight")
+        up, gate, scalar, table = (self.of("value_embedding", layer, name) for name in names)
         place, heads = list(v), list(v)
-        if options["tables"] is None:
-            table = self.weights[f"{own}.table.weight"]
-        else:
+        if options["tables"] is not None:
             layers = range(c.num_hidden_layers) if options["layers"] is None else sorted(set(options["layers"]))
             which = [i for i in layers if self.stored(i, 1)].index(layer) % options["tables"]
             table = self.weights["model.mechanisms.value_embedding.table.weight"].split(c.vocab_size)[which]
@@ -839,8 +738,7 @@ class Reference:
             for i, head in enumerate(heads):
                 opened: Any = 1.0 if scalar is None else scalar[0]
                 if gate is not None:
-                    x = self.inputs[layer][t][: gate.shape[1]]
-                    opened = options["scale"] / (1 + (-(gate[i] @ x)).exp())
+                    opened = options["scale"] * (gate[i] @ self.inputs[layer][t][: gate.shape[1]]).sigmoid()
                 made[head].append(v[head][t] + opened * parts[head])
         return made
 
@@ -851,11 +749,12 @@ class Reference:
         every = range(1 if target == "stream" else self.config.num_hidden_layers)
         return every if options["layers"] is None else sorted(set(options["layers"]))
 
-    def ngram_memory(self, own: str, layer: int, x: list[Tensor]) -> list[Tensor]:
+    def ngram_memory(self, layer: int, x: list[Tensor], block: bool) -> list[Tensor]:
         """What is added at each position. x: what the gate reads."""
         c, options = self.config, self.config.mechanisms["ngram_memory"]
-        table, orders, heads = self.weights[f"{own}.table.table.weight"], options["orders"], options["heads"]
-        up, key, scalar = (self.weights.get(f"{own}.{name}") for name in ("up.weight", "key.weight", "scalar"))
+        orders, heads = options["orders"], options["heads"]
+        names = ("table.table.weight", "up.weight", "key.weight", "scalar")
+        table, up, key, scalar = (self.of("ngram_memory", layer, name, block) for name in names)
         place = self.remembers(options, options["target"]).index(layer)
         first = options["vocab_size"] if options["rows"] is None else options["rows"]
         sizes = primes(first, (place + 1) * len(orders) * heads)[-len(orders) * heads :]
@@ -875,7 +774,7 @@ class Reference:
             if key is not None:
                 match = rms_norm(x[t], 1.0, c.norm_eps) @ rms_norm(key @ row, 1.0, c.norm_eps) / math.sqrt(len(x[t]))
                 root = match.abs().clamp(min=1e-6).sqrt()
-                gate = 1 / (1 + (-root if match > 0 else root).exp())
+                gate = (root if match > 0 else -root).sigmoid()
             added.append(gate * (row if up is None else up @ row))
         return added
 
@@ -889,29 +788,13 @@ class Reference:
             past.append((options["vocab_size"] if end is None else end) if any(borders) else int(self.ids[t - back]))
         return past
 
-    def hidden_residual(self, layer: int, x: list[Tensor]) -> list[Tensor]:
-        options = self.config.mechanisms.get("value_residual", {})
-        if options.get("target") != "hidden" or layer not in self.receivers(options):
-            return x
-        first, own = self.two_weights(layer, options)
-        return [first * a + own * b for a, b in zip(self.stream[options["source"]], x, strict=True)]
-
-    def dense_former(self, layer: int, x: list[Tensor]) -> list[Tensor]:
-        options = self.config.mechanisms.get("dense_former")
-        if options is None or (layer + 1) % options["period"]:
-            return x
-        terms = [j for j in range(layer + 2) if (layer + 1 - j) % options["dilation"] == 0]
-        alpha = self.weights[f"model.layers.{layer}.mechanisms.dense_former.alpha"]
-        zero = torch.zeros_like(x[0])
-        states = [*self.stream[: layer + 1], x]
-        return [sum((alpha[i] * states[j][t] for i, j in enumerate(terms)), zero) for t in range(len(x))]
-
     # Parts
 
     def rope(self, x: Tensor, position: int) -> Tensor:
+        """Turn channel i against channel i + turned/2 by position·theta^(-2i/turned)."""
         given = self.own.rope_parameters
         turned = int(self.own.head_dim * given.get("partial_rotary_factor", 1.0))
-        return rope(x, position, given["rope_theta"], turned)
+        return rotate(x, [position * given["rope_theta"] ** (-2 * i / turned) for i in range(turned // 2)])
 
     def linear(self, name: str, x: Tensor) -> Tensor:
         """A linear layer, or the pattention in its place."""
@@ -964,41 +847,7 @@ class Reference:
         """What goes into the feed-forward's activation, "gate" and "up", by position."""
         if name != "short_conv":
             return hidden
-        return {
-            side: self.convolved(f"model.layers.{layer}.mechanisms.{name}.{side}_taps", x) for side, x in hidden.items()
-        }
-
-    def convolved(self, parameter: str, x: list[Tensor]) -> list[Tensor]:
-        """x by position."""
-        taps = self.weights.get(parameter)
-        if taps is None:
-            return x
-        pieces = [list(row) for row in zip(*(a.split(taps.shape[2]) for a in x), strict=True)]
-        return [torch.cat(row) for row in zip(*self.short_conv(parameter, pieces), strict=True)]
-
-
-def cubic(table: dict[Any, Tensor], old: tuple[int, int], new: tuple[int, int]) -> dict[Any, Tensor]:
-    """Vectors of a grid `old` for another one: bicubic interpolation between the centers of patches.
-
-    The kernel of Keys (1981) with a = -3/4; beyond the border the nearest vector is repeated.
-    """
-
-    def kernel(distance: float) -> float:
-        a, x = -0.75, abs(distance)
-        if x <= 1:
-            return (a + 2) * x**3 - (a + 3) * x**2 + 1
-        return a * x**3 - 5 * a * x**2 + 8 * a * x - 4 * a if x < 2 else 0.0
-
-    def weights(axis: int, at: int) -> list[tuple[int, float]]:
-        center = (at + 0.5) * old[axis] / new[axis] - 0.5
-        first = math.floor(center) - 1
-        return [(min(max(i, 0), old[axis] - 1), kernel(center - i)) for i in range(first, first + 4)]
-
-    return {
-        (r, c): torch.stack([a * b * table[i, j] for i, a in weights(0, r) for j, b in weights(1, c)]).sum(0)
-        for r in range(new[0])
-        for c in range(new[1])
-    }
+        return {side: self.convolved(layer, side, x) for side, x in hidden.items()}
 
 
 class ImageReference(Reference):
@@ -1032,12 +881,12 @@ class ImageReference(Reference):
         """What is added to each slot for its position."""
         c, width = self.config, self.config.hidden_size
         if c.position == "learned":
-            table = list(self.weights["model.embed_positions.weight"])
-            rows, columns = c.image_shape[0] // c.patch_shape[0], c.image_shape[1] // c.patch_shape[1]
-            first = len(table) - rows * columns
-            known = {(r, col): table[first + r * columns + col] for r in range(rows) for col in range(columns)}
-            known |= cubic(known, (rows, columns), grid) if grid != (rows, columns) else {}
-            return [table[t] if place is None else known[place] for t, place in enumerate(self.places)]
+            table = self.weights["model.embed_positions.weight"]
+            trained = c.image_shape[0] // c.patch_shape[0], c.image_shape[1] // c.patch_shape[1]
+            patches = table[len(table) - trained[0] * trained[1] :].T.unflatten(1, trained)
+            if grid != trained:
+                patches = interpolate(patches[None], size=grid, mode="bicubic", align_corners=False)[0]
+            return [table[t] if place is None else patches[:, *place] for t, place in enumerate(self.places)]
         if c.position == "sincos":
 
             def waves(at: int) -> list[float]:
@@ -1060,15 +909,11 @@ class ImageReference(Reference):
         """Turn channel i against channel i + n/2: half of these pairs by the row, the others by the column."""
         if self.places[position] is None:
             return x
-        given, y = self.config.rope_parameters, list(x)
+        given = self.config.rope_parameters
         turned = int(self.config.head_dim * given.get("partial_rotary_factor", 1.0))
-        for i in range(turned // 2):
-            axis, rate = divmod(i, turned // 4)
-            angle = self.places[position][axis] * given["rope_theta"] ** (-4 * rate / turned)
-            a, b = x[i], x[i + turned // 2]
-            y[i] = a * math.cos(angle) - b * math.sin(angle)
-            y[i + turned // 2] = b * math.cos(angle) + a * math.sin(angle)
-        return torch.stack(y)
+        pairs = (divmod(i, turned // 4) for i in range(turned // 2))
+        rates = [(axis, given["rope_theta"] ** (-4 * rate / turned)) for axis, rate in pairs]
+        return rotate(x, [self.places[position][axis] * rate for axis, rate in rates])
 
 
 def reference(model: Any, differentiable: bool = False) -> Reference:

@@ -82,7 +82,7 @@ class Server:
         element = next(model.parameters()).element_size()
         share = share or Portion(model.config)
         page = Page(share.narrow, share.plans, block_size, element, takes_back)
-        self.engine = NaiveEngine(share.narrow, page, share.slopes)
+        self.engine = NaiveEngine(page, share.slopes)
         self.known: dict[tuple[int, ...], int] = {}  # blocks of prefixes
         self.used = 0
 

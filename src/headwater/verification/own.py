@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Collection
+from functools import partial
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -19,7 +20,7 @@ from headwater.nn.attention_kernel import supported_kernels
 from headwater.util.errors import HeadwaterError
 from headwater.verification.verdicts import EXACT, Verified, verify_twice
 from headwater.verification.watch import Subject
-from headwater.verification.ways import LONGEST, PROMPT, WAYS, Probe, Way, packed
+from headwater.verification.ways import LONGEST, PROMPT, WAYS, Feed, Probe, Way, packed
 
 # What fp64 differs by at most without a mistake: these models make no constants in fp32.
 OWN_EXACT = 1e-9
@@ -61,14 +62,14 @@ def _materialised(probe: Probe) -> None:
     ordinary = HeadwaterForCausalLM._from_config(config, attn_implementation=model.config._attn_implementation)
     ordinary.to(model.dtype).load_state_dict(model.state_dict())
     probe.subject = Subject(ordinary.eval())
-    feed = probe.feed(range(len(probe.texts.ids)), cache=DynamicCache())
+    feed = Feed(probe, range(len(probe.texts.ids)), cache=DynamicCache())
     for tokens in (7, 1, 4):
         feed.read(tokens)
     feed.read()
 
 
 def _bytes(probe: Probe) -> None:
-    feed = probe.feed(range(len(probe.texts.ids)))
+    feed = Feed(probe, range(len(probe.texts.ids)))
     feed.read(PROMPT)
     model = probe.subject.model
     planned = cost.cache_bytes(model.config, PROMPT, len(feed.rows), model.dtype.itemsize)
@@ -76,8 +77,8 @@ def _bytes(probe: Probe) -> None:
 
 
 OWN_WAYS = [
-    Way("materialised", "ordinary keys and values in every layer, and transformers' own cache", _materialised),
-    Way("cache bytes", "the cache holds as many bytes as planned", _bytes),
+    Way("materialised", _materialised),
+    Way("cache bytes", _bytes),
 ]
 
 
@@ -86,8 +87,7 @@ def ways_of(model: PreTrainedModel) -> list[Way]:
     if not isinstance(model, HeadwaterForCausalLM):
         return WAYS
     promised = [
-        dataclasses.replace(way, run=lambda probe: packed(probe, promised=True)) if way.name == "packing" else way
-        for way in WAYS
+        dataclasses.replace(way, run=partial(packed, promised=True)) if way.name == "packing" else way for way in WAYS
     ]
     return [*promised, *OWN_WAYS]
 

@@ -15,8 +15,8 @@ import transformers
 from transformers import PreTrainedModel
 
 from headwater.util.errors import HeadwaterError
-from headwater.verification.watch import Seen, Subject
-from headwater.verification.ways import CAUSAL, WAYS, DoesNotApply, Parting, Probe, Way, texts_for
+from headwater.verification.watch import Subject
+from headwater.verification.ways import CAUSAL, WAYS, DoesNotApply, Feed, Parting, Probe, Way, texts_for
 
 # In fp64, constants that a model made in fp32 exceed 1e-9, and only a mistake exceeds `EXACT`; in fp32, the rounding of
 # an ill-conditioned model may exceed `ROUNDED`.
@@ -70,9 +70,7 @@ def sentence(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
 
 
-def verify_model(
-    model: PreTrainedModel, seed: int = 0, ways: Sequence[Way] | None = None, exact_to: float = EXACT
-) -> list[Verified]:
+def verify_model(model: PreTrainedModel, seed: int, ways: Sequence[Way], exact_to: float) -> list[Verified]:
     """Compare every way of decoding with one uncached forward pass, in fp64 and fp32, then bf16.
 
     exact_to: the largest difference in fp64 that is not a mistake.
@@ -80,23 +78,18 @@ def verify_model(
 
     Raises `HeadwaterError` for a model that has no uncached forward pass of ids alone.
     """
-    ways = WAYS if ways is None else ways
-    rounded = _Precision.of(model, torch.float32, seed, ROUNDED)
-    exact = _Precision.of(model, torch.float64, seed, exact_to)
+    rounded = _Precision(model, torch.float32, seed, ROUNDED)
+    exact = _Precision(model, torch.float64, seed, exact_to)
     judge = exact if exact.subject is not None else rounded
     if judge.subject is None:
-        raise HeadwaterError(f"{type(model).__name__} cannot read ids alone: {rounded.why or exact.why}")
+        raise HeadwaterError(f"{type(model).__name__} cannot read ids alone: {rounded.why}")
     found: list[Verified] = []
     for way in ways:
-        if found and found[0].check == CAUSAL and found[0].ok is False:
-            found.append(Verified(way.name, None, why="logits depend on later tokens even without a cache"))
-            continue
         found.append(_judge_way(way, exact, rounded))
-    if not found or found[0].check != CAUSAL or found[0].ok:
-        found.append(_bf16(model, judge, seed))
-    else:
-        found.append(Verified(BF16, None, why=found[-1].why))
-    return found
+        if way.name == CAUSAL and found[-1].ok is False:
+            why = "logits depend on later tokens even without a cache"
+            return found + [Verified(name, None, why=why) for name in [*(way.name for way in ways[1:]), BF16]]
+    return [*found, _bf16(model, judge)]
 
 
 def _judge_way(way: Way, exact: _Precision, rounded: _Precision) -> Verified:
@@ -111,25 +104,16 @@ def _judge_way(way: Way, exact: _Precision, rounded: _Precision) -> Verified:
     return dataclasses.replace(verdict, rounded=other.error, only_rounded=bool(verdict.ok) and other.ok is False)
 
 
-def verify_twice(
-    model: PreTrainedModel, seed: int = 0, ways: Sequence[Way] | None = None, exact_to: float = EXACT
-) -> list[Verified]:
-    """`verify_model`, where a way differs only if it does so again with other texts."""
-    ways = WAYS if ways is None else ways
+def verify_twice(model: PreTrainedModel, seed: int, ways: Sequence[Way], exact_to: float = EXACT) -> list[Verified]:
+    """`verify_model`, where a way differs only if it does so again with other texts: once may be a tie."""
     first = verify_model(model, seed, ways, exact_to)
     differing = {verdict.check for verdict in first if verdict.ok is False}
     if not differing:
         return first
     if CAUSAL not in differing:  # with it, the other ways have not run
         ways = [way for way in ways if way.name in differing]
-    second = verify_model(model, seed + 1, ways, exact_to)
-    return confirmed(first, second)
-
-
-def confirmed(first: Sequence[Verified], second: Sequence[Verified]) -> list[Verified]:
-    """Verdicts in which a way differs only if it does so both times: once may be a tie broken by chance."""
-    again = {verdict.check: verdict for verdict in second}
-    chance = {verdict.check for verdict in first if verdict.ok is False and again[verdict.check].ok is not False}
+    again = {verdict.check: verdict for verdict in verify_model(model, seed + 1, ways, exact_to)}
+    chance = {name for name in differing if again[name].ok is not False}
     why = "differs for one seed and not for the next: perhaps a tie, of which each way takes another side"
     return [
         dataclasses.replace(verdict, ok=None, why=why, parting=None)
@@ -144,22 +128,25 @@ def confirmed(first: Sequence[Verified], second: Sequence[Verified]) -> list[Ver
 class _Precision:
     """A copy of a model in one dtype, its texts, and the tolerance that its own rounding asks for."""
 
-    def __init__(self, subject: Subject | None, why: str | None, seed: int, tolerance: float) -> None:
-        self.subject, self.why, self.tolerance = subject, why, tolerance
-        if subject is None:
-            return
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, seed: int, tolerance: float) -> None:
+        self.subject: Subject | None = None
+        self.why, self.tolerance = "its logits are not finite", tolerance
+        Subject(model)  # refuses one that takes no ids
         try:
+            subject = Subject(copy.deepcopy(model).to(dtype).eval())
+            if dtype == torch.float64 and hasattr(subject.model, "set_experts_implementation"):
+                subject.model.set_experts_implementation("eager")  # the kernels for experts take no fp64
             self.texts = texts_for(subject, seed)
         except Exception as error:
-            self.subject, self.why = None, sentence(error)
+            self.why = sentence(error)
             return
         if not self.texts.alone.logits.isfinite().all():
-            self.subject, self.why = None, "its logits are not finite"
             return
+        self.subject = subject
         if subject.positions:  # some models begin at another number than 0
             probe = Probe(subject, self.texts, self.tolerance)
             try:
-                probe.feed(range(len(self.texts.ids))).read(use_cache=False)
+                Feed(probe, range(len(self.texts.ids))).read(use_cache=False)
                 subject.positions = probe.parting is None
             except Exception:
                 subject.positions = False
@@ -167,18 +154,6 @@ class _Precision:
         noise = self.run(next(way for way in WAYS if way.name == CAUSAL)).error
         if noise is not None and noise <= self.tolerance:
             self.tolerance = max(self.tolerance, 100 * noise)
-
-    @classmethod
-    def of(cls, model: PreTrainedModel, dtype: torch.dtype, seed: int, tolerance: float) -> _Precision:
-        try:
-            subject = Subject(copy.deepcopy(model).to(dtype).eval())
-            if dtype == torch.float64 and hasattr(subject.model, "set_experts_implementation"):
-                subject.model.set_experts_implementation("eager")  # the kernels for experts take no fp64
-        except HeadwaterError:
-            raise
-        except Exception as error:
-            return cls(None, sentence(error), seed, tolerance)
-        return cls(subject, None, seed, tolerance)
 
     def run(self, way: Way) -> Verified:
         assert self.subject is not None
@@ -191,32 +166,19 @@ class _Precision:
         return Verified(way.name, probe.parting is None, probe.error, parting=probe.parting)
 
 
-class _Kept(Probe):
-    """Keeps the logits of each call, and compares nothing."""
-
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self.made: list[torch.Tensor] = []
-
-    def compare(self, seen: Seen, spans: Any, packed: bool = False) -> None:
-        self.made.append(seen.logits.double())
-
-
-def _bf16(model: PreTrainedModel, judge: _Precision, seed: int) -> Verified:
+def _bf16(model: PreTrainedModel, judge: _Precision) -> Verified:
     """With a cache in bf16, relative to how far bf16 without a cache is from the same model in full precision."""
     try:
         half = Subject(copy.deepcopy(model).to(torch.bfloat16).eval())
         assert judge.subject is not None
         half.positions = judge.subject.positions
         alone = half(judge.texts.ids, use_cache=False)[0].logits.double()
-        probe = _Kept(half, judge.texts, math.inf)
-        feed = probe.feed(range(len(judge.texts.ids)))
-        for tokens in (6, 1, 2, 1, 7, 3):
-            feed.read(tokens)
+        feed = Feed(Probe(half, judge.texts, math.inf), range(len(judge.texts.ids)))
+        cached_logits = torch.cat([feed.read(tokens).logits for tokens in (6, 1, 2, 1, 7, 3)], dim=1).double()
     except Exception as raised:
         return Verified(BF16, None, why=sentence(raised))
     true = judge.texts.alone.logits.double()
-    uncached, cached = ((one - true).square().mean(dim=(0, 2)).sqrt() for one in (alone, torch.cat(probe.made, dim=1)))
+    uncached, cached = ((one - true).square().mean(dim=(0, 2)).sqrt() for one in (alone, cached_logits))
     size = float(true.square().mean().sqrt())
     error = float(cached.square().mean().sqrt()) / size
     ok = error <= 3 * float(uncached.square().mean().sqrt()) / size + 0.02

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -164,18 +165,11 @@ def _blocks(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
     lists = [
         (name, module)
         for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and not {"vision", "visual", "audio"} & set(_words(name))
+        if isinstance(module, nn.ModuleList) and not re.search(r"(^|[._])(vision|visual|audio)([._]|$)", name)
     ]
     if lists:
+        depth = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
         # The outermost of the longest: experts and heads lie within layers.
-        name, layers = max(lists, key=lambda one: (-one[0].count("."), len(one[1])))
-        wanted = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
-        for other, module in lists:
-            if len(module) == wanted and len(layers) != wanted:
-                name, layers = other, module
+        name, layers = max(lists, key=lambda item: (len(item[1]) == depth, -item[0].count("."), len(item[1])))
         found += [(f"{name}.{number}", layer) for number, layer in enumerate(layers)]
     return found
-
-
-def _words(name: str) -> list[str]:
-    return name.replace("_", ".").split(".")

@@ -1,16 +1,19 @@
 """The ways of decoding, each against one uncached forward pass.
 
-`WAYS` is the one table: a name, what is done, and a function of a `Probe`, which compares every call it makes. The
-texts are rows of random ids; the last begins like the first, so that one cached prefix can continue in two ways.
+`WAYS` is the one table: a name, explained in docs/verify.md, and a function of a `Probe`, which compares every call it
+makes. The texts are rows of random ids; the last begins like the first, so that one cached prefix can continue in two
+ways.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -122,9 +125,6 @@ class Probe:
             return DynamicCache(config=self.subject.model.config)
         return None
 
-    def feed(self, rows: Sequence[int], pads: Sequence[int] | None = None, **more: Any) -> Feed:
-        return Feed(self, rows, pads, **more)
-
 
 def _errors(one: Tensor, other: Tensor, scale: float) -> Tensor:
     """The largest difference of each token, relative to `scale`; infinite where a number is not finite."""
@@ -151,26 +151,18 @@ class Feed:
         self.cache = probe.cache() if cache is None else cache
         self.at = 0
 
-    def lines(self, rows: Sequence[int]) -> Tensor:
-        """ids [B, LENGTH], the pads on the left."""
-        texts = self.probe.texts
-        return torch.stack(
-            [
-                torch.cat((torch.full((pad,), texts.pad), texts.ids[text, : LENGTH - pad]))
-                for text, pad in zip(rows, self.pads, strict=True)
-            ]
-        )
-
-    def mask(self, until: int) -> Tensor:
-        return (torch.arange(until) >= torch.tensor(self.pads)[:, None]).long()
-
-    def read(self, tokens: int | None = None, wrong: Sequence[int] | None = None, use_cache: bool = True) -> None:
+    def read(self, tokens: int | None = None, wrong: Sequence[int] | None = None, use_cache: bool = True) -> Seen:
         """Read the next tokens (default: all that are left). wrong: of these texts instead, without a comparison."""
         until = LENGTH if tokens is None else self.at + tokens
-        mask = self.mask(until)
+        mask = (torch.arange(until) >= torch.tensor(self.pads)[:, None]).long()
         positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, 0)[:, self.at :]  # as `generate` counts them
         given: dict[str, Any] = {} if self.bare else {"mask": mask, "positions": positions}
-        ids = self.lines(self.rows if wrong is None else wrong)[:, self.at : until]
+        texts = self.probe.texts
+        lines = [
+            torch.cat((torch.full((pad,), texts.pad), texts.ids[text, : LENGTH - pad]))
+            for text, pad in zip(self.rows if wrong is None else wrong, self.pads, strict=True)
+        ]
+        ids = torch.stack(lines)[:, self.at : until]
         seen, cache = self.probe.subject(ids, self.cache if use_cache else None, use_cache=use_cache, **given)
         if use_cache:
             if cache is None:
@@ -183,15 +175,12 @@ class Feed:
                 spans.append((row, begin - self.at, text, begin - pad, until - begin))
             self.probe.compare(seen, spans)
         self.at = until
+        return seen
 
     def steps(self, tokens: int | None = None) -> None:
         """Read tokens one by one."""
         for _ in range(LENGTH - self.at if tokens is None else tokens):
             self.read(1)
-
-    def chunks(self, size: int) -> None:
-        while self.at < LENGTH:
-            self.read(min(size, LENGTH - self.at))
 
 
 def _all(probe: Probe) -> list[int]:
@@ -203,16 +192,16 @@ def _all(probe: Probe) -> list[int]:
 
 def _prefixes(probe: Probe) -> None:
     for length in (1, 2, 7, SHARED, LENGTH - 1):
-        probe.feed(_all(probe)).read(length, use_cache=False)
+        Feed(probe, _all(probe)).read(length, use_cache=False)
 
 
 def _alone(probe: Probe) -> None:
     for text in _all(probe):
-        probe.feed([text]).read(use_cache=False)
+        Feed(probe, [text]).read(use_cache=False)
 
 
 def _padded(probe: Probe) -> None:
-    probe.feed(range(len(PADS)), PADS).read(use_cache=False)
+    Feed(probe, range(len(PADS)), PADS).read(use_cache=False)
 
 
 # Documents in one row, as DataCollatorWithFlattening packs them: (text, tokens).
@@ -260,25 +249,27 @@ def _border_arguments(probe: Probe) -> dict[str, Any]:
 # With a cache
 
 
-def _in_chunks(*sizes: int, padded: bool = False, static: bool = False, bare: bool = False) -> Callable[[Probe], None]:
+def _in_chunks(
+    probe: Probe, sizes: Sequence[int], padded: bool = False, static: bool = False, bare: bool = False
+) -> None:
     """Chunks of these sizes, and then of the last one until the end.
 
     padded: of left-padded rows. static: into a static cache. bare: see `Feed`.
     """
-
-    def run(probe: Probe) -> None:
-        rows, pads = (range(len(PADS)), PADS) if padded else (_all(probe), None)
-        feed = probe.feed(rows, pads, cache=_static_cache(probe) if static else None, bare=bare)
-        for size in sizes:
-            feed.read(size)
-        feed.chunks(sizes[-1])
-
-    return run
+    rows, pads = (range(len(PADS)), PADS) if padded else (_all(probe), None)
+    if static and probe.cache() is None:
+        raise DoesNotApply("the model makes its own cache")
+    cache = StaticCache(config=probe.subject.model.config, max_cache_len=LENGTH + 4) if static else None
+    feed = Feed(probe, rows, pads, cache, bare)
+    for size in itertools.chain(sizes, itertools.repeat(sizes[-1])):
+        if feed.at == LENGTH:
+            break
+        feed.read(min(size, LENGTH - feed.at))
 
 
 def _crop(probe: Probe) -> None:
     """As assisted decoding does: tokens that turn out wrong are read, and taken back."""
-    feed = probe.feed([0, 1, 2])
+    feed = Feed(probe, [0, 1, 2])
     activate = getattr(feed.cache, "activate_past_recording", None)
     if activate is not None:
         activate()
@@ -306,7 +297,7 @@ def _batch(feed: Feed, operation: str, given: Any, order: Sequence[int], rows: S
 
 def _reorder(probe: Probe) -> None:
     """As beam search does: the first row's prefix continues in two ways, another row is dropped."""
-    feed = probe.feed([0, 1, 2])
+    feed = Feed(probe, [0, 1, 2])
     feed.read(SHARED - 1)
     feed.read(1)
     _batch(feed, "reorder_cache", torch.tensor([2, 0, 0]), [2, 0, 0], [2, 0, 3])
@@ -315,41 +306,38 @@ def _reorder(probe: Probe) -> None:
     feed.read()
 
 
-def _selected(*order: int) -> Callable[[Probe], None]:
-    def run(probe: Probe) -> None:
-        feed = probe.feed([0, 1, 2])
-        feed.read(SHARED)
-        _batch(feed, "batch_select_indices", torch.tensor(order), order, order)
-        feed.steps(3)
-        feed.read()
-
-    return run
+def _select(probe: Probe, order: Sequence[int]) -> None:
+    feed = Feed(probe, [0, 1, 2])
+    feed.read(SHARED)
+    _batch(feed, "batch_select_indices", torch.tensor(order), order, order)
+    feed.steps(3)
+    feed.read()
 
 
 def _repeat(probe: Probe) -> None:
-    feed = probe.feed([0, 1])
+    feed = Feed(probe, [0, 1])
     feed.read(SHARED)
     _batch(feed, "batch_repeat_interleave", 2, [0, 0, 1, 1], [0, 3, 1, 1])
     feed.steps(3)
     feed.read()
 
 
-def _prefix(probe: Probe, tokens: int = 3) -> None:
+def _prefix(probe: Probe) -> None:
     """One row's prefix, cached once, continues in two ways, from copies of the cache."""
-    begun = probe.feed([0])
+    begun = Feed(probe, [0])
     begun.read(SHARED)
     kept = begun.cache
     for text in (0, 3, 0):
-        feed = probe.feed([text], cache=copy.deepcopy(kept))
+        feed = Feed(probe, [text], cache=copy.deepcopy(kept))
         feed.at = SHARED
-        feed.read(tokens)
+        feed.read(3)
         feed.steps(2)
         feed.read()
 
 
 def _two_streams(probe: Probe) -> None:
     """Two texts with a cache of their own each, in turn."""
-    feeds = [probe.feed([text]) for text in (1, 2)]
+    feeds = [Feed(probe, [text]) for text in (1, 2)]
     for feed in feeds:
         feed.read(6)
     for tokens in (1, 1, 2, 1, LENGTH - 11):
@@ -358,21 +346,15 @@ def _two_streams(probe: Probe) -> None:
 
 
 def _reset(probe: Probe) -> None:
-    first = probe.feed([1, 2])
+    first = Feed(probe, [1, 2])
     first.read(9)
     if not hasattr(first.cache, "reset"):
         raise DoesNotApply(f"{type(first.cache).__name__} has no reset")
     first.cache.reset()
-    second = probe.feed([0, 1], cache=first.cache)
+    second = Feed(probe, [0, 1], cache=first.cache)
     second.read(6)
     second.steps(3)
     second.read()
-
-
-def _static_cache(probe: Probe) -> StaticCache:
-    if probe.cache() is None:
-        raise DoesNotApply("the model makes its own cache")
-    return StaticCache(config=probe.subject.model.config, max_cache_len=LENGTH + 4)
 
 
 # By `generate`. What it made is read once more, without a cache, each row alone.
@@ -423,10 +405,6 @@ def _greedy(probe: Probe, **options: Any) -> None:
     ids = probe.texts.ids[:3, :PROMPT]
     made = _generate(probe, ids, **options)
     _again(probe, made, [0] * len(made.sequences), PROMPT)
-
-
-def _with(**options: Any) -> Callable[[Probe], None]:
-    return lambda probe: _greedy(probe, **options)
 
 
 def _generate_padded(probe: Probe) -> None:
@@ -483,7 +461,6 @@ class Way:
     """A way of decoding. generates: it runs `generate`, and once, not in each precision."""
 
     name: str
-    what: str
     run: Callable[[Probe], None]
     generates: bool = False
 
@@ -492,41 +469,39 @@ class Way:
 CAUSAL = "prefixes"
 _STATIC: dict[str, Any] = dict(cache_implementation="static", disable_compile=True)
 WAYS = [
-    Way(CAUSAL, "beginnings of the texts, without a cache: later tokens change nothing", _prefixes),
-    Way("rows alone", "each row without the others, without a cache", _alone),
-    Way("padding", "rows of three lengths, padded on the left, without a cache", _padded),
-    Way("packing", "documents in one row whose position ids restart, without a cache", packed),
-    Way("packing+", "the same with seq_idx and cu_seq_lens", lambda probe: packed(probe, every=True)),
-    Way("1 by 1", "token by token", _in_chunks(1)),
-    Way("prefill", f"{SHARED} tokens, then token by token", _in_chunks(SHARED, 1)),
-    Way("chunks of 3", "prefill in chunks of 3", _in_chunks(3)),
-    Way("chunks of 8", "prefill in chunks of 8", _in_chunks(8)),
-    Way("mixed", "chunks of 6, 1, 2, 1, 7 and 3", _in_chunks(6, 1, 2, 1, 7, 3)),
-    Way("only cache", "chunks of 6, 1, 1, 9 and 3, without a mask or positions", _in_chunks(6, 1, 1, 9, 3, bare=True)),
+    Way(CAUSAL, _prefixes),
+    Way("rows alone", _alone),
+    Way("padding", _padded),
+    Way("packing", packed),
+    Way("packing+", partial(packed, every=True)),
+    Way("1 by 1", partial(_in_chunks, sizes=[1])),
+    Way("prefill", partial(_in_chunks, sizes=[SHARED, 1])),
+    Way("chunks of 3", partial(_in_chunks, sizes=[3])),
+    Way("chunks of 8", partial(_in_chunks, sizes=[8])),
+    Way("mixed", partial(_in_chunks, sizes=[6, 1, 2, 1, 7, 3])),
+    Way("only cache", partial(_in_chunks, sizes=[6, 1, 1, 9, 3], bare=True)),
     # The shortest row has one token after the first chunk.
-    Way("padded, 1 by 1", "a left-padded batch, then token by token", _in_chunks(LENGTH - 2, 1, padded=True)),
-    Way("padded, chunks", "a left-padded batch in chunks of 4", _in_chunks(4, padded=True)),
-    Way("crop", "wrong tokens are read and cropped, as in assisted decoding", _crop),
-    Way("reorder", "rows are reordered, as in beam search", _reorder),
-    Way("select", "fewer rows of the cache are kept", _selected(2, 0)),
-    Way("permute", "the rows of the cache are selected in another order", _selected(2, 0, 1)),
-    Way("repeat", "each row of the cache is repeated", _repeat),
-    Way("prefix reuse", "two copies of a cached prefix continue differently", _prefix),
-    Way("two streams", "two texts with a cache each, in turn", _two_streams),
-    Way("reset", "a used cache is reset, and used again", _reset),
-    Way("static", "a static cache, prefill, then token by token", _in_chunks(SHARED, 1, static=True)),
-    Way("static, chunks", "a static cache in chunks", _in_chunks(5, 1, 4, 3, 7, static=True)),
-    Way(
-        "static, padded", "a static cache with a left-padded batch", _in_chunks(LENGTH - 2, 1, padded=True, static=True)
-    ),
-    Way("greedy", "generate", _greedy, True),
-    Way("generate, padded", "generate for a left-padded batch", _generate_padded, True),
-    Way("generate, chunked", "generate with prefill_chunk_size=4", _with(prefill_chunk_size=4), True),
-    Way("sampling", "generate, two samples a row", _with(do_sample=True, top_k=0, num_return_sequences=2), True),
-    Way("beams", "generate with 3 beams", _beams, True),
-    Way("assisted", "generate with an assistant", _assisted, True),
-    Way("prompt lookup", "generate with prompt_lookup_num_tokens=3", _lookup, True),
-    Way("second turn", "generate, continued with the returned cache", _turns, True),
-    Way("generate, static", "generate with a static cache", _with(**_STATIC), True),
-    Way("static, chunked", "the same with prefill_chunk_size=4", _with(**_STATIC, prefill_chunk_size=4), True),
+    Way("padded, 1 by 1", partial(_in_chunks, sizes=[LENGTH - 2, 1], padded=True)),
+    Way("padded, chunks", partial(_in_chunks, sizes=[4], padded=True)),
+    Way("crop", _crop),
+    Way("reorder", _reorder),
+    Way("select", partial(_select, order=(2, 0))),
+    Way("permute", partial(_select, order=(2, 0, 1))),
+    Way("repeat", _repeat),
+    Way("prefix reuse", _prefix),
+    Way("two streams", _two_streams),
+    Way("reset", _reset),
+    Way("static", partial(_in_chunks, sizes=[SHARED, 1], static=True)),
+    Way("static, chunks", partial(_in_chunks, sizes=[5, 1, 4, 3, 7], static=True)),
+    Way("static, padded", partial(_in_chunks, sizes=[LENGTH - 2, 1], padded=True, static=True)),
+    Way("greedy", _greedy, True),
+    Way("generate, padded", _generate_padded, True),
+    Way("generate, chunked", partial(_greedy, prefill_chunk_size=4), True),
+    Way("sampling", partial(_greedy, do_sample=True, top_k=0, num_return_sequences=2), True),
+    Way("beams", _beams, True),
+    Way("assisted", _assisted, True),
+    Way("prompt lookup", _lookup, True),
+    Way("second turn", _turns, True),
+    Way("generate, static", partial(_greedy, **_STATIC), True),
+    Way("static, chunked", partial(_greedy, **_STATIC, prefill_chunk_size=4), True),
 ]

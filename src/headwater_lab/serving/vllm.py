@@ -26,8 +26,7 @@ def serve_with_vllm(name: str, source: Path, options: list[str]) -> None:
         # vLLM would round a model in fp32 to bf16, and reserve nearly all memory.
         dtype = str(config.dtype).rpartition(".")[2]
         added += ["--dtype", dtype] * ("--dtype" not in given and dtype != "None")
-        kept = {"--enforce-eager", "--no-enforce-eager", "--pipeline-parallel-size", "-pp"}  # stages cannot, see checks
-        added += ["--enforce-eager"] * (not given & kept)
+        added += ["--enforce-eager"] * (not given & {"--enforce-eager", "--no-enforce-eager"})
         free = int(available_memory() / 4 / _processes(options) // 2**30)  # vLLM keeps so much for each process
         if "--kv-cache-memory-bytes" not in given:
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, free)))
@@ -50,9 +49,8 @@ def _processes(options: list[str]) -> int:
     """How many processes vLLM is asked for. What is no number is left for vLLM to refuse."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--tensor-parallel-size", "--tensor_parallel_size", "-tp", type=int, default=1)
-    parser.add_argument("--pipeline-parallel-size", "--pipeline_parallel_size", "-pp", type=int, default=1)
     try:
         found, _ = parser.parse_known_args(options)
     except ArgumentError:
         return 1
-    return max(1, found.tensor_parallel_size * found.pipeline_parallel_size)
+    return max(1, found.tensor_parallel_size)

@@ -333,7 +333,7 @@ class SplitHeads:
         for mesh in (tensor, context):
             if mesh is not None:
                 number, count = number * mesh.size() + mesh.get_local_rank(), count * mesh.size()
-        self.heads = SomeHeads.share(config, number, count)
+        self.heads = SomeHeads(config, number, count)
 
     def attention(self, block: Block) -> None:
         """Replace a block's attention by one of this process's heads."""

@@ -6,7 +6,6 @@ import os
 from typing import Any
 
 import vllm
-from vllm.distributed.utils import get_pp_indices
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
@@ -58,13 +57,9 @@ def _list_refusals(vllm_config: Any) -> list[tuple[bool, str]]:
             "headwater's plugin is tried with vLLM's first model runner only; set VLLM_USE_V2_MODEL_RUNNER=0.",
         ),
         (
-            parallel.decode_context_parallel_size > 1,
-            "headwater's plugin splits a model by heads and by layers only; leave out decode_context_parallel_size.",
-        ),
-        (
-            parallel.pipeline_parallel_size > 1 and model.enforce_eager,
-            "vLLM's runner for CPUs makes room for what a pipeline's stages pass on only while it compiles; leave out "
-            "enforce_eager.",
+            max(parallel.decode_context_parallel_size, parallel.pipeline_parallel_size) > 1,
+            "headwater's plugin splits a model by heads only; leave out decode_context_parallel_size and "
+            "pipeline_parallel_size.",
         ),
         (
             model.quantization is not None,
@@ -84,8 +79,8 @@ def _list_refusals(vllm_config: Any) -> list[tuple[bool, str]]:
         ),
         (
             vllm_config.lora_config is not None and parallel.world_size > 1,
-            "headwater's plugin takes LoRA adapters in one process only; leave out tensor_parallel_size and "
-            "pipeline_parallel_size, or merge the adapter before serving.",
+            "headwater's plugin takes LoRA adapters in one process only; leave out tensor_parallel_size, or "
+            "merge the adapter before serving.",
         ),
         (
             speculation is not None and method not in DRAFTS,
@@ -95,16 +90,9 @@ def _list_refusals(vllm_config: Any) -> list[tuple[bool, str]]:
 
 
 def shares_of(config: Any, parallel: Any) -> list[Portion]:
-    """What each process of vLLM's has of a model, stage after stage. Raises `HeadwaterError` if it cannot be split."""
-    stages = [
-        range(*get_pp_indices(config.num_hidden_layers, stage, parallel.pipeline_parallel_size))
-        for stage in range(parallel.pipeline_parallel_size)
-    ]
-    return [
-        Portion(config, rank, parallel.tensor_parallel_size, layers)
-        for layers in stages
-        for rank in range(parallel.tensor_parallel_size)
-    ]
+    """What each process of vLLM's has of a model. Raises `HeadwaterError` if it cannot be split."""
+    size = parallel.tensor_parallel_size
+    return [Portion(config, rank, size) for rank in range(size)]
 
 
 def _check_device(vllm_config: Any, device: str) -> None:

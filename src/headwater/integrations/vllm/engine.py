@@ -20,7 +20,6 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from headwater.config.layers import layer_config
 from headwater.config.planner import plan_layers
-from headwater.config.text import HeadwaterConfig
 from headwater.engines.paged import FlatBatch, PagedEngine
 from headwater.engines.pages import Page
 from headwater.engines.split import Portion
@@ -91,9 +90,9 @@ class Blocks(torch.nn.Module, AttentionLayerBase):
         spare = 0 if speculation is None else speculation.num_speculative_tokens
         # vLLM wants blocks that are alike in all processes.
         least = max(Page(share.narrow, share.plans, *size, spare).size for share in shares)
-        self.config, self.num_heads, self.name = own.config, len(own.heads.queries), name
+        self.config, self.num_heads, self.name = own.config, len(own.queries), name
         kind = CPUEngine if vllm_config.device_config.device_type == "cpu" else FlashEngine
-        self.engine = kind(own.narrow, Page(own.narrow, own.plans, *size, spare, least), own.slopes)
+        self.engine = kind(Page(own.narrow, own.plans, *size, spare, least), own.slopes)
         self.kv_cache = torch.tensor([])
         vllm_config.compilation_config.static_forward_context[name] = self
 
@@ -137,8 +136,8 @@ class Blocks(torch.nn.Module, AttentionLayerBase):
 class CPUEngine(PagedEngine):
     """`PagedEngine` with vLLM's kernel for CPUs."""
 
-    def __init__(self, config: HeadwaterConfig, page: Page, slopes: Tensor | None = None) -> None:
-        super().__init__(config, page, slopes)
+    def __init__(self, page: Page, slopes: Tensor | None = None) -> None:
+        super().__init__(page, slopes)
         self.orders: dict[tuple[torch.dtype, int], tuple[Tensor, Tensor]] = {}
 
     def isa(self, dtype: torch.dtype, width: int) -> str:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from transformers.initialization import no_init_weights
 from vllm.distributed import (
-    get_pp_group,
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
     tensor_model_parallel_all_gather,
@@ -20,7 +19,6 @@ from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.models.interfaces import SupportsLoRA
 from vllm.model_executor.models.utils import WeightsMapper
-from vllm.sequence import IntermediateTensors
 
 from headwater.engines.split import split
 from headwater.integrations.vllm.checks import check, shares_of
@@ -43,15 +41,12 @@ class Ranks:
         return tensor_model_parallel_all_gather(x.contiguous())
 
 
-# What the stages of a pipeline pass on.
-STREAM = "hidden_states"
 HEAD = "lm_head"
 
 
 class ServedModel(nn.Module, SupportsLoRA):
     """A model of headwater as vLLM calls it."""
 
-    supports_pp = True  # read by vLLM
     # From the names in an adapter.
     hf_to_vllm_mapper = WeightsMapper(orig_to_new_prefix={"": "language."})
 
@@ -66,33 +61,25 @@ class ServedModel(nn.Module, SupportsLoRA):
         # vLLM wants the number of a layer in each name.
         self.processes = Ranks()
         shares = shares_of(self.config, vllm_config.parallel_config)
-        self.share = shares[get_pp_group().rank_in_group * self.processes.size + self.processes.rank]
-        name = f"layers.{self.share.own_layers.start}.blocks"
+        self.share = shares[self.processes.rank]
+        name = "layers.0.blocks"
         self.blocks = Blocks(vllm_config, f"{prefix}.{name}" if prefix else name, self.share, shares)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         return self.language.model.embed_tokens(input_ids)
 
-    def make_empty_intermediate_tensors(
-        self, batch_size: int, dtype: torch.dtype, device: torch.device
-    ) -> IntermediateTensors:
-        empty = torch.zeros(batch_size, self.config.hidden_size, dtype=dtype, device=device)
-        return IntermediateTensors({STREAM: empty})
-
     def forward(
         self,
         input_ids: Tensor | None,
         positions: Tensor,
-        intermediate_tensors: IntermediateTensors | None = None,
+        intermediate_tensors: None = None,
         inputs_embeds: Tensor | None = None,
-    ) -> Tensor | IntermediateTensors:
-        """The hidden states [N, D] of the batch's new tokens, or what the next stage of a pipeline is given."""
+    ) -> Tensor:
+        """The hidden states [N, D] of the batch's new tokens. intermediate_tensors: of vLLM's pipelines, unused."""
         assert input_ids is not None
         assert inputs_embeds is None
         self.blocks.step(len(input_ids))
-        stream = None if intermediate_tensors is None else intermediate_tensors[STREAM]
-        x = self.language.model.served(input_ids, positions, self.blocks.engine, stream)
-        return x if get_pp_group().is_last_rank else IntermediateTensors({STREAM: x})
+        return self.language.model.served(input_ids, positions, self.blocks.engine)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         return self.language.logits(self.language.scaled(hidden_states))
