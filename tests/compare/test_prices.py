@@ -7,7 +7,7 @@ import pytest
 from saved import SHIFT, tiny
 
 from headwater.config.text import HeadwaterConfig
-from headwater.cost.counts import cache_bytes_per_token, training_flops_per_token
+from headwater.cost.counts import cache_bytes_per_token, training_flops
 from headwater.util.errors import HeadwaterError
 from headwater_lab.bench.paired import PairedTimes
 from headwater_lab.cli import main
@@ -32,7 +32,7 @@ def clock(monkeypatch):
         for step in (a, b):
             step()
         timed.append(a.__self__.recipe.model)
-        works = [training_flops_per_token(one.__self__.model.config, 12) for one in (a, b)]
+        works = [training_flops(one.__self__.model.config, 12) for one in (a, b)]
         return PairedTimes(*([work * 1e-9 * turn for turn in (1.0, 2.0, 3.0)] for work in works))
 
     monkeypatch.setattr(prices, "interleave", interleave)

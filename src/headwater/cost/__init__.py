@@ -1,16 +1,5 @@
 """What a config costs to train and to run on given hardware, from `counts`. Nothing is built."""
 
-from headwater.cost.estimate import COLORS, ImagePrice, Price, figure, price, si, table
-from headwater.cost.schedule import price_schedule, schedule_table
+from headwater.cost.estimate import COLORS, Price, figure, price, si, table
 
-__all__ = [
-    "COLORS",
-    "ImagePrice",
-    "Price",
-    "figure",
-    "price",
-    "price_schedule",
-    "schedule_table",
-    "si",
-    "table",
-]
+__all__ = ["COLORS", "Price", "figure", "price", "si", "table"]

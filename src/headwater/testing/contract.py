@@ -479,7 +479,7 @@ class Contract:
             model = HeadwaterForCausalLM(made)
             with FlopCounterMode(display=False) as counter, torch.no_grad():
                 model(torch.zeros(1, T, dtype=torch.long), use_cache=False)
-        assert cost.forward_flops_per_token(made, T, causal=False) * T == counter.get_total_flops()
+        assert sum(cost.forward_flops(made, T, causal=False).values()) * T == counter.get_total_flops()
 
     def test_saved_is_what_autograd_keeps(self, case):
         """`Cost.saved`, in fp32, uncompiled: the difference from the same model without the mechanism.
@@ -510,7 +510,7 @@ class Contract:
                 ids = torch.zeros(1, length, dtype=torch.long)
                 with FlopCounterMode(display=False) as counter, Operations() as counted, torch.no_grad():
                     model(ids, use_cache=False)
-                stated = cost.forward_flops_per_token(made, length, causal=False) * length
+                stated = sum(cost.forward_flops(made, length, causal=False).values()) * length
                 assert stated == counter.get_total_flops(), f"in rows of {length} tokens"
                 operations.append(counted.count)
         assert operations[0] == operations[1], f"operations in rows of {T} and of {3 * T} tokens: {operations}"
