@@ -50,20 +50,20 @@ class Limits:
 class AtContext:
     """What depends on the context, or on the size of the images. FLOPs are per token or image, bytes for the batch.
 
-    context: tokens per row, or of an image. image_size: None for text; what follows `limits` is None for images.
+    context: tokens per row, or of an image. image_size: None for text; what follows it is None for images.
     forward: forward FLOPs by part, causal for text. step_bytes: training state and activations with the gradient
     checkpointing that was asked for. forward_full, training_full: count the whole square of scores. prefill: FLOPs of a
     prompt of this length and its last token's logits, for the whole batch.
     """
 
     context: int
-    image_size: tuple[int, int] | None
     forward: dict[str, float]
     training: float
     activation_bytes: int
     activation_bytes_checkpointed: int
     step_bytes: int
     limits: Limits | None
+    image_size: tuple[int, int] | None = None
     forward_full: dict[str, float] | None = None
     training_full: float | None = None
     prefill: float | None = None
@@ -136,27 +136,14 @@ def price(
     """
     of_images = isinstance(config, HeadwaterVisionConfig)
     of_text = {"context": context, "tokens": tokens, "loss_chunk_tokens": loss_chunk_tokens, "masked": masked or None}
-    for setting, value in (of_text if of_images else {"images": images}).items():
-        if value is not None:
-            raise HeadwaterError(
-                f"{setting} is not for {'image' if of_images else 'language'} models; "
-                + ("set image_size, and give a budget in images." if of_images else "give a budget in tokens.")
-            )
-    lengths: Any = context
-    if context is None:
-        lengths = config.tokens if isinstance(config, HeadwaterVisionConfig) else config.max_position_embeddings
-    lengths = [*lengths] if isinstance(lengths, Sequence) and not isinstance(lengths, str) else [lengths]
+    _refuse_unread(of_images, of_text if of_images else {"images": images})
+    lengths = _list_lengths(config, context)
     sizes = (*(("context", length) for length in lengths), ("batch", batch), ("devices", devices))
     _check(precision, mfu, sizes, {"tokens": tokens, "images": images})
-    if config.position == "learned" and not of_images and max(lengths) > config.max_position_embeddings:
-        raise HeadwaterError(
-            f"Context {max(lengths)} is beyond the {config.max_position_embeddings} learned positions of {name!r}; "
-            f"choose a smaller one, or set max_position_embeddings={max(lengths)}."
-        )
+    _check_positions(config, name, max(lengths))
     budget = images if of_images else tokens
-    element, _ = cost.BYTES[precision]
-    plans = plan_layers(config)
-    state, parameters = cost.state_bytes(config, precision, averages, plans), cost.parameters(config, plans)
+    plans, (element, _) = plan_layers(config), cost.BYTES[precision]
+    state = cost.state_bytes(config, precision, averages, plans)
     held = sum(state.values())
 
     def activations(length: int, rows: int, checkpointed: bool) -> int:
@@ -167,41 +154,31 @@ def price(
         ceiling = devices * device.peak(precision) / (3 * flops)
         hours = None if budget is None else budget / (ceiling * mfu) / 3600
         free = max(0.0, device.memory - held)
-        read = element * cost.weights_read(config, plans) if not of_images else 0
-        read += batch * cost.cache_bytes_read(config, length, element)
-        beside = max(0.0, device.memory - element * sum(parameters.values()))
+        running = dict[str, Any](inference_ceiling=device.peak(precision) / flops)
         return Limits(
             training_ceiling=ceiling,
             days=None if hours is None else hours / 24,
             device_hours=None if hours is None else hours * devices,
             largest_batch=int(free // activations(length, 1, False)),
             largest_batch_checkpointed=int(free // activations(length, 1, True)),
-            generation_ceiling=None if of_images else batch * device.bandwidth / read,
-            most_sequences=None if of_images else int(beside // cost.cache_bytes(config, length, 1, element, plans)),
-            inference_ceiling=device.peak(precision) / flops if of_images else None,
+            **(running if of_images else _limit_generation(config, device, length, batch, element, plans)),
         )
 
     def at(length: int) -> AtContext:
-        forward, of_text = cost.forward_flops(config, length, plans=plans), {}
+        forward = cost.forward_flops(config, length, plans=plans)
         flops = sum(forward.values())
-        if not of_images:
-            full = cost.forward_flops(config, length, causal=False, plans=plans)
-            of_text = dict(
-                forward_full=full,
-                training_full=3 * sum(full.values()),
-                prefill=batch * cost.prefill_flops(config, length, plans=plans),
-                cache_bytes=cost.cache_bytes(config, length, batch, element, plans),
-            )
+        image_size = (
+            dict[str, Any](image_size=config.image_shape) if isinstance(config, HeadwaterVisionConfig) else None
+        )
         return AtContext(
             context=length,
-            image_size=config.image_shape if isinstance(config, HeadwaterVisionConfig) else None,
             forward=forward,
             training=3 * flops,
             activation_bytes=activations(length, batch, False),
             activation_bytes_checkpointed=activations(length, batch, True),
             step_bytes=held + activations(length, batch, gradient_checkpointing),
             limits=None if hardware is None else limits(length, hardware, flops),
-            **of_text,
+            **(image_size or _count_text(config, length, batch, element, plans)),
         )
 
     return Price(
@@ -214,7 +191,7 @@ def price(
         hardware=hardware,
         tokens=tokens,
         images=images,
-        parameters=parameters,
+        parameters=cost.parameters(config, plans),
         state_bytes=state,
         devices_needed=None if hardware is None else -int(-held // hardware.memory),
         gradient_checkpointing=gradient_checkpointing,
@@ -224,6 +201,54 @@ def price(
         last_token_layers=0 if of_images else config.num_hidden_layers - output_only_from(config, plans),
         at=[at(length) for length in lengths],
     )
+
+
+def _count_text(config: HeadwaterConfig, length: int, batch: int, element: int, plans: cost.Plans) -> dict[str, Any]:
+    full = cost.forward_flops(config, length, causal=False, plans=plans)
+    return dict(
+        forward_full=full,
+        training_full=3 * sum(full.values()),
+        prefill=batch * cost.prefill_flops(config, length, plans=plans),
+        cache_bytes=cost.cache_bytes(config, length, batch, element, plans),
+    )
+
+
+def _limit_generation(
+    config: HeadwaterConfig, device: Hardware, length: int, batch: int, element: int, plans: cost.Plans
+) -> dict[str, Any]:
+    read = element * cost.weights_read(config, plans) + batch * cost.cache_bytes_read(config, length, element)
+    free = max(0.0, device.memory - element * sum(cost.parameters(config, plans).values()))
+    return dict(
+        generation_ceiling=batch * device.bandwidth / read,
+        most_sequences=int(free // cost.cache_bytes(config, length, 1, element, plans)),
+    )
+
+
+def _refuse_unread(of_images: bool, settings: Mapping[str, Any]) -> None:
+    """Raise `HeadwaterError` for a setting of the other kind of models."""
+    for name, value in settings.items():
+        if value is not None:
+            raise HeadwaterError(
+                f"{name} is not for {'image' if of_images else 'language'} models; "
+                + ("set image_size, and give a budget in images." if of_images else "give a budget in tokens.")
+            )
+
+
+def _list_lengths(config: HeadwaterConfig, context: Any) -> list[Any]:
+    """The tokens in a row to price a model at, not yet checked."""
+    if isinstance(config, HeadwaterVisionConfig):
+        return [config.tokens]
+    if context is None:
+        return [config.max_position_embeddings]
+    return [*context] if isinstance(context, Sequence) and not isinstance(context, str) else [context]
+
+
+def _check_positions(config: HeadwaterConfig, name: str, length: int) -> None:
+    if config.is_causal and config.position == "learned" and length > config.max_position_embeddings:
+        raise HeadwaterError(
+            f"Context {length} is beyond the {config.max_position_embeddings} learned positions of {name!r}; "
+            f"choose a smaller one, or set max_position_embeddings={length}."
+        )
 
 
 def _describe_shape(config: HeadwaterConfig) -> dict[str, Any]:
