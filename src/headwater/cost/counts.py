@@ -143,9 +143,12 @@ def embedding_parameters(config: HeadwaterConfig) -> int:
 
 def parameters(config: HeadwaterConfig, plans: Plans | None = None) -> dict[str, int]:
     """Trainable parameters by part; a tied output head is counted once, with the embedding."""
+    return _sum_parameters(config, _count_layers(config, plans or plan_layers(config)))
+
+
+def _sum_parameters(config: HeadwaterConfig, layers: dict[str, Cost]) -> dict[str, int]:
     width = config.hidden_size
     embedding, head = _ends(config)
-    layers = _count_layers(config, plans or plan_layers(config))
     norms = (4 if config.output_norms else 2) * config.num_hidden_layers + config.embedding_norm
     return {
         "embedding": embedding,
@@ -384,8 +387,8 @@ def state_bytes(
     the backward pass. averages: with `training.ema_decay`, which keeps a second copy of the weights.
     """
     element, stream = BYTES[precision]
-    plans = plans or plan_layers(config)
-    parts, layers = parameters(config, plans), _count_layers(config, plans)
+    layers = _count_layers(config, plans or plan_layers(config))
+    parts = _sum_parameters(config, layers)
     count = sum(parts.values())
     matrices = sum(parts[name] - layers[name].looked_up for name in ("attention", "feed-forward"))
     if isinstance(config, HeadwaterVisionConfig):
@@ -403,8 +406,8 @@ def state_bytes(
 
 def weights_read(config: HeadwaterConfig, plans: Plans | None = None) -> int:
     """Weights read to generate a token: all but the rows of embeddings and other tables that are not looked up."""
-    plans = plans or plan_layers(config)
-    parts, layers = parameters(config, plans), _add_up(_count_layers(config, plans).values())
-    tables = layers.looked_up + _count_shared(config).looked_up
+    layers = _count_layers(config, plans or plan_layers(config))
+    parts = _sum_parameters(config, layers)
+    tables = _add_up(layers.values()).looked_up + _count_shared(config).looked_up
     head = config.vocab_size * config.hidden_size
     return sum(parts.values()) - parts["embedding"] - tables - parts["output head"] + head
