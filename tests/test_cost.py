@@ -22,10 +22,9 @@ from headwater.cost.counts import (
     cache_bytes_per_token,
     cache_bytes_read,
     forward_flops,
-    forward_flops_per_token,
     parameters,
     state_bytes,
-    training_flops_per_token,
+    training_flops,
     weights_read,
 )
 from headwater.mechanisms import Cost, Mechanism
@@ -224,7 +223,7 @@ def compare_with_the_real_model(made: HeadwaterConfig, context: int) -> None:
         real[part_of(name)] += parameter.numel()
     assert {part: count for part, count in parameters(model.config).items() if count} == real
     # The eager kernel computes the whole square of scores.
-    assert forward_flops_per_token(model.config, context, causal=False) * context == counter.get_total_flops()
+    assert sum(forward_flops(model.config, context, causal=False).values()) * context == counter.get_total_flops()
 
 
 @pytest.mark.parametrize("name", ["llama", "sliding"])
@@ -234,7 +233,7 @@ def test_causally_what_is_attended_to_counts(name):
     full, causal = forward_flops(made, 20, causal=False), forward_flops(made, 20)
     assert causal["attention"] == pytest.approx(full["attention"] * attended / 20)
     assert causal["maps"] == full["maps"]
-    assert training_flops_per_token(made, 20) == 3 * sum(causal.values())
+    assert training_flops(made, 20) == 3 * sum(causal.values())
 
 
 @pytest.mark.sampled(13)

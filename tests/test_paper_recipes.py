@@ -524,7 +524,7 @@ def test_the_cost_in_the_head_is_what_plan_says(name):
             precision=trial.training.precision,
         ).at[0]
         assert one.limits is not None
-        flops += seeds * one.training_causal * tokens
+        flops += seeds * one.training * tokens
         hours += seeds * one.limits.device_hours
     found = re.search(r"\*\*Cost:\*\* (\S+) FLOPs, ([\d. ]+) H100-hours", comment(name))
     assert found is not None
@@ -622,7 +622,7 @@ def test_the_growth_series_is_the_papers(file, series, steps, warmup, growth):
         first = grown_config(first, run.start.grow.attention_pairs, run.start.grow.ffn_pairs)
         assert cost.parameters(first) == cost.parameters(preset(f"{series}{name}"))
     flops = [
-        cost.training_flops_per_token(preset(f"{series}{name}"), 1024) * tokens_a_step(run) * run.training.steps
+        cost.training_flops(preset(f"{series}{name}"), 1024) * tokens_a_step(run) * run.training.steps
         for name, (run, _) in runs.items()
     ]
     said = re.search(r"\*\*Cost:\*\* (\S+) \+ (\S+) \+ (\S+) \+ (\S+) FLOPs", comment(f"tokenformer/{file}"))

@@ -4,12 +4,10 @@ import json
 
 import pytest
 import yaml
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.config.options import parse_options
 from headwater.config.presets import PRESETS, preset
-from headwater.cost import counts as cost
 from headwater.cost.counts import parameters, prefill_flops
 from headwater.plugins.registry import MECHANISMS, resolve
 from headwater_lab.data.tokenizer import byte_tokenizer
@@ -67,103 +65,6 @@ def test_a_recipe_gives_a_column_for_each_arm(prices, tmp_path):
     assert shifted["total_parameters"] - plain["total_parameters"] == 2 * 2 * 2 * 2
     assert plain["shape"]["vocab_size"] == 257
     assert plain["at"][0]["context"] == 32
-
-
-def test_a_schedule_is_priced_with_all_before_it(run, tmp_path):
-    stages = [{"name": "deeper", "grow": {"num_hidden_layers": 3}, "training": {"steps": 7}}]
-    arms = {"whole": {"model": {"num_hidden_layers": 3}}, "grown, twice": {"stages": stages}}
-    training = {"steps": 5, "batch_size": 4, "gradient_accumulation_steps": 2}
-    path = recipe(tmp_path / "r.yaml", compare={"arms": arms, "baseline": "whole"}, training=training)
-    code, out, _ = run("plan", path, "--grow", "--json")
-    assert code == 0
-    start, deeper, whole = json.loads(out)  # arms as they were written
-    assert [one["stage"] for one in (whole, start, deeper)] == ["start", "start", "deeper"]
-    assert [one["shape"]["layers"] for one in (whole, start, deeper)] == [3, 2, 3]
-    assert [one["tokens"] for one in (start, deeper)] == [5 * 8 * 32, 7 * 8 * 32]
-    assert deeper["parameters"] == whole["parameters"]
-    assert deeper["flops"] == pytest.approx(7 / 5 * whole["flops"])
-    assert deeper["total_flops"] == pytest.approx(start["flops"] + deeper["flops"])
-    code, out, _ = run("plan", path, "--grow", "--hardware", "H100")
-    assert code == 0
-    for text in ("grown, twice", "deeper", "days", f"×{whole['flops'] / deeper['total_flops']:.3f}"):
-        assert text in " ".join(out.split())
-    code, _, err = run("plan", "gpt2-124m", "--grow")
-    assert (code, "no recipe" in err) == (2, True)
-    arms = {"a": {"stages": stages}, "a, deeper": {}}
-    path = recipe(tmp_path / "both.yaml", compare={"arms": arms, "baseline": "a"}, training=training)
-    code, _, err = run("plan", path, "--grow")
-    assert (code, "would both be called 'a, deeper'; rename one" in " ".join(err.split())) == (2, True)
-
-
-def test_days_of_a_schedule_are_those_of_its_devices_and_precisions(run, tmp_path):
-    stages = [{"name": "deeper", "grow": {"num_hidden_layers": 3}, "training": {"precision": "32-true"}}]
-    training = {"steps": 5, "batch_size": 8, "precision": "bf16-mixed"}
-    path = recipe(tmp_path / "r.yaml", stages=stages, training=training)
-
-    def days(*more):
-        code, out, err = run("plan", path, "--grow", "--hardware", "H100", "--json", *more)
-        assert code == 0, err
-        return [one["days"] for one in json.loads(out)]
-
-    first, both = days()
-    assert days("training.devices=4") == pytest.approx([first / 4, both / 4])
-    assert days("training.devices=4", "--devices", "2") == pytest.approx([first / 2, both / 2])
-    assert days("--precision", "32-true")[0] > 5 * first
-    assert days("--precision", "bf16-mixed")[0] == first
-    assert days("--precision", "bf16-mixed")[1] < both
-    for wrong, said in (
-        (["--mfu", "0"], "above 0"),
-        (["--devices", "0"], "at least 1"),
-        (["--precision", "nonsense"], "must be one of"),
-        (["--context", "64", "--tokens", "1B"], "--context and --tokens have no effect with --grow; leave them out"),
-    ):
-        code, _, err = run("plan", path, "--grow", "--hardware", "H100", *wrong)
-        assert code == 2
-        assert said in " ".join(err.split())
-
-
-def test_every_size_and_the_teacher_are_in_the_price(run, tmp_path):
-    theirs = GPT2LMHeadModel(GPT2Config(vocab_size=257, n_embd=32, n_layer=4, n_head=2, n_positions=32))
-    theirs.save_pretrained(tmp_path / "gpt2")
-    stages = [{"name": "deeper", "grow": {"num_hidden_layers": 6}, "training": {"steps": 7}}]
-    start = {"checkpoint": str(tmp_path / "gpt2")}
-    training = {"steps": 5, "batch_size": 4}
-    arms = {"alone": {}, "taught": {"training": {"distillation": {}}}}
-    sizes = {"short": {}, "long": {"training": {"steps": 10}}}
-    compare = {"arms": arms, "baseline": "alone", "sizes": sizes}
-    path = recipe(tmp_path / "r.yaml", compare=compare, training=training, start=start, stages=stages, model={})
-    code, out, err = run("plan", path, "--grow", "--json")
-    assert code == 0, err
-    found = {(one["schedule"], one["stage"]): one for one in json.loads(out)}
-    assert len(found) == 8
-    config = HeadwaterConfig.gpt2(
-        vocab_size=257, hidden_size=32, num_hidden_layers=4, num_attention_heads=2, max_position_embeddings=32
-    )
-    alone, taught = found["alone, short", "start"], found["taught, short", "start"]
-    assert (alone["shape"], alone["parameters"]) == ({"layers": 4, "width": 32}, theirs.num_parameters())
-    assert alone["flops"] == pytest.approx(5 * 4 * 32 * cost.training_flops_per_token(config, 32))
-    teaching = cost.forward_flops_per_token(config, 32)
-    assert taught["flops"] - alone["flops"] == pytest.approx(5 * 4 * 32 * teaching)
-    deeper, later = found["alone, short", "deeper"], found["taught, short", "deeper"]
-    assert later["flops"] - deeper["flops"] == pytest.approx(7 * 4 * 32 * teaching)
-    assert found["alone, long", "start"]["steps"] == 10
-    code, out, _ = run("plan", tmp_path / "gpt2", "--json")
-    assert (code, json.loads(out)[0]["total_parameters"]) == (0, theirs.num_parameters())
-
-
-def test_a_stage_that_learns_from_the_one_before_is_priced_with_it(run, tmp_path):
-    stages = [{"name": "deeper", "grow": {"num_hidden_layers": 3}, "training": {"steps": 7}}]
-    taught = [stages[0] | {"training": {"steps": 7, "distillation": {}}}]
-    arms = {"alone": {"stages": stages}, "taught": {"stages": taught}}
-    path = recipe(tmp_path / "r.yaml", compare={"arms": arms, "baseline": "alone"})
-    code, out, err = run("plan", path, "--grow", "--json")
-    assert code == 0, err
-    start, alone, _, taught = json.loads(out)
-    path = recipe(tmp_path / "r.yaml", training={"distillation": {"teacher": "org/model"}})
-    assert run("plan", path)[0] == 0, "a column needs no teacher"
-    code, _, err = run("plan", path, "--grow")
-    assert (code, "learns from the checkpoint 'org/model', which is not there" in err) == (2, True)
-    assert taught["flops"] - alone["flops"] == pytest.approx(start["flops"] / 3 / start["tokens"] * alone["tokens"])
 
 
 def test_the_data_of_a_recipe_is_not_read(prices, run, tmp_path):
@@ -307,9 +208,8 @@ def test_a_schedule_from_a_checkpoint_that_is_missing_is_not_priced_as_another_m
     path = recipe(
         tmp_path / "r.yaml", start={"checkpoint": "missing", "convert": {"num_key_value_heads": 1}}, stages=stages
     )
-    for more in ([], ["--grow"]):
-        code, _, err = run("plan", path, *more)
-        assert (code, "begins with the checkpoint 'missing', which is not there" in err) == (2, True)
+    code, _, err = run("plan", path)
+    assert (code, "begins with the checkpoint 'missing', which is not there" in err) == (2, True)
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,8 @@ TOKENFORMER = [f"tokenformer-{size}" for size in (*GROWTH, "150m", "450m", "900m
 MAXTEXT = [f"tokenformer-maxtext-{size}" for size in GROWTH]
 MAXTEXT_BASELINE = "tokenformer-maxtext-124m-vanilla"
 VIT = ["vit-b-16", "vit-l-16"]
-RELEASED = [f"llama-canon-{size}" for size in ("1b", "3b", "8b")] + ["muddformer-2.8b", "muddpythia-1.4b"]
-RELEASED += ["muddpythia-2.8b", "yoco-3b", *(f"nanochat-d{depth}" for depth in (12, 20, 26))]
+RELEASED = [f"llama-canon-{size}" for size in ("1b", "3b", "8b")]
+RELEASED += ["muddformer-2.8b", *(f"nanochat-d{depth}" for depth in (12, 20, 26))]
 OWN = ["headwater-base", "headwater-base-vanilla"]
 VISION = [*VIT, *(f"tokenformer-{name}{ending}" for name in VIT for ending in ("", "-matched"))]
 NAMES = [
@@ -142,13 +142,6 @@ def test_parameters_are_those_the_paper_prints(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_price_counts_the_real_model(name):
     assert sum(parameters(preset(name)).values()) == count(name)
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("name", [name for name in NAMES if PRESETS[name].reported_exact])
-def test_parameters_are_those_counted_before(name):
-    figure = PRESETS[name].reported_exact
-    assert printed(count(name), figure) == figure
 
 
 @pytest.mark.slow

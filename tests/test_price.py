@@ -22,7 +22,7 @@ CONFIG = HeadwaterConfig(
 def test_time_follows_from_flops():
     one = price(CONFIG, hardware=DEVICE, devices=4, tokens=1e9, mfu=0.5)
     limits = one.at[0].limits
-    ceiling = 4 * 1e12 / cost.training_flops_per_token(CONFIG, 128)
+    ceiling = 4 * 1e12 / cost.training_flops(CONFIG, 128)
     assert one.at[0].context == 128
     assert limits.training_ceiling == pytest.approx(ceiling)
     assert limits.days == pytest.approx(1e9 / (ceiling * 0.5) / 86400)
@@ -95,7 +95,9 @@ def test_what_cannot_be_is_refused(changes, word):
 
 def test_growing_pairs_leaves_the_slope_and_growing_width_does_not():
     def slope(config: HeadwaterConfig) -> float:
-        return sum(sign * cost.forward_flops_per_token(config, at, causal=False) for sign, at in ((1, 1001), (-1, 1)))
+        return sum(
+            sign * sum(cost.forward_flops(config, at, causal=False).values()) for sign, at in ((1, 1001), (-1, 1))
+        )
 
     def tokenformer(pairs: int) -> HeadwaterConfig:
         options = {"attention_pairs": pairs, "ffn_pairs": 4 * pairs}

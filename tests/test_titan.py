@@ -18,7 +18,7 @@ import processes
 import titan_worker
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.config.planner import plan_layers
-from headwater.cost.counts import training_flops_per_token
+from headwater.cost.counts import training_flops
 from headwater.engines.heads import narrowed
 from headwater.integrations.torchtitan import export, spec
 from headwater.integrations.torchtitan.limits import check
@@ -250,7 +250,7 @@ def test_names_go_both_ways_and_a_tied_head_is_left_out():
             assert torch.equal(tensor, titan.state_dict()[theirs_of(one)]), one
         parameters, flops = described.model.get_nparams_and_flops(titan, 16)
         assert parameters == sum(one.numel() for one in model.parameters())
-        assert flops == training_flops_per_token(config, 16)
+        assert flops == training_flops(config, 16)
 
 
 def test_converters_find_the_linear_layers():

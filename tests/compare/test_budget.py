@@ -4,7 +4,7 @@ import pytest
 from saved import tiny
 
 from headwater import HeadwaterForCausalLM
-from headwater.cost.counts import training_flops_per_token
+from headwater.cost.counts import training_flops
 from headwater.util.errors import HeadwaterError
 from headwater_lab.comparison.budget import TOLERANCE, match_arms
 from headwater_lab.comparison.trials import trials_of
@@ -87,7 +87,7 @@ def test_steps_are_the_nearest_to_equal_tokens_and_flops(match, sizes):
         data = recipe.data.build()
         batch = next(data.batches(0, recipe.training.batch_size, 0))
         tokens = batch["input_ids"].numel() * recipe.training.gradient_accumulation_steps
-        return tokens * (training_flops_per_token(recipe.config_for(data), data.context) if match == "flops" else 1)
+        return tokens * (training_flops(recipe.config_for(data), data.context) if match == "flops" else 1)
 
     for size in sizes or [None]:
         base = made.arm("base", 0, size)

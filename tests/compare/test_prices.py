@@ -7,7 +7,7 @@ import pytest
 from saved import SHIFT, tiny
 
 from headwater.config.text import HeadwaterConfig
-from headwater.cost.counts import cache_bytes_per_token, training_flops_per_token
+from headwater.cost.counts import cache_bytes_per_token, training_flops
 from headwater.util.errors import HeadwaterError
 from headwater_lab.bench.paired import PairedTimes
 from headwater_lab.cli import main
@@ -32,7 +32,7 @@ def clock(monkeypatch):
         for step in (a, b):
             step()
         timed.append(a.__self__.recipe.model)
-        works = [training_flops_per_token(one.__self__.model.config, 12) for one in (a, b)]
+        works = [training_flops(one.__self__.model.config, 12) for one in (a, b)]
         return PairedTimes(*([work * 1e-9 * turn for turn in (1.0, 2.0, 3.0)] for work in works))
 
     monkeypatch.setattr(prices, "interleave", interleave)
@@ -69,18 +69,13 @@ def test_prices_are_those_of_the_models_and_are_measured_once(tmp_path, clock):
     assert read_prices(tmp_path, other | {"base": other["deep"]}, "base").arms == {}
 
 
-def test_sizes_that_differ_in_their_steps_alone_are_measured_once(tmp_path, clock):
-    sizes = {
-        "short": {},
-        "long": {"training": {"steps": 9}},
-        "deep": {"model": {"num_hidden_layers": 2}},
-    }
+def test_each_size_is_measured(tmp_path, clock):
+    sizes = {"shallow": {}, "deep": {"model": {"num_hidden_layers": 2}}}
     recipe = tiny({"arms": {"base": {}, "shift": SHIFT}, "sizes": sizes, "costs": True})
     compare(recipe, tmp_path, workers=1)
     assert len(clock) == 4
-    short, long, deep = (json.loads((tmp_path / recipe.name / size / PRICES).read_text()) for size in sizes)
-    assert short == long
-    assert deep["arms"]["shift"]["flops"] > long["arms"]["shift"]["flops"]
+    shallow, deep = (json.loads((tmp_path / recipe.name / size / PRICES).read_text()) for size in sizes)
+    assert deep["arms"]["shift"]["flops"] > shallow["arms"]["shift"]["flops"]
 
 
 def test_other_machines_and_versions_are_measured_again(tmp_path, clock, monkeypatch):
@@ -156,9 +151,8 @@ def test_a_recipe_is_priced_before_it_runs(tmp_path, clock, capsys, monkeypatch)
     capsys.readouterr()
     alone = tmp_path / "alone.yaml"
     alone.write_text(json.dumps(recipe | {"compare": None}))
-    for words, error in (([str(alone)], "has no compare section"), ([runs, "seed=1"], "name a recipe to change them")):
-        assert run(*words) != 0
-        assert error in " ".join(capsys.readouterr().err.split())
+    assert run(str(alone)) != 0
+    assert "has no compare section" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.slow

@@ -185,7 +185,7 @@ def test_cost_grows_with_the_root():
     def made(pairs: int) -> dict:
         return {"pattention": {"ffn_pairs": pairs, "top_k": 4, "product_keys": ["feed_forward"]}}
 
-    flops = [cost.forward_flops_per_token(config(made(side**2)), 32) for side in (8, 16, 32)]
+    flops = [sum(cost.forward_flops(config(made(side**2)), 32).values()) for side in (8, 16, 32)]
     assert flops[2] - flops[1] == 2 * (flops[1] - flops[0]) == 3 * 2 * 2 * 16 * 32
     read = [cost.weights_read(config(made(side**2))) for side in (8, 16)]
     assert read[1] - read[0] == 3 * 2 * 8 * 32

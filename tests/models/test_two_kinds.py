@@ -57,7 +57,7 @@ def test_costs_are_those_of_the_model(mechanisms):
     with FlopCounterMode(display=False) as counter:
         model.set_attn_implementation("eager")
         model(ids, use_cache=False)
-    assert counter.get_total_flops() == cost.forward_flops_per_token(model.config, T, causal=False) * T
+    assert counter.get_total_flops() == sum(cost.forward_flops(model.config, T, causal=False).values()) * T
     # A window of 5 tokens in three layers of 32 channels, and all tokens in one: both have 32 channels.
     attended = 3 * cost.attended_tokens(layer_config(model.config, 0), T) + cost.attended_tokens(
         layer_config(model.config, 2), T

@@ -42,7 +42,7 @@ from headwater.conversion.convert import (
     similarity,
     turned,
 )
-from headwater.cost.counts import training_flops_per_token
+from headwater.cost.counts import training_flops
 from headwater.mechanisms.blend import Blend
 from headwater.mechanisms.kv_source import nearest_sources
 from headwater.models.cache import cache_bytes
@@ -450,7 +450,7 @@ def test_a_run_goes_over_and_finishes(written, tmp_path):
     assert all(torch.equal(a, b.bfloat16()) for a, b in zip(found.parameters(), made.parameters(), strict=True))
     start = record.stages[0]
     own = read_record(tmp_path / "run" / start.folder)
-    assert start.flops == pytest.approx(4 / 3 * own.tokens * training_flops_per_token(llama_config(), 16), rel=1e-6)
+    assert start.flops == pytest.approx(4 / 3 * own.tokens * training_flops(llama_config(), 16), rel=1e-6)
     assert {file.name: file.read_bytes() for file in (written / "llama").iterdir()} == before
 
 

@@ -18,7 +18,7 @@ from trials import PowerCut, cut_at, same_end
 
 import processes
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
-from headwater.cost.counts import training_flops_per_token
+from headwater.cost.counts import training_flops
 from headwater.cost.hardware import c_compiler
 from headwater.models.compiling import compile_model
 from headwater.util.errors import HeadwaterError
@@ -46,7 +46,7 @@ def test_a_run_learns_and_records_what_it_did(recipe, tmp_path):
     assert record.tokens == 60 * 4 * 32
     model = load_model(checkpoints(tmp_path / "run")[-1])
     assert record.parameters == sum(p.numel() for p in model.parameters())
-    assert record.flops == training_flops_per_token(model.config, 32) * record.tokens
+    assert record.flops == training_flops(model.config, 32) * record.tokens
     assert record.identity == made.identity
     assert sum(d.nats for d in record.documents) > 0
 

@@ -33,7 +33,7 @@ def test_parameters_and_flops_are_those_of_the_real_model(name):
         with counter, torch.no_grad():
             model(torch.zeros(1, 3, 9, 16))
     assert sum(cost.parameters(config).values()) == model.num_parameters()
-    assert sum(cost.forward_flops_per_image(config).values()) == counter.get_total_flops()
+    assert sum(cost.forward_flops(config, config.tokens).values()) == counter.get_total_flops()
     assert cost.training_flops(config, config.tokens) == 3 * counter.get_total_flops()
 
 
@@ -68,7 +68,7 @@ def test_what_fits_and_how_long_it_takes():
     config, device = vision_config(), hardware("H100")
     one = price(config, batch=2, hardware=device, images=1e9, devices=4, precision="32-true", mfu=0.5)
     (at,) = one.at
-    assert (at.image_size, at.tokens) == ((9, 16), 13)
+    assert (at.image_size, at.context) == ((9, 16), 13)
     assert at.activation_bytes == sum(cost.activation_bytes(config, 13, 2).values())
     ceiling = 4 * device.peak("32-true") / at.training
     assert at.limits.training_ceiling == pytest.approx(ceiling)
@@ -88,7 +88,7 @@ def test_plan_prints_images(run):
     code, out, _ = run("plan", "vit-b-16", "image_size=384", "--json")
     (one,) = json.loads(out)
     assert one["at"][0]["image_size"] == [384, 384]
-    assert one["at"][0]["tokens"] == 1 + 24 * 24
+    assert one["at"][0]["context"] == 1 + 24 * 24
     code, out, _ = run("plan", "vision/glyphs", "--json")  # with training.ema_decay
     (one,) = json.loads(out)
     assert one["state_bytes"]["average"] == one["state_bytes"]["weights"]

@@ -1,9 +1,12 @@
-"""Layers with and without a sliding window: the config as each of them sees it, and the kind of its cache."""
+"""Layers with and without a sliding window: the config as each of them sees it, and the kind of its cache.
+
+`config` is always a `HeadwaterConfig`, which imports this file.
+"""
 
 from __future__ import annotations
 
 import copy
-from typing import Any, Protocol
+from typing import Any
 
 from headwater.config.rope import complete_rope
 from headwater.util.errors import HeadwaterError, nearest, shown
@@ -20,19 +23,6 @@ _ORDINARY = "full_attention", "sliding_attention"
 _OWN = "headwater_attention", "headwater_sliding_attention"
 
 
-class LayerFields(Protocol):
-    """What these functions read of a config."""
-
-    num_hidden_layers: int
-    position: str
-    sliding_window: int | None
-    sliding_layers: list[int] | None
-    sliding_fields: dict | None
-    materialise: bool
-
-    def slides(self, layer: int) -> bool: ...
-
-
 def layer_config(config: Any, layer: int) -> Any:
     """The config as one layer sees it: a copy with the layer's own fields where layers differ, else `config` itself."""
     if config.sliding_layers is None:
@@ -43,7 +33,7 @@ def layer_config(config: Any, layer: int) -> Any:
     return view
 
 
-def cache_types(config: LayerFields, windows_are_ordinary: bool) -> list[str]:
+def cache_types(config: Any, windows_are_ordinary: bool) -> list[str]:
     """The kind of cache layer that each layer needs, by which transformers builds caches (`layer_types`).
 
     windows_are_ordinary: whether the layers with a sliding window all cache the usual keys and values. Then, since our
@@ -55,7 +45,7 @@ def cache_types(config: LayerFields, windows_are_ordinary: bool) -> list[str]:
     return [kinds[config.slides(layer)] for layer in range(config.num_hidden_layers)]
 
 
-def complete_sliding(config: LayerFields) -> None:
+def complete_sliding(config: Any) -> None:
     """Check `sliding_layers` and `sliding_fields`, and fill in what they leave out. Raises `HeadwaterError`."""
     if config.sliding_layers is not None:
         _complete_layers(config, config.sliding_layers)
@@ -87,7 +77,7 @@ def complete_sliding(config: LayerFields) -> None:
         raise HeadwaterError(f"position {config.position!r} has no rope_parameters; leave them out of sliding_fields.")
 
 
-def _complete_layers(config: LayerFields, layers: list[int]) -> None:
+def _complete_layers(config: Any, layers: list[int]) -> None:
     config.sliding_layers = layers = sorted(set(layers))
     if config.sliding_window is None or not layers:
         raise HeadwaterError("sliding_layers names the layers with a sliding_window; set both, or neither.")

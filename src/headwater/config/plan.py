@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 from headwater.util.errors import HeadwaterError, nearest
 
@@ -186,9 +186,7 @@ class LayerPlan:
         new = tuple(s for s in dict.fromkeys(sources) if s not in self.reads)
         return replace(self, reads=self.reads + new)
 
-    def acting(
-        self, mechanism: Registered, method: Callable[..., Any], tails: Iterable[tuple[Kept, int]] = ()
-    ) -> LayerPlan:
+    def acting(self, mechanism: Any, method: Callable[..., Any], tails: Iterable[tuple[Kept, int]] = ()) -> LayerPlan:
         """This plan with a mechanism acting at the stage of `method`, as in `plan.acting(cls, cls.transform_qkv)`.
 
         tails: the raw tokens that the cache must keep for it there, as (part, tokens).
@@ -249,9 +247,3 @@ def choose(wanted: Sequence[int], stored: Sequence[int]) -> Heads:
     if at == list(range(len(stored))):
         return None
     return slice(at[0], at[-1] + 1) if at and at == list(range(at[0], at[-1] + 1)) else at
-
-
-class Registered(Protocol):
-    """A class of the registry of mechanisms."""
-
-    def registered_name(self) -> str: ...

@@ -63,7 +63,9 @@ def _share(config: HeadwaterConfig) -> list[LayerPlan]:
     """
     plans = [LayerPlan.vanilla(i, layer_config(config, i).num_key_value_heads) for i in range(config.num_hidden_layers)]
     redirecting = [
-        Redirection(name, redirected, _stops_redirection(name, options))
+        Redirection(
+            name, redirected, isinstance(kind := resolve(name), StopsRedirection) and kind.stops_redirection(options)
+        )
         for name, options in reversed(config.mechanisms.items())
         if (redirected := _redirected(name, options, config, plans)) != plans
     ]
@@ -73,12 +75,12 @@ def _share(config: HeadwaterConfig) -> list[LayerPlan]:
     def follow(layer: int, head: int, letter: Letter) -> int:
         """The layer whose keys or values a head attends to. Those of lower layers are known."""
         skipped = None
-        while (redirection := _redirection(redirecting, layer, head, letter, skipped)) is not None:
-            source = redirection.source(layer, head, letter)
+        while redirections := [r for r in redirecting if r.name != skipped and r.source(layer, head, letter) != layer]:
+            source = redirections[0].source(layer, head, letter)
             _check_alike(config, layer, Source("bank", letter, source))
-            if not redirection.stops:
+            if not redirections[0].stops:
                 return getattr(plans[source].attends[head], letter)
-            layer, skipped = source, redirection.name
+            layer, skipped = source, redirections[0].name
         return layer
 
     for layer, plan in enumerate(plans):
@@ -99,21 +101,6 @@ class Redirection(NamedTuple):
 
     def source(self, layer: int, head: int, letter: Letter) -> int:
         return getattr(self.plans[layer].attends[head], letter)
-
-
-def _redirection(
-    redirecting: Sequence[Redirection], layer: int, head: int, letter: Letter, skipped: str | None
-) -> Redirection | None:
-    """The first of those, but for the mechanism `skipped`, that lets a head take keys or values of another layer."""
-    for redirection in redirecting:
-        if redirection.name != skipped and redirection.source(layer, head, letter) != layer:
-            return redirection
-    return None
-
-
-def _stops_redirection(name: str, options: dict[str, Any]) -> bool:
-    mechanism = resolve(name)
-    return isinstance(mechanism, StopsRedirection) and mechanism.stops_redirection(options)
 
 
 def _redirected(

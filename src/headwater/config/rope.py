@@ -1,31 +1,15 @@
-"""The field `rope_parameters`: what it leaves out, and what it must be."""
+"""The field `rope_parameters`: what it leaves out, and what it must be. `config` is always a `HeadwaterConfig`."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
 from headwater.util.errors import HeadwaterError, nearest, sentence, shown
 
 # The fields that transformers' RoPE functions read.
-_KEYS = (
-    "rope_type",
-    "rope_theta",
-    "partial_rotary_factor",
-    "factor",
-    "original_max_position_embeddings",
-    "attention_factor",
-    "beta_fast",
-    "beta_slow",
-    "truncate",
-    "mscale",
-    "mscale_all_dim",
-    "short_factor",
-    "long_factor",
-    "low_freq_factor",
-    "high_freq_factor",
-)
+_KEYS = sorted({*RopeParameters.__annotations__, "mscale", "mscale_all_dim", "truncate"} - {"mrope_section"})
 # Those that must not be null.
 _NEEDED = "rope_type", "rope_theta", "factor", "partial_rotary_factor"
 # The types of those that are not numbers, also in words.
@@ -37,20 +21,7 @@ _TYPES: dict[str, tuple[type, str]] = {
 }
 
 
-class RopeFields(Protocol):
-    """What these functions read of a config."""
-
-    rope_parameters: dict | None
-    head_dim: int | None
-    default_theta: float
-
-    @property
-    def rotary_dim(self) -> int: ...
-
-    def standardize_rope_params(self) -> None: ...
-
-
-def complete_rope(config: RopeFields) -> None:
+def complete_rope(config: Any) -> None:
     """Fill in what `rope_parameters` leaves out."""
     config.rope_parameters = dict(config.rope_parameters or {})
     if config.rope_parameters.get("rope_theta") is None:
@@ -58,7 +29,7 @@ def complete_rope(config: RopeFields) -> None:
     config.standardize_rope_params()
 
 
-def check_rope(config: RopeFields) -> None:
+def check_rope(config: Any) -> None:
     """Raise `HeadwaterError` for rope_parameters that transformers' functions make no frequencies from."""
     parameters = config.rope_parameters or {}
     kind, fraction = parameters["rope_type"], parameters.get("partial_rotary_factor", 1.0)
@@ -93,7 +64,7 @@ def _check_type(key: Any, value: Any) -> None:
         raise HeadwaterError(f"rope_parameters.{key} must be {words}, not {shown(value)}.")
 
 
-def _check_frequencies(config: RopeFields, kind: str) -> None:
+def _check_frequencies(config: Any, kind: str) -> None:
     try:
         frequencies, _ = ROPE_INIT_FUNCTIONS[kind](config)
         if not frequencies.is_meta and not bool(frequencies.isfinite().all()):

@@ -1,14 +1,5 @@
 """What a config costs to train and to run on given hardware, from `counts`. Nothing is built."""
 
-from headwater.cost.estimate import ImagePrice, Price, price, si, table
-from headwater.cost.schedule import price_schedule, schedule_table
+from headwater.cost.estimate import Price, price, si, table
 
-__all__ = [
-    "ImagePrice",
-    "Price",
-    "price",
-    "price_schedule",
-    "schedule_table",
-    "si",
-    "table",
-]
+__all__ = ["Price", "price", "si", "table"]

@@ -6,8 +6,7 @@ as is usual. Each mechanism states its own cost in its file; here it is added up
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +24,8 @@ from headwater.util.errors import HeadwaterError
 if TYPE_CHECKING:
     from headwater.config.text import HeadwaterConfig
 
+# What `plan_layers` makes of the config, or some of it. Functions that are given none plan the layers themselves.
+Plans = Sequence[LayerPlan]
 
 # Activations for which `kernels.activation` stores only the input, and nothing of the product.
 MADE_AGAIN = {
@@ -39,29 +40,32 @@ BYTES = {"64-true": (8, 8), "32-true": (4, 4), "bf16-mixed": (2, 4), "bf16-true"
 ID = 8
 
 
-def map_cost(config: HeadwaterConfig, layer: int, name: Map, d_in: int, d_out: int, bias: bool = False) -> Cost:
+def _count_linear(config: HeadwaterConfig, layer: int, name: Map, d_in: int, d_out: int, bias: bool = False) -> Cost:
     """One linear layer: a mechanism's replacement if there is one, else weights, bias and their matmul."""
     if d_out == 0:
         return Cost()
     linear = Cost(parameters=d_in * d_out + bias * d_out, flops=2 * d_in * d_out)
-    return _own_map_cost(config, layer, name, d_in, d_out) or linear
+    return _count_replacement(config, layer, name, d_in, d_out) or linear
 
 
-def _own_map_cost(config: HeadwaterConfig, layer: int, name: Map, d_in: int, d_out: int) -> Cost | None:
+def _count_replacement(config: HeadwaterConfig, layer: int, name: Map, d_in: int, d_out: int) -> Cost | None:
     for mechanism, options in config.mechanisms.items():
-        kind = resolve(mechanism)
-        if isinstance(kind, ReplacesLinear):
-            own = kind.count_linear_cost(options, config, layer, name, d_in, d_out)
-            if own is not None:
-                return own
+        if isinstance(kind := resolve(mechanism), ReplacesLinear):
+            replacement = kind.count_linear_cost(options, config, layer, name, d_in, d_out)
+            if replacement is not None:
+                return replacement
     return None
 
 
-def _feed_forward_cost(config: HeadwaterConfig, layer: int) -> Cost:
+def _add_up(costs: Iterable[Cost]) -> Cost:
+    return Cost(*map(sum, zip(Cost(), *costs, strict=True)))
+
+
+def _count_feed_forward(config: HeadwaterConfig, layer: int) -> Cost:
     width, inner = config.hidden_size, config.intermediate_size
-    own = _own_map_cost(config, layer, "feed_forward", width, width)
-    if own is not None:
-        return own
+    replacement = _count_replacement(config, layer, "feed_forward", width, width)
+    if replacement is not None:
+        return replacement
     gated = config.feed_forward == "gated"
     maps = 3 if gated else 2
     biases = config.mlp_bias * (width + (maps - 1) * inner)
@@ -72,27 +76,22 @@ def _feed_forward_cost(config: HeadwaterConfig, layer: int) -> Cost:
     return Cost(maps * width * inner + biases, 2 * maps * width * inner, saved)
 
 
-def _attention_cost(config: HeadwaterConfig, plan: LayerPlan) -> Cost:
+def _count_attention(config: HeadwaterConfig, plan: LayerPlan) -> Cost:
     """The four projections; autograd stores q, the attended keys and values, and the heads' output."""
     config = layer_config(config, plan.index)
     width, q_width = config.hidden_size, config.num_attention_heads * config.head_dim
     k_width, v_width = len(plan.k_heads) * config.head_dim, len(plan.v_heads) * config.head_dim
     maps = (
-        map_cost(config, plan.index, "query", width, q_width, config.qkv_bias),
-        map_cost(config, plan.index, "key", width, k_width, config.qkv_bias),
-        map_cost(config, plan.index, "value", width, v_width, config.qkv_bias),
-        map_cost(config, plan.index, "output", q_width, width, config.output_bias),
+        _count_linear(config, plan.index, "query", width, q_width, config.qkv_bias),
+        _count_linear(config, plan.index, "key", width, k_width, config.qkv_bias),
+        _count_linear(config, plan.index, "value", width, v_width, config.qkv_bias),
+        _count_linear(config, plan.index, "output", q_width, width, config.output_bias),
     )
     norms = config.qk_norm * _norm_parameters(config, config.head_dim) * (2 if plan.k_heads else 1)
-    saved = sum(cost.saved for cost in maps) + 2 * q_width + k_width + v_width
+    saved = 2 * q_width + k_width + v_width
     saved += config.qk_norm * (q_width + k_width)  # the norms' inputs
     saved += q_width * (len(plan.groups) > 1)  # inputs of several kernel calls, joined
-    return Cost(
-        parameters=sum(cost.parameters for cost in maps) + norms,
-        flops=sum(cost.flops for cost in maps),
-        saved=saved,
-        looked_up=sum(cost.looked_up for cost in maps),
-    )
+    return _add_up([*maps, Cost(parameters=norms, saved=saved)])
 
 
 def _norm_parameters(config: HeadwaterConfig, size: int, final: bool = False) -> int:
@@ -101,23 +100,29 @@ def _norm_parameters(config: HeadwaterConfig, size: int, final: bool = False) ->
     return size * (weight + (bias and config.norm == "layer_norm"))
 
 
-def _norms(config: HeadwaterConfig) -> int:
-    """How many norms of the model's width there are before the last one."""
-    return (4 if config.output_norms else 2) * config.num_hidden_layers + config.embedding_norm
+def _count_mechanisms(config: HeadwaterConfig, plan: LayerPlan) -> Cost:
+    """What mechanisms add to a layer, linear layers that they replace aside."""
+    names = dict.fromkeys(name for _, name in plan.acts)
+    layer = layer_config(config, plan.index)
+    return _add_up(resolve(name).count_cost(config.mechanisms[name], layer, plan) for name in names)
 
 
-def _mechanism_costs(config: HeadwaterConfig, plan: LayerPlan) -> Iterator[Cost]:
-    for name in dict.fromkeys(name for _, name in plan.acts):
-        yield resolve(name).count_cost(config.mechanisms[name], layer_config(config, plan.index), plan)
-
-
-def _shared_costs(config: HeadwaterConfig) -> list[Cost]:
+def _count_shared(config: HeadwaterConfig) -> Cost:
     """What the modules cost that mechanisms share across all layers."""
-    return [
+    return _add_up(
         mechanism.count_shared_cost(options, config)
         for name, options in config.mechanisms.items()
         if isinstance(mechanism := resolve(name), HasSharedModule)
-    ]
+    )
+
+
+def _count_layers(config: HeadwaterConfig, plans: Plans) -> dict[str, Cost]:
+    """The cost of layers by part."""
+    return {
+        "attention": _add_up(_count_attention(config, plan) for plan in plans),
+        "feed-forward": _add_up(_count_feed_forward(config, plan.index) for plan in plans),
+        "mechanisms": _add_up(_count_mechanisms(config, plan) for plan in plans),
+    }
 
 
 def check_memory(config: HeadwaterConfig) -> None:
@@ -136,17 +141,21 @@ def embedding_parameters(config: HeadwaterConfig) -> int:
     return sum(_ends(config)) if config.is_causal else 0
 
 
-def parameters(config: HeadwaterConfig) -> dict[str, int]:
+def parameters(config: HeadwaterConfig, plans: Plans | None = None) -> dict[str, int]:
     """Trainable parameters by part; a tied output head is counted once, with the embedding."""
-    plans, width = plan_layers(config), config.hidden_size
+    return _sum_parameters(config, _count_layers(config, plans or plan_layers(config)))
+
+
+def _sum_parameters(config: HeadwaterConfig, layers: dict[str, Cost]) -> dict[str, int]:
+    width = config.hidden_size
     embedding, head = _ends(config)
-    shared = sum(cost.parameters for cost in _shared_costs(config))
+    norms = (4 if config.output_norms else 2) * config.num_hidden_layers + config.embedding_norm
     return {
         "embedding": embedding,
-        "attention": sum(_attention_cost(config, plan).parameters for plan in plans),
-        "feed-forward": sum(_feed_forward_cost(config, plan.index).parameters for plan in plans),
-        "mechanisms": shared + sum(cost.parameters for plan in plans for cost in _mechanism_costs(config, plan)),
-        "norms": _norms(config) * _norm_parameters(config, width) + _norm_parameters(config, width, final=True),
+        "attention": layers["attention"].parameters,
+        "feed-forward": layers["feed-forward"].parameters,
+        "mechanisms": layers["mechanisms"].parameters + _count_shared(config).parameters,
+        "norms": norms * _norm_parameters(config, width) + _norm_parameters(config, width, final=True),
         "output head": head,
     }
 
@@ -173,85 +182,63 @@ def attended_tokens(config: HeadwaterConfig, context: int, causal: bool = True) 
 
     config: as a layer sees it (`headwater.config.layers.layer_config`). Causally (context + 1) / 2, or less under a
     sliding window. Otherwise the whole row, as for kernels that compute and mask the square of scores, and as the
-    TokenFormer paper counts.
+    TokenFormer paper counts. Patches always attend to all.
     """
-    if not causal:
+    if not causal or not config.is_causal:
         return context
     window = min(config.sliding_window or context, context)
     return (window * (window + 1) / 2 + (context - window) * window) / context
 
 
-def forward_flops(config: HeadwaterConfig, context: int, causal: bool = True) -> dict[str, float]:
-    """FLOPs of one forward pass, per token of rows of `context` tokens, by part.
+def forward_flops(
+    config: HeadwaterConfig, context: int, causal: bool = True, plans: Plans | None = None
+) -> dict[str, float]:
+    """FLOPs of one forward pass by part: of text, per token of rows of `context` tokens; of images, per image.
 
     "maps" are all linear layers, or what replaces them; "attention" is between tokens, the only part that depends on
     the context; "output head" is the logits.
     """
-    layers = range(config.num_hidden_layers)
-    return _block_flops(config, [attended_tokens(layer_config(config, i), context, causal) for i in layers]) | {
-        "output head": 2.0 * config.hidden_size * config.vocab_size,
+    plans, width = plans or plan_layers(config), config.hidden_size
+    tokens = config.tokens if isinstance(config, HeadwaterVisionConfig) else context
+    own = [layer_config(config, plan.index) for plan in plans]
+    flops = _layer_flops(config, plans, [attended_tokens(layer, tokens, causal) for layer in own])
+    flops["maps"] += _count_shared(config).flops
+    if not isinstance(config, HeadwaterVisionConfig):
+        return flops | {"output head": 2.0 * width * config.vocab_size}
+    return {
+        "patch embedding": 2.0 * width * _patch(config) * (tokens - config.first_patch),
+        **{part: tokens * count for part, count in flops.items()},
+        "output head": 2.0 * width * config.num_labels,
     }
 
 
-def prefill_flops(config: HeadwaterConfig, tokens: int, causal: bool = True) -> float:
+def prefill_flops(config: HeadwaterConfig, tokens: int, causal: bool = True, plans: Plans | None = None) -> float:
     """FLOPs of reading a prompt of `tokens` with a cache, and of the logits of its last token.
 
     Layers that store nothing for later tokens (`headwater.config.planner.output_only_from`) run for the last token
     alone.
     """
-    plans = plan_layers(config)
+    plans = plans or plan_layers(config)
     first = output_only_from(config, plans)
     own = [layer_config(config, plan.index) for plan in plans]
     # What the last token alone attends to, causally.
     seen = [min(tokens, c.sliding_window or tokens) if causal else tokens for c in own]
     below = _layer_flops(config, plans[:first], [attended_tokens(c, tokens, causal) for c in own[:first]])
     above = _layer_flops(config, plans[first:], seen[first:])
-    shared = sum(cost.flops for cost in _shared_costs(config))
     head = 2.0 * config.hidden_size * config.vocab_size
-    return tokens * (sum(below.values()) + shared) + sum(above.values()) + head
+    return tokens * (sum(below.values()) + _count_shared(config).flops) + sum(above.values()) + head
 
 
-def _block_flops(config: HeadwaterConfig, attended: Sequence[float]) -> dict[str, float]:
-    """FLOPs of all blocks and what they share, per token that attends to `attended` tokens in each."""
-    flops = _layer_flops(config, plan_layers(config), attended)
-    return flops | {"maps": flops["maps"] + sum(cost.flops for cost in _shared_costs(config))}
-
-
-def _layer_flops(config: HeadwaterConfig, plans: Sequence[LayerPlan], attended: Sequence[float]) -> dict[str, float]:
+def _layer_flops(config: HeadwaterConfig, plans: Plans, attended: Sequence[float]) -> dict[str, float]:
     """FLOPs of some of the blocks, per token that attends to `attended` tokens in each."""
-    maps = sum(_attention_cost(config, plan).flops + _feed_forward_cost(config, plan.index).flops for plan in plans)
-    extra = sum(cost.flops for plan in plans for cost in _mechanism_costs(config, plan))
     own = [layer_config(config, plan.index) for plan in plans]
     between = sum(c.num_attention_heads * c.head_dim * count for c, count in zip(own, attended, strict=True))
-    return {"maps": float(maps + extra), "attention": 4.0 * between}
+    return {"maps": float(_add_up(_count_layers(config, plans).values()).flops), "attention": 4.0 * between}
 
 
-def forward_flops_per_image(config: HeadwaterVisionConfig) -> dict[str, float]:
-    """FLOPs of one forward pass over an image of `config.image_size`, by part."""
-    width, patches = config.hidden_size, config.tokens - config.first_patch
-    blocks = _block_flops(config, [config.tokens] * config.num_hidden_layers)
-    return {
-        "patch embedding": 2.0 * width * _patch(config) * patches,
-        **{part: config.tokens * flops for part, flops in blocks.items()},
-        "output head": 2.0 * width * config.num_labels,
-    }
-
-
-def forward_flops_per_token(config: HeadwaterConfig, context: int, causal: bool = True) -> float:
-    """FLOPs of one forward pass, per token of rows of `context` tokens, including the output head."""
-    return sum(forward_flops(config, context, causal).values())
-
-
-def training_flops_per_token(config: HeadwaterConfig, context: int, causal: bool = True) -> float:
-    """Forward and backward: three times the forward pass."""
-    return 3 * forward_flops_per_token(config, context, causal)
-
-
-def training_flops(config: HeadwaterConfig, context: int) -> float:
-    """Training FLOPs of a token in rows of `context` tokens, or of an image."""
-    if isinstance(config, HeadwaterVisionConfig):
-        return 3 * sum(forward_flops_per_image(config).values())
-    return training_flops_per_token(config, context)
+def training_flops(config: HeadwaterConfig, context: int, causal: bool = True, plans: Plans | None = None) -> float:
+    """FLOPs of training on a token in rows of `context` tokens, or on an image: three times the forward pass."""
+    return 3 * sum(forward_flops(config, context, causal, plans).values())
 
 
 def _cached_numbers(config: HeadwaterConfig, plan: LayerPlan) -> int:
@@ -260,12 +247,13 @@ def _cached_numbers(config: HeadwaterConfig, plan: LayerPlan) -> int:
     return heads * layer_config(config, plan.index).head_dim
 
 
-def cache_bytes_per_token(config: HeadwaterConfig, element_size: int = 4) -> int:
+def cache_bytes_per_token(config: HeadwaterConfig, element_size: int = 4, plans: Plans | None = None) -> int:
     """Bytes that each further token adds to the cache of one sequence; `element_size` in bytes, fp32 by default.
 
     0 for an image model.
     """
-    return sum(_cached_numbers(config, plan) for plan in plan_layers(config)) * element_size * config.is_causal
+    numbers = sum(_cached_numbers(config, plan) for plan in plans or plan_layers(config))
+    return numbers * element_size * config.is_causal
 
 
 def kept_numbers(config: HeadwaterConfig, plan: LayerPlan) -> dict[Kept, int]:
@@ -283,18 +271,17 @@ def kept_numbers(config: HeadwaterConfig, plan: LayerPlan) -> dict[Kept, int]:
     }
 
 
-def cache_bytes(config: HeadwaterConfig, tokens: int, batch_size: int = 1, element_size: int = 4) -> int:
+def cache_bytes(
+    config: HeadwaterConfig, tokens: int, batch_size: int = 1, element_size: int = 4, plans: Plans | None = None
+) -> int:
     """Bytes of the cache after `tokens` tokens: the history (the window's, if it slides) and the raw tails."""
-
-    def held(plan: LayerPlan) -> int:
-        own = layer_config(config, plan.index)
-        stored = tokens if own.sliding_window is None else min(tokens, own.sliding_window - 1)
+    total = 0
+    for plan in plans or plan_layers(config):
+        window = layer_config(config, plan.index).sliding_window
+        total += element_size * _cached_numbers(config, plan) * (tokens if window is None else min(tokens, window - 1))
         width = kept_numbers(config, plan)
-        numbers = _cached_numbers(config, plan) * stored
-        numbers += sum(width[part] * length for part, length, _ in plan.tails if part != "id")
-        return element_size * numbers + ID * sum(length for part, length, _ in plan.tails if part == "id")
-
-    return batch_size * sum(held(plan) for plan in plan_layers(config))
+        total += sum(length * width[part] * (ID if part == "id" else element_size) for part, length, _ in plan.tails)
+    return batch_size * total
 
 
 def cache_bytes_read(config: HeadwaterConfig, tokens: int, element_size: int = 4) -> int:
@@ -315,6 +302,7 @@ def activation_bytes(
     gradient_checkpointing: bool = False,
     loss_chunk_tokens: int | None = None,
     masked: bool = False,
+    plans: Plans | None = None,
 ) -> dict[str, int]:
     """Estimate the memory of a training step over `batch_size` rows of `context` tokens, without the training state.
     For an image model a row is an image, and `context` its tokens.
@@ -326,85 +314,56 @@ def activation_bytes(
     masked: rows are packed, and attention takes a mask, [B, 1, T, T]. "masks": the mask, and each layer's copy of it in
     the dtype of queries, which the fused kernel stores; and those of layers with keys and values beside the tokens'.
     """
-    plans, rows = plan_layers(config), _RowBytes(config, context, BYTES[precision])
-    blocks = [rows.block(plan) for plan in plans]
+    plans, (element, stream) = plans or plan_layers(config), BYTES[precision]
+    width = config.hidden_size * stream
+    blocks = [_block_bytes(config, plan, context, BYTES[precision]) for plan in plans]
+    kept = sum(blocks)
     if gradient_checkpointing:
-        carried = sum(rows.source(source.part, plan) for plan in plans for source in plan.exports)
-        kept = len(plans) * rows.stream_width + carried + max(blocks)
-    else:
-        kept = sum(blocks)
-    kept += rows.outside_blocks()
-    tokens = batch_size * context
+        carried = sum(_exported_bytes(config, plan, context, BYTES[precision]) for plan in plans)
+        kept = len(plans) * width + carried + max(blocks)
+    # The norms around the blocks, and what mechanisms share.
+    kept += config.hidden_size * element + width * (1 + config.embedding_norm) + _count_shared(config).saved * element
+    tokens, copies = batch_size * context, 1 if gradient_checkpointing else len(plans)
+    patches, widening = 0, sum(bool(plan.at(Stage.ADDED_KEY_VALUES)) for plan in plans)
     logits = tokens * config.vocab_size if config.is_causal else batch_size * config.num_labels
+    if isinstance(config, HeadwaterVisionConfig):
+        patches, widening = batch_size * (context - config.first_patch) * _patch(config) * element, 0
     softmax, gradients = 4, 8  # bytes of its logarithm, and of two gradients, of a logit
-    softmax += rows.element * (config.logit_softcap is not None)  # which keeps its tanh
+    softmax += element * (config.logit_softcap is not None)  # which keeps its tanh
     at_once = min(loss_chunk_tokens, tokens) * config.vocab_size if loss_chunk_tokens else logits
     return {
-        "kept": tokens * kept + batch_size * rows.before() + (0 if loss_chunk_tokens else softmax * logits),
+        "kept": tokens * kept + patches + (0 if loss_chunk_tokens else softmax * logits),
         "loss": at_once * (gradients + (softmax if loss_chunk_tokens else 0)),
-        "masks": tokens * rows.masks(1 if gradient_checkpointing else len(plans)) if masked else 0,
+        # With pairs beside the tokens' a layer widens the mask.
+        "masks": tokens * context * (1 + copies * element + min(copies, widening)) if masked else 0,
     }
 
 
-@dataclass(frozen=True)
-class _RowBytes:
-    """Bytes that training stores for a row of `context` tokens; precision: of a number in linear layers and outside."""
+def _exported_bytes(config: HeadwaterConfig, plan: LayerPlan, context: int, precision: tuple[int, int]) -> int:
+    """Bytes per token of what a layer passes on."""
+    layer, (element, stream) = layer_config(config, plan.index), precision
+    of_part = {
+        "x": config.hidden_size * stream,
+        "a": layer.num_attention_heads * context * element,
+        "q": layer.num_attention_heads * layer.head_dim * element,
+        "k": len(plan.k_heads) * layer.head_dim * element,
+        "v": len(plan.v_heads) * layer.head_dim * element,
+    }
+    return sum(of_part[source.part] for source in plan.exports)
 
-    config: HeadwaterConfig
-    context: int
-    precision: tuple[int, int]
 
-    @property
-    def element(self) -> int:
-        return self.precision[0]
-
-    @property
-    def stream_width(self) -> int:
-        """Bytes per token of the residual stream."""
-        return self.config.hidden_size * self.precision[1]
-
-    def source(self, part: str, plan: LayerPlan) -> int:
-        """Bytes per token of a tensor that a layer passes on."""
-        layer = layer_config(self.config, plan.index)
-        if part == "x":
-            return self.stream_width
-        if part == "a":
-            return layer.num_attention_heads * self.context * self.element
-        heads = {"q": layer.num_attention_heads, "k": len(plan.k_heads), "v": len(plan.v_heads)}
-        return heads[part] * layer.head_dim * self.element
-
-    def block(self, plan: LayerPlan) -> int:
-        """Bytes per token of what a block stores."""
-        config, (element, stream) = self.config, self.precision
-        attention, feed_forward = _attention_cost(config, plan), _feed_forward_cost(config, plan.index)
-        numbers = attention.saved + feed_forward.saved + sum(cost.saved for cost in _mechanism_costs(config, plan))
-        # Two norms, the first of one input or several: each stores its input, and the next linear layers its output;
-        # those of outputs store the input.
-        more = len(plan.inputs) - 1
-        inputs = (1 if config.parallel_residual else 2) + more
-        autocast = element < stream  # then each linear layer casts its input to a separate copy
-        outputs = (_readers(plan) if autocast else 2 + more) + 2 * config.output_norms
-        shown = _shown_weights(config, plan) * layer_config(config, plan.index).num_attention_heads * self.context
-        return (inputs * stream + outputs * element) * config.hidden_size + (numbers + shown) * element
-
-    def outside_blocks(self) -> int:
-        """Bytes per token of the norms around the blocks, and of what mechanisms share."""
-        config = self.config
-        norms = config.hidden_size * self.element + self.stream_width * (1 + config.embedding_norm)
-        return norms + sum(cost.saved for cost in _shared_costs(config)) * self.element
-
-    def before(self) -> int:
-        """Bytes per row of an image's patches."""
-        if not isinstance(self.config, HeadwaterVisionConfig):
-            return 0
-        return (self.context - self.config.first_patch) * _patch(self.config) * self.element
-
-    def masks(self, copies: int) -> int:
-        """Bytes per token of the mask of packed rows, and its copies in layers of which so many are stored at once."""
-        # With pairs beside the tokens' a layer widens the mask.
-        widening = sum(bool(plan.at(Stage.ADDED_KEY_VALUES)) for plan in plan_layers(self.config))
-        widened = min(copies, widening) if self.config.is_causal else 0
-        return self.context * (1 + copies * self.element + widened)
+def _block_bytes(config: HeadwaterConfig, plan: LayerPlan, context: int, precision: tuple[int, int]) -> int:
+    """Bytes per token of what a block stores."""
+    element, stream = precision
+    numbers = _add_up(_count_layers(config, [plan]).values()).saved
+    # Two norms, the first of one input or several: each stores its input, and the next linear layers its output;
+    # those of outputs store the input.
+    more = len(plan.inputs) - 1
+    inputs = (1 if config.parallel_residual else 2) + more
+    autocast = element < stream  # then each linear layer casts its input to a separate copy
+    outputs = (_readers(plan) if autocast else 2 + more) + 2 * config.output_norms
+    shown = _shown_weights(config, plan) * layer_config(config, plan.index).num_attention_heads * context
+    return (inputs * stream + outputs * element) * config.hidden_size + (numbers + shown) * element
 
 
 def _readers(plan: LayerPlan) -> int:
@@ -419,16 +378,19 @@ def _shown_weights(config: HeadwaterConfig, plan: LayerPlan) -> int:
     return acting + capped + (acting or capped or any(source.kind == "probabilities" for source in plan.exports))
 
 
-def state_bytes(config: HeadwaterConfig, precision: str = "bf16-mixed", averages: bool = False) -> dict[str, int]:
+def state_bytes(
+    config: HeadwaterConfig, precision: str = "bf16-mixed", averages: bool = False, plans: Plans | None = None
+) -> dict[str, int]:
     """Bytes of weights, gradients, AdamW's two averages and autocast's copies. `precision` as in recipes.
 
     In bf16-true everything is bf16. In bf16-mixed the matrices have copies in bf16 from the forward pass to the end of
     the backward pass. averages: with `training.ema_decay`, which keeps a second copy of the weights.
     """
     element, stream = BYTES[precision]
-    parts = parameters(config)
+    layers = _count_layers(config, plans or plan_layers(config))
+    parts = _sum_parameters(config, layers)
     count = sum(parts.values())
-    matrices = parts["attention"] + parts["feed-forward"] - _looked_up_in_maps(config)
+    matrices = sum(parts[name] - layers[name].looked_up for name in ("attention", "feed-forward"))
     if isinstance(config, HeadwaterVisionConfig):
         matrices += config.hidden_size * (_patch(config) + config.num_labels)
     else:
@@ -442,23 +404,10 @@ def state_bytes(config: HeadwaterConfig, precision: str = "bf16-mixed", averages
     }
 
 
-def _looked_up_in_maps(config: HeadwaterConfig) -> int:
-    """Parameters of what replaces linear layers, in tables of which a token reads a few rows."""
-    return sum(
-        _attention_cost(config, plan).looked_up + _feed_forward_cost(config, plan.index).looked_up
-        for plan in plan_layers(config)
-    )
-
-
-def weights_read(config: HeadwaterConfig) -> int:
+def weights_read(config: HeadwaterConfig, plans: Plans | None = None) -> int:
     """Weights read to generate a token: all but the rows of embeddings and other tables that are not looked up."""
-    parts = parameters(config)
-    tables = _tables(config) + _looked_up_in_maps(config)
+    layers = _count_layers(config, plans or plan_layers(config))
+    parts = _sum_parameters(config, layers)
+    tables = _add_up(layers.values()).looked_up + _count_shared(config).looked_up
     head = config.vocab_size * config.hidden_size
     return sum(parts.values()) - parts["embedding"] - tables - parts["output head"] + head
-
-
-def _tables(config: HeadwaterConfig) -> int:
-    """The parameters in tables in which mechanisms look tokens up."""
-    tables = sum(cost.looked_up for plan in plan_layers(config) for cost in _mechanism_costs(config, plan))
-    return tables + sum(cost.looked_up for cost in _shared_costs(config))

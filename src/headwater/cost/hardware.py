@@ -43,37 +43,22 @@ class Hardware:
         return found
 
 
-def _sheet(
-    name: str,
-    tflops: float,
-    tflops_fp32: float,
-    gigabytes: float,
-    gigabytes_per_s: float,
-    source: str,
-    driver: str = "",
-    tflops_fp64: float | None = None,
-) -> Hardware:
-    double = None if tflops_fp64 is None else tflops_fp64 * 1e12
-    figures = (tflops * 1e12, tflops_fp32 * 1e12, gigabytes * 1e9, gigabytes_per_s * 1e9)
-    return Hardware(name, *figures, source, driver, double)
-
-
-# bf16 TFLOP/s, fp32 TFLOP/s, GB, GB/s; at the end fp64 TFLOP/s, where matrix units have it. Where a sheet prints sparse
-# tensor figures ("with sparsity"), half of them.
+# bf16 TFLOP/s, fp32 TFLOP/s, GB, GB/s, and fp64 TFLOP/s where matrix units have it. Where a sheet prints sparse tensor
+# figures ("with sparsity"), half of them.
 KNOWN = {
-    device.name: device
-    for device in (
-        _sheet("A100-40", 312, 19.5, 40, 1555, "NVIDIA A100 data sheet, SXM 40 GB", r"A100-(SXM4|PCIE)-40GB", 19.5),
-        _sheet("A100-80", 312, 19.5, 80, 2039, "NVIDIA A100 data sheet, SXM 80 GB", r"A100-SXM4-80GB", 19.5),
-        _sheet("A100-PCIe", 312, 19.5, 80, 1935, "NVIDIA A100 data sheet, PCIe 80 GB", r"A100 80GB PCIe", 19.5),
-        _sheet("H100", 989.4, 66.9, 80, 3350, "NVIDIA H100 data sheet, SXM", r"H100( 80GB HBM3)?", 66.9),
-        _sheet("H100-PCIe", 756.5, 51.2, 80, 2000, "NVIDIA H100 data sheet, PCIe", r"H100 PCIe", 51.2),
-        _sheet("H100-NVL", 835.5, 60, 94, 3900, "NVIDIA H100 NVL data sheet, one of the pair", r"H100 NVL", 60),
-        _sheet("H200", 989.4, 66.9, 141, 4800, "NVIDIA H200 data sheet, SXM", r"H200", 66.9),
-        _sheet("B200", 2250, 75, 180, 8000, "NVIDIA HGX B200 data sheet, an eighth of the board", r"B200", 37),
-        _sheet("L40S", 362, 91.6, 48, 864, "NVIDIA L40S data sheet", r"L40S"),
-        _sheet("RTX-4090", 165.2, 82.6, 24, 1008, "NVIDIA Ada GPU architecture, appendix A", r"RTX 4090"),
-        _sheet("MI300X", 1307.4, 163.4, 192, 5300, "AMD Instinct MI300X data sheet", r"MI300X( VF)?", 163.4),
+    name: Hardware(name, half * 1e12, full * 1e12, size * 1e9, rate * 1e9, source, driver, double and double * 1e12)
+    for name, half, full, size, rate, double, source, driver in (
+        ("A100-40", 312, 19.5, 40, 1555, 19.5, "NVIDIA A100 data sheet, SXM 40 GB", r"A100-(SXM4|PCIE)-40GB"),
+        ("A100-80", 312, 19.5, 80, 2039, 19.5, "NVIDIA A100 data sheet, SXM 80 GB", r"A100-SXM4-80GB"),
+        ("A100-PCIe", 312, 19.5, 80, 1935, 19.5, "NVIDIA A100 data sheet, PCIe 80 GB", r"A100 80GB PCIe"),
+        ("H100", 989.4, 66.9, 80, 3350, 66.9, "NVIDIA H100 data sheet, SXM", r"H100( 80GB HBM3)?"),
+        ("H100-PCIe", 756.5, 51.2, 80, 2000, 51.2, "NVIDIA H100 data sheet, PCIe", r"H100 PCIe"),
+        ("H100-NVL", 835.5, 60, 94, 3900, 60, "NVIDIA H100 NVL data sheet, one of the pair", r"H100 NVL"),
+        ("H200", 989.4, 66.9, 141, 4800, 66.9, "NVIDIA H200 data sheet, SXM", r"H200"),
+        ("B200", 2250, 75, 180, 8000, 37, "NVIDIA HGX B200 data sheet, an eighth of the board", r"B200"),
+        ("L40S", 362, 91.6, 48, 864, None, "NVIDIA L40S data sheet", r"L40S"),
+        ("RTX-4090", 165.2, 82.6, 24, 1008, None, "NVIDIA Ada GPU architecture, appendix A", r"RTX 4090"),
+        ("MI300X", 1307.4, 163.4, 192, 5300, 163.4, "AMD Instinct MI300X data sheet", r"MI300X( VF)?"),
     )
 }
 THIS = "this"
@@ -245,7 +230,6 @@ def _seconds_on_gpu(run: Callable[[], object], device: torch.device) -> float:
 
 
 def read_bandwidth(device: str = "cpu") -> float:
-    """Bytes/s at which the device's memory is read: the best of ten long sums, after one not counted."""
+    """Bytes/s at which the device's memory is read: the best of repeated long sums."""
     x = torch.ones(2**27 if torch.device(device).type == "cpu" else 2**30, device=device)
-    times = [seconds(lambda: float(x.sum())) for _ in range(11)]
-    return x.numel() * x.element_size() / min(times[1:])
+    return x.numel() * x.element_size() / best(lambda: float(x.sum()), x.device)

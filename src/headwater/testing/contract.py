@@ -471,7 +471,7 @@ class Contract:
                 ids = torch.zeros(1, length, dtype=torch.long)
                 with FlopCounterMode(display=False) as counter, Operations() as counted, torch.no_grad():
                     model(ids, use_cache=False)
-                stated = cost.forward_flops_per_token(made, length, causal=False) * length
+                stated = sum(cost.forward_flops(made, length, causal=False).values()) * length
                 assert stated == counter.get_total_flops(), f"in rows of {length} tokens"
                 operations.append(counted.count)
         assert operations[0] == operations[1], f"operations in rows of {T} and of {3 * T} tokens: {operations}"

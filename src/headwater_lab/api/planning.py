@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from headwater.config.text import HeadwaterConfig
-from headwater.cost import ImagePrice, Price
+from headwater.cost import Price
 from headwater.cost.hardware import Hardware
 from headwater.plugins import outside
 from headwater_lab.api.common import PathLike, Result
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Plan(Result):
     """Prices of models, of text or of images."""
 
-    prices: list[Price] | list[ImagePrice]
+    prices: list[Price]
     configs: dict[str, HeadwaterConfig] = field(repr=False)
 
     def table(self) -> list[dict[str, Any]]:
@@ -31,25 +31,17 @@ class Plan(Result):
         return [
             {
                 "model": price.name,
+                "context": at.context,
                 "image_size": at.image_size,
                 "parameters": sum(price.parameters.values()),
-                "training_flops_per_image": at.training,
-                "activation_bytes": at.activation_bytes,
-                "days": at.limits and at.limits.days,
-            }
-            if isinstance(price, ImagePrice)
-            else {
-                "model": price.name,
-                "context": at.context,
-                "parameters": sum(price.parameters.values()),
-                "training_flops_per_token": at.training_causal,
+                f"training_flops_per_{price.unit}": at.training,
                 "cache_bytes_per_token": price.cache_bytes_per_token,
                 "cache_bytes": at.cache_bytes,
                 "activation_bytes": at.activation_bytes,
                 "days": at.limits and at.limits.days,
             }
             for price in self.prices
-            for at in cast(list[Any], price.at)
+            for at in price.at
         ]
 
     def picture(self, contexts: Sequence[int] = ()) -> Figure:
@@ -57,7 +49,7 @@ class Plan(Result):
 
         Raises `HeadwaterError` for image models.
         """
-        longest = max(32768, *(getattr(at, "context", 0) for at in self.prices[0].at))
+        longest = max(32768, *(at.context for at in self.prices[0].at))
         return draw_flops(self.configs, contexts or [longest * part // 32 or 1 for part in range(33)])
 
 

@@ -578,7 +578,7 @@ def training(phase: Phase) -> None:
             with torch.device(phase.device):
                 model = LlamaForCausalLM(LlamaConfig(**ModelShape(layers, width, sizes.vocab_size).config(context)))
         ids = phase.draw(rows, context)
-        flops = cost.training_flops_per_token(config, context) * ids.numel()
+        flops = cost.training_flops(config, context) * ids.numel()
         return _timed_steps(phase, _steps(phase, model, ids, whole=whole), flops, ids.numel())
 
     for name, shape in sizes.training.items():
@@ -598,7 +598,7 @@ def packing(phase: Phase) -> None:
         model = quickly(config, phase.device)
         model.set_attn_implementation(attention)
         ids = phase.draw(rows, context)
-        flops = cost.training_flops_per_token(config, context) * ids.numel()
+        flops = cost.training_flops(config, context) * ids.numel()
         if not packed:
             return _timed_steps(phase, _steps(phase, model, ids), flops, ids.numel())
         given = _documents(rows, context, phase.device)

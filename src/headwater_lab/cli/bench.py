@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from headwater_lab.bench.paired import PairedTimes
     from headwater_lab.bench.training import ModelPair
     from headwater_lab.comparison.calibration import Rate
-    from headwater_lab.comparison.prices import Prices
-    from headwater_lab.recipe.schema import Recipe
 
 Mechanisms = Annotated[
     Sequence[str], Values(help='Names, or JSON as in a config: {"NAME": {"OPTION": …}, …}; default every mechanism.')
@@ -279,70 +277,30 @@ def bench_data(
     stdout.print(f"ratio of times: median {ratio}, quartiles {quartiles}")
 
 
-def bench_prices(source: str, overrides: Sequence[str] = (), *, out: FolderPath | None = None) -> None:
+def bench_prices(recipe: str, overrides: Sequence[str] = (), *, out: FolderPath | None = None) -> None:
     """Measure what the arms of a comparison cost, against its baseline: training, and generation.
 
-    With a recipe, nothing needs to be trained first.
+    Nothing needs to be trained first.
 
-    source: The folder of a comparison that has run, or a recipe of one.
+    recipe: The recipe of a comparison.
     overrides: dotted.key=value overrides of the recipe.
-    out: Of a recipe: the folder of its comparison, run or not; default: runs/NAME, as in compare.
+    out: The folder of its comparison, run or not; default: runs/NAME, as in compare.
     """
+    from headwater_lab.comparison.budget import match_arms
+    from headwater_lab.comparison.prices import folder_of, measure
     from headwater_lab.reports.prices import terminal_prices
 
-    if Path(source).is_dir():
-        if overrides:
-            raise HeadwaterError(
-                f"{source!r} is a folder, whose runs have their settings; name a recipe to change them."
-            )
-        refuse("for a folder, where its prices are written", "--out")
-        tables = _prices_of_folder(Path(source))
-    else:
-        tables = _prices_of_recipe(recipe_of(source, overrides), out)
-    for prices in tables:
-        stdout.print(terminal_prices(prices))
-
-
-def _prices_of_folder(folder: Path) -> list[Prices]:
-    """Measure the arms of the comparisons that have run in a folder."""
-    from headwater_lab.comparison.prices import measure
-    from headwater_lab.recipe.schema import parse_recorded
-    from headwater_lab.reports.comparison import comparisons
-    from headwater_lab.reports.prices import prices_of
-
-    check_writable(folder, folder=True)
-    measured = comparisons(folder)
-    for comparison in measured:
-        arms = {arm: parse_recorded(comparison.runs(arm)[0].recipe, f"arm {arm!r}") for arm in comparison.arms}
-        folders = {run.parent for run in comparison.folders.values()}
-        if len(folders) != 1 or comparison.baseline not in arms:
-            raise HeadwaterError(
-                f"The runs of {comparison.heading!r} are in {len(folders)} folders"
-                f"{'' if comparison.baseline in arms else ', without its baseline'}; name the folder of one comparison."
-            )
-        measure(arms, comparison.baseline, folders.pop(), tell)
-    return [prices for comparison in measured if (prices := prices_of(comparison)) is not None]
-
-
-def _prices_of_recipe(recipe: Recipe, out: Path | None) -> list[Prices]:
-    """Measure the arms of a recipe's comparison, size by size. Raises `HeadwaterError` if it has none."""
-    from headwater_lab.comparison.budget import match_arms
-    from headwater_lab.comparison.prices import folder_of, measure, read_prices
-
-    out = out or Path("runs") / recipe.name
+    loaded = match_arms(recipe_of(recipe, overrides))
+    out = out or Path("runs") / loaded.name
     check_writable(out, folder=True)
-    recipe = match_arms(recipe)
-    if (section := recipe.compare) is None:
-        raise HeadwaterError(f"{recipe.name!r} has no compare section; name a recipe whose arms can be measured.")
-    folders = {size: folder_of(recipe, size, out) for size in section.sizes or [None]}
-    tables = []
-    for size, folder in folders.items():
-        arms = {arm: recipe.arm(arm, section.seeds[0], size) for arm in section.arms}
+    if (section := loaded.compare) is None:
+        raise HeadwaterError(f"{loaded.name!r} has no compare section; name a recipe whose arms can be measured.")
+    for size in section.sizes or [None]:
+        folder = folder_of(loaded, size, out)
         folder.mkdir(parents=True, exist_ok=True)
-        measure(arms, section.baseline, folder, tell, beside=[*folders.values()])
-        if (prices := read_prices(folder, arms, section.baseline)) is not None:
-            tables.append(prices)
-    return tables
+        arms = {arm: loaded.arm(arm, section.seeds[0], size) for arm in section.arms}
+        prices = measure(arms, section.baseline, folder, tell)
+        stdout.print(terminal_prices(prices.model_copy(update={"arms": {arm: prices.arms[arm] for arm in arms}})))
 
 
 def bench_verdicts(

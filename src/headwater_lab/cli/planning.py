@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from headwater.util.terminal import lined
 from headwater_lab.cli.common import (
@@ -17,7 +17,7 @@ from headwater_lab.cli.common import (
     tell,
     tell_runs,
 )
-from headwater_lab.cli.options import AsJson, Values, exclude
+from headwater_lab.cli.options import AsJson, Values
 
 VocabSize = Annotated[int, Values(min=1, help="Vocabulary size, instead of the configs'.")]
 
@@ -34,7 +34,6 @@ def plan(
     mfu: float = 0.4,
     precision: str | None = None,
     vocab_size: VocabSize | None = None,
-    grow: bool = False,
     json: AsJson = False,
     out: Path | None = None,
 ) -> None:
@@ -50,48 +49,36 @@ def plan(
     devices: Number of training devices. Default: the first recipe's, or 1.
     mfu: Assumed share of the peak that training reaches.
     precision: 64-true, 32-true, bf16-mixed or bf16-true. Default: the first recipe's, or bf16-mixed.
-    grow: Price the stages of recipes one by one, each with all before it, arm by arm.
     out: Draw FLOPs of text models against context to this picture.
     """
     from headwater import cost
-    from headwater.cost.hardware import hardware as hardware_of
     from headwater_lab.api.planning import plan as estimate
-    from headwater_lab.training.estimate import schedules
     from headwater_lab.util.outputs import check_replaceable, save_figure
 
-    exclude("--grow", "--context", "--batch", "--tokens", "--images", "--out")
     if out is not None:
         out = out if out.suffix else out.with_suffix(".png")
         check_writable(out)
         check_replaceable(out)
     models, changes = split_overrides(configs)
-    if grow:
-        stages = schedules(models, changes, vocab_size)
-        device = None if hardware is None else hardware_of(hardware)
-        prices: Sequence[Any] = cost.price_schedule(stages, device, precision, mfu, devices)
-        table = cost.schedule_table(prices, "images" if stages[0].length is None else "tokens")
-    else:
-        planned = estimate(
-            *models,
-            overrides=changes,
-            vocab_size=vocab_size,
-            context=context or None,
-            tokens=tokens,
-            images=images,
-            hardware=hardware,
-            batch=batch,
-            devices=devices,
-            precision=precision,
-            mfu=mfu,
-        )
-        prices = planned.prices
-        table = cost.table(prices)
+    planned = estimate(
+        *models,
+        overrides=changes,
+        vocab_size=vocab_size,
+        context=context or None,
+        tokens=tokens,
+        images=images,
+        hardware=hardware,
+        batch=batch,
+        devices=devices,
+        precision=precision,
+        mfu=mfu,
+    )
     if json:
-        print_json([price.to_json() for price in prices])
+        print_json([price.to_json() for price in planned.prices])
     else:
-        stdout.print(table)
+        stdout.print(cost.table(planned.prices))
         for argument in models:
-            if not grow and argument.endswith((".yaml", ".yml")):
+            if argument.endswith((".yaml", ".yml")):
                 tell_runs(recipe_of(argument))
     if out is not None:
         save_figure(planned.picture(), out, dpi=160)

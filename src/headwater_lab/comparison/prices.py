@@ -10,7 +10,7 @@ import re
 import statistics
 import tempfile
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -151,12 +151,10 @@ def measure(
     baseline: str,
     folder: Path,
     tell: Told = lambda line: None,
-    beside: Sequence[Path] = (),
 ) -> Prices:
     """Time the arms that prices.json in `folder` lacks, one after the other, and write each at once; it keeps others.
 
-    arms: a recipe of each, of any seed. tell: called with a line for each arm that is timed. beside: folders of other
-    sizes; prices in them that were measured here, of the same work per step, are taken over. Prices against another
+    arms: a recipe of each, of any seed. tell: called with a line for each arm that is timed. Prices against another
     baseline are dropped. Raises `HeadwaterError` as `check_priced` does.
     """
     check_priced(arms)
@@ -170,14 +168,10 @@ def measure(
             found = here
         against = timed_recipe(arms[baseline]).identity
         found.arms = {name: price for name, price in found.arms.items() if price.against == against}
-        others = [one for one in map(stored, beside) if one is not None and one.place == here.place]
         for name, recipe in arms.items():
             if name not in found.arms or not _fits(found.arms[name], recipe, against):
-                there = [one.arms[name] for one in others if name in one.arms]
-                known = next((price for price in there if _fits(price, recipe, against)), None)
-                if known is None:
-                    tell(f"prices: {name} on {found.device_name}")
-                found.arms[name] = known or _price(recipe, arms[baseline])
+                tell(f"prices: {name} on {found.device_name}")
+                found.arms[name] = _price(recipe, arms[baseline])
                 replace_text(folder / PRICES, found.model_dump_json(indent=1) + "\n")
     finally:
         torch.set_num_threads(threads)

@@ -64,10 +64,9 @@ def compare(
             outcomes = run_sequentially(trials, plan, section.baseline, workers, on_change)
         else:
             outcomes = run_trials(trials, workers, on_change)
-        places = [folder_of(recipe, size, out) for size, _ in priced]
-        for (_, arms), place in zip(priced, places, strict=True):
+        for size, arms in priced:
             if section.baseline in arms:
-                measure(arms, section.baseline, place, tell, beside=places)
+                measure(arms, section.baseline, folder_of(recipe, size, out), tell)
         return outcomes
 
 

@@ -134,7 +134,7 @@ def tokenformer_flops() -> Computed:
     grown = {name: preset(name) for name in SERIES}
     wide = {f"Transformer of {name.removeprefix('tokenformer-')}": transformer_like(c) for name, c in grown.items()}
     flops = {
-        name: [cost.forward_flops_per_token(config, length, causal=False) for length in CONTEXTS]
+        name: [sum(cost.forward_flops(config, length, causal=False).values()) for length in CONTEXTS]
         for name, config in (grown | wide).items()
     }
     rows = [[name, *(si(value) for value in values)] for name, values in flops.items()]

@@ -14,11 +14,10 @@ from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
 from headwater.conversion import config_of
 from headwater.conversion.convert import way_of
-from headwater.cost import ImagePrice, Price, price, price_schedule
+from headwater.cost import Price, price
 from headwater.cost import counts as cost
 from headwater.cost.hardware import Hardware
 from headwater.cost.hardware import hardware as named_hardware
-from headwater.cost.schedule import ToTrain
 from headwater.models.load import check_names, read_json, reading
 from headwater.util.errors import HeadwaterError, nearest, sentence, shown
 from headwater.util.files import absence, is_address
@@ -36,7 +35,7 @@ from headwater_lab.recipe.schema import (
     values_of,
 )
 from headwater_lab.recipe.shipped import shipped_recipes
-from headwater_lab.training.checkpoints import history_of, newest_checkpoint
+from headwater_lab.training.checkpoints import newest_checkpoint
 from headwater_lab.training.models import kernel_for, open_source, step_settings
 from headwater_lab.util.outputs import default_style
 
@@ -91,14 +90,14 @@ def price_of(recipe: Recipe, config: HeadwaterConfig, element: int) -> Conversio
         raise HeadwaterError(
             "The recipe has no stage after which the model is the smaller one, trained; leave its stages as they are."
         )
-    stages, peak = [], 0
+    teaching = 0.0 if teacher is None else sum(cost.forward_flops(teacher, context).values())
+    flops, tokens, peak = {}, 0, 0
     for name, each, (run, _) in zip(recipe.stage_names, configs, recipe.chain(lambda *_: Path()), strict=True):
         how = run.training
-        rows = how.batch_size * how.gradient_accumulation_steps
-        stages.append(ToTrain("", name, each, how.steps, rows, context, teacher=teacher))
+        of_stage = how.steps * how.batch_size * how.gradient_accumulation_steps * context
         step = price(each, context=context, batch=how.batch_size, precision=how.precision).at[0]
+        tokens, flops[name] = tokens + of_stage, (step.training + teaching) * of_stage
         peak = max(peak, step.step_bytes)
-    priced = price_schedule(stages)
 
     def side(config: HeadwaterConfig) -> Side:
         count = sum(cost.parameters(config).values())
@@ -106,8 +105,7 @@ def price_of(recipe: Recipe, config: HeadwaterConfig, element: int) -> Conversio
         return Side(count, per_token, cost.cache_bytes(config, context, 1, element), count * element)
 
     before, after, held = side(config), side(configs[-1]), 0 if teacher is None else side(teacher).weights_bytes
-    flops = {stage.stage: stage.flops for stage in priced}
-    return ConversionPrice(before, after, sum(stage.tokens for stage in priced), flops, peak + held, held)
+    return ConversionPrice(before, after, tokens, flops, peak + held, held)
 
 
 _WHAT = "name a preset, a recipe, a config.json or a checkpoint"
@@ -117,16 +115,12 @@ _FACTORS = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 class Planned(NamedTuple):
     """A model to price, and how it is trained: by its recipe, or as overrides say; None for neither.
 
-    run: its recipe; without one, only fields that overrides set count. before: FLOPs of the checkpoint that it begins
-    with. stage: its schedule's name, and its own. teacher: the model that it is distilled from.
+    run: its recipe; without one, only fields that overrides set count.
     """
 
     config: HeadwaterConfig
     training: Training | None = None
     run: Recipe | None = None
-    before: float = 0.0
-    stage: tuple[str, str] = ("", "")
-    teacher: HeadwaterConfig | None = None
 
     def budget(self, context: int) -> float | None:
         """The recipe's training budget: tokens in rows of `context`; with context 1, images."""
@@ -160,13 +154,12 @@ def planned(
     models: Iterable[HeadwaterConfig | Recipe | Mapping[str, Any] | str | Path],
     overrides: Sequence[str] = (),
     vocab_size: int | None = None,
-    schedule: bool = False,
 ) -> dict[str, Planned]:
     """Models by name, of recipes one for each arm and stage; a repeated name gets a number.
 
     models: configs; recipes; presets, shipped recipes, YAML files, config.json files, checkpoints and runs by name.
     overrides: "field=value" for all of them, "training.field=value" for how they are trained. vocab_size: same as the
-    override vocab_size. schedule: also at each of its recipe's sizes, and with the teacher. Raises `HeadwaterError`.
+    override vocab_size. Raises `HeadwaterError`.
     """
     overrides = [*overrides, *([] if vocab_size is None else [f"vocab_size={vocab_size}"])]
     of_training = [text for text in overrides if text.startswith("training.")]
@@ -174,7 +167,7 @@ def planned(
     found: dict[str, Planned] = {}
     for model in models:
         if _is_recipe(model):
-            entries = _of_recipe(model, fields, of_training, changes.get("vocab_size"), schedule)
+            entries = _of_recipe(model, fields, of_training, changes.get("vocab_size"))
         else:
             values = {"name": "plan", "data": {"kind": "induction"}, **values_of(of_training)}
             training = parse(values, "plan").training if of_training else None
@@ -194,7 +187,7 @@ def prices(
     images: str | float | None = None,
     hardware: str | Hardware | None = None,
     **settings: Any,
-) -> list[Price] | list[ImagePrice]:
+) -> list[Price]:
     """Prices of models by name, all of text or all of images.
 
     context: of text; default: the first model's own, as far as learned positions of the others reach. tokens, images:
@@ -235,25 +228,6 @@ def prices(
         )
         for name, one in found.items()
     ]
-
-
-def schedules(models: Iterable[Any], overrides: Sequence[str] = (), vocab_size: int | None = None) -> list[ToTrain]:
-    """The stages of recipes, arm by arm and size by size, as `price.schedule` prices them.
-
-    Raises `HeadwaterError` for a model that is no recipe.
-    """
-    found = []
-    for model in models:
-        if not _is_recipe(model):
-            raise HeadwaterError(f"{str(model)!r} is no recipe, so it has no schedule to price; leave out --grow.")
-        for one in planned([model], overrides, vocab_size, schedule=True).values():
-            assert one.run is not None
-            length = None if isinstance(one.config, HeadwaterVisionConfig) else one.run.row_length
-            how = one.run.training
-            rows, devices = how.batch_size * how.gradient_accumulation_steps, how.devices * how.nodes
-            stage = (*one.stage, one.config, how.steps, rows, length, one.before, how.precision, devices, one.teacher)
-            found.append(ToTrain(*stage))
-    return found
 
 
 def _is_recipe(model: Any) -> bool:
@@ -336,10 +310,9 @@ def _of_recipe(
     overrides: list[str],
     of_training: list[str],
     vocab_size: int | None,
-    schedule: bool,
 ) -> dict[str, Planned]:
-    """Models of a recipe by name, one for each arm of its comparison, each size if asked for, and each stage. The data
-    is not read, and of tokenizers only local ones."""
+    """Models of a recipe by name, one for each arm of its comparison and each stage. The data is not read, and of
+    tokenizers only local ones."""
     what = repr(str(given)) if isinstance(given, str | Path) else "the recipe"
     given = Path(given) if isinstance(given, str) else given
     loaded = read_recipe(given, [*(f"model.{override}" for override in overrides), *of_training])
@@ -347,11 +320,7 @@ def _of_recipe(
         recipes = {loaded.name: loaded}
     else:
         seed = loaded.compare.seeds[0]
-        recipes = {
-            name if size is None else f"{name}, {size}": loaded.arm(name, seed, size)
-            for size in (loaded.compare.sizes if schedule else None) or [None]
-            for name in loaded.compare.arms
-        }
+        recipes = {name: loaded.arm(name, seed, None) for name in loaded.compare.arms}
     result: dict[str, Planned] = {}
     for name, recipe in recipes.items():
         size = vocab_size or recipe.known_size or local_size(getattr(recipe.data, "tokenizer", None))
@@ -368,7 +337,7 @@ def _of_recipe(
         data = DataShape(size, recipe.row_length)
         sized = {} if recipe.unit == "images" else {"vocab_size": size}
         config = recipe.model_copy(update={"model": recipe.model | sized}).config_for(data)
-        rows = _stages(name, recipe, config, schedule)
+        rows = _stages(name, recipe, config)
         if both := rows.keys() & result.keys():
             raise HeadwaterError(
                 f"An arm of {what} and a stage of another one would both be called {min(both)!r}; rename one."
@@ -377,40 +346,22 @@ def _of_recipe(
     return result
 
 
-def _stages(name: str, recipe: Recipe, config: HeadwaterConfig, schedule: bool) -> dict[str, Planned]:
+def _stages(name: str, recipe: Recipe, config: HeadwaterConfig) -> dict[str, Planned]:
     """The models of a recipe's stages by name, of which this is the first unless it begins with a checkpoint."""
-    before = 0.0
     if recipe.start is not None:
-        path = _there(name, "begins with", recipe.start.checkpoint)
-        config = changed_config(config_of(path), recipe.start)
-        before = sum(event.flops for event in history_of(path))
+        checkpoint = Path(recipe.start.checkpoint)
+        if not checkpoint.is_dir():
+            raise HeadwaterError(
+                f"{name!r} begins with the checkpoint {str(checkpoint)!r}, which is not there; make it first."
+            )
+        config = changed_config(config_of(newest_checkpoint(checkpoint)), recipe.start)
     runs = [run for run, _ in recipe.chain(lambda name, _: Path(name))]
     configs = [config, *(later for _, later in recipe.stage_configs(config))]
-    found: dict[str, Planned] = {}
-    last = None
-    for stage, each, run in zip(recipe.stage_names, configs, runs, strict=True):
-        teacher = _teacher(name, run, last) if schedule else None
-        key = name if stage == "start" else f"{name}, {stage}"
-        found[key] = Planned(each, run.training, run, before, (name, stage), teacher)
-        last = each
-    return found
-
-
-def _teacher(name: str, run: Recipe, last: HeadwaterConfig | None) -> HeadwaterConfig | None:
-    """The config of the model that a run is distilled from; None if there is none. last: of the stage before."""
-    if (settings := run.training.distillation) is None:
-        return None
-    if settings.teacher is None and last is not None:
-        return last
-    source = settings.teacher or (run.start.checkpoint if run.start is not None else "")
-    return config_of(_there(name, "learns from", source))
-
-
-def _there(name: str, does: str, checkpoint: str) -> Path:
-    """The folder of a checkpoint, or of a run's newest. Raises `HeadwaterError` if there is none."""
-    if not Path(checkpoint).is_dir():
-        raise HeadwaterError(f"{name!r} {does} the checkpoint {checkpoint!r}, which is not there; make it first.")
-    return newest_checkpoint(Path(checkpoint))
+    stages = zip(recipe.stage_names, configs, runs, strict=True)
+    return {
+        name if stage == "start" else f"{name}, {stage}": Planned(each, run.training, run)
+        for stage, each, run in stages
+    }
 
 
 def count_of(given: str | float, what: str) -> float:
@@ -442,7 +393,8 @@ def draw_flops(configs: Mapping[str, HeadwaterConfig], contexts: Sequence[int]) 
         styles: dict[tuple[str, ...], str] = {}
         for index, (name, config) in enumerate(configs.items()):
             style = styles.setdefault(tuple(config.mechanisms or {}), ("-", "--", ":", "-.")[len(styles) % 4])
-            flops = [cost.forward_flops_per_token(config, context, causal=False) / 1e9 for context in contexts]
+            plans = plan_layers(config)
+            flops = [sum(cost.forward_flops(config, at, False, plans).values()) / 1e9 for at in contexts]
             axes.plot(contexts, flops, style, color=COLORS[index % len(COLORS)], label=f"\u200a{name}")
         axes.set_xlabel("context (tokens)")
         axes.set_ylabel("forward GFLOPs per token, full attention")

@@ -30,7 +30,7 @@ from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
 from headwater.cost import price, si
-from headwater.cost.counts import check_memory, forward_flops_per_token
+from headwater.cost.counts import check_memory, forward_flops
 from headwater.cost.hardware import c_compiler, memory_of, sheet_of
 from headwater.growth.pairs import has_pairs
 from headwater.mechanisms.capabilities import ActsInTraining, Step
@@ -341,7 +341,7 @@ class Teacher:
         _check_positions(f"teacher {source!r}", theirs, context)
         assert isinstance(model, HeadwaterForCausalLM)
         self.model = model.to(device).eval().requires_grad_(False)
-        self.flops = forward_flops_per_token(theirs, context)
+        self.flops = sum(forward_flops(theirs, context).values())
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> Any:

@@ -23,7 +23,7 @@ from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 from headwater.config.plan import Source
 from headwater.config.text import HeadwaterConfig
 from headwater.conversion.export import export
-from headwater.cost.counts import training_flops_per_token
+from headwater.cost.counts import training_flops
 from headwater.integrations.torchtitan.limits import check
 from headwater.mechanisms.precision import KeepsPrecision
 from headwater.models.causal_lm import HeadwaterForCausalLM
@@ -83,7 +83,7 @@ class TitanModel(BaseModel):
 
         def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
             """The number of parameters, and the FLOPs of a training step per token of rows of `seq_len` tokens."""
-            return sum(p.numel() for p in model.parameters()), int(training_flops_per_token(self.headwater, seq_len))
+            return sum(p.numel() for p in model.parameters()), int(training_flops(self.headwater, seq_len))
 
     # Set by the trainer where the loss applies the head itself, a chunk of tokens at a time.
     _skip_lm_head = False
