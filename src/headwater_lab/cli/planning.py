@@ -15,7 +15,6 @@ from headwater_lab.cli.common import (
     split_overrides,
     stdout,
     tell,
-    tell_runs,
 )
 from headwater_lab.cli.options import AsJson, Values, exclude
 
@@ -90,9 +89,11 @@ def plan(
         print_json([price.to_json() for price in prices])
     else:
         stdout.print(table)
-        for argument in models:
-            if not grow and argument.endswith((".yaml", ".yml")):
-                tell_runs(recipe_of(argument))
+        for recipe in [] if grow else [name for name in models if name.endswith((".yaml", ".yml"))]:
+            from headwater_lab.comparison.trials import describe_runs
+
+            if runs := describe_runs(recipe_of(recipe)):
+                tell(runs)
     if out is not None:
         save_figure(planned.picture(), out, dpi=160)
         tell(f"figure: {out}")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from headwater.util.errors import HeadwaterError
-from headwater_lab.cli.common import check_outside, check_writable, device_of, print_json, stderr, tell_model
+from headwater_lab.cli.common import check_writable, device_of, print_json, stderr, tell_model
 from headwater_lab.cli.options import (
     CheckpointPath,
     DeviceName,
@@ -217,6 +217,7 @@ def export(
     from headwater.conversion.export import export_family
     from headwater.conversion.families import check_family
     from headwater.util.files import check_free
+    from headwater_lab.api.common import check_outside
     from headwater_lab.training.models import open_trained
 
     exclude("--family", "--materialise")
