@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 from headwater.plugins import outside
 from headwater.util import extras
-from headwater.util.errors import HeadwaterError, either, shown
+from headwater.util.errors import HeadwaterError, either, nearest, shown
 from headwater.util.files import local
-from headwater.util.terminal import counted, duration
+from headwater.util.terminal import Table, counted, duration, lined
 from headwater_lab.api.common import PathLike, Result, quiet
 from headwater_lab.api.comparing import tell_failures, watched_trials
 from headwater_lab.api.watch import SILENT, Watch
@@ -22,7 +22,7 @@ from headwater_lab.papers.kept import keep as keep_runs
 from headwater_lab.papers.kept import restore
 from headwater_lab.papers.price import price
 from headwater_lab.papers.result import Reproduction, computed, reproduction, texts, write
-from headwater_lab.papers.table import SCALES
+from headwater_lab.papers.table import SCALES, PaperTable, tables
 from headwater_lab.papers.table import table as table_of
 from headwater_lab.papers.training import check_not_begun_otherwise, train
 from headwater_lab.papers.work import Work, prepare
@@ -139,3 +139,39 @@ def _cost(work: Work) -> str:
     finished = f", {runs - len(missing)} of them finished" if len(missing) < runs else ""
     hours = f"about {duration(cost.hours)} of {cost.device}"
     return f"{counted(runs, 'run')}{finished}; {cost.flops:.2g} FLOPs in total, {hours}"
+
+
+def chosen_tables(papers: Sequence[str]) -> dict[str, PaperTable]:
+    """All tables, or those of `papers`, each a paper or a table."""
+    known = tables()
+    of = sorted({name.partition("/")[0] for name in known})
+    for paper in papers:
+        if paper not in of and paper not in known:
+            raise HeadwaterError(f"There is no paper {paper!r}; {nearest(paper, of)}")
+    chosen = {name for name in known if not papers or {name, name.partition("/")[0]} & {*papers}}
+    return {name: table for name, table in known.items() if name in chosen}
+
+
+def list_tables(papers: Sequence[str], folder: Path) -> Table:
+    """List the tables of `papers`; default: all."""
+    caption = (
+        "Time for all runs of one table, from the FLOPs that `headwater plan` counts: on two idle cores at 4·10¹⁰ "
+        "FLOP/s each and 40 ms a step (cpu), else on one H100 at an MFU of 0.4. Tables share runs. k/n: how many of "
+        "its runs exist."
+    )
+    names = ("table", "title", *SCALES)
+    listing = lined(*names, left=names, caption=caption)
+    listing.columns[0].no_wrap = True
+    for name, table in chosen_tables(papers).items():
+        cells = ["computed", "", ""] if table.computed else []
+        for scale, at in table.scales.items():
+            if at.nothing:
+                cells.append("nothing")
+                continue
+            work = prepare(name, scale, folder)
+            runs = sum(len(place.seeds) for place in work.trained)
+            time = duration(price(work.trained, scale).hours)
+            note = "; cannot show it" if at.cannot_show else ""
+            cells.append(f"{time}, {runs - len(work.missing())}/{runs}{note}")
+        listing.add_row(name, table.title, *cells)
+    return listing

@@ -11,7 +11,6 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    ProgressColumn,
     Task,
     TaskID,
     TextColumn,
@@ -36,16 +35,10 @@ class ProgressReport(Progress, Watch):
 
     listens = True
 
-    def __init__(self, *columns: ProgressColumn) -> None:
-        """columns: of a bar; default: name, bar, counts, info, time left."""
-        default = (
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[info]}", markup=False),
-            TimeRemainingColumn(),
-        )
-        super().__init__(*(columns or default), console=stderr, disable=not stderr.is_terminal)
+    def __init__(self) -> None:
+        name, info = (TextColumn(f"{{{field}}}", markup=False) for field in ("task.description", "task.fields[info]"))
+        columns = (name, BarColumn(), MofNCompleteColumn(), info, TimeRemainingColumn())
+        super().__init__(*columns, console=stderr, disable=not stderr.is_terminal)
         self.printed: dict[TaskID, tuple[float, str]] = {}
         self.tasks_by_name: dict[str, TaskID] = {}
         self.is_running = False

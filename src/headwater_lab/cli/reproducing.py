@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from headwater.util import extras
 from headwater.util.errors import HeadwaterError
-from headwater.util.terminal import duration
 from headwater_lab.cli.common import check_writable, device_of, say, split_overrides, stdout
 from headwater_lab.cli.comparing import complain
 from headwater_lab.cli.options import DeviceName, FilePath, FolderPath, Values, WorkerCount, need, refuse
 from headwater_lab.cli.progress import ProgressReport
 
 if TYPE_CHECKING:
-    from headwater_lab.papers.table import PaperTable
+    pass
 
 ScaleOption = Literal["cpu", "gpu", "paper"]
 # What only training reads, or only a count of seeds.
@@ -56,7 +55,9 @@ def reproduce(
 
     if list:
         refuse_training("with --list", *OF_SEEDS, "--records", "--scale")
-        _list(names, out)
+        from headwater_lab.api.reproducing import list_tables
+
+        stdout.print(list_tables(names, out))
         return
     need("--sequential", "--max-seeds")
     if records is not None:
@@ -108,64 +109,21 @@ def reproduce(
     complain(result.failed)
 
 
-def _chosen(papers: Sequence[str]) -> dict[str, PaperTable]:
-    """All tables, or those of `papers`, each a paper or a table."""
-    from headwater.util.errors import nearest
-    from headwater_lab.papers.table import tables as paper_tables
-
-    known = paper_tables()
-    of = sorted({name.partition("/")[0] for name in known})
-    for paper in papers:
-        if paper not in of and paper not in known:
-            raise HeadwaterError(f"There is no paper {paper!r}; {nearest(paper, of)}")
-    chosen = {name for name in known if not papers or {name, name.partition("/")[0]} & {*papers}}
-    return {name: table for name, table in known.items() if name in chosen}
-
-
 def _judge(records: Path, names: Sequence[str], scale: ScaleOption, max_seeds: int | None) -> None:
     """Print the tables whose runs are in a file, with their claims."""
     from tempfile import TemporaryDirectory
 
+    from headwater_lab.api.reproducing import chosen_tables
     from headwater_lab.papers.kept import recorded
     from headwater_lab.papers.result import terminal
 
     extras.check("compare")
     reproduction = None
     with TemporaryDirectory() as folder:
-        for number, reproduction in enumerate(recorded(_chosen(names), scale, records, Path(folder), max_seeds)):
+        for number, reproduction in enumerate(recorded(chosen_tables(names), scale, records, Path(folder), max_seeds)):
             if number:
                 stdout.print()
             for part in terminal(reproduction):
                 stdout.print(part)
     if reproduction is None:
         raise HeadwaterError(f"{str(records)!r} has no run of these tables at {scale} scale with their settings.")
-
-
-def _list(papers: Sequence[str], folder: Path) -> None:
-    """Print the tables of `papers`; default: all."""
-    from headwater.util.terminal import lined
-    from headwater_lab.papers.price import price
-    from headwater_lab.papers.table import SCALES
-    from headwater_lab.papers.work import prepare
-
-    caption = (
-        "Time for all runs of one table, from the FLOPs that `headwater plan` counts: on two idle cores at 4·10¹⁰ "
-        "FLOP/s each and 40 ms a step (cpu), else on one H100 at an MFU of 0.4. Tables share runs. k/n: how many of "
-        "its runs exist."
-    )
-    names = ("table", "title", *SCALES)
-    listing = lined(*names, left=names, caption=caption)
-    listing.columns[0].no_wrap = True
-    for name, table in _chosen(papers).items():
-        cells = ["computed", "", ""] if table.computed else []
-        for scale, at in table.scales.items():
-            if at.nothing:
-                cells.append("nothing")
-                continue
-            work = prepare(name, scale, folder)
-            runs = sum(len(place.seeds) for place in work.trained)
-            time = duration(price(work.trained, scale).hours)
-            note = "; cannot show it" if at.cannot_show else ""
-            cells.append(f"{time}, {runs - len(work.missing())}/{runs}{note}")
-        listing.add_row(name, table.title, *cells)
-    stdout.print(listing)
