@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from headwater.models.kinds import AnyModel
 from headwater.util.errors import HeadwaterError
-from headwater_lab.api.watch import Watch
+from headwater_lab.api.observer import Observer
 from headwater_lab.data.base import Data
 from headwater_lab.training.checkpoints import FOLDER
 from headwater_lab.training.models import measure
@@ -39,7 +39,7 @@ def check_outside(folder: Path, source: str | Path, around: bool = False) -> Non
         raise HeadwaterError(f"--out {str(folder)!r} is, holds, or is in the source; choose another folder.")
 
 
-def measured(what: str, model: AnyModel, data: Data, watch: Watch) -> dict[str, float]:
+def measured(what: str, model: AnyModel, data: Data, watch: Observer) -> dict[str, float]:
     """Measure a model on the held-out data, and report progress under the name `what`."""
     batches = count(1)
     return measure(model, data, lambda: watch.show(what, next(batches), unit="batch"))

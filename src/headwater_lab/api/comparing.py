@@ -16,7 +16,7 @@ from headwater.util.files import local
 from headwater.util.output_folder import occupied
 from headwater.util.terminal import counted
 from headwater_lab.api.common import PathLike, Result, quiet
-from headwater_lab.api.watch import SILENT, Watch
+from headwater_lab.api.observer import SILENT, Observer
 from headwater_lab.comparison import running, search
 from headwater_lab.comparison.pool import OnChange, Outcome
 from headwater_lab.comparison.running import ArmKey
@@ -105,7 +105,7 @@ def compare(
     mechanisms: Mapping[str, dict[str, Any]] | None = None,
     workers: int | None = None,
     on_change: OnChange | None = None,
-    watch: Watch = SILENT,
+    watch: Observer = SILENT,
     trust: Sequence[str] = (),
 ) -> Compared:
     """Train the arms of a recipe, or of several, side by side, like `headwater compare`. Call it again to resume.
@@ -120,16 +120,8 @@ def compare(
     extras.check("compare")
     several = isinstance(recipe, Sequence) and not isinstance(recipe, str)
     recipes = [read_recipe(each, overrides) for each in (recipe if several else [recipe])]
-    if not recipes:
-        raise HeadwaterError("Name at least one recipe.")
     titles = [loaded.name for loaded in recipes]
-    if repeated := next((title for title in titles if titles.count(title) > 1), None):
-        raise HeadwaterError(
-            f"Two of the recipes are named {repeated!r}, and their runs would share a folder; give each its own "
-            "`name`, or compare them one by one with --out."
-        )
-    if searches and len(recipes) > 1:
-        raise HeadwaterError("--search takes one recipe; search them one by one.")
+    _check_titles(titles, searches)
     parts = [_part(loaded, arms, sizes) if arms or sizes else None for loaded in recipes]
     folder = local(out, "out") if out is not None else Path("runs") / titles[0]
     failed: list[Outcome] = []
@@ -141,6 +133,19 @@ def compare(
         for loaded, part in zip(recipes, parts, strict=True) if not failed else ():
             failed += _train(loaded, folder, workers, on_change, watch, part)
     return Compared(folder, titles, failed)
+
+
+def _check_titles(titles: list[str], searches: bool) -> None:
+    """Raise `HeadwaterError` for names of recipes that cannot be compared together."""
+    if not titles:
+        raise HeadwaterError("Name at least one recipe.")
+    if repeated := next((title for title in titles if titles.count(title) > 1), None):
+        raise HeadwaterError(
+            f"Two of the recipes are named {repeated!r}, and their runs would share a folder; give each its own "
+            "`name`, or compare them one by one with --out."
+        )
+    if searches and len(titles) > 1:
+        raise HeadwaterError("--search takes one recipe; search them one by one.")
 
 
 def _part(recipe: Recipe, arms: Sequence[str], sizes: Sequence[str]) -> set[ArmKey] | None:
@@ -166,7 +171,7 @@ def _train(
     folder: Path,
     workers: int | None,
     on_change: OnChange | None,
-    watch: Watch,
+    watch: Observer,
     part: Collection[ArmKey] | None = None,
 ) -> list[Outcome]:
     """Train what a recipe compares, or these arms and sizes of it; tell what diverged, and return what failed."""
@@ -183,7 +188,7 @@ def _train(
     return tell_failures(running.compare(recipe, folder, workers, bars, part, watch.tell), watch)
 
 
-def watched_trials(name: str, steps: int, watch: Watch) -> OnChange:
+def watched_trials(name: str, steps: int, watch: Observer) -> OnChange:
     """Report the progress of a comparison with so many steps, and of each running trial."""
     done: dict[str, int] = {}
     begun: set[str] = set()
@@ -200,7 +205,7 @@ def watched_trials(name: str, steps: int, watch: Watch) -> OnChange:
     return on_change
 
 
-def tell_failures(outcomes: Sequence[Outcome], watch: Watch) -> list[Outcome]:
+def tell_failures(outcomes: Sequence[Outcome], watch: Observer) -> list[Outcome]:
     """Tell which trials diverged or failed, and why, once for each reason; return those that failed."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for outcome in outcomes:
@@ -219,7 +224,7 @@ def _select(
     folder: Path,
     workers: int | None,
     on_change: OnChange | None,
-    watch: Watch,
+    watch: Observer,
 ) -> tuple[Recipe, list[Outcome]]:
     """The comparison of all combinations of the mechanisms, trained, and its failed trials."""
     arms, refused = search.candidates(recipe, mechanisms)
@@ -235,7 +240,7 @@ def _select(
     return selection, _train(selection, folder, workers, on_change, watch)
 
 
-def _final(selection: Recipe, folder: Path, watch: Watch) -> Recipe:
+def _final(selection: Recipe, folder: Path, watch: Observer) -> Recipe:
     """The comparison of the best combinations on fresh seeds."""
     best = search.best_arms(selection, folder)
     watch.tell(f"chosen: {', '.join(best)}")

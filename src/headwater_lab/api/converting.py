@@ -18,8 +18,8 @@ from headwater.util.files import replace_text
 from headwater.util.output_folder import occupied
 from headwater.util.terminal import lined
 from headwater_lab.api.common import measured, quiet
+from headwater_lab.api.observer import SILENT, Observer
 from headwater_lab.api.training import watched
-from headwater_lab.api.watch import SILENT, Watch
 from headwater_lab.recipe.schema import Recipe, changed_recipe
 from headwater_lab.training.checkpoints import FOLDER, how_to_load, newest_checkpoint, publish_model, write_model
 from headwater_lab.training.estimate import ConversionPrice, count_of, price_of
@@ -63,7 +63,7 @@ def convert(
     anneal: bool = True,
     overrides: Sequence[str] = (),
     only_plan: bool = False,
-    watch: Watch = SILENT,
+    watch: Observer = SILENT,
 ) -> RunRecord | None:
     """Make the cache of a trained model smaller, heal it and measure it, like `headwater convert`.
 
@@ -225,7 +225,7 @@ def _written(target: Path, record: RunRecord, dtype: torch.dtype) -> Path:
     return place
 
 
-def _say_price(priced: ConversionPrice, teacher: str, watch: Watch) -> None:
+def _say_price(priced: ConversionPrice, teacher: str, watch: Observer) -> None:
     table = lined("", "before", "after")
     before, after = priced.before, priced.after
     table.add_row("cache, bytes a token", f"{before.cache_bytes_per_token:,}", f"{after.cache_bytes_per_token:,}")
@@ -246,7 +246,7 @@ def _report(
     priced: ConversionPrice,
     measures: tuple[dict[str, float], dict[str, float]],
     source: str,
-    watch: Watch,
+    watch: Observer,
 ) -> None:
     """Tell what the conversion did, and write it beside the run. measures: of the original and the result."""
     before, after = measures

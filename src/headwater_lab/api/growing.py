@@ -20,7 +20,8 @@ from headwater.plugins.registry import as_mapping
 from headwater.util.errors import HeadwaterError, shown
 from headwater.util.terminal import lined
 from headwater_lab.api.common import measured, quiet
-from headwater_lab.api.watch import SILENT, Watch
+from headwater_lab.api.observer import SILENT, Observer
+from headwater_lab.data.base import Data
 from headwater_lab.recipe.schema import Change, changed_config
 from headwater_lab.training.checkpoints import history_of, how_to_load, newest_checkpoint, write_model
 from headwater_lab.training.models import (
@@ -46,7 +47,7 @@ def grow(
     ffn_pairs: int | None = None,
     *,
     out: Path | None = None,
-    watch: Watch = SILENT,
+    watch: Observer = SILENT,
     trust: Sequence[str] = (),
     **arguments: Any,
 ) -> AnyModel:
@@ -96,7 +97,7 @@ def shrink(
     text: Path | None = None,
     rows: int = ROWS,
     out: Path | None = None,
-    watch: Watch = SILENT,
+    watch: Observer = SILENT,
 ) -> AnyModel:
     """A model without the parameter tokens that matter least in `rows` rows of a text, like `headwater shrink`.
 
@@ -125,24 +126,13 @@ def shrink(
 
 
 @quiet()
-def merge(base: Path, grown: Sequence[Path], *, out: Path | None = None, watch: Watch = SILENT) -> AnyModel:
+def merge(base: Path, grown: Sequence[Path], *, out: Path | None = None, watch: Observer = SILENT) -> AnyModel:
     """Join grown copies of one model that were trained separately, like `headwater merge`; measure all on each's data.
 
     base: the checkpoint that the others were grown from. out, watch: as in `grow`. Raises `HeadwaterError`.
     """
     root, copies = open_trained(base), [open_trained(path) for path in grown]
-    sources = []
-    for path, copy in zip(grown, copies, strict=True):
-        if copy.history[: len(root.history)] != root.history:
-            raise HeadwaterError(
-                f"{str(path)!r} was not grown from {str(base)!r}, according to its history; name its own base."
-            )
-        data = data_of(copy.history[len(root.history) :])
-        if data is None:
-            raise HeadwaterError(f"{str(path)!r} has not been trained since it was grown; train it, then merge.")
-        if warning := changed_text(copy, data):
-            watch.tell(warning)
-        sources.append(data)
+    sources = [_data_since(root, copy, path, base, watch) for path, copy in zip(grown, copies, strict=True)]
     model = growth.merge(root.model, *(copy.model for copy in copies))
     models = {"base": root.model, **{str(path): copy.model for path, copy in zip(grown, copies, strict=True)}}
     models["merged"] = model
@@ -162,6 +152,20 @@ def merge(base: Path, grown: Sequence[Path], *, out: Path | None = None, watch: 
     return _written(root.after("merged", details, model=model), out, watch)
 
 
+def _data_since(root: Trained, copy: Trained, path: Path, base: Path, watch: Observer) -> Data:
+    """The data that a grown copy of `root` was trained on since. Raises `HeadwaterError`."""
+    if copy.history[: len(root.history)] != root.history:
+        raise HeadwaterError(
+            f"{str(path)!r} was not grown from {str(base)!r}, according to its history; name its own base."
+        )
+    data = data_of(copy.history[len(root.history) :])
+    if data is None:
+        raise HeadwaterError(f"{str(path)!r} has not been trained since it was grown; train it, then merge.")
+    if warning := changed_text(copy, data):
+        watch.tell(warning)
+    return data
+
+
 @quiet()
 def retrofit(
     model: Any,
@@ -177,7 +181,7 @@ def retrofit(
     text: Path | None = None,
     rows: int = ROWS,
     out: Path | None = None,
-    watch: Watch = SILENT,
+    watch: Observer = SILENT,
     trust: Sequence[str] = (),
 ) -> AnyModel:
     """Convert a trained model, and add mechanisms without changing its function, like `headwater retrofit`.
@@ -191,14 +195,9 @@ def retrofit(
     `HeadwaterError`.
     """
     outside.trust(trust)
-    outside.trust_names_in(mechanisms)
-    named = as_mapping([mechanisms] if isinstance(mechanisms, str) else mechanisms)
-    if not isinstance(named, Mapping):
-        raise HeadwaterError(f"mechanisms must be names, or a mapping name: options, not {shown(named)}.")
-    if parameter_tokens and text is None and layout is None and not _has_history(model):
-        raise HeadwaterError(
-            "--parameter-tokens needs a text to fit; pass one similar to the training data with --text FILE."
-        )
+    named = _named(mechanisms)
+    if parameter_tokens and text is None and layout is None:
+        _check_history(model)
     trained = _opened("retrofit", model, layout, settings, family)
     if parameter_tokens and trained.model.main_input_name == "pixel_values":
         raise HeadwaterError("--parameter-tokens works only with text models; leave it out.")
@@ -224,6 +223,15 @@ def retrofit(
     return _written(trained.after("retrofitted", details, model=result) if details else trained, out, watch)
 
 
+def _named(mechanisms: Any) -> Mapping[str, Mapping[str, Any]]:
+    """Mechanisms by name, with their options. Raises `HeadwaterError`."""
+    outside.trust_names_in(mechanisms)
+    named = as_mapping([mechanisms] if isinstance(mechanisms, str) else mechanisms)
+    if not isinstance(named, Mapping):
+        raise HeadwaterError(f"mechanisms must be names, or a mapping name: options, not {shown(named)}.")
+    return named
+
+
 def _opened(
     what: str,
     model: Any,
@@ -247,15 +255,19 @@ def _opened(
     return Trained(source, from_transformers(model, family), None, [event], {}, foreign=True, original=model)
 
 
-def _has_history(source: Any) -> bool:
-    """Whether a headwater checkpoint records its training data."""
+def _check_history(source: Any) -> None:
+    """Raise `HeadwaterError` if a source is no headwater checkpoint that records its training data."""
     path = Path(source) if isinstance(source, str | Path) else None
-    if path is None or not path.is_dir():
-        return False
-    return any(event.kind == "trained" for event in history_of(newest_checkpoint(path)))
+    events = history_of(newest_checkpoint(path)) if path is not None and path.is_dir() else []
+    if all(event.kind != "trained" for event in events):
+        raise HeadwaterError(
+            "--parameter-tokens needs a text to fit; pass one similar to the training data with --text FILE."
+        )
 
 
-def _tell_converted(trained: Trained, watch: Watch, text: Path | None = None, rows: int = ROWS) -> tuple[Tensor, str]:
+def _tell_converted(
+    trained: Trained, watch: Observer, text: Path | None = None, rows: int = ROWS
+) -> tuple[Tensor, str]:
     """Rows to measure changes on, and a description of them; tell what changed when another family's model became
     headwater's, which is then let go."""
     if text is None:
@@ -277,7 +289,7 @@ def _describe_change(moved: dict[str, float]) -> str:
     return f"logits differ by {moved['logits']:.1e} relative to the largest, KL {max(moved['kl'], 0.0):.1e}{loss}"
 
 
-def _tell_fit(report: Report, watch: Watch) -> dict[str, float]:
+def _tell_fit(report: Report, watch: Observer) -> dict[str, float]:
     """Tell how closely parameter tokens reproduce the linear layers they replace; returns how the model changed."""
     table = lined("layer", "map", "pairs", "error, fitted", "held out", left=("map",))
     for fit in report.maps:
@@ -290,7 +302,7 @@ def _tell_fit(report: Report, watch: Watch) -> dict[str, float]:
     return moved
 
 
-def _written(trained: Trained, out: Path | None, watch: Watch) -> AnyModel:
+def _written(trained: Trained, out: Path | None, watch: Observer) -> AnyModel:
     """The model, which is written to a new folder if there is one."""
     if out is not None:
         write_model(out, trained.model, trained.tokenizer, trained.history, trained.state or None)

@@ -15,7 +15,7 @@ from headwater.util.files import local
 from headwater.util.terminal import Table, counted, duration, lined
 from headwater_lab.api.common import PathLike, Result, quiet
 from headwater_lab.api.comparing import tell_failures, watched_trials
-from headwater_lab.api.watch import SILENT, Watch
+from headwater_lab.api.observer import SILENT, Observer
 from headwater_lab.comparison.pool import Outcome
 from headwater_lab.comparison.prices import slug
 from headwater_lab.papers.kept import keep as keep_runs
@@ -69,7 +69,7 @@ def reproduce(
     sequential: bool = False,
     max_seeds: int = 30,
     keep: PathLike | None = None,
-    watch: Watch = SILENT,
+    watch: Observer = SILENT,
     trust: Sequence[str] = (),
 ) -> Reproduced:
     """Train the models behind a paper's table or figure and judge its claims, like `headwater reproduce`.
@@ -103,17 +103,25 @@ def reproduce(
         watch.tell(_cost(work))
     if work.cannot_show:
         watch.tell("Models of this size cannot show what the table claims, so there will be no verdict.")
-
-    def watched_steps(name: str, steps: int) -> OnEvent:
-        return lambda step, point: watch.show(name, step, steps, unit="step")
-
-    trials = partial(watched_trials, watch=watch)
     try:
-        outcomes, trained = train(work, workers, trials, watched_steps, limit, files, device)
+        trials = partial(watched_trials, watch=watch)
+        outcomes, trained = train(work, workers, trials, partial(_watched_steps, watch), limit, files, device)
         failed = tell_failures(outcomes, watch)
     finally:  # also of what was interrupted
         if kept is not None:
             keep_runs(kept, work, watch.tell)
+    unfinished = _unfinished(work, failed, watch)
+    until = (work, max_seeds) if sequential else None
+    return Reproduced(reproduction(trained, files, device, until), work.folder, failed, unfinished)
+
+
+def _watched_steps(watch: Observer, name: str, steps: int) -> OnEvent:
+    return lambda step, point: watch.show(name, step, steps, unit="step")
+
+
+def _unfinished(work: Work, failed: Sequence[Outcome], watch: Observer) -> str:
+    """Which runs need several devices, whose commands are told; "" if none. Raises `HeadwaterError` if no run is
+    finished."""
     unfinished = ""
     if commands := work.commands():
         for command in commands:
@@ -121,12 +129,9 @@ def reproduce(
         which = "the commands above" if watch.listens else "; ".join(commands)
         unfinished = f"{work.left()} command: run {which}, then this one again."
     if len(work.missing()) == sum(len(arm.seeds) for arm in work.trained):
-        if unfinished:
-            raise HeadwaterError(unfinished)
         why = f": {failed[0].label} failed: {failed[0].error}" if failed else ""
-        raise HeadwaterError(f"No run of {table} is finished{why.rstrip('.')}.")
-    until = (work, max_seeds) if sequential else None
-    return Reproduced(reproduction(trained, files, device, until), work.folder, failed, unfinished)
+        raise HeadwaterError(unfinished or f"No run of {work.name} is finished{why.rstrip('.')}.")
+    return unfinished
 
 
 def _cost(work: Work) -> str:

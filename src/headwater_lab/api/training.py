@@ -12,7 +12,7 @@ from headwater.plugins import outside
 from headwater.util.errors import HeadwaterError, nearest
 from headwater.util.files import local
 from headwater_lab.api.common import PathLike, Result, check_outside, quiet
-from headwater_lab.api.watch import SILENT, Watch
+from headwater_lab.api.observer import SILENT, Observer
 from headwater_lab.recipe.schema import Recipe, read_recipe
 from headwater_lab.training.checkpoints import load_model, newest_checkpoint
 from headwater_lab.training.records import CurvePoint, Experiment, HeldOutPoint, Notice, RunRecord, SpeedPoint
@@ -50,7 +50,7 @@ def train(
     size: str | None = None,
     stage: str | None = None,
     on_event: OnEvent | None = None,
-    watch: Watch = SILENT,
+    watch: Observer = SILENT,
     trust: Sequence[str] = (),
 ) -> Run:
     """Train the model of a recipe, stage by stage if it has stages, like `headwater train`.
@@ -83,7 +83,7 @@ def train(
 
 
 def _trial_of(
-    recipe: Recipe, arm: str, size: str | None, overrides: Sequence[str], watch: Watch
+    recipe: Recipe, arm: str, size: str | None, overrides: Sequence[str], watch: Observer
 ) -> tuple[Recipe, Path, Experiment]:
     """The recipe, the folder and the place of an arm of a recipe's comparison; tell which overrides it replaces."""
     from headwater_lab.comparison.trials import trial_of  # the rest of the package is not needed to train
@@ -108,7 +108,7 @@ def _at(recipe: Recipe, key: str) -> Any:
     return value
 
 
-def watched(recipe: Recipe, runs: Sequence[tuple[Recipe, Path]], watch: Watch, name: str = "") -> OnEvent:
+def watched(recipe: Recipe, runs: Sequence[tuple[Recipe, Path]], watch: Observer, name: str = "") -> OnEvent:
     """Report the progress of runs in turn, which are a recipe's: steps, loss, speed, MFU; and warnings."""
     steps = sum(run.training.steps for run, _ in runs)
     parts = {"loss": "", "held-out": "", "speed": ""}

@@ -11,7 +11,7 @@ from headwater_lab.cli.options import CheckpointPath, PositiveInt, Values, exclu
 from headwater_lab.cli.progress import ProgressReport
 
 Out = Annotated[Path | None, Values(file_okay=False, help="The new folder. Default: next to the source.")]
-Rows = Annotated[int, Values(min=4, max=2**16)]
+SampleRows = Annotated[int, Values(min=4, max=2**16)]
 
 
 def grow(checkpoint: str, fields: Sequence[str] = (), *, out: Out = None) -> None:
@@ -34,7 +34,7 @@ def shrink(
     attention_pairs: int | None = None,
     ffn_pairs: int | None = None,
     text: Path | None = None,
-    rows: Rows = 32,
+    rows: SampleRows = 32,
     out: Out = None,
 ) -> None:
     """Remove the parameter tokens that matter least, by mean |score|·‖V‖ over a sample.
@@ -79,7 +79,7 @@ def retrofit(
     family: str | None = None,
     set: Sequence[str] = (),
     text: Path | None = None,
-    rows: Rows = 32,
+    rows: SampleRows = 32,
     out: Out = None,
 ) -> None:
     """Convert a trained model to a headwater checkpoint, and add mechanisms without changing its logits.

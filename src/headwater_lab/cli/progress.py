@@ -18,14 +18,14 @@ from rich.progress import (
 )
 
 from headwater.util.terminal import literal
-from headwater_lab.api.watch import Watch
+from headwater_lab.api.observer import Observer
 from headwater_lab.cli.common import say, stderr, tell
 
 # Seconds between two lines of one task in a log. A task's first and last line are always printed.
 LINE_SECONDS = 10.0
 
 
-class ProgressReport(Progress, Watch):
+class ProgressReport(Progress, Observer):
     """Prints results on stdout; notices and progress on stderr: bars on a terminal; elsewhere plain lines, such as in a
     job's log.
 

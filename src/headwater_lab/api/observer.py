@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 
-class Watch:
+class Observer:
     """Receives results, notices and progress. This one takes no notice; that of the commands prints.
 
     listens: whether to measure what is only reported. measures_peak: the same of the device's peak, for the MFU.
@@ -24,4 +24,4 @@ class Watch:
         """Receive the progress of a task. changes: its `unit`, `info` and `title`, and whether it is `visible`."""
 
 
-SILENT = Watch()
+SILENT = Observer()
