@@ -196,7 +196,7 @@ def retrofit(
     """
     outside.trust(trust)
     named = _named(mechanisms)
-    if parameter_tokens and text is None and layout is None:
+    if parameter_tokens and text is layout is None:
         _check_history(model)
     trained = _opened("retrofit", model, layout, settings, family)
     if parameter_tokens and trained.model.main_input_name == "pixel_values":
