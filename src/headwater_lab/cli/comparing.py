@@ -44,6 +44,7 @@ def compare(
     mechanism: With --search: NAME, or "NAME={option: value}"; repeatable.
     sequential: Add seeds until each arm is decided, within compare.margin.
     """
+    extras.check("compare")
     from headwater_lab.api.comparing import compare as train_arms
 
     exclude("--search", "--arm", "--size", "--sequential")

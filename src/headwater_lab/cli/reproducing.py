@@ -55,6 +55,7 @@ def reproduce(
 
     if list:
         refuse_training("with --list", *OF_SEEDS, "--records", "--scale")
+        extras.check("compare")
         from headwater_lab.api.reproducing import list_tables
 
         stdout.print(list_tables(names, out))
@@ -84,6 +85,7 @@ def reproduce(
         refuse(f"for {name}, which has no benchmarks", "--task-files")
     if keep is not None:
         check_writable(keep)
+    extras.check("compare")
     from headwater_lab.api.reproducing import reproduce as train_table
     from headwater_lab.papers.result import terminal
 
