@@ -65,7 +65,6 @@ def reproduce(
         refuse_training("with --records")
         _judge(records, names, scale, max_seeds if sequential else None)
         return
-    from headwater_lab.papers.measures import tasks_of
     from headwater_lab.papers.table import SCALES
     from headwater_lab.papers.table import table as paper_table
 
@@ -81,11 +80,14 @@ def reproduce(
         others = " or ".join(other for other in SCALES if not table.scales[other].nothing)
         say(f"{name} is meaningless at {scale} scale and was not run: {why} Use --scale {others}.")
         return
-    elif not tasks_of(table):
-        refuse(f"for {name}, which has no benchmarks", "--task-files")
+    else:
+        extras.check("compare")
+        from headwater_lab.papers.measures import tasks_of
+
+        if not tasks_of(table):
+            refuse(f"for {name}, which has no benchmarks", "--task-files")
     if keep is not None:
         check_writable(keep)
-    extras.check("compare")
     from headwater_lab.api.reproducing import reproduce as train_table
     from headwater_lab.papers.result import terminal
 
