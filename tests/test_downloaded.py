@@ -362,6 +362,7 @@ IN_RECORDS = {
 }
 OF_RECORDS = {
     "report": ["report", "compared"],
+    "prices": ["bench", "prices", "compared"],
     "verdicts": ["bench", "verdicts", "compared", "--resamples", 5, "--seeds", 2],
     "runs": ["runs", "."],
 }

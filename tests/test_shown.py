@@ -46,6 +46,7 @@ NOT_RUN = {
     r"^headwater serve ": "it answers until it is stopped",
     r"^headwater generate .* --compile\b": "it compiles for minutes",
     r"^headwater bench train --base vit\b": "images have no context to make smaller; tests/vision runs it",
+    r"^headwater bench serve ": "it needs vLLM, in an environment of its own; tests/vllm_suite runs it",
     r"EleutherAI/|togethercomputer/": "it reads models or tokenizers from the hub",
 }
 # What to append to a command, by the beginning of its name, where it has the option: the last one given counts.
@@ -53,7 +54,7 @@ SMALL = {
     "": {"--rows": 8, "--workers": 1, "--max-new-tokens": 4, "--max-bytes": 20_000, "--limit": 2},
     "bench": {
         "--layers": 2, "--width": 64, "--vocab-size": 300, "--context": 16, "--batch-size": 1,
-        "--precision": "32-true", "--pairs": 2, "--turns": 3, "--comparisons": 10,
+        "--precision": "32-true", "--pairs": 2, "--turns": 3, "--megabytes": 1, "--comparisons": 10,
     },
     "bench mechanisms": {"--layers": 4},
     "bench decode": {"--tokens": 3},

@@ -156,8 +156,9 @@ def test_a_recipe_is_priced_before_it_runs(tmp_path, clock, capsys, monkeypatch)
     capsys.readouterr()
     alone = tmp_path / "alone.yaml"
     alone.write_text(json.dumps(recipe | {"compare": None}))
-    assert run(str(alone)) != 0
-    assert "has no compare section" in " ".join(capsys.readouterr().err.split())
+    for words, error in (([str(alone)], "has no compare section"), ([runs, "seed=1"], "name a recipe to change them")):
+        assert run(*words) != 0
+        assert error in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.slow

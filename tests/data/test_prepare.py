@@ -14,12 +14,10 @@ import subprocess
 import sys
 import time
 import zipfile
-from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 from datasets import Dataset
 from filelock import FileLock
@@ -30,6 +28,7 @@ import processes
 from headwater import HeadwaterConfig
 from headwater.models.load import read_tokenizer
 from headwater.util.errors import HeadwaterError, Interrupted
+from headwater_lab.bench.data import tree_memory
 from headwater_lab.data import corpus as corpora
 from headwater_lab.data import prepare as preparing
 from headwater_lab.data import stream as streaming
@@ -949,9 +948,7 @@ def memory_of(arguments: list) -> int:
     process = subprocess.Popen([sys.executable, "-m", "headwater_lab", *map(str, arguments)], stdout=subprocess.DEVNULL)
     peak = 0
     while process.poll() is None:
-        with suppress(psutil.NoSuchProcess):  # one has just ended
-            watched = psutil.Process(process.pid)
-            peak = max(peak, sum(each.memory_info().rss for each in (watched, *watched.children(recursive=True))))
+        peak = max(peak, tree_memory(process.pid))
         time.sleep(0.05)
     assert process.returncode == 0
     return peak
@@ -989,3 +986,11 @@ def test_memory_does_not_grow_with_the_corpus(kind, tmp_path, bpe):
     assert peaks[1] < 1.2e9, peaks
     assert peaks[1] - peaks[0] < 2e8, peaks
     print(kind, [f"{peak / 1e6:.0f} MB" for peak in peaks])
+
+
+@pytest.mark.slow
+def test_the_benchmark_runs(folder, run):
+    code, printed, said = run("bench", "data", folder, "--megabytes", 1, "--pairs", 2, "--vocab-size", 300)
+    assert code == 0, said
+    assert "Dataset.map, 2 processes" in printed
+    assert "ratio of times: median" in printed

@@ -89,6 +89,6 @@ def test_what_a_server_cannot_run_is_refused(mechanisms, changes, message):
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
 def test_a_missing_vllm_is_named(run):
-    code, _, err = run("serve", "runs/mine", "--engine", "vllm")
+    code, _, err = run("bench", "serve")
     assert code == 2
     assert "pip install 'headwater[vllm]'" in err

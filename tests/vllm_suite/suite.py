@@ -50,6 +50,8 @@ from headwater.integrations.vllm import engine, register
 from headwater.integrations.vllm.engine import CPUEngine
 from headwater.integrations.vllm.flash import FlashEngine
 from headwater.testing.models import disturb
+from headwater_lab.bench.serving import bench_serving
+from headwater_lab.bench.shapes import ServeShape
 
 SIZES: dict[str, Any] = dict(
     vocab_size=97,
@@ -84,6 +86,9 @@ CASES: list[tuple[dict, dict, int, bool]] = [
     ({"kv_shift": {}, "short_conv": {}, "smear": {"weight": 0.5}, "ngram_memory": {}}, GQA, 2048, True),
     ({"short_conv": {"sites": ["attention_input", "feed_forward_hidden", "values"]}}, GQA | ALIBI, 2048, True),
 ]
+
+
+SMALL: dict[str, Any] = dict(layers=2, width=128, vocab_size=97)
 
 
 _rebind = dispatcher._rebind_kernels
@@ -489,6 +494,17 @@ def test_an_unknown_mechanism_is_refused_by_name(tmp_path):
     file.write_text(json.dumps(json.loads(file.read_text()) | {"mechanisms": {"value_residul": {}}}))
     with pytest.raises((HeadwaterError, ValueError), match=r"value_residul.*did you mean 'value_residual'"):
         EngineArgs(model=str(tmp_path), dtype="float32", skip_tokenizer_init=True).create_engine_config()
+
+
+def test_throughput_beside_vllms_own_llama():
+    """With the same weights, the same tokens; a cache for two requests runs two at a time."""
+    blocks = 3 * 128 * 2 * 2 * 128 * 4  # of which one is padding
+    found = bench_serving({}, ServeShape(requests=4, context=60, tokens=40, turns=2, **SMALL), cache_memory=blocks)
+    assert [one.model for one in found] == ["vLLM's Llama", "vanilla"]
+    assert found[1].same_tokens
+    for one in found:
+        assert one.cache_tokens == found[0].cache_tokens
+        assert all(run.seconds > 0 and 1 <= run.running <= 2 for run in one.runs), one
 
 
 # The Transformers backend. In a process of its own, since vLLM changes the model's classes there.

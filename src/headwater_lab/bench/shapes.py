@@ -52,15 +52,40 @@ class StepShape(ModelShape):
 
 
 @dataclass(frozen=True)
-class DecodeShape(ModelShape):
-    """Sizes of generation.
+class PrefillShape(ModelShape):
+    """Sizes of prompts.
 
     context: Prompt tokens.
     turns: Runs of each model.
+    """
+
+    context: int = at_least(1, 1024)
+    batch_size: int = at_least(1, 1)
+    turns: int = at_least(2, 7)
+
+
+@dataclass(frozen=True)
+class DecodeShape(PrefillShape):
+    """Sizes of generation.
+
     tokens: Tokens to generate.
     """
 
     context: int = at_least(1, 512)
-    batch_size: int = at_least(1, 1)
-    turns: int = at_least(2, 7)
     tokens: int = at_least(3, 48)
+
+
+@dataclass(frozen=True)
+class ServeShape(ModelShape):
+    """Sizes of requests.
+
+    context: Prompt tokens.
+    tokens: Tokens to generate for each.
+    requests: Requests that arrive at once.
+    turns: Runs of each model.
+    """
+
+    context: int = at_least(1, 256)
+    tokens: int = at_least(2, 33)
+    requests: int = at_least(1, 8)
+    turns: int = at_least(2, 5)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from headwater.util.errors import HeadwaterError, shown
-from headwater.util.terminal import counted, lined
-from headwater_lab.bench.shapes import DecodeShape, StepShape
+from headwater.util.terminal import Table, counted
+from headwater_lab.bench.shapes import DecodeShape, PrefillShape, ServeShape, StepShape
 from headwater_lab.cli.common import check_writable, device_of, recipe_of, stderr, stdout, tell
 from headwater_lab.cli.options import DeviceName, FolderPath, PositiveInt, Values, group_of, refuse
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from headwater_lab.bench.paired import PairedTimes
     from headwater_lab.bench.training import ModelPair
     from headwater_lab.comparison.calibration import Rate
+    from headwater_lab.comparison.prices import Prices
+    from headwater_lab.recipe.schema import Recipe
 
 Mechanisms = Annotated[
     Sequence[str], Values(help='Names, or JSON as in a config: {"NAME": {"OPTION": …}, …}; default every mechanism.')
@@ -73,7 +76,13 @@ def bench_mechanisms(
 
 
 def _print_steps(
-    compared: dict[str, ModelPair], other: str, title: str, precision: str, pairs: int, memory: bool, device: str
+    compared: dict[str, ModelPair],
+    other: str,
+    title: str,
+    precision: str,
+    pairs: int,
+    memory: bool,
+    device: str,
 ) -> None:
     """Print a table of training steps, a row for each pair of models. other: the name of the second model of each."""
     from headwater_lab.bench.training import stored_by_pair, time_pair
@@ -82,14 +91,13 @@ def _print_steps(
         raise HeadwaterError("--memory is measured on the CPU, and is the same elsewhere; leave out --device.")
     title = f"{title}, precision {precision}"
     if memory:
-        table = lined("", "MB kept", f"{other}, MB kept", "ratio", title=title)
+        table = _table(title, "MB kept", f"{other}, MB kept", "ratio")
         for label, pair in compared.items():
             first, second = stored_by_pair(pair, precision)
             table.add_row(label, f"{first / 1e6:.1f}", f"{second / 1e6:.1f}", f"{first / second:.3f}")
     else:
         device = device_of(device)
-        title = f"{title}, pairs {pairs}; {_about(device)}"
-        table = lined("", "s", f"{other}, s", "ratio, median", "quartiles", title=title)
+        table = _table(f"{title}, pairs {pairs}; {_about(device)}", "s", f"{other}, s", "ratio, median", "quartiles")
         for label, pair in compared.items():
             paired = time_pair(pair, precision, pairs, device)
             seconds = [f"{sorted(times)[pairs // 2]:.3f}" for times in (paired.a, paired.b)]
@@ -105,29 +113,109 @@ def bench_decode(
     device: DeviceName = "auto",
 ) -> None:
     """Measure time per generated token: transformers' Llama, headwater without mechanisms, and with each."""
-    import torch
-
     from headwater.cost.hardware import read_bandwidth
     from headwater_lab.bench import decoding
 
     chosen, device = _mechanisms(mechanism), device_of(device)
     bandwidth = read_bandwidth(device)
-    dtype = torch.float32 if precision == "32-true" else torch.bfloat16
-    arms = decoding.bench_decode(chosen, shape, dtype=dtype, device=device)
+    arms = decoding.bench_decode(chosen, shape, dtype=_dtype(precision), device=device)
     title = f"{shape}, precision {precision}; {_about(device)}; memory read at {bandwidth / 1e9:.1f} GB/s"
-    table = lined("", "ms/token", "ratio", "quartiles", "cache", "bandwidth", title=title)
+    table = _table(title, "ms/token", "ratio", "quartiles", "cache", "bandwidth")
     for arm in arms:
         cache = f"× {arm.cache_bytes / arms[1].cache_bytes:.5f}" if arm.paired else f"{arm.cache_bytes:,} B"
         share = f"{arm.bytes_per_second / bandwidth:.0%}"
         table.add_row(arm.arm, f"{arm.second * 1e3:.2f}", *_ratio(arm.paired), cache, share)
-    stdout.print(table)
-    llama, vanilla = decoding.LLAMA, decoding.VANILLA
-    stdout.print(
-        f"ratio: time over {vanilla}'s, and {vanilla}'s over that of {llama}; median over the turns. "
+    notes = (
         f"{decoding.AGAIN}: a second copy, which shows how much the place in memory does. bandwidth: weights and cache "
         "read per second, as a share of the memory bandwidth."
     )
-    stderr.print(f"{vanilla}: {'the same' if arms[1].same_tokens else 'not the same'} tokens as {llama}", style="dim")
+    _print_against_llama(table, decoding.LLAMA, notes, arms[1].same_tokens)
+
+
+def bench_prefill(
+    mechanism: Mechanisms = (),
+    *,
+    shape: PrefillShape,
+    precision: TruePrecision = "32-true",
+    device: DeviceName = "auto",
+) -> None:
+    """Measure the time to read a prompt, up to its last token's logits: without mechanisms, and with each."""
+    from headwater_lab.bench import prefill
+
+    chosen, device = _mechanisms(mechanism), device_of(device)
+    models = prefill.bench_prefill(chosen, shape, dtype=_dtype(precision), device=device)
+    table = _table(
+        f"{shape}, precision {precision}; {_about(device)}",
+        "layers skipped",
+        "ms/prompt",
+        "ratio",
+        "quartiles",
+        "planned",
+    )
+    for model in models:
+        ratio = ("", "", "") if model is models[0] else (*_ratio(model.paired), f"{model.planned:.3f}")
+        table.add_row(model.model, str(model.layers), f"{model.second * 1e3:.1f}", *ratio)
+    stdout.print(table)
+    stdout.print(
+        "layers skipped: by all tokens but the last. "
+        f"ratio: time over {prefill.VANILLA}'s, median over the turns. planned: the same of FLOPs."
+    )
+
+
+def bench_serve(
+    mechanism: Sequence[str] = (),
+    *,
+    shape: ServeShape,
+    precision: TruePrecision = "32-true",
+    cache_memory: Annotated[float, Values(min=0.001)] | None = None,
+) -> None:
+    """Measure throughput in vLLM: its own Llama, headwater without mechanisms, and with each.
+
+    mechanism: As in `bench decode`; default none.
+    cache_memory: GiB of each engine's cache. Default: as many as vanilla needs for all requests.
+    """
+    from importlib.util import find_spec
+
+    from headwater.util.extras import MissingExtra
+    from headwater_lab.bench.serving import GIB, LLAMA, bench_serving
+
+    if find_spec("vllm") is None:
+        raise MissingExtra("vLLM", "vllm")
+    memory = None if cache_memory is None else cache_memory * GIB
+    dtype = str(_dtype(precision)).removeprefix("torch.")
+    models = bench_serving(_mechanisms(mechanism) if mechanism else {}, shape, cache_memory=memory, dtype=dtype)
+    table = _table(
+        f"{shape}, precision {precision}; {_about('cpu')}",
+        "tokens in cache",
+        "running",
+        "s",
+        "ratio",
+        "quartiles",
+        "ms/step",
+        "ratio of steps",
+    )
+    for model in models:
+        step, steps = model.median("step"), model.paired("step")
+        table.add_row(
+            model.model,
+            f"{model.cache_tokens:,}",
+            f"{model.median('running'):.1f}",
+            f"{model.median('seconds'):.2f}",
+            *_ratio(model.paired()),
+            "" if math.isnan(step) else f"{step * 1e3:.1f}",
+            "" if steps is None or math.isnan(steps.ratio) else f"{steps.ratio:.3f}",
+        )
+    notes = "running: requests at a time, mean over the steps. ms/step: of steps that continue all requests."
+    _print_against_llama(table, LLAMA, notes, models[1].same_tokens)
+
+
+def _print_against_llama(table: Table, llama: str, notes: str, same_tokens: bool) -> None:
+    """Print a table of vanilla and of mechanisms, the notes on it, and whether vanilla gave Llama's tokens."""
+    from headwater_lab.bench.decoding import VANILLA
+
+    stdout.print(table)
+    stdout.print(f"ratio: time over {VANILLA}'s, and {VANILLA}'s over that of {llama}; median over the turns. {notes}")
+    stderr.print(f"{VANILLA}: {'the same' if same_tokens else 'not the same'} tokens as {llama}", style="dim")
 
 
 def bench_gpu(
@@ -159,23 +247,102 @@ def bench_gpu(
         raise HeadwaterError("; ".join(wrong))
 
 
-def bench_prices(recipe: Path, overrides: Sequence[str] = (), *, out: FolderPath | None = None) -> None:
+def bench_data(
+    source: str | None = None,
+    *,
+    megabytes: PositiveInt = 100,
+    pairs: Annotated[int, Values(min=2)] = 5,
+    workers: PositiveInt = 2,
+    vocab_size: Annotated[int, Values(min=257)] = 32_000,
+) -> None:
+    """Time `headwater data prepare` against Dataset.map of datasets, with the same tokenizer and text.
+
+    source: Same sources as data prepare; default: the Python files of this installation.
+    megabytes: Megabytes of text to prepare, from the beginning of the source.
+    workers: Threads of headwater, processes of map.
+    vocab_size: Vocabulary of the tokenizer, which is trained on the text.
+    """
+    from headwater_lab.bench.data import bench_data as measure
+
+    result = measure(source, megabytes, pairs, workers, vocab_size)
+    title = (
+        f"{result.documents:,} documents, {result.bytes / 1e6:,.1f} MB, {result.tokens:,} tokens, {workers} workers, "
+        f"{pairs} pairs"
+    )
+    table = _table(title, "s", "tokens/s", "peak memory, MB")
+    names = ("headwater data prepare", f"Dataset.map, {workers} processes")
+    for name, times, peak in zip(names, (result.paired.a, result.paired.b), result.peaks, strict=True):
+        seconds = sorted(times)[pairs // 2]
+        table.add_row(name, f"{seconds:.2f}", f"{result.tokens / seconds:,.0f}", f"{peak / 1e6:,.0f}")
+    stdout.print(table)
+    ratio, quartiles = _ratio(result.paired)
+    stdout.print(f"ratio of times: median {ratio}, quartiles {quartiles}")
+
+
+def bench_prices(source: str, overrides: Sequence[str] = (), *, out: FolderPath | None = None) -> None:
     """Measure what the arms of a comparison cost, against its baseline: training, and generation.
 
-    Nothing needs to be trained first.
+    With a recipe, nothing needs to be trained first.
 
-    recipe: A recipe with a compare section, by file or name.
+    source: The folder of a comparison that has run, or a recipe of one.
     overrides: dotted.key=value overrides of the recipe.
-    out: The folder of its comparison, run or not; default: runs/NAME, as in compare.
+    out: Of a recipe: the folder of its comparison, run or not; default: runs/NAME, as in compare.
     """
-    from headwater_lab.comparison.prices import price_recipe
     from headwater_lab.reports.prices import terminal_prices
 
-    loaded = recipe_of(recipe, overrides)
-    out = out or Path("runs") / loaded.name
-    check_writable(out, folder=True)
-    for prices in price_recipe(loaded, out, tell):
+    if Path(source).is_dir():
+        if overrides:
+            raise HeadwaterError(
+                f"{source!r} is a folder, whose runs have their settings; name a recipe to change them."
+            )
+        refuse("for a folder, where its prices are written", "--out")
+        tables = _prices_of_folder(Path(source))
+    else:
+        tables = _prices_of_recipe(recipe_of(source, overrides), out)
+    for prices in tables:
         stdout.print(terminal_prices(prices))
+
+
+def _prices_of_folder(folder: Path) -> list[Prices]:
+    """Measure the arms of the comparisons that have run in a folder."""
+    from headwater_lab.comparison.prices import measure
+    from headwater_lab.recipe.schema import parse_recorded
+    from headwater_lab.reports.comparison import comparisons
+    from headwater_lab.reports.prices import prices_of
+
+    check_writable(folder, folder=True)
+    measured = comparisons(folder)
+    for comparison in measured:
+        arms = {arm: parse_recorded(comparison.runs(arm)[0].recipe, f"arm {arm!r}") for arm in comparison.arms}
+        folders = {run.parent for run in comparison.folders.values()}
+        if len(folders) != 1 or comparison.baseline not in arms:
+            raise HeadwaterError(
+                f"The runs of {comparison.heading!r} are in {len(folders)} folders"
+                f"{'' if comparison.baseline in arms else ', without its baseline'}; name the folder of one comparison."
+            )
+        measure(arms, comparison.baseline, folders.pop(), tell)
+    return [prices for comparison in measured if (prices := prices_of(comparison)) is not None]
+
+
+def _prices_of_recipe(recipe: Recipe, out: Path | None) -> list[Prices]:
+    """Measure the arms of a recipe's comparison, size by size. Raises `HeadwaterError` if it has none."""
+    from headwater_lab.comparison.budget import match_arms
+    from headwater_lab.comparison.prices import folder_of, measure, read_prices
+
+    out = out or Path("runs") / recipe.name
+    check_writable(out, folder=True)
+    recipe = match_arms(recipe)
+    if (section := recipe.compare) is None:
+        raise HeadwaterError(f"{recipe.name!r} has no compare section; name a recipe whose arms can be measured.")
+    folders = {size: folder_of(recipe, size, out) for size in section.sizes or [None]}
+    tables = []
+    for size, folder in folders.items():
+        arms = {arm: recipe.arm(arm, section.seeds[0], size) for arm in section.arms}
+        folder.mkdir(parents=True, exist_ok=True)
+        measure(arms, section.baseline, folder, tell, beside=[*folders.values()])
+        if (prices := read_prices(folder, arms, section.baseline)) is not None:
+            tables.append(prices)
+    return tables
 
 
 def bench_verdicts(
@@ -202,8 +369,8 @@ def bench_verdicts(
         f"{comparisons:,} comparisons of {arms + 1} identical arms with {seeds} seeds; the planted difference is "
         f"{planted_effect(arms, seeds):.3g} standard deviations of paired differences"
     )
-    columns = ("results", "seeds", "false alarms, at most 0.05 stated", "planted found", "seeds, mean")
-    table = lined(*columns, left=("results",), title=title)
+    columns = ("seeds", "false alarms, at most 0.05 stated", "planted found", "seeds, mean")
+    table = _table(title, *columns, first="results")
     for source, draw in sources.items():
         for rule, measured in zip(("fixed", "until decided"), calibrate(draw, arms, seeds, comparisons), strict=True):
             if measured is not None:
@@ -232,6 +399,12 @@ def _mechanisms(arguments: Sequence[str]) -> dict[str, dict[str, dict]]:
     return chosen
 
 
+def _dtype(precision: str) -> Any:
+    import torch
+
+    return torch.float32 if precision == "32-true" else torch.bfloat16
+
+
 def _about(device: str) -> str:
     """A device in the title of a table; the CPU by its name."""
     if device != "cpu":
@@ -241,6 +414,15 @@ def _about(device: str) -> str:
     from headwater.util.processor import describe_cpu
 
     return f"{describe_cpu()}, {counted(torch.get_num_threads(), 'thread')}"
+
+
+def _table(title: str, *columns: str, first: str = "") -> Table:
+    """A table whose first column alone is aligned to the left."""
+    table = Table(title=title, title_justify="left")
+    table.add_column(first)
+    for name in columns:
+        table.add_column(name, justify="right")
+    return table
 
 
 def _ratio(paired: PairedTimes | None) -> tuple[str, str]:
@@ -263,7 +445,10 @@ bench = group_of(
         "train": (bench_train, "bench train --base gpt2 --precision bf16-mixed"),
         "mechanisms": (bench_mechanisms, "bench mechanisms NAME"),
         "decode": (bench_decode, "bench decode NAME --context 1024"),
+        "prefill": (bench_prefill, "bench prefill NAME --context 4096"),
+        "serve": (bench_serve, "bench serve NAME --requests 16"),
         "gpu": (bench_gpu, "bench gpu --out gpu"),
+        "data": (bench_data, "bench data 'texts/*.txt' --megabytes 20"),
         "prices": (bench_prices, "bench prices demo/language --out runs/prices"),
         "verdicts": (bench_verdicts, "bench verdicts runs/demo --seeds 10"),
     },

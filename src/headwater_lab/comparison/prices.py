@@ -25,7 +25,6 @@ from headwater.util.errors import HeadwaterError
 from headwater.util.files import file_name, replace_text
 from headwater_lab.bench.decoding import decode_in_turns
 from headwater_lab.bench.paired import PairedTimes, interleave
-from headwater_lab.comparison.budget import match_arms
 from headwater_lab.recipe.schema import Recipe
 from headwater_lab.training.loop import stepping
 from headwater_lab.training.records import device_name
@@ -182,24 +181,6 @@ def measure(
     finally:
         torch.set_num_threads(threads)
     return found
-
-
-def price_recipe(recipe: Recipe, out: Path, tell: Told = lambda line: None) -> list[Prices]:
-    """Measure the arms of a recipe's comparison, size by size, in the folders of its runs.
-
-    Raises `HeadwaterError` if it has no comparison, and as `check_priced` does.
-    """
-    recipe = match_arms(recipe)
-    if (section := recipe.compare) is None:
-        raise HeadwaterError(f"{recipe.name!r} has no compare section; name a recipe whose arms can be measured.")
-    folders = {size: folder_of(recipe, size, out) for size in section.sizes or [None]}
-    priced = []
-    for size, folder in folders.items():
-        arms = {arm: recipe.arm(arm, section.seeds[0], size) for arm in section.arms}
-        folder.mkdir(parents=True, exist_ok=True)
-        prices = measure(arms, section.baseline, folder, tell, beside=[*folders.values()])
-        priced.append(prices.model_copy(update={"arms": {arm: prices.arms[arm] for arm in arms}}))
-    return priced
 
 
 def _here(recipe: Recipe, threads: int) -> Prices:
