@@ -23,11 +23,11 @@ def lines(monkeypatch, capsys):
 def test_a_task_has_a_first_line_a_last_line_and_few_between(lines):
     clock, printed = lines
     with ProgressReport() as report:
-        task = report.add_task("run", total=200, unit="step")
+        report.show("run", 0, 200, unit="step")
         assert printed() == ["run  step 0/200"]
         for step in range(1, 101):
             clock[0] += 0.25
-            report.update(task, completed=step, info="loss 3.5")
+            report.show("run", step, 200, info="loss 3.5")
         between = printed()
     assert len(between) == 2  # of 25 seconds
     assert between[0].startswith("run  step 40/200  loss 3.5  ")
@@ -41,8 +41,8 @@ def test_nothing_is_printed_before_the_work_begins_nor_twice(lines):
     report.add_task("run", total=2)
     report.stop()
     assert printed() == []  # the run was refused
-    with report:
-        pass
+    report.start()
+    report.stop()
     report.stop()
     assert printed() == ["run  0/2"]
 
@@ -51,15 +51,15 @@ def test_a_line_is_as_long_as_it_is_and_literal(lines, monkeypatch):
     monkeypatch.setenv("COLUMNS", "20")
     _, printed = lines
     with ProgressReport() as report:
-        report.add_task("[b]name\x1b", total=None, info="loss 1.0  " + "long " * 20)
+        report.show("[b]name\x1b", 0, info="loss 1.0  " + "long " * 20)
     assert printed() == [r"[b]name\x1b  loss 1.0  " + "long " * 20]
 
 
 def test_a_trial_that_ends_has_a_line(lines):
     _, printed = lines
     with ProgressReport() as report:
-        task = report.add_task("  a · seed 0", total=4, unit="step")
-        report.update(task, completed=4, visible=False)
+        for done, visible in ((0, True), (4, False)):
+            report.show("runs/a-0", done, 4, title="  a · seed 0", unit="step", visible=visible)
         assert printed() == ["a · seed 0  step 0/4", "a · seed 0  step 4/4"]
 
 

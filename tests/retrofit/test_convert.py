@@ -48,7 +48,7 @@ from headwater.mechanisms.kv_source import nearest_sources
 from headwater.models.cache import cache_bytes
 from headwater.testing import Case, Contract
 from headwater.testing.naive import Reference
-from headwater_lab.cli.converting import _written
+from headwater_lab.api.converting import _written
 from headwater_lab.data.tokenizer import load_tokenizer
 from headwater_lab.recipe.schema import CacheConversion, Change, changed_config, load_recipe, parse
 from headwater_lab.training.checkpoints import newest_checkpoint, write_model

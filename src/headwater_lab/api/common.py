@@ -2,19 +2,47 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from html import escape
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
 from transformers.utils import logging
 
+from headwater.models.kinds import AnyModel
+from headwater.util.errors import HeadwaterError
+from headwater_lab.api.observer import Observer
+from headwater_lab.data.base import Data
+from headwater_lab.training.checkpoints import FOLDER
+from headwater_lab.training.models import measure
+
 if TYPE_CHECKING:
     from pandas import DataFrame
 
 PathLike = str | Path
+
+
+def check_outside(folder: Path, source: str | Path, around: bool = False) -> None:
+    """Raise `HeadwaterError` for an output folder that is, holds or is in the source, a checkpoint or a run.
+
+    around: it may hold the source.
+    """
+    if not Path(source).is_dir():
+        return
+    target, given = (Path(os.path.realpath(path)) for path in (folder, source))
+    whole = given.parent.parent if given.parent.name == FOLDER else given
+    if target == given or (target in given.parents and not around) or whole in (target, *target.parents):
+        raise HeadwaterError(f"--out {str(folder)!r} is, holds, or is in the source; choose another folder.")
+
+
+def measured(what: str, model: AnyModel, data: Data, watch: Observer) -> dict[str, float]:
+    """Measure a model on the held-out data, and report progress under the name `what`."""
+    batches = count(1)
+    return measure(model, data, lambda: watch.show(what, next(batches), unit="batch"))
 
 
 @contextmanager

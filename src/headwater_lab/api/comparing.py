@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import functools
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from headwater.plugins import outside
 from headwater.plugins.registry import MECHANISMS, as_mapping
 from headwater.util import extras
-from headwater.util.errors import HeadwaterError
+from headwater.util.errors import HeadwaterError, nearest
 from headwater.util.files import local
+from headwater.util.terminal import counted
 from headwater_lab.api.common import PathLike, Result, quiet
-from headwater_lab.comparison import running
+from headwater_lab.api.observer import SILENT, Observer
+from headwater_lab.comparison import running, search
 from headwater_lab.comparison.pool import OnChange, Outcome
-from headwater_lab.comparison.trials import trials_of
+from headwater_lab.comparison.running import ArmKey
+from headwater_lab.comparison.trials import Job, describe_runs, trials_of
 from headwater_lab.recipe.schema import Recipe, read_recipe
 from headwater_lab.reports import Comparison, cells, columns, comparisons, write_report
 from headwater_lab.util.output_folder import occupied
@@ -23,11 +27,16 @@ from headwater_lab.util.output_folder import occupied
 
 @dataclass(frozen=True)
 class Compared(Result):
-    """Comparisons, one for each size; `failed`: the trials that failed."""
+    """Comparisons by these names, one for each size; `failed`: the trials that failed."""
 
     folder: Path
-    comparisons: list[Comparison] = field(repr=False)
+    names: list[str]
     failed: list[Outcome]
+
+    @functools.cached_property
+    def comparisons(self) -> list[Comparison]:
+        """The comparisons in the folder as they are when first asked for."""
+        return [comparison for comparison in comparisons(self.folder) if comparison.name in self.names]
 
     def table(self) -> list[dict[str, Any]]:
         """A row per arm (and size), as text, with the columns of the report's table."""
@@ -81,35 +90,158 @@ def _size_of(comparison: Comparison) -> dict[str, str]:
     return {} if comparison.size is None else {"size": comparison.size}
 
 
+AnyRecipe = Recipe | Mapping[str, Any] | PathLike
+
+
 @quiet()
 def compare(
-    recipe: Recipe | Mapping[str, Any] | PathLike,
+    recipe: AnyRecipe | Sequence[AnyRecipe],
     out: PathLike | None = None,
     *,
     overrides: Sequence[str] = (),
+    arms: Sequence[str] = (),
+    sizes: Sequence[str] = (),
+    searches: bool = False,
+    mechanisms: Mapping[str, dict[str, Any]] | None = None,
     workers: int | None = None,
     on_change: OnChange | None = None,
+    watch: Observer = SILENT,
     trust: Sequence[str] = (),
 ) -> Compared:
-    """Train the arms of a recipe side by side, like `headwater compare`. Call it again to resume.
+    """Train the arms of a recipe, or of several, side by side, like `headwater compare`. Call it again to resume.
 
     Trials run in separate processes that do not import the caller, so a script needs no `__main__` guard.
-    on_change: called with (job, steps done, "running" | "finished" | "failed"). trust: as in `train`.
+    arms, sizes: train only these, and what they are compared with. searches: compare all combinations of `mechanisms`
+    instead, default all alone and in pairs, and test the best on fresh seeds. on_change: called with (job, steps done,
+    "running" | "finished" | "failed"); without it, `watch` receives the progress. trust: as in `train`.
     Raises `HeadwaterError`.
     """
     outside.trust(trust)
     extras.check("compare")
-    loaded = read_recipe(recipe, overrides)
-    if loaded.compare is None:
-        raise HeadwaterError(f"The recipe {loaded.name!r} has no compare section; add one.")
-    folder = local(out, "out") if out is not None else Path("runs") / loaded.name
+    sources = cast("Sequence[AnyRecipe]", recipe if isinstance(recipe, list | tuple) else [recipe])
+    recipes = [read_recipe(each, overrides) for each in sources]
+    titles = [loaded.name for loaded in recipes]
+    _check_titles(titles, searches)
+    parts = [_part(loaded, arms, sizes) if arms or sizes else None for loaded in recipes]
+    folder = local(out, "out") if out is not None else Path("runs") / titles[0]
+    failed: list[Outcome] = []
     with occupied(folder):
-        for trial in trials_of(loaded, folder):
-            if unknown := as_mapping(trial.recipe.model.get("mechanisms") or {}).keys() & MECHANISMS.added.keys():
-                raise HeadwaterError(
-                    f"Mechanism {min(unknown)!r} was registered in this process, and a comparison trains in others; "
-                    "put its class into a module, and name it as module:Class."
-                )
-        outcomes = running.compare(loaded, folder, workers, on_change)
-    found = [one for one in comparisons(folder) if one.name == loaded.name]
-    return Compared(folder, found, [outcome for outcome in outcomes if outcome.record is None])
+        if searches:
+            selection, failed = _select(recipes[0], mechanisms, folder, workers, on_change, watch)
+            recipes, parts = [selection] if failed else [_final(selection, folder, watch)], [None]
+            titles = list(dict.fromkeys((selection.name, recipes[0].name)))
+        for loaded, part in zip(recipes, parts, strict=True) if not failed else ():
+            failed += _train(loaded, folder, workers, on_change, watch, part)
+    return Compared(folder, titles, failed)
+
+
+def _check_titles(titles: list[str], searches: bool) -> None:
+    """Raise `HeadwaterError` for names of recipes that cannot be compared together."""
+    if not titles:
+        raise HeadwaterError("Name at least one recipe.")
+    if repeated := next((title for title in titles if titles.count(title) > 1), None):
+        raise HeadwaterError(
+            f"Two of the recipes are named {repeated!r}, and their runs would share a folder; give each its own "
+            "`name`, or compare them one by one with --out."
+        )
+    if searches and len(titles) > 1:
+        raise HeadwaterError("--search takes one recipe; search them one by one.")
+
+
+def _part(recipe: Recipe, arms: Sequence[str], sizes: Sequence[str]) -> set[ArmKey] | None:
+    """These arms of a recipe with its baseline and budgets, at these sizes; None without a compare section."""
+    section = recipe.compare
+    if section is None:
+        return None
+    for what, names, known in (("arm", arms, section.arms), ("size", sizes, section.sizes)):
+        for name in names:
+            if what == "size" and not known:
+                raise HeadwaterError(f"{recipe.name!r} compares at one size; leave out --size.")
+            if name not in known:
+                raise HeadwaterError(f"{recipe.name!r} has no {what} {name!r}; {nearest(name, known)}")
+    untested = {section.baseline, *section.budget_arms}
+    if section.sequential and arms and untested.issuperset(arms):
+        raise HeadwaterError(f"{arms[0]!r} is what other arms are compared with; name an arm to decide with --arm.")
+    chosen = {*untested, *arms} if arms else set(section.arms)
+    return {(arm, size) for arm in chosen for size in sizes or section.sizes or [None]}
+
+
+def _train(
+    recipe: Recipe,
+    folder: Path,
+    workers: int | None,
+    on_change: OnChange | None,
+    watch: Observer,
+    part: Collection[ArmKey] | None = None,
+) -> list[Outcome]:
+    """Train what a recipe compares, or these arms and sizes of it; tell what diverged, and return what failed."""
+    for trial in trials_of(recipe, folder):
+        if unknown := as_mapping(trial.recipe.model.get("mechanisms") or {}).keys() & MECHANISMS.added.keys():
+            raise HeadwaterError(
+                f"Mechanism {min(unknown)!r} was registered in this process, and a comparison trains in others; "
+                "put its class into a module, and name it as module:Class."
+            )
+    if runs := describe_runs(recipe, None if part is None else len(part)):
+        watch.tell(runs)
+    steps = sum(job.steps for job in running.jobs_of(recipe, folder, part))
+    bars = on_change or watched_trials(recipe.name, steps, watch)
+    return tell_failures(running.compare(recipe, folder, workers, bars, part, watch.tell), watch)
+
+
+def watched_trials(name: str, steps: int, watch: Observer) -> OnChange:
+    """Report the progress of a comparison with so many steps, and of each running trial."""
+    done: dict[str, int] = {}
+    begun: set[str] = set()
+
+    def on_change(job: Job, step: int, status: str) -> None:
+        label, is_running = f"{job.folder}", status == "running"
+        done[label] = step
+        watch.show(name, sum(done.values()), steps, unit="step")
+        if is_running or label in begun:
+            begun.add(label)
+            total = job.recipe.training.steps
+            watch.show(label, step, total, title=f"  {job.label}", unit="step", visible=is_running)
+
+    return on_change
+
+
+def tell_failures(outcomes: Sequence[Outcome], watch: Observer) -> list[Outcome]:
+    """Tell which trials diverged or failed, and why, once for each reason; return those that failed."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for outcome in outcomes:
+        if outcome.error is not None:
+            what = "diverged" if outcome.record is not None else "failed"
+            reasons.setdefault((what, outcome.error), []).append(outcome.label)
+    for (what, why), labels in reasons.items():
+        others = f", and {len(labels) - 1} more," if len(labels) > 1 else ""
+        watch.tell(f"{labels[0]}{others} {what}: {why}")
+    return [outcome for outcome in outcomes if outcome.record is None]
+
+
+def _select(
+    recipe: Recipe,
+    mechanisms: Mapping[str, dict[str, Any]] | None,
+    folder: Path,
+    workers: int | None,
+    on_change: OnChange | None,
+    watch: Observer,
+) -> tuple[Recipe, list[Outcome]]:
+    """The comparison of all combinations of the mechanisms, trained, and its failed trials."""
+    arms, refused = search.candidates(recipe, mechanisms)
+    for reason in dict.fromkeys(refused.values()):
+        labels = [label for label, why in refused.items() if why == reason]
+        more = f", and {len(labels) - 1} more" if len(labels) > 1 else ""
+        watch.tell(f"left out: {labels[0]}{more}: {reason}")
+    selection = search.search_recipe(recipe, arms)
+    runs = counted((search.FINALISTS + 1) * len(search.FINAL_SEEDS), "run")
+    watch.tell(
+        f"{len(arms) - 1} combinations and {search.VANILLA}; then a test of the best {search.FINALISTS} in {runs}"
+    )
+    return selection, _train(selection, folder, workers, on_change, watch)
+
+
+def _final(selection: Recipe, folder: Path, watch: Observer) -> Recipe:
+    """The comparison of the best combinations on fresh seeds."""
+    best = search.best_arms(selection, folder)
+    watch.tell(f"chosen: {', '.join(best)}")
+    return search.final_recipe(selection, folder, best)

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from headwater.cost.estimate import si
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.plugins.outside import check_paths
 from headwater.util.errors import HeadwaterError
+from headwater.util.files import replace_text
+from headwater.util.terminal import lined
+from headwater_lab.api.common import measured, quiet
+from headwater_lab.api.observer import SILENT, Observer
+from headwater_lab.api.training import watched
 from headwater_lab.recipe.schema import Recipe, changed_recipe
-from headwater_lab.training.checkpoints import newest_checkpoint
+from headwater_lab.training.checkpoints import FOLDER, how_to_load, newest_checkpoint, publish_model, write_model
 from headwater_lab.training.estimate import ConversionPrice, count_of, price_of
-from headwater_lab.training.models import Trained, last_training, open_source
-from headwater_lab.training.stages import chain, conversion_recipe, on_several
+from headwater_lab.training.models import Trained, changed_text, last_training, open_source, open_trained
+from headwater_lab.training.processes import connected
+from headwater_lab.training.records import RunRecord
+from headwater_lab.training.run_folder import mark
+from headwater_lab.training.stages import chain, conversion_recipe, curve_of, on_several, train_stages, write_recipe
 from headwater_lab.training.start import MAY_DIFFER
+from headwater_lab.util.output_folder import occupied
 
 # Tokens in a row, if the model has positions for as many, and rows in a step.
 CONTEXT, ROWS = 512, 8
@@ -35,6 +48,66 @@ class PreparedConversion:
     teacher: str
     checkpoint: Path
     is_copied: bool
+
+
+@quiet()
+def convert(
+    source: str,
+    out: Path,
+    *,
+    mechanisms: Mapping[str, Any],
+    num_key_value_heads: int | None = None,
+    choose_layers: bool = False,
+    heal: str = "10M",
+    text: str | None = None,
+    anneal: bool = True,
+    overrides: Sequence[str] = (),
+    only_plan: bool = False,
+    watch: Observer = SILENT,
+) -> RunRecord | None:
+    """Make the cache of a trained model smaller, heal it and measure it, like `headwater convert`.
+
+    out: the new folder. heal: tokens of healing. text: what to heal and measure on; default: what the model was trained
+    on. only_plan: report the cost, and stop. Raises `HeadwaterError`.
+    """
+    conversion = prepare_conversion(
+        source,
+        out,
+        mechanisms=mechanisms,
+        num_key_value_heads=num_key_value_heads,
+        choose_layers=choose_layers,
+        heal=heal,
+        text=text,
+        anneal=anneal,
+        overrides=overrides,
+        tell=watch.tell,
+    )
+    recipe, trained = conversion.recipe, conversion.trained
+    dtype = trained.model.dtype
+    _say_price(conversion.price, conversion.teacher, watch)
+    if only_plan:
+        return None
+    with connected(recipe, out) as fabric:  # which says if the device cannot be used
+        device = fabric.device
+    with occupied(out, empty=True):
+        mark(out)
+        write_recipe(recipe, out)
+        if conversion.is_copied:
+            write_model(conversion.checkpoint, trained.model, trained.tokenizer, trained.history)
+        built = recipe.data.build()
+        if text is None and (warning := changed_text(trained, built)):
+            watch.tell(f"{warning} Pass another text with --text.")
+        before = measured("measuring the original", trained.model.to(device), built, watch)
+        del trained, conversion.trained
+        watch.tell("making the smaller model")
+        record = train_stages(
+            recipe, out, on_event=watched(recipe, chain(recipe, out), watch), measure_peak=watch.measures_peak
+        )
+        result = _written(out, record, dtype)
+        publish_model(result, out)
+        after = measured("measuring the result", open_source(str(result)).model.to(device), built, watch)
+        _report(out, record, conversion.price, (before, after), source, watch)
+    return record
 
 
 def prepare_conversion(
@@ -140,3 +213,54 @@ def _check_context(context: int, most: int, tell: Callable[[str], object]) -> No
         raise HeadwaterError(f"The model has {most} positions, and data.context is {context}; set {most} or less.")
     if context == most < CONTEXT:
         tell(f"Rows of {most} tokens, because the model has no more positions.")
+
+
+def _written(target: Path, record: RunRecord, dtype: torch.dtype) -> Path:
+    """The checkpoint of the result in the source's dtype: what training wrote, or a copy of it in OUT/checkpoints."""
+    trained = open_trained(target / record.stages[-1].folder)
+    if trained.model.dtype == dtype:
+        return newest_checkpoint(target)
+    place = target / FOLDER / f"step-{sum(stage.steps for stage in record.stages):06d}"
+    write_model(place, trained.model.to(dtype), trained.tokenizer, trained.history)
+    return place
+
+
+def _say_price(priced: ConversionPrice, teacher: str, watch: Observer) -> None:
+    table = lined("", "before", "after")
+    before, after = priced.before, priced.after
+    table.add_row("cache, bytes a token", f"{before.cache_bytes_per_token:,}", f"{after.cache_bytes_per_token:,}")
+    table.add_row("cache of a row", f"{si(before.cache_bytes)}B", f"{si(after.cache_bytes)}B")
+    table.add_row("parameters", f"{before.parameters:,}", f"{after.parameters:,}")
+    watch.say(table)
+    parts = ", ".join(f"{name} {flops:.3g}" for name, flops in priced.flops.items())
+    held = f", of which {teacher} {si(priced.teacher_bytes)}B" if priced.teacher_bytes else ""
+    watch.say(
+        f"healing on {priced.tokens:,} tokens: {sum(priced.flops.values()):.3g} FLOPs ({parts}); about "
+        f"{si(priced.step_bytes)}B of memory in a step{held}"
+    )
+
+
+def _report(
+    target: Path,
+    record: RunRecord,
+    priced: ConversionPrice,
+    measures: tuple[dict[str, float], dict[str, float]],
+    source: str,
+    watch: Observer,
+) -> None:
+    """Tell what the conversion did, and write it beside the run. measures: of the original and the result."""
+    before, after = measures
+    curve = curve_of(record)
+    result = {"source": source, "price": asdict(priced), "before": before, "after": after, "curve": curve}
+    replace_text(target / "conversion.json", json.dumps(result, indent=1) + "\n")
+    table = lined("", "before", "after", "after / before")
+    for name in [name for name in before if name in after]:
+        title = f"held-out {name.replace('_', ' ')}"
+        share = f"{after[name] / before[name]:.4f}" if before[name] else ""
+        table.add_row(title, f"{before[name]:.4f}", f"{after[name]:.4f}", share)
+    watch.say(table)
+    shown = lined("tokens of healing", "cache, bytes a token (fp32)", record.metric.replace("_", " "))
+    for point in curve:
+        shown.add_row(f"{point['tokens']:,}", f"{point['cache_bytes_per_token']:,}", f"{point[record.metric]:.4f}")
+    watch.say(shown)
+    watch.say(f"written to {target}\n{how_to_load(target)}")

@@ -1,4 +1,4 @@
-"""The functions that change a model: `lab.grow` and `lab.retrofit`."""
+"""The functions that change a model: `lab.grow` and `lab.retrofit`, and what `shrink` and `merge` do."""
 
 from __future__ import annotations
 
@@ -6,19 +6,38 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from pydantic import ValidationError
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from headwater import growth
-from headwater.conversion import add_mechanisms, from_transformers
-from headwater.models.kinds import MODEL_TYPES, AnyModel
-from headwater.models.load import model_type
+from headwater.conversion import add_mechanisms, from_transformers, function_change
+from headwater.cost.counts import check_memory
+from headwater.models.kinds import AnyModel
 from headwater.models.pretrained import HeadwaterPreTrainedModel
 from headwater.plugins import outside
 from headwater.plugins.registry import as_mapping
 from headwater.util.errors import HeadwaterError, shown
-from headwater.util.files import local
-from headwater_lab.api.common import quiet
-from headwater_lab.training.checkpoints import load_model, newest_checkpoint
+from headwater.util.terminal import lined
+from headwater_lab.api.common import measured, quiet
+from headwater_lab.api.observer import SILENT, Observer
+from headwater_lab.data.base import Data
+from headwater_lab.recipe.schema import Change, changed_config
+from headwater_lab.training.checkpoints import how_to_load, write_model
+from headwater_lab.training.models import (
+    Trained,
+    changed,
+    changed_text,
+    data_of,
+    known_rows,
+    open_source,
+    open_trained,
+    sample_rows,
+)
+from headwater_lab.training.records import Event
+
+# In a sample of a text.
+ROWS = 32
 
 
 @quiet()
@@ -27,18 +46,124 @@ def grow(
     attention_pairs: int | None = None,
     ffn_pairs: int | None = None,
     *,
+    out: Path | None = None,
+    watch: Observer = SILENT,
     trust: Sequence[str] = (),
     **arguments: Any,
 ) -> AnyModel:
     """A larger model from a trained one, like `headwater grow`: by default without changing its function.
 
     model: a headwater model or one of a family that `retrofit` converts, which is not changed; the folder of a
-    checkpoint or run; or a name on the hub. trust: as in `train`. The rest are the fields of
-    `headwater.growth.GrowthOptions`.
-    Raises `HeadwaterError`.
+    checkpoint or run; or a name on the hub. out: also write a checkpoint to this new folder, with the optimizer's
+    state. watch: receives what changed, which is measured only for it. trust: as in `train`. The rest are the fields of
+    `headwater.growth.GrowthOptions`. Raises `HeadwaterError`.
     """
     outside.trust(trust)
-    return growth.grow(_opened("grow", model)[0], attention_pairs, ffn_pairs, **arguments)
+    pairs = {"attention_pairs": attention_pairs, "ffn_pairs": ffn_pairs}
+    try:
+        change = Change.model_validate({"grow": pairs | arguments})
+    except ValidationError as error:
+        first = error.errors()[0]
+        if first["type"] == "value_error":
+            raise HeadwaterError(str(first["ctx"]["error"])) from error
+        message = f"{first['msg'][0].lower()}{first['msg'][1:]}, not {shown(first['input'])}."
+        raise HeadwaterError(f"{'.'.join(map(str, first['loc'][1:]))}: {message}") from error
+    try:
+        trained = _opened("grow", model, with_state=out is not None)
+    except HeadwaterError as error:
+        if out is None:
+            raise
+        trained = _opened("grow", model)  # which raises what is not about the state
+        watch.tell(str(error))
+    check_memory(changed_config(trained.model.config, change))
+    ids, where = _tell_converted(trained, watch)
+    grown = changed(trained, change)
+    if watch.listens:
+        moved = _describe_change(function_change(trained.model, grown.model, ids))
+        before, after = trained.model.num_parameters(), grown.model.num_parameters()
+        watch.say(f"{before:,} → {after:,} parameters; {moved}, on {where}")
+        learning = sum(parameter.numel() for parameter in grown.model.parameters() if parameter.requires_grad)
+        if learning < after:
+            watch.say(f"{learning:,} of them learn, the new pairs")
+    return _written(grown, out, watch)
+
+
+@quiet()
+def shrink(
+    checkpoint: Path,
+    attention_pairs: int | None = None,
+    ffn_pairs: int | None = None,
+    *,
+    text: Path | None = None,
+    rows: int = ROWS,
+    out: Path | None = None,
+    watch: Observer = SILENT,
+) -> AnyModel:
+    """A model without the parameter tokens that matter least in `rows` rows of a text, like `headwater shrink`.
+
+    text: default: what the model was trained on. out, watch: as in `grow`. Raises `HeadwaterError`.
+    """
+    trained = open_trained(checkpoint)
+    ids = sample_rows(trained, text, rows)
+    seen = len(ids) if text is None else len(ids) - len(ids) // 4
+    weights = growth.importance(trained.model, ({trained.model.main_input_name: row[None]} for row in ids[:seen]))
+    model = growth.shrink(trained.model, weights, attention_pairs, ffn_pairs)
+    if text is None and (data := data_of(trained.history)) is not None:
+        if warning := changed_text(trained, data):
+            watch.tell(warning)
+        before, after = (
+            measured(f"measuring the {which} model", each, data, watch)[data.metric]
+            for which, each in (("old", trained.model), ("new", model))
+        )
+        moved = {"before": before, "after": after}
+        says = f"held-out {data.metric.replace('_', ' ')} {before:.4f} → {after:.4f}"
+    else:  # a text: the rest of it
+        moved = function_change(trained.model, model, ids[seen:])
+        says = f"{_describe_change(moved)} (last quarter)"
+    watch.say(f"{trained.model.num_parameters():,} → {model.num_parameters():,} parameters; {says}")
+    details = {"attention_pairs": attention_pairs, "ffn_pairs": ffn_pairs} | moved
+    return _written(trained.after("shrunk", details, model=model), out, watch)
+
+
+@quiet()
+def merge(base: Path, grown: Sequence[Path], *, out: Path | None = None, watch: Observer = SILENT) -> AnyModel:
+    """Join grown copies of one model that were trained separately, like `headwater merge`; measure all on each's data.
+
+    base: the checkpoint that the others were grown from. out, watch: as in `grow`. Raises `HeadwaterError`.
+    """
+    root, copies = open_trained(base), [open_trained(path) for path in grown]
+    sources = [_data_since(root, copy, path, base, watch) for path, copy in zip(grown, copies, strict=True)]
+    model = growth.merge(root.model, *(copy.model for copy in copies))
+    models = {"base": root.model, **{str(path): copy.model for path, copy in zip(grown, copies, strict=True)}}
+    models["merged"] = model
+    names = [
+        f"{data.metric.replace('_', ' ')} on the data of {path}" for path, data in zip(grown, sources, strict=True)
+    ]
+    columns = [
+        {name: measured(f"measuring {name}", each, data, watch)[data.metric] for name, each in models.items()}
+        for data in sources
+    ]
+    table = lined("held-out measure", *names, left=("held-out measure",))
+    for name in models:
+        table.add_row(name, *(f"{column[name]:.4f}" for column in columns))
+    watch.say(table)
+    root.history += [event for copy in copies for event in copy.history[len(root.history) :]]
+    details = {"merged": [str(path) for path in grown], "metrics": columns}
+    return _written(root.after("merged", details, model=model), out, watch)
+
+
+def _data_since(root: Trained, copy: Trained, path: Path, base: Path, watch: Observer) -> Data:
+    """The data that a grown copy of `root` was trained on since. Raises `HeadwaterError`."""
+    if copy.history[: len(root.history)] != root.history:
+        raise HeadwaterError(
+            f"{str(path)!r} was not grown from {str(base)!r}, according to its history; name its own base."
+        )
+    data = data_of(copy.history[len(root.history) :])
+    if data is None:
+        raise HeadwaterError(f"{str(path)!r} has not been trained since it was grown; train it, then merge.")
+    if warning := changed_text(copy, data):
+        watch.tell(warning)
+    return data
 
 
 @quiet()
@@ -47,38 +172,106 @@ def retrofit(
     mechanisms: Mapping[str, Mapping[str, Any]] | Sequence[str] | str = (),
     *,
     allow_change: bool = False,
+    layout: str | None = None,
+    settings: Mapping[str, Any] | None = None,
     family: str | None = None,
+    text: Path | None = None,
+    rows: int = ROWS,
+    out: Path | None = None,
+    watch: Observer = SILENT,
     trust: Sequence[str] = (),
 ) -> AnyModel:
     """Convert a trained model, and add mechanisms without changing its function, like `headwater retrofit`.
 
-    model: a headwater model or one of a supported family, a checkpoint's folder, or a name on the hub; it is not
-    changed. mechanisms: names, or name -> options; not needed to convert a model of another family. allow_change: allow
-    mechanisms that change the function. family: the family of a model that is not headwater's, "package.module:NAME"
-    for an outside one; default: from its config. trust: as in `train`. Raises `HeadwaterError`.
+    model: a headwater model or one of a supported family, a checkpoint's folder, a file of tensors, or a name on the
+    hub; it is not changed. mechanisms: names, or name -> options; not needed to convert a model of another family.
+    allow_change: allow mechanisms that change the function. layout: the paper's code that wrote the tensors, whose
+    config needs `settings`. family: the family of a model that is not headwater's, "package.module:NAME" for an outside
+    one; default: from its config. text: changes are measured on `rows` rows of it. out, watch: as in `grow`. trust: as
+    in `train`. Raises `HeadwaterError`.
     """
     outside.trust(trust)
+    named = _named(mechanisms)
+    trained = _opened("retrofit", model, layout, settings, family)
+    if not trained.foreign and not named:
+        raise HeadwaterError(f"{trained.source!r} is already a headwater model; name mechanisms to add.")
+    ids, where = _tell_converted(trained, watch, text, rows)
+    details: dict[str, Any] = {}
+    result = trained.model
+    if named:
+        options = {name: dict(each) for name, each in named.items()}
+        result = add_mechanisms(trained.model, options, allow_change)
+        details["mechanisms"] = {name: (result.config.mechanisms or {})[name] for name in named}
+        if watch.listens or out is not None:
+            details["moved"] = moved = function_change(trained.model, result, ids)
+            new = result.num_parameters() - trained.model.num_parameters()
+            watch.say(f"{', '.join(named)} added, {new:+,} parameters: {_describe_change(moved)}, on {where}")
+    return _written(trained.after("retrofitted", details, model=result) if details else trained, out, watch)
+
+
+def _named(mechanisms: Any) -> Mapping[str, Mapping[str, Any]]:
+    """Mechanisms by name, with their options. Raises `HeadwaterError`."""
     outside.trust_names_in(mechanisms)
-    given = as_mapping([mechanisms] if isinstance(mechanisms, str) else mechanisms)
-    if not isinstance(given, Mapping):
-        raise HeadwaterError(f"mechanisms must be names, or a mapping name: options, not {shown(given)}.")
-    source = repr(str(model)) if isinstance(model, str | Path) else f"A {type(model).__name__}"
-    opened, foreign = _opened("retrofit", model, family)
-    if not foreign and family is not None:
-        raise HeadwaterError(f"{source} is already a headwater model; leave out family={family!r}.")
-    if not foreign and not given:
-        raise HeadwaterError(f"{source} is already a headwater model; name mechanisms to add.")
-    added = {name: dict(options) for name, options in given.items()}
-    return add_mechanisms(opened, added, allow_change) if added else opened
+    named = as_mapping([mechanisms] if isinstance(mechanisms, str) else mechanisms)
+    if not isinstance(named, Mapping):
+        raise HeadwaterError(f"mechanisms must be names, or a mapping name: options, not {shown(named)}.")
+    return named
 
 
-def _opened(what: str, model: Any, family: str | None = None) -> tuple[AnyModel, bool]:
-    """A headwater model from any model, folder or name, and whether it was another family's. what: for the message."""
-    if not isinstance(model, str | Path | PreTrainedModel):
+def _opened(
+    what: str,
+    model: Any,
+    layout: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+    family: str | None = None,
+    *,
+    with_state: bool = False,
+) -> Trained:
+    """A headwater model from any model, folder or name. what: for the message."""
+    if isinstance(model, str | Path):
+        return open_source(str(model), layout, dict(settings or {}), family, with_state=with_state)
+    source = f"A {type(model).__name__}"
+    if not isinstance(model, PreTrainedModel):
         raise HeadwaterError(f"{what} takes a model, a folder or a name on the hub, not {type(model).__name__!r}.")
-    if isinstance(model, str | Path) and local(model).is_dir():
-        path = newest_checkpoint(Path(model))
-        model = load_model(path) if model_type(path) in MODEL_TYPES else path
     if isinstance(model, HeadwaterPreTrainedModel):
-        return cast("AnyModel", model), False
-    return from_transformers(model, family), True
+        if family is not None:
+            raise HeadwaterError(f"{source} is already a headwater model; leave out family={family!r}.")
+        return Trained(source, cast("AnyModel", model), None, [], {})
+    event = Event(kind="retrofitted", details={"source": source, "family": family or model.config.model_type})
+    return Trained(source, from_transformers(model, family), None, [event], {}, foreign=True, original=model)
+
+
+def _tell_converted(
+    trained: Trained, watch: Observer, text: Path | None = None, rows: int = ROWS
+) -> tuple[Tensor, str]:
+    """Rows to measure changes on, and a description of them; tell what changed when another family's model became
+    headwater's, which is then let go."""
+    if text is None:
+        ids, where = known_rows(trained)
+    else:
+        ids = sample_rows(trained, text, rows)
+        where = f"{ids.numel():,} tokens of {text.name}"
+    if trained.original is not None and watch.listens:
+        moved = function_change(trained.original, trained.model, ids)
+        watch.say(f"{trained.original.config.model_type} → headwater: {_describe_change(moved)}, on {where}")
+    trained.original = None
+    return ids, where
+
+
+def _describe_change(moved: dict[str, float]) -> str:
+    loss = ""
+    if "loss_before" in moved:  # not of images, which have no labels here
+        loss = f", loss {moved['loss_before']:.4f} → {moved['loss_after']:.4f} nats per token"
+    return f"logits differ by {moved['logits']:.1e} relative to the largest, KL {max(moved['kl'], 0.0):.1e}{loss}"
+
+
+def _written(trained: Trained, out: Path | None, watch: Observer) -> AnyModel:
+    """The model, which is written to a new folder if there is one."""
+    if out is not None:
+        write_model(out, trained.model, trained.tokenizer, trained.history, trained.state or None)
+        lines = [f"written to {out}", how_to_load(out)]
+        if trained.tokenizer is None:
+            what = "image processor" if trained.model.main_input_name == "pixel_values" else "tokenizer"
+            lines.append(f"The source has no {what}, so none is written.")
+        watch.say("\n".join(lines))
+    return trained.model

@@ -2,31 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from headwater.plugins import outside
-from headwater.util.errors import HeadwaterError, either, shown
+from headwater.util import extras
+from headwater.util.errors import HeadwaterError, either, nearest, shown
 from headwater.util.files import local
+from headwater.util.terminal import Table, counted, lined
 from headwater_lab.api.common import PathLike, Result, quiet
+from headwater_lab.api.comparing import tell_failures, watched_trials
+from headwater_lab.api.observer import SILENT, Observer
 from headwater_lab.comparison.pool import Outcome
 from headwater_lab.comparison.prices import slug
+from headwater_lab.papers.kept import keep as keep_runs
+from headwater_lab.papers.kept import restore
+from headwater_lab.papers.price import price
 from headwater_lab.papers.result import Reproduction, computed, reproduction, texts, write
-from headwater_lab.papers.table import SCALES
+from headwater_lab.papers.table import SCALES, PaperTable, tables
 from headwater_lab.papers.table import table as table_of
-from headwater_lab.papers.training import train
-from headwater_lab.papers.work import prepare
+from headwater_lab.papers.training import check_not_begun_otherwise, train
+from headwater_lab.papers.work import Work, prepare
+from headwater_lab.training.run_folder import OnEvent
 
 
 @dataclass(frozen=True)
 class Reproduced(Result):
-    """A paper's table: its figures and ours, and its claims; `failed`: the trials that failed and are not in it."""
+    """A paper's table: its figures and ours, and its claims.
+
+    failed: the trials that failed and are not in it. unfinished: which runs need several devices, and their
+    commands.
+    """
 
     result: Reproduction = field(repr=False)
     folder: Path
     failed: list[Outcome] = field(default_factory=list)
+    unfinished: str = ""
 
     def table(self) -> list[dict[str, Any]]:
         """A row for each of the paper's rows: its label, and for each column the paper's figure and ours, as text."""
@@ -54,13 +68,16 @@ def reproduce(
     device: str = "cpu",
     sequential: bool = False,
     max_seeds: int = 30,
+    keep: PathLike | None = None,
+    watch: Observer = SILENT,
     trust: Sequence[str] = (),
 ) -> Reproduced:
     """Train the models behind a paper's table or figure and judge its claims, like `headwater reproduce`.
 
     Call it again to resume. task_files: task files to use first; device: where to measure what the records lack.
-    sequential: add seeds, up to `max_seeds`, until claims about mean differences are decided. trust: as in `train`.
-    Raises `HeadwaterError`, after training the rest, if runs need several devices: it names their commands.
+    sequential: add seeds, up to `max_seeds`, until claims about mean differences are decided. keep: take finished runs
+    from this file instead of training them, and add those that are trained. trust: as in `train`. Raises
+    `HeadwaterError`, also if no run is finished.
     """
     outside.trust(trust)
     folder, files = local(out, "out"), None if task_files is None else local(task_files, "task_files")
@@ -73,19 +90,99 @@ def reproduce(
                 f"{table} is computed without training, so {overrides[0]!r} has no effect; leave it out."
             )
         return Reproduced(computed(table), folder / slug(table))
+    extras.check("compare")
     work = prepare(table, scale, folder, overrides)
     work.check_tasks(files)
     limit = max_seeds if sequential else None
-    outcomes, trained = train(work, workers, _silent, _silent, limit, files, device)
-    failed = [outcome for outcome in outcomes if outcome.record is None]
-    if commands := work.commands():
-        raise HeadwaterError(f"{work.left()} function: run {'; '.join(commands)}, then call it again.")
-    if len(work.missing()) == sum(len(place.seeds) for place in work.trained):
-        why = f": {failed[0].label} failed: {failed[0].error}" if failed else ""
-        raise HeadwaterError(f"No run of {table} is finished{why.rstrip('.')}.")
+    if limit is None:
+        check_not_begun_otherwise(work)
+    kept = None if keep is None else local(keep, "keep")
+    if kept is not None:
+        restore(kept, work, watch.tell)
+    if watch.listens:
+        watch.tell(_cost(work))
+    if work.cannot_show:
+        watch.tell("Models of this size cannot show what the table claims, so there will be no verdict.")
+    try:
+        trials = partial(watched_trials, watch=watch)
+        outcomes, trained = train(work, workers, trials, partial(_watched_steps, watch), limit, files, device)
+        failed = tell_failures(outcomes, watch)
+    finally:  # also of what was interrupted
+        if kept is not None:
+            keep_runs(kept, work, watch.tell)
+    unfinished = _unfinished(work, failed, watch)
     until = (work, max_seeds) if sequential else None
-    return Reproduced(reproduction(trained, files, device, until), work.folder, failed)
+    return Reproduced(reproduction(trained, files, device, until), work.folder, failed, unfinished)
 
 
-def _silent(name: str, steps: int) -> Callable[..., None]:
-    return lambda *_: None
+def _watched_steps(watch: Observer, name: str, steps: int) -> OnEvent:
+    return lambda step, point: watch.show(name, step, steps, unit="step")
+
+
+def _unfinished(work: Work, failed: Sequence[Outcome], watch: Observer) -> str:
+    """Which runs need several devices, whose commands are told; "" if none. Raises `HeadwaterError` if no run is
+    finished."""
+    unfinished = ""
+    if commands := work.commands():
+        for command in commands:
+            watch.say(command)
+        which = "the commands above" if watch.listens else "; ".join(commands)
+        unfinished = f"{work.left()} command: run {which}, then this one again."
+    if len(work.missing()) == sum(len(arm.seeds) for arm in work.trained):
+        why = f": {failed[0].label} failed: {failed[0].error}" if failed else ""
+        raise HeadwaterError(unfinished or f"No run of {work.name} is finished{why.rstrip('.')}.")
+    return unfinished
+
+
+def _cost(work: Work) -> str:
+    """What will be trained, and its cost."""
+    missing = work.missing()
+    runs = sum(len(arm.seeds) for arm in work.trained)
+    if not missing:
+        return f"all {runs} runs are finished"
+    cost = price(work.trained, work.scale)
+    finished = f", {runs - len(missing)} of them finished" if len(missing) < runs else ""
+    hours = f"about {duration(cost.hours)} of {cost.device}"
+    return f"{counted(runs, 'run')}{finished}; {cost.flops:.2g} FLOPs in total, {hours}"
+
+
+def chosen_tables(papers: Sequence[str]) -> dict[str, PaperTable]:
+    """All tables, or those of `papers`, each a paper or a table."""
+    known = tables()
+    of = sorted({name.partition("/")[0] for name in known})
+    for paper in papers:
+        if paper not in of and paper not in known:
+            raise HeadwaterError(f"There is no paper {paper!r}; {nearest(paper, of)}")
+    chosen = {name for name in known if not papers or {name, name.partition("/")[0]} & {*papers}}
+    return {name: table for name, table in known.items() if name in chosen}
+
+
+def list_tables(papers: Sequence[str], folder: Path) -> Table:
+    """List the tables of `papers`; default: all."""
+    caption = (
+        "Time for all runs of one table, from the FLOPs that `headwater plan` counts: on two idle cores at 4·10¹⁰ "
+        "FLOP/s each and 40 ms a step (cpu), else on one H100 at an MFU of 0.4. Tables share runs. k/n: how many of "
+        "its runs exist."
+    )
+    names = ("table", "title", *SCALES)
+    listing = lined(*names, left=names, caption=caption)
+    listing.columns[0].no_wrap = True
+    for name, table in chosen_tables(papers).items():
+        cells = ["computed", "", ""] if table.computed else []
+        for scale, at in table.scales.items():
+            if at.nothing:
+                cells.append("nothing")
+                continue
+            work = prepare(name, scale, folder)
+            runs = sum(len(place.seeds) for place in work.trained)
+            time = duration(price(work.trained, scale).hours)
+            note = "; cannot show it" if at.cannot_show else ""
+            cells.append(f"{time}, {runs - len(work.missing())}/{runs}{note}")
+        listing.add_row(name, table.title, *cells)
+    return listing
+
+
+def duration(hours: float) -> str:
+    if hours < 1:
+        return f"{max(1, round(60 * hours))} min"
+    return f"{hours:,.1f} h" if hours < 10 else f"{hours:,.0f} h"

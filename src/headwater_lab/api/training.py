@@ -9,21 +9,25 @@ from typing import Any
 
 from headwater.models.kinds import AnyModel
 from headwater.plugins import outside
+from headwater.util.errors import HeadwaterError, nearest
 from headwater.util.files import local
-from headwater_lab.api.common import PathLike, Result, quiet
+from headwater_lab.api.common import PathLike, Result, check_outside, quiet
+from headwater_lab.api.observer import SILENT, Observer
 from headwater_lab.recipe.schema import Recipe, read_recipe
 from headwater_lab.training.checkpoints import load_model, newest_checkpoint
-from headwater_lab.training.records import RunRecord
-from headwater_lab.training.run_folder import OnEvent
-from headwater_lab.training.stages import train_stages
+from headwater_lab.training.records import CurvePoint, Experiment, HeldOutPoint, Notice, RunRecord, SpeedPoint
+from headwater_lab.training.run_folder import Activity, OnEvent, Point
+from headwater_lab.training.stages import chain, train_stages
 
 
 @dataclass(frozen=True)
 class Run(Result):
-    """A run: its folder, and its record (docs/records.md)."""
+    """A run: its folder, its record (docs/records.md), and the folder of its model, which is the stage's if only one
+    was trained."""
 
     folder: Path
     record: RunRecord = field(repr=False)
+    model_folder: Path = field(repr=False)
 
     def table(self) -> list[dict[str, Any]]:
         """A row per evaluation: the step, and every measure."""
@@ -32,7 +36,7 @@ class Run(Result):
     @quiet()
     def model(self) -> AnyModel:
         """The trained model."""
-        return load_model(newest_checkpoint(self.folder))
+        return load_model(newest_checkpoint(self.model_folder))
 
 
 @quiet()
@@ -42,16 +46,90 @@ def train(
     *,
     overrides: Sequence[str] = (),
     resume: bool = False,
+    arm: str | None = None,
+    size: str | None = None,
+    stage: str | None = None,
     on_event: OnEvent | None = None,
+    watch: Observer = SILENT,
     trust: Sequence[str] = (),
 ) -> Run:
     """Train the model of a recipe, stage by stage if it has stages, like `headwater train`.
 
-    out: the run's folder; default: runs/NAME. resume: continue an interrupted run. on_event: called with (step, None)
-    after each step, and with (step, point) for each new point of the record. trust: code from outside that checkpoints
-    may name, "package.module" or "package.module:Class". Raises `HeadwaterError`.
+    out: the run's folder; default: runs/NAME. resume: continue an interrupted run. arm, size: train this arm of the
+    recipe's comparison. stage: train only this stage. on_event: called with (step, None) after each step, and with
+    (step, point) for each new point of the record; without it, `watch` receives the progress. trust: code from outside
+    that checkpoints may name, "package.module" or "package.module:Class". Raises `HeadwaterError`.
     """
     outside.trust(trust)
     loaded = read_recipe(recipe, overrides)
-    folder = local(out, "out") if out is not None else Path("runs") / loaded.name
-    return Run(folder, train_stages(loaded, folder, resume=resume, on_event=on_event))
+    folder, experiment = Path("runs") / loaded.name, None
+    if arm is not None:
+        loaded, folder, experiment = _trial_of(loaded, arm, size, overrides, watch)
+    if out is not None:
+        folder = local(out, "out")
+    if loaded.start is not None and not resume:
+        check_outside(folder, loaded.start.checkpoint, around=True)
+    record = train_stages(
+        loaded,
+        folder,
+        resume=resume,
+        experiment=experiment,
+        only=stage,
+        on_event=on_event or watched(loaded, chain(loaded, folder), watch),
+        measure_peak=watch.measures_peak,
+    )
+    stages = dict(zip(loaded.stage_names, (path for _, path in chain(loaded, folder)), strict=True))
+    return Run(folder, record, folder if stage is None else stages[stage])
+
+
+def _trial_of(
+    recipe: Recipe, arm: str, size: str | None, overrides: Sequence[str], watch: Observer
+) -> tuple[Recipe, Path, Experiment]:
+    """The recipe, the folder and the place of an arm of a recipe's comparison; tell which overrides it replaces."""
+    from headwater_lab.comparison.trials import trial_of  # the rest of the package is not needed to train
+
+    if recipe.compare is None or arm not in recipe.compare.arms:
+        known = list(recipe.compare.arms) if recipe.compare else []
+        raise HeadwaterError(f"{recipe.name!r} has no arm {arm!r}; {nearest(arm, known)}")
+    trial = trial_of(recipe, arm, recipe.seed, Path("runs") / recipe.name, size)
+    for key in (text.partition("=")[0] for text in overrides):
+        value = _at(recipe, key)
+        if not isinstance(value, dict) and value != _at(trial.recipe, key):  # a section is merged, not replaced
+            by = f"the arm {arm!r}" if size is None else f"the arm {arm!r} or the size {size!r}"
+            watch.tell(f"{key} has no effect, because {by} sets it; change it in the recipe's compare section.")
+    return trial.recipe, trial.folder, trial.experiment
+
+
+def _at(recipe: Recipe, key: str) -> Any:
+    """A recipe's value at a dotted key; None if there is none."""
+    value: Any = recipe.model_dump(mode="json", exclude={"compare"})
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def watched(recipe: Recipe, runs: Sequence[tuple[Recipe, Path]], watch: Observer, name: str = "") -> OnEvent:
+    """Report the progress of runs in turn, which are a recipe's: steps, loss, speed, MFU; and warnings."""
+    steps = sum(run.training.steps for run, _ in runs)
+    parts = {"loss": "", "held-out": "", "speed": ""}
+
+    def on_event(step: int, point: Point | Activity | None) -> None:
+        activity = None
+        match point:
+            case Notice():
+                watch.tell(f"step {point.step}: {point.message}")
+                return
+            case CurvePoint():
+                parts["loss"] = f"loss {point.loss:.4f}"
+            case SpeedPoint():
+                mfu = "" if point.mfu is None else f", MFU {point.mfu:.0%}"
+                parts["speed"] = f"{point.tokens_per_second:,.0f} {recipe.unit}/s{mfu}"
+            case HeldOutPoint():
+                metric, value = next(iter(point.metrics.items()))
+                parts["held-out"] = f"held-out {metric.replace('_', ' ')} {value:.4f}"
+            case Activity():
+                activity = {"speed": point.text}
+        info = "  ".join(filter(None, (parts | (activity or {})).values()))
+        watch.show(name or recipe.name, step, steps, unit="step", info=info)
+
+    return on_event

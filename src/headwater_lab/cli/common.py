@@ -24,27 +24,14 @@ stderr = Terminal(stderr=True)
 TRAIN, USE, MAKE, LOOK = "Train and compare", "Use a model", "Change a trained model", "Plan and inspect"
 
 
-def tell_runs(recipe: Recipe, parts: int | None = None) -> None:
-    """How many runs a comparison takes that runs until it is decided. parts: arms at a size; default: all."""
-    from headwater_lab.comparison.trials import count_runs
-
-    section = recipe.compare
-    if section is not None and section.sequential:
-        fewest, most = count_runs(section, parts)
-        tell(
-            f"{recipe.name}: {fewest} to {most} runs, with {section.min_seeds} to {section.max_seeds} seeds per arm, "
-            "until decided"
-        )
-
-
 def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """The arguments that are names, and those that are overrides, key=value."""
     return [text for text in arguments if "=" not in text], [text for text in arguments if "=" in text]
 
 
-def say(text: str) -> None:
-    """Print a line of the result, which is not wrapped."""
-    stdout.print(text, soft_wrap=True)
+def say(part: Any) -> None:
+    """Print a part of the result: a table, or a line, which is not wrapped."""
+    stdout.print(part, soft_wrap=isinstance(part, str))
 
 
 def print_json(content: Any, indent: int | None = 2) -> None:
@@ -112,27 +99,13 @@ def recipe_of(argument: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     return load_recipe(find_recipe(argument), overrides)
 
 
-def check_outside(folder: Path, source: str | Path, around: bool = False) -> None:
-    """Raise `HeadwaterError` for an output folder that is, holds or is in the source, a checkpoint or a run.
-
-    around: it may hold the source.
-    """
-    from headwater_lab.training.checkpoints import FOLDER
-
-    if not Path(source).is_dir():
-        return
-    target, given = (Path(os.path.realpath(path)) for path in (folder, source))
-    whole = given.parent.parent if given.parent.name == FOLDER else given
-    if target == given or (target in given.parents and not around) or whole in (target, *target.parents):
-        raise HeadwaterError(f"--out {str(folder)!r} is, holds, or is in the source; choose another folder.")
-
-
 def new_folder(folder: Path | None, source: str | Path, suffix: str, may_exist: bool = False) -> Path:
     """The folder of a new model: `folder`, or one next to the source with this suffix.
 
     Raises `HeadwaterError` before any work if it exists, or cannot be written.
     """
     from headwater.util.files import check_free
+    from headwater_lab.api.common import check_outside
     from headwater_lab.training.checkpoints import FOLDER
 
     source = Path(source)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
-
-from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from headwater.util.errors import HeadwaterError
 from headwater.util.terminal import Table
@@ -55,7 +54,8 @@ def prepare(
     check_writable(out, folder=True)
     is_finished = any((out / name).exists() for name in (DOMAINS, MANIFEST))
     text_source = TextSource(source, text_column, config, split, separator, by=by)
-    with _Bar("tokens") as bar:
+    with ProgressReport() as report:
+        bar = partial(_show, report)
         folders = run(text_source, out, tokenizer, Options(held_out), local=local, workers=workers, on_progress=bar)
     if is_finished:
         _say(f"{out} is already finished")
@@ -116,14 +116,14 @@ def tokenizer(
     check_writable(out, folder=True)
     documents = size = 0
     with staged(out) as new:
-        with _Bar("") as bar:
+        with ProgressReport() as report:
 
             def texts():
                 nonlocal documents, size
                 for part in Stream(resolve(TextSource(source, text_column, config, split, separator), local)):
                     yield contents(part.text) if part.is_chat else part.text
                     documents, size = documents + part.last, size + len(part.data)
-                    bar(documents, size, 0)
+                    _show(report, documents, size)
                     if size >= max_bytes:
                         return
 
@@ -149,29 +149,13 @@ def _say(text: str) -> None:
     say(printable(text))
 
 
-class _Bar:
-    """Progress on stderr: documents, MB of text, tokens per second. A stream has no known end."""
-
-    def __init__(self, unit: str) -> None:
-        self.unit = unit
-        self.progress = ProgressReport(
-            SpinnerColumn(), TextColumn("{task.fields[info]}", markup=False), TimeElapsedColumn()
-        )
-        self.task = self.progress.add_task("", total=None)
-
-    def __enter__(self) -> _Bar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.progress.stop()
-
-    def __call__(self, documents: int, size: int, tokens: int) -> None:
-        self.progress.start()  # at the first call, so that an earlier error leaves no bar behind
-        seconds = self.progress.tasks[0].elapsed or 0
-        info = f"{documents:,} documents, {size / 1e6:,.1f} MB"
-        if self.unit and seconds:
-            info += f", {tokens:,} tokens, {tokens / seconds:,.0f} tokens/s"
-        self.progress.update(self.task, info=info)
+def _show(report: ProgressReport, documents: int, size: int, tokens: int = 0) -> None:
+    """Show how much of a source is read; a stream has no known end."""
+    seconds = report.tasks[0].elapsed if report.tasks else None
+    info = f"{size / 1e6:,.1f} MB"
+    if tokens and seconds:
+        info += f", {tokens:,} tokens, {tokens / seconds:,.0f} tokens/s"
+    report.show("reading", documents, unit="document", info=info)
 
 
 def _table(folders: list[Path]) -> Table:

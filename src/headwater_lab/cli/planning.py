@@ -15,7 +15,6 @@ from headwater_lab.cli.common import (
     split_overrides,
     stdout,
     tell,
-    tell_runs,
 )
 from headwater_lab.cli.options import AsJson, Values
 
@@ -77,9 +76,11 @@ def plan(
         print_json([price.to_json() for price in planned.prices])
     else:
         stdout.print(cost.table(planned.prices))
-        for argument in models:
-            if argument.endswith((".yaml", ".yml")):
-                tell_runs(recipe_of(argument))
+        for recipe in [name for name in models if name.endswith((".yaml", ".yml"))]:
+            from headwater_lab.comparison.trials import describe_runs
+
+            if runs := describe_runs(recipe_of(recipe)):
+                tell(runs)
     if out is not None:
         save_figure(planned.picture(), out, dpi=160)
         tell(f"figure: {out}")

@@ -5,13 +5,12 @@ from __future__ import annotations
 import sys
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    ProgressColumn,
     Task,
     TaskID,
     TextColumn,
@@ -19,37 +18,41 @@ from rich.progress import (
 )
 
 from headwater.util.terminal import literal
-from headwater_lab.cli.common import stderr
-
-if TYPE_CHECKING:
-    from headwater.models.kinds import AnyModel
-    from headwater_lab.data.base import Data
+from headwater_lab.api.observer import Observer
+from headwater_lab.cli.common import say, stderr, tell
 
 # Seconds between two lines of one task in a log. A task's first and last line are always printed.
 LINE_SECONDS = 10.0
 
 
-class ProgressReport(Progress):
-    """Progress of tasks on stderr: bars on a terminal; elsewhere, such as in a job's log, one plain line a report.
+class ProgressReport(Progress, Observer):
+    """Prints results on stdout; notices and progress on stderr: bars on a terminal; elsewhere plain lines, such as in a
+    job's log.
 
     A line has the task's name, what is done of how much, `info` (for example the loss) and the time left. It is never
     cut to the width of a terminal.
     """
 
-    def __init__(self, *columns: ProgressColumn) -> None:
-        """columns: of a bar; default: name, bar, counts, info, time left."""
-        default = (
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[info]}", markup=False),
-            TimeRemainingColumn(),
-        )
-        super().__init__(*(columns or default), console=stderr, disable=not stderr.is_terminal)
+    listens = True
+
+    def __init__(self) -> None:
+        name, info = (TextColumn(f"{{{field}}}", markup=False) for field in ("task.description", "task.fields[info]"))
+        columns = (name, BarColumn(), MofNCompleteColumn(), info, TimeRemainingColumn())
+        super().__init__(*columns, console=stderr, disable=not stderr.is_terminal)
         self.printed: dict[TaskID, tuple[float, str]] = {}
         self.tasks_by_name: dict[str, TaskID] = {}
         self.is_running = False
+        self.measures_peak = stderr.is_terminal
         self.stream = sys.stderr  # also while other libraries' output is silenced
+
+    def __enter__(self) -> ProgressReport:
+        return self  # it starts with the first progress, so that an error before leaves no bar behind
+
+    def say(self, part: Any) -> None:
+        say(part)
+
+    def tell(self, line: str) -> None:
+        tell(line)
 
     def add_task(self, description: str, *args: Any, info: str = "", unit: str = "", **fields: Any) -> TaskID:
         """Add a task as `Progress.add_task` does. unit: what is counted, for lines, such as "step"."""
@@ -62,12 +65,10 @@ class ProgressReport(Progress):
         self.print_line(task_id)
 
     def show(self, name: str, done: int, total: int | None = None, **changes: Any) -> None:
-        """Update the task of this name, which begins with the first update, as does what is displayed.
-
-        Before, an error leaves no bar behind. changes: its unit, info, and whether it is visible.
-        """
+        """Update the task of this name, which begins with the first update, as does what is displayed."""
+        title, unit = changes.pop("title", name), changes.pop("unit", "")
         if name not in self.tasks_by_name:
-            self.tasks_by_name[name] = self.add_task(name, total=total, unit=changes.pop("unit", ""))
+            self.tasks_by_name[name] = self.add_task(title, total=total, unit=unit)
         self.start()
         self.update(self.tasks_by_name[name], completed=done, **changes)
 
@@ -103,12 +104,3 @@ def line_of(task: Task) -> str:
     seconds = None if task.finished or not task.completed else task.time_remaining
     left = "" if seconds is None else f"{timedelta(seconds=int(seconds))} left"
     return "  ".join(filter(None, (task.description.strip(), counted, task.fields["info"], left)))
-
-
-def measure_with_progress(what: str, model: AnyModel, data: Data) -> dict[str, float]:
-    """Measure a model on the held-out data, with progress under the name `what`."""
-    from headwater_lab.training.models import measure
-
-    with ProgressReport() as progress:
-        task_id = progress.add_task(what, total=None, unit="batch")
-        return measure(model, data, lambda: progress.update(task_id, advance=1))

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from headwater.util import extras
 from headwater.util.errors import HeadwaterError
-from headwater_lab.cli.common import check_writable, device_of, say, split_overrides, stdout, tell
-from headwater_lab.cli.comparing import TrialBars, complain, failures
+from headwater_lab.cli.common import check_writable, device_of, say, split_overrides, stdout
+from headwater_lab.cli.comparing import complain
 from headwater_lab.cli.options import DeviceName, FilePath, FolderPath, Values, WorkerCount, need, refuse
 from headwater_lab.cli.progress import ProgressReport
 
 if TYPE_CHECKING:
-    from headwater_lab.papers.result import Reproduction
-    from headwater_lab.papers.table import PaperTable
-    from headwater_lab.papers.work import Work
-    from headwater_lab.training.loop import OnEvent
+    pass
 
 ScaleOption = Literal["cpu", "gpu", "paper"]
 # What only training reads, or only a count of seeds.
@@ -59,15 +55,16 @@ def reproduce(
 
     if list:
         refuse_training("with --list", *OF_SEEDS, "--records", "--scale")
-        _list(names, out)
+        extras.check("compare")
+        from headwater_lab.api.reproducing import list_tables
+
+        stdout.print(list_tables(names, out))
         return
     need("--sequential", "--max-seeds")
-    limit = max_seeds if sequential else None
     if records is not None:
         refuse_training("with --records")
-        _judge(records, names, scale, limit)
+        _judge(records, names, scale, max_seeds if sequential else None)
         return
-    from headwater_lab.comparison.prices import slug
     from headwater_lab.papers.table import SCALES
     from headwater_lab.papers.table import table as paper_table
 
@@ -78,153 +75,59 @@ def reproduce(
     check_writable(out, folder=True)
     if table.computed:
         refuse_training(f"for {name}, which is computed without training", *OF_SEEDS, "--scale")
-        from headwater_lab.papers.result import computed
-
-        _show(computed(name), out / slug(name))
     elif why := table.scales[scale].nothing:
         refuse_training(f"for {name}, which is not run at {scale} scale", *OF_SEEDS)
         others = " or ".join(other for other in SCALES if not table.scales[other].nothing)
         say(f"{name} is meaningless at {scale} scale and was not run: {why} Use --scale {others}.")
+        return
     else:
         extras.check("compare")
-        from headwater_lab.papers.work import prepare
+        from headwater_lab.papers.measures import tasks_of
 
-        _train_table(prepare(name, scale, out, overrides), workers, task_files, device, limit, keep)
-
-
-def _train_table(
-    work: Work, workers: int | None, task_files: Path | None, device: str, max_seeds: int | None, keep: Path | None
-) -> None:
-    """Train a table's runs and print it. max_seeds: add seeds up to this number; None: train the recipes' seeds."""
-    from headwater_lab.papers.kept import keep as keep_runs
-    from headwater_lab.papers.kept import restore
-    from headwater_lab.papers.measures import tasks_of
-    from headwater_lab.papers.result import reproduction
-    from headwater_lab.papers.training import check_not_begun_otherwise, train
-
-    if not tasks_of(work.table):
-        refuse(f"for {work.name}, which has no benchmarks", "--task-files")
-    work.check_tasks(task_files)
-    if max_seeds is None:
-        check_not_begun_otherwise(work)
-    device = device_of(device)
+        if not tasks_of(table):
+            refuse(f"for {name}, which has no benchmarks", "--task-files")
     if keep is not None:
         check_writable(keep)
-        restore(keep, work, tell)
-    tell(_cost(work))
-    if work.cannot_show:
-        tell("Models of this size cannot show what the table claims, so there will be no verdict.")
-    try:
-        with ProgressReport() as progress:
+    from headwater_lab.api.reproducing import reproduce as train_table
+    from headwater_lab.papers.result import terminal
 
-            def training(name: str, steps: int) -> OnEvent:
-                return lambda step, point: progress.show(name, step, steps, unit="step")
-
-            comparing = partial(TrialBars, progress)
-            outcomes, trained = train(work, workers, comparing, training, max_seeds, task_files, device)
-        failed = failures(outcomes)
-    finally:  # also of what was interrupted
-        if keep is not None:
-            keep_runs(keep, work, tell)
-    left = work.commands()
-    if len(work.missing()) < sum(len(arm.seeds) for arm in work.trained):
-        until = None if max_seeds is None else (work, max_seeds)
-        _show(reproduction(trained, task_files, device, until), work.folder)
-    for line in left:
-        say(line)
-    if left:
-        commands = "command" if len(left) == 1 else "commands"
-        raise HeadwaterError(f"{work.left()} command: run the {commands} above, then this one again.")
-    complain(failed)
-
-
-def _show(result: Reproduction, folder: Path) -> None:
-    from headwater_lab.papers.result import terminal, write
-
-    for part in terminal(result):
+    with ProgressReport() as report:
+        result = train_table(
+            name,
+            scale,
+            out,
+            overrides=overrides,
+            workers=workers,
+            task_files=task_files,
+            device=device_of(device),
+            sequential=sequential,
+            max_seeds=max_seeds,
+            keep=keep,
+            watch=report,
+        )
+    for part in terminal(result.result):
         stdout.print(part)
-    say(f"report: {write(result, folder)}")
-
-
-def _cost(work: Work) -> str:
-    """Print what will be trained, and its cost."""
-    from headwater_lab.papers.price import price
-    from headwater_lab.reports.words import counted
-
-    missing = work.missing()
-    whole = sum(len(place.seeds) for place in work.trained)
-    if not missing:
-        return f"all {whole} runs are finished"
-    cost = price(work.trained, work.scale)
-    there = f", {whole - len(missing)} of them finished" if len(missing) < whole else ""
-    hours = f"about {duration(cost.hours)} of {cost.device}"
-    return f"{counted(whole, 'run')}{there}; {cost.flops:.2g} FLOPs in total, {hours}"
-
-
-def _chosen(papers: Sequence[str]) -> dict[str, PaperTable]:
-    """All tables, or those of `papers`, each a paper or a table."""
-    from headwater.util.errors import nearest
-    from headwater_lab.papers.table import tables as paper_tables
-
-    known = paper_tables()
-    of = sorted({name.partition("/")[0] for name in known})
-    for paper in papers:
-        if paper not in of and paper not in known:
-            raise HeadwaterError(f"There is no paper {paper!r}; {nearest(paper, of)}")
-    chosen = {name for name in known if not papers or {name, name.partition("/")[0]} & {*papers}}
-    return {name: table for name, table in known.items() if name in chosen}
+    say(f"report: {result.report()}")
+    if result.unfinished:
+        raise HeadwaterError(result.unfinished)
+    complain(result.failed)
 
 
 def _judge(records: Path, names: Sequence[str], scale: ScaleOption, max_seeds: int | None) -> None:
     """Print the tables whose runs are in a file, with their claims."""
     from tempfile import TemporaryDirectory
 
+    from headwater_lab.api.reproducing import chosen_tables
     from headwater_lab.papers.kept import recorded
     from headwater_lab.papers.result import terminal
 
     extras.check("compare")
     reproduction = None
     with TemporaryDirectory() as folder:
-        for number, reproduction in enumerate(recorded(_chosen(names), scale, records, Path(folder), max_seeds)):
+        for number, reproduction in enumerate(recorded(chosen_tables(names), scale, records, Path(folder), max_seeds)):
             if number:
                 stdout.print()
             for part in terminal(reproduction):
                 stdout.print(part)
     if reproduction is None:
         raise HeadwaterError(f"{str(records)!r} has no run of these tables at {scale} scale with their settings.")
-
-
-def _list(papers: Sequence[str], folder: Path) -> None:
-    """Print the tables of `papers`; default: all."""
-    from headwater.util.terminal import lined
-    from headwater_lab.papers.price import price
-    from headwater_lab.papers.table import SCALES
-    from headwater_lab.papers.work import prepare
-
-    caption = (
-        "Time for all runs of one table, from the FLOPs that `headwater plan` counts: on two idle cores at 4·10¹⁰ "
-        "FLOP/s each and 40 ms a step (cpu), else on one H100 at an MFU of 0.4. Tables share runs. k/n: how many of "
-        "its runs exist."
-    )
-    names = ("table", "title", *SCALES)
-    listing = lined(*names, left=names, caption=caption)
-    listing.columns[0].no_wrap = True
-    for name, table in _chosen(papers).items():
-        cells = ["computed", "", ""] if table.computed else []
-        for scale, at in table.scales.items():
-            if at.nothing:
-                cells.append("nothing")
-                continue
-            work = prepare(name, scale, folder)
-            runs = sum(len(place.seeds) for place in work.trained)
-            time = duration(price(work.trained, scale).hours)
-            note = "; cannot show it" if at.cannot_show else ""
-            cells.append(f"{time}, {runs - len(work.missing())}/{runs}{note}")
-        listing.add_row(name, table.title, *cells)
-    stdout.print(listing)
-
-
-def duration(hours: float) -> str:
-    if hours < 1:
-        return f"{max(1, round(60 * hours))} min"
-    return f"{hours:,.1f} h" if hours < 10 else f"{hours:,.0f} h"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from headwater.util.errors import HeadwaterError
-from headwater_lab.cli.common import check_outside, check_writable, device_of, print_json, stderr, tell_model
+from headwater_lab.cli.common import check_writable, device_of, print_json, stderr, tell_model
 from headwater_lab.cli.options import (
     CheckpointPath,
     DeviceName,
@@ -21,9 +21,6 @@ from headwater_lab.cli.options import (
     need,
     refuse,
 )
-
-# What a line of JSONL may seem to choose for itself.
-OF_ALL_LINES = {"top_p", "top_k", "seed", "temperature", "max_new_tokens", "max_tokens", "stop"}
 
 
 def generate(
@@ -63,6 +60,7 @@ def generate(
 
     from headwater.models.decoding import Decoder
     from headwater_lab.serving.generation import continue_prompts, load_for_generation
+    from headwater_lab.serving.prompts import read_prompt, read_prompts
 
     if (prompt is None) == (jsonl is None):
         raise HeadwaterError("Pass exactly one of: a prompt, - for stdin, --jsonl.")
@@ -76,9 +74,9 @@ def generate(
     if compile and cache == "dynamic":
         raise HeadwaterError("--compile needs --cache static: with a growing cache every token has another shape.")
     if jsonl is not None:
-        rows = _prompts(_read(jsonl), str(jsonl))
+        rows = read_prompts(jsonl)
     else:
-        rows = [{"prompt": _read(Path("-")) if prompt == "-" else str(prompt)}]
+        rows = [{"prompt": read_prompt(Path("-")) if prompt == "-" else str(prompt)}]
     device = device_of(device)
     model, tokenizer = load_for_generation(checkpoint)
     model.to(device, None if dtype == "auto" else getattr(torch, dtype))
@@ -108,50 +106,6 @@ def generate(
         f"({continued.reserved_bytes:,} reserved)",
         style="dim",
     )
-
-
-def _read(file: Path) -> str:
-    """The text of a file; of standard input for -."""
-    from headwater_lab.recipe.overrides import MOST_TEXT, read_text
-
-    try:
-        return sys.stdin.read() if str(file) == "-" else read_text(file, "text", MOST_TEXT)
-    except UnicodeError as error:
-        raise HeadwaterError(f"The prompt is not UTF-8 text: {error}.") from error
-
-
-def _prompts(text: str, name: str) -> list[dict[str, Any]]:
-    """The lines of a JSONL file, each with a "prompt". What else a line has is printed with its completion.
-
-    Raises `HeadwaterError` for a line that is wrong.
-    """
-    import json
-
-    prompts = []
-    for number, line in enumerate(text.split("\n"), 1):
-        line = line.removeprefix("\ufeff")
-        if not line.strip():
-            continue
-        try:
-            content = json.loads(line)
-            json.dumps(content, ensure_ascii=False).encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise HeadwaterError(f"Line {number} of {name!r} has a lone surrogate, which is no text.") from error
-        except (ValueError, RecursionError) as error:
-            raise HeadwaterError(f"Line {number} of {name!r} is not JSON: {error}.") from error
-        if not (isinstance(content, dict) and isinstance(content.get("prompt"), str)):
-            raise HeadwaterError(f'Line {number} of {name!r} has no text under "prompt".')
-        if "completion" in content:
-            raise HeadwaterError(f'Line {number} of {name!r} has a "completion", which would be replaced; rename it.')
-        if unread := sorted(content.keys() & OF_ALL_LINES):
-            raise HeadwaterError(
-                f"Line {number} of {name!r} has {unread[0]!r}, which is not read from a line; it is an option of the "
-                f"command, for all lines."
-            )
-        prompts.append(content)
-    if not prompts:
-        raise HeadwaterError(f"{name!r} has no prompts.")
-    return prompts
 
 
 def serve(checkpoint: CheckpointPath, *, engine: Literal["transformers", "vllm"] = "transformers") -> None:
@@ -217,6 +171,7 @@ def export(
     from headwater.conversion.export import export_family
     from headwater.conversion.families import find_family
     from headwater.util.files import check_free
+    from headwater_lab.api.common import check_outside
     from headwater_lab.training.models import open_trained
 
     exclude("--family", "--materialise")

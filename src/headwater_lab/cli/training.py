@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from headwater.util.errors import HeadwaterError, nearest
+from headwater.util.errors import HeadwaterError
 from headwater.util.terminal import lined
-from headwater_lab.cli.common import check_outside, print_json, recipe_of, stderr, stdout, tell, tell_model
+from headwater_lab.cli.common import print_json, stdout, tell, tell_model
 from headwater_lab.cli.options import AsJson, FolderPath, need
 from headwater_lab.cli.progress import ProgressReport
 
 if TYPE_CHECKING:
-    from headwater_lab.comparison.trials import Trial
-    from headwater_lab.recipe.schema import Recipe
     from headwater_lab.training.records import RunRecord
-    from headwater_lab.training.run_folder import Activity, Point
 
 
 def train(
@@ -40,49 +37,23 @@ def train(
     size: Use this size of the recipe's comparison.
     stage: Train only this stage of the recipe.
     """
+    from headwater_lab.api.training import train as train_run
     from headwater_lab.training.processes import is_first
-    from headwater_lab.training.stages import chain
 
     need("--arm", "--size")
-    loaded = recipe_of(recipe, overrides)
-    folder, experiment = out or Path("runs") / loaded.name, None
-    if arm is not None:
-        trial = _trial_of(loaded, arm, size, overrides)
-        loaded, folder, experiment = trial.recipe, out or trial.folder, trial.experiment
-    if loaded.start is not None and not resume:
-        check_outside(folder, loaded.start.checkpoint, around=True)
-    record = trained_with_bar(
-        loaded, folder, resume=resume, experiment=experiment, only=stage, measure_peak=stderr.is_terminal
-    )
-    if not is_first():
-        return
-    _print_record(loaded.name, record)
-    stages = dict(zip(loaded.stage_names, (place for _, place in chain(loaded, folder)), strict=True))
-    tell_model(folder, None if stage is None else stages[stage])
+    with ProgressReport() as report:
+        run = train_run(recipe, out, overrides=overrides, resume=resume, arm=arm, size=size, stage=stage, watch=report)
+    if is_first():
+        _print_record(run.record)
+        tell_model(run.folder, run.model_folder)
 
 
-def _trial_of(recipe: Recipe, arm: str, size: str | None, overrides: Sequence[str]) -> Trial:
-    """An arm of a recipe's comparison as a trial; tell which overrides it replaces."""
-    from headwater_lab.comparison.trials import trial_of
-
-    if recipe.compare is None or arm not in recipe.compare.arms:
-        known = list(recipe.compare.arms) if recipe.compare else []
-        raise HeadwaterError(f"{recipe.name!r} has no arm {arm!r}; {nearest(arm, known)}")
-    trial = trial_of(recipe, arm, recipe.seed, Path("runs") / recipe.name, size)
-    for key in (text.partition("=")[0] for text in overrides):
-        asked = _at(recipe, key)
-        if not isinstance(asked, dict) and asked != _at(trial.recipe, key):  # a section is merged, not replaced
-            by = f"the arm {arm!r}" if size is None else f"the arm {arm!r} or the size {size!r}"
-            tell(f"{key} has no effect, because {by} sets it; change it in the recipe's compare section.")
-    return trial
-
-
-def _print_record(name: str, record: RunRecord) -> None:
+def _print_record(record: RunRecord) -> None:
     """Print the result of a run, its domains and stages, and its cost."""
     last = record.held_out[-1].metrics
     metrics = [metric for metric in last if "/" not in metric] if record.domains else list(last)
     result = ", ".join(f"{metric.replace('_', ' ')} {last[metric]:.4f}" for metric in metrics)
-    stdout.print(f"{name}: held-out {result}")
+    stdout.print(f"{record.name}: held-out {result}")
     for domain in record.domains:
         own = ", ".join(f"{metric.replace('_', ' ')} {last[f'{metric}/{domain}']:.4f}" for metric in metrics)
         stdout.print(f"  {domain}: {own}")
@@ -97,53 +68,6 @@ def _print_record(name: str, record: RunRecord) -> None:
         f"{record.unit}/s, {record.flops:.3g} FLOPs, "
         f"{record.data_wait_seconds / max(record.seconds, 1e-9):.1%} of the time waiting for data{left_out}"
     )
-
-
-def _at(recipe: Recipe, key: str) -> Any:
-    """A recipe's value at a dotted key; None if there is none."""
-    value: Any = recipe.model_dump(mode="json", exclude={"compare"})
-    for name in key.split("."):
-        value = value.get(name) if isinstance(value, dict) else None
-    return value
-
-
-def trained_with_bar(recipe: Recipe, folder: Path, **options: Any) -> RunRecord:
-    """Train a recipe's stages with a progress bar. options: what `train_stages` takes."""
-    from headwater_lab.training.stages import chain, train_stages
-
-    bar = _TrainingBar(recipe.name, sum(run.training.steps for run, _ in chain(recipe, folder)), recipe.unit)
-    try:
-        return train_stages(recipe, folder, on_event=bar, **options)
-    finally:
-        bar.progress.stop()
-
-
-class _TrainingBar:
-    """Progress of a run: steps, loss, speed, MFU, time left, with warnings above."""
-
-    def __init__(self, name: str, steps: int, unit: str) -> None:
-        self.name, self.steps, self.unit = name, steps, unit
-        self.progress = ProgressReport()
-        self.loss = self.speed = self.held_out = ""
-
-    def __call__(self, step: int, point: Point | Activity | None) -> None:
-        from headwater_lab.training.records import CurvePoint, HeldOutPoint, Notice, SpeedPoint
-        from headwater_lab.training.run_folder import Activity
-
-        if isinstance(point, Notice):
-            tell(f"step {point.step}: {point.message}")
-            return
-        if isinstance(point, CurvePoint):
-            self.loss = f"loss {point.loss:.4f}"
-        elif isinstance(point, SpeedPoint):
-            mfu = "" if point.mfu is None else f", MFU {point.mfu:.0%}"
-            self.speed = f"{point.tokens_per_second:,.0f} {self.unit}/s{mfu}"
-        elif isinstance(point, HeldOutPoint):
-            name, value = next(iter(point.metrics.items()))
-            self.held_out = f"held-out {name.replace('_', ' ')} {value:.4f}"
-        activity = point.text if isinstance(point, Activity) else self.speed
-        info = "  ".join(filter(None, (self.loss, self.held_out, activity)))
-        self.progress.show(self.name, step, self.steps, unit="step", info=info)
 
 
 def runs(folder: Path = Path("runs"), *, json: AsJson = False) -> None:

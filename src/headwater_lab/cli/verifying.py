@@ -93,10 +93,8 @@ def _name(mechanisms: dict[str, Any]) -> str:
 
 def _print(found: dict[str, list[Verified]], many: bool) -> None:
     """The table; then, unless it covers many models, what each ✗ and – is about."""
-    numbers = {one.check: number for number, one in enumerate(next(iter(found.values()), []), 1)}
-    for ways in found.values():  # the longest, where some models have ways of their own
-        if len(ways) > len(numbers):
-            numbers = {one.check: number for number, one in enumerate(ways, 1)}
+    longest = max(found.values(), key=len, default=[])  # some models have ways of their own
+    numbers = {way.check: number for number, way in enumerate(longest, 1)}
     table = lined(title="Decoding with a cache against without")
     table.add_column("mechanisms" if many else "model", no_wrap=True)
     table.add_column(" ".join(f"{number:<5}" for number in range(1, len(numbers) + 1, 5)), no_wrap=True)

@@ -128,13 +128,19 @@ def plan_for(section: Compare) -> SeedPlan | None:
     )
 
 
-def count_runs(section: Compare, parts: int | None = None) -> tuple[int, int]:
-    """The fewest and the most runs of a comparison that runs until it is decided, besides those that tune.
+def describe_runs(recipe: Recipe, parts: int | None = None) -> str:
+    """How many runs a comparison takes that runs until it is decided, besides those that tune; "" for any other.
 
     parts: arms at a size; default: all.
     """
+    section = recipe.compare
+    if section is None or not section.sequential:
+        return ""
     runs = parts or len(section.arms) * max(1, len(section.sizes))
-    return runs * section.min_seeds, runs * section.max_seeds
+    return (
+        f"{recipe.name}: {runs * section.min_seeds} to {runs * section.max_seeds} runs, with {section.min_seeds} to "
+        f"{section.max_seeds} seeds per arm, until decided"
+    )
 
 
 def tuning_trial(recipe: Recipe, arm: str, rate: float, seed: int, out: Path) -> Trial:
