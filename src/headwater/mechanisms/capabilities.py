@@ -115,21 +115,6 @@ class AddsToTrainedModel(Protocol):
 
 
 @runtime_checkable
-class ChoosesBySimilarity(Protocol):
-    """For a mechanism whose layers share keys and values. Asked by `convert: {choose_layers: true}`."""
-
-    @classmethod
-    def choose_by_similarity(
-        cls, options: dict[str, Any], config: HeadwaterConfig, keys: Tensor, values: Tensor
-    ) -> dict[str, Any] | None:
-        """`options`, those the user gave, with whose keys and values are shared chosen by how alike they are.
-
-        keys, values: [layers, layers], 1 for alike and 0 for unrelated, as measured in a trained model
-        (`headwater.conversion.convert.similarity`). None: nothing is left to choose.
-        """
-
-
-@runtime_checkable
 class SizesFeedForward(Protocol):
     """For a mechanism that replaces the feed-forward. Asked by `compare: {match: parameters}` and growth."""
 

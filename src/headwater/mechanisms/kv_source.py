@@ -169,18 +169,6 @@ class KVSource(Mechanism):
             return options
         return parse_options(cls, {"keys": moved("keys"), "values": moved("values")})
 
-    @classmethod
-    def choose_by_similarity(
-        cls, options: dict[str, Any], config: HeadwaterConfig, keys: Tensor, values: Tensor
-    ) -> dict[str, Any] | None:
-        """Maps of their own for keys and values, in which as many layers share as in groups of `group_size`."""
-        full = parse_options(cls, options)
-        kept = -(-config.num_hidden_layers // full["group_size"])
-        left = {part: alike for part, alike in (("keys", keys), ("values", values)) if part not in options}
-        if full["group_size"] < 2 or not left:
-            return None
-        return options | {part: nearest_sources(alike, kept) for part, alike in left.items()}
-
     per_head = per_token = True
 
 
@@ -197,28 +185,3 @@ def check(part: str, sources: Sequence[int]) -> None:
                 f"Mechanism 'kv_source': layer {layer} cannot have the {part} of layer {source}, which itself has "
                 f"those of layer {sources[source]}; name layer {sources[source]}."
             )
-
-
-def nearest_sources(alike: Tensor, kept: int) -> list[int]:
-    """A map of layers in which `kept` layers have their own and each other one takes that of the most alike before it.
-
-    alike: [layers, layers]. Layers give up their own one by one, each time the one that costs the least.
-    """
-    table = alike.tolist()
-    depth = len(table)
-    own = list(range(depth))
-
-    def sources(own: list[int]) -> list[int]:
-        return [
-            layer if layer in own else max((s for s in own if s < layer), key=lambda s: (table[layer][s], s))
-            for layer in range(depth)
-        ]
-
-    def left(own: list[int]) -> float:
-        return sum(table[layer][source] for layer, source in enumerate(sources(own)) if layer != source)
-
-    while len(own) > max(1, kept):
-        without = [[layer for layer in own if layer != gone] for gone in own[1:]]
-        shared = depth - len(own) + 1
-        own = max(without, key=lambda rest: left(rest) - shared)
-    return sources(own)

@@ -43,7 +43,6 @@ def prepare_conversion(
     *,
     mechanisms: Mapping[str, Any],
     num_key_value_heads: int | None = None,
-    choose_layers: bool = False,
     heal: str = "10M",
     text: str | None = None,
     anneal: bool = True,
@@ -80,7 +79,6 @@ def prepare_conversion(
     options = {
         "mechanisms": mechanisms or None,
         "num_key_value_heads": num_key_value_heads,
-        "choose_layers": choose_layers,
         "anneal": anneal,
     }
     values = conversion_recipe(
