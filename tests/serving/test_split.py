@@ -136,7 +136,7 @@ def test_what_crosses_a_border():
 
 
 def test_a_process_has_its_part_of_cache_and_weights():
-    model = build({"svformer": {}, "pattention": {"attention_pairs": 64}}, **GQA)
+    model = build({"svformer": {}}, **GQA)
     parts = []
     for rank in range(2):
         part, share = copy.deepcopy(model), Portion(model.config, rank, 2)

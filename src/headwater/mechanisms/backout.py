@@ -115,6 +115,3 @@ class Backout(KeepsPrecision, Mechanism):
 
     def show_scalars(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
         return {"λ": Shown(self.strength)}
-
-    def show_terms(self, x: Tensor, middle: Tensor) -> dict[str, Tensor]:
-        return {"middle": -self.strength * middle, "own": x}

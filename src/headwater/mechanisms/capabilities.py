@@ -179,25 +179,9 @@ class GroupsParameters(Protocol):
     def choose_group(self, parameter: str) -> str | None:
         """The optimizer group of a parameter; None: by its kind and shape.
 
-        One of `Group`, or another name for a group of its own, which does not decay unless `is_decayed` says so. Only
+        One of `Group`, or another name for a group of its own, which does not decay. Only
         parameters of two dimensions can be in "matrices", which Muon trains under `optimizer: muon`.
         """
-
-
-@runtime_checkable
-class ScalesLearningRate(Protocol):
-    """Asked when the optimizer is made, which else gives all parameters the recipe's learning rate."""
-
-    def scale_learning_rate(self, parameter: str) -> float:
-        """What the learning rate of a parameter is multiplied with; at least 0."""
-
-
-@runtime_checkable
-class DecaysWeights(Protocol):
-    """Asked when the optimizer is made, which else lets the weights of a group decay as the recipe says."""
-
-    def is_decayed(self, parameter: str) -> bool | None:
-        """Whether weight decay applies to a parameter; None: as the recipe says of its group."""
 
 
 # Several processes
@@ -240,15 +224,7 @@ class LimitsSplitting(Protocol):
         """Whether heads can be split over processes with these options."""
 
 
-@runtime_checkable
-class SplitsLinear(Protocol):
-    """For the module of `build_linear`, of which each process of a server may have a part; without it all have all."""
-
-    def build_part(self, processes: Processes) -> nn.Module:
-        """A module with this process's part, which returns the whole output."""
-
-
-# Inspection and timings
+# Inspection
 
 
 class Shown(NamedTuple):
@@ -271,41 +247,6 @@ class ShowsScalars(Protocol):
 
     def show_scalars(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
         """The scalars of this layer, learned or fixed, by symbol. shared: what the models' shared modules return."""
-
-
-@runtime_checkable
-class ShowsWindows(Protocol):
-    """For a mechanism that mixes queries, keys or values over tokens. Asked by `headwater inspect`."""
-
-    def show_windows(self) -> dict[str, Tensor]:
-        """The weights of "q", "k" and "v", [window, heads] each: row s holds those of the token s back."""
-
-
-@runtime_checkable
-class ShowsTerms(Protocol):
-    """For a `forward` that sums contributions of several layers. Asked by `headwater inspect`."""
-
-    def show_terms(self, *inputs: Any, **named: Any) -> dict[str, Tensor]:
-        """Its terms for these inputs, by name, the layer's own last.
-
-        Those of several sums are stacked in front; then the module's attribute `labels` names the sums.
-        """
-
-
-@runtime_checkable
-class ShowsFiring(Protocol):
-    """For a module that reads n parameter tokens. Asked by `headwater inspect`."""
-
-    def show_firing(self, *inputs: Any) -> Tensor:
-        """How much each contributes to the output, [..., n], at least 0."""
-
-
-@runtime_checkable
-class HasPlainTwin(Protocol):
-    """For the module of `build_linear`. Asked by `headwater bench`, which times it against its twin."""
-
-    def build_twin(self) -> nn.Module | None:
-        """A module of plain layers with the same matmuls; None: there is none with these options."""
 
 
 # All protocols, those of the config first, but `Processes`, which tools implement.

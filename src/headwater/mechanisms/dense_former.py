@@ -135,7 +135,3 @@ class DenseFormer(KeepsPrecision, Mechanism):
 
     def show_scalars(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
         return {"α": Shown(self.alpha, "layer", (*(source.layer for source in self.reads), plan.index))}
-
-    def show_terms(self, *states: Tensor) -> dict[str, Tensor]:
-        names = [*(f"X{source.layer + 1}" for source in self.reads), "own"]
-        return {name: weight * x for name, weight, x in zip(names, self.alpha, states, strict=True)}

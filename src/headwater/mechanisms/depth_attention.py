@@ -79,7 +79,6 @@ class DepthAttention(Mechanism):
         target: Summed = "additions",
         eps: float = 1e-6,
         *,
-        labels: tuple[str, ...] = (),
         slots: tuple[int, ...] = (),
         is_first: bool = True,
     ) -> None:
@@ -87,7 +86,6 @@ class DepthAttention(Mechanism):
         self.variant, self.target, self.eps = variant, target, eps
         self.slots, self.is_first = slots, is_first
         self.query = nn.Parameter(torch.empty(queries, width))
-        self.labels = labels if queries > 1 else ()
         self.reset_parameters()
 
     def initial_value(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
@@ -96,14 +94,6 @@ class DepthAttention(Mechanism):
     def forward(self, x: Tensor, *earlier: Tensor) -> Tensor:
         """What comes in, x [B, T, D] or one for each query [queries, B, T, D], and earlier hidden states [B, T, D], in
         order -> [queries, B, T, D]; without the first dimension for one query."""
-        weights, read = self.attended(x, earlier)
-        y = weights[0] * read[0]
-        for weight, h in zip(weights[1:], read[1:], strict=True):
-            y = torch.addcmul(y, weight, h)
-        return y[0] if len(self.query) == 1 else y
-
-    def attended(self, x: Tensor, earlier: tuple[Tensor, ...]) -> tuple[list[Tensor], list[Tensor]]:
-        """The weights of each h_j, [queries, B, T, 1], and the h_j."""
         states = [*earlier, x]
         read = states
         if self.target == "additions":
@@ -124,7 +114,11 @@ class DepthAttention(Mechanism):
         weights: list[Tensor] = list(torch.stack(scores, dim=3).softmax(3).unbind(3))
         if self.variant == "inkling_2":
             weights = [weight * norm for weight, norm in zip(weights, norms, strict=True)]
-        return [weight.unsqueeze(3).to(x.dtype) for weight in weights], read
+        weights = [weight.unsqueeze(3).to(x.dtype) for weight in weights]
+        y = weights[0] * read[0]
+        for weight, h in zip(weights[1:], read[1:], strict=True):
+            y = torch.addcmul(y, weight, h)
+        return y[0] if len(self.query) == 1 else y
 
     def transform_block_input(self, x: Tensor, context: Context) -> Tensor:
         return self(x, *(context.sources[slot] for slot in self.slots))
@@ -177,7 +171,6 @@ class DepthAttention(Mechanism):
             options["variant"],
             options["target"],
             config.norm_eps,
-            labels=plan.inputs,
             slots=tuple(plan.slot(source) for source in cls.read(options, plan.index)),
             is_first=plan.at(Stage.ATTENTION_INPUTS)[:1] == (cls.registered_name(),),
         )
@@ -205,9 +198,3 @@ class DepthAttention(Mechanism):
         return "vectors"
 
     per_head = per_token = True
-
-    def show_terms(self, x: Tensor, *earlier: Tensor) -> dict[str, Tensor]:
-        made = [weight * h for weight, h in zip(*self.attended(x, earlier), strict=True)]
-        made = [one[0] for one in made] if len(self.query) == 1 else made
-        names = [f"h{j}" for j in range(len(earlier))]
-        return dict(zip([*names, "own"], made, strict=True))

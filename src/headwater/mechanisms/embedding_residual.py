@@ -108,6 +108,3 @@ class EmbeddingResidual(KeepsPrecision, Mechanism):
 
     def show_scalars(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
         return {"μ": Shown(self.lambdas[:1]), "λ": Shown(self.lambdas[1:])}
-
-    def show_terms(self, x: Tensor, embedding: Tensor) -> dict[str, Tensor]:
-        return {"embedding": self.lambdas[0] * embedding, "own": self.lambdas[1] * x}

@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from huggingface_hub.dataclasses import strict
-from torch import Tensor
 
 from headwater.config.options import parse_options
 from headwater.config.plan import LayerPlan
@@ -38,25 +37,9 @@ LayerMap = Literal["cross_layer", "yoco", "last", "own"]
 
 
 class KVSource(Mechanism):
-    """Keys and values of other layers, by a map: a module without parameters.
+    """Gives layers the keys and values of other layers, by a map, without a module.
 
-        K_l := K_{keys[l]}        V_l := V_{values[l]}
-
-    Cross-layer attention, arXiv 2405.12981, and other maps; departures at the head of this file.
-
-    Args
-        keys, values: for each layer, the layer whose keys and whose values it attends to.
-
-        >>> import torch
-        >>> from headwater.mechanisms import KVSource
-        >>> source = KVSource(keys=[0, 0, 2, 2], values=[0, 1, 2, 3])
-        >>> ks, vs = list(torch.randn(4, 2, 4, 16, 64)), list(torch.randn(4, 2, 4, 16, 64))  # of 4 layers
-        >>> k, v = source(3, ks, vs)
-        >>> k is ks[2], v is vs[3]
-        (True, True)
-
-    In a headwater model it needs no module: the plan says what each head attends to, and layers project and store only
-    keys and values that somebody attends to.
+    The plan says what each head attends to, and layers project and store only keys and values that somebody attends to.
     """
 
     source = "another layer, by a free map"
@@ -70,18 +53,6 @@ class KVSource(Mechanism):
         group_size: int = 2
         num_shared_layers: int | None = None
         layer_types: list[str] | None = None
-
-    def __init__(self, keys: Sequence[int], values: Sequence[int]) -> None:
-        super().__init__()
-        for part, sources in (("keys", keys), ("values", values)):
-            check(part, sources)
-        self.keys, self.values = tuple(keys), tuple(values)
-
-    def forward(self, layer: int, keys: Sequence[Tensor], values: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """keys and values by layer, each [B, K, S, d] -> what `layer` attends to."""
-        return keys[self.keys[layer]], values[self.values[layer]]
-
-    # In a headwater model
 
     @classmethod
     def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:

@@ -206,8 +206,3 @@ class MUDD(KeepsPrecision, Mechanism):
             f"b {label}": Shown(row, "layer", tuple(range(-1, count - 1)))
             for label, row in zip(self.labels, self.bias, strict=True)
         }
-
-    def show_terms(self, x: Tensor, *earlier: Tensor, own: Tensor | None = None) -> dict[str, Tensor]:
-        states = (*earlier, x if own is None else own)
-        names = [*(f"X{j}" for j in range(len(earlier))), "own"]
-        return {name: weight * state for name, weight, state in zip(names, self.weights(x), states, strict=True)}

@@ -80,8 +80,10 @@ class NeuTRENO(KeepsPrecision, Mechanism):
 
     def forward(self, out: Tensor, first: Tensor, own: Tensor) -> Tensor:
         """out [B, T, H, d]; first and own, V_0 and V_l [B, K, T, d] -> [B, T, H, d]."""
-        added, out = self.show_terms(out, first, own).values()
-        return out + added
+        # A 0-d factor does not raise the dtype of what it multiplies.
+        weight = self.weight if self.lambdas is None else self.lambdas[0]
+        added = weight * (first - own).transpose(1, 2)
+        return out + added.repeat_interleave(out.shape[2] // added.shape[2], dim=2)
 
     def transform_head_outputs(self, out: Tensor, context: Context) -> Tensor:
         own = [context.sources[slot] if at is None else context.sources[slot][:, at] for slot, at in self.own]
@@ -132,9 +134,3 @@ class NeuTRENO(KeepsPrecision, Mechanism):
     def show_scalars(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
         fixed = torch.tensor([self.weight], dtype=torch.float64)
         return {"λ": Shown(fixed if self.lambdas is None else self.lambdas)}
-
-    def show_terms(self, out: Tensor, first: Tensor, own: Tensor) -> dict[str, Tensor]:
-        # A 0-d factor does not raise the dtype of what it multiplies.
-        weight = self.weight if self.lambdas is None else self.lambdas[0]
-        difference = weight * (first - own).transpose(1, 2)
-        return {"V0 - V": difference.repeat_interleave(out.shape[2] // difference.shape[2], dim=2), "own": out}

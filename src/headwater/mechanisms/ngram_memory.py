@@ -264,11 +264,6 @@ class NGramMemory(KeepsPrecision, Mechanism):
 
     def forward(self, y: Tensor, x: Tensor, rows: Tensor) -> Tensor:
         """y, the stream [B, T, width] or values [B, heads, T, d]; x [B, T, D], for the gate; e_t [B, T, n] -> y."""
-        factor, added = self.parts(y, x, rows)
-        return y + added if factor is None else torch.addcmul(y, factor, added)
-
-    def parts(self, y: Tensor, x: Tensor, rows: Tensor) -> tuple[Tensor | None, Tensor]:
-        """The gate, if there is one, and what it is for, in the shape of y."""
         factor = None if self.scalar is None else self.scalar.to(y.dtype)
         if self.key is not None:
             channels = x.shape[-1:]
@@ -280,7 +275,7 @@ class NGramMemory(KeepsPrecision, Mechanism):
         if self.head_dim is not None:
             added = added.unflatten(2, (-1, self.head_dim)).transpose(1, 2)
             factor = factor.unsqueeze(1) if self.key is not None else factor
-        return factor, added
+        return y + added if factor is None else torch.addcmul(y, factor, added)
 
     def update_residual(self, x: Tensor, context: Context) -> Tensor:
         return self(x, x, self.table(context.ids, context.reach, context.tail))
@@ -433,7 +428,3 @@ class NGramMemory(KeepsPrecision, Mechanism):
 
     def show_scalars(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
         return {} if self.scalar is None else {"g": Shown(self.scalar)}
-
-    def show_terms(self, y: Tensor, x: Tensor, rows: Tensor) -> dict[str, Tensor]:
-        factor, added = self.parts(y, x, rows)
-        return {"n-grams": added if factor is None else factor * added, "own": y}

@@ -74,14 +74,10 @@ class OutputGate(Mechanism):
 
     def forward(self, out: Tensor, x: Tensor) -> Tensor:
         """out [B, T, H, d], x [B, T, D] -> [B, T, H, d]."""
-        return out * self.factor(out, x)
-
-    def factor(self, out: Tensor, x: Tensor) -> Tensor:
-        """The gate, [B, T, H, 1] for one number per head, or [B, T, H, d]."""
         gate = self.gate(x[..., : self.channels]).sigmoid()
         if self.scale != 1:
             gate = gate * self.scale
-        return gate.view(*out.shape[:3], -1)
+        return out * gate.view(*out.shape[:3], -1)
 
     def transform_head_outputs(self, out: Tensor, context: Context) -> Tensor:
         return self(out, context.x)
@@ -138,6 +134,3 @@ class OutputGate(Mechanism):
         return options | {"scale": 2.0, "init": "zero"}
 
     per_head, per_token = True, False
-
-    def show_terms(self, out: Tensor, x: Tensor) -> dict[str, Tensor]:
-        return {"changed by the gate": (self.factor(out, x) - 1) * out, "read": out}

@@ -41,7 +41,7 @@ from headwater.config.plan import LayerPlan, Source
 from headwater.config.text import HeadwaterConfig
 from headwater.kernels import can_fuse
 from headwater.kernels.pattention import fused_pattention
-from headwater.mechanisms.capabilities import Group, Processes, Shown, Step
+from headwater.mechanisms.capabilities import Group, Shown, Step
 from headwater.mechanisms.contract import Cost, Mechanism
 from headwater.mechanisms.enlarging import SAME, Dim, Larger
 from headwater.mechanisms.precision import KeepsPrecision
@@ -443,9 +443,6 @@ class Pattention(Mechanism):
 
     per_head = per_token = True
 
-    def build_part(self, processes: Processes) -> nn.Module:
-        return PairsOfProcess(self, processes) if self._is_default else self
-
     def show_scalars(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
         return {"τ": Shown(self.scale())}
 
@@ -453,11 +450,6 @@ class Pattention(Mechanism):
     def show_firing(self, x: Tensor, *_: Any) -> Tensor:
         """|Θ|·‖V_P‖: x [..., d_in] -> the norm of each pair's contribution to the output [..., n]."""
         return self.weights(x).abs() * _wide(self.values).norm(dim=-1)
-
-    def build_twin(self) -> nn.Module:
-        """An MLP with a unit for each pair: linear, GELU, linear. Without `top_k` it has the same matmuls."""
-        (d_in, d_out), bias = (self.key.shape[1], self.value.shape[1]), False
-        return nn.Sequential(nn.Linear(d_in, self.n, bias=bias), nn.GELU(), nn.Linear(self.n, d_out, bias=bias))
 
 
 class Tau(KeepsPrecision):
@@ -532,24 +524,6 @@ def _join(frozen: Tensor | None, trained: Tensor) -> Tensor:
         x if type(x).dequantize is Tensor.dequantize else x.dequantize() for x in (frozen, trained) if x is not None
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-class PairsOfProcess(nn.Module):
-    """A Pattention of whose pairs each process of a server has some; the scores are normed over all of them."""
-
-    def __init__(self, whole: Pattention, processes: Processes) -> None:
-        super().__init__()
-        self.form, self.processes = GELU[whole.gelu], processes
-        own = slice(processes.rank * whole.n // processes.size, (processes.rank + 1) * whole.n // processes.size)
-        self.key, self.value = (nn.Parameter(x[own].clone(), requires_grad=False) for x in (whole.keys, whole.values))
-        self.scale = whole.scale
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores = x @ self.key.T
-        wide = _wide(scores)
-        square = self.processes.summed(wide.square().sum(-1, keepdim=True))
-        wide = wide * torch.where(square > GUARD, self.scale() * square.clamp(min=GUARD).rsqrt(), 0.0)
-        return self.processes.summed(nn.functional.gelu(wide, approximate=self.form).to(x.dtype) @ self.value)
 
 
 # The forms of GELU, and PyTorch's names for them.

@@ -118,11 +118,6 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
 
     def forward(self, v: Tensor, x: Tensor, ids: Tensor | None = None, rows: Tensor | None = None) -> Tensor:
         """v [B, heads, T, d], x [B, T, D], and ids [B, T] or rows of a table [B, T, rank] -> v [B, heads, T, d]."""
-        factor, rows = self.parts(v, x, ids, rows)
-        return v + rows if factor is None else torch.addcmul(v, rows, factor)
-
-    def parts(self, v: Tensor, x: Tensor, ids: Tensor | None, rows: Tensor | None) -> tuple[Tensor | None, Tensor]:
-        """The gate [B, heads, T, 1] or [1], if there is one, and what it is for, [B, heads, T, d]."""
         if rows is None:
             rows = self.table(ids)
         if self.up is not None:
@@ -130,8 +125,8 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
         rows = rows.unflatten(2, (-1, self.width)).transpose(1, 2).to(v.dtype)
         if self.gate is not None:
             gate = self.scale * self.gate(x[..., : self.channels]).sigmoid()
-            return gate.transpose(1, 2).unsqueeze(3).to(v.dtype), rows
-        return None if self.scalar is None else self.scalar.to(v.dtype), rows
+            return torch.addcmul(v, rows, gate.transpose(1, 2).unsqueeze(3).to(v.dtype))
+        return v + rows if self.scalar is None else torch.addcmul(v, rows, self.scalar.to(v.dtype))
 
     def transform_qkv(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
         if self.table is not None:
@@ -295,12 +290,6 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
 
     def show_scalars(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
         return {} if self.scalar is None else {"g": Shown(self.scalar)}
-
-    def show_terms(
-        self, v: Tensor, x: Tensor, ids: Tensor | None = None, rows: Tensor | None = None
-    ) -> dict[str, Tensor]:
-        factor, rows = self.parts(v, x, ids, rows)
-        return {"table": rows if factor is None else factor * rows, "own": v}
 
 
 class ValueTables(Mechanism):

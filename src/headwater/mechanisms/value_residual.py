@@ -358,14 +358,6 @@ class ValueResidual(KeepsPrecision, Mechanism):
             return {"λ": Shown(weights, "layer", (*(source.layer for source in self.reads), plan.index))}
         return {f"λ{i}": Shown(weight[None]) for i, weight in enumerate(weights, 1)}
 
-    def show_terms(self, own: Tensor, *sources: Tensor, weight: Tensor | None = None) -> dict[str, Tensor]:
-        letter = PARTS[self.target].upper()
-        names = [f"{letter}{source.layer}" for source in self.reads] or [f"source {i}" for i in range(self.sources)]
-        return {
-            name: factor * x
-            for name, factor, x in zip([*names, "own"], self.weights(weight), (*sources, own), strict=True)
-        }
-
 
 class PlusWeights(KeepsPrecision, Mechanism):
     """λ_{l,1} = s·softmax(λ')_l for all receiving layers l: the one budget that `learnable_plus` divides among them.
