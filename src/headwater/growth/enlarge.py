@@ -23,9 +23,10 @@ from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
 from headwater.growth.methods import GrowthOptions, growth_of
 from headwater.growth.pairs import Model
-from headwater.mechanisms.capabilities import GrowsOptions, PassesThrough, SizesFeedForward, axes_of
+from headwater.mechanisms.capabilities import GrowsOptions, PassesThrough, axes_of
 from headwater.mechanisms.enlarging import READS, SAME, WRITES, Dim, Larger
 from headwater.mechanisms.named import owner_of
+from headwater.mechanisms.pattention import Pattention
 from headwater.nn.norm import RMSNorm
 from headwater.plugins.registry import resolve
 from headwater.util.errors import HeadwaterError
@@ -431,7 +432,7 @@ def _check_units(config: HeadwaterConfig) -> None:
         layers = range(config.num_hidden_layers)
         mechanism = resolve(name)
         if all(replaces_linear(mechanism, options, config, layer, "feed_forward", width) for layer in layers):
-            sized = isinstance(mechanism, SizesFeedForward) and mechanism.name_size_option(options) == "ffn_pairs"
+            sized = issubclass(mechanism, Pattention) and mechanism.top_k_of(options, "feed_forward") is None
             raise HeadwaterError(
                 f"Mechanism {name!r} replaces the feed-forwards, which intermediate_size has no part in; leave it out"
                 f"{', and grow ffn_pairs' if sized else ''}."

@@ -53,13 +53,6 @@ class HasSharedModule(Protocol):
 
 
 @runtime_checkable
-class HoldsMatrices(Protocol):
-    """For parameters that act as weight matrices without being an `nn.Linear`: quantizers and adapters ask for them."""
-
-    matrix_parameters: ClassVar[tuple[str, ...]]
-
-
-@runtime_checkable
 class HoldsTokenTables(Protocol):
     """For parameters with a row for each token id. Asked by `resize_token_embeddings`, which else leaves them alone."""
 
@@ -114,15 +107,6 @@ class AddsToTrainedModel(Protocol):
         """
 
 
-@runtime_checkable
-class SizesFeedForward(Protocol):
-    """For a mechanism that replaces the feed-forward. Asked by `compare: {match: parameters}` and growth."""
-
-    @classmethod
-    def name_size_option(cls, options: dict[str, Any]) -> str | None:
-        """The name of the option that sets the feed-forward's size; None: no option does."""
-
-
 # Training
 
 
@@ -158,18 +142,6 @@ class ActsInTraining(Protocol):
     @classmethod
     def describe_training(cls, modules: int, step: Step) -> str | None:
         """A sentence for the run's record on the `modules` modules whose `prepare_step` is called; None: nothing."""
-
-
-@runtime_checkable
-class FreezesModel(Protocol):
-    """For a mechanism that trains some of its parameters, and nothing else. Asked when a model is built."""
-
-    @classmethod
-    def freezes_model(cls, options: dict[str, Any]) -> bool:
-        """Whether all parameters of the model are frozen but those of the mechanism that `is_trained` names."""
-
-    def is_trained(self, parameter: str) -> bool:
-        """Whether this parameter of the module is trained all the same."""
 
 
 @runtime_checkable
@@ -271,11 +243,6 @@ def check_capabilities(mechanism: type) -> None:
                 f"The class {mechanism.__name__} has a part of {capability.__name__} "
                 f"(headwater.mechanisms.capabilities) and lacks {' and '.join(lacking)}; define all or none of it."
             )
-
-
-def freezes_model(mechanism: type, options: dict[str, Any]) -> bool:
-    """Whether a mechanism with these options is trained alone."""
-    return isinstance(mechanism, FreezesModel) and mechanism.freezes_model(options)
 
 
 def can_split_heads(mechanism: type, options: dict[str, Any]) -> bool:

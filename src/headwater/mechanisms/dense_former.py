@@ -21,6 +21,7 @@ from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import Context, Cost, Mechanism
 from headwater.mechanisms.enlarging import Dim, Larger
 from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
+from headwater.mechanisms.receivers import identity_with
 from headwater.mechanisms.weighted_sum import weighted_sum
 from headwater.util.errors import HeadwaterError
 
@@ -127,9 +128,7 @@ class DenseFormer(KeepsPrecision, Mechanism):
     def find_neutral_value(self, parameter: str) -> Tensor | None:
         return self.initial_value(parameter)
 
-    @classmethod
-    def find_identity_options(cls, options: dict[str, Any]) -> dict[str, Any] | None:
-        return dict(options)  # its init is the identity
+    find_identity_options = identity_with()
 
     per_head = per_token = True
 

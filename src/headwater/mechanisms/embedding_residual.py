@@ -24,7 +24,7 @@ from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import Context, Cost, Mechanism
 from headwater.mechanisms.enlarging import describe_fixed_axes
 from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
-from headwater.mechanisms.receivers import check_layers, is_chosen, move_layers
+from headwater.mechanisms.receivers import check_layers, identity_with, is_chosen, move_layers
 from headwater.mechanisms.weighted_sum import weighted_sum
 
 
@@ -100,9 +100,7 @@ class EmbeddingResidual(KeepsPrecision, Mechanism):
     def find_neutral_value(self, parameter: str) -> Tensor | None:
         return torch.tensor([0.0, 1.0])
 
-    @classmethod
-    def find_identity_options(cls, options: dict[str, Any]) -> dict[str, Any] | None:
-        return None if options.get("weight") else options | {"weight": 0.0}
+    find_identity_options = identity_with(weight=0.0)
 
     per_head = per_token = True
 

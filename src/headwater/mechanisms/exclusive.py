@@ -23,7 +23,7 @@ from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import Context, Cost, Mechanism
 from headwater.mechanisms.enlarging import Dim
 from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
-from headwater.mechanisms.receivers import check_layers, is_chosen, move_layers
+from headwater.mechanisms.receivers import check_layers, identity_with, is_chosen, move_layers
 from headwater.util.errors import HeadwaterError
 
 # The least ‖v‖² that is divided by.
@@ -133,9 +133,7 @@ class Exclusive(KeepsPrecision, Mechanism):
     def describe_axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
         return (Dim("q"),)
 
-    @classmethod
-    def find_identity_options(cls, options: dict[str, Any]) -> dict[str, Any] | None:
-        return None if options.get("learnable") is False else options | {"learnable": True}
+    find_identity_options = identity_with(learnable=True)
 
     per_head = per_token = True
 

@@ -26,7 +26,7 @@ from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import AttentionInputs, Context, Cost, Mechanism
 from headwater.mechanisms.enlarging import READS, SAME, Dim
 from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
-from headwater.mechanisms.receivers import keep_options
+from headwater.mechanisms.receivers import identity_with, keep_options
 from headwater.util.errors import HeadwaterError
 
 # The inner width over the number of weights, after the last block.
@@ -194,9 +194,7 @@ class MUDD(KeepsPrecision, Mechanism):
         shape = self.get_parameter(parameter).shape
         return torch.zeros(shape) if parameter == "down.weight" else self.initial_value(parameter)
 
-    @classmethod
-    def find_identity_options(cls, options: dict[str, Any]) -> dict[str, Any] | None:
-        return dict(options)  # its init is the identity
+    find_identity_options = identity_with()
 
     per_head = per_token = True
 

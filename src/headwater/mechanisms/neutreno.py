@@ -24,7 +24,7 @@ from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import Context, Cost, Mechanism
 from headwater.mechanisms.enlarging import describe_fixed_axes
 from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
-from headwater.mechanisms.receivers import keep_options
+from headwater.mechanisms.receivers import identity_with, keep_options
 from headwater.util.errors import HeadwaterError
 
 FIRST = Source("raw", "v", 0)
@@ -123,11 +123,7 @@ class NeuTRENO(KeepsPrecision, Mechanism):
     grow_options = staticmethod(keep_options)
     describe_axes = describe_fixed_axes
 
-    @classmethod
-    def find_identity_options(cls, options: dict[str, Any]) -> dict[str, Any] | None:
-        if options.get("weight") or options.get("learnable") is False:  # a fixed zero could not be trained
-            return None
-        return options | {"weight": 0.0, "learnable": True}
+    find_identity_options = identity_with(weight=0.0, learnable=True)
 
     per_head = per_token = True
 

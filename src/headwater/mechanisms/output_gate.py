@@ -21,7 +21,7 @@ from headwater.config.plan import LayerPlan
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.contract import Context, Cost, Mechanism
 from headwater.mechanisms.enlarging import READS, Dim, Larger
-from headwater.mechanisms.receivers import check_channels, check_layers, is_chosen, move_layers
+from headwater.mechanisms.receivers import check_channels, check_layers, identity_with, is_chosen, move_layers
 from headwater.util.errors import HeadwaterError
 
 
@@ -127,10 +127,6 @@ class OutputGate(Mechanism):
     def describe_axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
         return Dim("q"), READS
 
-    @classmethod
-    def find_identity_options(cls, options: dict[str, Any]) -> dict[str, Any] | None:
-        if options.get("scale", 2) != 2 or options.get("init") == "random":
-            return None
-        return options | {"scale": 2.0, "init": "zero"}
+    find_identity_options = identity_with(scale=2.0, init="zero")
 
     per_head, per_token = True, False

@@ -400,8 +400,6 @@ class Pattention(Mechanism):
         saved = {"l2_norm_gelu": pairs + 1, "exp_l1_norm": 2 * pairs, "softmax": 2 * pairs}
         return Cost(parameters=numbers, flops=2 * numbers, saved=saved.get(options["score"], 3 * pairs + 3))
 
-    matrix_parameters = ("key", "value", "frozen_key", "frozen_value")
-
     @classmethod
     def grow_options(cls, options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
         if growth.keeps and options["score"] == "softmax" and (growth.widens or len(growth.q) > max(growth.q) + 1):
@@ -416,10 +414,6 @@ class Pattention(Mechanism):
         ins, outs = (SAME, SAME) if place is None else place
         return SAME, ins if parameter.removeprefix("frozen_") == "key" else outs
 
-    @classmethod
-    def name_size_option(cls, options: dict[str, Any]) -> str | None:
-        return None if cls.top_k_of(options, "feed_forward") else "ffn_pairs"  # with top_k not any number will do
-
     def prepare_training(self, step: Step) -> tuple[float, float] | None:
         return self.way() if step.start.get("tau") == "anneal" else None
 
@@ -429,13 +423,6 @@ class Pattention(Mechanism):
     @classmethod
     def describe_training(cls, modules: int, step: Step) -> str:
         return f"τ of {modules} maps goes to √n of their pairs in {cls.length(step)} steps."
-
-    @classmethod
-    def freezes_model(cls, options: dict[str, Any]) -> bool:
-        return options["frozen"] is not None
-
-    def is_trained(self, parameter: str) -> bool:
-        return self.frozen_key is not None and not parameter.startswith("frozen_")
 
     def choose_group(self, parameter: str) -> Group | None:
         """Values that are looked up are like embeddings, in which a row that no token reads should stay."""

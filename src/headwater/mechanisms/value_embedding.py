@@ -29,7 +29,7 @@ from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import KV, Context, Cost, Mechanism
 from headwater.mechanisms.enlarging import SAME, Dim, Larger
 from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
-from headwater.mechanisms.receivers import check_channels, check_layers, is_chosen, layers_with_values
+from headwater.mechanisms.receivers import check_channels, check_layers, identity_with, is_chosen, layers_with_values
 from headwater.util.errors import HeadwaterError
 
 Gate = Literal["sigmoid", "scalar", "none"]
@@ -277,9 +277,7 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
             return (SAME, SAME if self.up is not None else values)
         return (SAME,) if parameter == "scalar" else (values, SAME)
 
-    @classmethod
-    def find_identity_options(cls, options: dict[str, Any]) -> dict[str, Any] | None:
-        return None if options.get("init") == "random" else options | {"init": "zero"}
+    find_identity_options = identity_with(init="zero")
 
     per_head, per_token = True, False
 

@@ -17,9 +17,10 @@ from headwater.config.layers import cache_types
 from headwater.config.plan import LayerPlan
 from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
-from headwater.mechanisms.capabilities import HasSharedModule, freezes_model
+from headwater.mechanisms.capabilities import HasSharedModule
 from headwater.mechanisms.contract import Mechanism
 from headwater.mechanisms.named import Named, owner_of
+from headwater.mechanisms.pattention import Pattention
 from headwater.mechanisms.precision import KeepsPrecision
 from headwater.models.quantization import BESIDE, check_quantized
 from headwater.models.remote_code import add_code, is_code
@@ -119,14 +120,16 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
             module._qualified_name = name.removeprefix(f"{self.base_model_prefix}.")
 
     def freeze(self) -> None:
-        """Freeze every parameter but those that a mechanism trains, if one `FreezesModel`."""
-        named = ((resolve(name), options) for name, options in self.config.mechanisms.items())
-        tuning = tuple(kind for kind, options in named if freezes_model(kind, options))
-        if not tuning:
+        """Freeze every parameter but the newer pairs of each Pattention that has frozen ones, if `frozen` is set."""
+        mechanisms = self.config.mechanisms.items()
+        if not any(
+            issubclass(resolve(name), Pattention) and options["frozen"] is not None for name, options in mechanisms
+        ):
             return
         for module in self.modules():
+            has_frozen = isinstance(module, Pattention) and module.frozen_key is not None
             for name, parameter in module.named_parameters(recurse=False):
-                parameter.requires_grad_(isinstance(module, tuning) and module.is_trained(name))
+                parameter.requires_grad_(has_frozen and not name.startswith("frozen_"))
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headwater.config.text import HeadwaterConfig
 from headwater.cost import counts as cost
-from headwater.mechanisms.capabilities import SizesFeedForward
+from headwater.mechanisms.pattention import Pattention
 from headwater.plugins.registry import resolve
 from headwater.util.errors import HeadwaterError
 from headwater_lab.data.base import Data
@@ -96,17 +96,18 @@ def _resized(recipe: Recipe, data: Data, wanted: int, name: str) -> dict:
     config = recipe.config_for(data)
     mechanisms: dict = config.mechanisms or {}
     given: dict = recipe.model.get("mechanisms") or mechanisms
-    own = {
-        name: mechanism.name_size_option(options)
+    # With top_k not any number of pairs will do.
+    sized = (
+        name
         for name, options in mechanisms.items()
-        if isinstance(mechanism := resolve(name), SizesFeedForward)
-    }
-    mechanism, option = next(((name, option) for name, option in own.items() if option), (None, None))
+        if issubclass(kind := resolve(name), Pattention) and kind.top_k_of(options, "feed_forward") is None
+    )
+    mechanism = next(sized, None)
 
     def change(width: int) -> dict:
         if mechanism is None:
             return {"intermediate_size": width}
-        return {"mechanisms": given | {mechanism: (given.get(mechanism) or {}) | {option: width}}}
+        return {"mechanisms": given | {mechanism: (given.get(mechanism) or {}) | {"ffn_pairs": width}}}
 
     def parameters(width: int) -> int:
         return sum(cost.parameters(_changed(recipe, data, change(width))).values())
