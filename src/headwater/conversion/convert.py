@@ -16,8 +16,8 @@ turned towards the first of their group (for GQA as in arXiv 2412.20677).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any, cast
 
 import torch
@@ -194,28 +194,6 @@ def _check_pooling(model: HeadwaterForCausalLM) -> None:
 # Turning
 
 
-@contextmanager
-def _projections(model: HeadwaterForCausalLM) -> Iterator[list[dict[str, list[Tensor]]]]:
-    """What the layers' key and value projections give during forward passes, [tokens, heads, d] of each row."""
-    found: list[dict[str, list[Tensor]]] = [{"k": [], "v": []} for _ in model.model.layers]
-    handles = []
-    for layer, attention in enumerate(_attentions(model)):
-        for part, keep in found[layer].items():
-            width, module = attention.head_dim, getattr(attention, f"{part}_proj")
-
-            def hook(_: Any, inputs: Any, output: Tensor, keep: list[Tensor] = keep, width: int = width) -> None:
-                wide = torch.promote_types(output.dtype, torch.float32)
-                keep.append(output.detach().to(wide).flatten(0, -2).unflatten(-1, (-1, width)))
-
-            if module is not None:
-                handles.append(module.register_forward_hook(hook))
-    try:
-        yield found
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def _attentions(model: HeadwaterForCausalLM) -> list[Attention]:
     return [cast(Any, block).self_attn for block in model.model.layers]
 
@@ -223,8 +201,19 @@ def _attentions(model: HeadwaterForCausalLM) -> list[Attention]:
 @torch.no_grad()
 def samples(model: HeadwaterForCausalLM, rows: Tensor) -> list[dict[str, Tensor]]:
     """Keys "k" and values "v" of each layer as projected for rows of tokens, [tokens, heads, d] each."""
+    found: list[dict[str, list[Tensor]]] = [{"k": [], "v": []} for _ in model.model.layers]
     mode = model.training
-    with _projections(model) as found:
+    with ExitStack() as stack:
+        for layer, attention in enumerate(_attentions(model)):
+            for part, keep in found[layer].items():
+                width, module = attention.head_dim, getattr(attention, f"{part}_proj")
+
+                def hook(_: Any, inputs: Any, output: Tensor, keep: list[Tensor] = keep, width: int = width) -> None:
+                    wide = torch.promote_types(output.dtype, torch.float32)
+                    keep.append(output.detach().to(wide).flatten(0, -2).unflatten(-1, (-1, width)))
+
+                if module is not None:
+                    stack.callback(module.register_forward_hook(hook).remove)
         for row in rows:
             model.eval()(row[None].to(model.device), use_cache=False)
     model.train(mode)

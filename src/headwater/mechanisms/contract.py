@@ -161,11 +161,6 @@ class Mechanism(nn.Module):
         """Its name in configs: headwater's own, its package's entry point, or "module:Class". Do not override."""
         return MECHANISMS.name_of(cls)
 
-    @classmethod
-    def describe_source(cls, options: dict[str, Any]) -> str:
-        """`source`, or what it is with these options, for `headwater list`."""
-        return cls.source or cls.registered_name()
-
     # Before any module exists
 
     @classmethod

@@ -211,6 +211,7 @@ class NGramMemory(KeepsPrecision, Mechanism):
         torch.Size([3, 10, 64])
     """
 
+    source = "tables read by the last tokens' ids"
     paper = "2601.07372"
     needs_input_ids = True
 
@@ -280,10 +281,6 @@ class NGramMemory(KeepsPrecision, Mechanism):
         return q, kv._replace(v=self(kv.v, context.x, rows))
 
     # In a headwater model
-
-    @classmethod
-    def describe_source(cls, options: dict[str, Any]) -> str:
-        return f"tables read by the last {max(options['orders'])} tokens' ids"
 
     @classmethod
     def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
@@ -361,15 +358,10 @@ class NGramMemory(KeepsPrecision, Mechanism):
     def build_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
         width = cls.width(options, config, plan)
         table = NGramTable(
-            options["vocab_size"],
-            cls.numbers(options, width),
-            options["orders"],
-            options["heads"],
-            options["rows"],
-            options["end_of_text"],
-            options["seed"],
-            cls.chosen(options, config).index(plan.index),
+            numbers=cls.numbers(options, width),
+            place=cls.chosen(options, config).index(plan.index),
             zero=options["init"] == "zero" and options["rank"] is None,
+            **{name: options[name] for name in ("vocab_size", "orders", "heads", "rows", "end_of_text", "seed")},
         )
         return cls(
             table,

@@ -232,13 +232,9 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
             len(plan.v_heads),
             config.head_dim,
             0 if tables else config.vocab_size,
-            options["rank"],
-            options["gate"],
-            options["channels"],
-            options["scale"],
-            options["init"],
             std=cls.std(config),
             shared=at,
+            **{name: options[name] for name in ("rank", "gate", "channels", "scale", "init")},
         )
 
     # Capabilities

@@ -74,6 +74,8 @@ class ValueResidual(KeepsPrecision, Mechanism):
         True
     """
 
+    source = "the first layer's values (or what `target` names), mixed in"
+
     @strict
     @dataclass
     class Options:
@@ -190,13 +192,6 @@ class ValueResidual(KeepsPrecision, Mechanism):
         return self.mix(x, context)
 
     # In a headwater model
-
-    @classmethod
-    def describe_source(cls, options: dict[str, Any]) -> str:
-        target = options["target"]
-        mixed = {"hidden": "hidden states", "probabilities": "attention probabilities"}.get(target, target)
-        source = "all earlier layers'" if options["mode"] == "dense" else "the first layer's"
-        return f"{source} {mixed}, mixed in"
 
     @classmethod
     def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
