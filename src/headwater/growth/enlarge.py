@@ -26,7 +26,6 @@ from headwater.growth.pairs import Model
 from headwater.mechanisms.capabilities import GrowsOptions, PassesThrough, axes_of
 from headwater.mechanisms.enlarging import READS, SAME, WRITES, Dim, Larger
 from headwater.mechanisms.named import owner_of
-from headwater.mechanisms.pattention import Pattention
 from headwater.nn.norm import RMSNorm
 from headwater.plugins.registry import resolve
 from headwater.util.errors import HeadwaterError
@@ -432,10 +431,9 @@ def _check_units(config: HeadwaterConfig) -> None:
         layers = range(config.num_hidden_layers)
         mechanism = resolve(name)
         if all(replaces_linear(mechanism, options, config, layer, "feed_forward", width) for layer in layers):
-            sized = issubclass(mechanism, Pattention) and mechanism.top_k_of(options, "feed_forward") is None
             raise HeadwaterError(
                 f"Mechanism {name!r} replaces the feed-forwards, which intermediate_size has no part in; leave it out"
-                f"{', and grow ffn_pairs' if sized else ''}."
+                f"{', and grow ffn_pairs' if 'ffn_pairs' in options else ''}."
             )
 
 

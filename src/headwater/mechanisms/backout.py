@@ -30,8 +30,6 @@ class Backout(KeepsPrecision, Mechanism):
 
         x := x − λ·x_m
 
-    As in nanochat; no departures.
-
     Args
         weight: the init of λ.
         slot: set by `build_module`.

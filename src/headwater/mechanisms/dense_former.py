@@ -31,8 +31,6 @@ class DenseFormer(KeepsPrecision, Mechanism):
 
         X'_i = Σ_{j ≤ i} α_{i,j}·X_j
 
-    DenseFormer, arXiv 2402.02622, section 3; no departures.
-
     Args
         terms: how many hidden states are summed.
 

@@ -33,8 +33,6 @@ class EmbeddingResidual(KeepsPrecision, Mechanism):
 
         x_l := λ_l·x_l + μ_l·x_0
 
-    As in nanochat and modded-nanogpt; departures at the head of this file.
-
     Args
         weight: the init of μ.
         slot: set by `build_module`.

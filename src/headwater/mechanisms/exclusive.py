@@ -35,8 +35,6 @@ class Exclusive(KeepsPrecision, Mechanism):
 
         y'_t = y_t - α·(y_t·v̂_t)·v̂_t
 
-    Exclusive self attention, arXiv 2603.09078; departures at the head of this file.
-
     Args
         heads: how many query heads have a learned α; 0 (default): α = 1 for all.
         The other arguments are set by `build_module`.

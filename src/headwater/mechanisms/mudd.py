@@ -38,8 +38,6 @@ class MUDD(KeepsPrecision, Mechanism):
 
         x^s = Σ_j a^s_j(x)·X_j        a(x) = GELU(norm(x)·W_1)·W_2 + b
 
-    MUDDFormer, arXiv 2502.12170; departures at the head of this file.
-
     Args
         width: of the hidden states.
         terms: how many are summed.

@@ -35,8 +35,6 @@ class NeuTRENO(KeepsPrecision, Mechanism):
 
         U'_l = A_l·V_l + λ·(V_0 - V_l)
 
-    NeuTRENO, arXiv 2312.00751; departures at the head of this file.
-
     Args
         weight: λ, default 0.4.
         learnable: whether λ is a parameter, with `weight` as its init; default False, as in the paper.

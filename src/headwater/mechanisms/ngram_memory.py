@@ -188,8 +188,6 @@ class NGramMemory(KeepsPrecision, Mechanism):
 
         y_t + g(x_t, e_t)·U·e_t
 
-    As in transformers' `qwen4_exp`, Engram (arXiv 2601.07372) and modded-nanogpt; departures at the head of this file.
-
     Args
         table: gives e_t for ids.
         width: of y.

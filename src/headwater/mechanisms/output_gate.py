@@ -30,8 +30,6 @@ class OutputGate(Mechanism):
 
         y' = y ⊙ s·σ(W·x)
 
-    Gated attention, arXiv 2505.06708; departures at the head of this file.
-
     Args
         channels: how many channels of x the gate reads, the first ones.
         outputs: numbers that it gives: one per head, or one per channel of all heads.

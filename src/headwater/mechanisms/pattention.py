@@ -438,6 +438,11 @@ class Pattention(Mechanism):
         """|Θ|·‖V_P‖: x [..., d_in] -> the norm of each pair's contribution to the output [..., n]."""
         return self.weights(x).abs() * _wide(self.values).norm(dim=-1)
 
+    def build_twin(self) -> nn.Module:
+        """An MLP with a unit for each pair: linear, GELU, linear. Without `top_k` it has the same matmuls."""
+        (d_in, d_out), bias = (self.key.shape[1], self.value.shape[1]), False
+        return nn.Sequential(nn.Linear(d_in, self.n, bias=bias), nn.GELU(), nn.Linear(self.n, d_out, bias=bias))
+
 
 class Tau(KeepsPrecision):
     """τ as a buffer in at least fp32. Checkpoints store it, so that growth does not change it."""

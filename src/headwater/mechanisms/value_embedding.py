@@ -41,8 +41,6 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
 
         v'_t = v_t + s·σ(W·x_t[:n])·E[token_t]
 
-    As in nanochat and modded-nanogpt; departures at the head of this file.
-
     Args
         heads, width: of the values.
         vocab_size: rows of the table; 0: the rows are given to `forward`, from a table of several layers.

@@ -20,7 +20,6 @@ from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import HasSharedModule
 from headwater.mechanisms.contract import Mechanism
 from headwater.mechanisms.named import Named, owner_of
-from headwater.mechanisms.pattention import Pattention
 from headwater.mechanisms.precision import KeepsPrecision
 from headwater.models.quantization import BESIDE, check_quantized
 from headwater.models.remote_code import add_code, is_code
@@ -120,15 +119,13 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
             module._qualified_name = name.removeprefix(f"{self.base_model_prefix}.")
 
     def freeze(self) -> None:
-        """Freeze every parameter but the newer pairs of each Pattention that has frozen ones, if `frozen` is set."""
-        mechanisms = self.config.mechanisms.items()
-        if not any(
-            issubclass(resolve(name), Pattention) and options["frozen"] is not None for name, options in mechanisms
-        ):
+        """If a mechanism has the option `frozen`: freeze all but what stands beside parameters named "frozen_…"."""
+        if all(options.get("frozen") is None for options in self.config.mechanisms.values()):
             return
         for module in self.modules():
-            has_frozen = isinstance(module, Pattention) and module.frozen_key is not None
-            for name, parameter in module.named_parameters(recurse=False):
+            own = dict(module.named_parameters(recurse=False))
+            has_frozen = any(name.startswith("frozen_") for name in own)
+            for name, parameter in own.items():
                 parameter.requires_grad_(has_frozen and not name.startswith("frozen_"))
 
     @classmethod

@@ -10,7 +10,6 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from headwater.mechanisms.contract import Mechanism
-from headwater.mechanisms.pattention import Pattention
 from headwater.util.errors import HeadwaterError
 
 # Qualified names of linear layers' weights, and of the parameters that mechanisms have in their place.
@@ -69,13 +68,13 @@ def check_quantized(model: nn.Module, quantizer: HfQuantizer | None) -> None:
 
 
 def _matrices(model: nn.Module, spared: list[str]) -> dict[str, nn.Parameter]:
-    """The parameters of Pattention, by name, but for `spared` modules."""
+    """The parameters that mechanisms have in place of linear layers, by name, but for `spared` modules."""
     return {
         f"{path}.{name}": parameter
         for path, module in model.named_modules()
         for name, parameter in module.named_parameters(recurse=False)
-        if isinstance(module, Pattention)
-        and all(should_convert_module(part, spared) for part in (path, f"{path}.{name}"))
+        if isinstance(module, Mechanism) and "mechanisms" not in path.split(".") and parameter.ndim == 2
+        if all(should_convert_module(part, spared) for part in (path, f"{path}.{name}"))
     }
 
 

@@ -14,7 +14,6 @@ from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
 from headwater.conversion import to_transformers
 from headwater.kernels.scratch import keep_freed_memory
-from headwater.mechanisms.pattention import Pattention
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.image_classification import HeadwaterForImageClassification
 from headwater.nn.documents import make_cu_seq_lens, takes_documents
@@ -176,8 +175,7 @@ def packed_positions(rows: int, context: int, documents: int) -> Tensor:
 def twins(mechanisms: dict[str, dict], shape: StepShape) -> tuple[HeadwaterForCausalLM, HeadwaterForCausalLM]:
     """A model with `mechanisms` and the one it is compared with, without them.
 
-    With Pattention, the other model has an MLP with a unit for each pair instead. Without `top_k` it has the same
-    matmuls.
+    If a mechanism replaces linear layers, the other model has its plain twin (`build_twin`), with the same matmuls.
     """
     sizes = shape.config(shape.context)
 
@@ -185,12 +183,10 @@ def twins(mechanisms: dict[str, dict], shape: StepShape) -> tuple[HeadwaterForCa
         return HeadwaterForCausalLM(HeadwaterConfig(**sizes, mechanisms=mechanisms))
 
     ours, other = model(mechanisms), model({})
-    if any(isinstance(module, Pattention) for module in ours.modules()):
+    if any(hasattr(module, "build_twin") for module in ours.modules()):
         other = model(mechanisms)
         for parent in list(other.modules()):
             for name, child in parent.named_children():
-                if isinstance(child, Pattention):
-                    (d_in, d_out), bias = (child.key.shape[1], child.value.shape[1]), False
-                    units = nn.Linear(d_in, child.n, bias=bias), nn.GELU(), nn.Linear(child.n, d_out, bias=bias)
-                    setattr(parent, name, nn.Sequential(*units))
+                if (build := getattr(child, "build_twin", None)) is not None:
+                    setattr(parent, name, build())
     return ours, other

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from headwater.mechanisms.capabilities import ShowsScalars
 from headwater.mechanisms.contract import Mechanism
-from headwater.mechanisms.kv_shift import KVShift
 from headwater.models.kinds import AnyModel
 from headwater.nn.block import Block
 from headwater_lab.inspection.scores import composed
@@ -81,7 +80,7 @@ def windows(block: Block, part: str) -> Tensor | None:
     """How a layer mixes keys ("k") or values ("v") with those of earlier tokens, [window, its heads]; None if not."""
     found: Tensor | None = None
     for _, module in mechanisms(block):
-        window = module.show_windows().get(part) if isinstance(module, KVShift) else None
+        window = getattr(module, "show_windows", dict)().get(part)
         if window is not None:
             found = window if found is None else composed(found, window)
     return found

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from headwater.config.layers import layer_config
 from headwater.config.plan import Stage
-from headwater.mechanisms.pattention import Pattention
 from headwater.models.kinds import AnyModel, is_of_images
 from headwater.nn.patches import raster_positions
 from headwater_lab.inspection.pairs import Firing, PairCounter
@@ -220,7 +219,7 @@ class Watch:
             if block.self_attn.v_proj is not None:
                 hook(block.self_attn.v_proj, lambda _, __, ___, output, layer=layer: self.values(layer, output))
             for place, module in mechanisms(block):
-                if isinstance(module, Pattention):
+                if hasattr(module, "show_firing"):
                     hook(module, functools.partial(self.firing, layer, place))
         hook(everything[-1], lambda _, __, ___, output: self.hidden(len(everything), output[0]))
 
