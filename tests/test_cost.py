@@ -84,7 +84,7 @@ VARIANTS = {
         {},
         {"target": "values", "gate": "scalar", "rank": 16},
         {"gate": "match", "rank": 24, "orders": [3], "layers": [0, 2]},
-        {"target": "values", "gate": "match", "combine": "sum", "rows": 300, "layers": [1]},
+        {"target": "values", "gate": "match", "rows": 300, "layers": [1]},
     ],
     "persistent_memory": [{}, {"pairs": 3, "layers": [1]}],
     "neutreno": [{}, {"learnable": True}],
@@ -93,7 +93,7 @@ VARIANTS = {
     "smear": [{}, {"norm": "before", "channels": 5}],
     "embedding_residual": [{}, {"layers": [2]}],
     "backout": [{}, {"layer": 0}],
-    "depth_attention": [{}, {"queries": 3, "variant": "inkling_2", "block": 2}, {"target": "states", "layers": [2]}],
+    "depth_attention": [{}, {"queries": 3, "variant": "inkling_2", "block": 2}, {"layers": [2]}],
     "mudd": [{}],
     "dense_former": [{}, {"dilation": 2}, {"period": 2}],
 }

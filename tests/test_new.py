@@ -69,8 +69,6 @@ def test_its_capabilities_are_found(package):
         "DescribesAxes",
         "GrowsOptions",
         "ShowsScalars",
-        "ShowsWindows",
-        "ScalesLearningRate",
     }
     assert found == (everything if package.name == WHOLE else set())
 

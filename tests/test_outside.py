@@ -510,9 +510,6 @@ class Convolved(Mechanism):
     def choose_group(self, parameter):
         return "vectors" if parameter == "mix" else None
 
-    def is_decayed(self, parameter):
-        return {"conv.weight": False, "norm.weight": True}.get(parameter)
-
     def prepare_training(self, step):
         return [step.steps, step.warmup]
 
@@ -788,12 +785,6 @@ class GatedTable(Mechanism):
 
     def choose_group(self, parameter):
         return "convolutions" if parameter == "conv.weight" else None
-
-    def scale_learning_rate(self, parameter):
-        return 0.1 if parameter == "conv.weight" else 1.0
-
-    def is_decayed(self, parameter):
-        return True if parameter == "conv.weight" else None
 
     def prepare_training(self, step):
         return {"from": self.cool}

@@ -47,7 +47,7 @@ MORE_VARIANTS: dict[str, list[dict]] = {
     "ngram_memory": [
         {"orders": [2, 4], "heads": 2, "rows": 11, "layers": [0, 2], "gate": "match", "rank": 12},
         {"target": "values", "gate": "match", "rank": 8, "end_of_text": 5},
-        {"orders": [3], "heads": 2, "rank": 6, "combine": "sum", "seed": 3},
+        {"orders": [3], "heads": 2, "rank": 6, "seed": 3},
     ],
     "svformer": [{"source": 1}, {"layers": [1]}, {"share": "both", "layers": [2]}],
     "kv_source": [
@@ -81,7 +81,7 @@ MORE_VARIANTS: dict[str, list[dict]] = {
     "depth_attention": [
         {"block": 2, "layers": [2]},
         {"queries": 3, "variant": "inkling_2"},
-        {"target": "states", "block": 2},
+        {"block": 2},
     ],
     "dense_former": [{"dilation": 2}, {"period": 2}],
 }
@@ -246,7 +246,7 @@ OF_SOME_LAYERS: list[dict] = [
     {"value_embedding": {"tables": 1, "layers": [0, 2]}},
     {"value_embedding": {"tables": 2, "layers": [1, 2]}},
     {"value_embedding": {"tables": 1, "layers": [1]}},
-    {"ngram_memory": {"target": "values", "layers": [1], "combine": "sum"}},
+    {"ngram_memory": {"target": "values", "layers": [1]}},
 ]
 
 

@@ -77,13 +77,12 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     ],
     "ngram_memory": [
         {"target": "values"},
-        {"combine": "sum"},
         {"gate": "scalar"},
         {"gate": "match"},
         {"init": "zero"},
         {"orders": [2, 4], "heads": 2, "rows": 11, "layers": [0, 2], "gate": "match", "rank": 12},
         {"target": "values", "gate": "match", "rank": 8, "end_of_text": 5},
-        {"orders": [3], "heads": 2, "rank": 6, "combine": "sum", "seed": 3},
+        {"orders": [3], "heads": 2, "rank": 6, "seed": 3},
     ],
     "svformer": [
         {"share": "keys"},
@@ -122,10 +121,9 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "depth_attention": [
         {"queries": 3},
         {"variant": "inkling_2"},
-        {"target": "states"},
         {"block": 2, "layers": [2]},
         {"queries": 3, "variant": "inkling_2"},
-        {"target": "states", "block": 2},
+        {"block": 2},
     ],
     "dense_former": [
         {"dilation": 2},

@@ -196,45 +196,6 @@ def test_similarity_as_loops():
 # Shares
 
 
-def test_the_share_of_the_first_layers_values():
-    """Both layers project the same values, since the first adds nothing: shares are |λ| over the sum of both."""
-    model = hand({"value_residual": {}}, layers=2)
-    with torch.no_grad():
-        for block in model.model.layers:
-            block.self_attn.v_proj.weight.copy_(torch.eye(LENGTH))
-        model.model.layers[1].self_attn.mechanisms["value_residual"].lambdas.copy_(torch.tensor([-1.0, 3.0]))
-    (terms,) = read(model, of(tokens(2, LENGTH) % LENGTH)).terms
-    assert (terms.layer, terms.mechanism, terms.names) == (1, "value_residual", ["V0", "own"])
-    assert terms.shares == pytest.approx([0.25, 0.75])
-
-
-@pytest.mark.parametrize(
-    ("mechanisms", "expected"),
-    [
-        ({"mudd": {}}, ["mudd q", "mudd k", "mudd v", "mudd stream", "mudd out"]),
-        ({"depth_attention": {"queries": 3}}, [f"depth_attention {part}" for part in "qkv"]),
-    ],
-    ids=str,
-)
-def test_each_sum_has_shares_of_its_own(mechanisms, expected):
-    model, lengths = build(mechanisms, num_hidden_layers=2), {}
-
-    def note(module, inputs, named, _):
-        for name, term in module.show_terms(*inputs, **named).items():
-            for label, one in zip(module.labels, term, strict=True):
-                lengths.setdefault(f"{module.registered_name()} {label}", {})[name] = float(one.norm(dim=-1).sum())
-
-    for module in model.model.layers[1].modules():
-        if getattr(module, "labels", ()):
-            module.register_forward_hook(note, with_kwargs=True)
-    found = [terms for terms in read(model, of(tokens(2, LENGTH) % LENGTH)).terms if terms.layer == 1]
-    assert sorted(terms.mechanism for terms in found) == sorted(expected)
-    for terms in found:
-        own = lengths[terms.mechanism]
-        assert terms.names == list(own)
-        assert terms.shares == pytest.approx([length / sum(own.values()) for length in own.values()])
-
-
 @pytest.mark.parametrize(("silenced", "left"), [(slice(16, 32), 0.0), (slice(0, 16), 1.0)])
 def test_heads_without_an_output_are_not_used(silenced, left):
     """Two of four heads skip; the output columns of these, or of the others, are zero."""

@@ -164,7 +164,7 @@ def test_a_table_is_not_read_as_a_whole_to_generate_a_token():
         ({"rows": 1}, "rows must be at least 2"),
         ({"rank": 12}, "12 numbers cannot be divided among 2 orders of 4 heads; choose a rank that is a multiple of 8"),
         ({"end_of_text": 97}, "from 0 to 96"),
-        ({"layers": []}, "leave it out for the first layer"),
+        ({"layers": []}, "name a layer, or leave it out"),
         ({"layers": [3]}, "between 0 and 2"),
     ],
 )

@@ -11,7 +11,6 @@ from conftest import assert_near, build, config, decode, shared, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
 from headwater.config.plan import Stage
 from headwater.config.planner import plan_layers
-from headwater.mechanisms import SkipLayer, SVFormer
 from headwater.mechanisms.contract import Mechanism
 from headwater.models.cache import cache_bytes
 from headwater.plugins.registry import MECHANISMS
@@ -117,20 +116,6 @@ def test_unbuilt_heads_change_nothing():
     assert_near(model(ids, use_cache=False).logits, whole(ids, use_cache=False).logits, 1e-12)
 
 
-# Plain modules
-
-
-def test_modules():
-    own_k, own_v = torch.randn(2, 2, 1, 5, 4)
-    source_k, source_v = torch.randn(2, 2, 4, 5, 4)
-    k, v = SkipLayer(3)(own_k, own_v, source_k, source_v)
-    assert torch.equal(k, torch.cat((own_k, source_k[:, 1:]), 1))
-    assert torch.equal(v, torch.cat((own_v, source_v[:, 1:]), 1))
-    assert SVFormer("values")(own_k, None, source_k, source_v) == (own_k, source_v)
-    assert SVFormer("keys")(None, own_v, source_k, source_v) == (source_k, own_v)
-    assert SVFormer("both")(None, None, source_k, source_v) == (source_k, source_v)
-
-
 # Options
 
 
@@ -163,13 +148,6 @@ def test_off(options):
 def test_neutreno_acts_where_values_are_not_the_first_layers():
     plans = plan_layers(config({"svformer": {"layers": [2]}, "neutreno": {}}, num_hidden_layers=4))
     assert [plan.at(Stage.HEAD_OUTPUTS) for plan in plans] == [(), ("neutreno",), (), ("neutreno",)]
-
-
-def test_plain_modules_refuse_what_they_cannot_do():
-    k = torch.randn(2, 1, 5, 4)
-    for make in (lambda: SVFormer("bogus"), lambda: SkipLayer(-2), lambda: SkipLayer(5)(k, k, k, k)):
-        with pytest.raises(HeadwaterError):
-            make()
 
 
 @pytest.mark.parametrize("options", [{"layers": 0}, {"heads": 0}])

@@ -35,22 +35,19 @@ from headwater.conversion import add_mechanisms, from_transformers
 from headwater.conversion.convert import (
     align,
     blended,
-    chosen,
     finished,
     pooled_tensors,
     rotations,
-    similarity,
     turned,
 )
 from headwater.cost.counts import training_flops
 from headwater.mechanisms.blend import Blend
-from headwater.mechanisms.kv_source import nearest_sources
 from headwater.models.cache import cache_bytes
 from headwater.testing import Case, Contract
 from headwater.testing.naive import Reference
 from headwater_lab.api.converting import _written
 from headwater_lab.data.tokenizer import load_tokenizer
-from headwater_lab.recipe.schema import CacheConversion, Change, changed_config, load_recipe, parse
+from headwater_lab.recipe.schema import CacheConversion, Change, load_recipe, parse
 from headwater_lab.training.checkpoints import newest_checkpoint, write_model
 from headwater_lab.training.models import Trained, converted, measure, open_trained
 from headwater_lab.training.records import Event, read_record
@@ -234,39 +231,6 @@ def test_what_was_turned_is_turned_back(spun):
         if spun < 8:
             secret[head, spun:, spun:] = torch.linalg.qr(torch.randn(8 - spun, 8 - spun, dtype=torch.float64))[0]
     assert_near(rotations(x, turned(x, secret), spun), secret, 1e-6)
-
-
-# Who shares with whom
-
-
-def test_layers_made_alike_are_found():
-    """Layer 2 has layer 1's keys and values, turned; the others have nothing in common."""
-    model = build(num_hidden_layers=4, num_key_value_heads=4, qk_norm=False)
-    layers = model.model.layers
-    with torch.no_grad():
-        for block in layers[1:2]:  # so that layers 1 and 2 are given the same
-            block.self_attn.o_proj.weight.zero_()
-            block.mlp.down_proj.weight.zero_()
-        layers[2].input_layernorm.weight.copy_(layers[1].input_layernorm.weight)
-        layers[2].self_attn.k_proj.weight.copy_(layers[1].self_attn.k_proj.weight)
-        turn = torch.linalg.qr(torch.randn(8, 8, dtype=torch.float64))[0]
-        values = layers[1].self_attn.v_proj.weight.view(4, 8, 32)
-        layers[2].self_attn.v_proj.weight.copy_(torch.einsum("ij,hjd->hid", turn, values).reshape(32, 32))
-    alike = similarity(model, tokens(4, 24))
-    for table in alike:
-        assert float(table[2, 1]) == pytest.approx(1, abs=1e-5)
-        assert torch.equal(table, table.T)
-        assert float((table - torch.eye(4)).abs().flatten().sort()[0][:-2].max()) < 0.9
-    found = chosen(model.config, {"kv_source": {}}, alike)
-    assert found["kv_source"]["keys"][2] == found["kv_source"]["values"][2] in (0, 1)
-
-
-def test_the_least_is_given_up():
-    alike = torch.tensor([[1.0, 0.1, 0.2, 0.3], [0.1, 1.0, 0.9, 0.2], [0.2, 0.9, 1.0, 0.5], [0.3, 0.2, 0.5, 1.0]])
-    assert nearest_sources(alike, 4) == [0, 1, 2, 3]
-    assert nearest_sources(alike, 3) == [0, 1, 1, 3]
-    assert nearest_sources(alike, 2) == [0, 1, 1, 0]
-    assert nearest_sources(alike, 1) == [0, 0, 0, 0]
 
 
 # Learning from the original
@@ -482,15 +446,11 @@ def test_the_history_says_whether_anything_was_turned():
     change = Change(convert=CacheConversion(mechanisms={"kv_source": {}}, anneal=True))
     made = converted(Trained("", model, None, [], {}), change, rows)
     assert made.history[-1].details["aligned"] is False
-    with pytest.raises(HeadwaterError, match="sliding_layers"):
-        changed_config(model.config, Change(convert=CacheConversion(mechanisms={"kv_source": {}}, choose_layers=True)))
 
 
 @pytest.mark.slow
 def test_killed_and_resumed_it_ends_the_same(written, tmp_path):
-    recipe = staged(
-        written, {"mechanisms": ["kv_source"], "choose_layers": True, "anneal": True}, distillation={}, steps=12
-    )
+    recipe = staged(written, {"mechanisms": ["kv_source"], "anneal": True}, distillation={}, steps=12)
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
     train_stages(recipe, tmp_path / "whole")
@@ -517,7 +477,7 @@ def test_the_command(written, tmp_path, run, dtype):
     LlamaForCausalLM.from_pretrained(written / "llama", dtype=dtype).save_pretrained(source)
     load_tokenizer("bytes").save_pretrained(source)
     arguments = [
-        "convert", source, "--mechanism", "kv_source", "--choose-layers", "--heal", "400", "data.context=16",
+        "convert", source, "--mechanism", "kv_source", "--heal", "400", "data.context=16",
         "training.batch_size=2", "--text", written / "texts", "--out", out, "data.held_out_bytes=300",
     ]  # fmt: skip
     code, printed, _ = run(*arguments, "--plan")
@@ -713,8 +673,6 @@ def test_rows_are_no_longer_than_the_model_has_positions(written, run):
         ),
         (["--num-key-value-heads", "1", "--heal", "20"], "takes at least 3"),
         (["--num-key-value-heads", "1", "--heal", "many"], "takes a number"),
-        (["--num-key-value-heads", "1", "--choose-layers"], "leave it out"),
-        (["--mechanism", "svformer", "--choose-layers", "--heal", "1k"], "leave out choose_layers"),
         (["--num-key-value-heads", "1", "data.context=65"], "has 64 positions"),
         (
             ["training.devices=2", "--num-key-value-heads", "1", "--heal", "1k", "training.device=cpu"],

@@ -96,7 +96,7 @@ def test_parts_together_are_the_whole(mechanisms, changes, size):
 
 
 def test_a_process_has_its_part_of_cache_and_weights():
-    model = build({"svformer": {}, "pattention": {"attention_pairs": 64}}, **GQA)
+    model = build({"svformer": {}}, **GQA)
     parts = []
     for rank in range(2):
         part, share = copy.deepcopy(model), Portion(model.config, rank, 2)

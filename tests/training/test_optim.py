@@ -64,21 +64,14 @@ def extend(model, **members):
             module.__class__ = kind
 
 
-def test_a_mechanism_may_have_a_group_and_a_rate_of_its_own(model):
-    extend(
-        model,
-        choose_group=lambda self, parameter: "taps" if parameter == "beta" else None,
-        scale_learning_rate=lambda self, parameter: 0.1 if parameter == "beta" else 1.0,
-    )
+def test_a_mechanism_may_have_a_group_of_its_own(model):
+    extend(model, choose_group=lambda self, parameter: "taps" if parameter == "beta" else None)
     *_, scalars, taps = parameter_groups(model, 0.1)
-    assert (scalars["name"], taps["name"], taps["weight_decay"], taps["rate"]) == ("scalars", "taps", 0.0, 0.1)
+    assert (scalars["name"], taps["name"], taps["weight_decay"]) == ("scalars", "taps", 0.0)
     assert set(taps["params"]) == {p for name, p in model.named_parameters() if name.endswith("beta")}
     assert not set(taps["params"]) & set(scalars["params"])
     extend(model, choose_group=lambda self, parameter: "scalar")
     with pytest.raises(HeadwaterError, match="among the scalar; its choose_group"):
-        parameter_groups(model, 0.1)
-    extend(model, scale_learning_rate=lambda self, parameter: -1)
-    with pytest.raises(HeadwaterError, match="'kv_shift': the rate of 'alpha' must be a number of at least 0, not -1"):
         parameter_groups(model, 0.1)
 
 

@@ -5,7 +5,6 @@
     finished    the goal itself, once the weight is 1: the same function without what no head attends to any more
     aligned     before either, the same function in other coordinates, in which what is to be shared or pooled is as
                 alike as it can be without changing it
-    similarity  how alike the layers' keys and values are, for the choice of who shares with whom
 
 A head's values may be turned by any orthogonal matrix R if the output projection is turned back, its keys if the
 queries are turned with them; under RoPE only within the pairs of channels that RoPE turns, with which it commutes. A
@@ -19,7 +18,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,20 +29,12 @@ from headwater.config.text import HeadwaterConfig
 from headwater.conversion.add import add_mechanisms, kept_heads, tensors_of
 from headwater.conversion.families import assemble, own_tensors
 from headwater.mechanisms.blend import Blend
-from headwater.mechanisms.capabilities import ChoosesBySimilarity
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.nn.attention import Attention
-from headwater.plugins.registry import as_mapping, resolve
+from headwater.plugins.registry import as_mapping
 from headwater.util.errors import HeadwaterError
 
 BLEND = Blend.registered_name()
-
-
-class Similarity(NamedTuple):
-    """How alike layers are: [layers, layers] each, 1 for alike and 0 for unrelated; see `similarity`."""
-
-    keys: Tensor
-    values: Tensor
 
 
 def blended_config(
@@ -193,7 +184,7 @@ def _check_pooling(model: HeadwaterForCausalLM) -> None:
             )
 
 
-# How alike
+# Turning
 
 
 def _attentions(model: HeadwaterForCausalLM) -> list[Attention]:
@@ -224,42 +215,6 @@ def _keep_heads(outputs: list[Tensor], width: int, module: nn.Module, inputs: An
     """A forward hook: append what a projection gives, [tokens, heads, width], to `outputs`."""
     wide = torch.promote_types(output.dtype, torch.float32)
     outputs.append(output.detach().to(wide).flatten(0, -2).unflatten(-1, (-1, width)))
-
-
-def similarity(model: HeadwaterForCausalLM, rows: Tensor) -> Similarity:
-    """For each two layers, how much of one's keys or values is left if the other's take their place.
-
-    Element [l, s] is 1 - Σ‖x_l - x_s‖² / Σ(‖x_l‖² + ‖x_s‖²), over tokens and heads, after both were turned to be as
-    alike as they can be (see `align`).
-    """
-    _check_comparable(model.config)
-    made = samples(model, rows)
-    turns = can_turn(model)
-
-    def table(part: str) -> Tensor:
-        xs = [layer[part] for layer in made]
-        alike = torch.eye(len(xs))
-        for later in range(len(xs)):
-            for source in range(later):
-                own, other = xs[later], xs[source]
-                if turns[part]:
-                    own = turned(own, rotations(own, other, _spun(model, part)))
-                both = own.square().sum() + other.square().sum()
-                alike[later, source] = alike[source, later] = float(1 - (own - other).square().sum() / both)
-        return alike
-
-    return Similarity(table("k"), table("v"))
-
-
-def _check_comparable(config: HeadwaterConfig) -> None:
-    if config.sliding_layers is not None:
-        raise HeadwaterError(
-            "The model has layers of two kinds (sliding_layers), whose keys and values are not compared; say which "
-            "layers share."
-        )
-
-
-# Turning
 
 
 def can_turn(model: HeadwaterForCausalLM) -> dict[str, bool]:
@@ -364,34 +319,3 @@ def _rows(linear: nn.Linear, matrices: Tensor) -> None:
         if parameter is not None:
             heads = parameter.double().unflatten(0, (len(matrices), -1))
             parameter.copy_(torch.einsum("hi...,hij->hj...", heads, matrices.to(parameter.device)).flatten(0, 1))
-
-
-# Choosing
-
-
-def check_choice(config: HeadwaterConfig, mechanisms: Any) -> None:
-    """Raise `HeadwaterError`, before the model runs, if `similarity` or `chosen` would."""
-    _check_comparable(config)
-    alike = torch.eye(config.num_hidden_layers)
-    chosen(config, mechanisms, Similarity(alike, alike))
-
-
-def chosen(config: HeadwaterConfig, mechanisms: Any, alike: Similarity) -> dict[str, dict[str, Any]]:
-    """`mechanisms` with the options that the user left out as each chooses them by the layers' similarity.
-
-    Raises `HeadwaterError` if none of them has anything to choose.
-    """
-    given = as_mapping(mechanisms) or {}
-    made, found = {}, False
-    for name, options in given.items():
-        options = options or {}
-        mechanism, better = resolve(name), None
-        if isinstance(mechanism, ChoosesBySimilarity):
-            better = mechanism.choose_by_similarity(options, config, alike.keys, alike.values)
-        made[name], found = options if better is None else better, found or better is not None
-    if not found:
-        raise HeadwaterError(
-            f"{', '.join(given) or 'Fewer heads'} with these options cannot be chosen by similarity; leave out "
-            "choose_layers."
-        )
-    return made

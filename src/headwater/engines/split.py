@@ -2,11 +2,10 @@
 
     attention       Σ_p W_O[:, p]·heads_p(x)                            p: some consecutive heads, and their cache
     feed-forward    Σ_p W_down[:, p]·(act(W_gate[p]·x) ⊙ W_up[p]·x)     p: some units
-    Pattention      ‖A‖² = Σ_p ‖x·K_P[p]ᵀ‖², then Σ_p Θ(x·K_P[p]ᵀ)·V_P[p]   p: some pairs of parameter tokens
 
 The residual stream, the embeddings, the output head, and what mechanisms do outside attention are whole in every
-process. So is a feed-forward that a mechanism acts inside of, and a Pattention with another score or of which a token
-reads a few pairs. Attention is built once more from the plans of the process's own heads (`engines.heads.narrowed`).
+process. So is a feed-forward that a mechanism acts inside of, and what replaces a linear layer. Attention is built once
+more from the plans of the process's own heads (`engines.heads.narrowed`).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 
 from headwater.config.plan import ATTENTION_STAGES, LayerPlan, Stage
 from headwater.engines.heads import SomeHeads
-from headwater.mechanisms.capabilities import Processes, SplitsLinear, axes_of, can_split_heads
+from headwater.mechanisms.capabilities import Processes, axes_of, can_split_heads
 from headwater.mechanisms.contract import Mechanism
 from headwater.mechanisms.enlarging import of_heads
 from headwater.nn.attention import Attention
@@ -86,8 +85,6 @@ def split(model: HeadwaterForCausalLM, share: Portion, processes: Processes) -> 
                 if (layer := getattr(feed_forward, name)) is not None:
                     setattr(feed_forward, name, rows(layer, own))
             feed_forward.down_proj = SummedLinear(feed_forward.down_proj, own, processes)  # type: ignore[assignment]
-        else:
-            block.mlp = _part(block.mlp, processes)
 
 
 def own_attention(block: Block, share: Portion, processes: Processes) -> Attention:
@@ -106,12 +103,12 @@ def own_attention(block: Block, share: Portion, processes: Processes) -> Attenti
             own = channels(share.places(plan)[part][1], mine.head_dim)
             layer = getattr(whole, name)
             linear = isinstance(layer, nn.Linear)
-            setattr(mine, name, rows(layer, own) if linear else SomeOutputs(_part(layer, processes), own))
+            setattr(mine, name, rows(layer, own) if linear else SomeOutputs(layer, own))
     if isinstance(whole.o_proj, nn.Linear):
         own = torch.arange(whole.o_proj.in_features).chunk(share.size)[share.rank]
         mine.o_proj = SummedLinear(whole.o_proj, own, processes)
     else:
-        mine.o_proj = Joined(_part(whole.o_proj, processes), processes)
+        mine.o_proj = Joined(whole.o_proj, processes)
     return mine.train(whole.training)
 
 
@@ -194,7 +191,3 @@ class Joined(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.whole(self.processes.joined(x))
-
-
-def _part(layer: nn.Module, processes: Processes) -> nn.Module:
-    return layer.build_part(processes) if isinstance(layer, SplitsLinear) else layer

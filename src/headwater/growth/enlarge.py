@@ -23,7 +23,7 @@ from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
 from headwater.growth.methods import GrowthOptions, growth_of
 from headwater.growth.pairs import Model
-from headwater.mechanisms.capabilities import GrowsOptions, PassesThrough, SizesFeedForward, axes_of
+from headwater.mechanisms.capabilities import GrowsOptions, PassesThrough, axes_of
 from headwater.mechanisms.enlarging import READS, SAME, WRITES, Dim, Larger
 from headwater.mechanisms.named import owner_of
 from headwater.nn.norm import RMSNorm
@@ -438,10 +438,9 @@ def _check_units(config: HeadwaterConfig) -> None:
         layers = range(config.num_hidden_layers)
         mechanism = resolve(name)
         if all(replaces_linear(mechanism, options, config, layer, "feed_forward", width) for layer in layers):
-            sized = isinstance(mechanism, SizesFeedForward) and mechanism.name_size_option(options) == "ffn_pairs"
             raise HeadwaterError(
                 f"Mechanism {name!r} replaces the feed-forwards, which intermediate_size has no part in; leave it out"
-                f"{', and grow ffn_pairs' if sized else ''}."
+                f"{', and grow ffn_pairs' if 'ffn_pairs' in options else ''}."
             )
 
 

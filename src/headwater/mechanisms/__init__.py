@@ -1,6 +1,7 @@
 """The mechanisms, one file each, which opens with the paper, its equation and our departures from it.
 
-Each class is a plain `nn.Module` for any PyTorch model, and also describes what it does in a headwater model.
+Each class is a plain `nn.Module` for any PyTorch model, but for those by which layers only share, and also describes
+what it does in a headwater model.
 """
 
 from headwater.mechanisms.backout import Backout

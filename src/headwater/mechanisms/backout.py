@@ -21,6 +21,7 @@ from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import Context, Cost, Mechanism
 from headwater.mechanisms.enlarging import Larger, describe_fixed_axes
 from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
+from headwater.mechanisms.receivers import identity_with
 from headwater.util.errors import HeadwaterError
 
 
@@ -28,8 +29,6 @@ class Backout(KeepsPrecision, Mechanism):
     """Subtracts a share of a middle layer's output from the last one's.
 
         x := x − λ·x_m
-
-    As in nanochat; no departures.
 
     Args
         weight: the init of λ.
@@ -107,14 +106,9 @@ class Backout(KeepsPrecision, Mechanism):
 
     describe_axes = describe_fixed_axes
 
-    @classmethod
-    def find_identity_options(cls, options: dict[str, Any]) -> dict[str, Any] | None:
-        return None if options.get("weight") else options | {"weight": 0.0}
+    find_identity_options = identity_with(weight=0.0)
 
     per_head = per_token = True
 
     def show_scalars(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
         return {"λ": Shown(self.strength)}
-
-    def show_terms(self, x: Tensor, middle: Tensor) -> dict[str, Tensor]:
-        return {"middle": -self.strength * middle, "own": x}

@@ -18,7 +18,7 @@ then every layer stores all of its keys and values.
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -42,14 +42,6 @@ def _kept(plans: Sequence[LayerPlan]) -> set[tuple[str, int, int]]:
     return {(part, layer, head) for heads, head in parts for part, layer in heads.items()}
 
 
-class Stretch(NamedTuple):
-    """Heads first to end, which take a part from the source in this slot; None: from the layer itself."""
-
-    first: int
-    end: int
-    slot: int | None
-
-
 class Blend(KeepsPrecision, Mechanism):
     """Mixes keys and values with others: (1 - w)·own + w·others, exactly own at w = 0 and exactly others at w = 1.
 
@@ -58,6 +50,7 @@ class Blend(KeepsPrecision, Mechanism):
     Args
         group: how many consecutive heads become one; 1: none do.
         weight: w.
+        keys, values: the slot of the source from which each head takes them; None: from the layer itself.
 
     Buffer: `weight` [1], in fp32.
 
@@ -81,7 +74,11 @@ class Blend(KeepsPrecision, Mechanism):
         weight: float = 0.0
 
     def __init__(
-        self, group: int = 1, weight: float = 0.0, keys: tuple[Stretch, ...] = (), values: tuple[Stretch, ...] = ()
+        self,
+        group: int = 1,
+        weight: float = 0.0,
+        keys: tuple[int | None, ...] = (),
+        values: tuple[int | None, ...] = (),
     ) -> None:
         super().__init__()
         self.heads_in_one, self.initial, self.keys, self.values = group, weight, keys, values
@@ -105,11 +102,11 @@ class Blend(KeepsPrecision, Mechanism):
     def transform_attended_kv(self, kv: KV, context: Context) -> KV:
         return KV(self.mixed(kv.k, self.keys, context.sources), self.mixed(kv.v, self.values, context.sources))
 
-    def mixed(self, own: Tensor, runs: tuple[Stretch, ...], sources: list[Tensor]) -> Tensor:
-        if not runs:
+    def mixed(self, own: Tensor, slots: tuple[int | None, ...], sources: list[Tensor]) -> Tensor:
+        if not any(slot is not None for slot in slots):
             return own
-        parts = [(own if slot is None else sources[slot])[:, first:end] for first, end, slot in runs]
-        return self(own, parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
+        others = [(own if slot is None else sources[slot])[:, head] for head, slot in enumerate(slots)]
+        return self(own, torch.stack(others, dim=1))
 
     # In a headwater model
 
@@ -227,16 +224,12 @@ class Blend(KeepsPrecision, Mechanism):
         group = cls.group_of(options, config)
         attends = plan_layers(cls.goal(options, config))[plan.index].attends if plan.at(Stage.ATTENDED_KV) else ()
 
-        def runs(part: Part) -> tuple[Stretch, ...]:
-            """Whose keys or values the heads take, consecutive ones at once; none if all are the layer's own."""
-            found: list[Stretch] = []
-            for head, layer in enumerate(getattr(one, part) for one in attends):
-                slot = None if layer == plan.index else plan.slot(Source("bank", part, layer))
-                last = found.pop() if found and found[-1].slot == slot else Stretch(head * group, 0, slot)
-                found.append(last._replace(end=(head + 1) * group))
-            return tuple(found) if any(run.slot is not None for run in found) else ()
+        def slots(part: Part) -> tuple[int | None, ...]:
+            """The slots of the sources of all heads' keys or values."""
+            layers = (getattr(attended, part) for attended in attends for _ in range(group))
+            return tuple(None if layer == plan.index else plan.slot(Source("bank", part, layer)) for layer in layers)
 
-        return cls(group, options["weight"], runs("k"), runs("v"))
+        return cls(group, options["weight"], slots("k"), slots("v"))
 
     # Capabilities
 

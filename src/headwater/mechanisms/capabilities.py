@@ -52,13 +52,6 @@ class HasSharedModule(Protocol):
         """What it costs, once per model."""
 
 
-@runtime_checkable
-class HoldsMatrices(Protocol):
-    """For parameters that act as weight matrices without being an `nn.Linear`: quantizers and adapters ask for them."""
-
-    matrix_parameters: ClassVar[tuple[str, ...]]
-
-
 # Growth, retrofit, conversion
 
 
@@ -106,30 +99,6 @@ class AddsToTrainedModel(Protocol):
         """
 
 
-@runtime_checkable
-class ChoosesBySimilarity(Protocol):
-    """For a mechanism whose layers share keys and values. Asked by `convert: {choose_layers: true}`."""
-
-    @classmethod
-    def choose_by_similarity(
-        cls, options: dict[str, Any], config: HeadwaterConfig, keys: Tensor, values: Tensor
-    ) -> dict[str, Any] | None:
-        """`options`, those the user gave, with whose keys and values are shared chosen by how alike they are.
-
-        keys, values: [layers, layers], 1 for alike and 0 for unrelated, as measured in a trained model
-        (`headwater.conversion.convert.similarity`). None: nothing is left to choose.
-        """
-
-
-@runtime_checkable
-class SizesFeedForward(Protocol):
-    """For a mechanism that replaces the feed-forward. Asked by `compare: {match: parameters}` and growth."""
-
-    @classmethod
-    def name_size_option(cls, options: dict[str, Any]) -> str | None:
-        """The name of the option that sets the feed-forward's size; None: no option does."""
-
-
 # Training
 
 
@@ -168,43 +137,15 @@ class ActsInTraining(Protocol):
 
 
 @runtime_checkable
-class FreezesModel(Protocol):
-    """For a mechanism that trains some of its parameters, and nothing else. Asked when a model is built."""
-
-    @classmethod
-    def freezes_model(cls, options: dict[str, Any]) -> bool:
-        """Whether all parameters of the model are frozen but those of the mechanism that `is_trained` names."""
-
-    def is_trained(self, parameter: str) -> bool:
-        """Whether this parameter of the module is trained all the same."""
-
-
-@runtime_checkable
 class GroupsParameters(Protocol):
     """Asked when the optimizer is made, which else groups parameters by their kind and shape."""
 
     def choose_group(self, parameter: str) -> str | None:
         """The optimizer group of a parameter; None: by its kind and shape.
 
-        One of `Group`, or another name for a group of its own, which does not decay unless `is_decayed` says so. Only
+        One of `Group`, or another name for a group of its own, which does not decay. Only
         parameters of two dimensions can be in "matrices", which Muon trains under `optimizer: muon`.
         """
-
-
-@runtime_checkable
-class ScalesLearningRate(Protocol):
-    """Asked when the optimizer is made, which else gives all parameters the recipe's learning rate."""
-
-    def scale_learning_rate(self, parameter: str) -> float:
-        """What the learning rate of a parameter is multiplied with; at least 0."""
-
-
-@runtime_checkable
-class DecaysWeights(Protocol):
-    """Asked when the optimizer is made, which else lets the weights of a group decay as the recipe says."""
-
-    def is_decayed(self, parameter: str) -> bool | None:
-        """Whether weight decay applies to a parameter; None: as the recipe says of its group."""
 
 
 # Several processes
@@ -247,15 +188,7 @@ class LimitsSplitting(Protocol):
         """Whether heads can be split over processes with these options."""
 
 
-@runtime_checkable
-class SplitsLinear(Protocol):
-    """For the module of `build_linear`, of which each process of a server may have a part; without it all have all."""
-
-    def build_part(self, processes: Processes) -> nn.Module:
-        """A module with this process's part, which returns the whole output."""
-
-
-# Inspection and timings
+# Inspection
 
 
 class Shown(NamedTuple):
@@ -280,41 +213,6 @@ class ShowsScalars(Protocol):
         """The scalars of this layer, learned or fixed, by symbol. shared: what the models' shared modules return."""
 
 
-@runtime_checkable
-class ShowsWindows(Protocol):
-    """For a mechanism that mixes queries, keys or values over tokens. Asked by `headwater inspect`."""
-
-    def show_windows(self) -> dict[str, Tensor]:
-        """The weights of "q", "k" and "v", [window, heads] each: row s holds those of the token s back."""
-
-
-@runtime_checkable
-class ShowsTerms(Protocol):
-    """For a `forward` that sums contributions of several layers. Asked by `headwater inspect`."""
-
-    def show_terms(self, *inputs: Any, **named: Any) -> dict[str, Tensor]:
-        """Its terms for these inputs, by name, the layer's own last.
-
-        Those of several sums are stacked in front; then the module's attribute `labels` names the sums.
-        """
-
-
-@runtime_checkable
-class ShowsFiring(Protocol):
-    """For a module that reads n parameter tokens. Asked by `headwater inspect`."""
-
-    def show_firing(self, *inputs: Any) -> Tensor:
-        """How much each contributes to the output, [..., n], at least 0."""
-
-
-@runtime_checkable
-class HasPlainTwin(Protocol):
-    """For the module of `build_linear`. Asked by `headwater bench`, which times it against its twin."""
-
-    def build_twin(self) -> nn.Module | None:
-        """A module of plain layers with the same matmuls; None: there is none with these options."""
-
-
 # All protocols, those of the config first, but `Processes`, which tools implement.
 CAPABILITIES: tuple[type, ...] = tuple(
     kind
@@ -337,11 +235,6 @@ def check_capabilities(mechanism: type) -> None:
                 f"The class {mechanism.__name__} has a part of {capability.__name__} "
                 f"(headwater.mechanisms.capabilities) and lacks {' and '.join(lacking)}; define all or none of it."
             )
-
-
-def freezes_model(mechanism: type, options: dict[str, Any]) -> bool:
-    """Whether a mechanism with these options is trained alone."""
-    return isinstance(mechanism, FreezesModel) and mechanism.freezes_model(options)
 
 
 def can_split_heads(mechanism: type, options: dict[str, Any]) -> bool:

@@ -138,8 +138,8 @@ class Mechanism(nn.Module):
     functions of these. An instance is the module of one layer, made by `build_module`; its stage methods are called in
     the order in which the config names the mechanisms.
 
-    The class is also a plain `nn.Module` for use in any other model: its constructor takes sizes, and its `forward`
-    takes and returns tensors.
+    The class is also a plain `nn.Module` for use in any other model, unless it only redirects heads: its constructor
+    takes sizes, and its `forward` takes and returns tensors.
     """
 
     # A `huggingface_hub` strict dataclass: the options with their types and defaults. It checks types only if it is not
@@ -160,11 +160,6 @@ class Mechanism(nn.Module):
     def registered_name(cls) -> str:
         """Its name in configs: headwater's own, its package's entry point, or "module:Class". Do not override."""
         return MECHANISMS.name_of(cls)
-
-    @classmethod
-    def describe_source(cls, options: dict[str, Any]) -> str:
-        """`source`, or what it is with these options, for `headwater list`."""
-        return cls.source or cls.registered_name()
 
     # Before any module exists
 

@@ -21,6 +21,7 @@ from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import Context, Cost, Mechanism
 from headwater.mechanisms.enlarging import Dim, Larger
 from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
+from headwater.mechanisms.receivers import identity_with
 from headwater.mechanisms.weighted_sum import weighted_sum
 from headwater.util.errors import HeadwaterError
 
@@ -29,8 +30,6 @@ class DenseFormer(KeepsPrecision, Mechanism):
     """A weighted sum of hidden states, initialized to the last one.
 
         X'_i = Σ_{j ≤ i} α_{i,j}·X_j
-
-    DenseFormer, arXiv 2402.02622, section 3; no departures.
 
     Args
         terms: how many hidden states are summed.
@@ -127,15 +126,9 @@ class DenseFormer(KeepsPrecision, Mechanism):
     def find_neutral_value(self, parameter: str) -> Tensor | None:
         return self.initial_value(parameter)
 
-    @classmethod
-    def find_identity_options(cls, options: dict[str, Any]) -> dict[str, Any] | None:
-        return dict(options)  # its init is the identity
+    find_identity_options = identity_with()
 
     per_head = per_token = True
 
     def show_scalars(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
         return {"α": Shown(self.alpha, "layer", (*(source.layer for source in self.reads), plan.index))}
-
-    def show_terms(self, *states: Tensor) -> dict[str, Tensor]:
-        names = [*(f"X{source.layer + 1}" for source in self.reads), "own"]
-        return {name: weight * x for name, weight, x in zip(names, self.alpha, states, strict=True)}

@@ -10,8 +10,7 @@ and sums norm(h_j); its layers with full attention have three queries, the other
 Departures: in both models feed-forwards and the output head read over depth too, and there is no other stream. Here the
 residual stream stays, and what a block adds to it does not change. AttnRes counts attention and feed-forward as two
 layers, and norms with weights, which w^s can express; a block of headwater is one layer. Inkling 2 norms the inputs of
-queries, keys and values with weights of their own, which the projections can express. Summing hidden states themselves
-in place of what layers added (`target`) is our addition.
+queries, keys and values with weights of their own, which the projections can express.
 """
 
 from dataclasses import dataclass
@@ -30,7 +29,6 @@ from headwater.mechanisms.receivers import check_receivers, receivers
 from headwater.util.errors import HeadwaterError
 
 DepthVariant = Literal["attnres", "inkling_2"]
-Summed = Literal["additions", "states"]
 
 
 class DepthAttention(Mechanism):
@@ -38,14 +36,13 @@ class DepthAttention(Mechanism):
 
         x^s = Σ_j softmax_j(w^s·norm(h_j))·h_j
 
-    AttnRes, arXiv 2603.15031, and Inkling 2; departures at the head of this file.
+    h_0 is the first hidden state, h_j the difference of the next one from it, and so on. AttnRes, arXiv 2603.15031, and
+    Inkling 2; departures at the head of this file.
 
     Args
         width: of the hidden states.
         queries: how many w there are.
         variant: "attnres", as above; "inkling_2": the scores are divided by √width, and norm(h_j) is summed.
-        target: what is summed. "additions": h_0 is the first hidden state, h_j the difference of the next one from it,
-            and so on; "states": h_j are the hidden states.
         eps: of the norm.
         The other arguments are set by `build_module`.
 
@@ -53,9 +50,9 @@ class DepthAttention(Mechanism):
 
         >>> import torch
         >>> from headwater.mechanisms import DepthAttention
-        >>> over_depth = DepthAttention(width=64, target="states")
+        >>> over_depth = DepthAttention(width=64)
         >>> earlier, x = list(torch.randn(3, 2, 16, 64)), torch.randn(2, 16, 64)
-        >>> bool(torch.allclose(over_depth(x, *earlier), (sum(earlier) + x) / 4, atol=1e-6))
+        >>> bool(torch.allclose(over_depth(x, *earlier), x / 4, atol=1e-6))
         True
     """
 
@@ -67,7 +64,6 @@ class DepthAttention(Mechanism):
     class Options:
         queries: Literal[1, 3] = 1
         variant: DepthVariant = "attnres"
-        target: Summed = "additions"
         block: int = 1
         layers: list[int] | None = None
 
@@ -76,18 +72,15 @@ class DepthAttention(Mechanism):
         width: int,
         queries: int = 1,
         variant: DepthVariant = "attnres",
-        target: Summed = "additions",
         eps: float = 1e-6,
         *,
-        labels: tuple[str, ...] = (),
         slots: tuple[int, ...] = (),
         is_first: bool = True,
     ) -> None:
         super().__init__()
-        self.variant, self.target, self.eps = variant, target, eps
+        self.variant, self.eps = variant, eps
         self.slots, self.is_first = slots, is_first
         self.query = nn.Parameter(torch.empty(queries, width))
-        self.labels = labels if queries > 1 else ()
         self.reset_parameters()
 
     def initial_value(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
@@ -96,18 +89,8 @@ class DepthAttention(Mechanism):
     def forward(self, x: Tensor, *earlier: Tensor) -> Tensor:
         """What comes in, x [B, T, D] or one for each query [queries, B, T, D], and earlier hidden states [B, T, D], in
         order -> [queries, B, T, D]; without the first dimension for one query."""
-        weights, read = self.attended(x, earlier)
-        y = weights[0] * read[0]
-        for weight, h in zip(weights[1:], read[1:], strict=True):
-            y = torch.addcmul(y, weight, h)
-        return y[0] if len(self.query) == 1 else y
-
-    def attended(self, x: Tensor, earlier: tuple[Tensor, ...]) -> tuple[list[Tensor], list[Tensor]]:
-        """The weights of each h_j, [queries, B, T, 1], and the h_j."""
         states = [*earlier, x]
-        read = states
-        if self.target == "additions":
-            read = [states[0], *(after - before for before, after in pairwise(states))]
+        read = [states[0], *(after - before for before, after in pairwise(states))]
         width, scores, norms = self.query.shape[1], [], []
         # A new tensor in any form: products with one vector have other bits where it is not aligned, as when loaded.
         query = (self.query * (width**-0.5 if self.variant == "inkling_2" else 1.0)).to(x.dtype)
@@ -124,7 +107,11 @@ class DepthAttention(Mechanism):
         weights: list[Tensor] = list(torch.stack(scores, dim=3).softmax(3).unbind(3))
         if self.variant == "inkling_2":
             weights = [weight * norm for weight, norm in zip(weights, norms, strict=True)]
-        return [weight.unsqueeze(3).to(x.dtype) for weight in weights], read
+        weights = [weight.unsqueeze(3).to(x.dtype) for weight in weights]
+        y = weights[0] * read[0]
+        for weight, h in zip(weights[1:], read[1:], strict=True):
+            y = torch.addcmul(y, weight, h)
+        return y[0] if len(self.query) == 1 else y
 
     def transform_block_input(self, x: Tensor, context: Context) -> Tensor:
         return self(x, *(context.sources[slot] for slot in self.slots))
@@ -165,7 +152,7 @@ class DepthAttention(Mechanism):
         numbers = cls.queries(options, plan) * width
         # Autograd keeps what is summed, besides hidden states of earlier layers, and per h_j the norm, its inverse, the
         # scores and weights; in parallel blocks the stream too, which feed-forwards alone norm.
-        summed = count - 1 + config.parallel_residual if options["target"] == "additions" else 1
+        summed = count - 1 + config.parallel_residual
         each = 2 + (2 + (options["variant"] == "inkling_2")) * cls.queries(options, plan)
         return Cost(parameters=numbers, flops=2 * numbers * count, saved=summed * width + count * each)
 
@@ -175,9 +162,7 @@ class DepthAttention(Mechanism):
             config.hidden_size,
             cls.queries(options, plan),
             options["variant"],
-            options["target"],
             config.norm_eps,
-            labels=plan.inputs,
             slots=tuple(plan.slot(source) for source in cls.read(options, plan.index)),
             is_first=plan.at(Stage.ATTENTION_INPUTS)[:1] == (cls.registered_name(),),
         )
@@ -205,9 +190,3 @@ class DepthAttention(Mechanism):
         return "vectors"
 
     per_head = per_token = True
-
-    def show_terms(self, x: Tensor, *earlier: Tensor) -> dict[str, Tensor]:
-        made = [weight * h for weight, h in zip(*self.attended(x, earlier), strict=True)]
-        made = [one[0] for one in made] if len(self.query) == 1 else made
-        names = [f"h{j}" for j in range(len(earlier))]
-        return dict(zip([*names, "own"], made, strict=True))

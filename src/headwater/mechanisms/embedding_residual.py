@@ -24,7 +24,7 @@ from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import Context, Cost, Mechanism
 from headwater.mechanisms.enlarging import describe_fixed_axes
 from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
-from headwater.mechanisms.receivers import check_layers, is_chosen, move_layers
+from headwater.mechanisms.receivers import check_layers, identity_with, is_chosen, move_layers
 from headwater.mechanisms.weighted_sum import weighted_sum
 
 
@@ -32,8 +32,6 @@ class EmbeddingResidual(KeepsPrecision, Mechanism):
     """A weighted sum of the residual stream and the embedding.
 
         x_l := λ_l·x_l + μ_l·x_0
-
-    As in nanochat and modded-nanogpt; departures at the head of this file.
 
     Args
         weight: the init of μ.
@@ -100,14 +98,9 @@ class EmbeddingResidual(KeepsPrecision, Mechanism):
     def find_neutral_value(self, parameter: str) -> Tensor | None:
         return torch.tensor([0.0, 1.0])
 
-    @classmethod
-    def find_identity_options(cls, options: dict[str, Any]) -> dict[str, Any] | None:
-        return None if options.get("weight") else options | {"weight": 0.0}
+    find_identity_options = identity_with(weight=0.0)
 
     per_head = per_token = True
 
     def show_scalars(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
         return {"μ": Shown(self.lambdas[:1]), "λ": Shown(self.lambdas[1:])}
-
-    def show_terms(self, x: Tensor, embedding: Tensor) -> dict[str, Tensor]:
-        return {"embedding": self.lambdas[0] * embedding, "own": self.lambdas[1] * x}

@@ -23,7 +23,7 @@ from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import Context, Cost, Mechanism
 from headwater.mechanisms.enlarging import Dim
 from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
-from headwater.mechanisms.receivers import check_layers, is_chosen, move_layers
+from headwater.mechanisms.receivers import check_layers, identity_with, is_chosen, move_layers
 from headwater.util.errors import HeadwaterError
 
 # The least ‖v‖² that is divided by.
@@ -34,8 +34,6 @@ class Exclusive(KeepsPrecision, Mechanism):
     """Removes from what each head has read the part along the token's own value.
 
         y'_t = y_t - α·(y_t·v̂_t)·v̂_t
-
-    Exclusive self attention, arXiv 2603.09078; departures at the head of this file.
 
     Args
         heads: how many query heads have a learned α; 0 (default): α = 1 for all.
@@ -73,11 +71,6 @@ class Exclusive(KeepsPrecision, Mechanism):
 
     def forward(self, out: Tensor, own: Tensor) -> Tensor:
         """out [B, T, H, d]; own, the tokens' own values, [B, K, T, d] -> [B, T, H, d]."""
-        y, times, v = self.parts(out, own)
-        return torch.addcmul(y, times, v, value=-1).flatten(2, 3)
-
-    def parts(self, out: Tensor, own: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """out as [B, T, K, H/K, d], how many times v to remove, [B, T, K, H/K, 1], and v [B, T, K, 1, d]."""
         v = own.transpose(1, 2).unsqueeze(3)
         y = out.unflatten(2, (v.shape[2], -1))
         # float16 cannot hold the squares of large values.
@@ -87,7 +80,7 @@ class Exclusive(KeepsPrecision, Mechanism):
         times = torch.linalg.vecdot(a, b) / square.clamp(min=GUARD)
         if self.alpha is not None:
             times = times * self.alpha.tanh().view(y.shape[2:4])
-        return y, times.to(y.dtype).unsqueeze(4), v
+        return torch.addcmul(y, times.to(y.dtype).unsqueeze(4), v, value=-1).flatten(2, 3)
 
     def transform_head_outputs(self, out: Tensor, context: Context) -> Tensor:
         own = [context.sources[slot] if at is None else context.sources[slot][:, at] for slot, at in self.own]
@@ -138,9 +131,7 @@ class Exclusive(KeepsPrecision, Mechanism):
     def describe_axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
         return (Dim("q"),)
 
-    @classmethod
-    def find_identity_options(cls, options: dict[str, Any]) -> dict[str, Any] | None:
-        return None if options.get("learnable") is False else options | {"learnable": True}
+    find_identity_options = identity_with(learnable=True)
 
     per_head = per_token = True
 
@@ -148,7 +139,3 @@ class Exclusive(KeepsPrecision, Mechanism):
         if self.alpha is None:
             return {"α": Shown(torch.ones(1, dtype=torch.float64))}
         return {"α": Shown(self.alpha.tanh(), "query head", tuple(range(len(self.alpha))))}
-
-    def show_terms(self, out: Tensor, own: Tensor) -> dict[str, Tensor]:
-        y, times, v = self.parts(out, own)
-        return {"own value, removed": -(times * v).flatten(2, 3), "read": y.flatten(2, 3)}

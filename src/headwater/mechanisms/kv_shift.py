@@ -83,6 +83,7 @@ class KVShift(KeepsPrecision, Mechanism):
     them from the result.
     """
 
+    source = "the previous token"
     paper = "2411.19574"
 
     @strict
@@ -169,10 +170,6 @@ class KVShift(KeepsPrecision, Mechanism):
         return q, KV(k, v)
 
     # In a headwater model
-
-    @classmethod
-    def describe_source(cls, options: dict[str, Any]) -> str:
-        return "the previous token" if options["window"] == 2 else f"the {options['window'] - 1} previous tokens"
 
     @classmethod
     def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:

@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from huggingface_hub.dataclasses import strict
-from torch import Tensor
 
 from headwater.config.options import parse_options
 from headwater.config.plan import LayerPlan
@@ -38,25 +37,9 @@ LayerMap = Literal["cross_layer", "yoco", "last", "own"]
 
 
 class KVSource(Mechanism):
-    """Keys and values of other layers, by a map: a module without parameters.
+    """Gives layers the keys and values of other layers, by a map, without a module.
 
-        K_l := K_{keys[l]}        V_l := V_{values[l]}
-
-    Cross-layer attention, arXiv 2405.12981, and other maps; departures at the head of this file.
-
-    Args
-        keys, values: for each layer, the layer whose keys and whose values it attends to.
-
-        >>> import torch
-        >>> from headwater.mechanisms import KVSource
-        >>> source = KVSource(keys=[0, 0, 2, 2], values=[0, 1, 2, 3])
-        >>> ks, vs = list(torch.randn(4, 2, 4, 16, 64)), list(torch.randn(4, 2, 4, 16, 64))  # of 4 layers
-        >>> k, v = source(3, ks, vs)
-        >>> k is ks[2], v is vs[3]
-        (True, True)
-
-    In a headwater model it needs no module: the plan says what each head attends to, and layers project and store only
-    keys and values that somebody attends to.
+    The plan says what each head attends to, and layers project and store only keys and values that somebody attends to.
     """
 
     source = "another layer, by a free map"
@@ -70,18 +53,6 @@ class KVSource(Mechanism):
         group_size: int = 2
         num_shared_layers: int | None = None
         layer_types: list[str] | None = None
-
-    def __init__(self, keys: Sequence[int], values: Sequence[int]) -> None:
-        super().__init__()
-        for part, sources in (("keys", keys), ("values", values)):
-            check(part, sources)
-        self.keys, self.values = tuple(keys), tuple(values)
-
-    def forward(self, layer: int, keys: Sequence[Tensor], values: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """keys and values by layer, each [B, K, S, d] -> what `layer` attends to."""
-        return keys[self.keys[layer]], values[self.values[layer]]
-
-    # In a headwater model
 
     @classmethod
     def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
@@ -169,18 +140,6 @@ class KVSource(Mechanism):
             return options
         return parse_options(cls, {"keys": moved("keys"), "values": moved("values")})
 
-    @classmethod
-    def choose_by_similarity(
-        cls, options: dict[str, Any], config: HeadwaterConfig, keys: Tensor, values: Tensor
-    ) -> dict[str, Any] | None:
-        """Maps of their own for keys and values, in which as many layers share as in groups of `group_size`."""
-        full = parse_options(cls, options)
-        kept = -(-config.num_hidden_layers // full["group_size"])
-        left = {part: alike for part, alike in (("keys", keys), ("values", values)) if part not in options}
-        if full["group_size"] < 2 or not left:
-            return None
-        return options | {part: nearest_sources(alike, kept) for part, alike in left.items()}
-
     per_head = per_token = True
 
 
@@ -197,28 +156,3 @@ def check(part: str, sources: Sequence[int]) -> None:
                 f"Mechanism 'kv_source': layer {layer} cannot have the {part} of layer {source}, which itself has "
                 f"those of layer {sources[source]}; name layer {sources[source]}."
             )
-
-
-def nearest_sources(alike: Tensor, kept: int) -> list[int]:
-    """A map of layers in which `kept` layers have their own and each other one takes that of the most alike before it.
-
-    alike: [layers, layers]. Layers give up their own one by one, each time the one that costs the least.
-    """
-    table = alike.tolist()
-    depth = len(table)
-    own = list(range(depth))
-
-    def sources(own: list[int]) -> list[int]:
-        return [
-            layer if layer in own else max((s for s in own if s < layer), key=lambda s: (table[layer][s], s))
-            for layer in range(depth)
-        ]
-
-    def left(own: list[int]) -> float:
-        return sum(table[layer][source] for layer, source in enumerate(sources(own)) if layer != source)
-
-    while len(own) > max(1, kept):
-        without = [[layer for layer in own if layer != gone] for gone in own[1:]]
-        shared = depth - len(own) + 1
-        own = max(without, key=lambda rest: left(rest) - shared)
-    return sources(own)

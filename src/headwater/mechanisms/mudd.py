@@ -26,7 +26,7 @@ from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import AttentionInputs, Context, Cost, Mechanism
 from headwater.mechanisms.enlarging import READS, SAME, Dim
 from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
-from headwater.mechanisms.receivers import keep_options
+from headwater.mechanisms.receivers import identity_with, keep_options
 from headwater.util.errors import HeadwaterError
 
 # The inner width over the number of weights, after the last block.
@@ -37,8 +37,6 @@ class MUDD(KeepsPrecision, Mechanism):
     """Sums of hidden states, several at once, with weights that a small network makes for each token.
 
         x^s = Σ_j a^s_j(x)·X_j        a(x) = GELU(norm(x)·W_1)·W_2 + b
-
-    MUDDFormer, arXiv 2502.12170; departures at the head of this file.
 
     Args
         width: of the hidden states.
@@ -194,9 +192,7 @@ class MUDD(KeepsPrecision, Mechanism):
         shape = self.get_parameter(parameter).shape
         return torch.zeros(shape) if parameter == "down.weight" else self.initial_value(parameter)
 
-    @classmethod
-    def find_identity_options(cls, options: dict[str, Any]) -> dict[str, Any] | None:
-        return dict(options)  # its init is the identity
+    find_identity_options = identity_with()
 
     per_head = per_token = True
 
@@ -206,8 +202,3 @@ class MUDD(KeepsPrecision, Mechanism):
             f"b {label}": Shown(row, "layer", tuple(range(-1, count - 1)))
             for label, row in zip(self.labels, self.bias, strict=True)
         }
-
-    def show_terms(self, x: Tensor, *earlier: Tensor, own: Tensor | None = None) -> dict[str, Tensor]:
-        states = (*earlier, x if own is None else own)
-        names = [*(f"X{j}" for j in range(len(earlier))), "own"]
-        return {name: weight * state for name, weight, state in zip(names, self.weights(x), states, strict=True)}

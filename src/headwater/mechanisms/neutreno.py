@@ -24,7 +24,7 @@ from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import Context, Cost, Mechanism
 from headwater.mechanisms.enlarging import describe_fixed_axes
 from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
-from headwater.mechanisms.receivers import keep_options
+from headwater.mechanisms.receivers import identity_with, keep_options
 from headwater.util.errors import HeadwaterError
 
 FIRST = Source("raw", "v", 0)
@@ -34,8 +34,6 @@ class NeuTRENO(KeepsPrecision, Mechanism):
     """The difference to the first layer's values, added to the output of each head.
 
         U'_l = A_l·V_l + λ·(V_0 - V_l)
-
-    NeuTRENO, arXiv 2312.00751; departures at the head of this file.
 
     Args
         weight: λ, default 0.4.
@@ -80,8 +78,10 @@ class NeuTRENO(KeepsPrecision, Mechanism):
 
     def forward(self, out: Tensor, first: Tensor, own: Tensor) -> Tensor:
         """out [B, T, H, d]; first and own, V_0 and V_l [B, K, T, d] -> [B, T, H, d]."""
-        added, out = self.show_terms(out, first, own).values()
-        return out + added
+        # A 0-d factor does not raise the dtype of what it multiplies.
+        weight = self.weight if self.lambdas is None else self.lambdas[0]
+        added = weight * (first - own).transpose(1, 2)
+        return out + added.repeat_interleave(out.shape[2] // added.shape[2], dim=2)
 
     def transform_head_outputs(self, out: Tensor, context: Context) -> Tensor:
         own = [context.sources[slot] if at is None else context.sources[slot][:, at] for slot, at in self.own]
@@ -121,20 +121,10 @@ class NeuTRENO(KeepsPrecision, Mechanism):
     grow_options = staticmethod(keep_options)
     describe_axes = describe_fixed_axes
 
-    @classmethod
-    def find_identity_options(cls, options: dict[str, Any]) -> dict[str, Any] | None:
-        if options.get("weight") or options.get("learnable") is False:  # a fixed zero could not be trained
-            return None
-        return options | {"weight": 0.0, "learnable": True}
+    find_identity_options = identity_with(weight=0.0, learnable=True)
 
     per_head = per_token = True
 
     def show_scalars(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
         fixed = torch.tensor([self.weight], dtype=torch.float64)
         return {"λ": Shown(fixed if self.lambdas is None else self.lambdas)}
-
-    def show_terms(self, out: Tensor, first: Tensor, own: Tensor) -> dict[str, Tensor]:
-        # A 0-d factor does not raise the dtype of what it multiplies.
-        weight = self.weight if self.lambdas is None else self.lambdas[0]
-        difference = weight * (first - own).transpose(1, 2)
-        return {"V0 - V": difference.repeat_interleave(out.shape[2] // difference.shape[2], dim=2), "own": out}

@@ -39,12 +39,11 @@ from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import KV, Context, Cost, Mechanism, Reach, Tail
 from headwater.mechanisms.enlarging import SAME, WRITES, Dim, Larger, describe_fixed_axes
 from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
-from headwater.mechanisms.receivers import check_layers, layers_with_values
+from headwater.mechanisms.receivers import check_layers, identity_with, layers_with_values
 from headwater.mechanisms.shift import earlier, read_tail
 from headwater.util.errors import HeadwaterError
 
 Opened = Literal["none", "scalar", "match"]
-Combine = Literal["concat", "sum"]
 # The steps and multipliers of SplitMix64 (Steele, Lea and Flood, 2014), and what separates the layers' seeds.
 GAMMA, MIX_1, MIX_2, LAYER = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 10007
 LARGEST = 2**63 - 1
@@ -87,7 +86,6 @@ class NGramTable(KeepsPrecision, Mechanism):
         numbers: in a row.
         orders: the lengths n, increasing. heads: hashes, and so rows, of each.
         rows: each head has at least this many rows, a prime number of them; default the vocabulary's size.
-        combine: "concat", or "sum" of the rows.
         end_of_text: an id after which n-grams restart, and which replaces missing tokens; default: none does, and
             the id `vocab_size` stands for them.
         seed: of the multipliers. place: the table's number among the model's, from 0: each has other multipliers and
@@ -114,7 +112,6 @@ class NGramTable(KeepsPrecision, Mechanism):
         orders: Sequence[int] = (2, 3),
         heads: int = 4,
         rows: int | None = None,
-        combine: Combine = "concat",
         end_of_text: int | None = None,
         seed: int = 0,
         place: int = 0,
@@ -122,7 +119,7 @@ class NGramTable(KeepsPrecision, Mechanism):
         zero: bool = False,
     ) -> None:
         super().__init__()
-        self.orders, self.hashes, self.combine = tuple(orders), heads, combine
+        self.orders, self.hashes = tuple(orders), heads
         self.back, self.end_of_text = max(orders) - 1, end_of_text
         self.missing = vocab_size if end_of_text is None else end_of_text
         self.sizes = self.heads_rows(vocab_size, orders, heads, rows, place)
@@ -154,8 +151,7 @@ class NGramTable(KeepsPrecision, Mechanism):
             before is not in the slot before.
         tail: holds the tokens before these; default: there are none.
         """
-        rows = self.table(self.found(self.past(ids, reach, tail)))
-        return rows.sum(2) if self.combine == "sum" else rows.flatten(2)
+        return self.table(self.found(self.past(ids, reach, tail))).flatten(2)
 
     def past(self, ids: Tensor, reach: Reach, tail: Tail | None) -> list[Tensor]:
         """The ids of each token and of those before it, [B, T] each."""
@@ -192,8 +188,6 @@ class NGramMemory(KeepsPrecision, Mechanism):
 
         y_t + g(x_t, e_t)·U·e_t
 
-    As in transformers' `qwen4_exp`, Engram (arXiv 2601.07372) and modded-nanogpt; departures at the head of this file.
-
     Args
         table: gives e_t for ids.
         width: of y.
@@ -215,6 +209,7 @@ class NGramMemory(KeepsPrecision, Mechanism):
         torch.Size([3, 10, 64])
     """
 
+    source = "tables read by the last tokens' ids"
     paper = "2601.07372"
     needs_input_ids = True
 
@@ -226,7 +221,6 @@ class NGramMemory(KeepsPrecision, Mechanism):
         heads: int = 4
         rows: int | None = None
         rank: int | None = None
-        combine: Combine = "concat"
         gate: Opened = "none"
         init: Literal["random", "zero"] = "random"
         end_of_text: int | None = None
@@ -264,11 +258,6 @@ class NGramMemory(KeepsPrecision, Mechanism):
 
     def forward(self, y: Tensor, x: Tensor, rows: Tensor) -> Tensor:
         """y, the stream [B, T, width] or values [B, heads, T, d]; x [B, T, D], for the gate; e_t [B, T, n] -> y."""
-        factor, added = self.parts(y, x, rows)
-        return y + added if factor is None else torch.addcmul(y, factor, added)
-
-    def parts(self, y: Tensor, x: Tensor, rows: Tensor) -> tuple[Tensor | None, Tensor]:
-        """The gate, if there is one, and what it is for, in the shape of y."""
         factor = None if self.scalar is None else self.scalar.to(y.dtype)
         if self.key is not None:
             channels = x.shape[-1:]
@@ -280,7 +269,7 @@ class NGramMemory(KeepsPrecision, Mechanism):
         if self.head_dim is not None:
             added = added.unflatten(2, (-1, self.head_dim)).transpose(1, 2)
             factor = factor.unsqueeze(1) if self.key is not None else factor
-        return factor, added
+        return y + added if factor is None else torch.addcmul(y, factor, added)
 
     def update_residual(self, x: Tensor, context: Context) -> Tensor:
         return self(x, x, self.table(context.ids, context.reach, context.tail))
@@ -292,15 +281,7 @@ class NGramMemory(KeepsPrecision, Mechanism):
     # In a headwater model
 
     @classmethod
-    def describe_source(cls, options: dict[str, Any]) -> str:
-        return f"tables read by the last {max(options['orders'])} tokens' ids"
-
-    @classmethod
     def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
-        if options["layers"] == []:
-            raise HeadwaterError(
-                "Mechanism 'ngram_memory': layers is empty; leave it out for the first layer, or for values all layers."
-            )
         check_layers(cls, options, config)
         orders = options["orders"]
         if not orders or orders[0] < 2 or orders != sorted(set(orders)):
@@ -332,12 +313,10 @@ class NGramMemory(KeepsPrecision, Mechanism):
     def numbers(cls, options: dict[str, Any], width: int) -> int:
         """In a row of the table. Raises `HeadwaterError` if the rows cannot be of one size."""
         width, parts = options["rank"] or width, len(options["orders"]) * options["heads"]
-        if options["combine"] == "sum":
-            return width
         if width % parts:
             raise HeadwaterError(
                 f"Mechanism 'ngram_memory': {width} numbers cannot be divided among {len(options['orders'])} orders of "
-                f"{options['heads']} heads; choose a rank that is a multiple of {parts}, or combine=sum."
+                f"{options['heads']} heads; choose a rank that is a multiple of {parts}."
             )
         return width // parts
 
@@ -377,16 +356,10 @@ class NGramMemory(KeepsPrecision, Mechanism):
     def build_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
         width = cls.width(options, config, plan)
         table = NGramTable(
-            options["vocab_size"],
-            cls.numbers(options, width),
-            options["orders"],
-            options["heads"],
-            options["rows"],
-            options["combine"],
-            options["end_of_text"],
-            options["seed"],
-            cls.chosen(options, config).index(plan.index),
+            numbers=cls.numbers(options, width),
+            place=cls.chosen(options, config).index(plan.index),
             zero=options["init"] == "zero" and options["rank"] is None,
+            **{name: options[name] for name in ("vocab_size", "orders", "heads", "rows", "end_of_text", "seed")},
         )
         return cls(
             table,
@@ -427,13 +400,7 @@ class NGramMemory(KeepsPrecision, Mechanism):
             return (WRITES if self.head_dim is None else Dim("v"), SAME)
         return (SAME,) if parameter == "scalar" else (SAME, SAME)
 
-    @classmethod
-    def find_identity_options(cls, options: dict[str, Any]) -> dict[str, Any] | None:
-        return None if options.get("init") == "random" else options | {"init": "zero"}
+    find_identity_options = identity_with(init="zero")
 
     def show_scalars(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
         return {} if self.scalar is None else {"g": Shown(self.scalar)}
-
-    def show_terms(self, y: Tensor, x: Tensor, rows: Tensor) -> dict[str, Tensor]:
-        factor, added = self.parts(y, x, rows)
-        return {"n-grams": added if factor is None else factor * added, "own": y}

@@ -21,7 +21,7 @@ from headwater.config.plan import LayerPlan
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.contract import Context, Cost, Mechanism
 from headwater.mechanisms.enlarging import READS, Dim, Larger
-from headwater.mechanisms.receivers import check_channels, check_layers, is_chosen, move_layers
+from headwater.mechanisms.receivers import check_channels, check_layers, identity_with, is_chosen, move_layers
 from headwater.util.errors import HeadwaterError
 
 
@@ -29,8 +29,6 @@ class OutputGate(Mechanism):
     """Scales what each head has read by a gate that the layer's input opens and closes.
 
         y' = y ⊙ s·σ(W·x)
-
-    Gated attention, arXiv 2505.06708; departures at the head of this file.
 
     Args
         channels: how many channels of x the gate reads, the first ones.
@@ -74,14 +72,10 @@ class OutputGate(Mechanism):
 
     def forward(self, out: Tensor, x: Tensor) -> Tensor:
         """out [B, T, H, d], x [B, T, D] -> [B, T, H, d]."""
-        return out * self.factor(out, x)
-
-    def factor(self, out: Tensor, x: Tensor) -> Tensor:
-        """The gate, [B, T, H, 1] for one number per head, or [B, T, H, d]."""
         gate = self.gate(x[..., : self.channels]).sigmoid()
         if self.scale != 1:
             gate = gate * self.scale
-        return gate.view(*out.shape[:3], -1)
+        return out * gate.view(*out.shape[:3], -1)
 
     def transform_head_outputs(self, out: Tensor, context: Context) -> Tensor:
         return self(out, context.x)
@@ -131,13 +125,6 @@ class OutputGate(Mechanism):
     def describe_axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
         return Dim("q"), READS
 
-    @classmethod
-    def find_identity_options(cls, options: dict[str, Any]) -> dict[str, Any] | None:
-        if options.get("scale", 2) != 2 or options.get("init") == "random":
-            return None
-        return options | {"scale": 2.0, "init": "zero"}
+    find_identity_options = identity_with(scale=2.0, init="zero")
 
     per_head, per_token = True, False
-
-    def show_terms(self, out: Tensor, x: Tensor) -> dict[str, Tensor]:
-        return {"changed by the gate": (self.factor(out, x) - 1) * out, "read": out}

@@ -41,7 +41,7 @@ from headwater.config.plan import LayerPlan, Source
 from headwater.config.text import HeadwaterConfig
 from headwater.kernels import can_fuse
 from headwater.kernels.pattention import fused_pattention
-from headwater.mechanisms.capabilities import Group, Processes, Shown, Step
+from headwater.mechanisms.capabilities import Group, Shown, Step
 from headwater.mechanisms.contract import Cost, Mechanism
 from headwater.mechanisms.enlarging import SAME, Dim, Larger
 from headwater.mechanisms.precision import KeepsPrecision
@@ -400,8 +400,6 @@ class Pattention(Mechanism):
         saved = {"l2_norm_gelu": pairs + 1, "exp_l1_norm": 2 * pairs, "softmax": 2 * pairs}
         return Cost(parameters=numbers, flops=2 * numbers, saved=saved.get(options["score"], 3 * pairs + 3))
 
-    matrix_parameters = ("key", "value", "frozen_key", "frozen_value")
-
     @classmethod
     def grow_options(cls, options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
         if growth.keeps and options["score"] == "softmax" and (growth.widens or len(growth.q) > max(growth.q) + 1):
@@ -416,10 +414,6 @@ class Pattention(Mechanism):
         ins, outs = (SAME, SAME) if place is None else place
         return SAME, ins if parameter.removeprefix("frozen_") == "key" else outs
 
-    @classmethod
-    def name_size_option(cls, options: dict[str, Any]) -> str | None:
-        return None if cls.top_k_of(options, "feed_forward") else "ffn_pairs"  # with top_k not any number will do
-
     def prepare_training(self, step: Step) -> tuple[float, float] | None:
         return self.way() if step.start.get("tau") == "anneal" else None
 
@@ -430,21 +424,11 @@ class Pattention(Mechanism):
     def describe_training(cls, modules: int, step: Step) -> str:
         return f"τ of {modules} maps goes to √n of their pairs in {cls.length(step)} steps."
 
-    @classmethod
-    def freezes_model(cls, options: dict[str, Any]) -> bool:
-        return options["frozen"] is not None
-
-    def is_trained(self, parameter: str) -> bool:
-        return self.frozen_key is not None and not parameter.startswith("frozen_")
-
     def choose_group(self, parameter: str) -> Group | None:
         """Values that are looked up are like embeddings, in which a row that no token reads should stay."""
         return "embeddings" if self.top_k is not None and parameter.endswith("value") else None
 
     per_head = per_token = True
-
-    def build_part(self, processes: Processes) -> nn.Module:
-        return PairsOfProcess(self, processes) if self._is_default else self
 
     def show_scalars(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
         return {"τ": Shown(self.scale())}
@@ -532,24 +516,6 @@ def _join(frozen: Tensor | None, trained: Tensor) -> Tensor:
         x if type(x).dequantize is Tensor.dequantize else x.dequantize() for x in (frozen, trained) if x is not None
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-class PairsOfProcess(nn.Module):
-    """A Pattention of whose pairs each process of a server has some; the scores are normed over all of them."""
-
-    def __init__(self, whole: Pattention, processes: Processes) -> None:
-        super().__init__()
-        self.form, self.processes = GELU[whole.gelu], processes
-        own = slice(processes.rank * whole.n // processes.size, (processes.rank + 1) * whole.n // processes.size)
-        self.key, self.value = (nn.Parameter(x[own].clone(), requires_grad=False) for x in (whole.keys, whole.values))
-        self.scale = whole.scale
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores = x @ self.key.T
-        wide = _wide(scores)
-        square = self.processes.summed(wide.square().sum(-1, keepdim=True))
-        wide = wide * torch.where(square > GUARD, self.scale() * square.clamp(min=GUARD).rsqrt(), 0.0)
-        return self.processes.summed(nn.functional.gelu(wide, approximate=self.form).to(x.dtype) @ self.value)
 
 
 # The forms of GELU, and PyTorch's names for them.

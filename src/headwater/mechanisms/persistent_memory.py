@@ -33,8 +33,6 @@ from headwater.util.errors import HeadwaterError
 class PersistentMemory(Mechanism):
     """Learned pairs of keys and values that every token may attend to, beside the tokens' own.
 
-    Persistent memory, arXiv 1907.01470, section 4.1; departures at the head of this file.
-
     Args
         heads: how many key/value heads.
         pairs: n, of each head.

@@ -1,4 +1,4 @@
-"""Options that several mechanisms have: `source`, `layers` (which of them receive, or act) and `channels`."""
+"""What mechanisms share: the options `source`, `layers` (which receive, or act) and `channels`, and capabilities."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -48,7 +48,7 @@ def check_layers(mechanism: type[Mechanism], options: dict[str, Any], config: He
     if layers is None:
         return
     if not layers:
-        raise HeadwaterError(f"Mechanism {name!r}: layers is empty; leave it out for all layers.")
+        raise HeadwaterError(f"Mechanism {name!r}: layers is empty; name a layer, or leave it out.")
     for layer in layers:
         if not 0 <= layer < depth:
             raise HeadwaterError(f"Mechanism {name!r}: layers must lie between 0 and {depth - 1}, not at {layer}.")
@@ -80,6 +80,16 @@ def check_channels(mechanism: type[Mechanism], options: dict[str, Any], config: 
 def keep_options(options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
     """`grow_options` of a mechanism whose options are the same in every larger model."""
     return options
+
+
+def identity_with(**identity: Any) -> Any:
+    """`find_identity_options` of a mechanism that changes nothing with these options."""
+
+    def find_identity_options(options: dict[str, Any]) -> dict[str, Any] | None:
+        contradicts = any(options.get(name, value) != value for name, value in identity.items())
+        return None if contradicts else options | identity
+
+    return staticmethod(find_identity_options)
 
 
 def moved_receivers(options: dict[str, Any], layers: list[int], growth: Larger) -> dict[str, Any]:

@@ -94,6 +94,7 @@ class ShortConv(KeepsPrecision, Mechanism):
     them from the result.
     """
 
+    source = "the last few tokens, by channel"
     paper = "2512.17351"
 
     @strict
@@ -200,10 +201,6 @@ class ShortConv(KeepsPrecision, Mechanism):
         return self.of_stream(x, "feed_forward_output", context)
 
     # In a headwater model
-
-    @classmethod
-    def describe_source(cls, options: dict[str, Any]) -> str:
-        return f"the {options['window'] - 1} previous tokens, by channel"
 
     @classmethod
     def sites(cls, options: dict[str, Any]) -> list[str]:

@@ -17,9 +17,7 @@ skip head attends to whatever the source layer's head attends to, so that only t
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from huggingface_hub.dataclasses import strict
-from torch import Tensor
 
 from headwater.config.plan import LayerPlan
 from headwater.config.text import HeadwaterConfig
@@ -29,25 +27,10 @@ from headwater.util.errors import HeadwaterError
 
 
 class SkipLayer(Mechanism):
-    """Takes the last heads of keys and values from an earlier layer: a module without parameters.
+    """Takes the last heads of keys and values from an earlier layer, without a module.
 
-        K = [K_i^l for i < K - n] ++ [K_i^{l-n_l} for the last n], V likewise
-
-    Skip-layer attention, arXiv 2406.11274, section 3; departures at the head of this file.
-
-    Args
-        skip_heads: how many key/value heads, the last ones, come from the source layer.
-
-        >>> import torch
-        >>> from headwater.mechanisms import SkipLayer
-        >>> skip = SkipLayer(skip_heads=3)
-        >>> source_k, source_v = torch.randn(2, 2, 4, 16, 64)  # the source layer's 4 heads
-        >>> k, v = skip(*torch.randn(2, 2, 1, 16, 64), source_k, source_v)  # this layer's own one
-        >>> k.shape
-        torch.Size([2, 4, 16, 64])
-
-    In a headwater model it needs no module: the plan says what each head attends to, and attention calls its kernel
-    once for the layer's own heads and once for the skip heads, so that caches are never concatenated.
+    The plan says what each head attends to. Attention calls its kernel once for the layer's own heads and once for the
+    skip heads, so that caches are never concatenated.
     """
 
     source = "an earlier layer, for some heads"
@@ -58,27 +41,6 @@ class SkipLayer(Mechanism):
         layers: int | None = None
         heads: int | None = None
         source: Literal["projection", "alias"] = "projection"
-
-    def __init__(self, skip_heads: int) -> None:
-        super().__init__()
-        if skip_heads < 0:
-            raise HeadwaterError(f"skip_heads must not be negative, and is {skip_heads}.")
-        self.skip_heads = skip_heads
-
-    def forward(self, k: Tensor, v: Tensor, source_k: Tensor, source_v: Tensor) -> tuple[Tensor, Tensor]:
-        """k, v: the layer's own heads [B, K - skip_heads, S, d]; source_k, source_v: [B, K, S, d] -> [B, K, S, d]."""
-        own = source_k.shape[1] - self.skip_heads
-        if own < 0 or k.shape[1] < own:
-            raise HeadwaterError(
-                f"{self.skip_heads} skip heads of {source_k.shape[1]} leave {own}, and the layer gives {k.shape[1]}; "
-                "change skip_heads."
-            )
-        return (
-            torch.cat((k[:, :own], source_k[:, own:]), dim=1),
-            torch.cat((v[:, :own], source_v[:, own:]), dim=1),
-        )
-
-    # In a headwater model
 
     @classmethod
     def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:

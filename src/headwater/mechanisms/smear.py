@@ -23,7 +23,7 @@ from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import Context, Cost, Mechanism, Reach, Tail
 from headwater.mechanisms.enlarging import Larger, describe_fixed_axes
 from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
-from headwater.mechanisms.receivers import check_channels
+from headwater.mechanisms.receivers import check_channels, identity_with
 from headwater.mechanisms.shift import previous_token
 from headwater.util.errors import HeadwaterError
 
@@ -105,10 +105,7 @@ class Smear(KeepsPrecision, Mechanism):
 
     describe_axes = describe_fixed_axes
 
-    @classmethod
-    def find_identity_options(cls, options: dict[str, Any]) -> dict[str, Any] | None:
-        changes = options.get("weight") or options.get("norm", "none") != "none"
-        return None if changes else options | {"weight": 0.0}
+    find_identity_options = identity_with(weight=0.0, norm="none")
 
     def choose_group(self, parameter: str) -> Literal["vectors"] | None:
         return "vectors" if parameter == "gate.weight" else None  # one row

@@ -13,36 +13,18 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from huggingface_hub.dataclasses import strict
-from torch import Tensor
 
 from headwater.config.plan import LayerPlan
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.contract import Mechanism
 from headwater.mechanisms.enlarging import Larger
 from headwater.mechanisms.receivers import check_receivers, moved_receivers, receivers
-from headwater.util.errors import HeadwaterError
 
 
 class SVFormer(Mechanism):
-    """One layer's values for all layers: a module without parameters that selects keys and values.
+    """Gives all layers one layer's values, without a module.
 
-        U_l = A_l·V_0        instead of A_l·V_l, for l ≥ 1
-
-    SVFormer, arXiv 2410.17897; no departures by default.
-
-    Args
-        share: "values" (the paper's SVFormer), "keys" or "both".
-
-        >>> import torch
-        >>> from headwater.mechanisms import SVFormer
-        >>> share = SVFormer()
-        >>> first_k, first_v = torch.randn(2, 3, 4, 16, 64)
-        >>> k, v = share(torch.randn(3, 4, 16, 64), None, first_k, first_v)
-        >>> v is first_v
-        True
-
-    In a headwater model it needs no module: the plan makes heads attend to the source layer's values, and layers whose
-    values no head reads have no value projection.
+    The plan makes heads attend to the source layer's values. Layers whose values no head reads do not project any.
     """
 
     source = "the first layer's values, instead of a layer's own"
@@ -53,20 +35,6 @@ class SVFormer(Mechanism):
         share: Literal["values", "keys", "both"] = "values"
         source: int = 0
         layers: list[int] | None = None
-
-    def __init__(self, share: Literal["values", "keys", "both"] = "values") -> None:
-        super().__init__()
-        if share not in ("values", "keys", "both"):
-            raise HeadwaterError(f"SVFormer shares 'values', 'keys' or 'both', not {share!r}.")
-        self.parts = share
-
-    def forward(
-        self, k: Tensor | None, v: Tensor | None, first_k: Tensor, first_v: Tensor
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """The layer's own k and v, [B, K, S, d], and the first layer's -> what to attend to."""
-        return first_k if self.parts != "values" else k, first_v if self.parts != "keys" else v
-
-    # In a headwater model
 
     @classmethod
     def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:

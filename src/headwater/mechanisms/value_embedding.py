@@ -29,7 +29,7 @@ from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import KV, Context, Cost, Mechanism
 from headwater.mechanisms.enlarging import SAME, Dim, Larger
 from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
-from headwater.mechanisms.receivers import check_channels, check_layers, is_chosen, layers_with_values
+from headwater.mechanisms.receivers import check_channels, check_layers, identity_with, is_chosen, layers_with_values
 from headwater.util.errors import HeadwaterError
 
 Gate = Literal["sigmoid", "scalar", "none"]
@@ -40,8 +40,6 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
     """Adds to each value a row of a table, by the token's id, through a gate that the layer's input opens.
 
         v'_t = v_t + s·σ(W·x_t[:n])·E[token_t]
-
-    As in nanochat and modded-nanogpt; departures at the head of this file.
 
     Args
         heads, width: of the values.
@@ -118,11 +116,6 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
 
     def forward(self, v: Tensor, x: Tensor, ids: Tensor | None = None, rows: Tensor | None = None) -> Tensor:
         """v [B, heads, T, d], x [B, T, D], and ids [B, T] or rows of a table [B, T, rank] -> v [B, heads, T, d]."""
-        factor, rows = self.parts(v, x, ids, rows)
-        return v + rows if factor is None else torch.addcmul(v, rows, factor)
-
-    def parts(self, v: Tensor, x: Tensor, ids: Tensor | None, rows: Tensor | None) -> tuple[Tensor | None, Tensor]:
-        """The gate [B, heads, T, 1] or [1], if there is one, and what it is for, [B, heads, T, d]."""
         if rows is None:
             rows = self.table(ids)
         if self.up is not None:
@@ -130,8 +123,8 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
         rows = rows.unflatten(2, (-1, self.width)).transpose(1, 2).to(v.dtype)
         if self.gate is not None:
             gate = self.scale * self.gate(x[..., : self.channels]).sigmoid()
-            return gate.transpose(1, 2).unsqueeze(3).to(v.dtype), rows
-        return None if self.scalar is None else self.scalar.to(v.dtype), rows
+            return torch.addcmul(v, rows, gate.transpose(1, 2).unsqueeze(3).to(v.dtype))
+        return v + rows if self.scalar is None else torch.addcmul(v, rows, self.scalar.to(v.dtype))
 
     def transform_qkv(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
         if self.table is not None:
@@ -237,13 +230,9 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
             len(plan.v_heads),
             config.head_dim,
             0 if tables else config.vocab_size,
-            options["rank"],
-            options["gate"],
-            options["channels"],
-            options["scale"],
-            options["init"],
             std=cls.std(config),
             shared=at,
+            **{name: options[name] for name in ("rank", "gate", "channels", "scale", "init")},
         )
 
     # Capabilities
@@ -279,9 +268,7 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
             return (SAME, SAME if self.up is not None else values)
         return (SAME,) if parameter == "scalar" else (values, SAME)
 
-    @classmethod
-    def find_identity_options(cls, options: dict[str, Any]) -> dict[str, Any] | None:
-        return None if options.get("init") == "random" else options | {"init": "zero"}
+    find_identity_options = identity_with(init="zero")
 
     per_head, per_token = True, False
 
@@ -292,12 +279,6 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
 
     def show_scalars(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
         return {} if self.scalar is None else {"g": Shown(self.scalar)}
-
-    def show_terms(
-        self, v: Tensor, x: Tensor, ids: Tensor | None = None, rows: Tensor | None = None
-    ) -> dict[str, Tensor]:
-        factor, rows = self.parts(v, x, ids, rows)
-        return {"table": rows if factor is None else factor * rows, "own": v}
 
 
 class ValueTables(Mechanism):

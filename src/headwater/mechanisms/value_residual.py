@@ -74,6 +74,8 @@ class ValueResidual(KeepsPrecision, Mechanism):
         True
     """
 
+    source = "the first layer's values (or what `target` names), mixed in"
+
     @strict
     @dataclass
     class Options:
@@ -190,13 +192,6 @@ class ValueResidual(KeepsPrecision, Mechanism):
         return self.mix(x, context)
 
     # In a headwater model
-
-    @classmethod
-    def describe_source(cls, options: dict[str, Any]) -> str:
-        target = options["target"]
-        mixed = {"hidden": "hidden states", "probabilities": "attention probabilities"}.get(target, target)
-        source = "all earlier layers'" if options["mode"] == "dense" else "the first layer's"
-        return f"{source} {mixed}, mixed in"
 
     @classmethod
     def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
@@ -357,14 +352,6 @@ class ValueResidual(KeepsPrecision, Mechanism):
         if self.mode == "dense":
             return {"λ": Shown(weights, "layer", (*(source.layer for source in self.reads), plan.index))}
         return {f"λ{i}": Shown(weight[None]) for i, weight in enumerate(weights, 1)}
-
-    def show_terms(self, own: Tensor, *sources: Tensor, weight: Tensor | None = None) -> dict[str, Tensor]:
-        letter = PARTS[self.target].upper()
-        names = [f"{letter}{source.layer}" for source in self.reads] or [f"source {i}" for i in range(self.sources)]
-        return {
-            name: factor * x
-            for name, factor, x in zip([*names, "own"], self.weights(weight), (*sources, own), strict=True)
-        }
 
 
 class PlusWeights(KeepsPrecision, Mechanism):

@@ -18,7 +18,7 @@ from headwater.config.layers import cache_types
 from headwater.config.plan import LayerPlan
 from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
-from headwater.mechanisms.capabilities import HasSharedModule, freezes_model
+from headwater.mechanisms.capabilities import HasSharedModule
 from headwater.mechanisms.contract import Mechanism
 from headwater.mechanisms.named import Named, owner_of
 from headwater.mechanisms.precision import KeepsPrecision
@@ -119,14 +119,14 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
             module._qualified_name = name.removeprefix(f"{self.base_model_prefix}.")
 
     def freeze(self) -> None:
-        """Freeze every parameter but those that a mechanism trains, if one `FreezesModel`."""
-        named = ((resolve(name), options) for name, options in self.config.mechanisms.items())
-        tuning = tuple(kind for kind, options in named if freezes_model(kind, options))
-        if not tuning:
+        """If a mechanism has the option `frozen`: freeze all but what stands beside parameters named "frozen_…"."""
+        if all(options.get("frozen") is None for options in self.config.mechanisms.values()):
             return
         for module in self.modules():
-            for name, parameter in module.named_parameters(recurse=False):
-                parameter.requires_grad_(isinstance(module, tuning) and module.is_trained(name))
+            own = dict(module.named_parameters(recurse=False))
+            has_frozen = any(name.startswith("frozen_") for name in own)
+            for name, parameter in own.items():
+                parameter.requires_grad_(has_frozen and not name.startswith("frozen_"))
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from headwater.mechanisms.capabilities import HoldsMatrices
 from headwater.mechanisms.contract import Mechanism
 from headwater.util.errors import HeadwaterError
 
@@ -74,9 +73,8 @@ def _matrices(model: nn.Module, spared: list[str]) -> dict[str, nn.Parameter]:
         f"{path}.{name}": parameter
         for path, module in model.named_modules()
         for name, parameter in module.named_parameters(recurse=False)
-        if isinstance(module, HoldsMatrices)
-        and name in module.matrix_parameters
-        and all(should_convert_module(part, spared) for part in (path, f"{path}.{name}"))
+        if isinstance(module, Mechanism) and "mechanisms" not in path.split(".") and parameter.ndim == 2
+        if all(should_convert_module(part, spared) for part in (path, f"{path}.{name}"))
     }
 
 

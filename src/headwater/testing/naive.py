@@ -470,8 +470,7 @@ class Reference:
         read = []
         for t in range(len(x)):
             h = [state[t] for state in states]
-            if options["target"] == "additions":
-                h = h[:1] + [after - before for before, after in pairwise(h)]
+            h = h[:1] + [after - before for before, after in pairwise(h)]
             keys = [rms_norm(a, 1.0, self.config.norm_eps) for a in h]
             if options["variant"] == "inkling_2":
                 h, scale = keys, 1 / math.sqrt(len(query))
@@ -769,7 +768,7 @@ class Reference:
                     mixed ^= (factor * token + 2**63) % 2**64 - 2**63  # as int64
                 for head in range(i * heads, (i + 1) * heads):
                     rows.append(table[sum(sizes[:head]) + mixed % sizes[head]])
-            row: Any = sum(rows) if options["combine"] == "sum" else torch.cat(rows)
+            row: Any = torch.cat(rows)
             gate: Any = 1.0 if scalar is None else scalar[0]
             if key is not None:
                 match = rms_norm(x[t], 1.0, c.norm_eps) @ rms_norm(key @ row, 1.0, c.norm_eps) / math.sqrt(len(x[t]))

@@ -57,7 +57,6 @@ def convert(
     *,
     mechanisms: Mapping[str, Any],
     num_key_value_heads: int | None = None,
-    choose_layers: bool = False,
     heal: str = "10M",
     text: str | None = None,
     anneal: bool = True,
@@ -75,7 +74,6 @@ def convert(
         out,
         mechanisms=mechanisms,
         num_key_value_heads=num_key_value_heads,
-        choose_layers=choose_layers,
         heal=heal,
         text=text,
         anneal=anneal,
@@ -116,7 +114,6 @@ def prepare_conversion(
     *,
     mechanisms: Mapping[str, Any],
     num_key_value_heads: int | None = None,
-    choose_layers: bool = False,
     heal: str = "10M",
     text: str | None = None,
     anneal: bool = True,
@@ -153,7 +150,6 @@ def prepare_conversion(
     options = {
         "mechanisms": mechanisms or None,
         "num_key_value_heads": num_key_value_heads,
-        "choose_layers": choose_layers,
         "anneal": anneal,
     }
     values = conversion_recipe(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from headwater.config.options import parse_options
 from headwater.config.presets import PRESETS, preset
 from headwater.cost.counts import parameters
 from headwater.plugins.registry import MECHANISMS, resolve
@@ -41,7 +40,7 @@ def describe_presets() -> Sequence[dict[str, Any]]:
                 "parameters": sum(parameters(config).values()),
                 "reported": known.reported,
                 "note": known.note,
-                "reads": [resolve(mechanism).describe_source(options) for mechanism, options in mechanisms.items()],
+                "reads": [resolve(mechanism).source or mechanism for mechanism in mechanisms],
             }
         )
     return rows
@@ -53,9 +52,7 @@ def describe_mechanisms() -> Sequence[dict[str, Any]]:
     for name in MECHANISMS.names:
         mechanism = MECHANISMS.resolve(name)
         first_line = (mechanism.__doc__ or "").strip().partition("\n")[0]
-        rows.append(
-            {"name": name, "reads": mechanism.describe_source(parse_options(mechanism, {})), "description": first_line}
-        )
+        rows.append({"name": name, "reads": mechanism.source or name, "description": first_line})
     return rows
 
 

@@ -14,7 +14,6 @@ from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
 from headwater.conversion import to_transformers
 from headwater.kernels.scratch import keep_freed_memory
-from headwater.mechanisms.capabilities import HasPlainTwin
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.image_classification import HeadwaterForImageClassification
 from headwater.nn.documents import make_cu_seq_lens, takes_documents
@@ -176,7 +175,7 @@ def packed_positions(rows: int, context: int, documents: int) -> Tensor:
 def twins(mechanisms: dict[str, dict], shape: StepShape) -> tuple[HeadwaterForCausalLM, HeadwaterForCausalLM]:
     """A model with `mechanisms` and the one it is compared with, without them.
 
-    If a mechanism replaces linear layers, the other model has its plain twin instead, with the same matmuls.
+    If a mechanism replaces linear layers, the other model has its plain twin (`build_twin`), with the same matmuls.
     """
     sizes = shape.config(shape.context)
 
@@ -184,14 +183,10 @@ def twins(mechanisms: dict[str, dict], shape: StepShape) -> tuple[HeadwaterForCa
         return HeadwaterForCausalLM(HeadwaterConfig(**sizes, mechanisms=mechanisms))
 
     ours, other = model(mechanisms), model({})
-    if any(_twin(module) is not None for module in ours.modules()):
+    if any(hasattr(module, "build_twin") for module in ours.modules()):
         other = model(mechanisms)
         for parent in list(other.modules()):
             for name, child in parent.named_children():
-                if (twin := _twin(child)) is not None:
-                    setattr(parent, name, twin)
+                if (build := getattr(child, "build_twin", None)) is not None:
+                    setattr(parent, name, build())
     return ours, other
-
-
-def _twin(module: nn.Module) -> nn.Module | None:
-    return module.build_twin() if isinstance(module, HasPlainTwin) else None

@@ -16,7 +16,6 @@ def convert(
     *,
     mechanism: Sequence[str] = (),
     num_key_value_heads: int | None = None,
-    choose_layers: bool = False,
     heal: str = "10M",
     text: str | None = None,
     no_anneal: bool = False,
@@ -30,7 +29,6 @@ def convert(
         training.learning_rate=1e-4, …
     mechanism: Mechanism by which layers share: NAME, or "NAME={option: value}"; repeatable.
     num_key_value_heads: Number of key/value heads after pooling (GQA).
-    choose_layers: Choose which layers share by how alike their keys and values are.
     heal: Tokens of healing, e.g. 20M or 1e9.
     text: Heal and measure on this text (path, folder or glob); default: what the model was trained on.
     no_anneal: The smaller model from the first step, not gradually.
@@ -53,7 +51,6 @@ def convert(
             new_folder(out, source, "converted", may_exist=plan),
             mechanisms=mechanisms,
             num_key_value_heads=num_key_value_heads,
-            choose_layers=choose_layers,
             heal=heal,
             text=text,
             anneal=not no_anneal,

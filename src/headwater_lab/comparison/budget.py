@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from headwater.config.text import HeadwaterConfig
 from headwater.cost import counts as cost
-from headwater.mechanisms.capabilities import SizesFeedForward
-from headwater.plugins.registry import resolve
 from headwater.util.errors import HeadwaterError
 from headwater_lab.data.base import Data
 from headwater_lab.recipe.schema import Recipe
@@ -91,22 +89,25 @@ def _step_cost(recipe: Recipe, data: Data, flops: bool) -> float:
     return count * (cost.training_flops(recipe.config_for(data), data.context) if flops else 1.0)
 
 
+def _reads_few(options: dict) -> bool:
+    """Whether a token reads a few of the feed-forward's pairs."""
+    top_k = options.get("top_k")
+    return bool(top_k.get("feed_forward") if isinstance(top_k, dict) else top_k)
+
+
 def _resized(recipe: Recipe, data: Data, wanted: int, name: str) -> dict:
     """The fields of `model:` whose parameters come closest to `wanted`."""
     config = recipe.config_for(data)
     mechanisms: dict = config.mechanisms or {}
     given: dict = recipe.model.get("mechanisms") or mechanisms
-    own = {
-        name: mechanism.name_size_option(options)
-        for name, options in mechanisms.items()
-        if isinstance(mechanism := resolve(name), SizesFeedForward)
-    }
-    mechanism, option = next(((name, option) for name, option in own.items() if option), (None, None))
+    # With top_k not any number of pairs will do.
+    sized = [name for name, options in mechanisms.items() if "ffn_pairs" in options and not _reads_few(options)]
+    mechanism = sized[0] if sized else None
 
     def change(width: int) -> dict:
         if mechanism is None:
             return {"intermediate_size": width}
-        return {"mechanisms": given | {mechanism: (given.get(mechanism) or {}) | {option: width}}}
+        return {"mechanisms": given | {mechanism: (given.get(mechanism) or {}) | {"ffn_pairs": width}}}
 
     def parameters(width: int) -> int:
         return sum(cost.parameters(_changed(recipe, data, change(width))).values())

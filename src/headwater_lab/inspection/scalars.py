@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from headwater.mechanisms.capabilities import ShowsScalars, ShowsWindows
+from headwater.mechanisms.capabilities import ShowsScalars
 from headwater.mechanisms.contract import Mechanism
 from headwater.models.kinds import AnyModel
 from headwater.nn.block import Block
@@ -80,7 +80,8 @@ def windows(block: Block, part: str) -> Tensor | None:
     """How a layer mixes keys ("k") or values ("v") with those of earlier tokens, [window, its heads]; None if not."""
     found: Tensor | None = None
     for _, module in mechanisms(block):
-        window = module.show_windows().get(part) if isinstance(module, ShowsWindows) else None
+        show: Any = getattr(module, "show_windows", None)
+        window = None if show is None else show().get(part)
         if window is not None:
             found = window if found is None else composed(found, window)
     return found

@@ -160,19 +160,6 @@ def read_table(found: Sequence[Inspection]) -> Table:
         table.section(named(label, found), by_layer(measure))
     elsewhere = by_layer(lambda one: one.skip_use if one.read and one.attends_elsewhere else None)
     table.section("share of heads that attend elsewhere", elsewhere)
-    shares = [
-        {
-            (terms.mechanism, name, terms.layer): share
-            for terms in (one.read.terms if one.read else ())
-            for name, share in zip(terms.names[:-1], terms.shares, strict=False)
-        }
-        for one in found
-    ]
-    for mechanism, name in dict.fromkeys(key[:2] for one in shares for key in one):
-        by_layers = {
-            f"layer {layer}": [numbers(one.get((mechanism, name, layer))) for one in shares] for layer in range(layers)
-        }
-        table.section(f"share of {name} ({mechanism})", by_layers)
     return table.table
 
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from headwater.config.layers import layer_config
 from headwater.config.plan import Stage
-from headwater.mechanisms.capabilities import ShowsFiring, ShowsTerms
 from headwater.models.kinds import AnyModel, is_of_images
 from headwater.nn.patches import raster_positions
 from headwater_lab.inspection.pairs import Firing, PairCounter
@@ -25,16 +24,6 @@ from headwater_lab.inspection.scores import effective, entropy, induction, previ
 PerHead = list[list[float]]  # [layers][query heads]
 PatchMap = list[list[float]]  # [rows of patches][columns]
 SHOWN = 6  # images whose attention is kept
-
-
-@dataclass(frozen=True)
-class Terms:
-    """A sum over several layers: each term's share of the total length, Σ‖x_i‖ / Σ_j Σ‖x_j‖, own last."""
-
-    layer: int
-    mechanism: str
-    names: list[str]
-    shares: list[float]
 
 
 @dataclass(frozen=True)
@@ -79,7 +68,6 @@ class Read:
     previous_token_effective: PerHead
     beside: PerHead | None
     use: PerHead
-    terms: list[Terms]
     maps: list[Firing]
     looks: list[Look]
 
@@ -213,7 +201,6 @@ class Watch:
         self.taps = value_taps(model)
         self.beside = [bool(block.self_attn.stages[Stage.ADDED_KEY_VALUES]) for block in blocks(model)]
         self.pairs: dict[tuple[int, str], PairCounter] = {}
-        self.terms: dict[tuple[int, str], dict[str, float]] = {}
         config = model.config
         self.is_of_images = is_of_images(config)
         self.has_class_token = self.is_of_images and config.pooling == "token"
@@ -232,7 +219,8 @@ class Watch:
             if block.self_attn.v_proj is not None:
                 hook(block.self_attn.v_proj, lambda _, __, ___, output, layer=layer: self.values(layer, output))
             for place, module in mechanisms(block):
-                hook(module, functools.partial(self.mechanism, layer, place))
+                if hasattr(module, "show_firing"):
+                    hook(module, functools.partial(self.firing, layer, place))
         hook(everything[-1], lambda _, __, ___, output: self.hidden(len(everything), output[0]))
 
     def hidden(self, layer: int, x: Tensor) -> None:
@@ -277,17 +265,9 @@ class Watch:
         shares = lengths / lengths.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
         self.sums.add("use", layer, shares.sum((0, 1)), shares.shape[0] * shares.shape[1])
 
-    def mechanism(
-        self, layer: int, place: str, module: Any, inputs: tuple[Tensor, ...], named: dict[str, Any], _: Any
-    ) -> None:
-        labels = getattr(module, "labels", ())
-        for name, term in (module.show_terms(*inputs, **named) if isinstance(module, ShowsTerms) else {}).items():
-            for label, one in zip(labels or ("",), term if labels else (term,), strict=True):
-                found = self.terms.setdefault((layer, f"{module.registered_name()} {label}".strip()), {})
-                found[name] = found.get(name, 0.0) + float(one.norm(dim=-1).sum(dtype=torch.float64))
-        if isinstance(module, ShowsFiring):
-            counter = self.pairs.setdefault((layer, place), PairCounter(self.sample))
-            counter.add(module.show_firing(*inputs), self.first_row)
+    def firing(self, layer: int, place: str, module: Any, inputs: tuple[Tensor, ...], *_: Any) -> None:
+        counter = self.pairs.setdefault((layer, place), PairCounter(self.sample))
+        counter.add(module.show_firing(*inputs), self.first_row)
 
     def result(self) -> Read:
         everything = blocks(self.model)
@@ -309,10 +289,6 @@ class Watch:
             previous_token_effective=by_head("effective"),
             beside=by_head("beside") if any(self.beside) else None,
             use=by_head("use"),
-            terms=[
-                Terms(layer, mechanism, list(sizes), [size / (sum(sizes.values()) or 1.0) for size in sizes.values()])
-                for (layer, mechanism), sizes in self.terms.items()
-            ],
             maps=[counter.result(layer, place) for (layer, place), counter in self.pairs.items()],
             looks=[
                 Look([heads.mean(0).tolist() for heads in layers], layers[-1].tolist())

@@ -32,7 +32,7 @@ from headwater.config.planner import plan_layers
 from headwater.config.presets import PRESETS, preset
 from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
-from headwater.conversion.convert import blended_config, check_choice, check_conversion, finished_config
+from headwater.conversion.convert import blended_config, check_conversion, finished_config
 from headwater.growth.grow import grown_config
 from headwater.growth.methods import GrowthOptions, KeyInit, TauPolicy
 from headwater.plugins.outside import check_paths, trust_names_in
@@ -426,8 +426,6 @@ class CacheConversion(Settings):
     """Mechanisms by which layers share keys and values: names with their options, or a list of names."""
     num_key_value_heads: Count | None = None
     """Fewer key/value heads: each is the mean of a group of the model's."""
-    choose_layers: bool = False
-    """Which layers share is chosen by how alike their keys and values are on the data; options that are given stay."""
     align: bool = True
     """First turn keys and values so that those to be shared or pooled are as alike as they can be, which keeps the
     function (docs/convert.md)."""
@@ -440,8 +438,6 @@ class CacheConversion(Settings):
     def _somewhere(self) -> Self:
         if not self.mechanisms and self.num_key_value_heads is None:
             raise ValueError("convert needs mechanisms that share keys and values, or num_key_value_heads")
-        if self.choose_layers and not self.mechanisms:
-            raise ValueError("convert.choose_layers is for mechanisms by which layers share; name one, or leave it out")
         return self
 
 
@@ -747,8 +743,6 @@ def changed_config(config: HeadwaterConfig, change: Change) -> HeadwaterConfig:
     if (goal := change.convert) is not None:
         made = blended_config(config, goal.mechanisms, goal.num_key_value_heads)
         check_conversion(made)
-        if goal.choose_layers:
-            check_choice(config, goal.mechanisms)
         return made if goal.anneal else finished_config(made)
     return config
 

@@ -175,7 +175,6 @@ def optimizer(recipe: Recipe, config: HeadwaterConfig) -> OptimizersContainer.Co
         rate = training.learning_rate * (
             training.scalar_learning_rate_multiplier if group["name"] == "scalars" else 1.0
         )
-        rate *= group.get("rate", 1.0)
         found.setdefault((rate, group["weight_decay"]), []).extend(name_of[one] for one in group["params"])
     return OptimizersContainer.Config(
         implementation="fused" if torch.cuda.is_available() else "for-loop",

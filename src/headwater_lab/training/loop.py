@@ -242,7 +242,7 @@ class TrainingRun(Setup):
         rate = learning_rate(progress.step, settings)
         for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             of_scalars = settings.scalar_learning_rate_multiplier if group["name"] == "scalars" else 1.0
-            group["lr"] = rate * of_scalars * group.get("rate", 1.0)
+            group["lr"] = rate * of_scalars
         self.hooks.prepare_step(progress.step)
         with self.reading():
             parts = [next(self.batches) for _ in range(settings.gradient_accumulation_steps)]

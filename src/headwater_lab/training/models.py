@@ -22,15 +22,7 @@ from headwater.config.layers import layer_config
 from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
 from headwater.conversion import from_transformers, load_transformers, read_foreign
-from headwater.conversion.convert import (
-    align,
-    blended,
-    blended_config,
-    chosen,
-    finished,
-    finished_state,
-    similarity,
-)
+from headwater.conversion.convert import align, blended, blended_config, finished, finished_state
 from headwater.cost.counts import cache_bytes_per_token
 from headwater.growth import grow
 from headwater.growth.enlarge import carried
@@ -211,14 +203,11 @@ def converted(trained: Trained, change: Change, rows: Tensor | None) -> Trained:
         blended_config(before.config, mechanisms, heads)  # which says what is wrong before the model runs
         # Turned or mixed in bf16, the weights would be rounded, and the function another one.
         before.to(torch.promote_types(before.dtype, torch.float32))
-        if goal.choose_layers or goal.align:
-            if rows is None:
-                raise HeadwaterError(
-                    "A conversion measures keys and values on rows of the recipe's text; use data of text, or set "
-                    "convert.align to false and leave convert.choose_layers out."
-                )
-            if goal.choose_layers:
-                mechanisms = chosen(before.config, mechanisms, similarity(before, rows))
+        if goal.align and rows is None:
+            raise HeadwaterError(
+                "A conversion measures keys and values on rows of the recipe's text; use data of text, or set "
+                "convert.align to false."
+            )
         turned = goal.align and align(before, cast(Tensor, rows), mechanisms, heads)
         if turned and trained.state and change.optimizer_state == "keep":
             raise HeadwaterError(

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from headwater.mechanisms.capabilities import DecaysWeights, GroupsParameters, ScalesLearningRate
+from headwater.mechanisms.capabilities import GroupsParameters
 from headwater.mechanisms.contract import Mechanism
 from headwater.mechanisms.named import Named, owner_of
 from headwater.mechanisms.precision import KeepsPrecision
@@ -39,14 +39,12 @@ def parameter_groups(
     """Five groups: "matrices", "tensors" (of more than two dimensions, as in convolutions), "embeddings", "vectors"
     (norms, biases), and the mechanisms' "scalars", which stay in fp32, unsharded in every process.
 
-    A mechanism may choose another group for a parameter, also one of its own, whether it decays, and its rate: a group
-    may then have several parts of the same name. Empty ones are left out.
+    A mechanism may choose another group for a parameter, also one of its own, which does not decay: a group may then
+    have two parts of the same name. Empty ones are left out.
     decay_on: which of them decay, see `DECAYED`. A tied output head is an embedding.
-    "rate" is what multiplies the learning rate, if anything does.
-    Raises `HeadwaterError` for a mechanism that puts anything but matrices in "matrices", or gives no usable name or
-    rate.
+    Raises `HeadwaterError` for a mechanism that puts anything but matrices in "matrices", or gives no usable name.
     """
-    found: dict[tuple[str, bool, bool, float], list[nn.Parameter]] = {}
+    found: dict[tuple[str, bool], list[nn.Parameter]] = {}
     seen: set[nn.Parameter] = set()
     for place, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -61,24 +59,19 @@ def parameter_groups(
             else:
                 kind = ("vectors", "vectors", "matrices")[parameter.ndim] if parameter.ndim < 3 else "tensors"
             owner, inner = owner_of(model, f"{place}.{name}")
-            said, rate = None, 1.0
             if owner is not None:
                 kind = _choose_group(owner, inner, parameter, kind)
-                said = owner.is_decayed(inner) if isinstance(owner, DecaysWeights) else None
-                rate = _scale_learning_rate(owner, inner)
-            decays = kind in DECAYED[decay_on] if said is None else said
             # Sharded and unsharded parameters cannot be stepped together.
-            found.setdefault((kind, decays, whole, float(rate)), []).append(parameter)
+            found.setdefault((kind, whole), []).append(parameter)
 
-    def order(key: tuple[str, bool, bool, float]) -> tuple[Any, ...]:
-        kind, decays, whole, rate = key
-        return GROUPS.index(kind) if kind in GROUPS else len(GROUPS), kind, not decays, not whole, rate
+    def order(key: tuple[str, bool]) -> tuple[Any, ...]:
+        kind, whole = key
+        return GROUPS.index(kind) if kind in GROUPS else len(GROUPS), kind, not whole
 
     groups = []
-    for key in sorted(found, key=order):
-        kind, decays, _, rate = key
-        scale = {} if rate == 1 else {"rate": rate}
-        groups.append({"name": kind, "params": found[key], "weight_decay": weight_decay if decays else 0.0} | scale)
+    for kind, whole in sorted(found, key=order):
+        decay = weight_decay if kind in DECAYED[decay_on] else 0.0
+        groups.append({"name": kind, "params": found[kind, whole], "weight_decay": decay})
     trainable = {parameter for parameter in model.parameters() if parameter.requires_grad}
     assert seen == trainable, "the groups must hold every parameter once"
     return groups
@@ -95,16 +88,6 @@ def _choose_group(owner: Mechanism, name: str, parameter: nn.Parameter, kind: st
             "unlike these."
         )
     return chosen
-
-
-def _scale_learning_rate(owner: Mechanism, name: str) -> float:
-    """What a mechanism multiplies the learning rate of its parameter with. Raises `HeadwaterError`."""
-    rate = owner.scale_learning_rate(name) if isinstance(owner, ScalesLearningRate) else 1.0
-    if not (isinstance(rate, int | float) and 0 <= rate < math.inf):
-        raise HeadwaterError(
-            f"Mechanism {owner.registered_name()!r}: the rate of {name!r} must be a number of at least 0, not {rate}."
-        )
-    return rate
 
 
 def freeze(model: nn.Module, trainable_mechanisms: Collection[str]) -> None:
