@@ -247,38 +247,6 @@ def bench_gpu(
         raise HeadwaterError("; ".join(wrong))
 
 
-def bench_data(
-    source: str | None = None,
-    *,
-    megabytes: PositiveInt = 100,
-    pairs: Annotated[int, Values(min=2)] = 5,
-    workers: PositiveInt = 2,
-    vocab_size: Annotated[int, Values(min=257)] = 32_000,
-) -> None:
-    """Time `headwater data prepare` against Dataset.map of datasets, with the same tokenizer and text.
-
-    source: Same sources as data prepare; default: the Python files of this installation.
-    megabytes: Megabytes of text to prepare, from the beginning of the source.
-    workers: Threads of headwater, processes of map.
-    vocab_size: Vocabulary of the tokenizer, which is trained on the text.
-    """
-    from headwater_lab.bench.data import bench_data as measure
-
-    result = measure(source, megabytes, pairs, workers, vocab_size)
-    title = (
-        f"{result.documents:,} documents, {result.bytes / 1e6:,.1f} MB, {result.tokens:,} tokens, {workers} workers, "
-        f"{pairs} pairs"
-    )
-    table = _table(title, "s", "tokens/s", "peak memory, MB")
-    names = ("headwater data prepare", f"Dataset.map, {workers} processes")
-    for name, times, peak in zip(names, (result.paired.a, result.paired.b), result.peaks, strict=True):
-        seconds = sorted(times)[pairs // 2]
-        table.add_row(name, f"{seconds:.2f}", f"{result.tokens / seconds:,.0f}", f"{peak / 1e6:,.0f}")
-    stdout.print(table)
-    ratio, quartiles = _ratio(result.paired)
-    stdout.print(f"ratio of times: median {ratio}, quartiles {quartiles}")
-
-
 def bench_prices(source: str, overrides: Sequence[str] = (), *, out: FolderPath | None = None) -> None:
     """Measure what the arms of a comparison cost, against its baseline: training, and generation.
 
@@ -448,7 +416,6 @@ bench = group_of(
         "prefill": (bench_prefill, "bench prefill NAME --context 4096"),
         "serve": (bench_serve, "bench serve NAME --requests 16"),
         "gpu": (bench_gpu, "bench gpu --out gpu"),
-        "data": (bench_data, "bench data 'texts/*.txt' --megabytes 20"),
         "prices": (bench_prices, "bench prices demo/language --out runs/prices"),
         "verdicts": (bench_verdicts, "bench verdicts runs/demo --seeds 10"),
     },
