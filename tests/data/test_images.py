@@ -502,11 +502,11 @@ def missing_column(folder, tmp_path):
     return tmp_path / "set", dict(image_column="picture", label_column="kinds")
 
 
-def labelled(*labels, feature="int64", format=None):
+def labelled(*labels, feature="int64"):
     """A dataset with these labels, each twice."""
 
     def make(folder, tmp_path):
-        dataset([*labels] * 2, feature).with_format(format).to_parquet(tmp_path / "set" / "train.parquet")
+        dataset([*labels] * 2, feature).to_parquet(tmp_path / "set" / "train.parquet")
         return tmp_path / "set", dict(image_column="picture", label_column="kind")
 
     return make
@@ -545,7 +545,7 @@ def other_class(folder, tmp_path):
         (labelled(0, 1, 10, None), "label None of row 3.*neither a name nor a number"),
         (labelled("a", None, feature="string"), "label None of row 1"),
         (labelled(0, 1, -1), "label -1 of row 2"),
-        (labelled(0.5, 0.0, feature="float64", format="torch"), "label 0.5 of row 0"),
+        (labelled(0.5, 0.0, feature="float64"), "label 0.5 of row 0"),
         (labelled(0, 1, 6), "3 of the numbers from 0 to 6.*without gaps"),
         (numbers_for_images, "data.image_column.*no images.*int64"),
         (class_like_a_split, "ant, bee, test.*no 'train'.*rename 'test'"),
