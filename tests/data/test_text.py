@@ -482,5 +482,5 @@ def test_long_values_are_read_a_row_at_a_time(tmp_path, monkeypatch):
     assert file.stat().st_size < 2**13
     columns = reading.Columns("text")
     with reading.opened(file) as stream:
-        assert all(len(table) == 1 for table in reading.parquet_tables(stream, file, columns))
+        assert all(len(table) == 1 for table in reading.parquet_tables(stream, columns))
     assert [text for text, _ in reading.table_rows(file, columns)] == texts

@@ -111,15 +111,6 @@ def row_document(value: Any, column: str, where: str, name: str, row: int, domai
     return Document(name, text, text, is_chat, domain)
 
 
-def check_one_kind(source: str, kinds: set[bool]) -> None:
-    """Raise `HeadwaterError` if some documents are conversations, and some are not."""
-    if len(kinds) > 1:
-        raise HeadwaterError(
-            f"{source!r} has both conversations and plain text; keep them apart, and mix them by weight as prepared "
-            "folders."
-        )
-
-
 def _stdlib_files(root: Path) -> list[Path]:
     """The standard library's own sources: no installed packages, no tests, no generated tables."""
     unwanted = {"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data", "__pycache__"}
@@ -265,16 +256,22 @@ def pieces(document: Document, size: int | None = None) -> Iterator[Document]:
     if document.is_chat:
         yield document
         return
-    start, count = 0, 0
-    text = document.text
-    while start < len(text):
-        end = piece_end(text, start, size=size)
-        piece = text[start:end]
+    for count, piece in enumerate(cut_text([document.text], size)):
         yield Document(f"{document.id}#{count}", piece, key=piece, domain=document.domain)
-        start, count = end, count + 1
 
 
-def piece_end(text: str, start: int, ended: bool = True, size: int | None = None) -> int:
+def cut_text(contents: Iterable[str], size: int | None = None) -> Iterator[str]:
+    """The pieces of a text, which is read from `contents` as needed."""
+    text = ""
+    for content in itertools.chain(contents, [""]):
+        text, start = text + content, 0
+        while (end := piece_end(text, start, not content, size)) >= 0:
+            yield text[start:end]
+            start = end
+        text = text[start:]
+
+
+def piece_end(text: str, start: int, ended: bool, size: int | None) -> int:
     """Where the piece that begins at `start` ends: after a line end, else a space, else at its longest.
 
     ended: whether this is all of the text; if not, -1 if more of it is needed to decide.

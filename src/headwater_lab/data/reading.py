@@ -298,7 +298,7 @@ def table_rows(file: Path, columns: Columns) -> Iterator[TableRow]:
     kind, where = table_kind(file), printable(str(file))
     if kind == "parquet":
         with opened(file) as stream:
-            yield from rows_of_tables(parquet_tables(stream, file, columns), columns, file)
+            yield from rows_of_tables(parquet_tables(stream, columns), columns, file)
         return
     with opened(file) as stream:
         for number, row in csv_rows(stream, file, columns) if kind in DELIMITERS else json_rows(stream, file):
@@ -394,7 +394,7 @@ def _delimiter(line: str, candidates: str, columns: Columns) -> str:
     return max(candidates, key=fit)
 
 
-def parquet_tables(stream: IO[bytes], file: Path, columns: Columns) -> Iterator[Any]:
+def parquet_tables(stream: IO[bytes], columns: Columns) -> Iterator[Any]:
     """Tables of a file. Not read with datasets, which loads whole row groups: they can be as large as the file."""
     from pyarrow.parquet import ParquetFile
 

@@ -12,7 +12,6 @@ import re
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 from typing import IO, Any
@@ -23,14 +22,13 @@ from headwater_lab.data.corpus import (
     GENERATED,
     STDLIB,
     Document,
-    check_one_kind,
     cut,
+    cut_text,
     kinds_in,
     load_hub_rows,
     local_files,
     name_in,
     no_text,
-    piece_end,
     row_document,
 )
 from headwater_lab.data.reading import (
@@ -110,7 +108,7 @@ def read_documents(source: str, column: str, option: str | None) -> tuple[list[D
     option: that sets the column of tables, if one does. Raises `HeadwaterError` if there are none.
     """
     stream = Stream(TextSource(source), Columns(column, text_option=option))
-    documents = list(stream.whole_documents())
+    documents = list(stream.documents())
     if not documents:
         raise no_text(source, stream.skipped)
     return documents, stream.skipped
@@ -160,8 +158,8 @@ class Stream:
     def __iter__(self) -> Iterator[Document]:
         cuts_texts = self.few_texts and not self.marked
         # A text that would be one piece is cut smaller, as a whole.
-        cuts_texts = cuts_texts and len(list(itertools.islice(self._documents(True), 2))) > 1
-        documents = self._documents(cuts_texts)
+        cuts_texts = cuts_texts and len(list(itertools.islice(self.documents(True), 2))) > 1
+        documents = self.documents(cuts_texts)
         if self.marked or cuts_texts:
             yield from documents
             return
@@ -181,12 +179,8 @@ class Stream:
                 return
         yield from cut(first_documents)
 
-    def whole_documents(self) -> Iterator[Document]:
-        """The documents as they are, none of them cut."""
-        return self._documents(False)
-
-    def _documents(self, cuts_texts: bool) -> Iterator[Document]:
-        """The documents in file order. cuts_texts: text files in pieces."""
+    def documents(self, cuts_texts: bool = False) -> Iterator[Document]:
+        """The documents in file order, uncut. cuts_texts: text files in pieces."""
         self.empty, self.none, self.skipped = 0, 0, []
         if self.generate:
             yield from self.generate()
@@ -214,7 +208,11 @@ class Stream:
             document = row_document(value, self.columns.text, name, name, index, domain)
             if document.text:
                 self.kinds.add(document.is_chat)
-                check_one_kind(self.source.source, self.kinds)
+                if len(self.kinds) > 1:
+                    raise HeadwaterError(
+                        f"{self.source.source!r} has both conversations and plain text; keep them apart, and mix them "
+                        "by weight as prepared folders."
+                    )
             if self.source.begins:
                 if gathered and self.begins.match(document.text):
                     yield _joined(gathered)
@@ -238,7 +236,7 @@ class Stream:
             groups = itertools.groupby(self._numbered_lines(text), key=itemgetter(0))
             contents = (_gathered((line for _, line in lines), name) for _, lines in groups)
         else:
-            contents = _small_pieces(chunks) if in_pieces else [_gathered(chunks, name)]
+            contents = cut_text(chunks) if in_pieces else [_gathered(chunks, name)]
         index, is_empty = 0, True
         for content in contents:
             is_empty = False
@@ -287,17 +285,6 @@ def _gathered(contents: Iterable[str], name: str) -> str:
                 "`headwater data prepare --separator` or --begins where its documents begin."
             )
     return "".join(gathered)
-
-
-def _small_pieces(contents: Iterable[str]) -> Iterator[str]:
-    """The documents that a text is cut into."""
-    text = ""
-    for content in chain(contents, [""]):
-        text, start = text + content, 0
-        while (end := piece_end(text, start, not content)) >= 0:
-            yield text[start:end]
-            start = end
-        text = text[start:]
 
 
 def _check_options(source: TextSource) -> None:
