@@ -122,19 +122,13 @@ class Stream:
     """
 
     def __init__(self, source: TextSource, columns: Columns | None = None) -> None:
-        if source.separator is not None and (not source.separator or "\n" in source.separator):
-            raise HeadwaterError("--separator is empty or has several lines; pass the one between two documents.")
-        try:
-            self.begins = re.compile(source.begins or "")
-        except re.error as error:
-            raise HeadwaterError(f"--begins {source.begins!r} is no regular expression: {error}.") from error
-        self.source = source
+        if columns is None:
+            _check_options(source)
+        self.source, self.begins = source, re.compile(source.begins or "")
         self.empty = self.none = 0
         self.skipped: list[str] = []
         self.generate = GENERATED.get(source.source)
         local = (Path(), []) if self.generate else local_files(source.source)
-        if columns is None:
-            _check_options(source)
         self.root, self.files = local or (Path(), [])
         self.shards = None if local else _hub_shards(source, streaming=columns is None)
         self.names = [name_in(file, self.root) for file in self.files]
@@ -288,7 +282,13 @@ def _gathered(contents: Iterable[str], name: str) -> str:
 
 
 def _check_options(source: TextSource) -> None:
-    """Raise `HeadwaterError` for an option that is not read for what lies at the source."""
+    """Raise `HeadwaterError` for an option that means nothing, or is not read for what lies at the source."""
+    if source.separator is not None and (not source.separator or "\n" in source.separator):
+        raise HeadwaterError("--separator is empty or has several lines; pass the one between two documents.")
+    try:
+        re.compile(source.begins or "")
+    except re.error as error:
+        raise HeadwaterError(f"--begins {source.begins!r} is no regular expression: {error}.") from error
     kinds = kinds_in(source.source)
     options = {
         "--separator": (source.separator, "text files"),
