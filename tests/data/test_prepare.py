@@ -480,7 +480,7 @@ def test_wikitext_rows_are_joined_to_articles(tmp_path):
         {"text": "" if line == " \n" else line} for article in articles for line in article.splitlines(keepends=True)
     ]
     Dataset.from_list(rows).to_parquet(tmp_path / "local.parquet")
-    source = TextSource(str(tmp_path / "local.parquet"), begins=r"^ = [^=](.*[^=])? = $")
+    source = TextSource(str(tmp_path / "local.parquet"), begins=r"^ = [^=]+(=[^=]+)* = $")
     assert [document.text for document in Stream(source)] == articles
     with pytest.raises(HeadwaterError, match=r"--begins '\(' is no regular expression: missing \)"):
         Stream(TextSource(str(tmp_path / "local.parquet"), begins="("))
