@@ -232,7 +232,7 @@ def test_a_link_out_of_a_models_folder_is_not_followed(here, private):
 
 
 def test_a_link_out_of_a_folder_of_text_is_not_followed(here, private):
-    from headwater_lab.data.corpus import read_corpus
+    from headwater_lab.data.stream import read_corpus
 
     texts = here / "texts"
     (texts / "below").mkdir(parents=True)

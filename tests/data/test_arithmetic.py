@@ -6,19 +6,17 @@ import re
 import pytest
 import torch
 
-from headwater.util.errors import HeadwaterError
 from headwater.util.seeding import generator
 from headwater_lab.data.base import Share
 from headwater_lab.data.synthetic.arithmetic import (
     ArithmeticSettings,
+    Operation,
     is_solved,
-    parse_prompt,
     prompt_of,
     solution_of,
     steps_of,
     value_of,
 )
-from headwater_lab.data.synthetic.base import certain
 
 PROBLEM = "Farm Rope = Bakery Cup × 3 . Bakery Cup = 9 . Museum Lamp = Farm Rope - Bakery Cup . ? Museum Lamp :"
 STEPS = (
@@ -55,7 +53,6 @@ def test_a_problem_needs_exactly_so_many_operations_and_its_solution_is_right(op
         prompt = " ".join(prompt_of(problem))
         answer, needed = naive(prompt, 23)
         assert needed == operations == len(steps_of(problem))
-        assert parse_prompt(prompt.split()) == problem
         solution = solution_of(problem, 23)
         *steps, end = " ".join(solution).split(" . ")
         assert end == "<end>"
@@ -77,7 +74,8 @@ def test_a_problem_needs_exactly_so_many_operations_and_its_solution_is_right(op
 def test_training_goes_up_to_the_operations_and_held_out_problems_are_harder_by_so_many():
     data = ArithmeticSettings(operations=3, extra_operations=2, held_out=50).build()
     ids = data.sample(generator("test"), 300)["input_ids"].tolist()
-    counts = [len(steps_of(parse_prompt(data.prompt_words(row)))) for row in ids]
+    prompts = (" ".join(data.words[token] for token in row).partition(":")[0] + ":" for row in ids)
+    counts = [naive(prompt, 23)[1] for prompt in prompts]
     assert set(counts) == {1, 2, 3}
     assert min(counts.count(n) for n in (1, 2, 3)) > 70
     assert {len(steps_of(problem)) for problem in data.held_out_problems} == {5}
@@ -139,7 +137,9 @@ def test_rows_fit_the_context_and_the_loss_is_on_the_solution(settings):
     ],
 )
 def test_a_solution_counts_if_a_step_computes_what_is_asked_rightly(written, solved):
-    problem = parse_prompt(PROBLEM.split())
+    cup, rope, lamp = ("Bakery", "Cup"), ("Farm", "Rope"), ("Museum", "Lamp")
+    problem = {rope: Operation(cup, "×", 3), cup: 9, lamp: Operation(rope, "-", cup)}, lamp
+    assert " ".join(prompt_of(problem)) == PROBLEM
     assert value_of(problem, 23) == (9 * 3 - 9) % 23 == 18
     assert naive(PROBLEM, 23) == (18, 2)
     assert is_solved(problem, written.split(), 23) is solved
@@ -157,32 +157,33 @@ def test_wrong_answers_are_wrong_over_many_problems(wrong):
         assert not is_solved(problem, written, 23)
 
 
-@pytest.mark.parametrize("text", ["Farm Rope 3 . ? Farm Rope :", "Farm Rope = 3 . Farm Rope :", "Farm = 3 . ? Farm :"])
-def test_text_that_is_no_problem_is_one_sentence(text):
-    with pytest.raises(HeadwaterError, match=r"is not a (statement|question)"):
-        parse_prompt(text.split())
+def certain(answers, vocab_size):
+    return torch.nn.functional.one_hot(answers, vocab_size) * 100.0
 
 
-def sloppy(data, wrong):
-    """The oracle, but for held-out problems of these numbers it gives an answer that is wrong by one."""
+def solver(data, wrong=()):
+    """A model that knows the solutions of the held-out problems; those of these numbers are wrong by one."""
+    solutions = {}
+    for number, problem in enumerate(data.held_out_problems):
+        words = solution_of(problem, 23)
+        words[-3] = str((int(words[-3]) + (number in wrong)) % 23)
+        solutions[tuple(data.encode(prompt_of(problem)))] = data.encode(words)
 
     def logits(batch):
-        scores = data.oracle(batch)
+        answers = torch.zeros_like(batch["input_ids"])
         for index, row in enumerate(batch["input_ids"].tolist()):
-            problem = parse_prompt(data.prompt_words(row))
-            if data.held_out_problems.index(problem) in wrong:
-                place = row.index(data.ids[":"]) + len(solution_of(problem, 23)) - 3
-                if place < len(row):
-                    scores[index, place] = scores[index, place].roll(1)
-        return scores
+            colon = row.index(data.ids[":"])
+            solution = solutions[tuple(row[: colon + 1])][: len(row) - colon]
+            answers[index, colon : colon + len(solution)] = torch.tensor(solution)
+        return certain(answers, data.vocab_size)
 
     return logits
 
 
 def test_the_accuracy_is_that_of_what_the_model_writes():
     data = ArithmeticSettings(operations=2, held_out=20).build()
-    assert data.evaluate(data.oracle).metrics["accuracy"] == 1.0
-    assert data.evaluate(sloppy(data, range(5))).metrics["accuracy"] == 0.75
+    assert data.evaluate(solver(data)).metrics["accuracy"] == 1.0
+    assert data.evaluate(solver(data, range(5))).metrics["accuracy"] == 0.75
     # A model that only copies the given solution cannot do so when it writes its own.
     copied = data.evaluate(lambda batch: certain(batch["input_ids"].roll(-1, 1), data.vocab_size))
     assert copied.metrics["accuracy"] == 0.0
@@ -205,7 +206,7 @@ def test_a_model_that_never_ends_is_stopped_at_the_longest_row():
 
 def test_problems_are_shared_by_processes_that_call_the_model_equally_often():
     data = ArithmeticSettings(operations=3, held_out=7).build()
-    model = sloppy(data, {0, 1, 5})
+    model = solver(data, {0, 1, 5})
     world = 3
     counts = [[] for _ in range(world)]  # what each process adds up at each turn, when it is alone
     for rank in range(world):
@@ -231,15 +232,6 @@ def test_problems_are_shared_by_processes_that_call_the_model_equally_often():
         assert metrics["accuracy"] == pytest.approx(4 / 7)
         calls.append(len(seen))
     assert len(set(calls)) == 1, "models in several processes run together or not at all"
-
-
-@pytest.mark.slow
-def test_a_guess_gives_the_usual_answer():
-    data = ArithmeticSettings(operations=3, held_out=100).build()
-    answers = [value_of(problem, 23) for problem in data.held_out_problems]
-    assert data.sanity()["guess"] == pytest.approx(answers.count(data.usual_answer) / 100)
-    assert data.usual_answer == 0, "products with 0 make it so"
-    assert data.sanity()["guess"] < 0.2
 
 
 def test_a_row_is_readable():

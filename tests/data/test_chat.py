@@ -13,11 +13,10 @@ from pyarrow import parquet
 from headwater.util.errors import HeadwaterError
 from headwater_lab.data import chat
 from headwater_lab.data.chat import ChatEncoder
-from headwater_lab.data.corpus import read_corpus
 from headwater_lab.data.prepare import Options, prepare
 from headwater_lab.data.prepared import PreparedSettings
 from headwater_lab.data.shards import open_prepared
-from headwater_lab.data.stream import TextSource
+from headwater_lab.data.stream import TextSource, read_corpus
 from headwater_lab.data.text import TextSettings
 from headwater_lab.data.tokenizer import byte_tokenizer, train_tokenizer
 from headwater_lab.evaluation.text import read_text

@@ -4,7 +4,6 @@ import bz2
 import gzip
 import hashlib
 import json
-import lzma
 import os
 import random
 import shutil
@@ -31,7 +30,6 @@ TEXT = "".join(f"{i} naïve text € {i * i}\n" for i in range(9_000)).encode()
 PACKED = {
     "rows.jsonl.gz": gzip.compress(LINES[:3000]) + gzip.compress(LINES[3000:]),
     "rows.jsonl.bz2": bz2.compress(LINES[:3000]) + bz2.compress(LINES[3000:]),
-    "rows.jsonl.xz": lzma.compress(LINES[:3000]) + lzma.compress(LINES[3000:]),
     "text.txt.gz": gzip.compress(TEXT),
 }
 FILES = PACKED | {"text.txt": TEXT, "rows.jsonl": LINES, "rows.json": json.dumps(ROWS).encode()}

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from headwater_lab.data.shards import Skipped
 
 TextField = Annotated[str, Values(help="Column or JSON field with the text or the messages, dotted if nested.")]
-Local = Annotated[str | None, Values(help="Read a named corpus from these files.")]
 Config = Annotated[str | None, Values(help="Configuration of the dataset on the hub.")]
 Split = Annotated[str | None, Values(help="Split of the dataset; default: train.")]
 Separator = Annotated[str | None, Values(help="Line that separates the documents of a text file.")]
+Begins = Annotated[str | None, Values(help="Regular expression for a line, or a table's row, that begins a document.")]
 
 
 def prepare(
@@ -31,15 +31,14 @@ def prepare(
     config: Config = None,
     split: Split = None,
     separator: Separator = None,
+    begins: Begins = None,
     by: str | None = None,
-    local: Local = None,
     held_out: float = 0.01,
     workers: PositiveInt | None = None,
 ) -> None:
     """Tokenize a corpus into memory-mapped shards.
 
-    source: A file, folder or glob of text, JSONL, CSV or parquet files; a dataset on the hub; or a named corpus:
-        openwebtext, pile, slimpajama, fineweb, fineweb-edu, wikitext, enwik8.
+    source: A file, folder or glob of text, JSONL, CSV or parquet files; or a dataset on the hub.
     out: A new folder.
     tokenizer: "bytes", or the folder, tokenizer.json or hub name of a tokenizer.
     by: Column to split by: each value gets its own folder; dotted if nested.
@@ -53,10 +52,10 @@ def prepare(
 
     check_writable(out, folder=True)
     is_finished = any((out / name).exists() for name in (DOMAINS, MANIFEST))
-    text_source = TextSource(source, text_column, config, split, separator, by=by)
+    text_source = TextSource(source, text_column, config, split, separator, begins, by)
     with ProgressReport() as report:
         bar = partial(_show, report)
-        folders = run(text_source, out, tokenizer, Options(held_out), local=local, workers=workers, on_progress=bar)
+        folders = run(text_source, out, tokenizer, Options(held_out), workers=workers, on_progress=bar)
     if is_finished:
         _say(f"{out} is already finished")
     stdout.print(_table(folders))
@@ -96,7 +95,7 @@ def tokenizer(
     config: Config = None,
     split: Split = None,
     separator: Separator = None,
-    local: Local = None,
+    begins: Begins = None,
 ) -> None:
     """Train a byte-level BPE tokenizer on a corpus.
 
@@ -107,7 +106,6 @@ def tokenizer(
     """
     from headwater.util.files import staged
     from headwater_lab.data.chat import contents
-    from headwater_lab.data.known import resolve
     from headwater_lab.data.reading import check_name
     from headwater_lab.data.stream import Stream, TextSource
     from headwater_lab.data.tokenizer import train_tokenizer
@@ -120,9 +118,9 @@ def tokenizer(
 
             def texts():
                 nonlocal documents, size
-                for part in Stream(resolve(TextSource(source, text_column, config, split, separator), local)):
-                    yield contents(part.text) if part.is_chat else part.text
-                    documents, size = documents + part.last, size + len(part.data)
+                for document in Stream(TextSource(source, text_column, config, split, separator, begins)):
+                    yield contents(document.text) if document.is_chat else document.text
+                    documents, size = documents + 1, size + len(document.data)
                     _show(report, documents, size)
                     if size >= max_bytes:
                         return

@@ -31,14 +31,14 @@ def list(kind: Catalogue | None = None, *, json: AsJson = False) -> None:
         stdout.print(table)
 
 
-# Of the rows, what the tables show. guess: always the most frequent label; oracle: a solver that reads only the row.
+# Of the rows, what the tables show. guess: always the most frequent label.
 COLUMNS = {
     "recipes": ("name", "command", "title"),
     "presets": ("name", "paper", "layers", "width", "heads", "kv_heads", "parameters", "reads"),
     "mechanisms": ("name", "reads", "description"),
-    "tasks": ("name", "settings", "row", "metric", "guess", "oracle"),
+    "tasks": ("name", "settings", "row", "metric", "guess"),
 }
-NUMBERS = ("layers", "width", "heads", "kv_heads", "parameters", "guess", "oracle")
+NUMBERS = ("layers", "width", "heads", "kv_heads", "parameters", "guess")
 
 
 def _text(value: Any) -> str:

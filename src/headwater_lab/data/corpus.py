@@ -1,4 +1,4 @@
-"""From a source to documents: files, folders, globs, JSONL, parquet, Hugging Face datasets, the standard library.
+"""Documents and where they come from: files, folders, globs, Hugging Face datasets, the standard library.
 
 A document has an id and a text. Which documents are held out is decided by a hash, never by position: of the file's
 relative path where a document is a file, of the text where it is a row of a table or a piece of a long file.
@@ -12,7 +12,6 @@ import glob
 import hashlib
 import itertools
 import os
-import platform
 import re
 import sysconfig
 from collections.abc import Iterable, Iterator
@@ -28,23 +27,16 @@ from headwater_lab.data.chat import content_of
 from headwater_lab.data.reading import (
     DEFAULT,
     MARK,
-    ROWS,
-    Columns,
     encoded,
-    is_text,
     local_path,
-    opened_text,
     printable,
-    read_whole,
-    rows_of_tables,
     table_kind,
-    table_rows,
 )
 
 STDLIB, TOPICS, DOCS = "python-stdlib", "python-topics", "python-docs"
 # A corpus with fewer files than this is cut into pieces, so that some can be held out.
 FEW_FILES = 20
-# Characters in a piece: at least PIECE, at most LONGEST_PIECE, which is less than a part of a stream (stream.LONGEST).
+# Characters in a piece: at least PIECE, at most LONGEST_PIECE, less than `tokenizer.LONGEST`.
 PIECE = 16_384
 # In how many pieces to cut a text that would be one, and their fewest characters.
 FEW_PIECES, SHORTEST_PIECE = 10, 16
@@ -53,11 +45,11 @@ LONGEST_PIECE = 4 * PIECE
 
 @dataclass(frozen=True)
 class Document:
-    """A document, or one part of a long one.
+    """A document.
 
     id: its name in records. key: the text or path that is hashed for the split; of a long document within a text file,
     its first part. is_chat: its text is a conversation in JSON, see `headwater_lab.data.chat`. domain: the value of the
-    column that a corpus is split by. first, last: whether it is the first and the last part.
+    column that a corpus is split by.
     """
 
     id: str
@@ -65,8 +57,6 @@ class Document:
     key: str
     is_chat: bool = False
     domain: str | None = None
-    first: bool = True
-    last: bool = True
 
     @property
     def data(self) -> bytes:
@@ -76,43 +66,6 @@ class Document:
     def fraction(self, purpose: str = "") -> float:
         """A number in [0, 1) that depends only on the key (and its purpose)."""
         return int.from_bytes(hashlib.sha256((self.key + purpose).encode()).digest()[:8], "big") / 2**64
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """Documents in a fixed order, and what a record keeps about them."""
-
-    documents: list[Document]
-    facts: dict[str, Any]
-
-
-def read_corpus(source: str, text_column: str = "text") -> Corpus:
-    """All documents of `source`. Raises `HeadwaterError` if there are none.
-
-    source: "python-stdlib", its sources; "python-topics", the text of Python's language reference; "python-docs", that
-        and the docstrings of the sources; a file, folder or glob of text, JSONL or parquet files, compressed or not;
-        or a Hugging Face dataset ("name", "owner/name", either with ":split").
-    text_column: the column (or JSON field) that holds the text.
-    """
-    documents, skipped, empty = read_documents(source, text_column, "data.text_column")
-    if len({document.key for document in documents}) < FEW_FILES:
-        documents = cut(documents)
-    check_one_kind(source, {document.is_chat for document in documents})
-
-    content = hashlib.sha256()
-    for document in documents:
-        content.update(f"{document.id}\0{hashlib.sha256(document.data).hexdigest()}\n".encode())
-    facts: dict[str, Any] = {
-        "source": source,
-        "documents": len(documents),
-        "bytes": sum(len(document.data) for document in documents),
-        "sha256": content.hexdigest(),
-        "skipped_not_utf8": len(skipped),
-        "skipped_without_text": empty,
-    }
-    if source in (STDLIB, TOPICS, DOCS):
-        facts["python"] = platform.python_version()
-    return Corpus(documents, facts)
 
 
 def check_column_is_read(column: str, sources: Iterable[str], option: str) -> None:
@@ -127,38 +80,11 @@ def check_column_is_read(column: str, sources: Iterable[str], option: str) -> No
 
 def kinds_in(source: str) -> set[str]:
     """What a source has of tables, text files, and datasets on the hub, whose rows are tables."""
-    if source in (TOPICS, DOCS):
+    if source in GENERATED:
         return {"text files"}
     if (local := local_files(source)) is None:
         return {"tables", "datasets on the hub"}
     return {"tables" if table_kind(file) else "text files" for file in local[1]}
-
-
-def read_documents(source: str, column: str, option: str | None) -> tuple[list[Document], list[str], int]:
-    """(the documents of a source as `read_corpus` takes it, uncut; the names of files that are not text; how many
-    documents and rows have no text).
-
-    option: that sets the column of tables, if one does. Raises `HeadwaterError` if there are none.
-    """
-    skipped: list[str] = []
-    columns = Columns(column, text_option=option)
-    if source == TOPICS:
-        documents = topics()
-    elif source == DOCS:
-        documents = docstrings()
-    elif found := local_files(source):
-        documents = read_files(found[1], found[0], columns, skipped)
-    else:
-        documents = _hub_documents(source, columns)
-    held, empty = [], 0
-    for document in documents:
-        if document.text:
-            held.append(document)
-        empty += not document.text
-    columns.require(source)
-    if not held:
-        raise no_text(source, skipped)
-    return held, skipped, empty
 
 
 def no_text(source: str, skipped: list[str]) -> HeadwaterError:
@@ -172,20 +98,6 @@ def too_short(source: str, content: str) -> HeadwaterError:
     return HeadwaterError(f"{source!r} is {content}, too short to hold out part of it; use more text.")
 
 
-def read_files(files: Iterable[Path], root: Path, columns: Columns, skipped: list[str]) -> Iterator[Document]:
-    """The documents of local files, empty ones for rows without text; files that are not text go to `skipped`."""
-    for file in files:
-        relative = name_in(file, root)
-        if table_kind(file):
-            for index, (value, _) in enumerate(table_rows(file, columns)):
-                yield row_document(value, columns.text, printable(str(file)), relative, index)
-        elif is_text(file):
-            with opened_text(file) as stream:
-                yield Document(relative, read_whole(file, stream).decode(), key=relative)
-        else:
-            skipped.append(relative)
-
-
 def name_in(file: Path, root: Path) -> str:
     """A file's name in records: its path below `root`."""
     return printable(file.relative_to(root).as_posix())
@@ -194,18 +106,9 @@ def name_in(file: Path, root: Path) -> str:
 def row_document(value: Any, column: str, where: str, name: str, row: int, domain: str | None = None) -> Document:
     """A row's document, without text if the row has none. Raises `HeadwaterError` if the value is no text."""
     text, is_chat = content_of(value, column, where, row) or ("", False)
-    text = text.removeprefix(MARK.decode())
+    text = text.removeprefix(MARK)
     encoded(text, name := f"{name}:{row}")
     return Document(name, text, text, is_chat, domain)
-
-
-def check_one_kind(source: str, kinds: set[bool]) -> None:
-    """Raise `HeadwaterError` if some documents are conversations, and some are not."""
-    if len(kinds) > 1:
-        raise HeadwaterError(
-            f"{source!r} has both conversations and plain text; keep them apart, and mix them by weight as prepared "
-            "folders."
-        )
 
 
 def _stdlib_files(root: Path) -> list[Path]:
@@ -245,6 +148,10 @@ def docstrings() -> Iterator[Document]:
             relative = name_in(file, root)
             yield Document(relative, text + "\n", key=relative)
     yield from topics()
+
+
+# Corpora that are made from Python itself.
+GENERATED = {TOPICS: topics, DOCS: docstrings}
 
 
 def local_files(source: str) -> tuple[Path, list[Path]] | None:
@@ -332,12 +239,6 @@ def load_hub_rows(source: str, config: str | None = None, split: str | None = No
         raise HeadwaterError(f"The dataset {name!r} could not be loaded: {first_line(error)}") from error
 
 
-def _hub_documents(source: str, columns: Columns) -> Iterator[Document]:
-    tables = load_hub_rows(source).with_format("arrow").iter(batch_size=ROWS)
-    for index, (value, _) in enumerate(rows_of_tables(tables, columns, Path(source))):
-        yield row_document(value, columns.text, source, source, index)
-
-
 def cut(documents: Iterable[Document]) -> list[Document]:
     """The documents of a small corpus in pieces, so that some can be held out; shorter ones if it would be just one."""
     documents = list(documents)
@@ -355,16 +256,22 @@ def pieces(document: Document, size: int | None = None) -> Iterator[Document]:
     if document.is_chat:
         yield document
         return
-    start, count = 0, 0
-    text = document.text
-    while start < len(text):
-        end = piece_end(text, start, size=size)
-        piece = text[start:end]
+    for count, piece in enumerate(cut_text([document.text], size)):
         yield Document(f"{document.id}#{count}", piece, key=piece, domain=document.domain)
-        start, count = end, count + 1
 
 
-def piece_end(text: str, start: int, ended: bool = True, size: int | None = None) -> int:
+def cut_text(contents: Iterable[str], size: int | None = None) -> Iterator[str]:
+    """The pieces of a text, which is read from `contents` as needed."""
+    text = ""
+    for content in itertools.chain(contents, [""]):
+        text, start = text + content, 0
+        while (end := piece_end(text, start, not content, size)) >= 0:
+            yield text[start:end]
+            start = end
+        text = text[start:]
+
+
+def piece_end(text: str, start: int, ended: bool, size: int | None) -> int:
     """Where the piece that begins at `start` ends: after a line end, else a space, else at its longest.
 
     ended: whether this is all of the text; if not, -1 if more of it is needed to decide.

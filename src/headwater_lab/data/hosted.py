@@ -10,12 +10,11 @@ import yaml
 from huggingface_hub import constants
 from huggingface_hub.file_download import repo_folder_name
 
-from headwater.models.load import read_object, read_text, reading
+from headwater.models.load import read_text, reading
 from headwater.util.errors import HeadwaterError, shown
 
 # Where a dataset lists its files: in the head of its card, or in a file of its own.
 CARD, LIST = "README.md", ".huggingface.yaml"
-SAVED, SAVED_SPLITS, SAVED_INFO = "state.json", "dataset_dict.json", "dataset_info.json"
 
 
 def check_card(folder: Path) -> None:
@@ -31,21 +30,6 @@ def check_card(folder: Path) -> None:
             content = yaml.safe_load(text)
         for path in _strings(content.get("configs") if isinstance(content, dict) else None):
             _check_inside(path, file)
-
-
-def check_saved(folder: Path) -> None:
-    """Raise `HeadwaterError` if a dataset of `save_to_disk` names splits or files outside its folder."""
-    splits = [folder]
-    if (folder / SAVED_SPLITS).exists():
-        names = read_object(folder / SAVED_SPLITS).get("splits")
-        for name in _strings(names):
-            _check_inside(name, folder / SAVED_SPLITS)
-        splits = [folder / name for name in _strings(names)]
-    for split in splits:
-        for file in (split / SAVED, split / SAVED_INFO):
-            content = read_object(file)
-            for name in _strings(content.get("_data_files")):
-                _check_inside(name, file)
 
 
 def downloads(name: str) -> list[Path]:

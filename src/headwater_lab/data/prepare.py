@@ -18,9 +18,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from itertools import accumulate, chain
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -31,7 +31,6 @@ from headwater.util.files import STAGING, explaining, flush, replace_text, settl
 from headwater_lab.data import shards
 from headwater_lab.data.chat import Encoded, as_fields
 from headwater_lab.data.corpus import Document, no_text, too_short
-from headwater_lab.data.known import resolve
 from headwater_lab.data.reading import check_name, printable
 from headwater_lab.data.sealed import write_sealed
 from headwater_lab.data.shards import (
@@ -84,7 +83,6 @@ def prepare(
     tokenizer: str = "bytes",
     options: Options = Options(),
     *,
-    local: str | None = None,
     workers: int | None = None,
     batch_bytes: int = 2**18,
     on_progress: OnProgress | None = None,
@@ -94,7 +92,6 @@ def prepare(
     There is one, `out`, unless the source is split by a column. Of a run that was stopped nothing stays.
 
     Raises `HeadwaterError` for errors that the user can fix, `Interrupted` after Ctrl-C.
-    local: files to read in place of a named corpus.
     workers: threads that tokenize; default one per core, 16 at most.
     batch_bytes: text tokenized at a time.
     on_progress: called with (documents, bytes of text, tokens) so far.
@@ -106,7 +103,7 @@ def prepare(
     if encoder.backend is None:
         kind = type(encoder.tokenizer).__name__
         raise HeadwaterError(f"{kind} has no tokenizer.json; data prepare needs a fast tokenizer.")
-    settings = _settings(source, local, encoder, options)
+    settings = _settings(source, encoder, options)
     try:
         advice = "fix that and run the same command again"
         with explaining(lambda problem: f"{str(out)!r} could not be written: {problem}; {advice}."):
@@ -119,8 +116,8 @@ def prepare(
                     return _finished(out, settings, encoder.separator)
                 if names and not (out / WRITING).exists():
                     raise _foreign(out)
-                moved = moved_document(Stream(resolve(source, local)), options.held_out, encoder)
-                stream = Stream(resolve(source, local))
+                moved = moved_document(Stream(source), options.held_out, encoder)
+                stream = Stream(source)
                 shutil.rmtree(out / WRITING, ignore_errors=True)
                 (out / WRITING).mkdir()
                 run = _Run(out / WRITING, settings, stream, printable(tokenizer), encoder, moved)
@@ -136,11 +133,11 @@ def prepare(
         raise Interrupted("Stopped; run the same command again to start over.") from None
 
 
-def _settings(source: TextSource, local: str | None, encoder: Encoder, options: Options) -> dict[str, Any]:
+def _settings(source: TextSource, encoder: Encoder, options: Options) -> dict[str, Any]:
     """Everything that affects the result, as the manifest keeps it."""
     # In the form that save_pretrained writes.
     content = encoder.tokenizer.backend_tokenizer.to_str(pretty=True)
-    settings: dict[str, Any] = {"format_version": FORMAT_VERSION, **asdict(source), "local": local}
+    settings: dict[str, Any] = {"format_version": FORMAT_VERSION, **asdict(source)}
     settings |= {"tokenizer": hashlib.sha256(content.encode()).hexdigest(), **asdict(options)}
     if template := encoder.tokenizer.chat_template:
         settings["chat_template"] = hashlib.sha256(json.dumps(template).encode()).hexdigest()
@@ -157,13 +154,11 @@ def moved_document(stream: Stream, share: float, encoder: Encoder) -> float | No
     """
     counts = Counter[float]()
     first: Document | None = None
-    for part in stream:
-        if not part.first:
-            continue
+    for document in stream:
         if first is None:
-            first = part
-            encoder.documents([part])
-        counts[part.fraction()] += 1
+            first = document
+            encoder.documents([document])
+        counts[document.fraction()] += 1
         if len({fraction < share for fraction in counts}) > 1:
             return None
     source = stream.source.source
@@ -191,15 +186,16 @@ class _Run:
     def work(self, workers: int, batch_bytes: int, on_progress: OnProgress) -> None:
         """Tokenize and write the stream."""
         pending: deque[tuple[list[Document], Future]] = deque()
-        with _serial_batches(), ThreadPoolExecutor(workers) as pool:
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # batches already run in parallel
+        with ThreadPoolExecutor(workers) as pool:
             try:
-                for parts in chain(_batches(self.stream, batch_bytes), [None]):
-                    if parts is not None:
-                        pending.append((parts, pool.submit(self.encoder.documents, parts)))
-                    while len(pending) >= (1 if parts is None else 2 * workers):
+                for documents in chain(_batches(self.stream, batch_bytes), [None]):
+                    if documents is not None:
+                        pending.append((documents, pool.submit(self.encoder.documents, documents)))
+                    while len(pending) >= (1 if documents is None else 2 * workers):
                         done, tokens = pending.popleft()
-                        for part, row in zip(done, tokens.result(), strict=True):
-                            self._folder(part.domain).add(part, row)
+                        for document, row in zip(done, tokens.result(), strict=True):
+                            self._folder(document.domain).add(document, row)
                         on_progress(*self.totals())
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
@@ -286,25 +282,16 @@ class _Folder:
         self.chosen = _Smallest(settings["evaluation_bytes"])
         self.is_chat = False
 
-    def add(self, part: Document, tokens: Encoded) -> None:
-        if part.first:
-            self.fraction = part.fraction()
-            is_held_out = (self.fraction < self.settings["held_out"]) != (self.fraction == self.moved)
-            self.split = self.splits["held_out" if is_held_out else "train"]
-            self.digest, self.kept, self.size = hashlib.sha256(), list[str](), 0
-        self.digest.update(part.data)
+    def add(self, document: Document, tokens: Encoded) -> None:
+        fraction = document.fraction()
+        is_held_out = (fraction < self.settings["held_out"]) != (fraction == self.moved)
+        self.splits["held_out" if is_held_out else "train"].add(document, tokens)
+        self.content.update(f"{document.id}\0{hashlib.sha256(document.data).hexdigest()}\n".encode())
         most = self.settings["evaluation_bytes"]
-        if self.split is self.splits["held_out"] and self.size < most:
-            self.kept.append(part.text)
-            self.size += len(part.data)
-        self.split.add(part, tokens)
-        if not part.last:
-            return
-        self.content.update(f"{part.id}\0{self.digest.hexdigest()}\n".encode())
-        if self.kept and not (part.is_chat and self.size > most):  # a conversation is never cut
-            self.is_chat = part.is_chat
-            text = "".join(self.kept).encode()[:most].decode(errors="ignore")  # cut between characters
-            self.chosen.offer(self.fraction, part.id, text)
+        if is_held_out and not (document.is_chat and len(document.data) > most):  # a conversation is never cut
+            self.is_chat = document.is_chat
+            text = document.data[:most].decode(errors="ignore")  # cut between characters
+            self.chosen.offer(fraction, document.id, text)
 
     def write_evaluation(self) -> EvaluationFacts:
         documents = sorted(self.chosen.result())
@@ -327,31 +314,35 @@ class _Split:
         self.answer_tokens: int | None = None
         self.shards: list[ShardFacts] = []
         # Those of the open shard, by suffix.
-        self.files: dict[str, _File] = {}
+        self.files: dict[str, BinaryIO] = {}
         self.open_tokens = self.open_documents = 0
 
-    def add(self, part: Document, tokens: Encoded) -> None:
-        arrays = {"tokens": tokens.ids, "borders": np.array([self.open_tokens] if part.first else [], dtype="<i8")}
+    def add(self, document: Document, tokens: Encoded) -> None:
+        arrays = {"tokens": tokens.ids, "borders": np.array([self.open_tokens], dtype="<i8")}
         if tokens.counts is not None:
             arrays["answers"] = tokens.counts.astype("u1")
             self.answer_tokens = int(tokens.counts.sum()) + (self.answer_tokens or 0)
         if not self.files:
             stem = self.folder / f"{self.name}-{len(self.shards):05d}"
-            self.files = {kind: _File(stem.with_suffix(f".{kind}")) for kind in arrays}
+            self.files = {kind: stem.with_suffix(f".{kind}").open("xb", buffering=WRITTEN) for kind in arrays}
         for kind, array in arrays.items():
             self.files[kind].write(array.tobytes())
-        self.documents += part.first
-        self.open_documents += part.first
+        self.documents += 1
+        self.open_documents += 1
         self.open_tokens += len(tokens.ids)
         self.tokens += len(tokens.ids)
         self.bytes += tokens.bytes
-        if part.last and self.open_tokens >= self.most:
+        if self.open_tokens >= self.most:
             self._close_shard()
 
     def _close_shard(self) -> None:
-        sums = {kind: file.finish() for kind, file in self.files.items()}
+        for file in self.files.values():
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+        sums = {kind: sha256_of(Path(file.name)) for kind, file in self.files.items()}
         facts = ShardFacts(
-            file=self.files["tokens"].path.name,
+            file=Path(self.files["tokens"].name).name,
             tokens=self.open_tokens,
             documents=self.open_documents,
             sha256=sums["tokens"],
@@ -371,26 +362,7 @@ class _Split:
     def close(self) -> None:
         for file in self.files.values():
             with contextlib.suppress(OSError):  # of a full disk, which has been an error already
-                file.stream.close()
-
-
-class _File:
-    """A new file, with the hash of its content."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.hash = path, hashlib.sha256()
-        self.stream = path.open("xb", buffering=WRITTEN)
-
-    def write(self, data: bytes) -> None:
-        self.hash.update(data)
-        self.stream.write(data)
-
-    def finish(self) -> str:
-        """Sync and close the file; return the SHA-256 of its content."""
-        self.stream.flush()
-        os.fsync(self.stream.fileno())
-        self.stream.close()
-        return self.hash.hexdigest()
+                file.close()
 
 
 class _Smallest:
@@ -402,48 +374,30 @@ class _Smallest:
 
     def offer(self, fraction: float, name: str, text: str) -> None:
         """text: no longer than the limit."""
-        self.texts.append((fraction, name, text))
+        bisect.insort(self.texts, (fraction, name, text))
         self.size += len(text.encode())
-        if self.size > 2 * self.limit:
-            self.texts = self.texts[: self._sort() + 1]  # one more than fits marks where the choice ends
-            self.size = sum(len(text.encode()) for *_, text in self.texts)
-
-    def _sort(self) -> int:
-        """Sort the texts, and return how many of them fit."""
-        self.texts.sort()
-        return bisect.bisect_right([*accumulate(len(text.encode()) for *_, text in self.texts)], self.limit)
+        # The first that does not fit marks where the choice ends.
+        while self.size - (last := len(self.texts[-1][-1].encode())) > self.limit:
+            self.texts.pop()
+            self.size -= last
 
     def result(self) -> list[tuple[str, str]]:
         """(id, text) up to the first that does not fit."""
-        return [(name, text) for _, name, text in self.texts[: self._sort()]]
+        return [(name, text) for _, name, text in (self.texts[:-1] if self.size > self.limit else self.texts)]
 
 
 def _batches(stream: Stream, size: int) -> Iterator[list[Document]]:
-    """Parts in groups of about `size` bytes."""
+    """Documents in groups of about `size` bytes."""
     group: list[Document] = []
     gathered = 0
-    for part in stream:
-        group.append(part)
-        gathered += len(part.data)
+    for document in stream:
+        group.append(document)
+        gathered += len(document.data)
         if gathered >= size:
             yield group
             group, gathered = [], 0
     if group:
         yield group
-
-
-@contextlib.contextmanager
-def _serial_batches() -> Iterator[None]:
-    """Use one thread per batch in the tokenizers library, since batches already run in parallel."""
-    name = "TOKENIZERS_PARALLELISM"
-    before = os.environ.get(name)
-    os.environ[name] = "false"
-    try:
-        yield
-    finally:
-        os.environ.pop(name)
-        if before is not None:
-            os.environ[name] = before
 
 
 def _publish(written: Path, out: Path) -> None:

@@ -5,18 +5,14 @@ JSON is read by Python's own parser, a line at a time: it stops at deep nesting,
 
 from __future__ import annotations
 
-import bz2
 import codecs
 import csv
-import gzip
 import io
 import itertools
 import json
-import lzma
-import unicodedata
-import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, AnyStr, NamedTuple
 
@@ -40,12 +36,7 @@ TOOLS = "tools"
 MISSING = object()
 # Bytes read at a time.
 CHUNK = 2**22
-# The same for a compressed file, of its own bytes. They are unpacked to at most CHUNK bytes at a time, since they may
-# hold a million times as many.
-PACKED_CHUNK = 2**13
-# The most memory that a decoder may ask for, in bytes: a header can name a dictionary of gigabytes.
-MOST_DICTIONARY = 2**29
-# Rows of a parquet file at a time, fewer if they could take more bytes than this.
+# Rows of a parquet file at a time, fewer if they take more bytes than this.
 ROWS = 64
 MOST_ROWS = 2**28
 # A longer line of JSON is an error: parsing needs several times its memory.
@@ -56,7 +47,11 @@ MOST_UNPACKED = 100
 NAMED_COLUMNS = 30
 # Rows that may lack the domain's column before the first that has it.
 FIRST_ROWS = 10_000
-MARK = codecs.BOM_UTF8
+# The byte order mark.
+MARK = "\ufeff"
+# pyarrow's name for what a file with this suffix is packed with. Its readers refuse a truncated end and damaged later
+# streams, and unpack a piece at a time.
+PACKED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 
 
 class WithTools(NamedTuple):
@@ -223,18 +218,12 @@ def table_kind(file: Path) -> str | None:
 
 
 def is_text(file: Path) -> bool:
-    """Whether the whole unpacked file is Unicode, as `opened_text` reads it, without NUL characters."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
+    """Whether the whole unpacked file is UTF-8 without NUL characters."""
     with opened_text(file) as stream:
         try:
-            while data := stream.read(CHUNK):
-                if b"\0" in data:
-                    return False
-                decoder.decode(data)
-            decoder.decode(b"", final=True)
+            return all("\0" not in text for text in iter(partial(stream.read, CHUNK), ""))
         except UnicodeDecodeError:
             return False
-    return True
 
 
 @contextmanager
@@ -242,24 +231,30 @@ def opened(file: Path) -> Iterator[IO[bytes]]:
     """Open a file for reading in a `with`, unpacked by its suffix; reading errors become `HeadwaterError`."""
     try:
         with open_regular(file) as stream:
-            if (unpack := PACKED.get(file.suffix.lower())) is None:
+            if file.suffix.lower() == ".xz":
+                raise HeadwaterError(
+                    f"{_named(file)} is packed with xz, which is not read; unpack it, or use gzip or zstd."
+                )
+            if (packing := PACKED.get(file.suffix.lower())) is None:
                 yield stream
                 return
             if not file.stat().st_size:
                 raise EOFError
-            with io.BufferedReader(unpack(stream), CHUNK) as unpacked:
+            from pyarrow import CompressedInputStream, PythonFile
+
+            with io.BufferedReader(CompressedInputStream(PythonFile(stream, mode="r"), packing), CHUNK) as unpacked:
                 yield unpacked
     except HeadwaterError:
         raise
-    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
+    except (OSError, EOFError, UnicodeDecodeError) as error:
         raise unreadable(file, error) from error
 
 
 @contextmanager
-def opened_text(file: Path) -> Iterator[IO[bytes]]:
-    """Open a text file as `opened` does, in UTF-8 without byte order marks, wherever they are."""
+def opened_text(file: Path) -> Iterator[IO[str]]:
+    """Open a text file as `opened` does, in UTF-8 with or without a byte order mark; line ends stay as they are."""
     with opened(file) as stream:
-        yield io.BufferedReader(_Pieces(_utf8(stream)), CHUNK)
+        yield io.TextIOWrapper(stream, encoding="utf-8-sig", newline="\n")
 
 
 def read_whole(file: Path, stream: IO[bytes]) -> bytes:
@@ -291,103 +286,6 @@ def _named(file: Path) -> str:
     return repr(printable(str(file)))
 
 
-class _Pieces(io.RawIOBase):
-    """A stream of the pieces of an iterator."""
-
-    def __init__(self, pieces: Iterator[bytes]) -> None:
-        self.pieces, self.unread = pieces, memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self.unread:
-            if (piece := next(self.pieces, None)) is None:
-                return 0
-            self.unread = memoryview(piece)
-        size = min(len(self.unread), len(buffer))
-        buffer[:size], self.unread = self.unread[:size], self.unread[size:]
-        return size
-
-
-def _utf8(stream: IO[bytes], everywhere: bool = True) -> Iterator[bytes]:
-    """Text in UTF-8: transcoded if it begins with a mark of UTF-16 or UTF-32, and without marks.
-
-    everywhere: also without those that are not at the beginning, as files that were joined have them.
-    """
-    data = stream.read(CHUNK)
-    decoder = _transcoder(data)
-    is_first, begun_mark = True, b""
-    while True:
-        is_last = not data
-        if decoder is not None:
-            text = decoder.decode(data, final=is_last)
-            if is_first:
-                _check_assigned(text)
-            data = text.encode()
-        if everywhere:
-            data = begun_mark + data
-            # The beginning of a mark may be the last that was read.
-            cut = 0 if is_last else next((n for n in (2, 1) if data.endswith(MARK[:n])), 0)
-            begun_mark = data[len(data) - cut :]
-            yield data[: len(data) - cut].replace(MARK, b"")
-        else:
-            yield data.removeprefix(MARK) if is_first else data
-        if is_last:
-            return
-        is_first, data = False, stream.read(CHUNK)
-
-
-def _transcoder(data: bytes) -> codecs.IncrementalDecoder | None:
-    """What decodes text that begins with these bytes; None for UTF-8."""
-    for name in ("utf-32", "utf-16"):  # a mark of UTF-32 begins with that of UTF-16
-        marks = (getattr(codecs, f"BOM_{name.replace('-', '').upper()}_{order}") for order in ("LE", "BE"))
-        if data.startswith(tuple(marks)):
-            return codecs.getincrementaldecoder(name)()
-    return None
-
-
-def _check_assigned(text: str) -> None:
-    """Raise `UnicodeDecodeError` if this is no text: most binary data are possible UTF-16, of characters that do not
-    exist. Those beyond the first 2^16 are not looked at, since new ones are assigned each year.
-    """
-    for character in set(text):
-        if character < "\U00010000" and unicodedata.category(character) == "Cn":
-            raise UnicodeDecodeError("utf-16", character.encode("utf-16-le"), 0, 2, "no character")
-
-
-def _unpacked(stream: IO[bytes], decompressor: Callable[[], Any]) -> Iterator[bytes]:
-    """The content of a file of one or more streams, at most CHUNK bytes at a time. A truncated end or a damaged later
-    stream is an error; the readers of bz2 and xz in the standard library ignore one or the other."""
-    data = stream.read(PACKED_CHUNK)
-    while data:
-        unpacker = decompressor()
-        while not unpacker.eof:
-            if unpacker.needs_input and not (data := data or stream.read(PACKED_CHUNK)):
-                raise EOFError
-            try:
-                yield unpacker.decompress(data, CHUNK)
-            except lzma.LZMAError as error:
-                raise OSError(str(error)) from error
-            data = b""
-        data = unpacker.unused_data.lstrip(b"\0")
-        while not data and (data := stream.read(PACKED_CHUNK)):
-            data = data.lstrip(b"\0")  # .xz may have zeros between streams and after the last
-
-
-def _zstd(stream: IO[bytes]) -> Any:
-    from pyarrow import CompressedInputStream, PythonFile
-
-    return CompressedInputStream(PythonFile(stream, mode="r"), "zstd")
-
-
-PACKED: dict[str, Callable[[IO[bytes]], Any]] = {
-    ".gz": lambda stream: gzip.GzipFile(fileobj=stream),
-    ".bz2": lambda stream: _Pieces(_unpacked(stream, bz2.BZ2Decompressor)),
-    ".xz": lambda stream: _Pieces(_unpacked(stream, lambda: lzma.LZMADecompressor(memlimit=MOST_DICTIONARY))),
-    ".zst": _zstd,
-}
-
 TableRow = tuple[Any, str | None]
 
 
@@ -400,10 +298,9 @@ def table_rows(file: Path, columns: Columns) -> Iterator[TableRow]:
     kind, where = table_kind(file), printable(str(file))
     if kind == "parquet":
         with opened(file) as stream:
-            yield from rows_of_tables(parquet_tables(stream, file, columns), columns, file)
+            yield from rows_of_tables(parquet_tables(stream, columns), columns, file)
         return
-    with opened(file) as packed:
-        stream = io.BufferedReader(_Pieces(_utf8(packed, everywhere=False)), CHUNK)
+    with opened(file) as stream:
         for number, row in csv_rows(stream, file, columns) if kind in DELIMITERS else json_rows(stream, file):
             try:
                 cells = columns.cells(row, where)
@@ -412,13 +309,13 @@ def table_rows(file: Path, columns: Columns) -> Iterator[TableRow]:
             yield cells
 
 
-def json_rows(stream: io.BufferedReader[Any], file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def json_rows(stream: Any, file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """(number, row). One row per line, since rows of real corpora do not share one schema."""
     numbered: Iterator[tuple[int, Any]]
-    if table_kind(file) == "json" and stream.peek(64)[:64].lstrip()[:1] == b"[":
+    if table_kind(file) == "json" and stream.peek(64)[:64].removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
         numbered = enumerate(_parsed(file, 1, read_whole(file, stream)), 1)
     else:
-        lines = enumerate(_json_lines(stream, file), 1)
+        lines = enumerate(_lines(stream, file), 1)
         numbered = ((number, _parsed(file, number, line)) for number, line in lines if line.strip())
     for number, row in numbered:
         if not isinstance(row, dict):
@@ -438,28 +335,9 @@ def _lines(stream: IO[AnyStr], file: Path) -> Iterator[AnyStr]:
         yield line
 
 
-def _json_lines(stream: IO[bytes], file: Path) -> Iterator[bytes]:
-    """Lines without byte order marks, which also divide lines of files that were joined."""
-    for line in _lines(stream, file):
-        if MARK in line:
-            line = line.removeprefix(MARK)
-            if MARK in line and not _is_json(line):
-                yield from line.split(MARK)
-                continue
-        yield line
-
-
-def _is_json(line: bytes) -> bool:
-    try:
-        json.loads(line)
-    except (ValueError, RecursionError):
-        return False
-    return True
-
-
 def _parsed(file: Path, number: int, data: bytes) -> Any:
     try:
-        return json.loads(data.decode())
+        return json.loads(data.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise _bad_line(file, number, error) from error
 
@@ -474,10 +352,10 @@ def _bad_line(file: Path, number: int, error: Exception) -> HeadwaterError:
 def csv_rows(stream: IO[bytes], file: Path, columns: Columns) -> Iterator[tuple[int, dict[str, Any]]]:
     """(number, row); the first line names the columns, and says what divides them."""
     csv.field_size_limit(max(csv.field_size_limit(), LONGEST_LINE))
-    lines = _lines(io.TextIOWrapper(stream, encoding="utf-8", newline=""), file)
+    lines = _lines(io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""), file)
     first = next(lines, "")
     delimiter = _delimiter(first, DELIMITERS[table_kind(file) or "csv"], columns)
-    reader = csv.reader(_unmarked(first, lines), delimiter=delimiter, strict=True)
+    reader = csv.reader(itertools.chain([first], lines), delimiter=delimiter, strict=True)
     names: list[str] | None = None
     number = 0
     try:
@@ -491,6 +369,11 @@ def csv_rows(stream: IO[bytes], file: Path, columns: Columns) -> Iterator[tuple[
             if not fields:  # an empty line
                 continue
             number += 1
+            if MARK in fields[0] and fields[-1].strip().endswith(names[-1]):
+                raise HeadwaterError(
+                    f"Line {reader.line_num} of {_named(file)} names the columns again; join files without their first "
+                    "lines and byte order marks."
+                )
             if len(fields) > len(names):
                 raise HeadwaterError(
                     f"Line {reader.line_num} of {_named(file)} has {len(fields)} fields, and the first line names "
@@ -499,20 +382,6 @@ def csv_rows(stream: IO[bytes], file: Path, columns: Columns) -> Iterator[tuple[
             yield number, dict(zip(names, fields, strict=False))
     except csv.Error as error:
         raise _bad_line(file, reader.line_num, error) from error
-
-
-def _unmarked(first: str, lines: Iterator[str]) -> Iterator[str]:
-    """The lines without byte order marks, and where files were joined, without the names of columns again."""
-    mark = MARK.decode()
-    again = mark + first.rstrip("\r\n")
-    yield first
-    for line in lines:
-        before, joined, behind = line.partition(again)
-        if joined and not behind.strip("\r\n"):
-            if before:
-                yield before + "\n"
-        else:
-            yield line.removeprefix(mark)
 
 
 def _delimiter(line: str, candidates: str, columns: Columns) -> str:
@@ -525,7 +394,7 @@ def _delimiter(line: str, candidates: str, columns: Columns) -> str:
     return max(candidates, key=fit)
 
 
-def parquet_tables(stream: IO[bytes], file: Path, columns: Columns) -> Iterator[Any]:
+def parquet_tables(stream: IO[bytes], columns: Columns) -> Iterator[Any]:
     """Tables of a file. Not read with datasets, which loads whole row groups: they can be as large as the file."""
     from pyarrow.parquet import ParquetFile
 
@@ -533,7 +402,10 @@ def parquet_tables(stream: IO[bytes], file: Path, columns: Columns) -> Iterator[
         schema = table.schema_arrow
         columns.add_names(_fields(schema))
         wanted = columns.outermost(schema.names)
-        rows = max(1, min(ROWS, MOST_ROWS // max(1, largest_value(stream, file, table.metadata))))
+        # Metadata of columns is not looked at: where it is damaged, pyarrow 26 ends the process.
+        groups = map(table.metadata.row_group, range(table.metadata.num_row_groups))
+        size = max((group.total_byte_size // max(1, group.num_rows) for group in groups), default=0)
+        rows = max(1, min(ROWS, MOST_ROWS // max(1, size)))
         # The number of rows counts even if none of them has the column.
         yield from table.iter_batches(batch_size=rows, columns=wanted or schema.names[:1])
 
@@ -547,43 +419,6 @@ def _fields(schema: Any) -> Iterator[str]:
             yield from (f"{field.name}.{inner.name}" for inner in field.type)
         else:
             yield field.name
-
-
-def largest_value(stream: IO[bytes], file: Path, metadata: Any) -> int:
-    """The bytes that one value of a parquet file can take, by its dictionaries, the values that many rows may share.
-
-    A dictionary of kilobytes in the file may be one long value that each row repeats.
-    Raises `HeadwaterError` if a value can be longer than LONGEST_LINE.
-    """
-    largest = 0
-    for group in map(metadata.row_group, range(metadata.num_row_groups)):
-        for chunk in map(group.column, range(group.num_columns)):
-            if chunk.dictionary_page_offset is not None and stream.seekable():
-                stream.seek(chunk.dictionary_page_offset)
-                largest = max(largest, _page_size(stream.read(16)))
-            elif group.num_rows:
-                largest = max(largest, chunk.total_uncompressed_size // group.num_rows)
-    if largest > LONGEST_LINE:
-        raise HeadwaterError(
-            f"{_named(file)} may hold values of {largest / 1e6:,.0f} MB; split documents longer than "
-            f"{LONGEST_LINE / 1e6:,.0f} MB."
-        )
-    return largest
-
-
-def _page_size(header: bytes) -> int:
-    """The unpacked size of a page of a parquet file, from the begin of its header: a type and a size, as Thrift's
-    compact protocol writes them, each a byte that says what follows and seven bits a byte, zigzag."""
-    numbers, value, shift, begins = [], 0, 0, True
-    for byte in header:
-        if begins:
-            begins = False
-            continue
-        value, shift = value | (byte & 127) << shift, shift + 7
-        if byte < 128:
-            numbers.append(value >> 1)
-            value, shift, begins = 0, 0, True
-    return numbers[1] if len(numbers) > 1 else 0
 
 
 def rows_of_tables(tables: Iterable[Any], columns: Columns, file: Path) -> Iterator[TableRow]:

@@ -1,35 +1,40 @@
-"""A corpus as a stream: the documents of `read_corpus` one after another, in bounded memory.
+"""From a source to documents, one after another: in bounded memory for a corpus on disk, or all of them.
 
-Files and shards are read in order. A document longer than `LONGEST` characters comes in parts, cut where a line ends.
+Files and shards are read in order.
 """
 
 from __future__ import annotations
 
-import io
+import hashlib
 import itertools
+import platform
 import re
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from headwater.util.errors import HeadwaterError
 from headwater_lab.data.corpus import (
     FEW_FILES,
+    GENERATED,
+    STDLIB,
     Document,
-    check_one_kind,
     cut,
+    cut_text,
+    kinds_in,
     load_hub_rows,
     local_files,
     name_in,
-    piece_end,
+    no_text,
     row_document,
 )
 from headwater_lab.data.reading import (
     CHUNK,
+    DEFAULT,
+    LONGEST_LINE,
     ROWS,
     Columns,
     TableRow,
@@ -40,10 +45,8 @@ from headwater_lab.data.reading import (
     table_rows,
     unreadable,
 )
+from headwater_lab.data.tokenizer import LONGEST, part_end
 
-# Characters in a part of a long document: at least PART, at most LONGEST.
-PART = 2**18
-LONGEST = 2 * PART
 # Bytes to read at most to find out whether a corpus has fewer than FEW_FILES documents.
 FEW_BYTES = 2**26
 
@@ -53,8 +56,10 @@ class TextSource:
     """What to read, and how to split it into documents."""
 
     source: str
-    """As for `read_corpus`."""
-    text_column: str = "text"
+    """A file, folder or glob of text, JSONL, CSV or parquet files, compressed or not; a Hugging Face dataset ("name",
+    "owner/name", either with ":split"); "python-stdlib", its sources; "python-topics", the text of Python's language
+    reference; "python-docs", that and the docstrings of the sources."""
+    text_column: str = DEFAULT
     config: str | None = None
     """The configuration of a dataset on the hub."""
     split: str | None = None
@@ -66,31 +71,71 @@ class TextSource:
     by: str | None = None
     """The column, dotted if nested, with the name of a document's domain."""
 
-    @property
-    def columns(self) -> Columns:
-        return Columns(self.text_column, self.by)
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents in a fixed order, and what a record keeps about them."""
+
+    documents: list[Document]
+    facts: dict[str, Any]
+
+
+def read_corpus(source: str, text_column: str = DEFAULT) -> Corpus:
+    """All documents of a source as `TextSource` has it. Raises `HeadwaterError` if there are none."""
+    stream = Stream(TextSource(source), Columns(text_column, text_option="data.text_column"))
+    documents = list(stream)
+    if not documents:
+        raise no_text(source, stream.skipped)
+    content = hashlib.sha256()
+    for document in documents:
+        content.update(f"{document.id}\0{hashlib.sha256(document.data).hexdigest()}\n".encode())
+    facts: dict[str, Any] = {
+        "source": source,
+        "documents": len(documents),
+        "bytes": sum(len(document.data) for document in documents),
+        "sha256": content.hexdigest(),
+        "skipped_not_utf8": len(stream.skipped),
+        "skipped_without_text": stream.empty + stream.none,
+    }
+    if source == STDLIB or source in GENERATED:
+        facts["python"] = platform.python_version()
+    return Corpus(documents, facts)
+
+
+def read_documents(source: str, column: str, option: str | None) -> tuple[list[Document], list[str]]:
+    """(the documents of a source as `TextSource` has it, uncut; the names of files that are not text).
+
+    option: that sets the column of tables, if one does. Raises `HeadwaterError` if there are none.
+    """
+    stream = Stream(TextSource(source), Columns(column, text_option=option))
+    documents = list(stream.documents())
+    if not documents:
+        raise no_text(source, stream.skipped)
+    return documents, stream.skipped
 
 
 class Stream:
-    """Iterates over the parts of `source`, and counts what it skips. Raises `HeadwaterError`.
+    """Iterates over the documents of `source`, and counts what it skips. Raises `HeadwaterError`.
 
+    columns: those to read at once; default those of the source, streamed, once its options are checked.
     empty: documents without text. none: rows without one. skipped: names of the files that are not text.
     """
 
-    def __init__(self, source: TextSource) -> None:
-        if source.separator is not None and (not source.separator or "\n" in source.separator):
-            raise HeadwaterError("--separator is empty or has several lines; pass the one between two documents.")
-        self.source = source
+    def __init__(self, source: TextSource, columns: Columns | None = None) -> None:
+        if columns is None:
+            _check_options(source)
+        self.source, self.begins = source, re.compile(source.begins or "")
         self.empty = self.none = 0
         self.skipped: list[str] = []
-        found = local_files(source.source)
-        self.root, self.files = found or (Path(), [])
-        self.shards = None if found else _hub_shards(source)
+        self.generate = GENERATED.get(source.source)
+        local = (Path(), []) if self.generate else local_files(source.source)
+        self.root, self.files = local or (Path(), [])
+        self.shards = None if local else _hub_shards(source, streaming=columns is None)
         self.names = [name_in(file, self.root) for file in self.files]
         texts = [file for file in self.files if not table_kind(file)]
         self.marked = bool(source.separator or source.begins)
         self.few_texts = bool(texts) and len(texts) == len(self.files) < FEW_FILES
-        self.columns = source.columns
+        self.columns = columns or Columns(source.text_column, source.by)
         self.kinds = set[bool]()
 
     @property
@@ -105,32 +150,34 @@ class Stream:
         return [[name, state.st_size, state.st_mtime_ns] for name, state in zip(self.names, states, strict=True)]
 
     def __iter__(self) -> Iterator[Document]:
-        if self.few_texts and not self.marked:
-            # A text that would be one piece is cut smaller, as a whole.
-            self.few_texts = len(list(itertools.islice(self._documents(), 2))) > 1
-        documents = self._documents()
-        if self.marked or self.few_texts:
+        cuts_texts = self.few_texts and not self.marked
+        # A text that would be one piece is cut smaller, as a whole.
+        cuts_texts = cuts_texts and len(list(itertools.islice(self.documents(True), 2))) > 1
+        documents = self.documents(cuts_texts)
+        if self.marked or cuts_texts:
             yield from documents
             return
 
         # Enough documents to tell whether there are FEW_FILES.
-        first_parts: list[Document] = []
+        first_documents: list[Document] = []
         keys: set[int] = set()
         size = 0
-        for part in documents:
-            first_parts.append(part)
-            keys.add(hash(part.key))
-            size += len(part.data)
+        for document in documents:
+            first_documents.append(document)
+            keys.add(hash(document.key))
+            size += len(document.data)
             if len(keys) >= FEW_FILES or size > FEW_BYTES:
-                yield from first_parts
-                del first_parts
+                yield from first_documents
+                del first_documents
                 yield from documents
                 return
-        yield from cut(_joined(first_parts))
+        yield from cut(first_documents)
 
-    def _documents(self) -> Iterator[Document]:
-        """The parts in file order."""
+    def documents(self, cuts_texts: bool = False) -> Iterator[Document]:
+        """The documents in file order, uncut. cuts_texts: text files in pieces."""
         self.empty, self.none, self.skipped = 0, 0, []
+        if self.generate:
+            yield from self.generate()
         if self.shards is not None:
             begin = 0  # rows are numbered across shards
             for shard in self.shards:
@@ -141,68 +188,69 @@ class Stream:
             if table_kind(file):
                 yield from self._rows(table_rows(file, self.columns), name)
             elif is_text(file):
-                yield from self._text(file, name)
+                with opened_text(file) as text:
+                    yield from self._text(text, name, cuts_texts)
             else:
                 self.skipped.append(name)
         self.columns.require(self.source.source)
 
     def _rows(self, rows: Iterator[TableRow], name: str, begin: int = 0) -> Generator[Document, None, int]:
         """The documents of rows that are numbered from `begin` on; the result is the number after the last."""
-        begins = re.compile(self.source.begins) if self.source.begins else None
         gathered: list[Document] = []
         numbers = itertools.count(begin)
         for (value, domain), index in zip(rows, numbers, strict=False):
-            document = row_document(value, self.source.text_column, name, name, index, domain)
+            document = row_document(value, self.columns.text, name, name, index, domain)
             if document.text:
                 self.kinds.add(document.is_chat)
-                check_one_kind(self.source.source, self.kinds)
-            if begins:
-                if gathered and begins.match(document.text):
-                    yield from _gathered_parts(gathered)
+                if len(self.kinds) > 1:
+                    raise HeadwaterError(
+                        f"{self.source.source!r} has both conversations and plain text; keep them apart, and mix them "
+                        "by weight as prepared folders."
+                    )
+            if self.source.begins:
+                if gathered and self.begins.match(document.text):
+                    yield _joined(gathered)
                     gathered = []
                 gathered.append(document)
             elif document.text:
-                yield from _document_parts(document)
+                yield document
             elif isinstance(value, str) or value == []:
                 self.empty += 1
             else:
                 self.none += 1
         if gathered:
-            yield from _gathered_parts(gathered)
+            yield _joined(gathered)
         return next(numbers)
 
-    def _text(self, file: Path, name: str) -> Iterator[Document]:
-        """The documents of a text file: pieces of it, the text between two marks, or the whole file."""
-        whole = not self.marked and not self.few_texts
-        with opened_text(file) as stream:
-            text = io.TextIOWrapper(stream, encoding="utf-8", newline="\n")
-            parts: Iterator[tuple[str, bool]]
-            if self.marked:
-                documents = itertools.groupby(self._numbered_lines(text), key=itemgetter(0))
-                parts = chain.from_iterable(_parts(line for _, line in lines) for _, lines in documents)
+    def _text(self, text: IO[str], name: str, in_pieces: bool) -> Iterator[Document]:
+        """The documents of a text file: the text between two marks, pieces of it, or the whole file."""
+        contents: Iterable[str]
+        chunks = iter(partial(text.read, CHUNK), "")
+        if self.marked:
+            groups = itertools.groupby(self._numbered_lines(text), key=itemgetter(0))
+            contents = (_gathered((line for _, line in lines), name) for _, lines in groups)
+        else:
+            contents = cut_text(chunks) if in_pieces else [_gathered(chunks, name)]
+        index, is_empty = 0, True
+        for content in contents:
+            is_empty = False
+            if not content:  # nothing before a mark, or in the file
+                self.empty += 1
+            elif in_pieces or self.marked:
+                key = content[: part_end(content, 0)] if len(content) > LONGEST else content
+                yield Document(f"{name}#{index}", content, key)
+                index += 1
             else:
-                contents = iter(partial(text.read, CHUNK), "")
-                parts = _parts(contents) if whole else _small_pieces(contents)
-            first, key, index, is_empty = True, name, 0, True
-            for part, last in parts:
-                is_empty = False
-                key = part if first and not whole else key
-                if part:
-                    label = name if whole else f"{name}#{index}"
-                    yield Document(label, part, key, first=first, last=last)
-                    index += last
-                else:  # nothing before a mark, or in the file
-                    self.empty += 1
-                first = last
-            self.empty += is_empty
+                yield Document(name, content, name)
+        self.empty += is_empty
 
-    def _numbered_lines(self, text: io.TextIOWrapper) -> Iterator[tuple[int, str]]:
+    def _numbered_lines(self, text: IO[str]) -> Iterator[tuple[int, str]]:
         """(number of its document, line) of a text with marks; an empty line stands for each separator."""
-        separator, begins = self.source.separator, re.compile(self.source.begins or "")
+        separator = self.source.separator
         number, is_start, is_first = 0, True, True
         for line in iter(partial(text.readline, LONGEST), ""):
             if separator is None:
-                number += bool(is_start and not is_first and begins.match(line))
+                number += bool(is_start and not is_first and self.begins.match(line))
                 yield number, line
             elif is_start and line.removesuffix("\n").removesuffix("\r") == separator:
                 yield number, ""
@@ -212,65 +260,52 @@ class Stream:
             is_start, is_first = line.endswith("\n"), False
 
 
-def _gathered_parts(rows: list[Document]) -> Iterator[Document]:
-    """The parts of a document that these rows are; one without text is an empty line, as it stood in the file."""
+def _joined(rows: list[Document]) -> Document:
+    """The document that these rows are; one without text is an empty line, as it stood in the file."""
     text = "".join(row.text or " \n" for row in rows)
-    return _document_parts(replace(rows[0], text=text, key=text))
+    return replace(rows[0], text=text, key=text)
 
 
-def _document_parts(document: Document) -> Iterator[Document]:
-    """The parts of a document in memory; a conversation stays whole."""
-    first = True
-    for part, last in [(document.text, True)] if document.is_chat else _parts([document.text]):
-        yield replace(document, text=part, first=first, last=last)
-        first = last
-
-
-def _parts(contents: Iterable[str]) -> Iterator[tuple[str, bool]]:
-    """(part, whether it is the last) of a document with these contents."""
-    text = ""
+def _gathered(contents: Iterable[str], name: str) -> str:
+    """A document with these contents. Raises `HeadwaterError` if it is longer than LONGEST_LINE."""
+    gathered: list[str] = []
+    size = 0
     for content in contents:
-        text, start = text + content, 0
-        while len(text) - start > LONGEST:
-            end = _part_end(text, start)
-            yield text[start:end], False
-            start = end
-        text = text[start:]
-    yield text, True
+        gathered.append(content)
+        size += len(content)
+        if size > LONGEST_LINE:
+            raise HeadwaterError(
+                f"A document in {name!r} is longer than {LONGEST_LINE / 1e6:,.0f} MB; split that file, or say with "
+                "`headwater data prepare --separator` or --begins where its documents begin."
+            )
+    return "".join(gathered)
 
 
-def _small_pieces(contents: Iterable[str]) -> Iterator[tuple[str, bool]]:
-    """(piece, True) for each document that a text is cut into."""
-    text = ""
-    for content in chain(contents, [""]):
-        text, start = text + content, 0
-        while (end := piece_end(text, start, not content)) >= 0:
-            yield text[start:end], True
-            start = end
-        text = text[start:]
+def _check_options(source: TextSource) -> None:
+    """Raise `HeadwaterError` for an option that means nothing, or is not read for what lies at the source."""
+    if source.separator is not None and (not source.separator or "\n" in source.separator):
+        raise HeadwaterError("--separator is empty or has several lines; pass the one between two documents.")
+    try:
+        re.compile(source.begins or "")
+    except re.error as error:
+        raise HeadwaterError(f"--begins {source.begins!r} is no regular expression: {error}.") from error
+    kinds = kinds_in(source.source)
+    options = {
+        "--separator": (source.separator, "text files"),
+        "--by": (source.by, "tables"),
+        "--text-column": (source.text_column if source.text_column != DEFAULT else None, "tables"),
+        "--config": (source.config, "datasets on the hub"),
+        "--split": (source.split, "datasets on the hub"),
+    }
+    for option, (value, kind) in options.items():
+        if value is not None and kind not in kinds:
+            raise HeadwaterError(f"{option} is for {kind}, and {source.source!r} has none; leave it out.")
 
 
-def _part_end(text: str, start: int) -> int:
-    """Where to cut a document so that byte-level BPE gives the same tokens: a line end between two that are not blank.
-
-    Else the first line end from PART characters on, else the first space, else after LONGEST characters.
-    """
-    if found := re.compile(r"(?<=\S)\n(?=\S)").search(text, start + PART, start + LONGEST):
-        return found.end()
-    if (end := text.find("\n", start + PART, start + LONGEST)) >= 0:
-        return end + 1
-    if (end := text.find(" ", start + PART, start + LONGEST)) >= 0:
-        return end
-    return start + LONGEST
-
-
-def _joined(parts: list[Document]) -> Iterator[Document]:
-    """The documents of which these are the parts."""
-    for _, group in itertools.groupby(parts, key=lambda part: part.id):
-        first, *others = group
-        yield replace(first, text="".join([first.text, *(part.text for part in others)]), last=True)
-
-
-def _hub_shards(source: TextSource) -> list[Any]:
-    rows = load_hub_rows(source.source, source.config, source.split, streaming=True)
-    return [rows.shard(num_shards=rows.num_shards, index=index) for index in range(rows.num_shards)]
+def _hub_shards(source: TextSource, streaming: bool) -> list[Any]:
+    rows = load_hub_rows(source.source, source.config, source.split, streaming)
+    return (
+        [rows.shard(num_shards=rows.num_shards, index=index) for index in range(rows.num_shards)]
+        if streaming
+        else [rows]
+    )

@@ -8,9 +8,10 @@ from pydantic import Field
 
 from headwater.util.errors import HeadwaterError
 from headwater_lab.data.base import register_kind
-from headwater_lab.data.corpus import FEW_PIECES, Document, check_column_is_read, pieces, read_corpus, too_short
+from headwater_lab.data.corpus import FEW_PIECES, Document, check_column_is_read, pieces, too_short
 from headwater_lab.data.language import LanguageData, LanguageSettings
 from headwater_lab.data.rows import TokenArray
+from headwater_lab.data.stream import read_corpus
 from headwater_lab.data.tokenizer import Encoder, load_tokenizer
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import chain, islice, pairwise
 from operator import itemgetter
 from pathlib import Path
 from typing import TypeVar
@@ -26,6 +28,9 @@ Ids = TypeVar("Ids")
 END_OF_TEXT = "<|endoftext|>"
 # Tokens, for which memory is taken at once: several times those of the largest models.
 LARGEST_VOCABULARY = 2**22
+# Characters that a long document is tokenized at a time: at least PART, at most LONGEST.
+PART = 2**18
+LONGEST = 2 * PART
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -202,18 +207,41 @@ class Encoder:
         return [one.ids for one in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def documents(self, documents: Sequence[Document]) -> list[Encoded]:
-        """Documents, with the separator before each, or parts of them; conversations as their template writes them."""
-        texts = iter(self([document.text for document in documents if not document.is_chat]))
+        """Documents, with the separator before each; conversations as their template writes them."""
+        texts = [[] if document.is_chat else _parts(document.text) for document in documents]
+        rows = iter(self(list(chain.from_iterable(texts))))
         return [
             self.chat(document.text, document.id)
             if document.is_chat
-            else Encoded(self._separated(next(texts)) if document.first else next(texts), None, len(document.data))
-            for document in documents
+            else Encoded(self._separated(islice(rows, len(parts))), None, len(document.data))
+            for document, parts in zip(documents, texts, strict=True)
         ]
 
-    def _separated(self, ids: np.ndarray) -> np.ndarray:
-        return np.concatenate(([self.separator], ids)).astype(self.dtype)
+    def _separated(self, rows: Iterable[np.ndarray]) -> np.ndarray:
+        return np.concatenate(([self.separator], *rows)).astype(self.dtype)
 
     @cached_property
     def chat(self) -> ChatEncoder:
         return ChatEncoder(self.tokenizer, self.dtype)
+
+
+def _parts(text: str) -> list[str]:
+    """A text, in parts if it is long."""
+    ends = [0]
+    while len(text) - ends[-1] > LONGEST:
+        ends.append(part_end(text, ends[-1]))
+    return [text[first:last] for first, last in pairwise([*ends, len(text)])]
+
+
+def part_end(text: str, start: int) -> int:
+    """Where to cut a document so that byte-level BPE gives the same tokens: a line end between two that are not blank.
+
+    Else the first line end from PART characters on, else the first space, else after LONGEST characters.
+    """
+    if match := re.compile(r"(?<=\S)\n(?=\S)").search(text, start + PART, start + LONGEST):
+        return match.end()
+    if (end := text.find("\n", start + PART, start + LONGEST)) >= 0:
+        return end + 1
+    if (end := text.find(" ", start + PART, start + LONGEST)) >= 0:
+        return end
+    return start + LONGEST

@@ -17,7 +17,8 @@ import torch
 from transformers import PreTrainedModel
 
 from headwater.util.errors import HeadwaterError
-from headwater_lab.data.corpus import Document, read_documents
+from headwater_lab.data.corpus import Document
+from headwater_lab.data.stream import read_documents
 
 
 @dataclass(frozen=True)
@@ -34,13 +35,12 @@ class Text:
 
 
 def read_text(source: str, limit: int | None = None, column: str = "text") -> Text:
-    """The first `limit` documents of a source as `headwater_lab.data.corpus.read_corpus` takes it; a file is one
-    document.
+    """The first `limit` documents of a source as `headwater_lab.data.stream.TextSource` has it; a file is one document.
 
     column: that of tables with the text. Raises `HeadwaterError` if there is none, and for conversations, since each
     model would write them with a template of its own.
     """
-    documents, skipped, _ = read_documents(source, column, "--text-column")
+    documents, skipped = read_documents(source, column, "--text-column")
     if any(document.is_chat for document in documents):
         raise HeadwaterError(
             f"{source!r} holds conversations, which models are not compared on; name a column of text with "

@@ -43,9 +43,10 @@ from headwater.util.files import local
 from headwater.util.seeding import generator
 from headwater_lab.data.base import LABELS, Data, main_input
 from headwater_lab.data.chat import contents
-from headwater_lab.data.corpus import TOPICS, read_documents, topics
+from headwater_lab.data.corpus import TOPICS, topics
 from headwater_lab.data.images import ImageData
 from headwater_lab.data.reading import PACKED, table_kind
+from headwater_lab.data.stream import read_documents
 from headwater_lab.data.tokenizer import encode_plainly, extends
 from headwater_lab.recipe.overrides import MOST_TEXT, read_text
 from headwater_lab.recipe.schema import AnyData, Change, Training, untrusted_in
@@ -307,7 +308,7 @@ def _content(text: Path) -> str:
     """What a file says: its text, or that of all rows of a table."""
     if table_kind(text) is None and text.suffix.lower() not in PACKED:
         return read_text(text, "text", MOST_TEXT)
-    documents, _, _ = read_documents(str(text), "text", None)
+    documents, _ = read_documents(str(text), "text", None)
     return "\n".join(contents(one.text) if one.is_chat else one.text for one in documents)
 
 

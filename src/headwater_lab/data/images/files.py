@@ -16,7 +16,7 @@ from pydantic import Field
 from headwater.util.errors import HeadwaterError, first_line, nearest, shown
 from headwater.util.hub import check_reachable
 from headwater_lab.data.base import register_kind
-from headwater_lab.data.hosted import check_card, check_saved, downloads
+from headwater_lab.data.hosted import check_card, downloads
 from headwater_lab.data.images.base import ImageData, ImageSettings, Pixels, UnreadableImage
 from headwater_lab.data.images.reading import read_image, suffixes
 from headwater_lab.data.reading import local_path
@@ -37,7 +37,7 @@ class ImageFilesSettings(ImageSettings):
     kind: Literal["images"] = "images"
     source: str
     """A folder with a folder for each class, or with train/ and val/ of such folders; or a Hugging Face dataset: its
-    name, or a folder of parquet files or of `save_to_disk`."""
+    name, or a folder of parquet files."""
     config: str | None = None
     """The configuration of a dataset on the hub."""
     split: str = "train"
@@ -112,11 +112,13 @@ def _splits(settings: ImageFilesSettings) -> dict[str, Callable[[], ImageSplit]]
     folder = local_path(settings.source)
     if not folder.is_dir() and (folder.exists() or folder.is_absolute()):
         raise HeadwaterError(f"data.source: {shown(settings.source)} is not a folder of images, nor a dataset's name.")
-    tables = any(chain(folder.glob("*.parquet"), folder.glob("*/*.parquet"), folder.glob("*.arrow")))
-    saved = any((folder / name).is_file() for name in ("dataset_info.json", "dataset_dict.json"))
-    if folder.is_dir() and not tables and not saved:
+    if any(chain(folder.glob("*.arrow"), folder.glob("*/*.arrow"))):
+        raise HeadwaterError(
+            f"{settings.source!r} holds arrow files; write the dataset to parquet files (`to_parquet`)."
+        )
+    if folder.is_dir() and not any(chain(folder.glob("*.parquet"), folder.glob("*/*.parquet"))):
         return _folder_splits(settings, folder)
-    return _dataset_splits(settings, folder, saved)
+    return _dataset_splits(settings, folder)
 
 
 def _opened(splits: dict[str, Callable[[], ImageSplit]], name: str, where: str) -> ImageSplit:
@@ -189,17 +191,14 @@ def _folders(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
 
 
-def _dataset_splits(settings: ImageFilesSettings, folder: Path, saved: bool) -> dict[str, Callable[[], ImageSplit]]:
+def _dataset_splits(settings: ImageFilesSettings, folder: Path) -> dict[str, Callable[[], ImageSplit]]:
     """The splits of a Hugging Face dataset."""
-    from datasets import Dataset, load_dataset, load_from_disk
+    from datasets import load_dataset
 
     source = settings.source
     local = folder.is_dir()
     try:
-        if saved:
-            check_saved(folder)
-            found = load_from_disk(str(folder))
-        elif local:
+        if local:
             check_card(folder)
             found = _tables(folder, settings.config)
         else:
@@ -209,7 +208,6 @@ def _dataset_splits(settings: ImageFilesSettings, folder: Path, saved: bool) -> 
         raise
     except Exception as error:  # the many ways a download or a dataset's own layout can fail
         raise HeadwaterError(f"The dataset {source!r} could not be loaded: {first_line(error)}") from error
-    found = {settings.split: found} if isinstance(found, Dataset) else dict(found)
     roots = [folder] if local else downloads(source)
     return {name: lambda name=name: _dataset_split(settings, name, found[name], roots) for name in found}  # type: ignore[misc]
 
@@ -217,13 +215,12 @@ def _dataset_splits(settings: ImageFilesSettings, folder: Path, saved: bool) -> 
 def _tables(folder: Path, config: str | None) -> Any:
     """The splits of a folder of tables. Raises `HeadwaterError` if datasets would read files of another kind."""
     from datasets import load_dataset_builder
-    from datasets.packaged_modules.arrow.arrow import Arrow
     from datasets.packaged_modules.parquet.parquet import Parquet
 
     builder = load_dataset_builder(str(folder), config)
-    if not isinstance(builder, Arrow | Parquet):
+    if not isinstance(builder, Parquet):
         raise HeadwaterError(
-            f"Most files in {str(folder)!r} are neither parquet nor arrow; move those that are into a folder of theirs."
+            f"Most files in {str(folder)!r} are not parquet; move those that are into a folder of theirs."
         )
     builder.download_and_prepare()
     return builder.as_dataset()
@@ -246,7 +243,6 @@ def _dataset_split(settings: ImageFilesSettings, name: str, rows: Any, roots: Se
             raise HeadwaterError(
                 f"data.{field}: {where!r} has no column {column!r}; {nearest(column, rows.column_names)}"
             )
-    rows = rows.with_format(None)  # a saved dataset may have one
     kind = rows.features[settings.label_column]
     if require_decoding(kind):  # which would open files and addresses that the rows name
         raise HeadwaterError(

@@ -25,10 +25,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from headwater.util.errors import HeadwaterError
 from headwater.util.seeding import generator
 from headwater_lab.data.base import ALONE, Batch, Evaluation, Share, register_kind
-from headwater_lab.data.synthetic.base import SyntheticData, SyntheticSettings, certain
+from headwater_lab.data.synthetic.base import SyntheticData, SyntheticSettings
 
 PLACES = ("Airport", "Bakery", "Castle", "Farm", "Garden", "Hotel", "Library", "Museum")
 THINGS = ("Apple", "Book", "Chair", "Cup", "Lamp", "Pencil", "Rope", "Shelf")
@@ -36,8 +35,6 @@ OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": oper
 MARKS = ("<pad>", "<end>", ".", "=", "?", ":", *OPERATIONS)
 NAME = f"(?:{'|'.join(PLACES)}) (?:{'|'.join(THINGS)})"
 OPERATION = rf"(\d+|{NAME}) ([-+×]) (\d+|{NAME})"
-STATEMENT = re.compile(rf"({NAME}) = (?:(\d+)|{OPERATION})")
-QUESTION = re.compile(rf"\? ({NAME}) :")
 STEP = re.compile(rf"(?P<name>{NAME}) = {OPERATION} = (?P<left>\d+) (?P<sign>[-+×]) (?P<right>\d+) = (?P<result>\d+)")
 MOST_UNNEEDED = 2
 # Maximum tokens of a stated number, a stated operation, a question, and a step of the solution.
@@ -206,10 +203,6 @@ class ArithmeticData(SyntheticData[ArithmeticSettings]):
     def word(self, token: int) -> str:
         return self.words[token]
 
-    def prompt_words(self, row: list[int]) -> list[str]:
-        """The words of a row up to the colon."""
-        return [self.words[token] for token in row[: row.index(self.ids[":"]) + 1]]
-
     def readable(self, batch: Batch, row: int) -> str:
         ids = batch["input_ids"][row].tolist()
         return " ".join(self.words[token] for token in ids if token)
@@ -254,37 +247,6 @@ class ArithmeticData(SyntheticData[ArithmeticSettings]):
         """The words after the colon. A model may have more tokens than there are words."""
         behind = row[row.index(self.ids[":"]) + 1 :]
         return [self.words[token] if token < len(self.words) else "<pad>" for token in behind]
-
-    def solve(self, row: list[int]) -> list[int]:
-        """Parse the problem, solve it, and return the token of the solution at each position."""
-        answers = [0] * len(row)
-        colon = row.index(self.ids[":"])
-        answers[colon:] = self.answer(tuple(row[: colon + 1]))
-        return (answers + [0] * len(row))[: len(row)]
-
-    @functools.lru_cache(maxsize=4096)  # noqa: B019 - asked again for every token; lives as long as the data
-    def answer(self, prompt: tuple[int, ...]) -> list[int]:
-        problem = parse_prompt([self.words[token] for token in prompt])
-        return self.encode(solution_of(problem, self.settings.modulus))
-
-    def guess(self, batch: Batch) -> Tensor:
-        """Write one step, which claims the most frequent answer in training."""
-        value = str(self.usual_answer)
-        answers = torch.zeros_like(batch["input_ids"])
-        for index, row in enumerate(batch["input_ids"].tolist()):
-            colon = row.index(self.ids[":"])
-            name = self.prompt_words(row)[-3:-1]
-            step = self.encode([*name, "=", *name, "+", "0", "=", value, "+", "0", "=", value, ".", "<end>"])
-            end = min(len(row), colon + len(step))
-            answers[index, colon:end] = torch.tensor(step[: end - colon])
-        return certain(answers, self.vocab_size)
-
-    @functools.cached_property
-    def usual_answer(self) -> int:
-        batch = self.sample(generator(self.settings.kind, "frequencies"), 1024)
-        problems = (parse_prompt(self.prompt_words(row)) for row in batch["input_ids"].tolist())
-        answers = torch.tensor([value_of(problem, self.settings.modulus) for problem in problems])
-        return int(answers.bincount().argmax())
 
 
 def blocks(length: int) -> int:
@@ -354,20 +316,6 @@ def value_of(problem: Problem, modulus: int) -> int:
     return values_of(problem, modulus)[problem[1]]
 
 
-def parse_prompt(words: list[str]) -> Problem:
-    """Parse the output of `prompt_of`. Raises `HeadwaterError` if it is not a problem."""
-    *statements, question = split_sentences(words)
-    stated: dict[QuantityName, int | Operation] = {}
-    for statement in statements:
-        if (match := STATEMENT.fullmatch(statement)) is None:
-            raise HeadwaterError(f"{statement!r} is not a statement.")
-        name, number, *operation = match.groups()
-        stated[name_in(name)] = int(number) if number else operation_of(*operation)
-    if (match := QUESTION.fullmatch(question)) is None:
-        raise HeadwaterError(f"{question!r} is not a question.")
-    return stated, name_in(match[1])
-
-
 def split_sentences(words: list[str]) -> list[str]:
     """The words between full stops, as texts."""
     return [text.strip() for text in re.split(r"(?<!\S)\.(?!\S)", " ".join(words))]
@@ -376,11 +324,6 @@ def split_sentences(words: list[str]) -> list[str]:
 def name_in(text: str) -> QuantityName:
     place, thing = text.split()
     return place, thing
-
-
-def operation_of(left: str, sign: str, right: str) -> Operation:
-    operands = (int(text) if text.isdecimal() else name_in(text) for text in (left, right))
-    return Operation(next(operands), sign, next(operands))
 
 
 def is_solved(problem: Problem, written: list[str], modulus: int) -> bool:

@@ -1,4 +1,4 @@
-"""What synthetic tasks share: the stream of rows, the held-out rows, the metric, and two reference values."""
+"""What synthetic tasks share: the stream of rows, the held-out rows, the metric, and its value for a guess."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from headwater_lab.data.base import ALONE, Batch, DataSettings, Evaluation, Shar
 
 # Held-out rows go through the model in pieces of at most this many logits.
 LOGITS = 2**26
-# Maximum tokens of held-out rows; a solver in plain Python reads them too.
+# Maximum tokens of held-out rows.
 MOST = 2**27
 # Rows drawn at a time: this many, and no more than take this many numbers.
 BLOCK, DRAWN = 256, 2**22
@@ -83,13 +83,6 @@ class SyntheticData(ABC, Generic[S]):
     @abstractmethod
     def sample(self, draw: torch.Generator, count: int) -> Batch:
         """`count` rows: input_ids and shift_labels, both [count, T]."""
-
-    @abstractmethod
-    def solve(self, row: list[int]) -> list[int]:
-        """The next token at each position, from the row up to there: a solver that does not know how rows are drawn.
-
-        Its output at positions without a label is ignored.
-        """
 
     def batches(self, seed: int, batch_size: int, start: int, share: Share = ALONE) -> Iterator[Batch]:
         """Raises `HeadwaterError` if too many of the possible rows are held out, so that none is left to train on, and
@@ -175,11 +168,6 @@ class SyntheticData(ABC, Generic[S]):
                 metrics[f"accuracy/{name}"] = share_of(hits, where & counted_at)
         return Evaluation(metrics)
 
-    def oracle(self, batch: Batch) -> Tensor:
-        """Logits [B, T, V] of the solver."""
-        answers = torch.tensor([self.solve(row) for row in batch["input_ids"].tolist()])
-        return certain(answers, self.vocab_size)
-
     def guess(self, batch: Batch) -> Tensor:
         """Logits [B, T, V] of a predictor that knows only how often each token is a label."""
         return self.frequencies.log().expand(*batch["input_ids"].shape, -1)
@@ -189,14 +177,6 @@ class SyntheticData(ABC, Generic[S]):
         """[V]: how often each token is a label, among 1024 training rows, counted from 1."""
         labels = self.sample(generator(self.settings.kind, "frequencies"), 1024)["shift_labels"]
         return 1.0 + torch.bincount(labels[labels >= 0], minlength=self.vocab_size)
-
-    def sanity(self) -> dict[str, float]:
-        """The deciding metric of the guess and of the solver, computed like any model's."""
-        return {name: self.evaluate(model).metrics[self.metric] for name, model in self.references.items()}
-
-    @property
-    def references(self) -> dict[str, Callable[[Batch], Tensor]]:
-        return {"guess": self.guess, "oracle": self.oracle}
 
     def word(self, token: int) -> str:
         """A token as text."""
@@ -210,11 +190,6 @@ class SyntheticData(ABC, Generic[S]):
 
 def share_of(hits: Tensor, where: Tensor) -> float:
     return float(hits[where].double().mean())
-
-
-def certain(answers: Tensor, vocab_size: int) -> Tensor:
-    """Logits [..., V] of a model that is certain of `answers`."""
-    return torch.zeros(*answers.shape, vocab_size).scatter_(-1, answers[..., None], 100.0)
 
 
 def distinct(draw: torch.Generator, rows: int, vocab_size: int, count: int) -> Tensor:

@@ -77,27 +77,8 @@ class HopData(SyntheticData[HopSettings]):
         everywhere = torch.ones_like(batch["input_ids"], dtype=torch.bool)
         return {f"k={k}": everywhere & (asked == k) for k in range(self.settings.hops + 1)}
 
-    def solve(self, row: list[int]) -> list[int]:
-        """Hop by hop, each by looking back."""
-        hops, symbols = row[0] - self.settings.alphabet - 1, row[1:]
-        answers = [0]
-        for i in range(len(symbols)):
-            place: int | None = i
-            for _ in range(hops):
-                place = behind_last(symbols, place) if place is not None else None
-            answers.append(self.settings.alphabet if place is None else symbols[place])
-        return answers
-
     def word(self, token: int) -> str:
         alphabet = self.settings.alphabet
         if token < alphabet:
             return chr(ord("a") + token) if alphabet <= 26 else str(token)
         return "⊥" if token == alphabet else f"k={token - alphabet - 1}"
-
-
-def behind_last(symbols: list[int], place: int) -> int | None:
-    """The position after the last earlier one with the same symbol."""
-    for j in range(place - 1, -1, -1):
-        if symbols[j] == symbols[place]:
-            return j + 1
-    return None

@@ -120,13 +120,3 @@ class InductionData(SyntheticData[InductionSettings]):
         row.scatter_(1, place, first)
         known.scatter_(1, place, repeat)
         return row[:, : length + 1], known[:, :length]
-
-    def solve(self, row: list[int]) -> list[int]:
-        """An induction head: what followed the token's last occurrence."""
-        followers: dict[int, int] = {}
-        answers = []
-        for i, token in enumerate(row):
-            if i:
-                followers[row[i - 1]] = token
-            answers.append(followers.get(token, 0))
-        return answers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from typing import Literal
 
@@ -86,14 +85,3 @@ class NgramData(SyntheticData[NgramSettings]):
             began = torch.where(known, t + 1, began)
             code = (code * settings.vocab_size + token) % settings.vocab_size**width
         return {"input_ids": torch.stack(tokens[:-1], dim=1), "shift_labels": torch.stack(labels[1:], dim=1)}
-
-    def solve(self, row: list[int]) -> list[int]:
-        """A lookup in the table."""
-        width = self.settings.order - 1
-        return [self.table.get(tuple(row[i + 1 - width : i + 1]), 0) if i + 1 >= width else 0 for i in range(len(row))]
-
-    @functools.cached_property
-    def table(self) -> dict[tuple[int, ...], int]:
-        """Beginning → the token that follows."""
-        pairs = zip(self.beginnings.tolist(), self.followers.tolist(), strict=True)
-        return {tuple(beginning): follower for beginning, follower in pairs}

@@ -63,12 +63,6 @@ class RecallData(SyntheticData[RecallSettings]):
         labels = torch.full((count, length), -100).scatter_(1, asked, values)
         return {"input_ids": row.scatter_(1, asked, keys), "shift_labels": labels}
 
-    def solve(self, row: list[int]) -> list[int]:
-        """A dictionary of the pairs."""
-        end = 2 * self.settings.pairs
-        values = dict(zip(row[:end:2], row[1:end:2], strict=True))
-        return [values.get(token, 0) for token in row]
-
     def word(self, token: int) -> str:
         half = self.settings.vocab_size // 2
         return f"k{token}" if token < half else f"v{token - half}"
