@@ -569,9 +569,9 @@ def test_groups_are_what_the_mechanism_and_the_shapes_say(convolved):
         if "layers.0.mechanisms" in names[parameter]
     }
     assert found == {
-        "conv.weight": ("tensors", 0.0),
+        "conv.weight": ("tensors", 0.1),
         "conv.bias": ("vectors", 0.0),
-        "norm.weight": ("vectors", 0.1),
+        "norm.weight": ("vectors", 0.0),
         "norm.bias": ("vectors", 0.0),
         "bank": ("tensors", 0.1),
         "mix": ("vectors", 0.0),

@@ -528,7 +528,7 @@ def test_an_outside_mechanism_has_to_say_how_it_grows(monkeypatch):
         ({}, dict(), "Nothing would grow"),
         ({}, dict(num_hidden_layers=2), "would shrink"),
         ({}, dict(num_hidden_layers=99999999), "at most 4,096"),
-        ({}, dict(hidden_size=10**10), "at most 1,048,576"),
+        ({}, dict(hidden_size=10**10), "less than or equal to 2147483647"),
         ({}, dict(num_attention_heads=7), "must be a multiple of 2, not 7"),
         ({}, dict(num_key_value_heads=4), "only where they are copied.* by the same factor"),
         ({}, dict(hidden_size=40, method="zero"), "no method 'zero'"),

@@ -311,9 +311,9 @@ def disturb_new(model: HeadwaterForCausalLM, seed: int = 1) -> HeadwaterForCausa
         (dict(attention_pairs=7), "Nothing would grow"),
         (dict(attention_pairs=9, key_init="ones"), "'zero' or 'random'"),
         (dict(attention_pairs=9, tau="sqrt"), "'keep' or 'recompute'"),
-        (dict(attention_pairs=9.0), "attention_pairs must be a whole number, not 9.0"),
-        (dict(num_hidden_layers="12"), "num_hidden_layers must be a whole number, not '12'"),
-        (dict(hidden_size=96, method=None), "method must be a name"),
+        (dict(attention_pairs=9.0), "attention_pairs: input should be a valid integer, not 9.0"),
+        (dict(num_hidden_layers="12"), "num_hidden_layers: input should be a valid integer, not '12'"),
+        (dict(hidden_size=96, method=None), "method: input should be a valid string"),
     ],
 )
 def test_what_cannot_be_grown_is_refused(arguments, said):

@@ -361,15 +361,16 @@ def _block_bytes(config: HeadwaterConfig, plan: LayerPlan, context: int, precisi
     more = len(plan.inputs) - 1
     inputs = (1 if config.parallel_residual else 2) + more
     autocast = element < stream  # then each linear layer casts its input to a separate copy
-    outputs = (_readers(plan) if autocast else 2 + more) + 2 * config.output_norms
+    outputs = (_readers(config, plan) if autocast else 2 + more) + 2 * config.output_norms
     shown = _shown_weights(config, plan) * layer_config(config, plan.index).num_attention_heads * context
     return (inputs * stream + outputs * element) * config.hidden_size + (numbers + shown) * element
 
 
-def _readers(plan: LayerPlan) -> int:
+def _readers(config: HeadwaterConfig, plan: LayerPlan) -> int:
     """How many linear layers read the output of a layer's two norms."""
-    # A gated feed-forward's two linear layers share one.
-    return 2 + bool(plan.k_heads) + bool(plan.v_heads)
+    replaced = _count_replacement(config, plan.index, "feed_forward", config.hidden_size, config.hidden_size)
+    gated = config.feed_forward == "gated" and replaced is None
+    return 2 + gated + bool(plan.k_heads) + bool(plan.v_heads)
 
 
 def _shown_weights(config: HeadwaterConfig, plan: LayerPlan) -> int:

@@ -406,6 +406,7 @@ bench = group_of(
         "prefill": (bench_prefill, "bench prefill NAME --context 4096"),
         "serve": (bench_serve, "bench serve NAME --requests 16"),
         "gpu": (bench_gpu, "bench gpu --out gpu"),
+        "data": (bench_data, "bench data --megabytes 20"),
         "prices": (bench_prices, "bench prices demo/language --out runs/prices"),
         "verdicts": (bench_verdicts, "bench verdicts runs/demo --seeds 10"),
     },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -54,7 +55,7 @@ def prepare(
     is_finished = any((out / name).exists() for name in (DOMAINS, MANIFEST))
     text_source = TextSource(source, text_column, config, split, separator, begins, by)
     with ProgressReport() as report:
-        bar = partial(_show, report)
+        bar = partial(_show, report, time.monotonic())
         folders = run(text_source, out, tokenizer, Options(held_out), workers=workers, on_progress=bar)
     if is_finished:
         _say(f"{out} is already finished")
@@ -112,7 +113,7 @@ def tokenizer(
 
     check_name(out.absolute())
     check_writable(out, folder=True)
-    documents = size = 0
+    documents, size, begun = 0, 0, time.monotonic()
     with staged(out) as new:
         with ProgressReport() as report:
 
@@ -121,7 +122,7 @@ def tokenizer(
                 for document in Stream(TextSource(source, text_column, config, split, separator, begins)):
                     yield contents(document.text) if document.is_chat else document.text
                     documents, size = documents + 1, size + len(document.data)
-                    _show(report, documents, size)
+                    _show(report, begun, documents, size)
                     if size >= max_bytes:
                         return
 
@@ -147,12 +148,11 @@ def _say(text: str) -> None:
     say(printable(text))
 
 
-def _show(report: ProgressReport, documents: int, size: int, tokens: int = 0) -> None:
+def _show(report: ProgressReport, begun: float, documents: int, size: int, tokens: int = 0) -> None:
     """Show how much of a source is read; a stream has no known end."""
-    seconds = report.tasks[0].elapsed if report.tasks else None
     info = f"{size / 1e6:,.1f} MB"
-    if tokens and seconds:
-        info += f", {tokens:,} tokens, {tokens / seconds:,.0f} tokens/s"
+    if tokens:
+        info += f", {tokens:,} tokens, {tokens / (time.monotonic() - begun):,.0f} tokens/s"
     report.show("reading", documents, unit="document", info=info)
 
 
