@@ -8,11 +8,9 @@ What the middle layer found out, and later ones have read, need not be in what t
 Departures: none.
 """
 
-from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
 from headwater.config.plan import LayerPlan, Source
@@ -46,8 +44,6 @@ class Backout(KeepsPrecision, Mechanism):
 
     source = "a middle layer's output, taken out at the end"
 
-    @strict
-    @dataclass
     class Options:
         weight: float | int = 0.2
         layer: int | None = None

@@ -17,11 +17,9 @@ then every layer stores all of its keys and values.
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
 from headwater.config.options import parse_options
@@ -66,8 +64,6 @@ class Blend(KeepsPrecision, Mechanism):
 
     source = "a layer's own, going over to those of a cheaper model"
 
-    @strict
-    @dataclass
     class Options:
         mechanisms: dict[str, Any] | None = None
         num_key_value_heads: int | None = None

@@ -124,12 +124,6 @@ class Context(NamedTuple):
     x: Tensor | None = None
 
 
-@strict
-@dataclass
-class NoOptions:
-    """Of a mechanism that names none."""
-
-
 class Mechanism(nn.Module):
     """One mechanism in one layer of a model. By default every method changes nothing.
 
@@ -142,9 +136,9 @@ class Mechanism(nn.Module):
     takes sizes, and its `forward` takes and returns tensors.
     """
 
-    # A `huggingface_hub` strict dataclass: the options with their types and defaults. It checks types only if it is not
-    # frozen and its file has no `from __future__ import annotations`. Default: there are none.
-    Options: ClassVar[type] = NoOptions
+    # The options with their types and defaults; it becomes a strict dataclass of `huggingface_hub`, which checks types
+    # only if its file has no `from __future__ import annotations`.
+    Options: ClassVar[type] = strict(dataclass(type("Options", (), {})))
     # The arXiv number of its paper; and what attention reads through it, such as "the previous token".
     paper: ClassVar[str] = ""
     source: ClassVar[str] = ""
@@ -154,6 +148,8 @@ class Mechanism(nn.Module):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        if "Options" in vars(cls):
+            cls.Options = strict(dataclass(cls.Options))
         check_capabilities(cls)
 
     @classmethod

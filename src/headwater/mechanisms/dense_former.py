@@ -8,11 +8,9 @@ dilation k only every k-th X_j counts, back from X_i; with period p only every p
 A baseline of the value-residual paper (arXiv 2410.17897). Departures: none.
 """
 
-from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
 from headwater.config.plan import LayerPlan, Source
@@ -46,8 +44,6 @@ class DenseFormer(KeepsPrecision, Mechanism):
 
     source = "averages over depth"
 
-    @strict
-    @dataclass
     class Options:
         dilation: int = 1
         period: int = 1

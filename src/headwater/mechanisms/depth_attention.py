@@ -13,12 +13,10 @@ layers, and norms with weights, which w^s can express; a block of headwater is o
 queries, keys and values with weights of their own, which the projections can express.
 """
 
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, Self
 
 import torch
-from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
 from headwater.config.plan import LayerPlan, Source, Stage
@@ -59,8 +57,6 @@ class DepthAttention(Mechanism):
     source = "what earlier layers wrote, chosen by learned queries"
     paper = "2603.15031"
 
-    @strict
-    @dataclass
     class Options:
         queries: Literal[1, 3] = 1
         variant: DepthVariant = "attnres"

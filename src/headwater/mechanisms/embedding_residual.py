@@ -11,11 +11,9 @@ L starts at λ = 1.15 - 0.10·l/(L - 1) and μ = 0.20 - 0.15·l/(L - 1). Both no
 models do with `embedding_norm`, and add to it that of the token before; here that is mechanism `smear`.
 """
 
-from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
 from headwater.config.plan import EMBEDDING, LayerPlan, Source
@@ -49,8 +47,6 @@ class EmbeddingResidual(KeepsPrecision, Mechanism):
 
     source = "the embedding, mixed into the stream"
 
-    @strict
-    @dataclass
     class Options:
         weight: float | int = 0.0
         layers: list[int] | None = None

@@ -10,11 +10,9 @@ Departures: where ‖v_t‖ is zero nothing is removed. A head that attends to a
 SVFormer) takes v_t from that layer; under GQA each query head takes its key/value head's.
 """
 
-from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
 from headwater.config.plan import Heads, LayerPlan, Source
@@ -53,8 +51,6 @@ class Exclusive(KeepsPrecision, Mechanism):
     source = "what a head reads, without the token's own value"
     paper = "2603.09078"
 
-    @strict
-    @dataclass
     class Options:
         learnable: bool = False
         layers: list[int] | None = None

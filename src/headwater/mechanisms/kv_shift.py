@@ -19,12 +19,10 @@ makes the first decoded token wrong. A document's first token has zeros in the d
 as it is, and Zaya fills with its projection's bias if there is one.
 """
 
-from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal, Self, get_args
 
 import torch
-from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
 from headwater.config.layers import layer_config
@@ -86,8 +84,6 @@ class KVShift(KeepsPrecision, Mechanism):
     source = "the previous token"
     paper = "2411.19574"
 
-    @strict
-    @dataclass
     class Options:
         keys: bool = True
         values: bool = True

@@ -21,10 +21,7 @@ the latent of multi-head latent attention, which headwater does not have.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
-
-from huggingface_hub.dataclasses import strict
 
 from headwater.config.options import parse_options
 from headwater.config.plan import LayerPlan
@@ -45,8 +42,6 @@ class KVSource(Mechanism):
     source = "another layer, by a free map"
     paper = "2405.12981"
 
-    @strict
-    @dataclass
     class Options:
         keys: LayerMap | list[int] = "cross_layer"
         values: LayerMap | list[int] = "cross_layer"

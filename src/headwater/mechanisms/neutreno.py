@@ -11,11 +11,9 @@ values (skip-layer attention) takes V_l from that layer. Our addition: with `lea
 so that it can be zero when added to a trained model and then be learned.
 """
 
-from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
 from headwater.config.plan import Heads, LayerPlan, Source, Stage
@@ -52,8 +50,6 @@ class NeuTRENO(KeepsPrecision, Mechanism):
 
     source = "the difference to the first values"
 
-    @strict
-    @dataclass
     class Options:
         weight: float | int = 0.4
         learnable: bool = False

@@ -24,12 +24,10 @@ has its own. The memory of values is our addition.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import isqrt
 from typing import Any, Literal, Self
 
 import torch
-from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
 from headwater.config.layers import layer_config
@@ -213,8 +211,6 @@ class NGramMemory(KeepsPrecision, Mechanism):
     paper = "2601.07372"
     needs_input_ids = True
 
-    @strict
-    @dataclass
     class Options:
         target: Literal["stream", "values"] = "stream"
         orders: list[int] | None = None

@@ -10,11 +10,9 @@ Departures: s is an option, since 2·σ(0) = 1 leaves a trained model as it is. 
 keys, values, and after the output map) are not built.
 """
 
-from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 import torch
-from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
 from headwater.config.plan import LayerPlan
@@ -49,8 +47,6 @@ class OutputGate(Mechanism):
     source = "what a head reads, times a gate of the layer's input"
     paper = "2505.06708"
 
-    @strict
-    @dataclass
     class Options:
         granularity: Literal["head", "channel"] = "head"
         channels: int | None = None

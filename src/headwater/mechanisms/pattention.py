@@ -29,11 +29,9 @@ equal scores the first pair's counts as larger. Gradients reach the chosen pairs
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
 import torch
-from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
 from headwater.config.capabilities import Map
@@ -86,8 +84,6 @@ class Pattention(Mechanism):
 
     source = "the parameters, as key/value tokens"
 
-    @strict
-    @dataclass
     class Options:
         attention_pairs: int | None = None
         ffn_pairs: int | None = None

@@ -14,12 +14,10 @@ standard deviation that tokens' keys and values have at the start: σ·√D for 
 is 0.16; pairs six times as large drown the tokens, and a model learns to recall much later (docs/ledger.md).
 """
 
-from dataclasses import dataclass
 from math import inf, sqrt
 from typing import Any, Self
 
 import torch
-from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
 from headwater.config.plan import LayerPlan
@@ -53,8 +51,6 @@ class PersistentMemory(Mechanism):
     source = "learned pairs beside the tokens'"
     paper = "1907.01470"
 
-    @strict
-    @dataclass
     class Options:
         pairs: int = 4
         layers: list[int] | None = None

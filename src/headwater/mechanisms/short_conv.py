@@ -23,12 +23,10 @@ that is mixed in (value residual) is the convolved one.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import isqrt
 from typing import Any, Literal, Self, get_args
 
 import torch
-from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
 from headwater.config.layers import layer_config
@@ -97,8 +95,6 @@ class ShortConv(KeepsPrecision, Mechanism):
     source = "the last few tokens, by channel"
     paper = "2512.17351"
 
-    @strict
-    @dataclass
     class Options:
         sites: list[str] | None = None
         window: int = 4

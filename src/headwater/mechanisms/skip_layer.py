@@ -14,10 +14,7 @@ FLOPs and cache bytes, 13/16 of vanilla's cache at ¾ of 12 layers and heads. Ou
 skip head attends to whatever the source layer's head attends to, so that only the first n_l layers store skip heads.
 """
 
-from dataclasses import dataclass
 from typing import Any, Literal
-
-from huggingface_hub.dataclasses import strict
 
 from headwater.config.plan import LayerPlan
 from headwater.config.text import HeadwaterConfig
@@ -35,8 +32,6 @@ class SkipLayer(Mechanism):
 
     source = "an earlier layer, for some heads"
 
-    @strict
-    @dataclass
     class Options:
         layers: int | None = None
         heads: int | None = None

@@ -10,11 +10,9 @@ Departures: the previous token is that of the same document; both take the one b
 linear layers (theirs uniform in [0, 0.02), and at zero). Without `norm` the embedding is not normed.
 """
 
-from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 import torch
-from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
 from headwater.config.plan import LayerPlan, Source
@@ -45,8 +43,6 @@ class Smear(KeepsPrecision, Mechanism):
 
     source = "the previous token's embedding"
 
-    @strict
-    @dataclass
     class Options:
         channels: int = 12
         norm: Literal["none", "before", "after"] = "none"

@@ -9,10 +9,7 @@ Departures: none by default. The paper's ablations are options: another source l
 values.
 """
 
-from dataclasses import dataclass
 from typing import Any, Literal
-
-from huggingface_hub.dataclasses import strict
 
 from headwater.config.plan import LayerPlan
 from headwater.config.text import HeadwaterConfig
@@ -29,8 +26,6 @@ class SVFormer(Mechanism):
 
     source = "the first layer's values, instead of a layer's own"
 
-    @strict
-    @dataclass
     class Options:
         share: Literal["values", "keys", "both"] = "values"
         source: int = 0

@@ -14,11 +14,9 @@ addition. W starts at 0, which gives g = s/2, as in nanochat's first versions; i
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 import torch
-from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
 from headwater.config.layers import layer_config
@@ -65,8 +63,6 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
     source = "a table read by token id"
     needs_input_ids = True
 
-    @strict
-    @dataclass
     class Options:
         tables: int | None = None
         rank: int | None = None

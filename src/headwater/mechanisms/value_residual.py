@@ -21,11 +21,9 @@ V'_i; ours is over V_i.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
 import torch
-from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
 from headwater.config.plan import LayerPlan, Source, choose
@@ -76,8 +74,6 @@ class ValueResidual(KeepsPrecision, Mechanism):
 
     source = "the first layer's values (or what `target` names), mixed in"
 
-    @strict
-    @dataclass
     class Options:
         mode: Mode | None = None  # learnable; identity for queries, keys and probabilities, constant for hidden
         target: Target = "values"
