@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from headwater.config.capabilities import StopsRedirection, replaces_linear
 from headwater.config.layers import layer_config
@@ -33,11 +33,10 @@ def plan_layers(config: HeadwaterConfig) -> tuple[LayerPlan, ...]:
     plans = _complete(_share(config))
     for name, options in config.mechanisms.items():
         plans = _plan_stages(name, options, config, plans)
-    if config.materialise and (sentence := keepers(plans)):
-        names, s = sentence
+    if config.materialise and (names := keepers(plans)):
         raise HeadwaterError(
-            f"materialise=True leaves only keys and values in the cache, and {names} keep{s} raw tokens beside them; "
-            f"set materialise=False, or remove {names}."
+            f"materialise=True leaves only keys and values in the cache, without the raw tokens of {names}; set "
+            f"materialise=False, or remove {names}."
         )
     for plan in plans:
         _check_inside(config, plan)
@@ -49,10 +48,9 @@ def plan_layers(config: HeadwaterConfig) -> tuple[LayerPlan, ...]:
     )
 
 
-def keepers(plans: Iterable[LayerPlan]) -> tuple[str, str] | None:
-    """The mechanisms that keep raw tokens beside the cache, in words, and the ending of their verb; None: none do."""
-    names = list(dict.fromkeys(mechanism for plan in plans for *_, mechanism in plan.tails))
-    return (" and ".join(names), "" if len(names) > 1 else "s") if names else None
+def keepers(plans: Iterable[LayerPlan]) -> str:
+    """The mechanisms that keep raw tokens beside the cache, joined by "and"."""
+    return " and ".join(dict.fromkeys(mechanism for plan in plans for *_, mechanism in plan.tails))
 
 
 def _share(config: HeadwaterConfig) -> list[LayerPlan]:
@@ -62,45 +60,39 @@ def _share(config: HeadwaterConfig) -> list[LayerPlan]:
     head, the last one counts.
     """
     plans = [LayerPlan.vanilla(i, layer_config(config, i).num_key_value_heads) for i in range(config.num_hidden_layers)]
-    redirecting = [
-        Redirection(
-            name, redirected, isinstance(kind := resolve(name), StopsRedirection) and kind.stops_redirection(options)
-        )
+    redirecting = {
+        name: redirected
         for name, options in reversed(config.mechanisms.items())
         if (redirected := _redirected(name, options, config, plans)) != plans
-    ]
+    }
     if not redirecting:
         return plans
+
+    def stops(name: str) -> bool:
+        kind = resolve(name)
+        return isinstance(kind, StopsRedirection) and kind.stops_redirection(config.mechanisms[name])
 
     def follow(layer: int, head: int, letter: Letter) -> int:
         """The layer whose keys or values a head attends to. Those of lower layers are known."""
         skipped = None
-        while redirections := [r for r in redirecting if r.name != skipped and r.source(layer, head, letter) != layer]:
-            source = redirections[0].source(layer, head, letter)
+        while True:
+            others = {
+                name: getattr(redirected[layer].attends[head], letter)
+                for name, redirected in redirecting.items()
+                if name != skipped
+            }
+            name, source = next((item for item in others.items() if item[1] != layer), (None, layer))
+            if name is None:
+                return layer
             _check_alike(config, layer, Source("bank", letter, source))
-            if not redirections[0].stops:
+            if not stops(name):
                 return getattr(plans[source].attends[head], letter)
-            layer, skipped = source, redirections[0].name
-        return layer
+            layer, skipped = source, name
 
     for layer, plan in enumerate(plans):
         attends = (Attends(follow(layer, head, "k"), follow(layer, head, "v")) for head in range(len(plan.attends)))
         plans[layer] = replace(plan, attends=tuple(attends))
     return plans
-
-
-class Redirection(NamedTuple):
-    """From which layers a mechanism lets heads take their keys and values: `attends` of its plans.
-
-    stops: as `StopsRedirection.stops_redirection`.
-    """
-
-    name: str
-    plans: Sequence[LayerPlan]
-    stops: bool
-
-    def source(self, layer: int, head: int, letter: Letter) -> int:
-        return getattr(self.plans[layer].attends[head], letter)
 
 
 def _redirected(

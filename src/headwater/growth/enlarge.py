@@ -66,13 +66,11 @@ WRITERS = ("self_attn.o_proj", "mlp.down_proj", "mlp")
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.*)")
 
 
-def enlarged_config(config: HeadwaterConfig, options: GrowthOptions) -> HeadwaterConfig:
-    """The config of the larger model. Raises `HeadwaterError` for sizes or mechanisms that the method does not fit."""
-    return planned(config, options)[1]
-
-
 def planned(config: HeadwaterConfig, options: GrowthOptions) -> tuple[Larger, HeadwaterConfig]:
-    """What each part of the larger model is made from, and its config."""
+    """What each part of the larger model is made from, and its config.
+
+    Raises `HeadwaterError` for sizes or mechanisms that the method does not fit.
+    """
     differ = not {"rope_parameters"}.issuperset(config.sliding_fields or {})
     if differ and options.sizes.keys() - {"num_hidden_layers"}:
         raise HeadwaterError("A model whose layers have different heads (sliding_fields) can become deeper only.")
@@ -125,7 +123,7 @@ def enlarged(model: Model, options: GrowthOptions) -> Model:
     """A deeper or wider model, in the dtype, on the device and in the mode of the old one, which does not change.
 
     What is new is initialized as in a fresh model of the new size, but for what has to be zero. Raises
-    `HeadwaterError` as `enlarged_config`.
+    `HeadwaterError` as `planned`.
     """
     growth, config = planned(model.config, options)
     first = next(model.parameters())
@@ -445,53 +443,36 @@ def _check_units(config: HeadwaterConfig) -> None:
 
 
 def _check_plans(before: Sequence[LayerPlan], after: Sequence[LayerPlan], growth: Larger) -> None:
-    """Raise `HeadwaterError` where a layer would attend to or read another layer than the one it is made from does."""
-    if growth.deepens:
-        _check_last_layer(before, after, growth)
-    for layer, source in enumerate(growth.layers):
-        if layer not in growth.silent:
-            _check_attended(before[source], after[layer], growth)
-            _check_reads(before, after, layer, growth)
-
-
-def _check_last_layer(before: Sequence[LayerPlan], after: Sequence[LayerPlan], growth: Larger) -> None:
-    """Raise `HeadwaterError` where mechanisms would act after the last layer in another order."""
+    """Raise `HeadwaterError` where a layer would attend to, read or end with another than the one it is made from."""
+    changes = [_find_change(before, after, layer, growth) for layer in range(len(after)) if layer not in growth.silent]
     # What acts at the end of the last layer does so after layers that add nothing, and the rest still before it.
     first, last = (after[at].at(Stage.BLOCK_OUTPUT) for at in (growth.at(growth.depth - 1), len(after) - 1))
-    moved = [*first, *(name for name in last if name not in first)]
-    if moved != [*before[-1].at(Stage.BLOCK_OUTPUT)]:
-        here, there = (" and ".join(map(repr, names)) for names in (before[-1].at(Stage.BLOCK_OUTPUT), moved))
+    ends = before[-1].at(Stage.BLOCK_OUTPUT)
+    if growth.deepens and tuple(dict.fromkeys((*first, *last))) != ends:
+        changes.append(f"After the last layer {' and '.join(ends)} act in an order")
+    if found := next(filter(None, changes), None):
         raise HeadwaterError(
-            f"{here} act after the last layer, and in the larger model in another order: {there}; list them in "
-            "this order in a new model, remove one, or use a method that does not keep the function."
+            f"{found} that the larger model would not have; remove the mechanism, or use a method that does not keep "
+            "the function."
         )
 
 
-def _check_attended(was: LayerPlan, now: LayerPlan, growth: Larger) -> None:
-    """Raise `HeadwaterError` where a head would attend to other layers than the one it is a copy of."""
-    # Layers have heads of their own only in models whose heads do not grow.
-    more_heads = len(growth.kv) > max(growth.kv) + 1
-    for head, copied in enumerate(growth.kv if more_heads else range(len(was.attends))):
-        if copied >= 0 and tuple(now.attends[head]) != tuple(map(growth.at, was.attends[copied])):
-            raise HeadwaterError(
-                f"Head {copied} of layer {was.index} attends to layers {_named(was.attends[copied])}, which its "
-                f"copy in the larger model would not; remove the mechanism, or use a method that does not keep "
-                "the function."
-            )
-
-
-def _check_reads(before: Sequence[LayerPlan], after: Sequence[LayerPlan], layer: int, growth: Larger) -> None:
-    """Raise `HeadwaterError` where a layer would read other layers than the one it is made from."""
+def _find_change(before: Sequence[LayerPlan], after: Sequence[LayerPlan], layer: int, growth: Larger) -> str | None:
+    """What the layer that a new one is made from attends to or reads and the new one does not, in words."""
     source = growth.layers[layer]
+    attends = before[source].attends
+    # Layers have heads of their own only in models whose heads do not grow.
+    for head, copied in enumerate(growth.kv if len(growth.kv) > max(growth.kv) + 1 else range(len(attends))):
+        if copied >= 0 and tuple(after[layer].attends[head]) != tuple(map(growth.at, attends[copied])):
+            layers = " and ".join(map(str, dict.fromkeys(attends[copied])))
+            return f"Head {copied} of layer {source} attends to layers {layers} in a way"
     # What acts after the last layer does so after its copies that add nothing.
     alike = [after[new] for new in growth.copies([source]) if new == layer or new in growth.silent]
     for read in before[source].reads:
         known = any(_reads(plan, read, growth, before) for plan in alike)
         if read.kind in ("raw", "local", "probabilities", "stream") and not known:
-            raise HeadwaterError(
-                f"Layer {source} reads layer {read.layer}, which its copy in the larger model would not; remove "
-                "the mechanism, or use a method that does not keep the function."
-            )
+            return f"Layer {source} reads layer {read.layer} in a way"
+    return None
 
 
 @torch.no_grad()
@@ -515,10 +496,6 @@ def _check_function(old: Model, new: Model) -> None:
             f"The larger model's logits differ by {moved:.1e} though the method keeps them, an error of headwater; "
             "report it with the model's config, and use another method or other sizes."
         )
-
-
-def _named(layers: Sequence[int]) -> str:
-    return " and ".join(map(str, dict.fromkeys(layers)))
 
 
 def _reads(now: LayerPlan, read: Source, growth: Larger, before: Sequence[LayerPlan]) -> bool:

@@ -24,13 +24,7 @@ from headwater.util.errors import HeadwaterError
 
 
 class Backout(KeepsPrecision, Mechanism):
-    """Subtracts a share of a middle layer's output from the last one's.
-
-        x := x − λ·x_m
-
-    Args
-        weight: the init of λ.
-        slot: set by `build_module`.
+    """Subtracts a share of a middle layer's output from the last one's. weight: the init of λ.
 
     Parameters: `strength` [1], λ.
 

@@ -43,11 +43,8 @@ def _kept(plans: Sequence[LayerPlan]) -> set[tuple[str, int, int]]:
 class Blend(KeepsPrecision, Mechanism):
     """Mixes keys and values with others: (1 - w)·own + w·others, exactly own at w = 0 and exactly others at w = 1.
 
-    Departures and the equation are at the head of this file.
-
     Args
-        group: how many consecutive heads become one; 1: none do.
-        weight: w.
+        group: how many consecutive heads become one; 1: none do. weight: w.
         keys, values: the slot of the source from which each head takes them; None: from the layer itself.
 
     Buffer: `weight` [1], in fp32.

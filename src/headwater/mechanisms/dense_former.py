@@ -25,12 +25,7 @@ from headwater.util.errors import HeadwaterError
 
 
 class DenseFormer(KeepsPrecision, Mechanism):
-    """A weighted sum of hidden states, initialized to the last one.
-
-        X'_i = Σ_{j ≤ i} α_{i,j}·X_j
-
-    Args
-        terms: how many hidden states are summed.
+    """A weighted sum of hidden states, initialized to the last one. terms: how many are summed.
 
     Parameters: `alpha` [terms], in the order the hidden states are given.
 

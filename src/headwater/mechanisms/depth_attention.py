@@ -32,17 +32,9 @@ DepthVariant = Literal["attnres", "inkling_2"]
 class DepthAttention(Mechanism):
     """Attention over the outputs of earlier layers, token by token, with learned queries.
 
-        x^s = Σ_j softmax_j(w^s·norm(h_j))·h_j
-
-    h_0 is the first hidden state, h_j the difference of the next one from it, and so on. AttnRes, arXiv 2603.15031, and
-    Inkling 2; departures at the head of this file.
-
     Args
-        width: of the hidden states.
-        queries: how many w there are.
-        variant: "attnres", as above; "inkling_2": the scores are divided by √width, and norm(h_j) is summed.
-        eps: of the norm.
-        The other arguments are set by `build_module`.
+        width: of the hidden states. queries: how many w there are. eps: of the norm.
+        variant: "attnres"; "inkling_2": the scores are divided by √width, and norm(h_j) is summed.
 
     Parameters: `query` [queries, width], initially zero.
 

@@ -27,13 +27,7 @@ from headwater.mechanisms.weighted_sum import weighted_sum
 
 
 class EmbeddingResidual(KeepsPrecision, Mechanism):
-    """A weighted sum of the residual stream and the embedding.
-
-        x_l := λ_l·x_l + μ_l·x_0
-
-    Args
-        weight: the init of μ.
-        slot: set by `build_module`.
+    """A weighted sum of the residual stream and the embedding. weight: the init of μ.
 
     Parameters: `lambdas` [2], μ and then λ, initially `weight` and 1.
 

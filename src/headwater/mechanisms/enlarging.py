@@ -1,7 +1,6 @@
 """How a larger model comes from a smaller one, as plain data: `Larger`; and what a parameter's entries are: `Dim`.
 
-`headwater.growth` makes a `Larger` from what the user asks for. Each mechanism answers with its options in the larger
-model (`GrowsOptions`) and with the axes of its parameters (`DescribesAxes`); one function then fills all tensors.
+`headwater.growth` makes a `Larger`; each mechanism answers with `GrowsOptions` and `DescribesAxes`.
 """
 
 from __future__ import annotations

@@ -31,11 +31,7 @@ GUARD = 1e-24
 class Exclusive(KeepsPrecision, Mechanism):
     """Removes from what each head has read the part along the token's own value.
 
-        y'_t = y_t - α·(y_t·v̂_t)·v̂_t
-
-    Args
-        heads: how many query heads have a learned α; 0 (default): α = 1 for all.
-        The other arguments are set by `build_module`.
+    heads: how many query heads have a learned α; 0 (default): α = 1 for all.
 
     Parameters: none, or `alpha` [heads], whose hyperbolic tangent is α; initially zero, so that nothing is removed.
 

@@ -49,11 +49,7 @@ NEVER_IDENTITY = {
 
 
 class KVShift(KeepsPrecision, Mechanism):
-    """Learned mix of each key and value (and query) with those of the previous tokens.
-
-        K'_t = α1·K_t + α2·K_{t-1}        V'_t = β1·V_t + β2·V_{t-1}
-
-    or, with longer windows, Σ_s α_s·K_{t-s}; per head, with zeros before the document's start.
+    """Learned mix of each key and value (and query) with those of the previous tokens, per head.
 
     Args
         key_heads, value_heads, query_heads: how many heads of each are shifted; value_heads defaults to key_heads.

@@ -34,10 +34,7 @@ LayerMap = Literal["cross_layer", "yoco", "last", "own"]
 
 
 class KVSource(Mechanism):
-    """Gives layers the keys and values of other layers, by a map, without a module.
-
-    The plan says what each head attends to, and layers project and store only keys and values that somebody attends to.
-    """
+    """Gives layers the keys and values of other layers, by a map, without a module."""
 
     source = "another layer, by a free map"
     paper = "2405.12981"

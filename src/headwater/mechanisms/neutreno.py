@@ -31,12 +31,7 @@ FIRST = Source("raw", "v", 0)
 class NeuTRENO(KeepsPrecision, Mechanism):
     """The difference to the first layer's values, added to the output of each head.
 
-        U'_l = A_l·V_l + λ·(V_0 - V_l)
-
-    Args
-        weight: λ, default 0.4.
-        learnable: whether λ is a parameter, with `weight` as its init; default False, as in the paper.
-        The other arguments are set by `build_module`.
+    weight: λ. learnable: whether λ is a parameter, with `weight` as its init.
 
     Parameters: none, or `lambdas` [1] if learnable.
 

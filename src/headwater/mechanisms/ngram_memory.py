@@ -77,8 +77,6 @@ def primes(first: int, skipped: int, count: int) -> list[int]:
 class NGramTable(KeepsPrecision, Mechanism):
     """Rows of a table for the n-grams that end at each token.
 
-        e_t = concat over orders n and heads j of E[o_nj + (⊕_{s<n} a_s·id_{t-s}) mod p_nj]
-
     Args
         vocab_size: how many ids there are.
         numbers: in a row.
@@ -184,11 +182,8 @@ class NGramTable(KeepsPrecision, Mechanism):
 class NGramMemory(KeepsPrecision, Mechanism):
     """Adds to each token what tables hold for the n-grams of ids that end there.
 
-        y_t + g(x_t, e_t)·U·e_t
-
     Args
-        table: gives e_t for ids.
-        width: of y.
+        table: gives e_t for ids. width: of y.
         rank: numbers of e_t, if a linear map makes what is added of them; default: it is added as it is.
         gate: "none"; "scalar": one learned number, initially 1; "match": g = σ(sign(c)·√|c|), where c is the product of
             x_t and a linear map of e_t, both normed, divided by √D.

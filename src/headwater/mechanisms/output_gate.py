@@ -26,8 +26,6 @@ from headwater.util.errors import HeadwaterError
 class OutputGate(Mechanism):
     """Scales what each head has read by a gate that the layer's input opens and closes.
 
-        y' = y ⊙ s·σ(W·x)
-
     Args
         channels: how many channels of x the gate reads, the first ones.
         outputs: numbers that it gives: one per head, or one per channel of all heads.

@@ -55,8 +55,6 @@ GUARD = 1e-24
 class Pattention(Mechanism):
     """Attention to n learned key/value pairs, in place of a linear layer d_in -> d_out.
 
-        y = Θ(x·K_Pᵀ)·V_P        Θ(A) = GELU(τ·A / ‖A‖₂) by default, zero where ‖A‖² < 1e-24
-
     Args
         d_in, d_out: widths. pairs: n. score: Θ; see the head of this file.
         gelu: "erf" or "tanh", the form of GELU in Θ; the two scores without GELU take the default only.

@@ -31,11 +31,7 @@ from headwater.util.errors import HeadwaterError
 class PersistentMemory(Mechanism):
     """Learned pairs of keys and values that every token may attend to, beside the tokens' own.
 
-    Args
-        heads: how many key/value heads.
-        pairs: n, of each head.
-        width: d, of a head.
-        init_stds: s of the keys and of the values; 1 in the paper.
+    heads: how many key/value heads. pairs: n, of each head. width: d. init_stds: s of the keys and of the values.
 
     Parameters: `key` and `value`, both [heads, pairs, width].
 

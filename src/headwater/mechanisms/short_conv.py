@@ -66,18 +66,11 @@ def stage_of(name: str) -> Stage:
 class ShortConv(KeepsPrecision, Mechanism):
     """A causal convolution of each channel over a few tokens, added to the channel.
 
-        y_t = x_t + Σ_{s<w} a_s ⊙ x_{t-s}
-
-    or, with `dynamic` taps, (x_t + Σ_{s<w} (a_s + (W·h_t)_s) ⊙ x_{t-s}) / √(2w + 1), where h is another input.
-    Canon layers, arXiv 2512.17351, and Inkling; departures at the head of this file.
-
     Args
         sizes: (heads, channels of a head) of each tensor that is convolved, by name.
-        window: w.
-        residual: whether x_t itself is added.
+        window: w. residual: whether x_t itself is added.
         init: "random": taps uniform within ±1/√w, or zero beside a map. "identity": y = x.
-        dynamic: the names of those whose taps depend on the token.
-        width: of the input that these taps depend on.
+        dynamic: the names of those whose taps depend on the token, and on another input of this `width`.
 
     Parameters: `keys_taps` and so on, each [window, heads, channels], where row s weighs the token s back; for dynamic
     ones also `keys_map.weight` [heads·window, width].

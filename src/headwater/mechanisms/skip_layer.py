@@ -24,10 +24,9 @@ from headwater.util.errors import HeadwaterError
 
 
 class SkipLayer(Mechanism):
-    """Takes the last heads of keys and values from an earlier layer, without a module.
+    """Takes the last heads of keys and values from an earlier layer, without a module: the plan says it all.
 
-    The plan says what each head attends to. Attention calls its kernel once for the layer's own heads and once for the
-    skip heads, so that caches are never concatenated.
+    Attention calls its kernel once for the layer's own heads and once for the skip heads: no cache is concatenated.
     """
 
     source = "an earlier layer, for some heads"

@@ -19,10 +19,7 @@ from headwater.mechanisms.receivers import check_receivers, moved_receivers, rec
 
 
 class SVFormer(Mechanism):
-    """Gives all layers one layer's values, without a module.
-
-    The plan makes heads attend to the source layer's values. Layers whose values no head reads do not project any.
-    """
+    """Gives all layers one layer's values, without a module. Layers whose values no head reads do not project any."""
 
     source = "the first layer's values, instead of a layer's own"
 

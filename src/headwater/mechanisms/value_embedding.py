@@ -37,8 +37,6 @@ SHARED = Source("shared", "value_embedding", -1)
 class ValueEmbedding(KeepsPrecision, Mechanism):
     """Adds to each value a row of a table, by the token's id, through a gate that the layer's input opens.
 
-        v'_t = v_t + s·σ(W·x_t[:n])·E[token_t]
-
     Args
         heads, width: of the values.
         vocab_size: rows of the table; 0: the rows are given to `forward`, from a table of several layers.
@@ -47,7 +45,6 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
         channels: how many channels of x the sigmoid's gate reads, the first ones.
         scale: s of that gate.
         init: "random": the table is drawn. "zero": at first nothing is added.
-        The other arguments are set by `build_module`.
 
     Parameters: `table.weight` [vocab_size, rank]; `up.weight` [heads·width, rank] if there is a rank; `gate.weight`
     [heads, channels], initially zero, or `scalar` [1].
@@ -280,8 +277,7 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
 class ValueTables(Mechanism):
     """Tables that several layers read: the rows of all of them for the new tokens.
 
-    Args
-        tables: how many. vocab_size: rows of each. numbers: in a row. std: of the numbers at init.
+    tables: how many. vocab_size: rows of each. numbers: in a row. std: of the numbers at init.
 
     Parameters: `table.weight` [tables·vocab_size, numbers], one table after the other.
 

@@ -233,26 +233,10 @@ class HeadwaterLayer(_GrowingTailMixin, DynamicLayer):
         self.values = values.extended(self.values, value_states)
         return self.keys, self.values
 
-    def release(self) -> None:
-        """Call when keys and values have been replaced: the next `update` then takes new memory."""
-        for growing, held in zip(self.growing, (self.keys, self.values), strict=True):
+    def map_tails(self, fn: Callable[[Tensor], Tensor]) -> None:
+        super().map_tails(fn)
+        for growing, held in zip(self.growing, (self.keys, self.values), strict=True):  # these have been replaced, too
             growing.release(held)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        super().reorder_cache(beam_idx)
-        self.release()
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        self.release()
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        super().batch_select_indices(indices)
-        self.release()
-
-    def offload(self) -> None:
-        super().offload()
-        self.release()
 
     def get_seq_length(self) -> int:
         return self.keys.shape[2] if self.is_initialized else 0

@@ -72,12 +72,11 @@ class Decoder:
     """
 
     def __init__(self, model: HeadwaterForCausalLM, compiled: bool = False, backend: str = "inductor") -> None:
-        for rope in (model.model.rotary_emb, model.model.sliding_rotary_emb):
-            if rope is not None and rope.follows_length:
-                raise HeadwaterError(
-                    f"RoPE of type {rope.rope_type} changes its frequencies with the length, so a step with a static "
-                    "cache cannot be replayed; use a growing cache (generate)."
-                )
+        if model.model.follows_length:
+            raise HeadwaterError(
+                "This model's RoPE changes its frequencies with the length, so a step with a static cache cannot be "
+                "replayed; use a growing cache (generate)."
+            )
         self.model, self.compiled, self.backend = model, compiled, backend
         self.held: Held | None = None
 

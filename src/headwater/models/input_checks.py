@@ -16,6 +16,7 @@ from headwater.nn.cache_name import CACHE
 from headwater.nn.checks import is_replayed, must_wait, refuse_where
 from headwater.nn.documents import Positions
 from headwater.nn.masks import NewTokens, is_kernel_mask
+from headwater.nn.position import FOLLOW_LENGTH
 from headwater.util.errors import HeadwaterError
 
 if TYPE_CHECKING:
@@ -157,24 +158,18 @@ def check_learned_positions(config: HeadwaterConfig, tokens: NewTokens, position
 
 def check_paged(config: HeadwaterConfig, plans: Sequence[LayerPlan]) -> None:
     """Raise `HeadwaterError` if an engine with its own paged cache cannot run this model exactly."""
-    if (sentence := keepers(plans)) is not None:
-        names, s = sentence
-        raise HeadwaterError(
-            f"{names} look{s} back to raw tokens, which an engine with paged attention cannot keep, so its output "
-            "would be wrong; use generate, which keeps them."
-        )
-    possible, reason = supported_kernels(config)
-    if possible is not None:
-        raise HeadwaterError(
-            f"{reason} needs masks or attention weights, which an engine with paged attention does not provide; use "
-            "generate."
-        )
+    possible, limit = supported_kernels(config)
     kind = (config.rope_parameters or {}).get("rope_type")
-    if kind in ("dynamic", "longrope"):
-        raise HeadwaterError(
-            f"The frequencies of rope_type {kind!r} follow the longest sequence of a call, but an engine with paged "
-            "attention batches many requests into one call; use generate."
-        )
+    needs = {
+        "the raw tokens that it looks back to": keepers(plans),
+        "masks or attention weights": "" if possible is None else limit,
+        "the length of each sequence": f"rope_type {kind!r}" if kind in FOLLOW_LENGTH else "",
+    }
+    for need, name in needs.items():
+        if name:
+            raise HeadwaterError(
+                f"{name}: an engine with paged attention lacks {need}, so its output would be wrong; use generate."
+            )
     if not config.materialise:
         raise HeadwaterError(
             "An engine with paged attention keeps ordinary keys and values for each layer; load the model with "

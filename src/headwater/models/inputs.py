@@ -75,13 +75,11 @@ class InputSpec(NamedTuple):
     @classmethod
     def from_config(cls, config: HeadwaterConfig, plans: Sequence[LayerPlan]) -> Self:
         kinds = {slides: LayerKind(layer, layer_config(config, layer)) for slides, layer in config.kinds.items()}
-        windows = [config.sliding_window if config.slides(plan.index) else None for plan in plans]
-        layers = [
-            CachedLayer(len(plan.attends), len(plan.attends), window)
-            if config.materialise
-            else CachedLayer(len(plan.k_heads), len(plan.v_heads), window)
-            for plan, window in zip(plans, windows, strict=True)
-        ]
+        layers = []
+        for plan in plans:
+            k_heads, v_heads = (plan.attends, plan.attends) if config.materialise else (plan.k_heads, plan.v_heads)
+            window = config.sliding_window if config.slides(plan.index) else None
+            layers.append(CachedLayer(len(k_heads), len(v_heads), window))
         id_readers = [name for name in config.mechanisms if resolve(name).needs_input_ids]
         return cls(config, kinds, layers, LookbackLimits.from_plans(plans), output_only_from(config, plans), id_readers)
 

@@ -369,15 +369,10 @@ def local_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     is_bare = is_bare and (path.is_file() or (path / "tokenizer.json").is_file())
     if is_bare and not (path / CONFIG).is_file():
         return bare_tokenizer(path)
-    tokenizer = auto_tokenizer(str(path))
+    tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
     if is_bare and tokenizer.eos_token is None and tokenizer.bos_token is None:  # the model's type names none either
         return bare_tokenizer(path)
     return tokenizer
-
-
-def auto_tokenizer(source: str) -> PreTrainedTokenizerBase:
-    """The tokenizer that transformers finds in a folder or on the hub, without code of its own."""
-    return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
 
 
 def bare_tokenizer(path: Path) -> PreTrainedTokenizerFast:
@@ -442,7 +437,9 @@ def open_tokenizer(source: Path | str) -> PreTrainedTokenizerBase:
         _check_names(source / "tokenizer_config.json")
 
     def load() -> PreTrainedTokenizerBase:
-        return local_tokenizer(source) if isinstance(source, Path) else auto_tokenizer(source)
+        if isinstance(source, Path):
+            return local_tokenizer(source)
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
 
     def encode() -> object:
         return tokenizer.decode(tokenizer(_TRIED, add_special_tokens=False).input_ids)

@@ -19,7 +19,6 @@ from headwater.config.plan import LayerPlan
 from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import HasSharedModule
-from headwater.mechanisms.contract import Mechanism
 from headwater.mechanisms.named import Named, owner_of
 from headwater.mechanisms.precision import KeepsPrecision
 from headwater.models.quantization import BESIDE, check_quantized
@@ -200,10 +199,6 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
                     f"tokens, so the model cannot have {new} tokens; train it with a larger vocab_size."
                 )
 
-    def owner(self, qualified: str) -> tuple[Mechanism | None, str]:
-        """The innermost mechanism that contains a parameter, and its name there; (None, "") if none does."""
-        return owner_of(self.base_model, qualified)
-
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Initialize each parameter, drawing on the CPU from (initializer_seed, its qualified name)."""
@@ -228,7 +223,7 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
         Raises `HeadwaterError` for any other parameter.
         """
         shape = module.get_parameter(name).shape
-        owner, inner = self.owner(qualified)
+        owner, inner = owner_of(self.base_model, qualified)
         if owner is not None and (value := owner.initial_value(inner, draw)) is not None:
             if value.shape != shape:
                 raise HeadwaterError(

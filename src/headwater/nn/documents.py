@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headwater.kernels.varlen import VARLEN
-from headwater.util.errors import HeadwaterError
+from headwater.nn.checks import require
 
 # Kernels that take the borders of documents in place of a mask.
 BY_DOCUMENTS = VARLEN, "flash_attention"
@@ -57,22 +57,15 @@ def restarted_positions(cu_seq_lens: Tensor, rows: int, length: int) -> Tensor:
 
 
 def check_documents(cu_seq_lens: Tensor, position_ids: Tensor, rows: int, length: int) -> None:
-    """Raise `HeadwaterError` if documents do not begin where positions restart; on a GPU, an assertion fails later.
-
-    Compiled code does not look.
-    """
+    """Raise `HeadwaterError` (see `require`) if documents do not begin where positions restart."""
     if torch.compiler.is_compiling() or position_ids.is_meta:
         return
-    sentence = (
-        "cu_seq_lens_q and position_ids disagree about where documents begin; make the former with "
-        "headwater.nn.documents.make_cu_seq_lens(position_ids), or leave one of them out."
-    )
     slot = torch.arange(length, device=position_ids.device)
-    same = torch.minimum(position_ids, slot) == restarted_positions(cu_seq_lens, rows, length)
-    try:
-        torch._assert_async(same.all(), sentence)
-    except RuntimeError as error:
-        raise HeadwaterError(sentence) from error
+    require(
+        torch.minimum(position_ids, slot) == restarted_positions(cu_seq_lens, rows, length),
+        "cu_seq_lens_q and position_ids disagree about where documents begin; make the former with "
+        "headwater.nn.documents.make_cu_seq_lens(position_ids), or leave one of them out.",
+    )
 
 
 def select_columns(x: Tensor, past: int | Tensor, length: int) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from headwater.config.plan import LayerPlan
+from headwater.config.planner import keepers
 from headwater.mechanisms.contract import Tail
 from headwater.nn.checks import must_wait
 from headwater.nn.documents import select_columns
@@ -53,9 +54,8 @@ def find_tail(plan: LayerPlan, past_key_values: Cache | Engine | None) -> Tail |
     layers = past_key_values.layers
     layer = layers[plan.index] if plan.index < len(layers) else None
     if not hasattr(layer, "before"):
-        keepers = dict.fromkeys(mechanism for *_, mechanism in plan.tails)
         raise HeadwaterError(
-            f"{' and '.join(keepers)} needs a cache that keeps the last raw keys and values, and this "
+            f"{keepers([plan])} needs a cache that keeps the last raw keys and values, and this "
             f"{type(past_key_values).__name__} does not; make it with DynamicCache(config=model.config). The tokens of "
             "PEFT's prefix tuning have none: use prompt tuning or LoRA with such a model."
         )

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from headwater.kernels.loss import can_fuse_loss, target_log_probabilities
+from headwater.nn.checks import require
 from headwater.util.errors import HeadwaterError
 
 
@@ -75,29 +76,19 @@ def classification_loss(logits: Tensor, labels: Tensor) -> Tensor:
     if labels.is_floating_point() and labels.shape == logits.shape:
         # Rounded to half precision, a thousand of them need not add up to one.
         sums = labels.sum(-1, dtype=logits.dtype)
-        _require(((sums - 1).abs() < 0.05) & (labels >= 0).all(-1), "The probabilities of an image must add up to 1.")
+        require(((sums - 1).abs() < 0.05) & (labels >= 0).all(-1), "The probabilities of an image must add up to 1.")
         return nn.functional.cross_entropy(logits, labels.to(logits.dtype))
     if labels.is_floating_point() or labels.shape != (rows,):
         raise HeadwaterError(
             f"labels must be [{rows}] whole numbers, or [{rows}, {classes}] probabilities, not {list(labels.shape)} "
             f"of {labels.dtype}."
         )
-    _require(
+    require(
         (labels >= 0) & (labels < classes),
         f"A label is out of range: this model has {classes} classes, 0 to {classes - 1}; correct the labels, or set "
         "num_labels.",
     )
     return nn.functional.cross_entropy(logits, labels.long())
-
-
-def _require(right: Tensor, sentence: str) -> None:
-    """Raise `HeadwaterError` unless all are right. No device is waited for; compiled code does not look."""
-    if torch.compiler.is_compiling() or right.is_meta:
-        return
-    try:
-        torch._assert_async(right.all(), sentence)
-    except RuntimeError as error:
-        raise HeadwaterError(sentence) from error
 
 
 def smoothed(labels: Tensor, share: float, classes: int) -> Tensor:
