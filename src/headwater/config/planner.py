@@ -1,7 +1,6 @@
 """config -> one `LayerPlan` per layer: the only place that decides which layer owns what. Pure Python.
 
-Each mechanism states from which layer each head takes keys and values (`redirect_heads`), and where it acts
-(`plan_stages`). From that follows what to build: a layer projects and stores only the heads that some layer attends to.
+A layer projects and stores only the heads that some layer attends to.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ Letter = Literal["k", "v"]
 def plan_layers(config: HeadwaterConfig) -> tuple[LayerPlan, ...]:
     """The plans of all layers. Mechanisms are asked in the config's order: first what they share, then the rest.
 
-    A model calls it once and keeps the plans (`model.plans`); what needs them without a model calls it itself.
     Raises `HeadwaterError` for a mechanism that cannot be found, and where layers cannot read what they would read.
     """
     plans = _complete(_share(config))
@@ -98,10 +96,7 @@ def _share(config: HeadwaterConfig) -> list[LayerPlan]:
 def _redirected(
     name: str, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]
 ) -> Sequence[LayerPlan]:
-    """What a mechanism's `redirect_heads` makes of plans.
-
-    Raises `HeadwaterError` if that is not one plan a layer, or names a layer that does not come before.
-    """
+    """What a mechanism's `redirect_heads` makes of plans. Raises `HeadwaterError` for layers that come later."""
     redirected = resolve(name).redirect_heads(options, config, list(plans))
     heads = [len(plan.attends) for plan in plans]
     if not isinstance(redirected, list) or [len(getattr(plan, "attends", ())) for plan in redirected] != heads:
@@ -119,11 +114,7 @@ def _redirected(
 def _plan_stages(
     name: str, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]
 ) -> list[LayerPlan]:
-    """What a mechanism's `plan_stages` makes of plans.
-
-    Raises `HeadwaterError` if that is not one plan a layer, or names a stage whose method the class does not define, or
-    no stage though it defines one.
-    """
+    """What a mechanism's `plan_stages` makes of plans. Raises `HeadwaterError` unless it acts where it has methods."""
     mechanism = resolve(name)
     planned = mechanism.plan_stages(options, config, plans)
     if not isinstance(planned, list) or [type(plan) for plan in planned] != [LayerPlan] * len(plans):
@@ -158,10 +149,10 @@ def _check_inside(config: HeadwaterConfig, plan: LayerPlan) -> None:
 
 
 def output_only_from(config: HeadwaterConfig, plans: Sequence[LayerPlan]) -> int:
-    """The first of the layers at the end that only tokens whose output is asked for have to go through.
+    """The first of the last layers that only tokens whose output is asked for go through; how many there are if none.
 
     Later tokens need nothing of what these layers make, and what they read of lower ones is there for all tokens (keys
-    and values as attended to) or token by token. The number of layers if there are none.
+    and values as attended to) or token by token.
     """
     first = len(plans)
     if config.materialise:  # every layer caches keys and values

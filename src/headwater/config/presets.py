@@ -37,10 +37,9 @@ class Preset:
 
 
 def preset(name: str, **changes: Any) -> HeadwaterConfig:
-    """The config of the preset `name`; `changes` are fields of its class and replace its own.
+    """The config of the preset `name`, with other fields; `mechanisms`, too, is replaced as a whole.
 
-    `mechanisms`, too, is replaced as a whole. Raises `HeadwaterError` for an unknown name or field, and for changes
-    that contradict the rest.
+    Raises `HeadwaterError` for an unknown name or field, and for changes that contradict the rest.
 
         >>> config = preset("gpt2-124m-sla", max_position_embeddings=4096)
         >>> config.num_hidden_layers, config.max_position_embeddings

@@ -200,10 +200,7 @@ class HeadwaterConfig(PreTrainedConfig):
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
-        """As in transformers, which `from_pretrained` of configs and models asks.
-
-        Raises `HeadwaterError` for another model's config, which would be read with defaults for what it lacks.
-        """
+        """As in transformers. Raises `HeadwaterError` for another model's config, which would be read with defaults."""
         content, unused = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         kind = content.get("model_type", cls.model_type)
         if kind != cls.model_type:
@@ -249,19 +246,15 @@ class HeadwaterConfig(PreTrainedConfig):
                 raise HeadwaterError(f"{cls.__name__} has no field {name!r}; did you mean {close[0]!r}?")
 
     def _check_outside(self) -> None:
-        """Raise `HeadwaterError` if a file names an outside mechanism that is missing, or that it may not import
-        (`headwater.plugins.outside`).
-        """
+        """Raise `HeadwaterError` if a file names an outside mechanism that is missing, or that it may not import."""
         for name in as_mapping(self.mechanisms) or {}:
             if isinstance(name, str) and not MECHANISMS.has(name):
                 resolve(name)
 
     def complete_fields(self) -> None:
-        """Fill in defaults and check everything. Models call it before they are built, since fields may have been set
-        after the config was created.
+        """Fill in defaults and check everything. Models call it too, since fields may have been set after creation.
 
-        Raises `HeadwaterError` if fields contradict each other; what layers read of each other is checked when they are
-        planned (`headwater.config.planner.plan_layers`).
+        Raises `HeadwaterError` if fields contradict each other; what layers read of each other is checked when planned.
         """
         self._complete_sizes()
         if self.logit_scale == "fan_in":
@@ -400,17 +393,12 @@ class HeadwaterConfig(PreTrainedConfig):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str | type = "AutoConfig") -> None:
-        """As in transformers, which would save this file alone; here models are saved with all the code they need.
-
-        Raises `HeadwaterError` for an auto class other than "AutoConfig".
-        """
+        """As in transformers, but for all code that a model needs. Raises `HeadwaterError` for another class's."""
         if not auto_map.register(cls, auto_class):
             super().register_for_auto_class(auto_class)
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
-        """As in transformers. Raises `HeadwaterError` if this config is saved with code (`headwater export`), which
-        models write, and the code is not in the folder.
-        """
+        """As in transformers. Raises `HeadwaterError` if the folder lacks the code that belongs to it."""
         auto_map.check_code(self, save_directory)
         try:
             super().save_pretrained(save_directory, push_to_hub, **kwargs)

@@ -1,8 +1,7 @@
 """Make a model deeper and wider: from a `Larger` to its config, its tensors and its optimizer's state.
 
-Each parameter has axes (`headwater.mechanisms.enlarging.Dim`), those of mechanisms by their own word. Along each axis
-a new entry
-is a copy of an old one, zero, or as in a fresh model of the new size; all the ways of `methods` differ in this alone.
+Along each axis of a parameter (`mechanisms.enlarging.Dim`) a new entry is a copy of an old one, zero, or as in a fresh
+model of the new size; all the ways of `methods` differ in this alone.
 """
 
 from __future__ import annotations
@@ -122,8 +121,7 @@ def copies_read(config: HeadwaterConfig, growth: Larger) -> int:
 def enlarged(model: Model, options: GrowthOptions) -> Model:
     """A deeper or wider model, in the dtype, on the device and in the mode of the old one, which does not change.
 
-    What is new is initialized as in a fresh model of the new size, but for what has to be zero. Raises
-    `HeadwaterError` as `planned`.
+    What is new starts as in a fresh model of the new size, or at zero. Raises `HeadwaterError` as `planned`.
     """
     growth, config = planned(model.config, options)
     first = next(model.parameters())
@@ -152,11 +150,9 @@ def enlarged(model: Model, options: GrowthOptions) -> Model:
 def carried(state: dict[str, Tensor], model: Model, large: Model, options: GrowthOptions) -> dict[str, Tensor]:
     """The optimizer's state of the larger model: averages of gradients as the gradients themselves change.
 
-    Where the function is kept, what copies write has a share of the old gradient, and factors on copies have all of it.
-    What layers that add nothing are made from has no gradient yet. New elements have an average of zero, and of squares
-    the mean of the old ones: Adam counts steps once per tensor, so zeros would look like gradients known to be small,
-    and the first updates would be too large. A parameter with no counterpart has been stepped 0 times, and nothing
-    else: `training.checkpoints.begin_with` begins its averages. state: not empty.
+    What copies write has a share of the old gradient, and factors on copies have all of it. New elements have an
+    average of zero, and of squares the mean of the old ones: after zeros Adam, which counts steps once per tensor,
+    would make large updates. A parameter with no counterpart has been stepped 0 times. state: not empty.
     """
     growth = growth_of(model.config, options)
     moves = Moves(model, large, growth)
@@ -387,8 +383,8 @@ class Moves:
 
 
 class Copied(NamedTuple):
-    """Where new entries come from: source: for each the old one, -1: new. zero: new ones are zero, and not fresh. mean:
-    after the old entries stands their mean. factor: what old ones are multiplied with."""
+    """source: of each new entry the old one, -1: none. zero: these are zero, not fresh. mean: the old ones' mean comes
+    after them. factor: of old ones."""
 
     source: list[int]
     zero: bool = False

@@ -17,7 +17,7 @@ from headwater.config.plan import LayerPlan, Source
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import Context, Cost, Mechanism
-from headwater.mechanisms.enlarging import Larger, describe_fixed_axes
+from headwater.mechanisms.enlarging import SAME, Larger, fixed_axes
 from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.receivers import identity_with
 from headwater.util.errors import HeadwaterError
@@ -94,7 +94,7 @@ class Backout(KeepsPrecision, Mechanism):
             return options
         return options | {"layer": growth.source(len(growth.layers) - 1, cls.read(options, config).layer)}
 
-    describe_axes = describe_fixed_axes
+    describe_axes = fixed_axes(SAME)
 
     find_identity_options = identity_with(weight=0.0)
 

@@ -1,9 +1,8 @@
 """What some tools ask of a mechanism beyond the contract: a capability is a method that a class has or has not.
 
-A mechanism has a capability if its class, or its module, has the members of a Protocol below, or of one in
-`headwater.config.capabilities`, for which the config asks: there is nothing to derive from or to register. Tools ask
-`isinstance(mechanism, GrowsOptions)`. Each docstring says which tool asks, and what it does without. The members of a
-capability belong together: a class with only some of them is an error.
+A class, or its module, has a capability if it has all members of a Protocol below, or of one in
+`headwater.config.capabilities`, for which the config asks. Tools ask `isinstance(mechanism, GrowsOptions)`. Each
+docstring says which tool asks, and what it does without.
 `parameter` is always the name within the module, of a child module's as "conv.weight".
 """
 
@@ -63,8 +62,7 @@ class GrowsOptions(Protocol):
     def grow_options(cls, options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
         """The options with which it does the same in a larger model. config: the smaller model's.
 
-        Raises `HeadwaterError`, with the reason, for growth under which it cannot, or that would not keep the function
-        though `growth.keeps`.
+        Raises `HeadwaterError` for growth under which it cannot, or not keep the function though `growth.keeps`.
         """
 
 
@@ -141,10 +139,9 @@ class GroupsParameters(Protocol):
     """Asked when the optimizer is made, which else groups parameters by their kind and shape."""
 
     def choose_group(self, parameter: str) -> str | None:
-        """The optimizer group of a parameter; None: by its kind and shape.
+        """One of `Group`, or another name for a group of its own, which does not decay; None: by kind and shape.
 
-        One of `Group`, or another name for a group of its own, which does not decay. Only
-        parameters of two dimensions can be in "matrices", which Muon trains under `optimizer: muon`.
+        Only parameters of two dimensions can be in "matrices", which Muon trains under `optimizer: muon`.
         """
 
 
@@ -192,11 +189,9 @@ class LimitsSplitting(Protocol):
 
 
 class Shown(NamedTuple):
-    """Scalars of a mechanism in one layer, as its forward pass uses them.
+    """Scalars of a mechanism in one layer, as its forward pass uses them: values [n].
 
-    values: [n].
-    by: what the n values belong to: "kv head"; "query head"; "layer", the layer a summand comes from (-1: the
-        embedding); or "" for a single number.
+    by: what they belong to; "layer" is the one that a summand comes from (-1: the embedding), "" a single number's.
     at: the indices of these heads or layers, [n].
     """
 

@@ -1,16 +1,9 @@
 """The contract of a mechanism: subclass `Mechanism` to change where a Transformer's keys and values come from.
 
-A mechanism answers five questions, in this order. Override only the methods that yours needs.
-
-1. What are its options?    `Options`, `validate_options`
-2. Where does it act?       `redirect_heads`, `plan_stages`: pure Python, before any module exists
-3. What is its module?      `build_module`: one per layer in which it acts; `initial_value` of its parameters
-4. What does it compute?    the stages, `transform_embedding` to `transform_block_output`
-5. What does it cost?       `count_cost`
-
-What only some tools ask, such as growth or inspection, is in `headwater.mechanisms.capabilities`.
-`headwater new mechanism NAME` writes a working example, and `headwater.testing` checks it. docs/extending.md is the
-guide.
+Override only the methods that yours needs, which say in this order what its options are, where it acts, what its module
+is, what that computes at each stage, and what it costs. What only some tools ask is in
+`headwater.mechanisms.capabilities`. `headwater new mechanism NAME` writes a working example, `headwater.testing` checks
+it, and docs/extending.md is the guide.
 
 In shapes: B batch, T new tokens, S all tokens including cached ones, D model width, H query heads, K key/value heads,
 d head width, F feed-forward width.
@@ -167,8 +160,7 @@ class Mechanism(nn.Module):
     def redirect_heads(
         cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]
     ) -> list[LayerPlan]:
-        """Return the plans with the heads redirected that take keys or values from another layer, by
-        `LayerPlan.attending`.
+        """Redirect the heads that take keys or values from another layer, by `LayerPlan.attending`.
 
         plans: of layers that share nothing, whatever other mechanisms do. A head attends to what the layer that it
         names itself attends to. This runs for every mechanism before any `plan_stages`. Keys and values that no head
@@ -201,11 +193,9 @@ class Mechanism(nn.Module):
     def initial_value(self, parameter: str, generator: torch.Generator | None = None) -> Tensor | None:
         """The initial value of a parameter. Draw random numbers on the CPU, from `generator`.
 
-        parameter: its name within the module; a child module's as "conv.weight".
-
-        Every parameter of the module's own needs a value. For those of child modules None means the model's default:
-        linear layers and embeddings like all others of the model, other weights of two or more dimensions normal with
-        standard deviation 1/√fan_in, norm weights one, biases zero.
+        Every parameter of the module's own needs a value. For a child module's, "conv.weight", None means the model's
+        default: linear layers and embeddings like all others of the model, other weights of two or more dimensions
+        normal with standard deviation 1/√fan_in, norm weights one, biases zero.
         """
         return None
 

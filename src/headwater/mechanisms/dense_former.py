@@ -19,7 +19,7 @@ from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import Context, Cost, Mechanism
 from headwater.mechanisms.enlarging import Dim, Larger
 from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
-from headwater.mechanisms.receivers import identity_with
+from headwater.mechanisms.receivers import check_least, identity_with
 from headwater.mechanisms.weighted_sum import weighted_sum
 from headwater.util.errors import HeadwaterError
 
@@ -65,9 +65,7 @@ class DenseFormer(KeepsPrecision, Mechanism):
 
     @classmethod
     def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
-        for name in ("dilation", "period"):
-            if options[name] < 1:
-                raise HeadwaterError(f"Mechanism 'dense_former': {name} must be at least 1, not {options[name]}.")
+        check_least(cls, options, dilation=1, period=1)
         if options["period"] > config.num_hidden_layers:
             raise HeadwaterError(
                 f"Mechanism 'dense_former': with period {options['period']} no block of "

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from headwater.config.plan import LayerPlan, Source, Stage
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.contract import AttentionInputs, Context, Cost, Mechanism
-from headwater.mechanisms.enlarging import READS, SAME, Dim, Larger
-from headwater.mechanisms.receivers import check_receivers, receivers
+from headwater.mechanisms.enlarging import READS, SAME, Larger, fixed_axes
+from headwater.mechanisms.receivers import check_least, check_receivers, receivers
 from headwater.util.errors import HeadwaterError
 
 DepthVariant = Literal["attnres", "inkling_2"]
@@ -114,8 +114,7 @@ class DepthAttention(Mechanism):
     @classmethod
     def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
         check_receivers(cls.registered_name(), options | {"source": 0}, config)
-        if options["block"] < 1:
-            raise HeadwaterError(f"Mechanism 'depth_attention': block must be at least 1, not {options['block']}.")
+        check_least(cls, options, block=1)
 
     @classmethod
     def read(cls, options: dict[str, Any], layer: int) -> tuple[Source, ...]:
@@ -171,8 +170,7 @@ class DepthAttention(Mechanism):
         layers = [layer for layer in growth.copies(receivers(options | {"source": 0}, config)) if layer]
         return options | {"layers": None if options["layers"] is None else layers}
 
-    def describe_axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
-        return SAME, READS._replace(normed=True)
+    describe_axes = fixed_axes(SAME, READS._replace(normed=True))
 
     def choose_group(self, parameter: str) -> Literal["vectors"]:
         return "vectors"

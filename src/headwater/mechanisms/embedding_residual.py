@@ -20,7 +20,7 @@ from headwater.config.plan import EMBEDDING, LayerPlan, Source
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import Context, Cost, Mechanism
-from headwater.mechanisms.enlarging import describe_fixed_axes
+from headwater.mechanisms.enlarging import SAME, fixed_axes
 from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.receivers import check_layers, identity_with, is_chosen, move_layers
 from headwater.mechanisms.weighted_sum import weighted_sum
@@ -83,7 +83,7 @@ class EmbeddingResidual(KeepsPrecision, Mechanism):
     # Capabilities
 
     grow_options = staticmethod(move_layers)
-    describe_axes = describe_fixed_axes
+    describe_axes = fixed_axes(SAME)
 
     def find_neutral_value(self, parameter: str) -> Tensor | None:
         return torch.tensor([0.0, 1.0])

@@ -19,7 +19,7 @@ from headwater.config.plan import Heads, LayerPlan, Source
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import Context, Cost, Mechanism
-from headwater.mechanisms.enlarging import Dim
+from headwater.mechanisms.enlarging import Dim, fixed_axes
 from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.receivers import check_layers, identity_with, is_chosen, move_layers
 from headwater.util.errors import HeadwaterError
@@ -120,8 +120,7 @@ class Exclusive(KeepsPrecision, Mechanism):
 
     grow_options = staticmethod(move_layers)
 
-    def describe_axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
-        return (Dim("q"),)
+    describe_axes = fixed_axes(Dim("q"))
 
     find_identity_options = identity_with(learnable=True)
 

@@ -28,6 +28,7 @@ from headwater.config.plan import LayerPlan
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.contract import Mechanism
 from headwater.mechanisms.enlarging import Larger
+from headwater.mechanisms.receivers import check_least
 from headwater.util.errors import HeadwaterError
 
 LayerMap = Literal["cross_layer", "yoco", "last", "own"]
@@ -49,8 +50,7 @@ class KVSource(Mechanism):
     @classmethod
     def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
         depth, maps = config.num_hidden_layers, (options["keys"], options["values"])
-        if options["group_size"] < 1:
-            raise HeadwaterError(f"Mechanism 'kv_source': group_size must be at least 1, not {options['group_size']}.")
+        check_least(cls, options, group_size=1)
         count = options["num_shared_layers"]
         if count not in (None, *range(1, depth)):
             raise HeadwaterError(

@@ -20,7 +20,7 @@ from headwater.config.plan import Heads, LayerPlan, Source, Stage
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import Context, Cost, Mechanism
-from headwater.mechanisms.enlarging import describe_fixed_axes
+from headwater.mechanisms.enlarging import SAME, fixed_axes
 from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.receivers import identity_with, keep_options
 from headwater.util.errors import HeadwaterError
@@ -110,7 +110,7 @@ class NeuTRENO(KeepsPrecision, Mechanism):
     # Capabilities
 
     grow_options = staticmethod(keep_options)
-    describe_axes = describe_fixed_axes
+    describe_axes = fixed_axes(SAME)
 
     find_identity_options = identity_with(weight=0.0, learnable=True)
 

@@ -35,9 +35,9 @@ from headwater.config.plan import Kept, LayerPlan, Source
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import KV, Context, Cost, Mechanism, Reach, Tail
-from headwater.mechanisms.enlarging import SAME, WRITES, Dim, Larger, describe_fixed_axes
+from headwater.mechanisms.enlarging import SAME, WRITES, Dim, Larger, fixed_axes
 from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
-from headwater.mechanisms.receivers import check_layers, identity_with, layers_with_values
+from headwater.mechanisms.receivers import check_layers, check_least, identity_with, layers_with_values
 from headwater.mechanisms.shift import earlier, read_tail
 from headwater.util.errors import HeadwaterError
 
@@ -176,7 +176,7 @@ class NGramTable(KeepsPrecision, Mechanism):
 
     # Capabilities
 
-    describe_axes = describe_fixed_axes
+    describe_axes = fixed_axes(SAME)
 
 
 class NGramMemory(KeepsPrecision, Mechanism):
@@ -279,9 +279,7 @@ class NGramMemory(KeepsPrecision, Mechanism):
             raise HeadwaterError(
                 f"Mechanism 'ngram_memory': orders must be increasing numbers from 2 on, such as [2, 3], not {orders}."
             )
-        for name, least in (("heads", 1), ("rank", 1), ("rows", 2), ("vocab_size", 1)):
-            if options[name] is not None and options[name] < least:
-                raise HeadwaterError(f"Mechanism 'ngram_memory': {name} must be at least {least}, not {options[name]}.")
+        check_least(cls, options, heads=1, rank=1, rows=2, vocab_size=1)
         if options["end_of_text"] is not None and not 0 <= options["end_of_text"] < config.vocab_size:
             raise HeadwaterError(
                 f"Mechanism 'ngram_memory': end_of_text must be a token's id, from 0 to {config.vocab_size - 1}, not "

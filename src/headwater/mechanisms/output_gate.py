@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from headwater.config.plan import LayerPlan
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.contract import Context, Cost, Mechanism
-from headwater.mechanisms.enlarging import READS, Dim, Larger
+from headwater.mechanisms.enlarging import READS, Dim, Larger, fixed_axes
 from headwater.mechanisms.receivers import check_channels, check_layers, identity_with, is_chosen, move_layers
 from headwater.util.errors import HeadwaterError
 
@@ -116,8 +116,7 @@ class OutputGate(Mechanism):
         reads_all = options["channels"] == config.hidden_size
         return move_layers(options, config, growth) | ({"channels": None} if reads_all else {})
 
-    def describe_axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
-        return Dim("q"), READS
+    describe_axes = fixed_axes(Dim("q"), READS)
 
     find_identity_options = identity_with(scale=2.0, init="zero")
 

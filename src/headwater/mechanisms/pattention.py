@@ -44,6 +44,7 @@ from headwater.mechanisms.contract import Cost, Mechanism
 from headwater.mechanisms.enlarging import SAME, Dim, Larger
 from headwater.mechanisms.precision import KeepsPrecision
 from headwater.mechanisms.product_keys import ProductKeys, find_largest, take_entries, weighted_rows
+from headwater.mechanisms.receivers import check_least
 from headwater.util.errors import HeadwaterError, nearest
 
 ScoreFunction = Literal["l2_norm_gelu", "gelu_l2_norm", "l1_norm_gelu", "gelu_l1_norm", "exp_l1_norm", "softmax"]
@@ -260,9 +261,7 @@ class Pattention(Mechanism):
 
     @classmethod
     def _validate_pairs(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
-        for name in ("attention_pairs", "ffn_pairs", "query_pairs", "key_pairs", "value_pairs", "output_pairs"):
-            if options[name] is not None and options[name] < 1:
-                raise HeadwaterError(f"Mechanism 'pattention': {name} must be at least 1, not {options[name]}.")
+        check_least(cls, options, **{name: 1 for name in options if name.endswith("_pairs")})
         for name, count in (options["frozen"] or {}).items():
             if name not in get_args(Map) or not 0 <= count < cls.pairs(options, config, name):
                 raise HeadwaterError(f"Mechanism 'pattention': frozen must give fewer pairs than map {name!r} has.")

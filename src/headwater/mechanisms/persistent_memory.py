@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from headwater.config.plan import LayerPlan
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.contract import KV, Context, Cost, Mechanism
-from headwater.mechanisms.enlarging import SAME, Dim
-from headwater.mechanisms.receivers import check_layers, is_chosen, move_layers
+from headwater.mechanisms.enlarging import SAME, Dim, fixed_axes
+from headwater.mechanisms.receivers import check_layers, check_least, is_chosen, move_layers
 from headwater.util.errors import HeadwaterError
 
 
@@ -79,10 +79,7 @@ class PersistentMemory(Mechanism):
     @classmethod
     def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
         check_layers(cls, options, config)
-        if options["pairs"] < 1:
-            raise HeadwaterError(
-                f"Mechanism 'persistent_memory': pairs must be at least 1, not {options['pairs']}; remove it for none."
-            )
+        check_least(cls, options, pairs=1)
         if options["init_std"] is not None and not 0 < options["init_std"] < inf:
             raise HeadwaterError(
                 f"Mechanism 'persistent_memory': init_std must be greater than 0, not {options['init_std']}; "
@@ -121,5 +118,4 @@ class PersistentMemory(Mechanism):
 
     grow_options = staticmethod(move_layers)
 
-    def describe_axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
-        return Dim("kv"), SAME
+    describe_axes = fixed_axes(Dim("kv"), SAME)

@@ -36,7 +36,7 @@ from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import KV, Context, Cost, Hidden, Mechanism, Reach, Tail
 from headwater.mechanisms.enlarging import READS, SAME, Dim
 from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
-from headwater.mechanisms.receivers import check_layers, is_chosen, move_layers
+from headwater.mechanisms.receivers import check_layers, check_least, is_chosen, move_layers
 from headwater.mechanisms.shift import dynamic_shift, read_tail, shift
 from headwater.util.errors import HeadwaterError, nearest
 
@@ -211,8 +211,7 @@ class ShortConv(KeepsPrecision, Mechanism):
                     f"Mechanism 'short_conv': dynamic cannot contain {site!r}; it may contain only those of queries, "
                     "keys and values that sites contains too."
                 )
-        if options["window"] < 2:
-            raise HeadwaterError(f"Mechanism 'short_conv': window must be at least 2, not {options['window']}.")
+        check_least(cls, options, window=2)
 
     @classmethod
     def sizes(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> dict[str, tuple[int, int]]:

@@ -19,7 +19,7 @@ from headwater.config.plan import LayerPlan, Source
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import Context, Cost, Mechanism, Reach, Tail
-from headwater.mechanisms.enlarging import Larger, describe_fixed_axes
+from headwater.mechanisms.enlarging import SAME, Larger, fixed_axes
 from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.receivers import check_channels, identity_with
 from headwater.mechanisms.shift import previous_token
@@ -99,7 +99,7 @@ class Smear(KeepsPrecision, Mechanism):
             )
         return options
 
-    describe_axes = describe_fixed_axes
+    describe_axes = fixed_axes(SAME)
 
     find_identity_options = identity_with(weight=0.0, norm="none")
 

@@ -27,7 +27,14 @@ from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import KV, Context, Cost, Mechanism
 from headwater.mechanisms.enlarging import SAME, Dim, Larger
 from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
-from headwater.mechanisms.receivers import check_channels, check_layers, identity_with, is_chosen, layers_with_values
+from headwater.mechanisms.receivers import (
+    check_channels,
+    check_layers,
+    check_least,
+    identity_with,
+    is_chosen,
+    layers_with_values,
+)
 from headwater.util.errors import HeadwaterError
 
 Gate = Literal["sigmoid", "scalar", "none"]
@@ -132,11 +139,7 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
     @classmethod
     def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
         check_layers(cls, options, config)
-        for name in ("tables", "rank"):
-            if options[name] is not None and options[name] < 1:
-                raise HeadwaterError(
-                    f"Mechanism 'value_embedding': {name} must be at least 1, not {options[name]}; leave it out."
-                )
+        check_least(cls, options, tables=1, rank=1)
         defaults = {name: getattr(cls.Options, name) for name in ("channels", "scale")}
         given = [name for name, default in defaults.items() if options[name] != default]
         if options["gate"] != "sigmoid" and given:

@@ -1,8 +1,7 @@
 """Generation with a static cache: every token is the same step on the same memory, which a GPU replays as one graph.
 
-transformers' `generate` prepares masks, positions and choices in Python for each token, and waits for the device to
-learn whether to stop. Here a step does all that on the device: it runs the model on the last tokens, chooses the next
-ones and writes them where the next step finds them. The host reads the tokens of a step while the next one runs.
+A step runs the model on the last tokens, chooses the next ones and writes them where the next step finds them, all on
+the device. The host reads the tokens of a step while the next one runs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """`HeadwaterImageModel` and `HeadwaterForImageClassification`: the same stack of blocks with images in front.
 
-What differs from the language model is here: patches, the class token and positions at the input, a classifier at the
-output, and attention in both directions, for which the config says that it is not causal and no mask is made.
+Attention runs in both directions: the config is not causal, and there is no mask.
 """
 
 # No postponed annotations in this file: other packages read those of `forward` at run time.

@@ -40,9 +40,7 @@ def check_position_count(position_ids: Tensor | None, length: int) -> None:
 
 
 def check_cache(layers: list[CachedLayer], cache: Cache | None, inputs_embeds: Tensor) -> None:
-    """The cache must not be made for another model, which would lose what this one attends to, or for another number
-    of rows than inputs_embeds [B, T, D] has.
-    """
+    """The cache must not lose what this model attends to, nor be for other rows than inputs_embeds [B, T, D]."""
     if cache is None or torch.compiler.is_compiling():
         return
     if not isinstance(cache, Cache):
@@ -136,8 +134,7 @@ def check_document_starts(document_starts: Tensor | None, past: int | Tensor, li
 def check_learned_positions(config: HeadwaterConfig, tokens: NewTokens, positions: Positions) -> None:
     """Each position must have an embedding, where positions are learned: on a GPU the lookup would abort the device.
 
-    A GPU is not waited for in training, nor where it may replay a step; there the error comes later, as a failed
-    assertion with the same sentence.
+    In training, and where a GPU may replay a step, it is not waited for and an assertion fails later.
     """
     if config.position != "learned" or torch.compiler.is_compiling():
         return

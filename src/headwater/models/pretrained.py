@@ -171,9 +171,7 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
     ) -> nn.Module:
-        """As in transformers. Raises `HeadwaterError`, before anything is changed, for a mechanism whose parameters
-        depend on the number of tokens.
-        """
+        """As in transformers. Raises `HeadwaterError` first for a mechanism whose parameters depend on the tokens."""
         old = len(self.get_input_embeddings().weight)
         new = old if new_num_tokens is None else new_num_tokens
         if isinstance(pad_to_multiple_of, int):  # transformers refuses any other
@@ -219,8 +217,7 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
         """The initial value of `module`'s own parameter `name`, drawn from `draw`.
 
         Inside a mechanism, its `initial_value` decides. Otherwise matrices are normal, biases zero and norms multiply
-        by one.
-        Raises `HeadwaterError` for any other parameter.
+        by one. Raises `HeadwaterError` for any other parameter.
         """
         shape = module.get_parameter(name).shape
         owner, inner = owner_of(self.base_model, qualified)

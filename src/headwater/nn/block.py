@@ -32,7 +32,7 @@ OUTSIDE = "__call__" in vars(GradientCheckpointingLayer)
 class Block(GradientCheckpointingLayer):
     """x [B, T, D] and the tensors of earlier layers that it reads -> (x, *tensors that later layers read).
 
-    Tensors with gradients are passed and returned positionally: re-entrant checkpointing sees no others.
+    All positionally: re-entrant checkpointing sees no other gradients.
     """
 
     def __init__(self, config: HeadwaterConfig, plan: LayerPlan) -> None:

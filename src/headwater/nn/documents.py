@@ -27,11 +27,10 @@ def takes_documents(implementation: str | None) -> bool:
 def make_cu_seq_lens(position_ids: Tensor) -> Tensor | None:
     """Where each document begins among all B·T tokens of packed rows, row after row, and then the end: int32 [n + 1].
 
-    The end is repeated, as documents of no tokens, up to a length that depends on B and T alone (unless documents are
-    shorter than `TOKENS` on average; then it doubles): compiled code sees one shape, whatever the documents.
+    The end is repeated up to a length that depends on B and T alone (unless documents are shorter than `TOKENS` on
+    average; then it doubles), so that compiled code sees one shape.
 
-    position_ids: [B, T] on the CPU; on a GPU the host waits. None if some document is not numbered 0, 1, 2, …; such
-    rows need a mask.
+    position_ids: [B, T] on the CPU; on a GPU the host waits. None if some document is not numbered 0, 1, 2, …
     """
     rows, length = position_ids.shape
     slot = torch.arange(length, device=position_ids.device)
@@ -71,8 +70,7 @@ def check_documents(cu_seq_lens: Tensor, position_ids: Tensor, rows: int, length
 def select_columns(x: Tensor, past: int | Tensor, length: int) -> Tensor:
     """The columns [B, T] of the `length` new tokens in x [B, S], which covers the whole history.
 
-    past: the number of cached tokens. A static cache has it as a tensor; x may then be as wide as that cache, so that
-    its shape is the same at every step. What follows the new tokens is not looked at.
+    past: the number of cached tokens. A static cache has it as a tensor; x may then be as wide as that cache.
     """
     if isinstance(past, Tensor):
         return x.index_select(1, torch.arange(length, device=x.device) + past.to(x.device))

@@ -1,7 +1,4 @@
-"""How far back mechanisms may look: how many tokens precede each one, and the cache that keeps the raw ones.
-
-In rows that branch, which token comes before another is another question: `headwater.nn.ancestors`.
-"""
+"""How far back mechanisms may look: how many tokens precede each one, and the cache that keeps the raw ones."""
 
 from __future__ import annotations
 
@@ -45,10 +42,7 @@ class LookbackLimits(NamedTuple):
 
 
 def find_tail(plan: LayerPlan, past_key_values: Cache | Engine | None) -> Tail | None:
-    """The cache layer that holds the raw tokens of a layer; None without a cache, or if no mechanism looks back.
-
-    Raises `HeadwaterError` for a cache that does not keep them.
-    """
+    """The cache layer with a layer's raw tokens; None if there are none. Raises `HeadwaterError` if it keeps none."""
     if past_key_values is None or not plan.tails:
         return None
     layers = past_key_values.layers

@@ -24,8 +24,7 @@ def causal_lm_loss(
 ) -> Tensor:
     """transformers' `ForCausalLMLoss`: the same number, on a CPU without copies of the logits.
 
-    logits [B, T, V]; labels [B, T]; returns a scalar. transformers holds the logits, their copy in fp32 and their log
-    softmax at once, and autograd keeps the last; the kernel keeps only the logits, in their own dtype.
+    logits [B, T, V]; labels [B, T]; returns a scalar. The kernel keeps only the logits, in their own dtype.
     """
     if not can_fuse_loss(logits):
         return ForCausalLMLoss(
@@ -92,10 +91,7 @@ def classification_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def smoothed(labels: Tensor, share: float, classes: int) -> Tensor:
-    """Labels of which this share of the probability is spread over all classes.
-
-    labels: [B], numbers of classes, which stay as they are if the share is 0; or probabilities, [B, at most `classes`].
-    """
+    """Labels [B], or [B, at most `classes`] probabilities, with this share spread over all classes."""
     if labels.ndim == 1:
         if not share:
             return labels
