@@ -23,9 +23,7 @@ from headwater.util.errors import HeadwaterError, nearest, sentence
 class Preset:
     """One model.
 
-    fields: fields of `HeadwaterConfig`, and `base: gpt2` if the other defaults are those of
-        `HeadwaterConfig.gpt2()`, or `base: vit` for fields of `HeadwaterVisionConfig`; as under `model` in a recipe.
-    paper: where the model is from.
+    fields: as under `model` in a recipe, with `base: gpt2` or `base: vit` for other defaults. paper: where it is from.
     note: which form it is, and why its parameters differ from the paper's figure.
     reported: its parameters as the paper prints them; None if it does not.
     """

@@ -69,8 +69,7 @@ class HeadwaterConfig(PreTrainedConfig):
         rope_parameters: as in transformers: {"rope_type", "rope_theta", "partial_rotary_factor", "factor", …}.
         parallel_residual: x + attention(norm1(x)) + feed_forward(norm2(x)), as in GPT-NeoX.
         first_residual: False removes the residual connection around the first layer's attention (with
-            parallel_residual, around the first block), so that the embedding reaches later layers only through it:
-            the value-residual paper's test of V_0 against V_1.
+            parallel_residual, around the first block): the value-residual paper's test of V_0 against V_1.
         qk_norm: a norm over each head's width on queries and keys, right after projection, as in Qwen3.
         attention_scale: factor on the scores; default 1/√d.
         attention_softcap: c in c·tanh(scores / c), before the mask, as in Gemma 2; default none. Eager attention only.
@@ -88,13 +87,10 @@ class HeadwaterConfig(PreTrainedConfig):
     Initialization
         initializer_range: standard deviation of matrices and embeddings.
         embedding_range: standard deviation of the token and position embeddings. Default: what a mechanism needs
-            (0.2 with Pattention, whose output does not depend on the size of its input, so that the first block's
-            drowns an embedding of 0.02; docs/fairness.md), else initializer_range. For a stored config without it:
-            initializer_range.
+            (0.2 with Pattention; docs/fairness.md), else initializer_range, as for a stored config without it.
         linear_init: "normal" draws linear layers with initializer_range, "fan_in" with 1/√inputs, as in MaxText.
         scaled_residual_init: divide it by √(2·L) for the two layers that write to the residual stream, as in GPT-2.
-        initializer_seed: every parameter is drawn from (this seed, the parameter's qualified name), so models with
-            common parts have the same initial values in them, whatever else they contain.
+        initializer_seed: every parameter is drawn from (this seed, its qualified name), so parts in common start equal.
 
     Mechanisms
         mechanisms: name -> options, in order of application, e.g.
@@ -103,8 +99,8 @@ class HeadwaterConfig(PreTrainedConfig):
             (docs/extending.md). `headwater.plugins.outside` says which of these are imported.
 
     Serving
-        materialise: gather ordinary keys and values for each layer before they are cached, for engines with their own
-            (paged) cache; the same function without the smaller cache. Not with mechanisms that keep raw tokens.
+        materialise: cache ordinary keys and values in each layer, for engines with their own (paged) cache; the same
+            function without the smaller cache. Not with mechanisms that keep raw tokens.
 
     Raises `HeadwaterError` (or transformers' strict-dataclass error around it) with one sentence that says what
     to change.

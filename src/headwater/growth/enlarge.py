@@ -219,15 +219,13 @@ class Moves:
                 )
             return None
         self.used.add(before)
-        if layer in self.growth.silent and not power and (passing := self.passing(name)) is not None:
-            return passing
+        if layer in self.growth.silent and not power:
+            owner, inner = owner_of(self.large, name)
+            if isinstance(owner, PassesThrough) and (passing := owner.find_neutral_value(inner)) is not None:
+                return passing
         silenced = layer in self.growth.silent and not power and self.is_silenced(name)
         axes = self.axes(before, known)
         return self.filled(name, known if old is None else old, fresh, axes, power, silenced)
-
-    def passing(self, name: str) -> Tensor | None:
-        owner, inner = owner_of(self.large, name)
-        return owner.find_neutral_value(inner) if isinstance(owner, PassesThrough) else None
 
     def is_silenced(self, name: str) -> bool:
         """Whether it is the last thing before the stream that a layer adds to it."""
@@ -288,7 +286,8 @@ class Moves:
             zero |= ((source < 0) & way.zero).view(view)
         apart = torch.zeros_like(x)
         if spread is not None and self.growth.noise:
-            apart = self.noise(name, x, *spread) * _measure_spread(x, base)
+            # Of a layer that grew before and has not been trained, what writes is still zero.
+            apart = self.noise(name, x, *spread) * (float(x.std()) or float(base.std()))
         if not silenced:
             made = torch.where(taken, x + apart, torch.where(zero, 0.0, base))
             return made.reshape(fresh.shape) - offset
@@ -395,12 +394,6 @@ class Copied(NamedTuple):
 def _shape_along(dim: int, dims: int) -> list[int]:
     """The shape in which numbers for the entries along one dimension are broadcast."""
     return [-1 if at == dim else 1 for at in range(dims)]
-
-
-def _measure_spread(x: Tensor, fresh: Tensor) -> float:
-    """The standard deviation of a parameter, or of a fresh one."""
-    # Of a layer that grew before and has not been trained, what writes is still zero.
-    return float(x.std()) or float(fresh.std())
 
 
 def _check_mean(name: str, axis: Dim) -> None:

@@ -71,11 +71,11 @@ def add_pairs(model: Model, growth: GrowthOptions) -> Model:
     config = added_config(model.config, growth)
     options, new = options_of(model.config), pairs_of(config)
     grown = copied(model)
-    names = {module: name for name, module in grown.named_modules()}
+    names = {module: name for name, module in grown.base_model.named_modules()}
     for _, which, module in maps_of(grown):
         width, pairs = module.key.shape[1], new[which]
         extra = pairs - module.n
-        draw = generator(model.config.initializer_seed, _base_name(grown, names[module]), pairs)
+        draw = generator(model.config.initializer_seed, names[module], pairs)
         # New rows are initialized as in a fresh model of the new size, whose fan-in differs.
         module.key_std, module.value_std = Pattention.stds(options, model.config, which, width, pairs)
         added = {name: module.initial_value(name, draw, extra) for name in ("key", "value")}
@@ -345,7 +345,3 @@ def _shape(model: HeadwaterPreTrainedModel) -> dict[str, torch.Size]:
     """The shapes of all other parameters."""
     own = {name for name, module in model.named_modules() if isinstance(module, Pattention)}
     return {name: t.shape for name, t in model.state_dict().items() if name.rpartition(".")[0] not in own}
-
-
-def _base_name(model: HeadwaterPreTrainedModel, name: str) -> str:
-    return name.removeprefix(f"{model.base_model_prefix}.")

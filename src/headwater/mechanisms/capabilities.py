@@ -71,7 +71,7 @@ class DescribesAxes(Protocol):
     """Asked by `headwater grow`, which cannot grow a parameter without it, and where heads are split over processes."""
 
     def describe_axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
-        """What the entries along each dimension of a parameter belong to; the last covers all that remain, flattened.
+        """What the entries along each dimension belong to; the last covers all that remain, flattened.
 
         place: the inputs and the outputs of the linear layer that the module replaces.
         """
@@ -91,19 +91,15 @@ class AddsToTrainedModel(Protocol):
 
     @classmethod
     def find_identity_options(cls, options: dict[str, Any]) -> dict[str, Any] | None:
-        """The options with which it changes nothing that a trained model computes.
-
-        options: those the user gave, possibly none, which the result contains. None: it cannot be done with these.
-        """
+        """The user's `options` and others with which it changes nothing in a trained model; None: there are none."""
 
 
 # Training
 
 
 class Step(NamedTuple):
-    """A training step, as a mechanism's hooks see it.
+    """A training step, numbered from 0, of a run of so many `steps`, of which `warmup` warm up the learning rate.
 
-    number: counts from 0. steps: how many the run has. warmup: how many of them warm up the learning rate.
     start: the recipe's `start:` section, with `tau` resolved; empty for a run from scratch.
     """
 
@@ -118,16 +114,10 @@ class ActsInTraining(Protocol):
     """Asked by the training loop, which without it does nothing of the mechanism's between steps."""
 
     def prepare_training(self, step: Step) -> Any:
-        """What `prepare_step` needs, as JSON values, which checkpoints store; None: it need not be called.
-
-        Called once, when a run begins; not when it is resumed.
-        """
+        """What `prepare_step` needs when a run begins, as JSON values for checkpoints; None: it need not be called."""
 
     def prepare_step(self, kept: Any, step: Step) -> None:
-        """Called before each training step, if `prepare_training` returned something; kept: what it returned.
-
-        Keep what it changes in a buffer or a parameter: a checkpoint does not hold other attributes.
-        """
+        """Called before each step with what `prepare_training` returned. Only buffers and parameters are saved."""
 
     @classmethod
     def describe_training(cls, modules: int, step: Step) -> str | None:

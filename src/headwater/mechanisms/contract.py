@@ -35,10 +35,7 @@ class KV(NamedTuple):
 
 
 class AttentionInputs(NamedTuple):
-    """What a block's queries, keys and values are projected from, and its residual stream; each [B, T, D].
-
-    k, v: None in layers that project no keys or values.
-    """
+    """What a block's queries, keys and values (None: it has none) are projected from, and the stream: [B, T, D]."""
 
     q: Tensor
     k: Tensor | None
@@ -69,8 +66,7 @@ class Tail(Protocol):
     def before(self, name: str, x: Tensor, length: int, everything: bool = False) -> Tensor:
         """The `length` raw tokens before x [B, heads, T, d], zeros before the first; stores the last ones of x.
 
-        name: which tail. everything: return all tokens kept, which are more than `length` while a cache records its
-        past (assisted decoding).
+        name: which tail. everything: return all tokens kept, which are more while a cache records its past.
         """
         ...
 
@@ -223,8 +219,7 @@ class Mechanism(nn.Module):
     def split_attention_inputs(self, x: AttentionInputs, context: Context) -> AttentionInputs:
         """Next: what goes into queries, keys and values, which may differ, and the residual stream -> same.
 
-        They come in alike, unless another mechanism has acted here before. The block's one norm and
-        `transform_attention_input` then apply to each, and the block adds to the stream given here.
+        The block's one norm and `transform_attention_input` then apply to each; it adds to the stream given here.
         """
         return x
 
@@ -233,9 +228,9 @@ class Mechanism(nn.Module):
         return x
 
     def transform_projections(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
-        """After projection, before the norms of queries and keys, if there are any: as `transform_qkv`.
+        """As `transform_qkv`, before the norms of queries and keys: what other layers read as projected.
 
-        What other layers read as projected is what this gives. A layer's own tensors are not in `context.sources` yet.
+        A layer's own tensors are not in `context.sources` yet.
         """
         return q, kv
 

@@ -71,8 +71,7 @@ class Larger:
     stream, q, kv, units: for each new channel, query head, key/value head and feed-forward unit, the old one that it
         copies; -1: none.
     fill: what new channels of the stream hold; with "any" nothing new is zero. keeps: whether the function is kept.
-    noise: standard deviation, over that of the old weights, of what is added to one copy's factors and taken from the
-        others'.
+    noise: standard deviation of the noise between copies, over that of the old weights.
     """
 
     layers: tuple[int, ...]

@@ -53,7 +53,7 @@ class KVShift(KeepsPrecision, Mechanism):
 
     Args
         key_heads, value_heads, query_heads: how many heads of each are shifted; value_heads defaults to key_heads.
-        window: number of taps; 2 is the paper's main form, 3 and 4 its "shift 2" and "shift 3".
+        window: number of taps; the paper's "shift 2" and "shift 3" have 3 and 4.
         variant: "free": the taps are the parameters. "gate": w_0 = sigmoid(a), w_1 = 1 - w_0. "clamped":
             w_0 = min(max(a, 0), 1), w_1 = 1 - w_0. "half_heads", "half_channels": the second half of the heads, or of
             the channels of each, is the previous token's, and nothing is learned. All but "free" require window=2.
@@ -72,9 +72,6 @@ class KVShift(KeepsPrecision, Mechanism):
         >>> k, v = shift(k, v)
         >>> k.shape
         torch.Size([3, 4, 16, 64])
-
-    To decode token by token, keep the raw k and v of the last window - 1 tokens, prepend them to the new ones, and drop
-    them from the result.
     """
 
     source = "the previous token"

@@ -79,14 +79,12 @@ class NGramTable(KeepsPrecision, Mechanism):
 
     Args
         vocab_size: how many ids there are.
-        numbers: in a row.
-        orders: the lengths n, increasing. heads: hashes, and so rows, of each.
+        numbers: in a row. orders: the lengths n, increasing. heads: hashes, and so rows, of each.
         rows: each head has at least this many rows, a prime number of them; default the vocabulary's size.
         end_of_text: an id after which n-grams restart, and which replaces missing tokens; default: none does, and
             the id `vocab_size` stands for them.
         seed: of the multipliers. place: the table's number among the model's, from 0: each has other multipliers and
-            primes.
-        zero: the table starts at zero.
+            primes. zero: the table starts at zero.
 
     Parameters: `table.weight` [Σ p_nj, numbers], order after order, and in each head after head.
 
@@ -141,12 +139,7 @@ class NGramTable(KeepsPrecision, Mechanism):
         return {"factors": torch.tensor(self.drawn), "moduli": sizes, "first": first}
 
     def forward(self, ids: Tensor, reach: Reach = None, tail: Tail | None = None) -> Tensor:
-        """ids [B, T] -> [B, T, numbers of the rows].
-
-        reach: [B, T], how many tokens of the same document precede each; default: all. `Ancestors` where the token
-            before is not in the slot before.
-        tail: holds the tokens before these; default: there are none.
-        """
+        """ids [B, T] -> [B, T, numbers of the rows]. reach, tail: as in `Context`."""
         return self.table(self.found(self.past(ids, reach, tail))).flatten(2)
 
     def past(self, ids: Tensor, reach: Reach, tail: Tail | None) -> list[Tensor]:

@@ -277,7 +277,8 @@ class Pattention(Mechanism):
         for name in ("key_init", "value_init"):
             values = options[name].values() if isinstance(options[name], dict) else [options[name]]
             for value in values:
-                if value not in (None, "fan_in") and not _is_deviation(value):
+                number = value if isinstance(value, float | int) and not isinstance(value, bool) else -1
+                if value not in (None, "fan_in") and not 0 <= number < float("inf"):
                     raise HeadwaterError(
                         f"Mechanism 'pattention': {name} must be a standard deviation or 'fan_in', not {value!r}."
                     )
@@ -290,14 +291,9 @@ class Pattention(Mechanism):
                 f"Mechanism 'pattention': product_heads must be at least 1, and 1 without product_keys, not {heads}."
             )
         for name in get_args(Map):
-            pairs, frozen = cls.pairs(options, config, name), cls.frozen_of(options, name)
+            pairs, frozen = cls.pairs(options, config, name), (options["frozen"] or {}).get(name, 0)
             if wrong := unreadable(pairs, cls.top_k_of(options, name), name in product_keys, frozen):
                 raise HeadwaterError(f"Mechanism 'pattention': map {name!r}: {wrong}.")
-
-    @classmethod
-    def frozen_of(cls, options: dict[str, Any], name: Map) -> int:
-        """How many pairs of a map are not trained, the first ones."""
-        return (options["frozen"] or {}).get(name, 0)
 
     @classmethod
     def top_k_of(cls, options: dict[str, Any], name: Map) -> int | None:
@@ -379,7 +375,7 @@ class Pattention(Mechanism):
         form: dict[str, Any] = {"score": options["score"], "gelu": options["gelu"], "tau": tau}
         stds: dict[str, Any] = {"key_std": key_std, "value_std": value_std}
         reading: dict[str, Any] = {"top_k": top_k, "product_heads": cls.product_heads_of(options, name)}
-        return cls(d_in, d_out, pairs, frozen=cls.frozen_of(options, name), **form, **stds, **reading)
+        return cls(d_in, d_out, pairs, frozen=(options["frozen"] or {}).get(name, 0), **form, **stds, **reading)
 
     @classmethod
     def count_linear_cost(
@@ -491,10 +487,6 @@ def unreadable(pairs: int, top_k: int | None, product: bool, frozen: int) -> str
     if product and frozen:
         return "pairs with product keys share their keys, so that none can be frozen"
     return None
-
-
-def _is_deviation(value: Any) -> bool:
-    return isinstance(value, float | int) and not isinstance(value, bool) and 0 <= value < float("inf")
 
 
 def _init_std(given: float | str | dict[str, Any] | None, name: Map, inputs: int, default: float) -> float:

@@ -80,9 +80,6 @@ class ShortConv(KeepsPrecision, Mechanism):
         >>> conv = ShortConv({"keys": (4, 64)}, window=4)
         >>> conv(torch.randn(3, 4, 16, 64), "keys").shape
         torch.Size([3, 4, 16, 64])
-
-    To decode token by token, keep the raw tensors of the last window - 1 tokens, prepend them to the new ones, and drop
-    them from the result.
     """
 
     source = "the last few tokens, by channel"
@@ -147,10 +144,7 @@ class ShortConv(KeepsPrecision, Mechanism):
     ) -> Tensor:
         """x [B, heads, T, channels of a head] -> the same, convolved with the taps of `name`.
 
-        given: [B, T, width], what dynamic taps depend on.
-        reach: [B, T], how many tokens of the same document precede each; default: all. `Ancestors` where the token
-            before is not in the slot before.
-        tail: holds the raw tokens before these; default: there are none.
+        given: [B, T, width], what dynamic taps depend on. reach, tail: as in `Context`.
         """
         before = read_tail(tail, self.tails[name], x, self.window - 1, reach)
         if name not in self.dynamic:

@@ -184,11 +184,6 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
         return options["rank"] or heads * config.head_dim
 
     @classmethod
-    def std(cls, config: HeadwaterConfig) -> float:
-        """Of the tables at init."""
-        return config.hidden_size**-0.5
-
-    @classmethod
     def count_cost(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Cost:
         heads = len(plan.v_heads)
         width, rank = heads * config.head_dim, options["rank"] or 0
@@ -226,7 +221,7 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
             len(plan.v_heads),
             config.head_dim,
             0 if tables else config.vocab_size,
-            std=cls.std(config),
+            std=config.hidden_size**-0.5,
             shared=at,
             **{name: options[name] for name in ("rank", "gate", "channels", "scale", "init")},
         )
@@ -239,7 +234,7 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
             return None
         numbers = cls.shared_numbers(options, config)
         zero = options["init"] == "zero" and options["rank"] is None
-        std, by_head = 0.0 if zero else cls.std(config), options["rank"] is None
+        std, by_head = 0.0 if zero else config.hidden_size**-0.5, options["rank"] is None
         return ValueTables(options["tables"], config.vocab_size, numbers, std, by_head)
 
     @classmethod

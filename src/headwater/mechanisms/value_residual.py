@@ -14,9 +14,8 @@ it. The paper's ablations put the residual elsewhere (option `target`): on queri
 probabilities, or hidden states (X_0 added to the input of each attention).
 
 Departures: the init 0.5 of the learnable form, λ2 = 1 of the constant form, and the form of learnable_plus follow the
-authors' code; the paper does not give them. Neither gives the init of λ'. It is an option, and its default is what
-trained best here (recipes/value-residual/plus-init.yaml: bits per byte 2.967 uniform, 3.004 ramp, 3.061 depth, mean of
-six seeds at 8 layers of width 64 and 400 steps). The printed formula of the dense form can be read as recursive, over
+authors' code; the paper does not give them. Neither gives the init of λ', whose default is what trained best here
+(recipes/value-residual/plus-init.yaml). The printed formula of the dense form can be read as recursive, over
 V'_i; ours is over V_i.
 """
 
@@ -338,8 +337,8 @@ def check(mode: str, weight: float | None, **inits: str | None) -> None:
         if value not in (None, *known[name]):
             raise HeadwaterError(f"A value residual has no {name} {value!r}; {nearest(str(value), known[name])}")
     readers = {"weight": ("constant", "sparse"), "init": ("learnable",), "plus_init": ("learnable_plus",)}
-    for name, value in {"weight": weight, **inits}.items():
-        if value is not None and mode not in readers[name]:
+    for name, option in {"weight": weight, **inits}.items():
+        if option is not None and mode not in readers[name]:
             raise HeadwaterError(f"A value residual's mode {mode!r} has no {name}; leave {name} out.")
 
 

@@ -207,10 +207,6 @@ class HeadwaterLayer(_GrowingTailMixin, DynamicLayer):
             self._growing = _Growing(), _Growing()
         return self._growing
 
-    @growing.setter
-    def growing(self, growing: tuple[_Growing, _Growing]) -> None:
-        self._growing = growing
-
     def __getstate__(self) -> dict[str, Any]:
         """What copies and exporters get: the state without spare memory."""
         state = dict(vars(self))
@@ -236,7 +232,7 @@ class HeadwaterLayer(_GrowingTailMixin, DynamicLayer):
 
     def reset(self) -> None:
         super().reset()
-        self.growing = _Growing(), _Growing()
+        self._growing = _Growing(), _Growing()
 
 
 class HeadwaterSlidingLayer(_GrowingTailMixin, DynamicSlidingWindowLayer):
@@ -261,8 +257,7 @@ class HeadwaterSlidingLayer(_GrowingTailMixin, DynamicSlidingWindowLayer):
 class HeadwaterStaticLayer(_TailMixin, StaticLayer):
     """The same in buffers allocated once, for `torch.compile`.
 
-    Initialized early (`early_initialization`: for export, and where `generate` splits a prompt), it has room for all
-    heads, and its tails come after the values.
+    Initialized early (for export, and where `generate` splits a prompt), it has room for all heads, then for tails.
     """
 
     _layer_type = "headwater_attention"

@@ -154,20 +154,18 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
     def frequencies_change(self, before: Tensor, now: Tensor) -> Tensor:
         """Where RoPE turns a sequence of `now` tokens by other frequencies than one of `before` tokens: booleans."""
         changed = torch.zeros_like(now, dtype=torch.bool)
-        for rope in (self.rotary_emb, self.sliding_rotary_emb):
-            if rope is not None and rope.follows_length:
-                changed = changed | (rope.span(before) != rope.span(now))
+        for rope in self.ropes_by_length:
+            changed = changed | (rope.span(before) != rope.span(now))
         return changed
 
     @property
-    def follows_length(self) -> bool:
-        """Whether the frequencies of RoPE change with the length of a sequence."""
-        ropes = (self.rotary_emb, self.sliding_rotary_emb)
-        return any(rope is not None and rope.follows_length for rope in ropes)
+    def ropes_by_length(self) -> list[RotaryEmbedding]:
+        """Those whose frequencies change with the length of a sequence."""
+        return [x for x in (self.rotary_emb, self.sliding_rotary_emb) if x is not None and x.follows_length]
 
     def check_frequencies(self, inputs: ModelInputs) -> None:
         """Raise `HeadwaterError` where the new tokens make a sequence so long that its cached keys are out of date."""
-        if not self.follows_length or inputs.cache is None or inputs.position_ids is None:
+        if not self.ropes_by_length or inputs.cache is None or inputs.position_ids is None:
             return
         past: Any = inputs.cache.get_seq_length()
         if isinstance(past, int) and past == 0:
@@ -426,7 +424,7 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         self, cache: Cache, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
     ) -> bool:
         """Whether RoPE turned the cached tokens by other frequencies than it will with all of input_ids [B, T]."""
-        if not self.model.follows_length:
+        if not self.model.ropes_by_length:
             return False
         past, length = cache.get_seq_length(), input_ids.shape[1]
         if not past or length <= past:
@@ -444,7 +442,7 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         self, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **kwargs: Any
     ) -> Any:
         """As in transformers. Raises `HeadwaterError` where candidates may be of a length with other frequencies."""
-        if self.model.follows_length:
+        if self.model.ropes_by_length:
             lengths = torch.tensor([input_ids.shape[1], generation_config.max_length], device=input_ids.device)
             mask = kwargs.get("attention_mask")
             if mask is not None:

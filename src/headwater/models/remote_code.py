@@ -51,10 +51,7 @@ def brought_along(config: Any) -> dict[str, str]:
 
 
 def write_code(folder: str | os.PathLike[str], outside: Mapping[str, str] | None = None) -> None:
-    """Write the code that the exported classes need into `folder`, which is made if it is missing.
-
-    outside: mechanisms to include, see `brought_along`. Raises `HeadwaterError` if the code of one cannot be included.
-    """
+    """Write what `code` gives into `folder`, which is made if it is missing."""
     files = code(outside)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -136,7 +133,11 @@ def _edits(module: str, tree: ast.Module, kinds: dict[str, str]) -> Iterator[tup
     packages = LIBRARY, module.split(".")[0]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            _check_flat(module, node, packages)
+            for alias in node.names:
+                if alias.name.split(".")[0] in packages:
+                    raise HeadwaterError(
+                        f"{module}: write import {alias.name} as from … import …, which has a flat form."
+                    )
         elif isinstance(node, ast.ImportFrom):
             source = resolve_name("." * node.level + (node.module or ""), package)
             if node.level == 0 and source == LIBRARY and not _is_ours(module):
@@ -148,12 +149,6 @@ def _edits(module: str, tree: ast.Module, kinds: dict[str, str]) -> Iterator[tup
                 yield node, f'".{_flat(match[1])}:{match[2]}"', [match[1]]
             elif node.value in kinds:
                 yield node, f'"{kinds[node.value]}"', []
-
-
-def _check_flat(module: str, node: ast.Import, packages: Iterable[str]) -> None:
-    for alias in node.names:
-        if alias.name.split(".")[0] in packages:
-            raise HeadwaterError(f"{module}: write import {alias.name} as from … import …, which has a flat form.")
 
 
 def _from_module(node: ast.ImportFrom, source: str) -> tuple[str, list[str]]:
