@@ -66,24 +66,24 @@ def _share(config: HeadwaterConfig) -> list[LayerPlan]:
     if not redirecting:
         return plans
 
-    def stops(name: str) -> bool:
-        kind = resolve(name)
-        return isinstance(kind, StopsRedirection) and kind.stops_redirection(config.mechanisms[name])
+    stopping = {
+        name
+        for name in redirecting
+        if isinstance(kind := resolve(name), StopsRedirection) and kind.stops_redirection(config.mechanisms[name])
+    }
 
     def follow(layer: int, head: int, letter: Letter) -> int:
         """The layer whose keys or values a head attends to. Those of lower layers are known."""
         skipped = None
         while True:
-            others = {
-                name: getattr(redirected[layer].attends[head], letter)
-                for name, redirected in redirecting.items()
-                if name != skipped
-            }
-            name, source = next((item for item in others.items() if item[1] != layer), (None, layer))
-            if name is None:
+            for name, redirected in redirecting.items():
+                source = getattr(redirected[layer].attends[head], letter)
+                if name != skipped and source != layer:
+                    break
+            else:
                 return layer
             _check_alike(config, layer, Source("bank", letter, source))
-            if not stops(name):
+            if name not in stopping:
                 return getattr(plans[source].attends[head], letter)
             layer, skipped = source, name
 

@@ -286,8 +286,7 @@ class Moves:
             zero |= ((source < 0) & way.zero).view(view)
         apart = torch.zeros_like(x)
         if spread is not None and self.growth.noise:
-            # Of a layer that grew before and has not been trained, what writes is still zero.
-            apart = self.noise(name, x, *spread) * (float(x.std()) or float(base.std()))
+            apart = self.noise(name, x, *spread) * _measure_spread(x, base)
         if not silenced:
             made = torch.where(taken, x + apart, torch.where(zero, 0.0, base))
             return made.reshape(fresh.shape) - offset
@@ -394,6 +393,12 @@ class Copied(NamedTuple):
 def _shape_along(dim: int, dims: int) -> list[int]:
     """The shape in which numbers for the entries along one dimension are broadcast."""
     return [-1 if at == dim else 1 for at in range(dims)]
+
+
+def _measure_spread(x: Tensor, fresh: Tensor) -> float:
+    """The standard deviation of a parameter, or of a fresh one."""
+    # Of a layer that grew before and has not been trained, what writes is still zero.
+    return float(x.std()) or float(fresh.std())
 
 
 def _check_mean(name: str, axis: Dim) -> None:

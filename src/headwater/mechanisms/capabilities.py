@@ -1,8 +1,7 @@
 """What some tools ask of a mechanism beyond the contract: a capability is a method that a class has or has not.
 
-A class, or its module, has a capability if it has all members of a Protocol below, or of one in
-`headwater.config.capabilities`, for which the config asks. Tools ask `isinstance(mechanism, GrowsOptions)`. Each
-docstring says which tool asks, and what it does without.
+A class, or its module, has a capability if it has all members of a Protocol below, or of one that the config asks for,
+in `headwater.config.capabilities`. Each docstring says which tool asks, by `isinstance`, and what it does without.
 `parameter` is always the name within the module, of a child module's as "conv.weight".
 """
 

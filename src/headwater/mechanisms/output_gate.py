@@ -27,9 +27,8 @@ class OutputGate(Mechanism):
     """Scales what each head has read by a gate that the layer's input opens and closes.
 
     Args
-        channels: how many channels of x the gate reads, the first ones.
+        channels: how many channels of x the gate reads, the first ones. scale: s.
         outputs: numbers that it gives: one per head, or one per channel of all heads.
-        scale: s.
         init: "random": W like other linear layers. "zero": every gate starts at s/2.
 
     Parameters: `gate.weight` [outputs, channels].

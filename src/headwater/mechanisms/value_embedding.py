@@ -179,15 +179,10 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
                 )
 
     @classmethod
-    def numbers(cls, options: dict[str, Any], config: HeadwaterConfig, heads: int) -> int:
-        """Numbers in a row of a table for this many heads. config: as the layer sees it."""
-        return options["rank"] or heads * config.head_dim
-
-    @classmethod
     def count_cost(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Cost:
         heads = len(plan.v_heads)
         width, rank = heads * config.head_dim, options["rank"] or 0
-        table = 0 if options["tables"] else config.vocab_size * cls.numbers(options, config, heads)
+        table = 0 if options["tables"] else config.vocab_size * (rank or width)
         gate = {"sigmoid": heads * options["channels"]}.get(options["gate"], 0)
         return Cost(
             parameters=table + rank * width + gate + (options["gate"] == "scalar"),
@@ -208,7 +203,7 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
     def shared_numbers(cls, options: dict[str, Any], config: HeadwaterConfig) -> int:
         """Numbers in a row of a shared table: as many as the values of each layer that reads it have."""
         reader = layer_config(config, cls.receiving(plan_layers(config))[0])
-        return cls.numbers(options, reader, reader.num_key_value_heads)
+        return options["rank"] or reader.num_key_value_heads * reader.head_dim
 
     @classmethod
     def build_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:

@@ -133,11 +133,7 @@ def _edits(module: str, tree: ast.Module, kinds: dict[str, str]) -> Iterator[tup
     packages = LIBRARY, module.split(".")[0]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name.split(".")[0] in packages:
-                    raise HeadwaterError(
-                        f"{module}: write import {alias.name} as from … import …, which has a flat form."
-                    )
+            _check_flat(module, node, packages)
         elif isinstance(node, ast.ImportFrom):
             source = resolve_name("." * node.level + (node.module or ""), package)
             if node.level == 0 and source == LIBRARY and not _is_ours(module):
@@ -149,6 +145,12 @@ def _edits(module: str, tree: ast.Module, kinds: dict[str, str]) -> Iterator[tup
                 yield node, f'".{_flat(match[1])}:{match[2]}"', [match[1]]
             elif node.value in kinds:
                 yield node, f'"{kinds[node.value]}"', []
+
+
+def _check_flat(module: str, node: ast.Import, packages: Iterable[str]) -> None:
+    for alias in node.names:
+        if alias.name.split(".")[0] in packages:
+            raise HeadwaterError(f"{module}: write import {alias.name} as from … import …, which has a flat form.")
 
 
 def _from_module(node: ast.ImportFrom, source: str) -> tuple[str, list[str]]:
