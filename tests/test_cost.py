@@ -2,11 +2,9 @@
 
 import itertools
 from collections import Counter
-from dataclasses import dataclass
 
 import pytest
 import torch
-from huggingface_hub.dataclasses import strict
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -163,8 +161,6 @@ class Projected(Mechanism):
 
     needs_input_ids = True
 
-    @strict
-    @dataclass
     class Options:
         rank: int = 6
 

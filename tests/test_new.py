@@ -44,9 +44,7 @@ def test_its_files_fit_together(package):
     module, _, name = project["entry-points"]["headwater.mechanisms"][package.name].partition(":")
     assert getattr(importlib.import_module(module), name).registered_name() == f"{module}:{name}"
     for path in package.rglob("*.*"):
-        assert path.suffix == ".pyc" or "@" not in path.read_text().replace("@strict", "").replace("@data", "").replace(
-            "@class", ""
-        )
+        assert path.suffix == ".pyc" or "@" not in path.read_text().replace("@class", "")
 
 
 def test_the_smallest_mechanism_has_25_lines_and_no_capabilities(tmp_path):

@@ -27,10 +27,8 @@ from headwater_lab.recipe.schema import OPTIMIZERS, parse, read_recipe
 from headwater_lab.training.optimizers import make_optimizers, parameter_groups
 
 SMALL = '''
-from dataclasses import dataclass
 
 import torch
-from huggingface_hub.dataclasses import strict
 from torch import nn
 
 from headwater import HeadwaterError
@@ -42,8 +40,6 @@ open("ran.txt", "a").write("x")
 class Twice(Mechanism):
     """out · weight"""
 
-    @strict
-    @dataclass
     class Options:
         begin: float = 2.0
 
@@ -482,12 +478,6 @@ def test_a_notebook_gives_names(here, monkeypatch):
 class Convolved(Mechanism):
     """Everything at once: a convolution, a three-dimensional weight, a matrix that does not decay, a hook."""
 
-    from dataclasses import dataclass as _dataclass
-
-    from huggingface_hub.dataclasses import strict as _strict
-
-    @_strict
-    @_dataclass
     class Options:
         silent: bool = False
 
@@ -692,10 +682,8 @@ def test_a_table_is_trained_with_a_mechanism_from_outside(here, run, forked_work
 GATED = '''
 """A value table by token id with a gate, through a convolution; upper layers attend to the keys of a lower one."""
 
-from dataclasses import dataclass
 
 import torch
-from huggingface_hub.dataclasses import strict
 from torch import nn
 
 from headwater.mechanisms import KV, Cost, Mechanism
@@ -707,8 +695,6 @@ GATE = 8  # channels of the stream that the gate reads
 class GatedTable(Mechanism):
     needs_input_ids = True
 
-    @strict
-    @dataclass
     class Options:
         cool: float = 4.0
         keys_of: int = 0

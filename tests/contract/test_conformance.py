@@ -11,10 +11,8 @@ from headwater.config.options import parse_options
 from headwater.testing import Case, Contract, Reference
 
 MINE = '''
-from dataclasses import dataclass
 
 import torch
-from huggingface_hub.dataclasses import strict
 from torch import nn
 
 from headwater.mechanisms import KV, Ancestors, Context, Cost, Mechanism
@@ -25,8 +23,6 @@ class Mine(Mechanism):
 
     needs_input_ids = True
 
-    @strict
-    @dataclass
     class Options:
         back: int = 1
 
@@ -103,10 +99,8 @@ BROKEN = {
 
 # A mechanism that says of itself what it need not.
 SAYING = '''
-from dataclasses import dataclass
 
 import torch
-from huggingface_hub.dataclasses import strict
 from torch import nn
 
 from headwater.mechanisms.enlarging import SAME, Dim
@@ -118,8 +112,6 @@ class Mine(Mechanism):
 
     per_head = per_token = True
 
-    @strict
-    @dataclass
     class Options:
         begin: float = 0.3
         unused: int = 0

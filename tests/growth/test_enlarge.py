@@ -10,7 +10,7 @@ from huggingface_hub.errors import StrictDataclassError
 from conftest import assert_near, build, config, decode, disturb, shared, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM, HeadwaterForImageClassification, HeadwaterVisionConfig
 from headwater.growth import enlarge, methods, pairs_of
-from headwater.growth.enlarge import carried, enlarged_config, planned
+from headwater.growth.enlarge import carried, planned
 from headwater.growth.methods import GrowthOptions
 from headwater.mechanisms.kv_shift import KVShift
 from headwater.plugins.registry import MECHANISMS
@@ -437,9 +437,8 @@ def test_net2net_keeps_the_old_block_and_not_the_function():
     ],
 )
 def test_mechanisms_go_along_by_the_rules_they_state(mechanisms, method, depth, options):
-    (made,) = enlarged_config(
-        config(mechanisms), GrowthOptions(num_hidden_layers=depth, method=method)
-    ).mechanisms.values()
+    _, large = planned(config(mechanisms), GrowthOptions(num_hidden_layers=depth, method=method))
+    (made,) = large.mechanisms.values()
     assert {name: made[name] for name in options} == options
 
 
@@ -566,4 +565,4 @@ def test_a_wrong_map_does_not_pass_unnoticed(monkeypatch):
     )
     monkeypatch.setitem(MECHANISMS.added, "wrong", kind)
     with pytest.raises(HeadwaterError, match="attends to layers"):
-        enlarge.enlarged_config(config({"wrong": {"source": 1, "layers": [2]}}), GrowthOptions(num_hidden_layers=6))
+        planned(config({"wrong": {"source": 1, "layers": [2]}}), GrowthOptions(num_hidden_layers=6))

@@ -2,11 +2,9 @@
 
 import itertools
 import random
-from dataclasses import dataclass
 
 import pytest
 import torch
-from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import DynamicCache, Gemma3nTextConfig, Gemma4TextConfig
@@ -219,8 +217,6 @@ def test_a_map_is_refused_where_mistral_refuses_it():
 class ValueNorm(Mechanism):
     """Values without their length, as Gemma's are."""
 
-    @strict
-    @dataclass
     class Options:
         pass
 

@@ -33,16 +33,12 @@ def test_docstrings_say_where_it_comes_from(name):
 
 CROSS_LAYER = '''
 """Cross-layer attention: every second layer attends to the keys and values of the one before. arXiv 2405.12981."""
-from dataclasses import dataclass
 
-from huggingface_hub.dataclasses import strict
 
 from headwater.mechanisms.contract import Mechanism
 
 
 class CrossLayer(Mechanism):
-    @strict
-    @dataclass
     class Options:
         every: int = 2
 

@@ -1,11 +1,9 @@
 """Skip-layer attention and SVFormer: heads that attend to another layer's keys and values."""
 
 import random
-from dataclasses import dataclass
 
 import pytest
 import torch
-from huggingface_hub.dataclasses import strict
 
 from conftest import assert_near, build, config, decode, shared, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
@@ -289,8 +287,6 @@ def test_models_with_any_of_them_are_exact(seed):
 class FromBelow(Mechanism):
     """Every layer takes the keys of the layer below it; `above`: of the layer above, which cannot be."""
 
-    @strict
-    @dataclass
     class Options:
         above: bool = False
         short: bool = False

@@ -214,12 +214,12 @@ def test_default_mode_is_written_into_the_config():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mode": "dense", "init": "identity"}, "init belongs to mode 'learnable'"),
+        ({"mode": "dense", "init": "identity"}, "mode 'dense' has no init"),
         ({"source": 3}, "source must be a layer from 0 to 2"),
         ({"layers": []}, "layers is empty"),
         ({"layers": [0]}, "layer 0 cannot receive from layer 0"),
         ({"layers": [3]}, "between 1 and 2"),
-        ({"weight": 2.0}, "no fixed weight"),
+        ({"weight": 2.0}, "has no weight"),
         ({"mode": "dense", "target": "keys"}, "only to values"),
         ({"mode": "dense", "source": 1}, "leave source out"),
     ],

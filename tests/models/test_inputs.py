@@ -218,14 +218,6 @@ def test_the_last_tokens_alone():
     assert inputs.keep_last_tokens(two, whole._replace(attention_mask={False: object(), True: near}), x, 1) is None
 
 
-def test_the_last_rows_of_masks():
-    two = spec(**TWO_KINDS)
-    masks = inputs.keep_last_masks(two, row(), {False: None, True: torch.ones(1, 1, T, T)}, 2)
-    assert see(masks[False]) == ["111110", "111111"]
-    assert masks[True].shape == (1, 1, 2, T)
-    assert inputs.keep_last_masks(two, row(), {False: None, True: object()}, 2) is None
-
-
 def test_the_last_columns():
     assert inputs.select_last(None, 2) is None
     assert inputs.select_last(torch.arange(T)[None], 2).tolist() == [[4, 5]]

@@ -77,20 +77,20 @@ def test_continuous_batching_equals_generate(mechanisms):
 @pytest.mark.parametrize(
     ("mechanisms", "changes", "message"),
     [
-        ({"kv_shift": {}}, {}, "kv_shift looks back to raw tokens"),
+        ({"kv_shift": {}}, {}, "kv_shift: an engine"),
         ({"skip_layer": {}}, {}, "materialise=True"),
         ({"svformer": {}}, {}, "headwater export --materialise"),
         ({}, {}, "materialise=True"),
-        ({}, {"position": "alibi"}, "ALiBi needs masks"),
+        ({}, {"position": "alibi"}, "ALiBi: an engine.* masks"),
         (
             {},
             {"rope_parameters": YARN | {"rope_type": "dynamic"}},
-            "rope_type 'dynamic' follow",
+            "rope_type 'dynamic': an engine",
         ),
         (
             {"value_residual": {"target": "probabilities"}},
             {"materialise": True},
-            "'value_residual' with its options needs",
+            "'value_residual' with its options: an engine",
         ),
     ],
 )
@@ -120,7 +120,7 @@ def test_an_engine_is_known_by_its_attention(engine, mechanisms):
     model, ids = build(mechanisms), tokens(1, 5)
     own = model(ids, use_cache=False).logits
     model.config._attn_implementation = engine
-    message = "kv_shift looks back" if mechanisms.get("kv_shift") == {} else "materialise=True"
+    message = "kv_shift: an engine" if mechanisms.get("kv_shift") == {} else "materialise=True"
     for forward in (model, model.model):
         with pytest.raises(HeadwaterError, match=message):
             forward(ids, use_cache=False)
@@ -139,14 +139,14 @@ def test_attention_of_transformers_itself_is_none_of_an_engine(name):
     model.config._attn_implementation = name
     assert not model.model.may_be_paged()
     model.config._attn_implementation = f"paged|{name}"
-    with pytest.raises(HeadwaterError, match="kv_shift looks back"):
+    with pytest.raises(HeadwaterError, match="kv_shift: an engine"):
         model(tokens(1, 5), use_cache=False)
 
 
 def test_materialising_is_refused_where_raw_tokens_are_kept():
-    with pytest.raises(HeadwaterError, match="kv_shift keeps raw tokens"):
+    with pytest.raises(HeadwaterError, match="raw tokens of kv_shift"):
         build({"value_residual": {}, "kv_shift": {}}, materialise=True)
-    with pytest.raises(HeadwaterError, match="kv_shift and smear keep raw tokens"):
+    with pytest.raises(HeadwaterError, match="raw tokens of kv_shift and smear"):
         build({"kv_shift": {}, "smear": {}}, materialise=True)
 
 

@@ -1,11 +1,9 @@
 """Prompts: layers that store nothing for later tokens run for those tokens alone whose logits are asked for."""
 
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import pytest
 import torch
-from huggingface_hub.dataclasses import strict
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, StaticCache
@@ -62,8 +60,6 @@ class ReadsIds(Mechanism):
 
     needs_input_ids = True
 
-    @strict
-    @dataclass
     class Options:
         pass
 

@@ -441,7 +441,7 @@ def test_headwater_serve_refuses_before_it_starts(run, tmp_path):
     with_tokenizer(tmp_path / "plain")
     code, _, err = run("serve", tmp_path / "plain", "--continuous-batching")
     assert code == 2
-    assert err.startswith("headwater: kv_shift looks back to raw tokens")
+    assert err.startswith("headwater: kv_shift: an engine")
 
 
 @pytest.mark.slow  # `test_paged.py` has continuous batching without a server

@@ -223,7 +223,7 @@ def test_heads_that_are_still_built_keep_their_rows():
         ({"dense_former": {}}, "already has mechanism 'dense_former'"),
         ({"pattention": {}}, "replaces the model's linear layers"),
         ({"value_residual": {"source": 7}}, "source must be a layer"),
-        ({"value_residual": {"weight": 0.5, "mode": "learnable"}}, "--allow-change|no fixed weight"),
+        ({"value_residual": {"weight": 0.5, "mode": "learnable"}}, "--allow-change|has no weight"),
     ],
 )
 @pytest.mark.parametrize("allow_change", [False, True])

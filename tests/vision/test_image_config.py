@@ -1,10 +1,7 @@
 """The config of image models, drop path, and what is refused in one sentence."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
-from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 from images import image_model, images, vision_config
 
@@ -128,8 +125,6 @@ def test_language_models_drop_no_branches_and_are_causal():
 class ByIds(Mechanism):
     needs_input_ids = True
 
-    @strict
-    @dataclass
     class Options:
         pass
 

@@ -46,7 +46,7 @@ def auto_map_of(config: Any) -> dict[str, str]:
 
 
 def register(cls: type, auto_class: str | type) -> bool:
-    """Let all models with the config class of `cls` be saved with code; False, and nothing done, if it is not ours.
+    """Let models with the config class of `cls` be saved with code; False if it is not ours.
 
     Raises `HeadwaterError` if `cls` is exported for another Auto class.
     """
@@ -60,19 +60,13 @@ def register(cls: type, auto_class: str | type) -> bool:
 
 
 def has_code(config: Any) -> bool:
-    """Whether what is saved with this config carries code: its class is registered, or it points to code already.
-
-    The latter keeps models loaded from an exported checkpoint exported when they are saved.
-    """
+    """Whether what is saved with this config carries code: its class is registered, or it was loaded with code."""
     targets = (getattr(config, "auto_map", None) or {}).values()
     return type(config) in _registered or any(str(target).startswith(f"{ENTRY}.") for target in targets)
 
 
 def complete_auto_map(config: Any) -> None:
-    """Point a config whose class is registered to the code.
-
-    Other people's classes keep their entries; ours in another repository become ours in this folder.
-    """
+    """Point a config whose class is registered to the code in its folder; other people's classes keep their entries."""
     if type(config) in _registered:
         entries = getattr(config, "auto_map", None) or {}
         ours = auto_map_of(config).items()

@@ -1,7 +1,6 @@
-"""What a config asks of a mechanism beyond the contract.
+"""What a config asks of a mechanism beyond the contract: see `headwater.mechanisms.capabilities`.
 
-`headwater.mechanisms.capabilities` says what a capability is, and has those that other tools ask for. `config` is
-always a `HeadwaterConfig`, which cannot be imported here: it imports this file.
+`config` is always a `HeadwaterConfig`, which imports this file.
 """
 
 from __future__ import annotations
@@ -19,10 +18,7 @@ Map = Literal["query", "key", "value", "output", "feed_forward"]
 
 @runtime_checkable
 class CompletesOptions(Protocol):
-    """For options whose defaults follow from the config, and must not follow its later changes.
-
-    Asked once, before `validate_options`; the config stores the result. Without it the defaults of `Options` hold.
-    """
+    """For defaults that follow from the config, but not from its later changes. Asked before `validate_options`."""
 
     @classmethod
     def complete_options(cls, options: dict[str, Any], config: Any) -> dict[str, Any]:
@@ -40,10 +36,7 @@ class PrefersEmbeddingRange(Protocol):
 
 @runtime_checkable
 class LimitsKernels(Protocol):
-    """For `add_key_values` and `transform_attention_weights` above all: not all attention kernels expose these.
-
-    Asked when a model chooses its kernel, and by servers. Without it a mechanism works with all.
-    """
+    """Asked when a model chooses its attention kernel, and by servers. Without it a mechanism works with all."""
 
     @classmethod
     def list_kernels(cls, options: dict[str, Any]) -> tuple[str, ...] | None:
@@ -59,7 +52,7 @@ class StopsRedirection(Protocol):
 
     @classmethod
     def stops_redirection(cls, options: dict[str, Any]) -> bool:
-        """Whether such a head attends to what that layer would attend to without this mechanism."""
+        """Whether it attends to what that layer would attend to without this mechanism."""
 
 
 @runtime_checkable

@@ -36,9 +36,8 @@ def layer_config(config: Any, layer: int) -> Any:
 def cache_types(config: Any, windows_are_ordinary: bool) -> list[str]:
     """The kind of cache layer that each layer needs, by which transformers builds caches (`layer_types`).
 
-    windows_are_ordinary: whether the layers with a sliding window all cache the usual keys and values. Then, since our
-    growing layer has no advantage there, they have transformers' own. Never a mixture: layers that attend to each other
-    must use the same slots, and transformers' static layer rolls while ours does not.
+    windows_are_ordinary: the layers with a sliding window all cache the usual keys and values, in transformers' own
+    layers. Never in a mixture: layers that attend to each other must use the same slots, and its static layer rolls.
     """
     is_ordinary = config.materialise, config.materialise or windows_are_ordinary
     kinds = [(_ORDINARY if is_ordinary[slides] else _OWN)[slides] for slides in (False, True)]

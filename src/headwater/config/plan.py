@@ -1,8 +1,4 @@
-"""What one layer projects, stores, exports and reads, as plain data: `LayerPlan`.
-
-`headwater.config.planner.plan_layers` makes the plans of a config. Attention builds its projections from the plan, the
-cache stores what it names, the depth loop carries the tensors it names, and `cost` prices it.
-"""
+"""What one layer projects, stores, exports and reads, as plain data: `LayerPlan`, made by `plan_layers`."""
 
 from __future__ import annotations
 
@@ -121,10 +117,9 @@ class Attends(NamedTuple):
 
 
 class HeadGroup(NamedTuple):
-    """Consecutive key/value heads that attend to the same layers, in one call of the kernel.
+    """Consecutive key/value heads, `size` from `first` on, that attend to layers k and v, in one call of the kernel.
 
-    first, size: the heads. k, v: the layers attended to. k_heads, v_heads: the group's among the heads that these
-    layers store; None for all of them.
+    k_heads, v_heads: the group's among the heads that these layers store; None for all of them.
     """
 
     first: int
@@ -201,10 +196,9 @@ class LayerPlan:
         return tuple(dict.fromkeys(name for stage, name in self.acts if stage in stages))
 
     def slot(self, source: Source) -> int:
-        """Where the layer's modules find a tensor at run time: first what the layer reads, then its own (`OWN`).
+        """Where the layer's modules find a tensor: first what the layer reads, then its own (`OWN`).
 
-        Slots are numbers relative to the layer, so that layers of one kind share one compiled graph. Raises `KeyError`
-        for a tensor that the plan does not read.
+        Numbers relative to the layer, so that layers of one kind share a compiled graph. Raises `KeyError` for others.
         """
         if source in self.reads:
             return self.reads.index(source)

@@ -1,7 +1,6 @@
 """config -> one `LayerPlan` per layer: the only place that decides which layer owns what. Pure Python.
 
-Each mechanism states from which layer each head takes keys and values (`redirect_heads`), and where it acts
-(`plan_stages`). From that follows what to build: a layer projects and stores only the heads that some layer attends to.
+A layer projects and stores only the heads that some layer attends to.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from headwater.config.capabilities import StopsRedirection, replaces_linear
 from headwater.config.layers import layer_config
@@ -27,17 +26,15 @@ Letter = Literal["k", "v"]
 def plan_layers(config: HeadwaterConfig) -> tuple[LayerPlan, ...]:
     """The plans of all layers. Mechanisms are asked in the config's order: first what they share, then the rest.
 
-    A model calls it once and keeps the plans (`model.plans`); what needs them without a model calls it itself.
     Raises `HeadwaterError` for a mechanism that cannot be found, and where layers cannot read what they would read.
     """
     plans = _complete(_share(config))
     for name, options in config.mechanisms.items():
         plans = _plan_stages(name, options, config, plans)
-    if config.materialise and (sentence := keepers(plans)):
-        names, s = sentence
+    if config.materialise and (names := keepers(plans)):
         raise HeadwaterError(
-            f"materialise=True leaves only keys and values in the cache, and {names} keep{s} raw tokens beside them; "
-            f"set materialise=False, or remove {names}."
+            f"materialise=True leaves only keys and values in the cache, without the raw tokens of {names}; set "
+            f"materialise=False, or remove {names}."
         )
     for plan in plans:
         _check_inside(config, plan)
@@ -49,10 +46,9 @@ def plan_layers(config: HeadwaterConfig) -> tuple[LayerPlan, ...]:
     )
 
 
-def keepers(plans: Iterable[LayerPlan]) -> tuple[str, str] | None:
-    """The mechanisms that keep raw tokens beside the cache, in words, and the ending of their verb; None: none do."""
-    names = list(dict.fromkeys(mechanism for plan in plans for *_, mechanism in plan.tails))
-    return (" and ".join(names), "" if len(names) > 1 else "s") if names else None
+def keepers(plans: Iterable[LayerPlan]) -> str:
+    """The mechanisms that keep raw tokens beside the cache, joined by "and"."""
+    return " and ".join(dict.fromkeys(mechanism for plan in plans for *_, mechanism in plan.tails))
 
 
 def _share(config: HeadwaterConfig) -> list[LayerPlan]:
@@ -62,26 +58,34 @@ def _share(config: HeadwaterConfig) -> list[LayerPlan]:
     head, the last one counts.
     """
     plans = [LayerPlan.vanilla(i, layer_config(config, i).num_key_value_heads) for i in range(config.num_hidden_layers)]
-    redirecting = [
-        Redirection(
-            name, redirected, isinstance(kind := resolve(name), StopsRedirection) and kind.stops_redirection(options)
-        )
+    redirecting = {
+        name: redirected
         for name, options in reversed(config.mechanisms.items())
         if (redirected := _redirected(name, options, config, plans)) != plans
-    ]
+    }
     if not redirecting:
         return plans
+
+    stopping = {
+        name
+        for name in redirecting
+        if isinstance(kind := resolve(name), StopsRedirection) and kind.stops_redirection(config.mechanisms[name])
+    }
 
     def follow(layer: int, head: int, letter: Letter) -> int:
         """The layer whose keys or values a head attends to. Those of lower layers are known."""
         skipped = None
-        while redirections := [r for r in redirecting if r.name != skipped and r.source(layer, head, letter) != layer]:
-            source = redirections[0].source(layer, head, letter)
+        while True:
+            for name, redirected in redirecting.items():
+                source = getattr(redirected[layer].attends[head], letter)
+                if name != skipped and source != layer:
+                    break
+            else:
+                return layer
             _check_alike(config, layer, Source("bank", letter, source))
-            if not redirections[0].stops:
+            if name not in stopping:
                 return getattr(plans[source].attends[head], letter)
-            layer, skipped = source, redirections[0].name
-        return layer
+            layer, skipped = source, name
 
     for layer, plan in enumerate(plans):
         attends = (Attends(follow(layer, head, "k"), follow(layer, head, "v")) for head in range(len(plan.attends)))
@@ -89,27 +93,10 @@ def _share(config: HeadwaterConfig) -> list[LayerPlan]:
     return plans
 
 
-class Redirection(NamedTuple):
-    """From which layers a mechanism lets heads take their keys and values: `attends` of its plans.
-
-    stops: as `StopsRedirection.stops_redirection`.
-    """
-
-    name: str
-    plans: Sequence[LayerPlan]
-    stops: bool
-
-    def source(self, layer: int, head: int, letter: Letter) -> int:
-        return getattr(self.plans[layer].attends[head], letter)
-
-
 def _redirected(
     name: str, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]
 ) -> Sequence[LayerPlan]:
-    """What a mechanism's `redirect_heads` makes of plans.
-
-    Raises `HeadwaterError` if that is not one plan a layer, or names a layer that does not come before.
-    """
+    """What a mechanism's `redirect_heads` makes of plans. Raises `HeadwaterError` for layers that come later."""
     redirected = resolve(name).redirect_heads(options, config, list(plans))
     heads = [len(plan.attends) for plan in plans]
     if not isinstance(redirected, list) or [len(getattr(plan, "attends", ())) for plan in redirected] != heads:
@@ -127,11 +114,7 @@ def _redirected(
 def _plan_stages(
     name: str, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]
 ) -> list[LayerPlan]:
-    """What a mechanism's `plan_stages` makes of plans.
-
-    Raises `HeadwaterError` if that is not one plan a layer, or names a stage whose method the class does not define, or
-    no stage though it defines one.
-    """
+    """What a mechanism's `plan_stages` makes of plans. Raises `HeadwaterError` unless it acts where it has methods."""
     mechanism = resolve(name)
     planned = mechanism.plan_stages(options, config, plans)
     if not isinstance(planned, list) or [type(plan) for plan in planned] != [LayerPlan] * len(plans):
@@ -166,10 +149,10 @@ def _check_inside(config: HeadwaterConfig, plan: LayerPlan) -> None:
 
 
 def output_only_from(config: HeadwaterConfig, plans: Sequence[LayerPlan]) -> int:
-    """The first of the layers at the end that only tokens whose output is asked for have to go through.
+    """The first of the last layers that only tokens whose output is asked for go through; how many there are if none.
 
     Later tokens need nothing of what these layers make, and what they read of lower ones is there for all tokens (keys
-    and values as attended to) or token by token. The number of layers if there are none.
+    and values as attended to) or token by token.
     """
     first = len(plans)
     if config.materialise:  # every layer caches keys and values

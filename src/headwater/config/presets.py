@@ -23,9 +23,7 @@ from headwater.util.errors import HeadwaterError, nearest, sentence
 class Preset:
     """One model.
 
-    fields: fields of `HeadwaterConfig`, and `base: gpt2` if the other defaults are those of
-        `HeadwaterConfig.gpt2()`, or `base: vit` for fields of `HeadwaterVisionConfig`; as under `model` in a recipe.
-    paper: where the model is from.
+    fields: as under `model` in a recipe, with `base: gpt2` or `base: vit` for other defaults. paper: where it is from.
     note: which form it is, and why its parameters differ from the paper's figure.
     reported: its parameters as the paper prints them; None if it does not.
     """
@@ -37,10 +35,9 @@ class Preset:
 
 
 def preset(name: str, **changes: Any) -> HeadwaterConfig:
-    """The config of the preset `name`; `changes` are fields of its class and replace its own.
+    """The config of the preset `name`, with other fields; `mechanisms`, too, is replaced as a whole.
 
-    `mechanisms`, too, is replaced as a whole. Raises `HeadwaterError` for an unknown name or field, and for changes
-    that contradict the rest.
+    Raises `HeadwaterError` for an unknown name or field, and for changes that contradict the rest.
 
         >>> config = preset("gpt2-124m-sla", max_position_embeddings=4096)
         >>> config.num_hidden_layers, config.max_position_embeddings

@@ -69,8 +69,7 @@ class HeadwaterConfig(PreTrainedConfig):
         rope_parameters: as in transformers: {"rope_type", "rope_theta", "partial_rotary_factor", "factor", …}.
         parallel_residual: x + attention(norm1(x)) + feed_forward(norm2(x)), as in GPT-NeoX.
         first_residual: False removes the residual connection around the first layer's attention (with
-            parallel_residual, around the first block), so that the embedding reaches later layers only through it:
-            the value-residual paper's test of V_0 against V_1.
+            parallel_residual, around the first block): the value-residual paper's test of V_0 against V_1.
         qk_norm: a norm over each head's width on queries and keys, right after projection, as in Qwen3.
         attention_scale: factor on the scores; default 1/√d.
         attention_softcap: c in c·tanh(scores / c), before the mask, as in Gemma 2; default none. Eager attention only.
@@ -88,13 +87,10 @@ class HeadwaterConfig(PreTrainedConfig):
     Initialization
         initializer_range: standard deviation of matrices and embeddings.
         embedding_range: standard deviation of the token and position embeddings. Default: what a mechanism needs
-            (0.2 with Pattention, whose output does not depend on the size of its input, so that the first block's
-            drowns an embedding of 0.02; docs/fairness.md), else initializer_range. For a stored config without it:
-            initializer_range.
+            (0.2 with Pattention; docs/fairness.md), else initializer_range, as for a stored config without it.
         linear_init: "normal" draws linear layers with initializer_range, "fan_in" with 1/√inputs, as in MaxText.
         scaled_residual_init: divide it by √(2·L) for the two layers that write to the residual stream, as in GPT-2.
-        initializer_seed: every parameter is drawn from (this seed, the parameter's qualified name), so models with
-            common parts have the same initial values in them, whatever else they contain.
+        initializer_seed: every parameter is drawn from (this seed, its qualified name), so parts in common start equal.
 
     Mechanisms
         mechanisms: name -> options, in order of application, e.g.
@@ -103,8 +99,8 @@ class HeadwaterConfig(PreTrainedConfig):
             (docs/extending.md). `headwater.plugins.outside` says which of these are imported.
 
     Serving
-        materialise: gather ordinary keys and values for each layer before they are cached, for engines with their own
-            (paged) cache; the same function without the smaller cache. Not with mechanisms that keep raw tokens.
+        materialise: cache ordinary keys and values in each layer, for engines with their own (paged) cache; the same
+            function without the smaller cache. Not with mechanisms that keep raw tokens.
 
     Raises `HeadwaterError` (or transformers' strict-dataclass error around it) with one sentence that says what
     to change.
@@ -200,10 +196,7 @@ class HeadwaterConfig(PreTrainedConfig):
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
-        """As in transformers, which `from_pretrained` of configs and models asks.
-
-        Raises `HeadwaterError` for another model's config, which would be read with defaults for what it lacks.
-        """
+        """As in transformers. Raises `HeadwaterError` for another model's config, which would be read with defaults."""
         content, unused = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         kind = content.get("model_type", cls.model_type)
         if kind != cls.model_type:
@@ -249,19 +242,15 @@ class HeadwaterConfig(PreTrainedConfig):
                 raise HeadwaterError(f"{cls.__name__} has no field {name!r}; did you mean {close[0]!r}?")
 
     def _check_outside(self) -> None:
-        """Raise `HeadwaterError` if a file names an outside mechanism that is missing, or that it may not import
-        (`headwater.plugins.outside`).
-        """
+        """Raise `HeadwaterError` if a file names an outside mechanism that is missing, or that it may not import."""
         for name in as_mapping(self.mechanisms) or {}:
             if isinstance(name, str) and not MECHANISMS.has(name):
                 resolve(name)
 
     def complete_fields(self) -> None:
-        """Fill in defaults and check everything. Models call it before they are built, since fields may have been set
-        after the config was created.
+        """Fill in defaults and check everything. Models call it too, since fields may have been set after creation.
 
-        Raises `HeadwaterError` if fields contradict each other; what layers read of each other is checked when they are
-        planned (`headwater.config.planner.plan_layers`).
+        Raises `HeadwaterError` if fields contradict each other; what layers read of each other is checked when planned.
         """
         self._complete_sizes()
         if self.logit_scale == "fan_in":
@@ -400,17 +389,12 @@ class HeadwaterConfig(PreTrainedConfig):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str | type = "AutoConfig") -> None:
-        """As in transformers, which would save this file alone; here models are saved with all the code they need.
-
-        Raises `HeadwaterError` for an auto class other than "AutoConfig".
-        """
+        """As in transformers, but for all code that a model needs. Raises `HeadwaterError` for another class's."""
         if not auto_map.register(cls, auto_class):
             super().register_for_auto_class(auto_class)
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
-        """As in transformers. Raises `HeadwaterError` if this config is saved with code (`headwater export`), which
-        models write, and the code is not in the folder.
-        """
+        """As in transformers. Raises `HeadwaterError` if the folder lacks the code that belongs to it."""
         auto_map.check_code(self, save_directory)
         try:
             super().save_pretrained(save_directory, push_to_hub, **kwargs)

@@ -33,9 +33,7 @@ LANGUAGE: dict[str, Any] = {
 # This file does not postpone annotations: `@strict` checks types, not their names.
 @strict
 class HeadwaterVisionConfig(HeadwaterConfig):
-    """Configuration of a headwater image model. The defaults are those of ViT-B/16.
-
-    The parts, the initialization and the mechanisms are `HeadwaterConfig`'s. What differs:
+    """Configuration of a headwater image model. Defaults: ViT-B/16. What differs from `HeadwaterConfig`:
 
     Images
         image_size: height and width in pixels, one number for both or [height, width]. Images of other sizes can be

@@ -20,6 +20,7 @@ from headwater.config.plan import LayerPlan
 from headwater.config.text import HeadwaterConfig
 from headwater.conversion.families import assemble, own_tensors
 from headwater.mechanisms.capabilities import AddsToTrainedModel
+from headwater.mechanisms.named import owner_of
 from headwater.models.pretrained import HeadwaterPreTrainedModel
 from headwater.nn.attention_kernel import supported_kernels
 from headwater.plugins.registry import as_mapping, in_order, resolve
@@ -92,7 +93,7 @@ def tensors_of(model: HeadwaterPreTrainedModel, config: HeadwaterConfig) -> dict
         place, _, parameter = name.rpartition(".")
         module: Any = skeleton.get_submodule(place)
         qualified = f"{module._qualified_name}.{parameter}"
-        if skeleton.owner(qualified)[0] is None:
+        if owner_of(skeleton.base_model, qualified)[0] is None:
             raise HeadwaterError(
                 f"With these mechanisms the model needs {name!r}, which it does not have; leave out what shares its "
                 "keys and values."

@@ -1,8 +1,7 @@
 """Make a model deeper and wider: from a `Larger` to its config, its tensors and its optimizer's state.
 
-Each parameter has axes (`headwater.mechanisms.enlarging.Dim`), those of mechanisms by their own word. Along each axis
-a new entry
-is a copy of an old one, zero, or as in a fresh model of the new size; all the ways of `methods` differ in this alone.
+Along each axis of a parameter (`mechanisms.enlarging.Dim`) a new entry is a copy of an old one, zero, or as in a fresh
+model of the new size; all the ways of `methods` differ in this alone.
 """
 
 from __future__ import annotations
@@ -66,13 +65,11 @@ WRITERS = ("self_attn.o_proj", "mlp.down_proj", "mlp")
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.*)")
 
 
-def enlarged_config(config: HeadwaterConfig, options: GrowthOptions) -> HeadwaterConfig:
-    """The config of the larger model. Raises `HeadwaterError` for sizes or mechanisms that the method does not fit."""
-    return planned(config, options)[1]
-
-
 def planned(config: HeadwaterConfig, options: GrowthOptions) -> tuple[Larger, HeadwaterConfig]:
-    """What each part of the larger model is made from, and its config."""
+    """What each part of the larger model is made from, and its config.
+
+    Raises `HeadwaterError` for sizes or mechanisms that the method does not fit.
+    """
     differ = not {"rope_parameters"}.issuperset(config.sliding_fields or {})
     if differ and options.sizes.keys() - {"num_hidden_layers"}:
         raise HeadwaterError("A model whose layers have different heads (sliding_fields) can become deeper only.")
@@ -124,8 +121,7 @@ def copies_read(config: HeadwaterConfig, growth: Larger) -> int:
 def enlarged(model: Model, options: GrowthOptions) -> Model:
     """A deeper or wider model, in the dtype, on the device and in the mode of the old one, which does not change.
 
-    What is new is initialized as in a fresh model of the new size, but for what has to be zero. Raises
-    `HeadwaterError` as `enlarged_config`.
+    What is new starts as in a fresh model of the new size, or at zero. Raises `HeadwaterError` as `planned`.
     """
     growth, config = planned(model.config, options)
     first = next(model.parameters())
@@ -154,11 +150,9 @@ def enlarged(model: Model, options: GrowthOptions) -> Model:
 def carried(state: dict[str, Tensor], model: Model, large: Model, options: GrowthOptions) -> dict[str, Tensor]:
     """The optimizer's state of the larger model: averages of gradients as the gradients themselves change.
 
-    Where the function is kept, what copies write has a share of the old gradient, and factors on copies have all of it.
-    What layers that add nothing are made from has no gradient yet. New elements have an average of zero, and of squares
-    the mean of the old ones: Adam counts steps once per tensor, so zeros would look like gradients known to be small,
-    and the first updates would be too large. A parameter with no counterpart has been stepped 0 times, and nothing
-    else: `training.checkpoints.begin_with` begins its averages. state: not empty.
+    What copies write has a share of the old gradient, and factors on copies have all of it. New elements have an
+    average of zero, and of squares the mean of the old ones: after zeros Adam, which counts steps once per tensor,
+    would make large updates. A parameter with no counterpart has been stepped 0 times. state: not empty.
     """
     growth = growth_of(model.config, options)
     moves = Moves(model, large, growth)
@@ -225,15 +219,13 @@ class Moves:
                 )
             return None
         self.used.add(before)
-        if layer in self.growth.silent and not power and (passing := self.passing(name)) is not None:
-            return passing
+        if layer in self.growth.silent and not power:
+            owner, inner = owner_of(self.large, name)
+            if isinstance(owner, PassesThrough) and (passing := owner.find_neutral_value(inner)) is not None:
+                return passing
         silenced = layer in self.growth.silent and not power and self.is_silenced(name)
         axes = self.axes(before, known)
         return self.filled(name, known if old is None else old, fresh, axes, power, silenced)
-
-    def passing(self, name: str) -> Tensor | None:
-        owner, inner = owner_of(self.large, name)
-        return owner.find_neutral_value(inner) if isinstance(owner, PassesThrough) else None
 
     def is_silenced(self, name: str) -> bool:
         """Whether it is the last thing before the stream that a layer adds to it."""
@@ -389,8 +381,8 @@ class Moves:
 
 
 class Copied(NamedTuple):
-    """Where new entries come from: source: for each the old one, -1: new. zero: new ones are zero, and not fresh. mean:
-    after the old entries stands their mean. factor: what old ones are multiplied with."""
+    """source: of each new entry the old one, -1: none. zero: these are zero, not fresh. mean: the old ones' mean comes
+    after them. factor: of old ones."""
 
     source: list[int]
     zero: bool = False
@@ -445,53 +437,36 @@ def _check_units(config: HeadwaterConfig) -> None:
 
 
 def _check_plans(before: Sequence[LayerPlan], after: Sequence[LayerPlan], growth: Larger) -> None:
-    """Raise `HeadwaterError` where a layer would attend to or read another layer than the one it is made from does."""
-    if growth.deepens:
-        _check_last_layer(before, after, growth)
-    for layer, source in enumerate(growth.layers):
-        if layer not in growth.silent:
-            _check_attended(before[source], after[layer], growth)
-            _check_reads(before, after, layer, growth)
-
-
-def _check_last_layer(before: Sequence[LayerPlan], after: Sequence[LayerPlan], growth: Larger) -> None:
-    """Raise `HeadwaterError` where mechanisms would act after the last layer in another order."""
+    """Raise `HeadwaterError` where a layer would attend to, read or end with another than the one it is made from."""
+    changes = [_find_change(before, after, layer, growth) for layer in range(len(after)) if layer not in growth.silent]
     # What acts at the end of the last layer does so after layers that add nothing, and the rest still before it.
     first, last = (after[at].at(Stage.BLOCK_OUTPUT) for at in (growth.at(growth.depth - 1), len(after) - 1))
-    moved = [*first, *(name for name in last if name not in first)]
-    if moved != [*before[-1].at(Stage.BLOCK_OUTPUT)]:
-        here, there = (" and ".join(map(repr, names)) for names in (before[-1].at(Stage.BLOCK_OUTPUT), moved))
+    ends = before[-1].at(Stage.BLOCK_OUTPUT)
+    if growth.deepens and tuple(dict.fromkeys((*first, *last))) != ends:
+        changes.append(f"After the last layer {' and '.join(ends)} act in an order")
+    if found := next(filter(None, changes), None):
         raise HeadwaterError(
-            f"{here} act after the last layer, and in the larger model in another order: {there}; list them in "
-            "this order in a new model, remove one, or use a method that does not keep the function."
+            f"{found} that the larger model would not have; remove the mechanism, or use a method that does not keep "
+            "the function."
         )
 
 
-def _check_attended(was: LayerPlan, now: LayerPlan, growth: Larger) -> None:
-    """Raise `HeadwaterError` where a head would attend to other layers than the one it is a copy of."""
-    # Layers have heads of their own only in models whose heads do not grow.
-    more_heads = len(growth.kv) > max(growth.kv) + 1
-    for head, copied in enumerate(growth.kv if more_heads else range(len(was.attends))):
-        if copied >= 0 and tuple(now.attends[head]) != tuple(map(growth.at, was.attends[copied])):
-            raise HeadwaterError(
-                f"Head {copied} of layer {was.index} attends to layers {_named(was.attends[copied])}, which its "
-                f"copy in the larger model would not; remove the mechanism, or use a method that does not keep "
-                "the function."
-            )
-
-
-def _check_reads(before: Sequence[LayerPlan], after: Sequence[LayerPlan], layer: int, growth: Larger) -> None:
-    """Raise `HeadwaterError` where a layer would read other layers than the one it is made from."""
+def _find_change(before: Sequence[LayerPlan], after: Sequence[LayerPlan], layer: int, growth: Larger) -> str | None:
+    """What the layer that a new one is made from attends to or reads and the new one does not, in words."""
     source = growth.layers[layer]
+    attends = before[source].attends
+    # Layers have heads of their own only in models whose heads do not grow.
+    for head, copied in enumerate(growth.kv if len(growth.kv) > max(growth.kv) + 1 else range(len(attends))):
+        if copied >= 0 and tuple(after[layer].attends[head]) != tuple(map(growth.at, attends[copied])):
+            layers = " and ".join(map(str, dict.fromkeys(attends[copied])))
+            return f"Head {copied} of layer {source} attends to layers {layers} in a way"
     # What acts after the last layer does so after its copies that add nothing.
     alike = [after[new] for new in growth.copies([source]) if new == layer or new in growth.silent]
     for read in before[source].reads:
         known = any(_reads(plan, read, growth, before) for plan in alike)
         if read.kind in ("raw", "local", "probabilities", "stream") and not known:
-            raise HeadwaterError(
-                f"Layer {source} reads layer {read.layer}, which its copy in the larger model would not; remove "
-                "the mechanism, or use a method that does not keep the function."
-            )
+            return f"Layer {source} reads layer {read.layer} in a way"
+    return None
 
 
 @torch.no_grad()
@@ -515,10 +490,6 @@ def _check_function(old: Model, new: Model) -> None:
             f"The larger model's logits differ by {moved:.1e} though the method keeps them, an error of headwater; "
             "report it with the model's config, and use another method or other sizes."
         )
-
-
-def _named(layers: Sequence[int]) -> str:
-    return " and ".join(map(str, dict.fromkeys(layers)))
 
 
 def _reads(now: LayerPlan, read: Source, growth: Larger, before: Sequence[LayerPlan]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from headwater.config.text import HeadwaterConfig
-from headwater.growth.enlarge import enlarged, enlarged_config
+from headwater.growth.enlarge import enlarged, planned
 from headwater.growth.methods import GrowthOptions
 from headwater.growth.pairs import Model, add_pairs, added_config, has_pairs
 from headwater.models.quantization import check_full_precision
@@ -53,4 +53,4 @@ def grown_config(
         config = added_config(config, growth)
         if not growth.sizes:
             return config
-    return enlarged_config(config, growth)
+    return planned(config, growth)[1]

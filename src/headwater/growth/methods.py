@@ -13,9 +13,9 @@ Wider, where E says what the new channels (heads, units) hold, x' = E·x:
     lemon         E = [I; I; …; 0], or the mean of x in place of 0 under LayerNorm. LEMON, arXiv 2310.07999. Exact.
     net2net       the old block stays, all else is new, as the TokenFormer paper has it. Changes the function.
 
-What reads copies shares the old weight w among them, each w/n ± noise, so that W'·E = W. The noise adds up to zero, and
-it lets copies become different: without it they would have equal gradients forever. hypercloning has the paper's
-"noisy symmetric" form, 10 dB below the weights, and lemon noise as large as the weights.
+What reads copies shares the old weight w among them, each w/n ± noise, so that W'·E = W. The noise adds up to zero;
+without it copies would have equal gradients forever. hypercloning has the paper's "noisy symmetric" form, 10 dB below
+the weights, and lemon noise as large as the weights.
 
 "exact" and "lemon" name a way for both directions (identity in depth); two ways are joined by "+": stack+hypercloning.
 """

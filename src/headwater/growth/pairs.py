@@ -66,17 +66,16 @@ def add_pairs(model: Model, growth: GrowthOptions) -> Model:
     """A model with new pairs: by default with zero keys, random values and τ unchanged, which keeps the function.
 
     The new rows are drawn from (config.initializer_seed, the parameter's name, the new number of pairs).
-    Raises `HeadwaterError` for a model without Pattention, for fewer pairs than there are, where nothing would grow,
-    where zero keys are not neutral under the model's score or among the `top_k`, and for product keys.
+    Raises `HeadwaterError` as `added_config`.
     """
     config = added_config(model.config, growth)
     options, new = options_of(model.config), pairs_of(config)
     grown = copied(model)
-    names = {module: name for name, module in grown.named_modules()}
+    names = {module: name for name, module in grown.base_model.named_modules()}
     for _, which, module in maps_of(grown):
         width, pairs = module.key.shape[1], new[which]
         extra = pairs - module.n
-        draw = generator(model.config.initializer_seed, _base_name(grown, names[module]), pairs)
+        draw = generator(model.config.initializer_seed, names[module], pairs)
         # New rows are initialized as in a fresh model of the new size, whose fan-in differs.
         module.key_std, module.value_std = Pattention.stds(options, model.config, which, width, pairs)
         added = {name: module.initial_value(name, draw, extra) for name in ("key", "value")}
@@ -92,24 +91,21 @@ def add_pairs(model: Model, growth: GrowthOptions) -> Model:
 
 
 class TauAnnealing:
-    """Moves every τ from its current value to the default for its number of pairs, √n.
+    """Moves every τ from its current value to the default for its number of pairs, √n, which trains better. Ours.
 
-    Keeping τ is exact, but √n trains better; annealing moves from one to the other. Our addition; see
-    docs/growth.md.
-
-        >>> from headwater import HeadwaterForCausalLM, preset
-        >>> from headwater.growth import grow
-        >>> sizes = dict(num_hidden_layers=1, hidden_size=64, num_attention_heads=2, vocab_size=256)
-        >>> pattention = {"pattention": {"attention_pairs": 16, "ffn_pairs": 64}}
-        >>> model = HeadwaterForCausalLM(preset("tokenformer-124m", **sizes, mechanisms=pattention))
-        >>> grown = grow(model, attention_pairs=64)
-        >>> annealing = TauAnnealing(grown)
-        >>> for step in range(3):  # of 2 steps of annealing
-        ...     annealing.put(step / 2)
-        ...     print(grown.model.layers[0].self_attn.q_proj.scale.tau.item())
-        4.0
-        6.0
-        8.0
+    >>> from headwater import HeadwaterForCausalLM, preset
+    >>> from headwater.growth import grow
+    >>> sizes = dict(num_hidden_layers=1, hidden_size=64, num_attention_heads=2, vocab_size=256)
+    >>> pattention = {"pattention": {"attention_pairs": 16, "ffn_pairs": 64}}
+    >>> model = HeadwaterForCausalLM(preset("tokenformer-124m", **sizes, mechanisms=pattention))
+    >>> grown = grow(model, attention_pairs=64)
+    >>> annealing = TauAnnealing(grown)
+    >>> for step in range(3):  # of 2 steps of annealing
+    ...     annealing.put(step / 2)
+    ...     print(grown.model.layers[0].self_attn.q_proj.scale.tau.item())
+    4.0
+    6.0
+    8.0
     """
 
     def __init__(self, model: HeadwaterPreTrainedModel) -> None:
@@ -135,10 +131,8 @@ def shrink(
     weights: how much each pair matters, by layer and name, [n] each, from `importance`.
     attention_pairs, ffn_pairs: how many each map keeps; None keeps all.
 
-    τ does not change: the remaining scores are divided by a smaller norm, which partly makes up for the removed pairs.
-    In the result all parameters learn, including frozen ones.
-    Raises `HeadwaterError` for a model without Pattention, for less than one pair or more than there are, and for
-    weights of another model.
+    τ does not change. In the result all parameters learn, including frozen ones. Raises `HeadwaterError` for a model
+    without Pattention, for less than one pair or more than there are, and for weights of another model.
     """
     counts = pairs_of(model)
     sizes = [{which: len(each) for which, each in layer.items()} for layer in weights]
@@ -280,7 +274,11 @@ def options_of(config: HeadwaterConfig) -> dict[str, Any]:
 
 
 def added_config(config: HeadwaterConfig, growth: GrowthOptions) -> HeadwaterConfig:
-    """The config that `add_pairs` gives a model with this config, without a model. Raises the same errors."""
+    """The config that `add_pairs` gives a model with this config.
+
+    Raises `HeadwaterError` for a model without Pattention, for fewer pairs than there are, where nothing would grow,
+    where zero keys are not neutral under the model's score or among the `top_k`, and for product keys.
+    """
     counts, options = pairs_of(config), options_of(config)
     new = _counts(counts, growth.attention_pairs, growth.ffn_pairs)
     _check_grows(counts, new, thaws=options["frozen"] is not None and not growth.freeze)
@@ -347,7 +345,3 @@ def _shape(model: HeadwaterPreTrainedModel) -> dict[str, torch.Size]:
     """The shapes of all other parameters."""
     own = {name for name, module in model.named_modules() if isinstance(module, Pattention)}
     return {name: t.shape for name, t in model.state_dict().items() if name.rpartition(".")[0] not in own}
-
-
-def _base_name(model: HeadwaterPreTrainedModel, name: str) -> str:
-    return name.removeprefix(f"{model.base_model_prefix}.")

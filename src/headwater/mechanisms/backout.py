@@ -8,31 +8,23 @@ What the middle layer found out, and later ones have read, need not be in what t
 Departures: none.
 """
 
-from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
 from headwater.config.plan import LayerPlan, Source
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import Context, Cost, Mechanism
-from headwater.mechanisms.enlarging import Larger, describe_fixed_axes
+from headwater.mechanisms.enlarging import SAME, Larger, fixed_axes
 from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.receivers import identity_with
 from headwater.util.errors import HeadwaterError
 
 
 class Backout(KeepsPrecision, Mechanism):
-    """Subtracts a share of a middle layer's output from the last one's.
-
-        x := x − λ·x_m
-
-    Args
-        weight: the init of λ.
-        slot: set by `build_module`.
+    """Subtracts a share of a middle layer's output from the last one's. weight: the init of λ.
 
     Parameters: `strength` [1], λ.
 
@@ -46,8 +38,6 @@ class Backout(KeepsPrecision, Mechanism):
 
     source = "a middle layer's output, taken out at the end"
 
-    @strict
-    @dataclass
     class Options:
         weight: float | int = 0.2
         layer: int | None = None
@@ -104,7 +94,7 @@ class Backout(KeepsPrecision, Mechanism):
             return options
         return options | {"layer": growth.source(len(growth.layers) - 1, cls.read(options, config).layer)}
 
-    describe_axes = describe_fixed_axes
+    describe_axes = fixed_axes(SAME)
 
     find_identity_options = identity_with(weight=0.0)
 

@@ -10,18 +10,15 @@ of K / N (GQA, arXiv 2305.13245, section 2.1), which is the head of the mean of 
 
     k_h ← (1 - w)·k_h + w·(N / K)·Σ_{h' in the group of h} k_h'        v likewise
 
-The weight is that of value residual (arXiv 2410.17897) as a schedule: it is not learned, and moves linearly over the
-steps of a run whose recipe says `convert: {anneal: true}`. `headwater.conversion.finished` then makes the goal. Until
-then every layer stores all of its keys and values.
+The weight is that of value residual (arXiv 2410.17897) as a schedule: it moves linearly over the steps of a run whose
+recipe says `convert: {anneal: true}`. Until `headwater.conversion.finished` makes the goal every layer stores all.
 """
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
 from headwater.config.options import parse_options
@@ -45,11 +42,8 @@ def _kept(plans: Sequence[LayerPlan]) -> set[tuple[str, int, int]]:
 class Blend(KeepsPrecision, Mechanism):
     """Mixes keys and values with others: (1 - w)·own + w·others, exactly own at w = 0 and exactly others at w = 1.
 
-    Departures and the equation are at the head of this file.
-
     Args
-        group: how many consecutive heads become one; 1: none do.
-        weight: w.
+        group: how many consecutive heads become one; 1: none do. weight: w.
         keys, values: the slot of the source from which each head takes them; None: from the layer itself.
 
     Buffer: `weight` [1], in fp32.
@@ -66,8 +60,6 @@ class Blend(KeepsPrecision, Mechanism):
 
     source = "a layer's own, going over to those of a cheaper model"
 
-    @strict
-    @dataclass
     class Options:
         mechanisms: dict[str, Any] | None = None
         num_key_value_heads: int | None = None

@@ -1,9 +1,7 @@
 """What some tools ask of a mechanism beyond the contract: a capability is a method that a class has or has not.
 
-A mechanism has a capability if its class, or its module, has the members of a Protocol below, or of one in
-`headwater.config.capabilities`, for which the config asks: there is nothing to derive from or to register. Tools ask
-`isinstance(mechanism, GrowsOptions)`. Each docstring says which tool asks, and what it does without. The members of a
-capability belong together: a class with only some of them is an error.
+A class, or its module, has a capability if it has all members of a Protocol below, or of one that the config asks for,
+in `headwater.config.capabilities`. Each docstring says which tool asks, by `isinstance`, and what it does without.
 `parameter` is always the name within the module, of a child module's as "conv.weight".
 """
 
@@ -63,8 +61,7 @@ class GrowsOptions(Protocol):
     def grow_options(cls, options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
         """The options with which it does the same in a larger model. config: the smaller model's.
 
-        Raises `HeadwaterError`, with the reason, for growth under which it cannot, or that would not keep the function
-        though `growth.keeps`.
+        Raises `HeadwaterError` for growth under which it cannot, or not keep the function though `growth.keeps`.
         """
 
 
@@ -73,7 +70,7 @@ class DescribesAxes(Protocol):
     """Asked by `headwater grow`, which cannot grow a parameter without it, and where heads are split over processes."""
 
     def describe_axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
-        """What the entries along each dimension of a parameter belong to; the last covers all that remain, flattened.
+        """What the entries along each dimension belong to; the last covers all that remain, flattened.
 
         place: the inputs and the outputs of the linear layer that the module replaces.
         """
@@ -93,19 +90,15 @@ class AddsToTrainedModel(Protocol):
 
     @classmethod
     def find_identity_options(cls, options: dict[str, Any]) -> dict[str, Any] | None:
-        """The options with which it changes nothing that a trained model computes.
-
-        options: those the user gave, possibly none, which the result contains. None: it cannot be done with these.
-        """
+        """The user's `options` and others with which it changes nothing in a trained model; None: there are none."""
 
 
 # Training
 
 
 class Step(NamedTuple):
-    """A training step, as a mechanism's hooks see it.
+    """A training step, numbered from 0, of a run of so many `steps`, of which `warmup` warm up the learning rate.
 
-    number: counts from 0. steps: how many the run has. warmup: how many of them warm up the learning rate.
     start: the recipe's `start:` section, with `tau` resolved; empty for a run from scratch.
     """
 
@@ -120,16 +113,10 @@ class ActsInTraining(Protocol):
     """Asked by the training loop, which without it does nothing of the mechanism's between steps."""
 
     def prepare_training(self, step: Step) -> Any:
-        """What `prepare_step` needs, as JSON values, which checkpoints store; None: it need not be called.
-
-        Called once, when a run begins; not when it is resumed.
-        """
+        """What `prepare_step` needs when a run begins, as JSON values for checkpoints; None: it need not be called."""
 
     def prepare_step(self, kept: Any, step: Step) -> None:
-        """Called before each training step, if `prepare_training` returned something; kept: what it returned.
-
-        Keep what it changes in a buffer or a parameter: a checkpoint does not hold other attributes.
-        """
+        """Called before each step with what `prepare_training` returned. Only buffers and parameters are saved."""
 
     @classmethod
     def describe_training(cls, modules: int, step: Step) -> str | None:
@@ -141,10 +128,9 @@ class GroupsParameters(Protocol):
     """Asked when the optimizer is made, which else groups parameters by their kind and shape."""
 
     def choose_group(self, parameter: str) -> str | None:
-        """The optimizer group of a parameter; None: by its kind and shape.
+        """One of `Group`, or another name for a group of its own, which does not decay; None: by kind and shape.
 
-        One of `Group`, or another name for a group of its own, which does not decay. Only
-        parameters of two dimensions can be in "matrices", which Muon trains under `optimizer: muon`.
+        Only parameters of two dimensions can be in "matrices", which Muon trains under `optimizer: muon`.
         """
 
 
@@ -192,11 +178,9 @@ class LimitsSplitting(Protocol):
 
 
 class Shown(NamedTuple):
-    """Scalars of a mechanism in one layer, as its forward pass uses them.
+    """Scalars of a mechanism in one layer, as its forward pass uses them: values [n].
 
-    values: [n].
-    by: what the n values belong to: "kv head"; "query head"; "layer", the layer a summand comes from (-1: the
-        embedding); or "" for a single number.
+    by: what they belong to; "layer" is the one that a summand comes from (-1: the embedding), "" a single number's.
     at: the indices of these heads or layers, [n].
     """
 

@@ -1,16 +1,9 @@
 """The contract of a mechanism: subclass `Mechanism` to change where a Transformer's keys and values come from.
 
-A mechanism answers five questions, in this order. Override only the methods that yours needs.
-
-1. What are its options?    `Options`, `validate_options`
-2. Where does it act?       `redirect_heads`, `plan_stages`: pure Python, before any module exists
-3. What is its module?      `build_module`: one per layer in which it acts; `initial_value` of its parameters
-4. What does it compute?    the stages, `transform_embedding` to `transform_block_output`
-5. What does it cost?       `count_cost`
-
-What only some tools ask, such as growth or inspection, is in `headwater.mechanisms.capabilities`.
-`headwater new mechanism NAME` writes a working example, and `headwater.testing` checks it. docs/extending.md is the
-guide.
+Override only the methods that yours needs, which say in this order what its options are, where it acts, what its module
+is, what that computes at each stage, and what it costs. What only some tools ask is in
+`headwater.mechanisms.capabilities`. `headwater new mechanism NAME` writes a working example, `headwater.testing` checks
+it, and docs/extending.md is the guide.
 
 In shapes: B batch, T new tokens, S all tokens including cached ones, D model width, H query heads, K key/value heads,
 d head width, F feed-forward width.
@@ -42,10 +35,7 @@ class KV(NamedTuple):
 
 
 class AttentionInputs(NamedTuple):
-    """What a block's queries, keys and values are projected from, and its residual stream; each [B, T, D].
-
-    k, v: None in layers that project no keys or values.
-    """
+    """What a block's queries, keys and values (None: it has none) are projected from, and the stream: [B, T, D]."""
 
     q: Tensor
     k: Tensor | None
@@ -76,8 +66,7 @@ class Tail(Protocol):
     def before(self, name: str, x: Tensor, length: int, everything: bool = False) -> Tensor:
         """The `length` raw tokens before x [B, heads, T, d], zeros before the first; stores the last ones of x.
 
-        name: which tail. everything: return all tokens kept, which are more than `length` while a cache records its
-        past (assisted decoding).
+        name: which tail. everything: return all tokens kept, which are more while a cache records its past.
         """
         ...
 
@@ -124,12 +113,6 @@ class Context(NamedTuple):
     x: Tensor | None = None
 
 
-@strict
-@dataclass
-class NoOptions:
-    """Of a mechanism that names none."""
-
-
 class Mechanism(nn.Module):
     """One mechanism in one layer of a model. By default every method changes nothing.
 
@@ -142,9 +125,9 @@ class Mechanism(nn.Module):
     takes sizes, and its `forward` takes and returns tensors.
     """
 
-    # A `huggingface_hub` strict dataclass: the options with their types and defaults. It checks types only if it is not
-    # frozen and its file has no `from __future__ import annotations`. Default: there are none.
-    Options: ClassVar[type] = NoOptions
+    # The options with their types and defaults; it becomes a strict dataclass of `huggingface_hub`, which checks types
+    # only if its file has no `from __future__ import annotations`.
+    Options: ClassVar[type] = strict(dataclass(type("Options", (), {})))
     # The arXiv number of its paper; and what attention reads through it, such as "the previous token".
     paper: ClassVar[str] = ""
     source: ClassVar[str] = ""
@@ -154,6 +137,8 @@ class Mechanism(nn.Module):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        if "Options" in vars(cls):
+            cls.Options = strict(dataclass(cls.Options))
         check_capabilities(cls)
 
     @classmethod
@@ -171,8 +156,7 @@ class Mechanism(nn.Module):
     def redirect_heads(
         cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]
     ) -> list[LayerPlan]:
-        """Return the plans with the heads redirected that take keys or values from another layer, by
-        `LayerPlan.attending`.
+        """Redirect the heads that take keys or values from another layer, by `LayerPlan.attending`.
 
         plans: of layers that share nothing, whatever other mechanisms do. A head attends to what the layer that it
         names itself attends to. This runs for every mechanism before any `plan_stages`. Keys and values that no head
@@ -205,11 +189,9 @@ class Mechanism(nn.Module):
     def initial_value(self, parameter: str, generator: torch.Generator | None = None) -> Tensor | None:
         """The initial value of a parameter. Draw random numbers on the CPU, from `generator`.
 
-        parameter: its name within the module; a child module's as "conv.weight".
-
-        Every parameter of the module's own needs a value. For those of child modules None means the model's default:
-        linear layers and embeddings like all others of the model, other weights of two or more dimensions normal with
-        standard deviation 1/√fan_in, norm weights one, biases zero.
+        Every parameter of the module's own needs a value. For a child module's, "conv.weight", None means the model's
+        default: linear layers and embeddings like all others of the model, other weights of two or more dimensions
+        normal with standard deviation 1/√fan_in, norm weights one, biases zero.
         """
         return None
 
@@ -237,8 +219,7 @@ class Mechanism(nn.Module):
     def split_attention_inputs(self, x: AttentionInputs, context: Context) -> AttentionInputs:
         """Next: what goes into queries, keys and values, which may differ, and the residual stream -> same.
 
-        They come in alike, unless another mechanism has acted here before. The block's one norm and
-        `transform_attention_input` then apply to each, and the block adds to the stream given here.
+        The block's one norm and `transform_attention_input` then apply to each; it adds to the stream given here.
         """
         return x
 
@@ -247,9 +228,9 @@ class Mechanism(nn.Module):
         return x
 
     def transform_projections(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
-        """After projection, before the norms of queries and keys, if there are any: as `transform_qkv`.
+        """As `transform_qkv`, before the norms of queries and keys: what other layers read as projected.
 
-        What other layers read as projected is what this gives. A layer's own tensors are not in `context.sources` yet.
+        A layer's own tensors are not in `context.sources` yet.
         """
         return q, kv
 

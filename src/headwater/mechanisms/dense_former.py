@@ -8,11 +8,9 @@ dilation k only every k-th X_j counts, back from X_i; with period p only every p
 A baseline of the value-residual paper (arXiv 2410.17897). Departures: none.
 """
 
-from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
 from headwater.config.plan import LayerPlan, Source
@@ -21,18 +19,13 @@ from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import Context, Cost, Mechanism
 from headwater.mechanisms.enlarging import Dim, Larger
 from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
-from headwater.mechanisms.receivers import identity_with
+from headwater.mechanisms.receivers import check_least, identity_with
 from headwater.mechanisms.weighted_sum import weighted_sum
 from headwater.util.errors import HeadwaterError
 
 
 class DenseFormer(KeepsPrecision, Mechanism):
-    """A weighted sum of hidden states, initialized to the last one.
-
-        X'_i = Σ_{j ≤ i} α_{i,j}·X_j
-
-    Args
-        terms: how many hidden states are summed.
+    """A weighted sum of hidden states, initialized to the last one. terms: how many are summed.
 
     Parameters: `alpha` [terms], in the order the hidden states are given.
 
@@ -46,8 +39,6 @@ class DenseFormer(KeepsPrecision, Mechanism):
 
     source = "averages over depth"
 
-    @strict
-    @dataclass
     class Options:
         dilation: int = 1
         period: int = 1
@@ -74,9 +65,7 @@ class DenseFormer(KeepsPrecision, Mechanism):
 
     @classmethod
     def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
-        for name in ("dilation", "period"):
-            if options[name] < 1:
-                raise HeadwaterError(f"Mechanism 'dense_former': {name} must be at least 1, not {options[name]}.")
+        check_least(cls, options, dilation=1, period=1)
         if options["period"] > config.num_hidden_layers:
             raise HeadwaterError(
                 f"Mechanism 'dense_former': with period {options['period']} no block of "

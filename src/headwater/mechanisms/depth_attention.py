@@ -13,19 +13,17 @@ layers, and norms with weights, which w^s can express; a block of headwater is o
 queries, keys and values with weights of their own, which the projections can express.
 """
 
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, Self
 
 import torch
-from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
 from headwater.config.plan import LayerPlan, Source, Stage
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.contract import AttentionInputs, Context, Cost, Mechanism
-from headwater.mechanisms.enlarging import READS, SAME, Dim, Larger
-from headwater.mechanisms.receivers import check_receivers, receivers
+from headwater.mechanisms.enlarging import READS, SAME, Larger, fixed_axes
+from headwater.mechanisms.receivers import check_least, check_receivers, receivers
 from headwater.util.errors import HeadwaterError
 
 DepthVariant = Literal["attnres", "inkling_2"]
@@ -34,17 +32,9 @@ DepthVariant = Literal["attnres", "inkling_2"]
 class DepthAttention(Mechanism):
     """Attention over the outputs of earlier layers, token by token, with learned queries.
 
-        x^s = Σ_j softmax_j(w^s·norm(h_j))·h_j
-
-    h_0 is the first hidden state, h_j the difference of the next one from it, and so on. AttnRes, arXiv 2603.15031, and
-    Inkling 2; departures at the head of this file.
-
     Args
-        width: of the hidden states.
-        queries: how many w there are.
-        variant: "attnres", as above; "inkling_2": the scores are divided by √width, and norm(h_j) is summed.
-        eps: of the norm.
-        The other arguments are set by `build_module`.
+        width: of the hidden states. queries: how many w there are. eps: of the norm.
+        variant: "attnres"; "inkling_2": the scores are divided by √width, and norm(h_j) is summed.
 
     Parameters: `query` [queries, width], initially zero.
 
@@ -59,8 +49,6 @@ class DepthAttention(Mechanism):
     source = "what earlier layers wrote, chosen by learned queries"
     paper = "2603.15031"
 
-    @strict
-    @dataclass
     class Options:
         queries: Literal[1, 3] = 1
         variant: DepthVariant = "attnres"
@@ -126,8 +114,7 @@ class DepthAttention(Mechanism):
     @classmethod
     def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
         check_receivers(cls.registered_name(), options | {"source": 0}, config)
-        if options["block"] < 1:
-            raise HeadwaterError(f"Mechanism 'depth_attention': block must be at least 1, not {options['block']}.")
+        check_least(cls, options, block=1)
 
     @classmethod
     def read(cls, options: dict[str, Any], layer: int) -> tuple[Source, ...]:
@@ -183,8 +170,7 @@ class DepthAttention(Mechanism):
         layers = [layer for layer in growth.copies(receivers(options | {"source": 0}, config)) if layer]
         return options | {"layers": None if options["layers"] is None else layers}
 
-    def describe_axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
-        return SAME, READS._replace(normed=True)
+    describe_axes = fixed_axes(SAME, READS._replace(normed=True))
 
     def choose_group(self, parameter: str) -> Literal["vectors"]:
         return "vectors"

@@ -11,31 +11,23 @@ L starts at λ = 1.15 - 0.10·l/(L - 1) and μ = 0.20 - 0.15·l/(L - 1). Both no
 models do with `embedding_norm`, and add to it that of the token before; here that is mechanism `smear`.
 """
 
-from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
 from headwater.config.plan import EMBEDDING, LayerPlan, Source
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import Context, Cost, Mechanism
-from headwater.mechanisms.enlarging import describe_fixed_axes
+from headwater.mechanisms.enlarging import SAME, fixed_axes
 from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.receivers import check_layers, identity_with, is_chosen, move_layers
 from headwater.mechanisms.weighted_sum import weighted_sum
 
 
 class EmbeddingResidual(KeepsPrecision, Mechanism):
-    """A weighted sum of the residual stream and the embedding.
-
-        x_l := λ_l·x_l + μ_l·x_0
-
-    Args
-        weight: the init of μ.
-        slot: set by `build_module`.
+    """A weighted sum of the residual stream and the embedding. weight: the init of μ.
 
     Parameters: `lambdas` [2], μ and then λ, initially `weight` and 1.
 
@@ -49,8 +41,6 @@ class EmbeddingResidual(KeepsPrecision, Mechanism):
 
     source = "the embedding, mixed into the stream"
 
-    @strict
-    @dataclass
     class Options:
         weight: float | int = 0.0
         layers: list[int] | None = None
@@ -93,7 +83,7 @@ class EmbeddingResidual(KeepsPrecision, Mechanism):
     # Capabilities
 
     grow_options = staticmethod(move_layers)
-    describe_axes = describe_fixed_axes
+    describe_axes = fixed_axes(SAME)
 
     def find_neutral_value(self, parameter: str) -> Tensor | None:
         return torch.tensor([0.0, 1.0])

@@ -1,12 +1,11 @@
 """How a larger model comes from a smaller one, as plain data: `Larger`; and what a parameter's entries are: `Dim`.
 
-`headwater.growth` makes a `Larger` from what the user asks for. Each mechanism answers with its options in the larger
-model (`GrowsOptions`) and with the axes of its parameters (`DescribesAxes`); one function then fills all tensors.
+`headwater.growth` makes a `Larger`; each mechanism answers with `GrowsOptions` and `DescribesAxes`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -44,9 +43,9 @@ WRITES = Dim("stream")
 READS = Dim("stream", reads=True)
 
 
-def describe_fixed_axes(module: object, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
-    """`describe_axes` of a module whose parameters have the same entries in every larger model."""
-    return (SAME,)
+def fixed_axes(*axes: Dim) -> Callable[..., tuple[Dim, ...]]:
+    """`describe_axes` of a module all of whose parameters have these axes."""
+    return lambda module, parameter, place=None: axes
 
 
 def of_heads(
@@ -72,8 +71,7 @@ class Larger:
     stream, q, kv, units: for each new channel, query head, key/value head and feed-forward unit, the old one that it
         copies; -1: none.
     fill: what new channels of the stream hold; with "any" nothing new is zero. keeps: whether the function is kept.
-    noise: standard deviation, over that of the old weights, of what is added to one copy's factors and taken from the
-        others'.
+    noise: standard deviation of the noise between copies, over that of the old weights.
     """
 
     layers: tuple[int, ...]

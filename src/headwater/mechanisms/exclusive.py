@@ -10,18 +10,16 @@ Departures: where ‖v_t‖ is zero nothing is removed. A head that attends to a
 SVFormer) takes v_t from that layer; under GQA each query head takes its key/value head's.
 """
 
-from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
 from headwater.config.plan import Heads, LayerPlan, Source
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import Context, Cost, Mechanism
-from headwater.mechanisms.enlarging import Dim
+from headwater.mechanisms.enlarging import Dim, fixed_axes
 from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.receivers import check_layers, identity_with, is_chosen, move_layers
 from headwater.util.errors import HeadwaterError
@@ -33,11 +31,7 @@ GUARD = 1e-24
 class Exclusive(KeepsPrecision, Mechanism):
     """Removes from what each head has read the part along the token's own value.
 
-        y'_t = y_t - α·(y_t·v̂_t)·v̂_t
-
-    Args
-        heads: how many query heads have a learned α; 0 (default): α = 1 for all.
-        The other arguments are set by `build_module`.
+    heads: how many query heads have a learned α; 0 (default): α = 1 for all.
 
     Parameters: none, or `alpha` [heads], whose hyperbolic tangent is α; initially zero, so that nothing is removed.
 
@@ -53,8 +47,6 @@ class Exclusive(KeepsPrecision, Mechanism):
     source = "what a head reads, without the token's own value"
     paper = "2603.09078"
 
-    @strict
-    @dataclass
     class Options:
         learnable: bool = False
         layers: list[int] | None = None
@@ -128,8 +120,7 @@ class Exclusive(KeepsPrecision, Mechanism):
 
     grow_options = staticmethod(move_layers)
 
-    def describe_axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
-        return (Dim("q"),)
+    describe_axes = fixed_axes(Dim("q"))
 
     find_identity_options = identity_with(learnable=True)
 

@@ -19,12 +19,10 @@ makes the first decoded token wrong. A document's first token has zeros in the d
 as it is, and Zaya fills with its projection's bias if there is one.
 """
 
-from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal, Self, get_args
 
 import torch
-from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
 from headwater.config.layers import layer_config
@@ -51,15 +49,11 @@ NEVER_IDENTITY = {
 
 
 class KVShift(KeepsPrecision, Mechanism):
-    """Learned mix of each key and value (and query) with those of the previous tokens.
-
-        K'_t = α1·K_t + α2·K_{t-1}        V'_t = β1·V_t + β2·V_{t-1}
-
-    or, with longer windows, Σ_s α_s·K_{t-s}; per head, with zeros before the document's start.
+    """Learned mix of each key and value (and query) with those of the previous tokens, per head.
 
     Args
         key_heads, value_heads, query_heads: how many heads of each are shifted; value_heads defaults to key_heads.
-        window: number of taps; 2 is the paper's main form, 3 and 4 its "shift 2" and "shift 3".
+        window: number of taps; the paper's "shift 2" and "shift 3" have 3 and 4.
         variant: "free": the taps are the parameters. "gate": w_0 = sigmoid(a), w_1 = 1 - w_0. "clamped":
             w_0 = min(max(a, 0), 1), w_1 = 1 - w_0. "half_heads", "half_channels": the second half of the heads, or of
             the channels of each, is the previous token's, and nothing is learned. All but "free" require window=2.
@@ -78,16 +72,11 @@ class KVShift(KeepsPrecision, Mechanism):
         >>> k, v = shift(k, v)
         >>> k.shape
         torch.Size([3, 4, 16, 64])
-
-    To decode token by token, keep the raw k and v of the last window - 1 tokens, prepend them to the new ones, and drop
-    them from the result.
     """
 
     source = "the previous token"
     paper = "2411.19574"
 
-    @strict
-    @dataclass
     class Options:
         keys: bool = True
         values: bool = True

@@ -21,32 +21,25 @@ the latent of multi-head latent attention, which headwater does not have.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
-
-from huggingface_hub.dataclasses import strict
 
 from headwater.config.options import parse_options
 from headwater.config.plan import LayerPlan
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.contract import Mechanism
 from headwater.mechanisms.enlarging import Larger
+from headwater.mechanisms.receivers import check_least
 from headwater.util.errors import HeadwaterError
 
 LayerMap = Literal["cross_layer", "yoco", "last", "own"]
 
 
 class KVSource(Mechanism):
-    """Gives layers the keys and values of other layers, by a map, without a module.
-
-    The plan says what each head attends to, and layers project and store only keys and values that somebody attends to.
-    """
+    """Gives layers the keys and values of other layers, by a map, without a module."""
 
     source = "another layer, by a free map"
     paper = "2405.12981"
 
-    @strict
-    @dataclass
     class Options:
         keys: LayerMap | list[int] = "cross_layer"
         values: LayerMap | list[int] = "cross_layer"
@@ -57,8 +50,7 @@ class KVSource(Mechanism):
     @classmethod
     def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
         depth, maps = config.num_hidden_layers, (options["keys"], options["values"])
-        if options["group_size"] < 1:
-            raise HeadwaterError(f"Mechanism 'kv_source': group_size must be at least 1, not {options['group_size']}.")
+        check_least(cls, options, group_size=1)
         count = options["num_shared_layers"]
         if count not in (None, *range(1, depth)):
             raise HeadwaterError(

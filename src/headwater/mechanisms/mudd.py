@@ -36,15 +36,9 @@ WIDER = 4
 class MUDD(KeepsPrecision, Mechanism):
     """Sums of hidden states, several at once, with weights that a small network makes for each token.
 
-        x^s = Σ_j a^s_j(x)·X_j        a(x) = GELU(norm(x)·W_1)·W_2 + b
-
     Args
-        width: of the hidden states.
-        terms: how many are summed.
-        ways: how many sums.
-        wider: the inner width of the network over ways·terms.
-        eps: of its norm.
-        The other arguments are set by `build_module`.
+        width: of the hidden states. terms: how many are summed. ways: how many sums.
+        wider: the inner width of the network over ways·terms. eps: of its norm.
 
     Parameters: `bias` [ways, terms], b; `up.weight` [wider·ways·terms, width], W_1; `down.weight` [ways·terms,
     wider·ways·terms], W_2.

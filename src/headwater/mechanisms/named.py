@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from headwater.config.plan import LayerPlan, Part
-from headwater.mechanisms.capabilities import BuildsOuterModule
+from headwater.config.plan import Part
 from headwater.mechanisms.contract import Mechanism, Tail
-from headwater.plugins.registry import resolve
-
-if TYPE_CHECKING:
-    from headwater.config.text import HeadwaterConfig
 
 
 class PartTail(NamedTuple):
@@ -39,14 +34,6 @@ class Named(nn.ModuleDict):
     def named(self) -> Iterator[tuple[str, nn.Module]]:
         """Pairs of a mechanism's name and its module."""
         return ((name, self[name]) for name in self.names)
-
-
-def build_outer_module(name: str, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> nn.Module:
-    """The module of a mechanism for the stages around attention and feed-forward."""
-    kind = resolve(name)
-    build = kind.build_outer_module if isinstance(kind, BuildsOuterModule) else kind.build_module
-    module: nn.Module = build(options, config, plan)
-    return module
 
 
 def owner_of(model: nn.Module, qualified: str) -> tuple[Mechanism | None, str]:

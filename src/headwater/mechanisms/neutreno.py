@@ -11,18 +11,16 @@ values (skip-layer attention) takes V_l from that layer. Our addition: with `lea
 so that it can be zero when added to a trained model and then be learned.
 """
 
-from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
 from headwater.config.plan import Heads, LayerPlan, Source, Stage
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import Context, Cost, Mechanism
-from headwater.mechanisms.enlarging import describe_fixed_axes
+from headwater.mechanisms.enlarging import SAME, fixed_axes
 from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.receivers import identity_with, keep_options
 from headwater.util.errors import HeadwaterError
@@ -33,12 +31,7 @@ FIRST = Source("raw", "v", 0)
 class NeuTRENO(KeepsPrecision, Mechanism):
     """The difference to the first layer's values, added to the output of each head.
 
-        U'_l = A_l·V_l + λ·(V_0 - V_l)
-
-    Args
-        weight: λ, default 0.4.
-        learnable: whether λ is a parameter, with `weight` as its init; default False, as in the paper.
-        The other arguments are set by `build_module`.
+    weight: λ. learnable: whether λ is a parameter, with `weight` as its init.
 
     Parameters: none, or `lambdas` [1] if learnable.
 
@@ -52,8 +45,6 @@ class NeuTRENO(KeepsPrecision, Mechanism):
 
     source = "the difference to the first values"
 
-    @strict
-    @dataclass
     class Options:
         weight: float | int = 0.4
         learnable: bool = False
@@ -119,7 +110,7 @@ class NeuTRENO(KeepsPrecision, Mechanism):
     # Capabilities
 
     grow_options = staticmethod(keep_options)
-    describe_axes = describe_fixed_axes
+    describe_axes = fixed_axes(SAME)
 
     find_identity_options = identity_with(weight=0.0, learnable=True)
 

@@ -24,12 +24,10 @@ has its own. The memory of values is our addition.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import isqrt
 from typing import Any, Literal, Self
 
 import torch
-from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
 from headwater.config.layers import layer_config
@@ -37,9 +35,9 @@ from headwater.config.plan import Kept, LayerPlan, Source
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import KV, Context, Cost, Mechanism, Reach, Tail
-from headwater.mechanisms.enlarging import SAME, WRITES, Dim, Larger, describe_fixed_axes
+from headwater.mechanisms.enlarging import SAME, WRITES, Dim, Larger, fixed_axes
 from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
-from headwater.mechanisms.receivers import check_layers, identity_with, layers_with_values
+from headwater.mechanisms.receivers import check_layers, check_least, identity_with, layers_with_values
 from headwater.mechanisms.shift import earlier, read_tail
 from headwater.util.errors import HeadwaterError
 
@@ -79,18 +77,14 @@ def primes(first: int, skipped: int, count: int) -> list[int]:
 class NGramTable(KeepsPrecision, Mechanism):
     """Rows of a table for the n-grams that end at each token.
 
-        e_t = concat over orders n and heads j of E[o_nj + (⊕_{s<n} a_s·id_{t-s}) mod p_nj]
-
     Args
         vocab_size: how many ids there are.
-        numbers: in a row.
-        orders: the lengths n, increasing. heads: hashes, and so rows, of each.
+        numbers: in a row. orders: the lengths n, increasing. heads: hashes, and so rows, of each.
         rows: each head has at least this many rows, a prime number of them; default the vocabulary's size.
         end_of_text: an id after which n-grams restart, and which replaces missing tokens; default: none does, and
             the id `vocab_size` stands for them.
         seed: of the multipliers. place: the table's number among the model's, from 0: each has other multipliers and
-            primes.
-        zero: the table starts at zero.
+            primes. zero: the table starts at zero.
 
     Parameters: `table.weight` [Σ p_nj, numbers], order after order, and in each head after head.
 
@@ -145,12 +139,7 @@ class NGramTable(KeepsPrecision, Mechanism):
         return {"factors": torch.tensor(self.drawn), "moduli": sizes, "first": first}
 
     def forward(self, ids: Tensor, reach: Reach = None, tail: Tail | None = None) -> Tensor:
-        """ids [B, T] -> [B, T, numbers of the rows].
-
-        reach: [B, T], how many tokens of the same document precede each; default: all. `Ancestors` where the token
-            before is not in the slot before.
-        tail: holds the tokens before these; default: there are none.
-        """
+        """ids [B, T] -> [B, T, numbers of the rows]. reach, tail: as in `Context`."""
         return self.table(self.found(self.past(ids, reach, tail))).flatten(2)
 
     def past(self, ids: Tensor, reach: Reach, tail: Tail | None) -> list[Tensor]:
@@ -180,17 +169,14 @@ class NGramTable(KeepsPrecision, Mechanism):
 
     # Capabilities
 
-    describe_axes = describe_fixed_axes
+    describe_axes = fixed_axes(SAME)
 
 
 class NGramMemory(KeepsPrecision, Mechanism):
     """Adds to each token what tables hold for the n-grams of ids that end there.
 
-        y_t + g(x_t, e_t)·U·e_t
-
     Args
-        table: gives e_t for ids.
-        width: of y.
+        table: gives e_t for ids. width: of y.
         rank: numbers of e_t, if a linear map makes what is added of them; default: it is added as it is.
         gate: "none"; "scalar": one learned number, initially 1; "match": g = σ(sign(c)·√|c|), where c is the product of
             x_t and a linear map of e_t, both normed, divided by √D.
@@ -213,8 +199,6 @@ class NGramMemory(KeepsPrecision, Mechanism):
     paper = "2601.07372"
     needs_input_ids = True
 
-    @strict
-    @dataclass
     class Options:
         target: Literal["stream", "values"] = "stream"
         orders: list[int] | None = None
@@ -288,9 +272,7 @@ class NGramMemory(KeepsPrecision, Mechanism):
             raise HeadwaterError(
                 f"Mechanism 'ngram_memory': orders must be increasing numbers from 2 on, such as [2, 3], not {orders}."
             )
-        for name, least in (("heads", 1), ("rank", 1), ("rows", 2), ("vocab_size", 1)):
-            if options[name] is not None and options[name] < least:
-                raise HeadwaterError(f"Mechanism 'ngram_memory': {name} must be at least {least}, not {options[name]}.")
+        check_least(cls, options, heads=1, rank=1, rows=2, vocab_size=1)
         if options["end_of_text"] is not None and not 0 <= options["end_of_text"] < config.vocab_size:
             raise HeadwaterError(
                 f"Mechanism 'ngram_memory': end_of_text must be a token's id, from 0 to {config.vocab_size - 1}, not "

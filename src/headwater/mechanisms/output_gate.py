@@ -10,17 +10,15 @@ Departures: s is an option, since 2·σ(0) = 1 leaves a trained model as it is. 
 keys, values, and after the output map) are not built.
 """
 
-from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 import torch
-from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
 from headwater.config.plan import LayerPlan
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.contract import Context, Cost, Mechanism
-from headwater.mechanisms.enlarging import READS, Dim, Larger
+from headwater.mechanisms.enlarging import READS, Dim, Larger, fixed_axes
 from headwater.mechanisms.receivers import check_channels, check_layers, identity_with, is_chosen, move_layers
 from headwater.util.errors import HeadwaterError
 
@@ -28,12 +26,9 @@ from headwater.util.errors import HeadwaterError
 class OutputGate(Mechanism):
     """Scales what each head has read by a gate that the layer's input opens and closes.
 
-        y' = y ⊙ s·σ(W·x)
-
     Args
-        channels: how many channels of x the gate reads, the first ones.
+        channels: how many channels of x the gate reads, the first ones. scale: s.
         outputs: numbers that it gives: one per head, or one per channel of all heads.
-        scale: s.
         init: "random": W like other linear layers. "zero": every gate starts at s/2.
 
     Parameters: `gate.weight` [outputs, channels].
@@ -49,8 +44,6 @@ class OutputGate(Mechanism):
     source = "what a head reads, times a gate of the layer's input"
     paper = "2505.06708"
 
-    @strict
-    @dataclass
     class Options:
         granularity: Literal["head", "channel"] = "head"
         channels: int | None = None
@@ -122,8 +115,7 @@ class OutputGate(Mechanism):
         reads_all = options["channels"] == config.hidden_size
         return move_layers(options, config, growth) | ({"channels": None} if reads_all else {})
 
-    def describe_axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
-        return Dim("q"), READS
+    describe_axes = fixed_axes(Dim("q"), READS)
 
     find_identity_options = identity_with(scale=2.0, init="zero")
 

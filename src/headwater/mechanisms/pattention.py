@@ -29,11 +29,9 @@ equal scores the first pair's counts as larger. Gradients reach the chosen pairs
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
 import torch
-from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
 from headwater.config.capabilities import Map
@@ -46,6 +44,7 @@ from headwater.mechanisms.contract import Cost, Mechanism
 from headwater.mechanisms.enlarging import SAME, Dim, Larger
 from headwater.mechanisms.precision import KeepsPrecision
 from headwater.mechanisms.product_keys import ProductKeys, find_largest, take_entries, weighted_rows
+from headwater.mechanisms.receivers import check_least
 from headwater.util.errors import HeadwaterError, nearest
 
 ScoreFunction = Literal["l2_norm_gelu", "gelu_l2_norm", "l1_norm_gelu", "gelu_l1_norm", "exp_l1_norm", "softmax"]
@@ -56,8 +55,6 @@ GUARD = 1e-24
 
 class Pattention(Mechanism):
     """Attention to n learned key/value pairs, in place of a linear layer d_in -> d_out.
-
-        y = Θ(x·K_Pᵀ)·V_P        Θ(A) = GELU(τ·A / ‖A‖₂) by default, zero where ‖A‖² < 1e-24
 
     Args
         d_in, d_out: widths. pairs: n. score: Θ; see the head of this file.
@@ -86,8 +83,6 @@ class Pattention(Mechanism):
 
     source = "the parameters, as key/value tokens"
 
-    @strict
-    @dataclass
     class Options:
         attention_pairs: int | None = None
         ffn_pairs: int | None = None
@@ -266,9 +261,7 @@ class Pattention(Mechanism):
 
     @classmethod
     def _validate_pairs(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
-        for name in ("attention_pairs", "ffn_pairs", "query_pairs", "key_pairs", "value_pairs", "output_pairs"):
-            if options[name] is not None and options[name] < 1:
-                raise HeadwaterError(f"Mechanism 'pattention': {name} must be at least 1, not {options[name]}.")
+        check_least(cls, options, **{name: 1 for name in options if name.endswith("_pairs")})
         for name, count in (options["frozen"] or {}).items():
             if name not in get_args(Map) or not 0 <= count < cls.pairs(options, config, name):
                 raise HeadwaterError(f"Mechanism 'pattention': frozen must give fewer pairs than map {name!r} has.")
@@ -284,7 +277,8 @@ class Pattention(Mechanism):
         for name in ("key_init", "value_init"):
             values = options[name].values() if isinstance(options[name], dict) else [options[name]]
             for value in values:
-                if value not in (None, "fan_in") and not _is_deviation(value):
+                number = value if isinstance(value, float | int) and not isinstance(value, bool) else -1
+                if value not in (None, "fan_in") and not 0 <= number < float("inf"):
                     raise HeadwaterError(
                         f"Mechanism 'pattention': {name} must be a standard deviation or 'fan_in', not {value!r}."
                     )
@@ -297,14 +291,9 @@ class Pattention(Mechanism):
                 f"Mechanism 'pattention': product_heads must be at least 1, and 1 without product_keys, not {heads}."
             )
         for name in get_args(Map):
-            pairs, frozen = cls.pairs(options, config, name), cls.frozen_of(options, name)
+            pairs, frozen = cls.pairs(options, config, name), (options["frozen"] or {}).get(name, 0)
             if wrong := unreadable(pairs, cls.top_k_of(options, name), name in product_keys, frozen):
                 raise HeadwaterError(f"Mechanism 'pattention': map {name!r}: {wrong}.")
-
-    @classmethod
-    def frozen_of(cls, options: dict[str, Any], name: Map) -> int:
-        """How many pairs of a map are not trained, the first ones."""
-        return (options["frozen"] or {}).get(name, 0)
 
     @classmethod
     def top_k_of(cls, options: dict[str, Any], name: Map) -> int | None:
@@ -386,7 +375,7 @@ class Pattention(Mechanism):
         form: dict[str, Any] = {"score": options["score"], "gelu": options["gelu"], "tau": tau}
         stds: dict[str, Any] = {"key_std": key_std, "value_std": value_std}
         reading: dict[str, Any] = {"top_k": top_k, "product_heads": cls.product_heads_of(options, name)}
-        return cls(d_in, d_out, pairs, frozen=cls.frozen_of(options, name), **form, **stds, **reading)
+        return cls(d_in, d_out, pairs, frozen=(options["frozen"] or {}).get(name, 0), **form, **stds, **reading)
 
     @classmethod
     def count_linear_cost(
@@ -498,10 +487,6 @@ def unreadable(pairs: int, top_k: int | None, product: bool, frozen: int) -> str
     if product and frozen:
         return "pairs with product keys share their keys, so that none can be frozen"
     return None
-
-
-def _is_deviation(value: Any) -> bool:
-    return isinstance(value, float | int) and not isinstance(value, bool) and 0 <= value < float("inf")
 
 
 def _init_std(given: float | str | dict[str, Any] | None, name: Map, inputs: int, default: float) -> float:

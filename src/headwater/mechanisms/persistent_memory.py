@@ -14,30 +14,24 @@ standard deviation that tokens' keys and values have at the start: σ·√D for 
 is 0.16; pairs six times as large drown the tokens, and a model learns to recall much later (docs/ledger.md).
 """
 
-from dataclasses import dataclass
 from math import inf, sqrt
 from typing import Any, Self
 
 import torch
-from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
 from headwater.config.plan import LayerPlan
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.contract import KV, Context, Cost, Mechanism
-from headwater.mechanisms.enlarging import SAME, Dim
-from headwater.mechanisms.receivers import check_layers, is_chosen, move_layers
+from headwater.mechanisms.enlarging import SAME, Dim, fixed_axes
+from headwater.mechanisms.receivers import check_layers, check_least, is_chosen, move_layers
 from headwater.util.errors import HeadwaterError
 
 
 class PersistentMemory(Mechanism):
     """Learned pairs of keys and values that every token may attend to, beside the tokens' own.
 
-    Args
-        heads: how many key/value heads.
-        pairs: n, of each head.
-        width: d, of a head.
-        init_stds: s of the keys and of the values; 1 in the paper.
+    heads: how many key/value heads. pairs: n, of each head. width: d. init_stds: s of the keys and of the values.
 
     Parameters: `key` and `value`, both [heads, pairs, width].
 
@@ -53,8 +47,6 @@ class PersistentMemory(Mechanism):
     source = "learned pairs beside the tokens'"
     paper = "1907.01470"
 
-    @strict
-    @dataclass
     class Options:
         pairs: int = 4
         layers: list[int] | None = None
@@ -87,10 +79,7 @@ class PersistentMemory(Mechanism):
     @classmethod
     def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
         check_layers(cls, options, config)
-        if options["pairs"] < 1:
-            raise HeadwaterError(
-                f"Mechanism 'persistent_memory': pairs must be at least 1, not {options['pairs']}; remove it for none."
-            )
+        check_least(cls, options, pairs=1)
         if options["init_std"] is not None and not 0 < options["init_std"] < inf:
             raise HeadwaterError(
                 f"Mechanism 'persistent_memory': init_std must be greater than 0, not {options['init_std']}; "
@@ -129,5 +118,4 @@ class PersistentMemory(Mechanism):
 
     grow_options = staticmethod(move_layers)
 
-    def describe_axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
-        return Dim("kv"), SAME
+    describe_axes = fixed_axes(Dim("kv"), SAME)

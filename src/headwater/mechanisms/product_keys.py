@@ -11,12 +11,7 @@ class ProductKeys(KeepsPrecision):
     """Which k pairs (i, j) have the largest sums a_i + b_j of s numbers each. arXiv 1907.05242, section 3.1.
 
     They are among the k largest a and b. The i-th largest with the j-th is the least of i·j pairs, so that those with
-    i·j ≤ k will do: about k·ln k of k².
-
-    Args
-        side: s. top_k: k.
-
-    Buffer: `ranks` [2, about k·ln k], these i and j, from 0.
+    i·j ≤ k will do: about k·ln k of k². side: s. top_k: k. Buffer: `ranks` [2, about k·ln k], these i and j, from 0.
 
         >>> import torch
         >>> from headwater.mechanisms.product_keys import ProductKeys

@@ -68,6 +68,15 @@ def layers_with_values(name: str, options: dict[str, Any], layers: list[int], pl
     return [layer for layer in layers if layer not in lacking]
 
 
+def check_least(mechanism: type[Mechanism], options: dict[str, Any], **least: int) -> None:
+    """Raise `HeadwaterError` where an option that is set is below its least value."""
+    for name, number in least.items():
+        if options[name] is not None and options[name] < number:
+            raise HeadwaterError(
+                f"Mechanism {mechanism.registered_name()!r}: {name} must be at least {number}, not {options[name]}."
+            )
+
+
 def check_channels(mechanism: type[Mechanism], options: dict[str, Any], config: HeadwaterConfig) -> None:
     """Raise `HeadwaterError` unless the model has the `channels` that a gate reads, the first ones."""
     name, channels = mechanism.registered_name(), options["channels"]

@@ -23,12 +23,10 @@ that is mixed in (value residual) is the convolved one.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import isqrt
 from typing import Any, Literal, Self, get_args
 
 import torch
-from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
 from headwater.config.layers import layer_config
@@ -38,7 +36,7 @@ from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import KV, Context, Cost, Hidden, Mechanism, Reach, Tail
 from headwater.mechanisms.enlarging import READS, SAME, Dim
 from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
-from headwater.mechanisms.receivers import check_layers, is_chosen, move_layers
+from headwater.mechanisms.receivers import check_layers, check_least, is_chosen, move_layers
 from headwater.mechanisms.shift import dynamic_shift, read_tail, shift
 from headwater.util.errors import HeadwaterError, nearest
 
@@ -68,18 +66,11 @@ def stage_of(name: str) -> Stage:
 class ShortConv(KeepsPrecision, Mechanism):
     """A causal convolution of each channel over a few tokens, added to the channel.
 
-        y_t = x_t + Σ_{s<w} a_s ⊙ x_{t-s}
-
-    or, with `dynamic` taps, (x_t + Σ_{s<w} (a_s + (W·h_t)_s) ⊙ x_{t-s}) / √(2w + 1), where h is another input.
-    Canon layers, arXiv 2512.17351, and Inkling; departures at the head of this file.
-
     Args
         sizes: (heads, channels of a head) of each tensor that is convolved, by name.
-        window: w.
-        residual: whether x_t itself is added.
+        window: w. residual: whether x_t itself is added.
         init: "random": taps uniform within ±1/√w, or zero beside a map. "identity": y = x.
-        dynamic: the names of those whose taps depend on the token.
-        width: of the input that these taps depend on.
+        dynamic: the names of those whose taps depend on the token, and on another input of this `width`.
 
     Parameters: `keys_taps` and so on, each [window, heads, channels], where row s weighs the token s back; for dynamic
     ones also `keys_map.weight` [heads·window, width].
@@ -89,16 +80,11 @@ class ShortConv(KeepsPrecision, Mechanism):
         >>> conv = ShortConv({"keys": (4, 64)}, window=4)
         >>> conv(torch.randn(3, 4, 16, 64), "keys").shape
         torch.Size([3, 4, 16, 64])
-
-    To decode token by token, keep the raw tensors of the last window - 1 tokens, prepend them to the new ones, and drop
-    them from the result.
     """
 
     source = "the last few tokens, by channel"
     paper = "2512.17351"
 
-    @strict
-    @dataclass
     class Options:
         sites: list[str] | None = None
         window: int = 4
@@ -158,10 +144,7 @@ class ShortConv(KeepsPrecision, Mechanism):
     ) -> Tensor:
         """x [B, heads, T, channels of a head] -> the same, convolved with the taps of `name`.
 
-        given: [B, T, width], what dynamic taps depend on.
-        reach: [B, T], how many tokens of the same document precede each; default: all. `Ancestors` where the token
-            before is not in the slot before.
-        tail: holds the raw tokens before these; default: there are none.
+        given: [B, T, width], what dynamic taps depend on. reach, tail: as in `Context`.
         """
         before = read_tail(tail, self.tails[name], x, self.window - 1, reach)
         if name not in self.dynamic:
@@ -222,8 +205,7 @@ class ShortConv(KeepsPrecision, Mechanism):
                     f"Mechanism 'short_conv': dynamic cannot contain {site!r}; it may contain only those of queries, "
                     "keys and values that sites contains too."
                 )
-        if options["window"] < 2:
-            raise HeadwaterError(f"Mechanism 'short_conv': window must be at least 2, not {options['window']}.")
+        check_least(cls, options, window=2)
 
     @classmethod
     def sizes(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> dict[str, tuple[int, int]]:

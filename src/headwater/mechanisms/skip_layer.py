@@ -14,10 +14,7 @@ FLOPs and cache bytes, 13/16 of vanilla's cache at ¾ of 12 layers and heads. Ou
 skip head attends to whatever the source layer's head attends to, so that only the first n_l layers store skip heads.
 """
 
-from dataclasses import dataclass
 from typing import Any, Literal
-
-from huggingface_hub.dataclasses import strict
 
 from headwater.config.plan import LayerPlan
 from headwater.config.text import HeadwaterConfig
@@ -27,16 +24,13 @@ from headwater.util.errors import HeadwaterError
 
 
 class SkipLayer(Mechanism):
-    """Takes the last heads of keys and values from an earlier layer, without a module.
+    """Takes the last heads of keys and values from an earlier layer, without a module: the plan says it all.
 
-    The plan says what each head attends to. Attention calls its kernel once for the layer's own heads and once for the
-    skip heads, so that caches are never concatenated.
+    Attention calls its kernel once for the layer's own heads and once for the skip heads: no cache is concatenated.
     """
 
     source = "an earlier layer, for some heads"
 
-    @strict
-    @dataclass
     class Options:
         layers: int | None = None
         heads: int | None = None

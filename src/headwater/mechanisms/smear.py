@@ -10,18 +10,16 @@ Departures: the previous token is that of the same document; both take the one b
 linear layers (theirs uniform in [0, 0.02), and at zero). Without `norm` the embedding is not normed.
 """
 
-from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 import torch
-from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
 from headwater.config.plan import LayerPlan, Source
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import Context, Cost, Mechanism, Reach, Tail
-from headwater.mechanisms.enlarging import Larger, describe_fixed_axes
+from headwater.mechanisms.enlarging import SAME, Larger, fixed_axes
 from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.receivers import check_channels, identity_with
 from headwater.mechanisms.shift import previous_token
@@ -45,8 +43,6 @@ class Smear(KeepsPrecision, Mechanism):
 
     source = "the previous token's embedding"
 
-    @strict
-    @dataclass
     class Options:
         channels: int = 12
         norm: Literal["none", "before", "after"] = "none"
@@ -103,7 +99,7 @@ class Smear(KeepsPrecision, Mechanism):
             )
         return options
 
-    describe_axes = describe_fixed_axes
+    describe_axes = fixed_axes(SAME)
 
     find_identity_options = identity_with(weight=0.0, norm="none")
 

@@ -9,10 +9,7 @@ Departures: none by default. The paper's ablations are options: another source l
 values.
 """
 
-from dataclasses import dataclass
 from typing import Any, Literal
-
-from huggingface_hub.dataclasses import strict
 
 from headwater.config.plan import LayerPlan
 from headwater.config.text import HeadwaterConfig
@@ -22,15 +19,10 @@ from headwater.mechanisms.receivers import check_receivers, moved_receivers, rec
 
 
 class SVFormer(Mechanism):
-    """Gives all layers one layer's values, without a module.
-
-    The plan makes heads attend to the source layer's values. Layers whose values no head reads do not project any.
-    """
+    """Gives all layers one layer's values, without a module. Layers whose values no head reads do not project any."""
 
     source = "the first layer's values, instead of a layer's own"
 
-    @strict
-    @dataclass
     class Options:
         share: Literal["values", "keys", "both"] = "values"
         source: int = 0

@@ -14,11 +14,9 @@ addition. W starts at 0, which gives g = s/2, as in nanochat's first versions; i
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 import torch
-from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
 from headwater.config.layers import layer_config
@@ -29,7 +27,14 @@ from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import KV, Context, Cost, Mechanism
 from headwater.mechanisms.enlarging import SAME, Dim, Larger
 from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
-from headwater.mechanisms.receivers import check_channels, check_layers, identity_with, is_chosen, layers_with_values
+from headwater.mechanisms.receivers import (
+    check_channels,
+    check_layers,
+    check_least,
+    identity_with,
+    is_chosen,
+    layers_with_values,
+)
 from headwater.util.errors import HeadwaterError
 
 Gate = Literal["sigmoid", "scalar", "none"]
@@ -39,8 +44,6 @@ SHARED = Source("shared", "value_embedding", -1)
 class ValueEmbedding(KeepsPrecision, Mechanism):
     """Adds to each value a row of a table, by the token's id, through a gate that the layer's input opens.
 
-        v'_t = v_t + s·σ(W·x_t[:n])·E[token_t]
-
     Args
         heads, width: of the values.
         vocab_size: rows of the table; 0: the rows are given to `forward`, from a table of several layers.
@@ -49,7 +52,6 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
         channels: how many channels of x the sigmoid's gate reads, the first ones.
         scale: s of that gate.
         init: "random": the table is drawn. "zero": at first nothing is added.
-        The other arguments are set by `build_module`.
 
     Parameters: `table.weight` [vocab_size, rank]; `up.weight` [heads·width, rank] if there is a rank; `gate.weight`
     [heads, channels], initially zero, or `scalar` [1].
@@ -65,8 +67,6 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
     source = "a table read by token id"
     needs_input_ids = True
 
-    @strict
-    @dataclass
     class Options:
         tables: int | None = None
         rank: int | None = None
@@ -139,11 +139,7 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
     @classmethod
     def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
         check_layers(cls, options, config)
-        for name in ("tables", "rank"):
-            if options[name] is not None and options[name] < 1:
-                raise HeadwaterError(
-                    f"Mechanism 'value_embedding': {name} must be at least 1, not {options[name]}; leave it out."
-                )
+        check_least(cls, options, tables=1, rank=1)
         defaults = {name: getattr(cls.Options, name) for name in ("channels", "scale")}
         given = [name for name, default in defaults.items() if options[name] != default]
         if options["gate"] != "sigmoid" and given:
@@ -183,20 +179,10 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
                 )
 
     @classmethod
-    def numbers(cls, options: dict[str, Any], config: HeadwaterConfig, heads: int) -> int:
-        """Numbers in a row of a table for this many heads. config: as the layer sees it."""
-        return options["rank"] or heads * config.head_dim
-
-    @classmethod
-    def std(cls, config: HeadwaterConfig) -> float:
-        """Of the tables at init."""
-        return config.hidden_size**-0.5
-
-    @classmethod
     def count_cost(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Cost:
         heads = len(plan.v_heads)
         width, rank = heads * config.head_dim, options["rank"] or 0
-        table = 0 if options["tables"] else config.vocab_size * cls.numbers(options, config, heads)
+        table = 0 if options["tables"] else config.vocab_size * (rank or width)
         gate = {"sigmoid": heads * options["channels"]}.get(options["gate"], 0)
         return Cost(
             parameters=table + rank * width + gate + (options["gate"] == "scalar"),
@@ -217,7 +203,7 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
     def shared_numbers(cls, options: dict[str, Any], config: HeadwaterConfig) -> int:
         """Numbers in a row of a shared table: as many as the values of each layer that reads it have."""
         reader = layer_config(config, cls.receiving(plan_layers(config))[0])
-        return cls.numbers(options, reader, reader.num_key_value_heads)
+        return options["rank"] or reader.num_key_value_heads * reader.head_dim
 
     @classmethod
     def build_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
@@ -230,7 +216,7 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
             len(plan.v_heads),
             config.head_dim,
             0 if tables else config.vocab_size,
-            std=cls.std(config),
+            std=config.hidden_size**-0.5,
             shared=at,
             **{name: options[name] for name in ("rank", "gate", "channels", "scale", "init")},
         )
@@ -243,7 +229,7 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
             return None
         numbers = cls.shared_numbers(options, config)
         zero = options["init"] == "zero" and options["rank"] is None
-        std, by_head = 0.0 if zero else cls.std(config), options["rank"] is None
+        std, by_head = 0.0 if zero else config.hidden_size**-0.5, options["rank"] is None
         return ValueTables(options["tables"], config.vocab_size, numbers, std, by_head)
 
     @classmethod
@@ -284,8 +270,7 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
 class ValueTables(Mechanism):
     """Tables that several layers read: the rows of all of them for the new tokens.
 
-    Args
-        tables: how many. vocab_size: rows of each. numbers: in a row. std: of the numbers at init.
+    tables: how many. vocab_size: rows of each. numbers: in a row. std: of the numbers at init.
 
     Parameters: `table.weight` [tables·vocab_size, numbers], one table after the other.
 

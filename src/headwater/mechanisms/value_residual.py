@@ -14,18 +14,15 @@ it. The paper's ablations put the residual elsewhere (option `target`): on queri
 probabilities, or hidden states (X_0 added to the input of each attention).
 
 Departures: the init 0.5 of the learnable form, λ2 = 1 of the constant form, and the form of learnable_plus follow the
-authors' code; the paper does not give them. Neither gives the init of λ'. It is an option, and its default is what
-trained best here (recipes/value-residual/plus-init.yaml: bits per byte 2.967 uniform, 3.004 ramp, 3.061 depth, mean of
-six seeds at 8 layers of width 64 and 400 steps). The printed formula of the dense form can be read as recursive, over
+authors' code; the paper does not give them. Neither gives the init of λ', whose default is what trained best here
+(recipes/value-residual/plus-init.yaml). The printed formula of the dense form can be read as recursive, over
 V'_i; ours is over V_i.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
 import torch
-from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
 from headwater.config.plan import LayerPlan, Source, choose
@@ -49,11 +46,7 @@ SHARED = Source("shared", "value_residual", -1)
 
 
 class ValueResidual(KeepsPrecision, Mechanism):
-    """Weighted sum of a layer's own values and those of one or more earlier layers.
-
-        V'_l = λ_{l,1}·V_0 + λ_{l,2}·V_l        dense: Σ_{i<l} λ_{l,i}·V_i + λ_{l,l}·V_l
-
-    ResFormer, arXiv 2410.17897; the modes and departures are at the head of this file.
+    """Weighted sum of a layer's own values and those of one or more earlier layers. ResFormer, arXiv 2410.17897.
 
     Args
         mode: see the head of this file. In "learnable_plus", λ1 comes from `PlusWeights`.
@@ -61,7 +54,6 @@ class ValueResidual(KeepsPrecision, Mechanism):
         sources: how many earlier layers are mixed in; 1, except in the dense form.
         init: how the learnable form is initialized. "half" (default): λ1 = λ2 = 0.5. "identity": λ1 = 0, λ2 = 1, for
             adding it to a trained model.
-        The other arguments are set by `build_module`.
 
     Parameters: `lambdas` [sources + 1], the weights of the sources, then of the layer's own values; in learnable_plus
     only the last, [1]; in the fixed forms none.
@@ -76,8 +68,6 @@ class ValueResidual(KeepsPrecision, Mechanism):
 
     source = "the first layer's values (or what `target` names), mixed in"
 
-    @strict
-    @dataclass
     class Options:
         mode: Mode | None = None  # learnable; identity for queries, keys and probabilities, constant for hidden
         target: Target = "values"
@@ -115,16 +105,9 @@ class ValueResidual(KeepsPrecision, Mechanism):
         receiver: int = 0,
     ) -> None:
         super().__init__()
-        if mode not in get_args(Mode):
-            raise HeadwaterError(f"A value residual has no mode {mode!r}; {nearest(str(mode), get_args(Mode))}")
-        if weight is not None and mode not in ("constant", "sparse"):
-            raise HeadwaterError(f"A value residual's mode {mode!r} has no fixed weight; leave weight out.")
+        check(mode, weight, init=init)
         if sources != 1 and mode != "dense":
             raise HeadwaterError(f"A value residual's mode {mode!r} mixes one source, not {sources}; use 'dense'.")
-        if init is not None and mode != "learnable":
-            raise HeadwaterError(f"A value residual's mode {mode!r} takes no init; leave init out.")
-        if init not in (None, *(known := get_args(LearnableInit))):
-            raise HeadwaterError(f"A value residual has no init {init!r}; {nearest(str(init), known)}")
         self.mode, self.target, self.reads = mode, target, reads
         # The slots of the sources and which of their heads to take; for learnable_plus the slot of all weights and the
         # index of this layer's.
@@ -197,14 +180,7 @@ class ValueResidual(KeepsPrecision, Mechanism):
     def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
         check_receivers(cls.registered_name(), options, config)
         mode, target = options["mode"], options["target"]
-        if options["weight"] is not None and mode not in ("constant", "sparse"):
-            raise HeadwaterError(f"Mechanism 'value_residual': mode {mode!r} has no fixed weight; leave weight out.")
-        if options["init"] is not None and mode != "learnable":
-            raise HeadwaterError("Mechanism 'value_residual': init belongs to mode 'learnable'; leave it out.")
-        if options["plus_init"] is not None and mode != "learnable_plus":
-            raise HeadwaterError(
-                "Mechanism 'value_residual': plus_init belongs to mode 'learnable_plus'; leave it out."
-            )
+        check(mode, options["weight"], init=options["init"], plus_init=options["plus_init"])
         if mode in ("learnable_plus", "dense") and target != "values":
             raise HeadwaterError(f"Mechanism 'value_residual': mode {mode!r} applies only to values, not to {target}.")
         if mode == "dense" and options["source"]:
@@ -354,12 +330,23 @@ class ValueResidual(KeepsPrecision, Mechanism):
         return {f"λ{i}": Shown(weight[None]) for i, weight in enumerate(weights, 1)}
 
 
+def check(mode: str, weight: float | None, **inits: str | None) -> None:
+    """Raise `HeadwaterError` for a mode or an init that is unknown, or for what the mode does not read."""
+    known = {"mode": get_args(Mode), "init": get_args(LearnableInit), "plus_init": get_args(PlusInit)}
+    for name, value in {"mode": mode, **inits}.items():
+        if value not in (None, *known[name]):
+            raise HeadwaterError(f"A value residual has no {name} {value!r}; {nearest(str(value), known[name])}")
+    readers = {"weight": ("constant", "sparse"), "init": ("learnable",), "plus_init": ("learnable_plus",)}
+    for name, option in {"weight": weight, **inits}.items():
+        if option is not None and mode not in readers[name]:
+            raise HeadwaterError(f"A value residual's mode {mode!r} has no {name}; leave {name} out.")
+
+
 class PlusWeights(KeepsPrecision, Mechanism):
     """λ_{l,1} = s·softmax(λ')_l for all receiving layers l: the one budget that `learnable_plus` divides among them.
 
     Args
-        layers: the receiving layers.
-        depth: L, the init of s.
+        layers: the receiving layers. depth: L, the init of s.
         init: the init of λ'. "uniform" (default); "ramp": λ1 proportional to l; "depth": λ'_l = l + 1, which gives the
             last of 8 layers 5, but the last of 40 layers 25.
 

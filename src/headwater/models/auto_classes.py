@@ -1,8 +1,7 @@
 """Register headwater's models and cache layers with transformers once both are imported, in any order.
 
-`import headwater` alone imports neither transformers nor the models. If transformers' Auto classes are
-loaded already, the models are registered at once; otherwise an import hook does it later. Since the models import
-much of transformers, the hook waits until no import of either package is in progress and modules are complete.
+If transformers' Auto classes are loaded already, the models are registered at once; otherwise an import hook does it,
+once no import of either package is in progress, since the models import much of transformers.
 """
 
 from __future__ import annotations
@@ -27,9 +26,7 @@ IMPORTED_AFTER = {
 
 
 def register() -> None:
-    """Register the models with transformers' Auto classes and the cache layers with its caches, now or when those are
-    imported.
-    """
+    """Register the models with transformers' Auto classes and the cache layers with its caches, now or later."""
     hook = _Hook()
     hook.look()
     if hook.waiting:
@@ -37,10 +34,7 @@ def register() -> None:
 
 
 class _Hook:
-    """Delegates to the other finders, and checks after each import whether to register.
-
-    It is a `MetaPathFinder`, whose module takes longer to import than all of this package.
-    """
+    """A `MetaPathFinder` that delegates to the others, and checks after each import whether to register."""
 
     def __init__(self) -> None:
         self.under_way: set[str] = set()

@@ -1,9 +1,6 @@
-"""Cache layers for what transformers' own cannot hold.
-
-A layer that caches the usual keys and values uses transformers' cache layer. Those here serve the rest: fewer heads
-than the model has (or none), different heads for values than for keys, and tails, the last raw tokens of mechanisms
-that look back. They register under the names in `HeadwaterConfig.layer_types`, so `DynamicCache(config=…)`,
-`StaticCache(config=…)` and plain `generate` build them.
+"""Cache layers for what transformers' own cannot hold: fewer heads than the model has, other heads for values than for
+keys, and tails, the last raw tokens of mechanisms that look back. They register under the names in
+`HeadwaterConfig.layer_types`, so `DynamicCache(config=…)`, `StaticCache(config=…)` and plain `generate` build them.
 """
 
 from __future__ import annotations
@@ -29,10 +26,9 @@ DIGITS, DIGIT_BITS = 4, 8
 
 
 class _TailMixin(CacheLayerMixin):
-    """Raw tokens beside the cache: `tails[name]` [B, heads, n, d] holds the last n.
+    """Raw tokens beside the cache: `tails[name]` [B, heads, n, d] holds the last n = `tail_lengths[name]`.
 
-    n equals `tail_lengths[name]`, except while the past is recorded (`activate_past_recording`): then all tokens since
-    are kept until the next `crop`, so that it can roll back.
+    While the past is recorded (`activate_past_recording`), all tokens since are kept, so that `crop` can roll back.
     """
 
     record_past: bool = False
@@ -52,10 +48,7 @@ class _TailMixin(CacheLayerMixin):
             self.crop_tails(0)
 
     def before(self, name: str, x: Tensor, length: int, everything: bool = False) -> Tensor:
-        """The `length` raw tokens before x [B, heads, T, d], zeros before the first; stores the last ones of x.
-
-        everything: return all tokens kept, which are more than `length` while the past is recorded.
-        """
+        """See `headwater.mechanisms.contract.Tail`."""
         if name not in self.tails:
             self.tail_lengths[name] = length
             self.tails[name] = self.allocated(x.new_zeros(*x.shape[:2], length, x.shape[3]))
@@ -160,8 +153,8 @@ LEAST_ROOM, ROOM = 16, 256
 class _Growing:
     """A history [B, heads, S, d] that is extended in place while its memory has room.
 
-    Only the holder of the latest state writes in place. The holder of any other state (cropped, reordered, or shared
-    with a copied cache) gets new memory first. So a state that was returned never changes, as with `torch.cat`.
+    Only the holder of the latest state writes in place; that of any other (cropped, reordered, or shared with a copied
+    cache) gets new memory first. So a state that was returned never changes, as with `torch.cat`.
     """
 
     def __init__(self) -> None:
@@ -214,10 +207,6 @@ class HeadwaterLayer(_GrowingTailMixin, DynamicLayer):
             self._growing = _Growing(), _Growing()
         return self._growing
 
-    @growing.setter
-    def growing(self, growing: tuple[_Growing, _Growing]) -> None:
-        self._growing = growing
-
     def __getstate__(self) -> dict[str, Any]:
         """What copies and exporters get: the state without spare memory."""
         state = dict(vars(self))
@@ -233,33 +222,17 @@ class HeadwaterLayer(_GrowingTailMixin, DynamicLayer):
         self.values = values.extended(self.values, value_states)
         return self.keys, self.values
 
-    def release(self) -> None:
-        """Call when keys and values have been replaced: the next `update` then takes new memory."""
-        for growing, held in zip(self.growing, (self.keys, self.values), strict=True):
+    def map_tails(self, fn: Callable[[Tensor], Tensor]) -> None:
+        super().map_tails(fn)
+        for growing, held in zip(self.growing, (self.keys, self.values), strict=True):  # these have been replaced, too
             growing.release(held)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        super().reorder_cache(beam_idx)
-        self.release()
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        self.release()
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        super().batch_select_indices(indices)
-        self.release()
-
-    def offload(self) -> None:
-        super().offload()
-        self.release()
 
     def get_seq_length(self) -> int:
         return self.keys.shape[2] if self.is_initialized else 0
 
     def reset(self) -> None:
         super().reset()
-        self.growing = _Growing(), _Growing()
+        self._growing = _Growing(), _Growing()
 
 
 class HeadwaterSlidingLayer(_GrowingTailMixin, DynamicSlidingWindowLayer):
@@ -284,8 +257,7 @@ class HeadwaterSlidingLayer(_GrowingTailMixin, DynamicSlidingWindowLayer):
 class HeadwaterStaticLayer(_TailMixin, StaticLayer):
     """The same in buffers allocated once, for `torch.compile`.
 
-    Initialized early (`early_initialization`: for export, and where `generate` splits a prompt), it has room for all
-    heads, and its tails come after the values.
+    Initialized early (for export, and where `generate` splits a prompt), it has room for all heads, then for tails.
     """
 
     _layer_type = "headwater_attention"

@@ -154,23 +154,18 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
     def frequencies_change(self, before: Tensor, now: Tensor) -> Tensor:
         """Where RoPE turns a sequence of `now` tokens by other frequencies than one of `before` tokens: booleans."""
         changed = torch.zeros_like(now, dtype=torch.bool)
-        for rope in (self.rotary_emb, self.sliding_rotary_emb):
-            if rope is not None and rope.follows_length:
-                changed = changed | (rope.span(before) != rope.span(now))
+        for rope in self.ropes_by_length:
+            changed = changed | (rope.span(before) != rope.span(now))
         return changed
 
     @property
-    def follows_length(self) -> bool:
-        """Whether the frequencies of RoPE change with the length of a sequence."""
-        ropes = (self.rotary_emb, self.sliding_rotary_emb)
-        return any(rope is not None and rope.follows_length for rope in ropes)
+    def ropes_by_length(self) -> list[RotaryEmbedding]:
+        """Those whose frequencies change with the length of a sequence."""
+        return [x for x in (self.rotary_emb, self.sliding_rotary_emb) if x is not None and x.follows_length]
 
     def check_frequencies(self, inputs: ModelInputs) -> None:
-        """Raise `HeadwaterError` where the new tokens make a sequence so long that its cached keys are out of date.
-
-        Every earlier token would have other keys and values then, and other hidden states.
-        """
-        if not self.follows_length or inputs.cache is None or inputs.position_ids is None:
+        """Raise `HeadwaterError` where the new tokens make a sequence so long that its cached keys are out of date."""
+        if not self.ropes_by_length or inputs.cache is None or inputs.position_ids is None:
             return
         past: Any = inputs.cache.get_seq_length()
         if isinstance(past, int) and past == 0:
@@ -202,10 +197,9 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         return self.norm(self.layers(x, self.shared_tensors(ids), inputs.arguments()))[:, 0]
 
     def find_last(self, inputs: ModelInputs, x: Tensor, tokens: int | Tensor) -> Last | None:
-        """How blocks from `output_only_from` on are called if they may run for the last `tokens` of x [B, T, D] alone.
+        """How blocks from `output_only_from` on are called for the last `tokens` of x [B, T, D] alone.
 
-        None if these blocks run for all tokens: where all are asked for, in training, whose dropout draws numbers for
-        all, and with a mask whose last rows cannot be taken.
+        None if they run for all: where all are asked for, in training, and with a mask whose last rows cannot be taken.
         """
         first = self.input_spec.output_only_from
         if first == len(self.layers) or self.training or not isinstance(tokens, int) or not 0 < tokens < x.shape[1]:
@@ -378,10 +372,10 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         return torch.stack((loss, squared_normalizers(logits, targets).to(loss.dtype))) if with_z else loss[None]
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers. On a CPU it runs the kernels that were timed to be fastest on this machine
-        (`headwater.kernels.autotune`). In bfloat16 a long generation may keep a second copy of the weights meanwhile
-        (`headwater.kernels.linear`), unless `packs_weights` is False. The cache may be given under either of its
-        names; raises `HeadwaterError` if under both.
+        """As in transformers, on a CPU with the kernels that were timed to be fastest (`headwater.kernels.autotune`).
+
+        In bfloat16 a long generation may keep a second copy of the weights meanwhile, unless `packs_weights` is False.
+        The cache may be given under either of its names; raises `HeadwaterError` if under both.
         """
         given = one_cache(kwargs.pop("past_key_values", None), kwargs.pop("cache", None))
         if given is not None:
@@ -429,11 +423,8 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
     def is_outgrown(
         self, cache: Cache, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
     ) -> bool:
-        """Whether RoPE turned the cached tokens by other frequencies than it will with all of input_ids [B, T].
-
-        False if these are not all tokens: then `forward` raises an error.
-        """
-        if not self.model.follows_length:
+        """Whether RoPE turned the cached tokens by other frequencies than it will with all of input_ids [B, T]."""
+        if not self.model.ropes_by_length:
             return False
         past, length = cache.get_seq_length(), input_ids.shape[1]
         if not past or length <= past:
@@ -451,7 +442,7 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         self, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **kwargs: Any
     ) -> Any:
         """As in transformers. Raises `HeadwaterError` where candidates may be of a length with other frequencies."""
-        if self.model.follows_length:
+        if self.model.ropes_by_length:
             lengths = torch.tensor([input_ids.shape[1], generation_config.max_length], device=input_ids.device)
             mask = kwargs.get("attention_mask")
             if mask is not None:

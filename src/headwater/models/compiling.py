@@ -16,10 +16,9 @@ GRAPHS = 16
 
 
 def expect_layers(count: int) -> None:
-    """Set PyTorch's compiler up for this many blocks, which may all differ, each a graph of its own.
+    """Set PyTorch's compiler up for this many blocks, each a graph of its own: it gives up at the ninth of one code.
 
-    They share one code object, and PyTorch gives up at the ninth graph of one. DDP would split each block's graph where
-    it sends gradients; between blocks it can send them anyway.
+    DDP would split each block's graph where it sends gradients; between blocks it can send them anyway.
     """
     settings = torch._dynamo.config
     settings.recompile_limit = max(settings.recompile_limit, GRAPHS * count)
@@ -29,10 +28,7 @@ def expect_layers(count: int) -> None:
 
 
 def silence_tf32_advice() -> None:
-    """Ignore the advice of PyTorch's compiler to round matmuls in fp32 to TF32 on a GPU.
-
-    Generated tokens would then differ from those without compilation. A training run says itself that bf16 is faster.
-    """
+    """Ignore the advice of PyTorch's compiler to round matmuls in fp32 to TF32 on a GPU, which changes tokens."""
     warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
 
 
@@ -50,8 +46,7 @@ def is_compiled(model: HeadwaterForCausalLM) -> bool:
 def compile_model(model: HeadwaterForCausalLM, backend: str = "inductor") -> None:
     """Compile a model for training: its blocks, and the output head with the loss, so that no logits leave a graph.
 
-    What is around the blocks (embeddings, masks, the final norm) is not compiled. Sharding and recomputation may be
-    applied before or after. Forgets what was compiled before in this process, which would count among the graphs.
+    Sharding and recomputation may be applied before or after. Forgets what was compiled before in this process.
     """
     torch._dynamo.reset()
     compile_blocks(model.model.layers, backend)

@@ -1,8 +1,7 @@
 """Generation with a static cache: every token is the same step on the same memory, which a GPU replays as one graph.
 
-transformers' `generate` prepares masks, positions and choices in Python for each token, and waits for the device to
-learn whether to stop. Here a step does all that on the device: it runs the model on the last tokens, chooses the next
-ones and writes them where the next step finds them. The host reads the tokens of a step while the next one runs.
+A step runs the model on the last tokens, chooses the next ones and writes them where the next step finds them, all on
+the device. The host reads the tokens of a step while the next one runs.
 """
 
 from __future__ import annotations
@@ -72,12 +71,11 @@ class Decoder:
     """
 
     def __init__(self, model: HeadwaterForCausalLM, compiled: bool = False, backend: str = "inductor") -> None:
-        for rope in (model.model.rotary_emb, model.model.sliding_rotary_emb):
-            if rope is not None and rope.follows_length:
-                raise HeadwaterError(
-                    f"RoPE of type {rope.rope_type} changes its frequencies with the length, so a step with a static "
-                    "cache cannot be replayed; use a growing cache (generate)."
-                )
+        if model.model.ropes_by_length:
+            raise HeadwaterError(
+                "This model's RoPE changes its frequencies with the length, so a step with a static cache cannot be "
+                "replayed; use a growing cache (generate)."
+            )
         self.model, self.compiled, self.backend = model, compiled, backend
         self.held: Held | None = None
 
@@ -106,7 +104,12 @@ class Decoder:
         """
         rows, length = input_ids.shape
         real = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(input_ids.device)
-        self.check_length(int(real.sum(1).max()) + max_new_tokens)
+        tokens, config = int(real.sum(1).max()) + max_new_tokens, self.model.config
+        if config.position == "learned" and tokens > config.max_position_embeddings:
+            raise HeadwaterError(
+                f"The longest prompt and the new tokens are {tokens} tokens, and this model has "
+                f"{config.max_position_embeddings} learned positions; shorten the prompt or ask for fewer new tokens."
+            )
         ends = () if eos_token_id is None else (eos_token_id,) if isinstance(eos_token_id, int) else eos_token_id
         choice = Choice(temperature, top_k, top_p, tuple(ends), pad_token_id)
         if self.held is None or not self.held.fits(rows, length + max_new_tokens, choice):
@@ -122,14 +125,6 @@ class Decoder:
     def cache(self) -> StaticCache | None:
         """The cache of the latest call."""
         return None if self.held is None else self.held.cache
-
-    def check_length(self, tokens: int) -> None:
-        config = self.model.config
-        if config.position == "learned" and tokens > config.max_position_embeddings:
-            raise HeadwaterError(
-                f"The longest prompt and the new tokens are {tokens} tokens, and this model has "
-                f"{config.max_position_embeddings} learned positions; shorten the prompt or ask for fewer new tokens."
-            )
 
 
 class Held:

@@ -1,7 +1,6 @@
 """`HeadwaterImageModel` and `HeadwaterForImageClassification`: the same stack of blocks with images in front.
 
-What differs from the language model is here: patches, the class token and positions at the input, a classifier at the
-output, and attention in both directions, for which the config says that it is not causal and no mask is made.
+Attention runs in both directions: the config is not causal, and there is no mask.
 """
 
 # No postponed annotations in this file: other packages read those of `forward` at run time.
@@ -83,7 +82,8 @@ class HeadwaterImageModel(HeadwaterImagePreTrainedModel):
         if kwargs.pop("attention_mask", None) is not None:
             raise HeadwaterError("An image model takes no attention_mask: every patch sees all others; leave it out.")
         x = self.embed(pixel_values, grid, interpolate_pos_encoding)
-        inputs = self.prepare_inputs(x, grid, kwargs)
+        reach, angles = self.reach(grid, x.device), self.angles(x, grid)
+        inputs = ModelInputs({False: None}, reach=reach, position_embeddings=angles, kwargs=kwargs)  # no mask
         x = self.layers(self.dropout(x), self.shared_tensors(), inputs.arguments())
         x = self.norm(x)
         pooled = x[:, self.config.first_patch :].mean(1) if self.class_token is None else x[:, 0]
@@ -128,12 +128,6 @@ class HeadwaterImageModel(HeadwaterImagePreTrainedModel):
                 f"{trained[1]}; resize the images, or pass interpolate_pos_encoding=True."
             )
         return x + resized(self.embed_positions.weight, trained, grid).to(x.dtype)
-
-    def prepare_inputs(self, x: Tensor, grid: tuple[int, int], kwargs: dict[str, Any]) -> ModelInputs:
-        """What the blocks read beside x [B, T, D]: no mask, for every token sees all others, and no window."""
-        return ModelInputs(
-            {False: None}, reach=self.reach(grid, x.device), position_embeddings=self.angles(x, grid), kwargs=kwargs
-        )
 
     def angles(self, x: Tensor, grid: tuple[int, int]) -> dict[bool, Any]:
         """The angles of RoPE, as `rotate` takes them, for the one kind of layer there is."""

@@ -16,6 +16,7 @@ from headwater.nn.cache_name import CACHE
 from headwater.nn.checks import is_replayed, must_wait, refuse_where
 from headwater.nn.documents import Positions
 from headwater.nn.masks import NewTokens, is_kernel_mask
+from headwater.nn.position import FOLLOW_LENGTH
 from headwater.util.errors import HeadwaterError
 
 if TYPE_CHECKING:
@@ -39,9 +40,7 @@ def check_position_count(position_ids: Tensor | None, length: int) -> None:
 
 
 def check_cache(layers: list[CachedLayer], cache: Cache | None, inputs_embeds: Tensor) -> None:
-    """The cache must not be made for another model, which would lose what this one attends to, or for another number
-    of rows than inputs_embeds [B, T, D] has.
-    """
+    """The cache must not lose what this model attends to, nor be for other rows than inputs_embeds [B, T, D]."""
     if cache is None or torch.compiler.is_compiling():
         return
     if not isinstance(cache, Cache):
@@ -135,8 +134,7 @@ def check_document_starts(document_starts: Tensor | None, past: int | Tensor, li
 def check_learned_positions(config: HeadwaterConfig, tokens: NewTokens, positions: Positions) -> None:
     """Each position must have an embedding, where positions are learned: on a GPU the lookup would abort the device.
 
-    A GPU is not waited for in training, nor where it may replay a step; there the error comes later, as a failed
-    assertion with the same sentence.
+    In training, and where a GPU may replay a step, it is not waited for and an assertion fails later.
     """
     if config.position != "learned" or torch.compiler.is_compiling():
         return
@@ -157,24 +155,18 @@ def check_learned_positions(config: HeadwaterConfig, tokens: NewTokens, position
 
 def check_paged(config: HeadwaterConfig, plans: Sequence[LayerPlan]) -> None:
     """Raise `HeadwaterError` if an engine with its own paged cache cannot run this model exactly."""
-    if (sentence := keepers(plans)) is not None:
-        names, s = sentence
-        raise HeadwaterError(
-            f"{names} look{s} back to raw tokens, which an engine with paged attention cannot keep, so its output "
-            "would be wrong; use generate, which keeps them."
-        )
-    possible, reason = supported_kernels(config)
-    if possible is not None:
-        raise HeadwaterError(
-            f"{reason} needs masks or attention weights, which an engine with paged attention does not provide; use "
-            "generate."
-        )
+    possible, limit = supported_kernels(config)
     kind = (config.rope_parameters or {}).get("rope_type")
-    if kind in ("dynamic", "longrope"):
-        raise HeadwaterError(
-            f"The frequencies of rope_type {kind!r} follow the longest sequence of a call, but an engine with paged "
-            "attention batches many requests into one call; use generate."
-        )
+    needs = {
+        "the raw tokens that it looks back to": keepers(plans),
+        "masks or attention weights": "" if possible is None else limit,
+        "the length of each sequence": f"rope_type {kind!r}" if kind in FOLLOW_LENGTH else "",
+    }
+    for need, name in needs.items():
+        if name:
+            raise HeadwaterError(
+                f"{name}: an engine with paged attention lacks {need}, so its output would be wrong; use generate."
+            )
     if not config.materialise:
         raise HeadwaterError(
             "An engine with paged attention keeps ordinary keys and values for each layer; load the model with "

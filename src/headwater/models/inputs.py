@@ -58,11 +58,10 @@ BORDERS = "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"
 
 
 class InputSpec(NamedTuple):
-    """What the inputs depend on, from a model's config and plans.
+    """What the inputs depend on.
 
-    kinds: by whether a layer has the sliding window. layers: what each layer caches. output_only_from: the first of the
-    last layers that only tokens whose output is asked for have to go through. id_readers: mechanisms that read tokens
-    by their ids.
+    kinds: by whether a layer has the sliding window. layers: what each caches. output_only_from: as the planner's.
+    id_readers: mechanisms that read tokens by their ids.
     """
 
     config: HeadwaterConfig
@@ -75,13 +74,11 @@ class InputSpec(NamedTuple):
     @classmethod
     def from_config(cls, config: HeadwaterConfig, plans: Sequence[LayerPlan]) -> Self:
         kinds = {slides: LayerKind(layer, layer_config(config, layer)) for slides, layer in config.kinds.items()}
-        windows = [config.sliding_window if config.slides(plan.index) else None for plan in plans]
-        layers = [
-            CachedLayer(len(plan.attends), len(plan.attends), window)
-            if config.materialise
-            else CachedLayer(len(plan.k_heads), len(plan.v_heads), window)
-            for plan, window in zip(plans, windows, strict=True)
-        ]
+        layers = []
+        for plan in plans:
+            k_heads, v_heads = (plan.attends, plan.attends) if config.materialise else (plan.k_heads, plan.v_heads)
+            window = config.sliding_window if config.slides(plan.index) else None
+            layers.append(CachedLayer(len(k_heads), len(v_heads), window))
         id_readers = [name for name in config.mechanisms if resolve(name).needs_input_ids]
         return cls(config, kinds, layers, LookbackLimits.from_plans(plans), output_only_from(config, plans), id_readers)
 
@@ -333,14 +330,17 @@ def keep_last_tokens(spec: InputSpec, inputs: ModelInputs, x: Tensor, count: int
     if inputs.has_borders or isinstance(inputs.reach, Ancestors):
         return None
     tokens = find_new_tokens(x, inputs.cache)
-    masks = keep_last_masks(spec, tokens, inputs.attention_mask, count)
-    if masks is None:
+    masks = {
+        slides: keep_last_rows(kind, tokens, inputs.attention_mask[slides], count)
+        for slides, kind in spec.kinds.items()
+    }
+    if not all(possible for possible, _ in masks.values()):
         return None
     kwargs = {**inputs.kwargs, "left_out": tokens.length - count}
     if "token_ids" in kwargs:
         kwargs["token_ids"] = select_last(kwargs["token_ids"], count)
     return inputs._replace(
-        attention_mask=masks,
+        attention_mask={slides: mask for slides, (_, mask) in masks.items()},
         position_ids=select_last(inputs.position_ids, count),
         reach=select_last(inputs.reach, count),
         position_embeddings={
@@ -349,18 +349,6 @@ def keep_last_tokens(spec: InputSpec, inputs: ModelInputs, x: Tensor, count: int
         },
         kwargs=kwargs,
     )
-
-
-def keep_last_masks(
-    spec: InputSpec, tokens: NewTokens, masks: dict[bool, Any], count: int
-) -> dict[bool, Tensor | None] | None:
-    """The masks of the last `count` tokens; None where they cannot be taken from those of all."""
-    selected = {}
-    for slides, kind in spec.kinds.items():
-        possible, selected[slides] = keep_last_rows(kind, tokens, masks[slides], count)
-        if not possible:
-            return None
-    return selected
 
 
 def select_last(x: Tensor | None, count: int) -> Tensor | None:

@@ -96,9 +96,8 @@ def read_text(file: Path) -> str:
 
 
 def check_regular(folder: Path) -> None:
-    """Raise `HeadwaterError` if a folder has, under the name of a file that libraries open, a pipe, a device, or a link
-    that leads nowhere: they would wait for ever, or read without an end. Also for a link to a file elsewhere that the
-    user does not trust, since its content would be copied into what is written.
+    """Raise `HeadwaterError` if what libraries open in a folder is a pipe, a device, or a link that leads nowhere: they
+    would wait or read for ever. Also for a link to a file that the user does not trust, whose content would be copied.
     """
     with reading(repr(str(folder))):
         paths = sorted(path for path in folder.iterdir() if OPENED.fullmatch(path.name))
@@ -156,9 +155,7 @@ def config_from(kind: type[PreTrainedConfig], folder: Path) -> Any:
 
 
 def check_names(kind: type[PreTrainedConfig], content: Mapping[str, Any], file: Path) -> None:
-    """Raise `HeadwaterError` for a name that would replace a part of the config's class, such as a method or a plan of
-    transformers, or that makes transformers take the config of headwater's model for one of several models.
-    """
+    """Raise `HeadwaterError` for a name that would replace a part of the config's class, or name a model's parts."""
     is_own = issubclass(kind, HeadwaterConfig)
     fields = {field.name for field in dataclasses.fields(kind)} | _SETTABLE | (set() if is_own else {_KERNEL})
     for name in content:
@@ -168,9 +165,7 @@ def check_names(kind: type[PreTrainedConfig], content: Mapping[str, Any], file: 
 
 
 def check_layers(folder: Path) -> None:
-    """Raise `HeadwaterError` if config.json has more layers than the weights, or endless labels: transformers lists
-    both one by one, which would take forever. Also for what `check_regular` finds.
-    """
+    """Raise `HeadwaterError` for more layers than weights, or endless labels: transformers lists both one by one."""
     check_regular(folder)
     content = read_object(folder / CONFIG)
     for name in (_KERNEL, "attn_implementation"):
@@ -189,7 +184,7 @@ def check_layers(folder: Path) -> None:
 
 
 def check_size(skeleton: PreTrainedModel, stored: int, folder: Path) -> None:
-    """Raise `HeadwaterError` if a model on the meta device needs far more numbers than are `stored`."""
+    """Raise `HeadwaterError` if a model needs far more numbers than are `stored`."""
     wanted = sum(parameter.numel() for parameter in skeleton.parameters())
     if wanted > 2 * stored:  # transformers' own list names missing or mismatched tensors
         raise HeadwaterError(
@@ -310,11 +305,9 @@ def check_finite(tensors: Mapping[str, Tensor], where: str) -> None:
 def build(
     kind: type[PreTrainedModel], config: PreTrainedConfig, tensors: dict[str, Tensor], folder: Path
 ) -> tuple[Any, dict[str, Any]]:
-    """(a model of class `kind` with these tensors, in its config's dtype, else theirs; transformers' list of
-    mismatches). The model may use the memory of the tensors.
+    """(a model of class `kind` with these tensors, whose memory it may use; transformers' list of mismatches).
 
-    Raises `HeadwaterError`, before allocating memory, for tensors that are no weights, and for a config that needs more
-    numbers than there are.
+    Raises `HeadwaterError`, before allocating memory, for tensors that are no weights, or too few.
     """
     with reading(f"The checkpoint {str(folder)!r}", "use an intact checkpoint"):
         with torch.device("meta"), no_init_weights():
@@ -360,24 +353,16 @@ TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eot|>", "<|end|>", "<end_of_turn>", 
 
 
 def local_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer in a folder, or in a file as the tokenizers library writes it; none of its code runs.
-
-    Can raise anything for damaged files.
-    """
+    """The tokenizer in a folder or a tokenizer.json; no code of it runs. Can raise anything for damaged files."""
     described = ("tokenizer_config.json", "special_tokens_map.json")
     is_bare = path.is_file() or not any(os.path.lexists(path / name) for name in described)
     is_bare = is_bare and (path.is_file() or (path / "tokenizer.json").is_file())
     if is_bare and not (path / CONFIG).is_file():
         return bare_tokenizer(path)
-    tokenizer = auto_tokenizer(str(path))
+    tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
     if is_bare and tokenizer.eos_token is None and tokenizer.bos_token is None:  # the model's type names none either
         return bare_tokenizer(path)
     return tokenizer
-
-
-def auto_tokenizer(source: str) -> PreTrainedTokenizerBase:
-    """The tokenizer that transformers finds in a folder or on the hub, without code of its own."""
-    return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
 
 
 def bare_tokenizer(path: Path) -> PreTrainedTokenizerFast:
@@ -442,7 +427,9 @@ def open_tokenizer(source: Path | str) -> PreTrainedTokenizerBase:
         _check_names(source / "tokenizer_config.json")
 
     def load() -> PreTrainedTokenizerBase:
-        return local_tokenizer(source) if isinstance(source, Path) else auto_tokenizer(source)
+        if isinstance(source, Path):
+            return local_tokenizer(source)
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
 
     def encode() -> object:
         return tokenizer.decode(tokenizer(_TRIED, add_special_tokens=False).input_ids)

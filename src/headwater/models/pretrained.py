@@ -19,7 +19,6 @@ from headwater.config.plan import LayerPlan
 from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import HasSharedModule
-from headwater.mechanisms.contract import Mechanism
 from headwater.mechanisms.named import Named, owner_of
 from headwater.mechanisms.precision import KeepsPrecision
 from headwater.models.quantization import BESIDE, check_quantized
@@ -172,9 +171,7 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
     ) -> nn.Module:
-        """As in transformers. Raises `HeadwaterError`, before anything is changed, for a mechanism whose parameters
-        depend on the number of tokens.
-        """
+        """As in transformers. Raises `HeadwaterError` first for a mechanism whose parameters depend on the tokens."""
         old = len(self.get_input_embeddings().weight)
         new = old if new_num_tokens is None else new_num_tokens
         if isinstance(pad_to_multiple_of, int):  # transformers refuses any other
@@ -200,10 +197,6 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
                     f"tokens, so the model cannot have {new} tokens; train it with a larger vocab_size."
                 )
 
-    def owner(self, qualified: str) -> tuple[Mechanism | None, str]:
-        """The innermost mechanism that contains a parameter, and its name there; (None, "") if none does."""
-        return owner_of(self.base_model, qualified)
-
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Initialize each parameter, drawing on the CPU from (initializer_seed, its qualified name)."""
@@ -224,11 +217,10 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
         """The initial value of `module`'s own parameter `name`, drawn from `draw`.
 
         Inside a mechanism, its `initial_value` decides. Otherwise matrices are normal, biases zero and norms multiply
-        by one.
-        Raises `HeadwaterError` for any other parameter.
+        by one. Raises `HeadwaterError` for any other parameter.
         """
         shape = module.get_parameter(name).shape
-        owner, inner = self.owner(qualified)
+        owner, inner = owner_of(self.base_model, qualified)
         if owner is not None and (value := owner.initial_value(inner, draw)) is not None:
             if value.shape != shape:
                 raise HeadwaterError(

@@ -37,8 +37,7 @@ def torchao_config(weights: Any) -> Any:
 
 
 def check_quantized(model: nn.Module, quantizer: HfQuantizer | None) -> None:
-    """Raise `HeadwaterError` if `quantizer` has skipped all linear layers, or parameters that mechanisms have in place
-    of linear layers."""
+    """Raise `HeadwaterError` if `quantizer` has skipped all linear layers, or what mechanisms have in their place."""
     settings = getattr(quantizer, "quantization_config", None)
     if quantizer is None or getattr(settings, "dequantize", False):
         return

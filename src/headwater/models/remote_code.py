@@ -3,10 +3,8 @@
 transformers copies such code (`trust_remote_code=True`) into one folder, and follows only imports of the form
 `from .name import …`. So each module becomes one file beside the weights, headwater.nn.attention ->
 headwater_nn_attention.py, with its imports rewritten, and one entry file names them all. Which modules are needed is
-read off their sources: imports (inside functions and for type checkers too), and strings of the form
-"package.module:Class", which is how the registry and `headwater.config.auto_map`
-name theirs. A mechanism from outside the
-package comes along: its module and those of its own package, as headwater_outside_….py.
+read off their sources: imports, and strings of the form "package.module:Class", as the registry has them. A mechanism
+from outside comes along: its module and those of its own package, as headwater_outside_….py.
 """
 
 from __future__ import annotations
@@ -53,10 +51,7 @@ def brought_along(config: Any) -> dict[str, str]:
 
 
 def write_code(folder: str | os.PathLike[str], outside: Mapping[str, str] | None = None) -> None:
-    """Write the code that the exported classes need into `folder`, which is made if it is missing.
-
-    outside: mechanisms to include, see `brought_along`. Raises `HeadwaterError` if the code of one cannot be included.
-    """
+    """Write what `code` gives into `folder`, which is made if it is missing."""
     files = code(outside)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

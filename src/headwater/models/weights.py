@@ -50,8 +50,6 @@ def unwrapped(tensors: Mapping[str, Any], where: str, known: Collection[str] = (
 def check_kinds(kinds: Mapping[str, torch.dtype], where: str, model: nn.Module) -> None:
     """Raise `HeadwaterError` naming the first tensor that is not of floating-point numbers of at least 16 bits.
 
-    PyTorch would convert it silently when it is copied into a parameter, and lose what it means.
-
     kinds: the stored dtypes by name. model: which they are for. Its buffers of integers may be stored too, and tensors
         that transformers ignores in it, such as masks in old checkpoints.
     """

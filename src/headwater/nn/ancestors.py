@@ -1,7 +1,4 @@
-"""Which token precedes which where rows branch: trees of candidates, or continuations of a shared prefix.
-
-Rows may branch under a kernel's own mask, [B, 1, T, S]. The previous token is then not always in the previous slot.
-"""
+"""Which token precedes which where rows branch under a kernel's own mask: candidates, or after a shared prefix."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ def find_ancestors(
     tail_lengths: Sequence[int] = (1,),
     document_starts: Tensor | None = None,
 ) -> Ancestors:
-    """The predecessors of each token under a kernel's own mask, which may let rows branch.
+    """The predecessors of each token under a kernel's own mask.
 
     The previous token of one at position p is the one that it sees at position p - 1, and so on from there. Raises
     `HeadwaterError` where p > 0 and it sees no such token, or several, or one whose raw keys and values the cache has

@@ -4,8 +4,7 @@ project → PROJECTIONS → norms → QKV → RoPE → cache → ATTENDED_KV →
 HEAD_OUTPUTS → project
 
 The cache holds what the layer itself projects; what other layers own is read from their caches. With
-`config.materialise` each layer first gathers the keys and values of all its heads and caches them as its own. Any cache
-will then do, and results are the same, but memory is not saved.
+`config.materialise` each layer first gathers the keys and values of all its heads, and caches them in any cache.
 
 B batch, T new tokens, S all tokens, D model width, H query heads, K key/value heads, d head width
 """

@@ -1,9 +1,8 @@
 """Calls of the attention kernel: which kernel runs, how it is called for groups of heads, and the eager kernel.
 
-`attn_implementation` names the kernel, as everywhere in transformers: "sdpa" (default), "eager", "flash_attention_2",
-"flex_attention", or headwater's "matmul" (`headwater.kernels.attention`) and "varlen" (`headwater.kernels.varlen`, for
-packed rows). While a model generates on a CPU in half precision, a few queries may run "matmul" under "sdpa" too, if it
-was timed to be faster.
+`attn_implementation` names the kernel: transformers', or headwater's "matmul" (`headwater.kernels.attention`) and
+"varlen" (`headwater.kernels.varlen`, for packed rows). While a model generates on a CPU in half precision, a few
+queries may run "matmul" under "sdpa" too, if it was timed to be faster.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """A model's cache as transformers hands it over: until 5.23 as `past_key_values`, from 5.24 on as `cache`.
 
-Our models take it under either name, whichever version is installed. They return it under the installed one's name, and
-the same name is used for other models.
+Our models take it under either name, and return it under the installed version's.
 """
 
 from __future__ import annotations
@@ -20,10 +19,9 @@ CACHE = "cache" if "cache" in {field.name for field in fields(BaseModelOutputWit
 
 
 def one_cache(past_key_values: Any, cache: Any) -> Any:
-    """The cache, which was given under one of its names or not at all.
+    """The cache, which was given under one of its names or not at all. Raises `HeadwaterError` for two.
 
     Under both it may be the same one, or an empty one beside the one that is meant, as PEFT's prompts are passed.
-    Raises `HeadwaterError` for any other two.
     """
     if past_key_values is None or cache is None:
         return cache if past_key_values is None else past_key_values
@@ -46,7 +44,6 @@ def cache_of(output: Any) -> Any:
 def is_paged(cache: Any) -> TypeGuard[PagedAttentionCache]:
     """Whether it is that of transformers' continuous batching, which is no `Cache`.
 
-    Every version passes it as `cache`. Until 5.23 the attention kernel stores keys and values in it, and takes it as
-    `cache` too; from 5.24 on attention does, before it calls the kernel.
+    Until 5.23 the attention kernel stores keys and values in it; from 5.24 on attention does, before it calls it.
     """
     return isinstance(cache, PagedAttentionCache)

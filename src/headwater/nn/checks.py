@@ -24,3 +24,13 @@ def refuse_where(wrong: Tensor, sentence: str) -> None:
         torch._assert_async(~wrong.any(), sentence)
     elif not wrong.is_meta and bool(wrong.any()):
         raise HeadwaterError(sentence)
+
+
+def require(right: Tensor, sentence: str) -> None:
+    """Raise `HeadwaterError` unless all are right. A GPU fails later; compiled code does not look."""
+    if torch.compiler.is_compiling() or right.is_meta:
+        return
+    try:
+        torch._assert_async(right.all(), sentence)
+    except RuntimeError as error:
+        raise HeadwaterError(sentence) from error

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headwater.kernels.varlen import VARLEN
-from headwater.util.errors import HeadwaterError
+from headwater.nn.checks import require
 
 # Kernels that take the borders of documents in place of a mask.
 BY_DOCUMENTS = VARLEN, "flash_attention"
@@ -27,11 +27,10 @@ def takes_documents(implementation: str | None) -> bool:
 def make_cu_seq_lens(position_ids: Tensor) -> Tensor | None:
     """Where each document begins among all B·T tokens of packed rows, row after row, and then the end: int32 [n + 1].
 
-    The end is repeated, as documents of no tokens, up to a length that depends on B and T alone (unless documents are
-    shorter than `TOKENS` on average; then it doubles): compiled code sees one shape, whatever the documents.
+    The end is repeated up to a length that depends on B and T alone (unless documents are shorter than `TOKENS` on
+    average; then it doubles), so that compiled code sees one shape.
 
-    position_ids: [B, T] on the CPU; on a GPU the host waits. None if some document is not numbered 0, 1, 2, …; such
-    rows need a mask.
+    position_ids: [B, T] on the CPU; on a GPU the host waits. None if some document is not numbered 0, 1, 2, …
     """
     rows, length = position_ids.shape
     slot = torch.arange(length, device=position_ids.device)
@@ -57,29 +56,21 @@ def restarted_positions(cu_seq_lens: Tensor, rows: int, length: int) -> Tensor:
 
 
 def check_documents(cu_seq_lens: Tensor, position_ids: Tensor, rows: int, length: int) -> None:
-    """Raise `HeadwaterError` if documents do not begin where positions restart; on a GPU, an assertion fails later.
-
-    Compiled code does not look.
-    """
+    """Raise `HeadwaterError` (see `require`) if documents do not begin where positions restart."""
     if torch.compiler.is_compiling() or position_ids.is_meta:
         return
-    sentence = (
-        "cu_seq_lens_q and position_ids disagree about where documents begin; make the former with "
-        "headwater.nn.documents.make_cu_seq_lens(position_ids), or leave one of them out."
-    )
     slot = torch.arange(length, device=position_ids.device)
-    same = torch.minimum(position_ids, slot) == restarted_positions(cu_seq_lens, rows, length)
-    try:
-        torch._assert_async(same.all(), sentence)
-    except RuntimeError as error:
-        raise HeadwaterError(sentence) from error
+    require(
+        torch.minimum(position_ids, slot) == restarted_positions(cu_seq_lens, rows, length),
+        "cu_seq_lens_q and position_ids disagree about where documents begin; make the former with "
+        "headwater.nn.documents.make_cu_seq_lens(position_ids), or leave one of them out.",
+    )
 
 
 def select_columns(x: Tensor, past: int | Tensor, length: int) -> Tensor:
     """The columns [B, T] of the `length` new tokens in x [B, S], which covers the whole history.
 
-    past: the number of cached tokens. A static cache has it as a tensor; x may then be as wide as that cache, so that
-    its shape is the same at every step. What follows the new tokens is not looked at.
+    past: the number of cached tokens. A static cache has it as a tensor; x may then be as wide as that cache.
     """
     if isinstance(past, Tensor):
         return x.index_select(1, torch.arange(length, device=x.device) + past.to(x.device))

@@ -23,12 +23,9 @@ class AttentionLayer(Protocol):
 
 
 class Engine(ABC):
-    """A server's cache and attention kernel, which a model is given as `past_key_values`.
+    """A server's cache and attention kernel, which a model is given as `past_key_values`."""
 
-    layers: what holds each layer's raw tokens (`Tail`); of layers without any, anything.
-    """
-
-    layers: Sequence[Any]
+    layers: Sequence[Any]  # what holds each layer's raw tokens (`Tail`); of layers without any, anything
 
     @abstractmethod
     def attend(self, attention: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -1,8 +1,4 @@
-"""The linear layers of all models: plain `nn.Linear`, called by the kernel that `generate` has found to be the fastest.
-
-The layers are of no class of their own, because quantizers look for `nn.Linear` by its exact type. A mechanism may
-replace any of a block's.
-"""
+"""The linear layers of all models: plain `nn.Linear`, as quantizers look for, called by the fastest kernel."""
 
 from __future__ import annotations
 
@@ -42,11 +38,7 @@ def own_map(config: HeadwaterConfig, layer: int, name: Map, d_in: int, d_out: in
 
 
 def apply_linear(layer: nn.Module, x: Tensor) -> Tensor:
-    """layer(x): x [..., d_in] -> [..., d_out].
-
-    While a model generates on a CPU, a plain `nn.Linear` without hooks runs the kernel that was timed to be the
-    fastest. Anything else, such as the layer of a quantizer or an adapter, is called as it is.
-    """
+    """layer(x): x [..., d_in] -> [..., d_out]; while a model generates, a plain `nn.Linear` runs its fastest kernel."""
     choices = get_choices()
     if choices is None or type(layer) is not nn.Linear or type(x) is not Tensor or _is_hooked(layer):
         return layer(x)

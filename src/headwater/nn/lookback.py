@@ -1,7 +1,4 @@
-"""How far back mechanisms may look: how many tokens precede each one, and the cache that keeps the raw ones.
-
-In rows that branch, which token comes before another is another question: `headwater.nn.ancestors`.
-"""
+"""How far back mechanisms may look: how many tokens precede each one, and the cache that keeps the raw ones."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ import torch
 from torch import Tensor
 
 from headwater.config.plan import LayerPlan
+from headwater.config.planner import keepers
 from headwater.mechanisms.contract import Tail
 from headwater.nn.checks import must_wait
 from headwater.nn.documents import select_columns
@@ -44,18 +42,14 @@ class LookbackLimits(NamedTuple):
 
 
 def find_tail(plan: LayerPlan, past_key_values: Cache | Engine | None) -> Tail | None:
-    """The cache layer that holds the raw tokens of a layer; None without a cache, or if no mechanism looks back.
-
-    Raises `HeadwaterError` for a cache that does not keep them.
-    """
+    """The cache layer with a layer's raw tokens; None if there are none. Raises `HeadwaterError` if it keeps none."""
     if past_key_values is None or not plan.tails:
         return None
     layers = past_key_values.layers
     layer = layers[plan.index] if plan.index < len(layers) else None
     if not hasattr(layer, "before"):
-        keepers = dict.fromkeys(mechanism for *_, mechanism in plan.tails)
         raise HeadwaterError(
-            f"{' and '.join(keepers)} needs a cache that keeps the last raw keys and values, and this "
+            f"{keepers([plan])} needs a cache that keeps the last raw keys and values, and this "
             f"{type(past_key_values).__name__} does not; make it with DynamicCache(config=model.config). The tokens of "
             "PEFT's prefix tuning have none: use prompt tuning or LoRA with such a model."
         )

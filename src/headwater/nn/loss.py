@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from headwater.kernels.loss import can_fuse_loss, target_log_probabilities
+from headwater.nn.checks import require
 from headwater.util.errors import HeadwaterError
 
 
@@ -23,8 +24,7 @@ def causal_lm_loss(
 ) -> Tensor:
     """transformers' `ForCausalLMLoss`: the same number, on a CPU without copies of the logits.
 
-    logits [B, T, V]; labels [B, T]; returns a scalar. transformers holds the logits, their copy in fp32 and their log
-    softmax at once, and autograd keeps the last; the kernel keeps only the logits, in their own dtype.
+    logits [B, T, V]; labels [B, T]; returns a scalar. The kernel keeps only the logits, in their own dtype.
     """
     if not can_fuse_loss(logits):
         return ForCausalLMLoss(
@@ -75,14 +75,14 @@ def classification_loss(logits: Tensor, labels: Tensor) -> Tensor:
     if labels.is_floating_point() and labels.shape == logits.shape:
         # Rounded to half precision, a thousand of them need not add up to one.
         sums = labels.sum(-1, dtype=logits.dtype)
-        _require(((sums - 1).abs() < 0.05) & (labels >= 0).all(-1), "The probabilities of an image must add up to 1.")
+        require(((sums - 1).abs() < 0.05) & (labels >= 0).all(-1), "The probabilities of an image must add up to 1.")
         return nn.functional.cross_entropy(logits, labels.to(logits.dtype))
     if labels.is_floating_point() or labels.shape != (rows,):
         raise HeadwaterError(
             f"labels must be [{rows}] whole numbers, or [{rows}, {classes}] probabilities, not {list(labels.shape)} "
             f"of {labels.dtype}."
         )
-    _require(
+    require(
         (labels >= 0) & (labels < classes),
         f"A label is out of range: this model has {classes} classes, 0 to {classes - 1}; correct the labels, or set "
         "num_labels.",
@@ -90,21 +90,8 @@ def classification_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits, labels.long())
 
 
-def _require(right: Tensor, sentence: str) -> None:
-    """Raise `HeadwaterError` unless all are right. No device is waited for; compiled code does not look."""
-    if torch.compiler.is_compiling() or right.is_meta:
-        return
-    try:
-        torch._assert_async(right.all(), sentence)
-    except RuntimeError as error:
-        raise HeadwaterError(sentence) from error
-
-
 def smoothed(labels: Tensor, share: float, classes: int) -> Tensor:
-    """Labels of which this share of the probability is spread over all classes.
-
-    labels: [B], numbers of classes, which stay as they are if the share is 0; or probabilities, [B, at most `classes`].
-    """
+    """Labels [B], or [B, at most `classes`] probabilities, with this share spread over all classes."""
     if labels.ndim == 1:
         if not share:
             return labels

@@ -44,10 +44,9 @@ class LayerKind(NamedTuple):
 
 
 class NewTokens(NamedTuple):
-    """The new tokens of a call, and what they follow.
+    """The new tokens of a call, inputs_embeds [B, T, D], length T, and the cache of those before them, if there is one.
 
-    inputs_embeds: [B, T, D]; length: T. cache: holds the tokens before them, if there are any. past: how many it holds;
-    a static cache has this as a tensor.
+    past: how many it holds; a static cache has this as a tensor.
     """
 
     inputs_embeds: Tensor
@@ -187,10 +186,7 @@ def add_alibi(kind: LayerKind, tokens: NewTokens, mask: Tensor, attention_mask: 
 
 
 def keep_last_rows(kind: LayerKind, tokens: NewTokens, mask: Any, count: int) -> tuple[bool, Tensor | None]:
-    """The rows of the last `count` new tokens in a mask as `make_mask` gives it.
-
-    Returns whether they can be taken, and the mask; None where these tokens need none.
-    """
+    """Whether the last `count` new tokens' rows of a mask can be taken, and these; None where these need no mask."""
     if isinstance(mask, Tensor) and mask.ndim == 4:
         return True, mask[:, :, -count:]
     if mask is not None:

@@ -42,10 +42,7 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """(x - mean(x)) / std(x) · weight + bias over the last dimension of x [..., size].
-
-    Without weight and bias it is the non-parametric form.
-    """
+    """(x - mean(x)) / std(x) · weight + bias over the last dimension of x [..., size]."""
 
     def __init__(self, size: int, eps: float, weight: bool = True, bias: bool = True) -> None:
         super().__init__()

@@ -59,9 +59,6 @@ def resized(table: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor
 
 
 def raster_positions(grid: tuple[int, int], first: int, by_row: bool, device: torch.device) -> Tensor:
-    """How many tokens each may look back, [1, first + patches]: 0 for the `first` ones, then counted over the patches.
-
-    by_row: counted from the row's start.
-    """
+    """How many tokens each may look back, [1, first + patches]: 0 for the `first` ones, then by patches, or by_row."""
     counted = coordinates(grid, device)[1] if by_row else torch.arange(grid[0] * grid[1], device=device)
     return nn.functional.pad(counted, (first, 0))[None]

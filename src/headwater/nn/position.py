@@ -22,11 +22,9 @@ class RotaryEmbedding(KeepsPrecision):
 
     Channel i is paired with channel i + r/2, so each angle occurs twice, as in transformers' models.
 
-    The frequencies are 1 / base^(2i/r) by default; for "linear", "dynamic", "yarn", "longrope" and "llama3"
-    transformers' functions compute them from `config.rope_parameters`. Those of "dynamic" and "longrope" change with
-    the length of the sequence: each row, and each document in it, has those of its own length, whatever stands beside
-    it. They stay in fp32 when the model is cast to half precision; in an fp64 model everything is fp64 (in
-    transformers' models angles are fp32 even then).
+    The frequencies are 1 / base^(2i/r) by default; for other types transformers' functions compute them from
+    `config.rope_parameters`. Those of "dynamic" and "longrope" change with the length of the sequence: each row, and
+    each document in it, has those of its own length. They stay in fp32 in half precision; in an fp64 model all is fp64.
     """
 
     inv_freq: Tensor
