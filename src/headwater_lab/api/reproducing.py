@@ -52,14 +52,12 @@ def reproduce(
     workers: int | None = None,
     task_files: PathLike | None = None,
     device: str = "cpu",
-    sequential: bool = False,
-    max_seeds: int = 30,
     trust: Sequence[str] = (),
 ) -> Reproduced:
     """Train the models behind a paper's table or figure and judge its claims, like `headwater reproduce`.
 
     Call it again to resume. task_files: task files to use first; device: where to measure what the records lack.
-    sequential: add seeds, up to `max_seeds`, until claims about mean differences are decided. trust: as in `train`.
+    trust: as in `train`.
     Raises `HeadwaterError`, after training the rest, if runs need several devices: it names their commands.
     """
     outside.trust(trust)
@@ -75,16 +73,13 @@ def reproduce(
         return Reproduced(computed(table), folder / slug(table))
     work = prepare(table, scale, folder, overrides)
     work.check_tasks(files)
-    limit = max_seeds if sequential else None
-    outcomes, trained = train(work, workers, _silent, _silent, limit, files, device)
-    failed = [outcome for outcome in outcomes if outcome.record is None]
+    failed = [outcome for outcome in train(work, workers, _silent, _silent) if outcome.record is None]
     if commands := work.commands():
         raise HeadwaterError(f"{work.left()} function: run {'; '.join(commands)}, then call it again.")
     if len(work.missing()) == sum(len(place.seeds) for place in work.trained):
         why = f": {failed[0].label} failed: {failed[0].error}" if failed else ""
         raise HeadwaterError(f"No run of {table} is finished{why.rstrip('.')}.")
-    until = (work, max_seeds) if sequential else None
-    return Reproduced(reproduction(trained, files, device, until), work.folder, failed)
+    return Reproduced(reproduction(work, files, device), work.folder, failed)
 
 
 def _silent(name: str, steps: int) -> Callable[..., None]:

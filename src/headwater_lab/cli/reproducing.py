@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
 from headwater.util import extras
 from headwater.util.errors import HeadwaterError
 from headwater_lab.cli.common import check_writable, device_of, say, split_overrides, stdout, tell
 from headwater_lab.cli.comparing import TrialBars, complain, failures
-from headwater_lab.cli.options import DeviceName, FilePath, FolderPath, Values, WorkerCount, need, refuse
+from headwater_lab.cli.options import DeviceName, FilePath, FolderPath, WorkerCount, refuse
 from headwater_lab.cli.progress import ProgressReport
 
 if TYPE_CHECKING:
@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from headwater_lab.training.loop import OnEvent
 
 ScaleOption = Literal["cpu", "gpu", "paper"]
-# What only training reads, or only a count of seeds.
+# What only training reads.
 OF_TRAINING = ("--keep", "--task-files", "--workers", "--device")
-OF_SEEDS = ("--sequential", "--max-seeds")
 
 
 def reproduce(
@@ -35,8 +34,6 @@ def reproduce(
     workers: WorkerCount | None = None,
     task_files: Path | None = None,
     device: DeviceName = "auto",
-    sequential: bool = False,
-    max_seeds: Annotated[int, Values(min=2)] = 30,
     records: FilePath | None = None,
     keep: FilePath | None = None,
 ) -> None:
@@ -47,8 +44,6 @@ def reproduce(
     list: List all tables, or those of one paper, with the time that they take.
     out: Output folder for runs and pages.
     task_files: Task files to use first, as in evaluate.
-    sequential: Add seeds until claims about mean differences are decided.
-    max_seeds: With --sequential: the maximum of seeds.
     records: Judge the named tables, or all, by the finished runs in this file; train nothing.
     keep: Take finished runs from this file instead of training them, and add those that are trained.
     """
@@ -58,14 +53,12 @@ def reproduce(
         refuse(where, *OF_TRAINING, *options, overrides=overrides)
 
     if list:
-        refuse_training("with --list", *OF_SEEDS, "--records", "--scale")
+        refuse_training("with --list", "--records", "--scale")
         _list(names, out)
         return
-    need("--sequential", "--max-seeds")
-    limit = max_seeds if sequential else None
     if records is not None:
         refuse_training("with --records")
-        _judge(records, names, scale, limit)
+        _judge(records, names, scale)
         return
     from headwater_lab.comparison.prices import slug
     from headwater_lab.papers.table import SCALES
@@ -77,36 +70,32 @@ def reproduce(
     table = paper_table(name)
     check_writable(out, folder=True)
     if table.computed:
-        refuse_training(f"for {name}, which is computed without training", *OF_SEEDS, "--scale")
+        refuse_training(f"for {name}, which is computed without training", "--scale")
         from headwater_lab.papers.result import computed
 
         _show(computed(name), out / slug(name))
     elif why := table.scales[scale].nothing:
-        refuse_training(f"for {name}, which is not run at {scale} scale", *OF_SEEDS)
+        refuse_training(f"for {name}, which is not run at {scale} scale")
         others = " or ".join(other for other in SCALES if not table.scales[other].nothing)
         say(f"{name} is meaningless at {scale} scale and was not run: {why} Use --scale {others}.")
     else:
         extras.check("compare")
         from headwater_lab.papers.work import prepare
 
-        _train_table(prepare(name, scale, out, overrides), workers, task_files, device, limit, keep)
+        _train_table(prepare(name, scale, out, overrides), workers, task_files, device, keep)
 
 
-def _train_table(
-    work: Work, workers: int | None, task_files: Path | None, device: str, max_seeds: int | None, keep: Path | None
-) -> None:
-    """Train a table's runs and print it. max_seeds: add seeds up to this number; None: train the recipes' seeds."""
+def _train_table(work: Work, workers: int | None, task_files: Path | None, device: str, keep: Path | None) -> None:
+    """Train a table's runs and print it."""
     from headwater_lab.papers.kept import keep as keep_runs
     from headwater_lab.papers.kept import restore
     from headwater_lab.papers.measures import tasks_of
     from headwater_lab.papers.result import reproduction
-    from headwater_lab.papers.training import check_not_begun_otherwise, train
+    from headwater_lab.papers.training import train
 
     if not tasks_of(work.table):
         refuse(f"for {work.name}, which has no benchmarks", "--task-files")
     work.check_tasks(task_files)
-    if max_seeds is None:
-        check_not_begun_otherwise(work)
     device = device_of(device)
     if keep is not None:
         check_writable(keep)
@@ -120,16 +109,13 @@ def _train_table(
             def training(name: str, steps: int) -> OnEvent:
                 return lambda step, point: progress.show(name, step, steps, unit="step")
 
-            comparing = partial(TrialBars, progress)
-            outcomes, trained = train(work, workers, comparing, training, max_seeds, task_files, device)
-        failed = failures(outcomes)
+            failed = failures(train(work, workers, partial(TrialBars, progress), training))
     finally:  # also of what was interrupted
         if keep is not None:
             keep_runs(keep, work, tell)
     left = work.commands()
     if len(work.missing()) < sum(len(arm.seeds) for arm in work.trained):
-        until = None if max_seeds is None else (work, max_seeds)
-        _show(reproduction(trained, task_files, device, until), work.folder)
+        _show(reproduction(work, task_files, device), work.folder)
     for line in left:
         say(line)
     if left:
@@ -175,7 +161,7 @@ def _chosen(papers: Sequence[str]) -> dict[str, PaperTable]:
     return {name: table for name, table in known.items() if name in chosen}
 
 
-def _judge(records: Path, names: Sequence[str], scale: ScaleOption, max_seeds: int | None) -> None:
+def _judge(records: Path, names: Sequence[str], scale: ScaleOption) -> None:
     """Print the tables whose runs are in a file, with their claims."""
     from tempfile import TemporaryDirectory
 
@@ -185,7 +171,7 @@ def _judge(records: Path, names: Sequence[str], scale: ScaleOption, max_seeds: i
     extras.check("compare")
     reproduction = None
     with TemporaryDirectory() as folder:
-        for number, reproduction in enumerate(recorded(_chosen(names), scale, records, Path(folder), max_seeds)):
+        for number, reproduction in enumerate(recorded(_chosen(names), scale, records, Path(folder))):
             if number:
                 stdout.print()
             for part in terminal(reproduction):

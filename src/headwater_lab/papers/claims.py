@@ -28,7 +28,6 @@ Holm's procedure knows a table alone.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,7 +36,7 @@ from typing import ClassVar, Literal
 import numpy as np
 from scipy import special, stats
 
-from headwater_lab.comparison.sequential import LEVEL, ROUNDING, SeedLook, looks
+from headwater_lab.comparison.sequential import ROUNDING
 from headwater_lab.comparison.statistics import (
     has_diverged,
     holm_levels,
@@ -134,45 +133,6 @@ class Mean:
 
 
 @dataclass(frozen=True)
-class Repeated:
-    """A mean that is looked at after every seed, from `first` to `last`; seeds after the decision do not count.
-
-    Its intervals hold at all looks together, at the level it is given (comparison/sequential.py).
-    """
-
-    values: Sequence[float]
-    region: Interval
-    first: int
-    last: int
-    level: float
-    what: str
-    kind: ClassVar[EvidenceKind] = "mean"
-    why, p = "", None
-
-    @functools.cached_property
-    def look(self) -> SeedLook | None:
-        """The one that decides, else the last."""
-        seen = looks(self.values[: self.last], self.level, self.first, self.last)
-        decided = (one for one in seen if verdict_of(one.interval, self.region) != "inconclusive")
-        return next(decided, seen[-1] if seen else None)
-
-    @property
-    def undecided(self) -> bool:
-        return verdict_of(self.interval(self.level), self.region) == "inconclusive"
-
-    @property
-    def estimate(self) -> float:
-        return float(np.mean(self.values)) if self.look is None else self.look.mean
-
-    @property
-    def size(self) -> int:
-        return len(self.values) if self.look is None else self.look.pairs
-
-    def interval(self, level: float) -> Interval | None:
-        return None if self.look is None else self.look.interval
-
-
-@dataclass(frozen=True)
 class SeedShare:
     """How many of the seeds did as claimed. size: of how many."""
 
@@ -237,7 +197,7 @@ class Ratio:
 # A number that a claim is about: what it is in words, its estimate and interval (None if unbounded), and the region
 # where it must lie for the claim to replicate. size: its number of seeds. p: the smallest level at which the interval
 # lies on one side of the borders; None: it never does. why: why it is inconclusive, if that is clear before any test.
-Evidence = NoEvidence | Mean | Repeated | SeedShare | Ratio
+Evidence = NoEvidence | Mean | SeedShare | Ratio
 
 
 def _p_of_t(mean: float, error: float, freedom: int, region: Interval) -> float:
@@ -254,8 +214,8 @@ class Judged:
     """A claim and what our runs say about it.
 
     estimate, interval: of `what`, in words; the interval has confidence 1 - level, the level at which Holm's procedure
-        tests the claim among those of its table, or an even share of it for all looks. A mean difference, a share of
-        the seeds, or how much more of the baseline's size.
+        tests the claim among those of its table. A mean difference, a share of the seeds, or how much more of the
+        baseline's size.
     p: uncorrected. why: why it is inconclusive, or another remark. seeds: its number of seeds.
     more: seeds still needed to settle it with a probability of 80 %, if mean and spread stay the same; None if it is
         settled, needs more than 10 000, or has no mean.
@@ -274,41 +234,15 @@ class Judged:
     more: int | None = None
 
 
-@dataclass(frozen=True)
-class UntilDecided:
-    """Seeds are added until claims are decided. own: the runs of the recipes' own seeds; max_seeds: of a claim."""
-
-    own: Runs
-    max_seeds: int
-
-
-def judge(claims: Sequence[Claim], runs: Runs, until: UntilDecided | None = None) -> list[Judged]:
-    """Judge a table's claims. Claims about arms that this scale does not train are inconclusive.
-
-    With `until`, the level is divided evenly among the claims, since they stop at different numbers of seeds.
-    """
-    if until is None:
-        evidence = [_evidence(claim, runs) for claim in claims]
-        levels = holm_levels([one.p for one in evidence])
-    else:
-        levels = [LEVEL / max(1, len(claims))] * len(claims)
-        evidence = [_repeated(claim, runs, until, LEVEL / len(claims)) for claim in claims]
+def judge(claims: Sequence[Claim], runs: Runs) -> list[Judged]:
+    """Judge a table's claims. Claims about arms that this scale does not train are inconclusive."""
+    evidence = [_evidence(claim, runs) for claim in claims]
+    levels = holm_levels([one.p for one in evidence])
     judged = [_judged(claim, one, at) for claim, one, at in zip(claims, evidence, levels, strict=True)]
     return [
         replace(one, why="; ".join(filter(None, (one.why, _otherwise(claim, runs)))))
         for claim, one in zip(claims, judged, strict=True)
     ]
-
-
-def _repeated(claim: Claim, runs: Runs, until: UntilDecided, level: float) -> Evidence:
-    """A mean difference over all seeds; anything else over the recipe's own, at which it is looked at once."""
-    own = _evidence(claim, until.own)
-    if not isinstance(own, Mean) or own.counted:
-        return own
-    mean, first = _evidence(claim, runs, whole=False), max(2, own.size)
-    if not isinstance(mean, Mean):
-        return own
-    return Repeated(mean.values, mean.region, first, max(first, until.max_seeds), level, mean.what)
 
 
 def _missing(claim: Claim, runs: Runs) -> str:
@@ -319,20 +253,6 @@ def _missing(claim: Claim, runs: Runs) -> str:
         if place is not None and there:
             told.append(without(name, place, there))
     return f"not trained: {'; '.join(filter(None, told))}" if any(told) else ""
-
-
-def still_undecided(claims: Sequence[Claim], runs: Runs, until: UntilDecided) -> list[Claim]:
-    """The undecided claims about mean differences, which another seed may decide, if none of their seeds is missing."""
-    left = []
-    for claim in claims:
-        evidence = _repeated(claim, runs, until, LEVEL / len(claims))
-        if not isinstance(evidence, Repeated) or not evidence.undecided:
-            continue
-        there = [place.seeds for name in named(claim) if (place := runs.places[name]) is not None]
-        common = set.intersection(*map(set, there))
-        if len(evidence.values) == len(common) < until.max_seeds:
-            left.append(claim)
-    return left
 
 
 def _otherwise(claim: Claim, runs: Runs) -> str:
@@ -351,8 +271,6 @@ def _judged(claim: Claim, evidence: Evidence, level: float) -> Judged:
         if interval is None:
             seeds = f"{evidence.size} seeds"
             why = f"all {seeds} differ by exactly this amount, but {seeds} are too few to rule out chance"
-    if isinstance(evidence, Repeated) and interval is not None:
-        why = "; ".join(filter(None, (f"repeated interval, {evidence.size} seeds", why)))
     if isinstance(evidence, Ratio):  # told as a share more
         estimate = estimate and _expm1(estimate)
         interval = interval and (_expm1(interval[0]), _expm1(interval[1]))
@@ -397,9 +315,9 @@ def verdict_of(interval: Interval | None, region: Interval) -> ClaimVerdict:
     return "fails" if high < region[0] or low > region[1] else "inconclusive"
 
 
-def _evidence(claim: Claim, runs: Runs, whole: bool = True) -> Evidence:
-    """What the runs say of a claim. whole: only if its arms have all seeds, or none."""
-    if whole and (why := _missing(claim, runs)):
+def _evidence(claim: Claim, runs: Runs) -> Evidence:
+    """What the runs say of a claim, if its arms have all seeds."""
+    if why := _missing(claim, runs):
         return NoEvidence(why)
     for name in named(claim):
         if runs.places[name] is None:
