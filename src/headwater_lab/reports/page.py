@@ -84,7 +84,6 @@ class Story:
     title: str
     question: str
     answers: Sequence[str]
-    readings: Sequence[tuple[str, list[str]]]
     parts: Sequence[Section]
 
 
@@ -190,7 +189,6 @@ def story(sizes: Sequence[Comparison]) -> Story:
         title=first.title,
         question=words.question(sizes),
         answers=[(f"{one.size}: " if several else "") + words.answer(one) for one in sizes],
-        readings=[(one.size or "", words.reading(one)) for one in sizes],
         parts=parts,
     )
 
@@ -354,7 +352,9 @@ def notices(sizes: Sequence[Comparison]) -> list[str]:
                     "finite."
                 )
             if record.status == "diverged":
-                told.append(f"{who}: diverged. {record.error or ''}".strip())
+                told.append(
+                    f"{who}: diverged, so the mean of the arm's other seeds is optimistic. {record.error or ''}".strip()
+                )
             for notice in record.notices:
                 said.setdefault((notice.step, notice.message), []).append(who)
         for (step, message), those in said.items():  # what many runs say is said once
