@@ -10,10 +10,10 @@ from scipy import stats
 
 from headwater.util.errors import HeadwaterError
 from headwater_lab.papers.claims import (
-    Mean,
-    Ratio,
-    SeedShare,
     judge,
+    mean_evidence,
+    ratio_evidence,
+    share_evidence,
     verdict_of,
 )
 from headwater_lab.papers.measures import Runs
@@ -188,7 +188,7 @@ def test_seeds_that_are_missing_between_two_borders_by_simulation(mean, spread):
     rng = np.random.default_rng(5)
     sample = rng.normal(0, 1, 8)
     sample = (sample - sample.mean()) / sample.std(ddof=1) * spread + mean
-    more = Mean(list(sample), (-0.02, 0.02)).more(LEVEL)
+    more = mean_evidence(list(sample), (-0.02, 0.02)).more(LEVEL)
     assert more is not None
 
     def settled(pairs):
@@ -283,14 +283,14 @@ def test_what_a_difference_is_compared_with_is_another_pair():
 def test_p_is_the_smallest_level_at_which_the_interval_says_something():
     rng = np.random.default_rng(2)
     of = [
-        Mean(rng.normal(c, 1, n), r)
+        mean_evidence(rng.normal(c, 1, n), r)
         for n in (2, 4, 9)
         for c in (0, 0.5, 3)
         for r in ((0, math.inf), (-1.0, 1.0), (-math.inf, 1.0))
     ]
-    of += [SeedShare(k, n) for n in (1, 5, 8, 12) for k in range(n + 1)]
-    of += [Ratio(x, 0.2, 3, r) for x in (-1.0, 0.05, 0.2, 0.9) for r in ((0.1, math.inf), (-math.inf, -0.1))]
-    of += [Mean([c] * n, (0, math.inf)) for c in (-1.0, 0.0, 2.0) for n in (2, 6)]
+    of += [share_evidence(k, n) for n in (1, 5, 8, 12) for k in range(n + 1)]
+    of += [ratio_evidence(x, 0.2, 3, r) for x in (-1.0, 0.05, 0.2, 0.9) for r in ((0.1, math.inf), (-math.inf, -0.1))]
+    of += [mean_evidence([c] * n, (0, math.inf)) for c in (-1.0, 0.0, 2.0) for n in (2, 6)]
     for evidence in of:
         p = evidence.p
         assert 0 <= p <= 1
@@ -587,7 +587,7 @@ def test_gains_where_the_law_says_nothing(tmp_path):
 
 
 def test_a_law_that_the_seeds_leave_wide_open_has_an_interval_to_infinity():
-    wide = Ratio(0.5, 300.0, 1, (0.0, math.inf))
+    wide = ratio_evidence(0.5, 300.0, 1, (0.0, math.inf))
     assert verdict_of(wide.interval(LEVEL), wide.region) == "inconclusive"
     from headwater_lab.papers.claims import _judged  # what it prints
 

@@ -31,7 +31,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 from scipy import special, stats
@@ -70,134 +70,81 @@ LUCKY = "a run diverged, and the mean of the others is meaningless"
 
 
 @dataclass(frozen=True)
-class NoEvidence:
-    """There is no number. why: the reason."""
+class Evidence:
+    """A number that a claim is about; without an estimate, `why` says why there is none.
 
-    why: str
-    kind: ClassVar[EvidenceKind] = "mean"
-    what, region, estimate, p, size = "", ABOVE_ZERO, None, None, 0
+    what: the number in words; region: where it must lie for the claim to replicate; size: its number of seeds.
+    p: the smallest level at which the interval lies on one side of the borders; None: it never does.
+    interval: of confidence 1 - level; None if unbounded. more: seeds still needed to settle it.
+    why: why it is inconclusive, if that is clear before any test.
+    """
 
-    def interval(self, level: float) -> None:
-        return None
-
-
-@dataclass(frozen=True)
-class Mean:
-    """The mean of paired differences, one or more, signed as claimed. counted: they are exact."""
-
-    values: Sequence[float]
+    why: str = ""
+    kind: EvidenceKind = "mean"
+    what: str = ""
     region: Interval = ABOVE_ZERO
-    counted: bool = False
-    what: str = ""
-    kind: ClassVar[EvidenceKind] = "mean"
-
-    @property
-    def estimate(self) -> float:
-        return float(np.mean(self.values))
-
-    @property
-    def size(self) -> int:
-        return len(self.values)
-
-    @property
-    def p(self) -> float | None:
-        if self.counted or self.size < 2:
-            return None
-        if is_constant(self.values):
-            return float(stats.binomtest(self.size, self.size).pvalue)
-        return _p_of_t(self.estimate, standard_error(self.values), self.size - 1, self.region)
-
-    def interval(self, level: float) -> Interval | None:
-        if self.counted:
-            return min(self.values), max(self.values)
-        if self.p is None:
-            return None
-        if is_constant(self.values):
-            return (min(self.values), max(self.values)) if self.p <= level else None
-        return t_interval(self.estimate, standard_error(self.values), self.size - 1, level)
-
-    def more(self, level: float) -> int | None:
-        """Seeds still needed to settle it: inside the region by all its borders, or beyond one of them."""
-        if self.p is None or is_constant(self.values):
-            return None
-        mean, spread = self.estimate, float(np.std(self.values, ddof=1))
-        effects = sorted(abs(mean - border) / spread for border in self.region if math.isfinite(border))
-        inside = self.region[0] < mean < self.region[1]
-        return more_pairs(effects if inside else effects[:1], self.size, level)
-
-    @property
-    def why(self) -> str:
-        if self.size == 1 and not self.counted:
-            return "one seed cannot separate an effect from chance"
-        return "" if np.abs(self.values).max() > ROUNDING else "no seed differs"
+    estimate: float | None = None
+    size: int = 0
+    p: float | None = None
+    interval: Callable[[float], Interval | None] = lambda level: None
+    more: Callable[[float], int | None] = lambda level: None
 
 
-@dataclass(frozen=True)
-class SeedShare:
-    """How many of the seeds did as claimed. size: of how many."""
+def mean_evidence(
+    values: Sequence[float], region: Interval = ABOVE_ZERO, what: str = "", counted: bool = False
+) -> Evidence:
+    """The mean of paired differences, one or more, signed as claimed. counted: they are exact."""
+    size, mean, ends = len(values), float(np.mean(values)), (min(values), max(values))
+    result = Evidence("", "mean", what, region, mean, size)
+    if size == 1 and not counted:
+        return replace(result, why="one seed cannot separate an effect from chance")
+    if np.abs(values).max() <= ROUNDING:
+        result = replace(result, why="no seed differs")
+    if counted:
+        return replace(result, interval=lambda level: ends)
+    if is_constant(values):
+        p = float(stats.binomtest(size, size).pvalue)
+        return replace(result, p=p, interval=lambda level: ends if p <= level else None)
+    error, spread = standard_error(values), float(np.std(values, ddof=1))
+    effects = sorted(abs(mean - border) / spread for border in region if math.isfinite(border))
+    if not region[0] < mean < region[1]:  # to be inside takes all borders, to be outside one
+        effects = effects[:1]
+    return replace(
+        result,
+        p=_p_of_t(mean, error, size - 1, region),
+        interval=lambda level: t_interval(mean, error, size - 1, level),
+        more=lambda level: more_pairs(effects, size, level),
+    )
 
-    count: int
-    size: int
-    what: str = ""
-    kind: ClassVar[EvidenceKind] = "share"
-    region, why = (0.5, math.inf), ""
 
-    @property
-    def estimate(self) -> float:
-        return self.count / self.size
+def share_evidence(count: int, size: int, what: str = "") -> Evidence:
+    """How many of `size` seeds did as claimed."""
+    test = stats.binomtest(count, size)
 
-    @property
-    def p(self) -> float:
-        return float(stats.binomtest(self.count, self.size).pvalue)
+    def interval(level: float) -> Interval:
+        bounds = test.proportion_ci(1 - level)
+        return float(bounds.low), float(bounds.high)
 
-    def interval(self, level: float) -> Interval:
-        found = stats.binomtest(self.count, self.size).proportion_ci(1 - level)
-        return float(found.low), float(found.high)
+    return Evidence("", "share", what, (0.5, math.inf), count / size, size, float(test.pvalue), interval)
 
 
-@dataclass(frozen=True)
-class Ratio:
+def ratio_evidence(log: float, error: float | None, freedom: int, region: Interval, what: str = "") -> Evidence:
     """log N'/N: by the fitted law, what size of the baseline equals the arm.
 
     error: its standard error, with `freedom` degrees of freedom; None if the seeds do not determine it.
     """
-
-    log: float
-    error: float | None
-    freedom: int
-    region: Interval
-    what: str = ""
-    kind: ClassVar[EvidenceKind] = "more"
-
-    @property
-    def estimate(self) -> float | None:
-        return self.log if math.isfinite(self.log) else None
-
-    @property
-    def size(self) -> int:
-        return self.freedom + 1 if self.freedom else 0
-
-    @property
-    def p(self) -> float | None:
-        return None if self.error is None else _p_of_t(self.log, self.error, self.freedom, self.region)
-
-    def interval(self, level: float) -> Interval | None:
-        return None if self.error is None else t_interval(self.log, self.error, self.freedom, level)
-
-    @property
-    def why(self) -> str:
-        if math.isnan(self.log):
-            return "the baseline's losses do not fall with its size"
-        if math.isinf(self.log):
-            how = "no baseline, however large, has" if self.log > 0 else "a baseline of almost no size has"
-            return f"{how} its loss, by the fitted law"
-        return "the seeds do not determine the fitted law" if self.error is None else ""
-
-
-# A number that a claim is about: what it is in words, its estimate and interval (None if unbounded), and the region
-# where it must lie for the claim to replicate. size: its number of seeds. p: the smallest level at which the interval
-# lies on one side of the borders; None: it never does. why: why it is inconclusive, if that is clear before any test.
-Evidence = NoEvidence | Mean | SeedShare | Ratio
+    why = "the seeds do not determine the fitted law" if error is None else ""
+    if math.isnan(log):
+        why = "the baseline's losses do not fall with its size"
+    elif math.isinf(log):
+        how = "no baseline, however large, has" if log > 0 else "a baseline of almost no size has"
+        why = f"{how} its loss, by the fitted law"
+    estimate = log if math.isfinite(log) else None
+    result = Evidence(why, "more", what, region, estimate, freedom + 1 if freedom else 0)
+    if error is None:
+        return result
+    p = _p_of_t(log, error, freedom, region)
+    return replace(result, p=p, interval=lambda level: t_interval(log, error, freedom, level))
 
 
 def _p_of_t(mean: float, error: float, freedom: int, region: Interval) -> float:
@@ -271,10 +218,10 @@ def _judged(claim: Claim, evidence: Evidence, level: float) -> Judged:
         if interval is None:
             seeds = f"{evidence.size} seeds"
             why = f"all {seeds} differ by exactly this amount, but {seeds} are too few to rule out chance"
-    if isinstance(evidence, Ratio):  # told as a share more
+    if evidence.kind == "more":  # told as a share more
         estimate = estimate and _expm1(estimate)
         interval = interval and (_expm1(interval[0]), _expm1(interval[1]))
-    more = evidence.more(level) if verdict == "inconclusive" and isinstance(evidence, Mean) else None
+    more = evidence.more(level) if verdict == "inconclusive" else None
     return Judged(
         claim.says,
         evidence.what,
@@ -291,12 +238,12 @@ def _judged(claim: Claim, evidence: Evidence, level: float) -> Judged:
 
 
 def _undecided(evidence: Evidence) -> str:
-    if isinstance(evidence, Ratio):
+    if evidence.kind == "more":
         (border,) = filter(math.isfinite, evidence.region)
         return f"the interval includes {math.expm1(border):+.0%}"
     if math.isfinite(evidence.region[1]):
         return "part of the interval is beyond the margin"
-    return f"the interval includes {'half' if isinstance(evidence, SeedShare) else '0'}"
+    return "the interval includes half" if evidence.kind == "share" else "the interval includes 0"
 
 
 def _expm1(log: float) -> float:
@@ -318,12 +265,12 @@ def verdict_of(interval: Interval | None, region: Interval) -> ClaimVerdict:
 def _evidence(claim: Claim, runs: Runs) -> Evidence:
     """What the runs say of a claim, if its arms have all seeds."""
     if why := _missing(claim, runs):
-        return NoEvidence(why)
+        return Evidence(why)
     for name in named(claim):
         if runs.places[name] is None:
-            return NoEvidence(f"{name} is not trained at this scale")
+            return Evidence(f"{name} is not trained at this scale")
         if not runs.of(name):
-            return NoEvidence(f"there is no run of {name}")
+            return Evidence(f"there is no run of {name}")
     return KINDS[claim.test](claim, runs)
 
 
@@ -332,22 +279,24 @@ def _paired(claim: Better | Alike | NotBetter, runs: Runs) -> Evidence:
     names = named(claim)
     seeds = set.intersection(*(set(runs.of(name)) for name in names))
     if not seeds:
-        return NoEvidence(f"no seed was run for {'both' if claim.than is None else 'all of its arms'}")
+        return Evidence(f"no seed was run for {'both' if claim.than is None else 'all of its arms'}")
     if any(seeds & _diverged(runs, name) for name in names):
         if isinstance(claim, Better) and claim.than is None:
             return _without_diverged(claim, runs, seeds)
-        return NoEvidence(LUCKY)
+        return Evidence(LUCKY)
     if isinstance(claim, NotBetter) and claim.measure == "steps":
-        evidence = _sooner(claim, runs)
-    else:
-        evidence = _mean(claim, runs, sorted(seeds))
-    if isinstance(claim, Better) or not isinstance(evidence, Mean):
-        return evidence
-    region = (-claim.margin if isinstance(claim, Alike) else -math.inf), claim.margin
-    return replace(evidence, region=region, what=f"{evidence.what} (margin {claim.margin:g})")
+        return _sooner(claim, runs)
+    return _mean(claim, runs, sorted(seeds))
 
 
-def _mean(claim: Better | Alike | NotBetter, runs: Runs, seeds: Sequence[int]) -> Mean:
+def _within(claim: Claim, what: str) -> tuple[Interval, str]:
+    """The region of a claim about a mean, and what the mean is, with the claim's margin if it has one."""
+    if not isinstance(claim, Alike | NotBetter):
+        return ABOVE_ZERO, what
+    return (-claim.margin if isinstance(claim, Alike) else -math.inf, claim.margin), f"{what} (margin {claim.margin:g})"
+
+
+def _mean(claim: Better | Alike | NotBetter, runs: Runs, seeds: Sequence[int]) -> Evidence:
     units = [_unit(measure, runs, arm) for arm, _, measure in claim.pairs]
     same = len(set(units)) == 1
     words, gains = [], []
@@ -359,7 +308,7 @@ def _mean(claim: Better | Alike | NotBetter, runs: Runs, seeds: Sequence[int]) -
     values = [gains[0][seed] - sum(gain[seed] for gain in gains[1:]) for seed in seeds]
     what = " minus ".join(f"({word})" for word in words) if len(words) > 1 else words[0]
     counted = {measure for *_, measure in claim.pairs} <= COUNTED
-    return Mean(values, counted=counted, what=what + (f", {units[0]}" if same else ""))
+    return mean_evidence(values, *_within(claim, what + (f", {units[0]}" if same else "")), counted)
 
 
 def _without_diverged(claim: Better, runs: Runs, seeds: set[int]) -> Evidence:
@@ -371,48 +320,48 @@ def _without_diverged(claim: Better, runs: Runs, seeds: set[int]) -> Evidence:
     won = sum((value < 0) == lower for value in ahead) + len(against - arm)
     decided = len(ahead) + len(against ^ arm)
     if not decided:
-        return NoEvidence("no seed tells them apart: in each, both diverged or neither is better")
+        return Evidence("no seed tells them apart: in each, both diverged or neither is better")
     unit = _unit(claim.measure, runs, claim.arm)
     what = f"seeds in which {claim.arm} has {'less' if lower else 'more'} {unit}, or is not the one that diverged"
-    return SeedShare(won, decided, what)
+    return share_evidence(won, decided, what)
 
 
 def _sooner(claim: Sooner | NotBetter, runs: Runs) -> Evidence:
     """Steps are counted up to the end of the shorter run."""
     pairs = sorted(runs.of(claim.arm).keys() & runs.of(claim.against).keys())
     if not pairs:
-        return NoEvidence("no seed was run for both")
+        return Evidence("no seed was run for both")
     steps = {name: runs.steps(name) for name in (claim.arm, claim.against)}
     there = {name: [of[seed] is not None for seed in pairs] for name, of in steps.items()}
     if not any(map(any, there.values())):
-        return NoEvidence("neither gets there in any seed")
+        return Evidence("neither gets there in any seed")
     values = []
     for seed in pairs:
         end = min(runs.of(name)[seed].record.recipe["training"]["steps"] for name in steps)
         arm, against = (end if (n := of[seed]) is None else min(n, end) for of in steps.values())
         values.append(float(against - arm))
     never = "" if all(map(all, there.values())) else " (never: all of its steps)"
-    return Mean(values, what=f"{claim.against} minus {claim.arm}, steps to get there{never}")
+    return mean_evidence(values, *_within(claim, f"{claim.against} minus {claim.arm}, steps to get there{never}"))
 
 
 def _reaches(claim: Reaches, runs: Runs) -> Evidence:
     steps = runs.steps(claim.arm)
     never = claim.test == "never"
     count = sum((n is None) == never for n in steps.values())
-    return SeedShare(count, len(steps), f"seeds of {claim.arm} that {'never get there' if never else 'get there'}")
+    return share_evidence(count, len(steps), f"seeds of {claim.arm} that {'never get there' if never else 'get there'}")
 
 
 def _diverges(claim: Diverges, runs: Runs) -> Evidence:
     lost = runs.lost(claim.arm, claim.unlearned)
     stays = claim.test == "stays"
     count = sum(one != stays for one in lost.values())
-    return SeedShare(count, len(lost), f"seeds of {claim.arm} that {'do not diverge' if stays else 'diverge'}")
+    return share_evidence(count, len(lost), f"seeds of {claim.arm} that {'do not diverge' if stays else 'diverge'}")
 
 
 def _gains(claim: Gains, runs: Runs) -> Evidence:
     found = runs.equal(f"{claim.arm} @ {claim.size}")
     if isinstance(found, str):
-        return NoEvidence(found)
+        return Evidence(found)
     equal, axis = found
     more = equal.more
     log = math.log1p(more.value) if more.value > -1 else -math.inf if more.value == -1 else math.nan
@@ -423,17 +372,17 @@ def _gains(claim: Gains, runs: Runs) -> Evidence:
     what = f"how many more {axis} the baseline needs for the loss of {claim.arm} at {claim.size}{beyond}"
     border = math.log1p(claim.more)
     region = (border, math.inf) if claim.test == "gains" else (-math.inf, 0.0 - border)
-    return Ratio(log, more.error if known else None, more.freedom, region, what)
+    return ratio_evidence(log, more.error if known else None, more.freedom, region, what)
 
 
 def _larger(claim: Ordered, runs: Runs) -> Evidence:
     if _diverged(runs, claim.arm):
-        return NoEvidence(LUCKY)
+        return Evidence(LUCKY)
     first, second = runs.values(claim.first, claim.arm), runs.values(claim.second, claim.arm)
     units = (_unit(measure, runs, claim.arm) for measure in (claim.first, claim.second))
     counted = {claim.first, claim.second} <= COUNTED
     values = [first[seed] - second[seed] for seed in first]
-    return Mean(values, counted=counted, what=f"{' minus '.join(units)}, {claim.arm}")
+    return mean_evidence(values, counted=counted, what=f"{' minus '.join(units)}, {claim.arm}")
 
 
 KINDS: Mapping[str, Callable[..., Evidence]] = {

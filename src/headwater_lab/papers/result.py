@@ -350,14 +350,11 @@ def compared(work: Work) -> list[str]:
 
 
 def to_json(found: Reproduction) -> dict[str, Any]:
-    of, work = found.table, found.work
-    claims = [asdict(one) | {"evidence": evidence(one)} for one in found.claims]
+    """The results, with the command that makes them; not what the table's file says of the paper and the setting."""
+    work = found.work
     result: dict[str, Any] = {
         "headwater": __version__,
         "table": found.name,
-        "title": of.title,
-        "source": of.source,
-        "paper_says": of.says,
         "answer": found.answer,
         "cannot_show": "" if work is None else work.cannot_show,
         "command": command(found),
@@ -366,16 +363,12 @@ def to_json(found: Reproduction) -> dict[str, Any]:
             {"label": label, "cells": [{"paper": paper or None, "ours": asdict(one)} for paper, one in row]}
             for label, row in zip(found.rows, found.cells, strict=True)
         ],
-        "claims": claims,
-        "notes": of.notes,
+        "claims": [asdict(one) | {"evidence": evidence(one)} for one in found.claims],
         "environment": environment("cpu").model_dump(),
     }
     if work is not None:
         result |= {
             "scale": work.scale,
-            "setting": work.at.setting,
-            "remarks": [] if work.own else work.at.remarks,
-            "recipes": work.at.recipes,
             "overrides": list(work.overrides),
             "trials": str(work.trials),
             "runs": {name: sorted(place.seeds) for name, place in work.places.items() if place is not None},

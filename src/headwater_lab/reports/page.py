@@ -148,13 +148,8 @@ def story(sizes: Sequence[Comparison]) -> Story:
     parts = []
     for one in sizes:
         parts.append(Section(at("curves", one), titled("Curves", one), drawing=curves_drawing(one, at("curves", one))))
-        tables = [results_table(one)]
-        if (costs := words.cost_columns(one))[1]:
-            tables.append(PageTable(f"What it costs to reach {words.target(one)}. {words.COST_NOTE}", *costs))
-        if (worths := words.worth_columns(one))[1]:
-            tables.append(PageTable(f"What each result is worth. {words.worth_note(one)}", *worths))
-        if (domains := words.domains_columns(one))[1]:
-            tables.append(PageTable(words.domains_note(one), *domains))
+        further = [PageTable(caption, *columns) for caption, columns in words.further_tables(one)]
+        tables = [results_table(one), *further]
         parts.append(Section(at("results", one), titled("Results", one), tables=tables))
         if drawing := differences_drawing(one, at("differences", one)):
             caption = f"Paired differences to {one.baseline}. {words.which_test(one)}"

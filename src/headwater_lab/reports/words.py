@@ -116,15 +116,18 @@ def worth_note(comparison: Comparison) -> str:
 
 def tables(comparison: Comparison) -> list[Table]:
     """The comparison for a terminal: results, then costs, worths and domains where it has any."""
-    costs, worths, domains = cost_columns(comparison), worth_columns(comparison), domains_columns(comparison)
-    result = [table(comparison)]
-    if costs[1]:
-        result.append(_table(f"{comparison.heading}: what it costs to reach {target(comparison)}", COST_NOTE, *costs))
-    if worths[1]:
-        result.append(_table(f"{comparison.heading}: what each result is worth", worth_note(comparison), *worths))
-    if domains[1]:
-        result.append(_table(None, domains_note(comparison), *domains, fold=True))
-    return result
+    further = [_table(None, caption, *columns, fold=True) for caption, columns in further_tables(comparison)]
+    return [table(comparison), *further]
+
+
+def further_tables(comparison: Comparison) -> list[tuple[str, tuple[list[str], list[list[str]]]]]:
+    """Costs, worths and domains, where a comparison has any: (caption, (column names, rows)) of each."""
+    found = [
+        (f"What it costs to reach {target(comparison)}. {COST_NOTE}", cost_columns(comparison)),
+        (f"What each result is worth. {worth_note(comparison)}", worth_columns(comparison)),
+        (domains_note(comparison), domains_columns(comparison)),
+    ]
+    return [(caption, columns) for caption, columns in found if columns[1]]
 
 
 def _table(title: str | None, caption: str, names: list[str], rows: list[list[str]], fold: bool = False) -> Table:
