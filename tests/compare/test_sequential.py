@@ -214,7 +214,6 @@ def test_each_arm_gets_its_verdict_and_stops(tmp_path):
     tiny_arm = next(s for s in found.summaries if s.arm == "tiny")
     low, high = tiny_arm.interval
     assert 0 < low <= high < 0.1  # both hold, and what is smaller than the margin does not matter
-    assert "equivalent: zero and tiny" in answer(found) or "equivalent: tiny and zero" in answer(found)
     assert [cells(s, found)[4] for s in found.summaries] == [str(s.runs) for s in found.summaries]
     page = write_report(tmp_path).read_text()
     assert "came after the decision" in page

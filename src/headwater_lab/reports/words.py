@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -319,10 +319,10 @@ def question(sizes: Sequence[Comparison]) -> str:
         data = f"{listed(comparison.domains)}, the plain mean over {counted(len(comparison.domains), 'domain')}"
     over = counted(len(comparison.seeds)) + (" per arm" if comparison.plan is None else " at most")
     direction = "lower" if comparison.lower_is_better else "higher"
-    budget = f"{span([r.tokens for r in records])} training {first.unit} and {span([r.flops for r in records], '.3g')}"
+    tokens, flops = span([r.tokens for r in records], "{:,}".format), span([r.flops for r in records], "{:.3g}".format)
     return (
         f"{_asked(comparison.arms, comparison.baseline)} Measured in {comparison.unit} ({direction} is better) on "
-        f"held-out data of {data}, after {budget} FLOPs per run, with {over}"
+        f"held-out data of {data}, after {tokens} training {first.unit} and {flops} FLOPs per run, with {over}"
         + (f", at {len(sizes)} sizes." if len(sizes) > 1 else ".")
     )
 
@@ -334,10 +334,9 @@ def _asked(arms: Sequence[str], baseline: str) -> str:
     return f"Is {others[0]} better than {baseline}?" if others else f"How good is {baseline}?"
 
 
-def span(values: Sequence[float], form: str = ",") -> str:
+def span(values: Sequence[float], form: Callable[[float], str]) -> str:
     """One number, or the lowest and the highest."""
-    low, high = min(values), max(values)
-    return f"{low:{form}}" if low == high else f"{low:{form}} to {high:{form}}"
+    return " to ".join(dict.fromkeys((form(min(values)), form(max(values)))))
 
 
 def differences_table(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
