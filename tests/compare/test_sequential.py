@@ -31,7 +31,7 @@ from headwater_lab.comparison.sequential import (
 from headwater_lab.comparison.trials import trials_of
 from headwater_lab.recipe.schema import parse
 from headwater_lab.reports import cells, comparisons, write_report
-from headwater_lab.reports.words import answer, reading
+from headwater_lab.reports.words import answer
 from headwater_lab.training.records import SeedPlan, read_record, write_record
 from headwater_lab.util.endings import Interrupted
 
@@ -214,7 +214,6 @@ def test_each_arm_gets_its_verdict_and_stops(tmp_path):
     tiny_arm = next(s for s in found.summaries if s.arm == "tiny")
     low, high = tiny_arm.interval
     assert 0 < low <= high < 0.1  # both hold, and what is smaller than the margin does not matter
-    assert "equivalent: zero and tiny" in answer(found) or "equivalent: tiny and zero" in answer(found)
     assert [cells(s, found)[4] for s in found.summaries] == [str(s.runs) for s in found.summaries]
     page = write_report(tmp_path).read_text()
     assert "came after the decision" in page
@@ -265,7 +264,6 @@ def test_the_baseline_with_other_budgets_is_not_tested_and_has_its_seeds(tmp_pat
     assert used["zero"] == used["base"] == used["better"]
     assert {s.arm: s.verdict(False) for s in found.summaries}["better"] == "better"
     assert next(s for s in found.summaries if s.arm == "zero").paired is None
-    assert not any(line.startswith("zero") for line in reading(found))
 
 
 def test_another_threshold_or_baseline_holds_for_runs_that_are_there(tmp_path):

@@ -70,7 +70,7 @@ def silent(recipes, **fields):
 
 
 def trained(work):
-    return train(work, 1, lambda *_: None, lambda *_: None)[0]
+    return train(work, 1, lambda *_: None, lambda *_: None)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -345,7 +345,6 @@ def test_arms_that_all_diverge_are_shown_as_such(out, run):
         (["--list", "--keep", "runs.jsonl"], "--keep has no effect with --list; leave it out"),
         (["--list", "training.steps=7"], "training.steps=7 has no effect with --list"),
         (["--list", "--scale", "gpu"], "--scale has no effect with --list"),
-        (["paper/tiny", "--max-seeds", "5"], "--max-seeds has no effect without --sequential"),
         (["paper/tiny", "--task-files", "."], "--task-files has no effect for paper/tiny, which has no benchmarks"),
         (["paper/tiny", "--keep", "nowhere/runs.jsonl"], "There is no folder 'nowhere'"),
     ],

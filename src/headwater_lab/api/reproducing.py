@@ -24,7 +24,7 @@ from headwater_lab.papers.price import price
 from headwater_lab.papers.result import Reproduction, computed, reproduction, texts, write
 from headwater_lab.papers.table import SCALES, PaperTable, tables
 from headwater_lab.papers.table import table as table_of
-from headwater_lab.papers.training import check_not_begun_otherwise, train
+from headwater_lab.papers.training import train
 from headwater_lab.papers.work import Work, prepare
 from headwater_lab.training.run_folder import OnEvent
 
@@ -66,8 +66,6 @@ def reproduce(
     workers: int | None = None,
     task_files: PathLike | None = None,
     device: str = "cpu",
-    sequential: bool = False,
-    max_seeds: int = 30,
     keep: PathLike | None = None,
     watch: Observer = SILENT,
     trust: Sequence[str] = (),
@@ -75,9 +73,8 @@ def reproduce(
     """Train the models behind a paper's table or figure and judge its claims, like `headwater reproduce`.
 
     Call it again to resume. task_files: task files to use first; device: where to measure what the records lack.
-    sequential: add seeds, up to `max_seeds`, until claims about mean differences are decided. keep: take finished runs
-    from this file instead of training them, and add those that are trained. trust: as in `train`. Raises
-    `HeadwaterError`, also if no run is finished.
+    keep: take finished runs from this file instead of training them, and add those that are trained. trust: as in
+    `train`. Raises `HeadwaterError`, also if no run is finished.
     """
     outside.trust(trust)
     folder, files = local(out, "out"), None if task_files is None else local(task_files, "task_files")
@@ -93,9 +90,6 @@ def reproduce(
     extras.check("compare")
     work = prepare(table, scale, folder, overrides)
     work.check_tasks(files)
-    limit = max_seeds if sequential else None
-    if limit is None:
-        check_not_begun_otherwise(work)
     kept = None if keep is None else local(keep, "keep")
     if kept is not None:
         restore(kept, work, watch.tell)
@@ -105,14 +99,12 @@ def reproduce(
         watch.tell("Models of this size cannot show what the table claims, so there will be no verdict.")
     try:
         trials = partial(watched_trials, watch=watch)
-        outcomes, trained = train(work, workers, trials, partial(_watched_steps, watch), limit, files, device)
-        failed = tell_failures(outcomes, watch)
+        failed = tell_failures(train(work, workers, trials, partial(_watched_steps, watch)), watch)
     finally:  # also of what was interrupted
         if kept is not None:
             keep_runs(kept, work, watch.tell)
     unfinished = _unfinished(work, failed, watch)
-    until = (work, max_seeds) if sequential else None
-    return Reproduced(reproduction(trained, files, device, until), work.folder, failed, unfinished)
+    return Reproduced(reproduction(work, files, device), work.folder, failed, unfinished)
 
 
 def _watched_steps(watch: Observer, name: str, steps: int) -> OnEvent:

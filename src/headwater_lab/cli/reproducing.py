@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Literal
 
 from headwater.util import extras
 from headwater.util.errors import HeadwaterError
 from headwater_lab.cli.common import check_writable, device_of, say, split_overrides, stdout
 from headwater_lab.cli.comparing import complain
-from headwater_lab.cli.options import DeviceName, FilePath, FolderPath, Values, WorkerCount, need, refuse
+from headwater_lab.cli.options import DeviceName, FilePath, FolderPath, WorkerCount, refuse
 from headwater_lab.cli.progress import ProgressReport
 
-if TYPE_CHECKING:
-    pass
-
 ScaleOption = Literal["cpu", "gpu", "paper"]
-# What only training reads, or only a count of seeds.
+# What only training reads.
 OF_TRAINING = ("--keep", "--task-files", "--workers", "--device")
-OF_SEEDS = ("--sequential", "--max-seeds")
 
 
 def reproduce(
@@ -31,8 +27,6 @@ def reproduce(
     workers: WorkerCount | None = None,
     task_files: Path | None = None,
     device: DeviceName = "auto",
-    sequential: bool = False,
-    max_seeds: Annotated[int, Values(min=2)] = 30,
     records: FilePath | None = None,
     keep: FilePath | None = None,
 ) -> None:
@@ -43,8 +37,6 @@ def reproduce(
     list: List all tables, or those of one paper, with the time that they take.
     out: Output folder for runs and pages.
     task_files: Task files to use first, as in evaluate.
-    sequential: Add seeds until claims about mean differences are decided.
-    max_seeds: With --sequential: the maximum of seeds.
     records: Judge the named tables, or all, by the finished runs in this file; train nothing.
     keep: Take finished runs from this file instead of training them, and add those that are trained.
     """
@@ -54,16 +46,15 @@ def reproduce(
         refuse(where, *OF_TRAINING, *options, overrides=overrides)
 
     if list:
-        refuse_training("with --list", *OF_SEEDS, "--records", "--scale")
+        refuse_training("with --list", "--records", "--scale")
         extras.check("compare")
         from headwater_lab.api.reproducing import list_tables
 
         stdout.print(list_tables(names, out))
         return
-    need("--sequential", "--max-seeds")
     if records is not None:
         refuse_training("with --records")
-        _judge(records, names, scale, max_seeds if sequential else None)
+        _judge(records, names, scale)
         return
     from headwater_lab.papers.table import SCALES
     from headwater_lab.papers.table import table as paper_table
@@ -74,9 +65,9 @@ def reproduce(
     table = paper_table(name)
     check_writable(out, folder=True)
     if table.computed:
-        refuse_training(f"for {name}, which is computed without training", *OF_SEEDS, "--scale")
+        refuse_training(f"for {name}, which is computed without training", "--scale")
     elif why := table.scales[scale].nothing:
-        refuse_training(f"for {name}, which is not run at {scale} scale", *OF_SEEDS)
+        refuse_training(f"for {name}, which is not run at {scale} scale")
         others = " or ".join(other for other in SCALES if not table.scales[other].nothing)
         say(f"{name} is meaningless at {scale} scale and was not run: {why} Use --scale {others}.")
         return
@@ -100,8 +91,6 @@ def reproduce(
             workers=workers,
             task_files=task_files,
             device=device_of(device),
-            sequential=sequential,
-            max_seeds=max_seeds,
             keep=keep,
             watch=report,
         )
@@ -113,7 +102,7 @@ def reproduce(
     complain(result.failed)
 
 
-def _judge(records: Path, names: Sequence[str], scale: ScaleOption, max_seeds: int | None) -> None:
+def _judge(records: Path, names: Sequence[str], scale: ScaleOption) -> None:
     """Print the tables whose runs are in a file, with their claims."""
     from tempfile import TemporaryDirectory
 
@@ -124,7 +113,7 @@ def _judge(records: Path, names: Sequence[str], scale: ScaleOption, max_seeds: i
     extras.check("compare")
     reproduction = None
     with TemporaryDirectory() as folder:
-        for number, reproduction in enumerate(recorded(chosen_tables(names), scale, records, Path(folder), max_seeds)):
+        for number, reproduction in enumerate(recorded(chosen_tables(names), scale, records, Path(folder))):
             if number:
                 stdout.print()
             for part in terminal(reproduction):

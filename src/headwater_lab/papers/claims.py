@@ -28,16 +28,15 @@ Holm's procedure knows a table alone.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 from scipy import special, stats
 
-from headwater_lab.comparison.sequential import LEVEL, ROUNDING, SeedLook, looks
+from headwater_lab.comparison.sequential import ROUNDING
 from headwater_lab.comparison.statistics import (
     has_diverged,
     holm_levels,
@@ -71,173 +70,81 @@ LUCKY = "a run diverged, and the mean of the others is meaningless"
 
 
 @dataclass(frozen=True)
-class NoEvidence:
-    """There is no number. why: the reason."""
+class Evidence:
+    """A number that a claim is about; without an estimate, `why` says why there is none.
 
-    why: str
-    kind: ClassVar[EvidenceKind] = "mean"
-    what, region, estimate, p, size = "", ABOVE_ZERO, None, None, 0
-
-    def interval(self, level: float) -> None:
-        return None
-
-
-@dataclass(frozen=True)
-class Mean:
-    """The mean of paired differences, one or more, signed as claimed. counted: they are exact."""
-
-    values: Sequence[float]
-    region: Interval = ABOVE_ZERO
-    counted: bool = False
-    what: str = ""
-    kind: ClassVar[EvidenceKind] = "mean"
-
-    @property
-    def estimate(self) -> float:
-        return float(np.mean(self.values))
-
-    @property
-    def size(self) -> int:
-        return len(self.values)
-
-    @property
-    def p(self) -> float | None:
-        if self.counted or self.size < 2:
-            return None
-        if is_constant(self.values):
-            return float(stats.binomtest(self.size, self.size).pvalue)
-        return _p_of_t(self.estimate, standard_error(self.values), self.size - 1, self.region)
-
-    def interval(self, level: float) -> Interval | None:
-        if self.counted:
-            return min(self.values), max(self.values)
-        if self.p is None:
-            return None
-        if is_constant(self.values):
-            return (min(self.values), max(self.values)) if self.p <= level else None
-        return t_interval(self.estimate, standard_error(self.values), self.size - 1, level)
-
-    def more(self, level: float) -> int | None:
-        """Seeds still needed to settle it: inside the region by all its borders, or beyond one of them."""
-        if self.p is None or is_constant(self.values):
-            return None
-        mean, spread = self.estimate, float(np.std(self.values, ddof=1))
-        effects = sorted(abs(mean - border) / spread for border in self.region if math.isfinite(border))
-        inside = self.region[0] < mean < self.region[1]
-        return more_pairs(effects if inside else effects[:1], self.size, level)
-
-    @property
-    def why(self) -> str:
-        if self.size == 1 and not self.counted:
-            return "one seed cannot separate an effect from chance"
-        return "" if np.abs(self.values).max() > ROUNDING else "no seed differs"
-
-
-@dataclass(frozen=True)
-class Repeated:
-    """A mean that is looked at after every seed, from `first` to `last`; seeds after the decision do not count.
-
-    Its intervals hold at all looks together, at the level it is given (comparison/sequential.py).
+    what: the number in words; region: where it must lie for the claim to replicate; size: its number of seeds.
+    p: the smallest level at which the interval lies on one side of the borders; None: it never does.
+    interval: of confidence 1 - level; None if unbounded. more: seeds still needed to settle it.
+    why: why it is inconclusive, if that is clear before any test.
     """
 
-    values: Sequence[float]
-    region: Interval
-    first: int
-    last: int
-    level: float
-    what: str
-    kind: ClassVar[EvidenceKind] = "mean"
-    why, p = "", None
-
-    @functools.cached_property
-    def look(self) -> SeedLook | None:
-        """The one that decides, else the last."""
-        seen = looks(self.values[: self.last], self.level, self.first, self.last)
-        decided = (one for one in seen if verdict_of(one.interval, self.region) != "inconclusive")
-        return next(decided, seen[-1] if seen else None)
-
-    @property
-    def undecided(self) -> bool:
-        return verdict_of(self.interval(self.level), self.region) == "inconclusive"
-
-    @property
-    def estimate(self) -> float:
-        return float(np.mean(self.values)) if self.look is None else self.look.mean
-
-    @property
-    def size(self) -> int:
-        return len(self.values) if self.look is None else self.look.pairs
-
-    def interval(self, level: float) -> Interval | None:
-        return None if self.look is None else self.look.interval
-
-
-@dataclass(frozen=True)
-class SeedShare:
-    """How many of the seeds did as claimed. size: of how many."""
-
-    count: int
-    size: int
+    why: str = ""
+    kind: EvidenceKind = "mean"
     what: str = ""
-    kind: ClassVar[EvidenceKind] = "share"
-    region, why = (0.5, math.inf), ""
-
-    @property
-    def estimate(self) -> float:
-        return self.count / self.size
-
-    @property
-    def p(self) -> float:
-        return float(stats.binomtest(self.count, self.size).pvalue)
-
-    def interval(self, level: float) -> Interval:
-        found = stats.binomtest(self.count, self.size).proportion_ci(1 - level)
-        return float(found.low), float(found.high)
+    region: Interval = ABOVE_ZERO
+    estimate: float | None = None
+    size: int = 0
+    p: float | None = None
+    interval: Callable[[float], Interval | None] = lambda level: None
+    more: Callable[[float], int | None] = lambda level: None
 
 
-@dataclass(frozen=True)
-class Ratio:
+def mean_evidence(
+    values: Sequence[float], region: Interval = ABOVE_ZERO, what: str = "", counted: bool = False
+) -> Evidence:
+    """The mean of paired differences, one or more, signed as claimed. counted: they are exact."""
+    size, mean, ends = len(values), float(np.mean(values)), (min(values), max(values))
+    result = Evidence("", "mean", what, region, mean, size)
+    if size == 1 and not counted:
+        return replace(result, why="one seed cannot separate an effect from chance")
+    if np.abs(values).max() <= ROUNDING:
+        result = replace(result, why="no seed differs")
+    if counted:
+        return replace(result, interval=lambda level: ends)
+    if is_constant(values):
+        p = float(stats.binomtest(size, size).pvalue)
+        return replace(result, p=p, interval=lambda level: ends if p <= level else None)
+    error, spread = standard_error(values), float(np.std(values, ddof=1))
+    effects = sorted(abs(mean - border) / spread for border in region if math.isfinite(border))
+    if not region[0] < mean < region[1]:  # to be inside takes all borders, to be outside one
+        effects = effects[:1]
+    return replace(
+        result,
+        p=_p_of_t(mean, error, size - 1, region),
+        interval=lambda level: t_interval(mean, error, size - 1, level),
+        more=lambda level: more_pairs(effects, size, level),
+    )
+
+
+def share_evidence(count: int, size: int, what: str = "") -> Evidence:
+    """How many of `size` seeds did as claimed."""
+    test = stats.binomtest(count, size)
+
+    def interval(level: float) -> Interval:
+        bounds = test.proportion_ci(1 - level)
+        return float(bounds.low), float(bounds.high)
+
+    return Evidence("", "share", what, (0.5, math.inf), count / size, size, float(test.pvalue), interval)
+
+
+def ratio_evidence(log: float, error: float | None, freedom: int, region: Interval, what: str = "") -> Evidence:
     """log N'/N: by the fitted law, what size of the baseline equals the arm.
 
     error: its standard error, with `freedom` degrees of freedom; None if the seeds do not determine it.
     """
-
-    log: float
-    error: float | None
-    freedom: int
-    region: Interval
-    what: str = ""
-    kind: ClassVar[EvidenceKind] = "more"
-
-    @property
-    def estimate(self) -> float | None:
-        return self.log if math.isfinite(self.log) else None
-
-    @property
-    def size(self) -> int:
-        return self.freedom + 1 if self.freedom else 0
-
-    @property
-    def p(self) -> float | None:
-        return None if self.error is None else _p_of_t(self.log, self.error, self.freedom, self.region)
-
-    def interval(self, level: float) -> Interval | None:
-        return None if self.error is None else t_interval(self.log, self.error, self.freedom, level)
-
-    @property
-    def why(self) -> str:
-        if math.isnan(self.log):
-            return "the baseline's losses do not fall with its size"
-        if math.isinf(self.log):
-            how = "no baseline, however large, has" if self.log > 0 else "a baseline of almost no size has"
-            return f"{how} its loss, by the fitted law"
-        return "the seeds do not determine the fitted law" if self.error is None else ""
-
-
-# A number that a claim is about: what it is in words, its estimate and interval (None if unbounded), and the region
-# where it must lie for the claim to replicate. size: its number of seeds. p: the smallest level at which the interval
-# lies on one side of the borders; None: it never does. why: why it is inconclusive, if that is clear before any test.
-Evidence = NoEvidence | Mean | Repeated | SeedShare | Ratio
+    why = "the seeds do not determine the fitted law" if error is None else ""
+    if math.isnan(log):
+        why = "the baseline's losses do not fall with its size"
+    elif math.isinf(log):
+        how = "no baseline, however large, has" if log > 0 else "a baseline of almost no size has"
+        why = f"{how} its loss, by the fitted law"
+    estimate = log if math.isfinite(log) else None
+    result = Evidence(why, "more", what, region, estimate, freedom + 1 if freedom else 0)
+    if error is None:
+        return result
+    p = _p_of_t(log, error, freedom, region)
+    return replace(result, p=p, interval=lambda level: t_interval(log, error, freedom, level))
 
 
 def _p_of_t(mean: float, error: float, freedom: int, region: Interval) -> float:
@@ -254,8 +161,8 @@ class Judged:
     """A claim and what our runs say about it.
 
     estimate, interval: of `what`, in words; the interval has confidence 1 - level, the level at which Holm's procedure
-        tests the claim among those of its table, or an even share of it for all looks. A mean difference, a share of
-        the seeds, or how much more of the baseline's size.
+        tests the claim among those of its table. A mean difference, a share of the seeds, or how much more of the
+        baseline's size.
     p: uncorrected. why: why it is inconclusive, or another remark. seeds: its number of seeds.
     more: seeds still needed to settle it with a probability of 80 %, if mean and spread stay the same; None if it is
         settled, needs more than 10 000, or has no mean.
@@ -274,41 +181,15 @@ class Judged:
     more: int | None = None
 
 
-@dataclass(frozen=True)
-class UntilDecided:
-    """Seeds are added until claims are decided. own: the runs of the recipes' own seeds; max_seeds: of a claim."""
-
-    own: Runs
-    max_seeds: int
-
-
-def judge(claims: Sequence[Claim], runs: Runs, until: UntilDecided | None = None) -> list[Judged]:
-    """Judge a table's claims. Claims about arms that this scale does not train are inconclusive.
-
-    With `until`, the level is divided evenly among the claims, since they stop at different numbers of seeds.
-    """
-    if until is None:
-        evidence = [_evidence(claim, runs) for claim in claims]
-        levels = holm_levels([one.p for one in evidence])
-    else:
-        levels = [LEVEL / max(1, len(claims))] * len(claims)
-        evidence = [_repeated(claim, runs, until, LEVEL / len(claims)) for claim in claims]
+def judge(claims: Sequence[Claim], runs: Runs) -> list[Judged]:
+    """Judge a table's claims. Claims about arms that this scale does not train are inconclusive."""
+    evidence = [_evidence(claim, runs) for claim in claims]
+    levels = holm_levels([one.p for one in evidence])
     judged = [_judged(claim, one, at) for claim, one, at in zip(claims, evidence, levels, strict=True)]
     return [
         replace(one, why="; ".join(filter(None, (one.why, _otherwise(claim, runs)))))
         for claim, one in zip(claims, judged, strict=True)
     ]
-
-
-def _repeated(claim: Claim, runs: Runs, until: UntilDecided, level: float) -> Evidence:
-    """A mean difference over all seeds; anything else over the recipe's own, at which it is looked at once."""
-    own = _evidence(claim, until.own)
-    if not isinstance(own, Mean) or own.counted:
-        return own
-    mean, first = _evidence(claim, runs, whole=False), max(2, own.size)
-    if not isinstance(mean, Mean):
-        return own
-    return Repeated(mean.values, mean.region, first, max(first, until.max_seeds), level, mean.what)
 
 
 def _missing(claim: Claim, runs: Runs) -> str:
@@ -319,20 +200,6 @@ def _missing(claim: Claim, runs: Runs) -> str:
         if place is not None and there:
             told.append(without(name, place, there))
     return f"not trained: {'; '.join(filter(None, told))}" if any(told) else ""
-
-
-def still_undecided(claims: Sequence[Claim], runs: Runs, until: UntilDecided) -> list[Claim]:
-    """The undecided claims about mean differences, which another seed may decide, if none of their seeds is missing."""
-    left = []
-    for claim in claims:
-        evidence = _repeated(claim, runs, until, LEVEL / len(claims))
-        if not isinstance(evidence, Repeated) or not evidence.undecided:
-            continue
-        there = [place.seeds for name in named(claim) if (place := runs.places[name]) is not None]
-        common = set.intersection(*map(set, there))
-        if len(evidence.values) == len(common) < until.max_seeds:
-            left.append(claim)
-    return left
 
 
 def _otherwise(claim: Claim, runs: Runs) -> str:
@@ -351,12 +218,10 @@ def _judged(claim: Claim, evidence: Evidence, level: float) -> Judged:
         if interval is None:
             seeds = f"{evidence.size} seeds"
             why = f"all {seeds} differ by exactly this amount, but {seeds} are too few to rule out chance"
-    if isinstance(evidence, Repeated) and interval is not None:
-        why = "; ".join(filter(None, (f"repeated interval, {evidence.size} seeds", why)))
-    if isinstance(evidence, Ratio):  # told as a share more
+    if evidence.kind == "more":  # told as a share more
         estimate = estimate and _expm1(estimate)
         interval = interval and (_expm1(interval[0]), _expm1(interval[1]))
-    more = evidence.more(level) if verdict == "inconclusive" and isinstance(evidence, Mean) else None
+    more = evidence.more(level) if verdict == "inconclusive" else None
     return Judged(
         claim.says,
         evidence.what,
@@ -373,12 +238,12 @@ def _judged(claim: Claim, evidence: Evidence, level: float) -> Judged:
 
 
 def _undecided(evidence: Evidence) -> str:
-    if isinstance(evidence, Ratio):
+    if evidence.kind == "more":
         (border,) = filter(math.isfinite, evidence.region)
         return f"the interval includes {math.expm1(border):+.0%}"
     if math.isfinite(evidence.region[1]):
         return "part of the interval is beyond the margin"
-    return f"the interval includes {'half' if isinstance(evidence, SeedShare) else '0'}"
+    return "the interval includes half" if evidence.kind == "share" else "the interval includes 0"
 
 
 def _expm1(log: float) -> float:
@@ -397,15 +262,15 @@ def verdict_of(interval: Interval | None, region: Interval) -> ClaimVerdict:
     return "fails" if high < region[0] or low > region[1] else "inconclusive"
 
 
-def _evidence(claim: Claim, runs: Runs, whole: bool = True) -> Evidence:
-    """What the runs say of a claim. whole: only if its arms have all seeds, or none."""
-    if whole and (why := _missing(claim, runs)):
-        return NoEvidence(why)
+def _evidence(claim: Claim, runs: Runs) -> Evidence:
+    """What the runs say of a claim, if its arms have all seeds."""
+    if why := _missing(claim, runs):
+        return Evidence(why)
     for name in named(claim):
         if runs.places[name] is None:
-            return NoEvidence(f"{name} is not trained at this scale")
+            return Evidence(f"{name} is not trained at this scale")
         if not runs.of(name):
-            return NoEvidence(f"there is no run of {name}")
+            return Evidence(f"there is no run of {name}")
     return KINDS[claim.test](claim, runs)
 
 
@@ -414,22 +279,24 @@ def _paired(claim: Better | Alike | NotBetter, runs: Runs) -> Evidence:
     names = named(claim)
     seeds = set.intersection(*(set(runs.of(name)) for name in names))
     if not seeds:
-        return NoEvidence(f"no seed was run for {'both' if claim.than is None else 'all of its arms'}")
+        return Evidence(f"no seed was run for {'both' if claim.than is None else 'all of its arms'}")
     if any(seeds & _diverged(runs, name) for name in names):
         if isinstance(claim, Better) and claim.than is None:
             return _without_diverged(claim, runs, seeds)
-        return NoEvidence(LUCKY)
+        return Evidence(LUCKY)
     if isinstance(claim, NotBetter) and claim.measure == "steps":
-        evidence = _sooner(claim, runs)
-    else:
-        evidence = _mean(claim, runs, sorted(seeds))
-    if isinstance(claim, Better) or not isinstance(evidence, Mean):
-        return evidence
-    region = (-claim.margin if isinstance(claim, Alike) else -math.inf), claim.margin
-    return replace(evidence, region=region, what=f"{evidence.what} (margin {claim.margin:g})")
+        return _sooner(claim, runs)
+    return _mean(claim, runs, sorted(seeds))
 
 
-def _mean(claim: Better | Alike | NotBetter, runs: Runs, seeds: Sequence[int]) -> Mean:
+def _within(claim: Claim, what: str) -> tuple[Interval, str]:
+    """The region of a claim about a mean, and what the mean is, with the claim's margin if it has one."""
+    if not isinstance(claim, Alike | NotBetter):
+        return ABOVE_ZERO, what
+    return (-claim.margin if isinstance(claim, Alike) else -math.inf, claim.margin), f"{what} (margin {claim.margin:g})"
+
+
+def _mean(claim: Better | Alike | NotBetter, runs: Runs, seeds: Sequence[int]) -> Evidence:
     units = [_unit(measure, runs, arm) for arm, _, measure in claim.pairs]
     same = len(set(units)) == 1
     words, gains = [], []
@@ -441,7 +308,7 @@ def _mean(claim: Better | Alike | NotBetter, runs: Runs, seeds: Sequence[int]) -
     values = [gains[0][seed] - sum(gain[seed] for gain in gains[1:]) for seed in seeds]
     what = " minus ".join(f"({word})" for word in words) if len(words) > 1 else words[0]
     counted = {measure for *_, measure in claim.pairs} <= COUNTED
-    return Mean(values, counted=counted, what=what + (f", {units[0]}" if same else ""))
+    return mean_evidence(values, *_within(claim, what + (f", {units[0]}" if same else "")), counted)
 
 
 def _without_diverged(claim: Better, runs: Runs, seeds: set[int]) -> Evidence:
@@ -453,48 +320,48 @@ def _without_diverged(claim: Better, runs: Runs, seeds: set[int]) -> Evidence:
     won = sum((value < 0) == lower for value in ahead) + len(against - arm)
     decided = len(ahead) + len(against ^ arm)
     if not decided:
-        return NoEvidence("no seed tells them apart: in each, both diverged or neither is better")
+        return Evidence("no seed tells them apart: in each, both diverged or neither is better")
     unit = _unit(claim.measure, runs, claim.arm)
     what = f"seeds in which {claim.arm} has {'less' if lower else 'more'} {unit}, or is not the one that diverged"
-    return SeedShare(won, decided, what)
+    return share_evidence(won, decided, what)
 
 
 def _sooner(claim: Sooner | NotBetter, runs: Runs) -> Evidence:
     """Steps are counted up to the end of the shorter run."""
     pairs = sorted(runs.of(claim.arm).keys() & runs.of(claim.against).keys())
     if not pairs:
-        return NoEvidence("no seed was run for both")
+        return Evidence("no seed was run for both")
     steps = {name: runs.steps(name) for name in (claim.arm, claim.against)}
     there = {name: [of[seed] is not None for seed in pairs] for name, of in steps.items()}
     if not any(map(any, there.values())):
-        return NoEvidence("neither gets there in any seed")
+        return Evidence("neither gets there in any seed")
     values = []
     for seed in pairs:
         end = min(runs.of(name)[seed].record.recipe["training"]["steps"] for name in steps)
         arm, against = (end if (n := of[seed]) is None else min(n, end) for of in steps.values())
         values.append(float(against - arm))
     never = "" if all(map(all, there.values())) else " (never: all of its steps)"
-    return Mean(values, what=f"{claim.against} minus {claim.arm}, steps to get there{never}")
+    return mean_evidence(values, *_within(claim, f"{claim.against} minus {claim.arm}, steps to get there{never}"))
 
 
 def _reaches(claim: Reaches, runs: Runs) -> Evidence:
     steps = runs.steps(claim.arm)
     never = claim.test == "never"
     count = sum((n is None) == never for n in steps.values())
-    return SeedShare(count, len(steps), f"seeds of {claim.arm} that {'never get there' if never else 'get there'}")
+    return share_evidence(count, len(steps), f"seeds of {claim.arm} that {'never get there' if never else 'get there'}")
 
 
 def _diverges(claim: Diverges, runs: Runs) -> Evidence:
     lost = runs.lost(claim.arm, claim.unlearned)
     stays = claim.test == "stays"
     count = sum(one != stays for one in lost.values())
-    return SeedShare(count, len(lost), f"seeds of {claim.arm} that {'do not diverge' if stays else 'diverge'}")
+    return share_evidence(count, len(lost), f"seeds of {claim.arm} that {'do not diverge' if stays else 'diverge'}")
 
 
 def _gains(claim: Gains, runs: Runs) -> Evidence:
     found = runs.equal(f"{claim.arm} @ {claim.size}")
     if isinstance(found, str):
-        return NoEvidence(found)
+        return Evidence(found)
     equal, axis = found
     more = equal.more
     log = math.log1p(more.value) if more.value > -1 else -math.inf if more.value == -1 else math.nan
@@ -505,17 +372,17 @@ def _gains(claim: Gains, runs: Runs) -> Evidence:
     what = f"how many more {axis} the baseline needs for the loss of {claim.arm} at {claim.size}{beyond}"
     border = math.log1p(claim.more)
     region = (border, math.inf) if claim.test == "gains" else (-math.inf, 0.0 - border)
-    return Ratio(log, more.error if known else None, more.freedom, region, what)
+    return ratio_evidence(log, more.error if known else None, more.freedom, region, what)
 
 
 def _larger(claim: Ordered, runs: Runs) -> Evidence:
     if _diverged(runs, claim.arm):
-        return NoEvidence(LUCKY)
+        return Evidence(LUCKY)
     first, second = runs.values(claim.first, claim.arm), runs.values(claim.second, claim.arm)
     units = (_unit(measure, runs, claim.arm) for measure in (claim.first, claim.second))
     counted = {claim.first, claim.second} <= COUNTED
     values = [first[seed] - second[seed] for seed in first]
-    return Mean(values, counted=counted, what=f"{' minus '.join(units)}, {claim.arm}")
+    return mean_evidence(values, counted=counted, what=f"{' minus '.join(units)}, {claim.arm}")
 
 
 KINDS: Mapping[str, Callable[..., Evidence]] = {

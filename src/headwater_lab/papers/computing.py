@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -16,6 +16,7 @@ from headwater.cost import si
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater_lab.papers import theory
 from headwater_lab.papers.claims import ClaimVerdict
+from headwater_lab.reports.words import span
 from headwater_lab.training.estimate import draw_flops
 
 # The growth series of TokenFormer.
@@ -43,12 +44,6 @@ class Computed:
     rows: list[list[str]]
     facts: list[Fact]
     figure: Figure | None = None
-
-
-def _span(values: Sequence[float], form: Callable[[float], str]) -> str:
-    """The least to the greatest."""
-    ends = form(min(values)), form(max(values))
-    return ends[0] if ends[0] == ends[1] else " to ".join(ends)
 
 
 def _fact(says: str, found: str, holds: bool) -> Fact:
@@ -107,7 +102,7 @@ def tokenformer_costs() -> Computed:
         [
             _fact(
                 "A TokenFormer's N is L·D·(n_q + n_k + n_v + n_o + 2·n_ff), as printed.",
-                f"built models have {_span(printed_off, '{:.3f}'.format)} times as many",
+                f"built models have {span(printed_off, '{:.3f}'.format)} times as many",
                 max(abs(one - 1) for one in printed_off) < ROUGHLY,
             ),
             _fact(
@@ -122,7 +117,7 @@ def tokenformer_costs() -> Computed:
             ),
             _fact(
                 "Token-token attention costs no more as a TokenFormer grows.",
-                f"{_span(interaction, si)} FLOPs per token at {CONTEXT:,} tokens",
+                f"{span(interaction, si)} FLOPs per token at {CONTEXT:,} tokens",
                 max(interaction) == min(interaction),
             ),
         ],
@@ -150,7 +145,7 @@ def tokenformer_flops() -> Computed:
         [
             _fact(
                 "A grown TokenFormer costs less than a Transformer of its size at every length.",
-                f"a Transformer takes {_span([one for of in later for one in of], '{:.2f}'.format)} times as many",
+                f"a Transformer takes {span([one for of in later for one in of], '{:.2f}'.format)} times as many",
                 all(value > 1 for values in later for value in values),
             ),
             _fact(

@@ -1,4 +1,4 @@
-"""Finished runs in one file, by which a table's verdicts can be checked, and seeds added, without training them again.
+"""Finished runs in one file, by which a table's verdicts can be checked without training them again.
 
 A line is a run as JSON: `run`, its folder below the output folder, and `record`, its record.json (docs/records.md)
 without the losses of single documents. There are no weights in it.
@@ -23,7 +23,7 @@ from headwater_lab.comparison.trials import Trial, at_rate, trial_of, tuning_tri
 from headwater_lab.papers.places import RESTORED, finished
 from headwater_lab.papers.result import Reproduction, reproduction
 from headwater_lab.papers.table import ScaleName, reads_models, table
-from headwater_lab.papers.work import Work, prepare, with_seeds
+from headwater_lab.papers.work import Work, prepare
 from headwater_lab.recipe.schema import Recipe
 from headwater_lab.training.checkpoints import checkpoints
 from headwater_lab.training.records import (
@@ -78,14 +78,8 @@ def read(file: Path) -> list[KeptRun]:
     return found
 
 
-def recorded(
-    names: Iterable[str], scale: ScaleName, file: Path, out: Path, max_seeds: int | None = None
-) -> Iterator[Reproduction]:
-    """Each of these tables with a finished run in `file`, without training; the runs are written into `out`.
-
-    max_seeds: take all seeds in the file, as added until claims are decided, up to that many; default: those of the
-    recipes.
-    """
+def recorded(names: Iterable[str], scale: ScaleName, file: Path, out: Path) -> Iterator[Reproduction]:
+    """Each of these tables with a finished run in `file`, without training; the runs are written into `out`."""
     runs = read(file)
     for name in names:
         scales = table(name).scales
@@ -93,12 +87,8 @@ def recorded(
             continue
         work = prepare(name, scale, out)
         _write(runs, work)
-        if all(not finished(place, work.trials) for place in work.trained):
-            continue
-        if max_seeds is None:
+        if any(finished(place, work.trials) for place in work.trained):
             yield reproduction(work)
-        else:
-            yield reproduction(with_seeds(work, max_seeds, max_seeds), until=(work, max_seeds))
 
 
 def restore(file: Path, work: Work, tell: Tell) -> None:

@@ -68,22 +68,6 @@ class Runs:
         if changed := changed_data(run.record for runs in self.found.values() for run in runs.values()):
             raise HeadwaterError(changed)
 
-    def without_gaps(self, own: Runs) -> Runs:
-        """The same without what follows a seed that is missing, or that diverged and is not among an arm's `own`.
-
-        Leaving out such a seed alone could change a decision that rests on seeds in their order.
-        """
-        for name, runs in self.found.items():
-            place, first = self.places[name], own.places[name]
-            assert place is not None
-            assert first is not None
-            self.found[name] = {}
-            for seed in place.seeds:
-                if seed not in runs or (seed not in first.seeds and has_diverged(runs[seed].record)):
-                    break
-                self.found[name][seed] = runs[seed]
-        return self
-
     def of(self, name: str) -> dict[int, FinishedRun]:
         return self.found.get(name, {})
 

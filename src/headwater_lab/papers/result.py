@@ -20,7 +20,7 @@ from rich.text import Text
 from headwater import __version__
 from headwater.util.terminal import Table, lined
 from headwater_lab.comparison.statistics import has_diverged
-from headwater_lab.papers.claims import ClaimVerdict, Judged, UntilDecided, judge
+from headwater_lab.papers.claims import ClaimVerdict, Judged, judge
 from headwater_lab.papers.computing import COMPUTED, Fact
 from headwater_lab.papers.measures import Runs, incomparable
 from headwater_lab.papers.places import finished
@@ -65,8 +65,6 @@ class Reproduction:
     claims: Sequence[Judged | Fact]
     work: Work | None = None
     figure: Figure | None = None
-    max_seeds: int | None = None
-    """Set if seeds were added until claims were decided."""
 
     @property
     def answer(self) -> str:
@@ -85,19 +83,9 @@ def computed(name: str) -> Reproduction:
     return Reproduction(name, of, found.columns[1:], rows, cells, found.facts, None, found.figure)
 
 
-def reproduction(
-    work: Work, task_files: Path | None = None, device: str = "cpu", until: tuple[Work, int] | None = None
-) -> Reproduction:
-    """A table from the existing runs. Raises `HeadwaterError` if they lack a measure.
-
-    until: the work with the recipes' own seeds and the maximum of seeds, if they were added until claims are decided.
-    """
+def reproduction(work: Work, task_files: Path | None = None, device: str = "cpu") -> Reproduction:
+    """A table from the existing runs. Raises `HeadwaterError` if they lack a measure."""
     runs = Runs(work.table, work.places, work.trials, task_files, device)
-    decided = None
-    if until is not None:
-        own, max_seeds = until
-        decided = UntilDecided(Runs(work.table, own.places, work.trials, task_files, device), max_seeds)
-        runs = runs.without_gaps(decided.own)
     of = work.table
     cells = [
         [(printed(cell, column), ours(cell, column, runs)) for column, cell in zip(of.columns, row.cells, strict=True)]
@@ -105,11 +93,9 @@ def reproduction(
     ]
     columns, rows = [column.name for column in of.columns], [row.label for row in of.rows]
     claims = [claim.model_copy(update={"says": here(claim.says, work.at.words)}) for claim in of.claims]
-    judged = judge([] if work.cannot_show else claims, runs, decided)
+    judged = judge([] if work.cannot_show else claims, runs)
     judged = [replace(claim, what=here(claim.what, work.at.words)) for claim in judged]
-    return Reproduction(
-        work.name, of, columns, rows, cells, judged, work, max_seeds=None if until is None else until[1]
-    )
+    return Reproduction(work.name, of, columns, rows, cells, judged, work)
 
 
 def here(says: str, words: Mapping[str, str]) -> str:
@@ -295,8 +281,7 @@ def head(found: Reproduction) -> Head:
         paragraphs.append(
             "Below: the complete comparisons that these runs belong to, as `headwater compare` reports them. They "
             "include all arms and seeds trained so far, use the recipe's deciding metric, and test each arm against "
-            "one baseline, with their own corrections, which are for seeds that were fixed before: where "
-            "--sequential has added some, the claims above are what counts."
+            "one baseline, with their own corrections."
         )
     layout = PageTable(caption(found), *texts(found))
     rows: list[list[PageCell]] = [
@@ -324,21 +309,10 @@ def caption(found: Reproduction) -> str:
 def claims_caption(found: Reproduction) -> str:
     if found.work is None:
         return "Claims and results."
-    judged = (
-        "Claims, and the interval each is judged by: a claim replicates if the whole interval agrees with it, fails "
-        "if none of it does, and is inconclusive otherwise."
-    )
-    if found.max_seeds is not None:
-        return (
-            f"{judged} Seeds were added, up to {found.max_seeds}, "
-            f"until claims about mean differences were decided; their repeated confidence intervals hold at all looks "
-            f"together. Shares of seeds and fitted laws were judged once, with the recipes' own seeds. The probability "
-            f"that any verdict of the table is wrong is at most 5 % (Bonferroni) if differences are about normal; "
-            f"where they are strongly skewed, or one run in many fails, more are wrong (docs/compare.md)."
-        )
     return (
-        f"{judged} Differences are paired by seed (Student's t), shares "
-        "of seeds have binomial intervals, and counts, such as FLOPs, are exact; the probability that any verdict of "
+        "Claims, and the interval each is judged by: a claim replicates if the whole interval agrees with it, fails "
+        "if none of it does, and is inconclusive otherwise. Differences are paired by seed (Student's t), shares of "
+        "seeds have binomial intervals, and counts, such as FLOPs, are exact; the probability that any verdict of "
         "the table is wrong is at most 5 % (Holm). Other tables that share these runs are not taken into account."
     )
 
@@ -347,8 +321,6 @@ def command(found: Reproduction) -> str:
     parts = ["headwater", "reproduce", found.name]
     if found.work is not None:
         parts += [*found.work.own, *(["--scale", found.work.scale] if found.work.scale != "cpu" else [])]
-    if found.max_seeds is not None:
-        parts += ["--sequential", "--max-seeds", str(found.max_seeds)]
     return shlex.join(parts)
 
 
@@ -378,14 +350,11 @@ def compared(work: Work) -> list[str]:
 
 
 def to_json(found: Reproduction) -> dict[str, Any]:
-    of, work = found.table, found.work
-    claims = [asdict(one) | {"evidence": evidence(one)} for one in found.claims]
+    """The results, with the command that makes them; not what the table's file says of the paper and the setting."""
+    work = found.work
     result: dict[str, Any] = {
         "headwater": __version__,
         "table": found.name,
-        "title": of.title,
-        "source": of.source,
-        "paper_says": of.says,
         "answer": found.answer,
         "cannot_show": "" if work is None else work.cannot_show,
         "command": command(found),
@@ -394,16 +363,12 @@ def to_json(found: Reproduction) -> dict[str, Any]:
             {"label": label, "cells": [{"paper": paper or None, "ours": asdict(one)} for paper, one in row]}
             for label, row in zip(found.rows, found.cells, strict=True)
         ],
-        "claims": claims,
-        "notes": of.notes,
+        "claims": [asdict(one) | {"evidence": evidence(one)} for one in found.claims],
         "environment": environment("cpu").model_dump(),
     }
     if work is not None:
         result |= {
             "scale": work.scale,
-            "setting": work.at.setting,
-            "remarks": [] if work.own else work.at.remarks,
-            "recipes": work.at.recipes,
             "overrides": list(work.overrides),
             "trials": str(work.trials),
             "runs": {name: sorted(place.seeds) for name, place in work.places.items() if place is not None},

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from headwater.util.errors import HeadwaterError
@@ -130,9 +129,7 @@ def prepare(name: str, scale: ScaleName, out: Path, overrides: Sequence[str] = (
     recipes = [(file, _read(file, file.stat().st_mtime_ns, changes)) for file in files]
     for _, recipe in recipes:
         if recipe.compare is not None and recipe.compare.sequential:
-            raise HeadwaterError(
-                f"{name} is judged by all seeds of its arms, or with --sequential; leave out compare.sequential."
-            )
+            raise HeadwaterError(f"{name} is judged by all seeds of its arms; leave out compare.sequential.")
     made = Work(name, of, scale, out, changes, recipes, places(of, scale, recipes))
     if counts_steps(of) and any(one.threshold is None for one in made.places.values() if one is not None):
         raise HeadwaterError(f"{name} counts the steps to compare.threshold, which has to be a number; pass one.")
@@ -143,17 +140,3 @@ def prepare(name: str, scale: ScaleName, out: Path, overrides: Sequence[str] = (
 def _read(file: Path, changed: int, overrides: tuple[str, ...]) -> Recipe:
     """Many tables share a recipe; `changed` identifies a rewritten file."""
     return match_arms(load_recipe(file, overrides))
-
-
-def with_seeds(work: Work, more: int, most: int) -> Work:
-    """The same with more seeds in every comparison, but at most `most`; they count on from the largest."""
-    recipes = []
-    for path, recipe in work.recipes:
-        section = recipe.compare
-        if section is not None and len(section.seeds) < most:
-            taken = {*section.tuning_seeds} if section.learning_rates else set()
-            further = (seed for seed in itertools.count(max(section.seeds) + 1) if seed not in taken)
-            seeds = [*section.seeds, *itertools.islice(further, min(more, most - len(section.seeds)))]
-            recipe = recipe.model_copy(update={"compare": section.model_copy(update={"seeds": seeds})})
-        recipes.append((path, recipe))
-    return replace(work, recipes=recipes, places=places(work.table, work.scale, recipes))

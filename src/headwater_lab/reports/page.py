@@ -22,12 +22,10 @@ from headwater_lab.comparison.scaling import Estimate, Law, scaling_of
 from headwater_lab.reports import words
 from headwater_lab.reports.comparison import Comparison, arm_of, comparisons, experiments
 from headwater_lab.reports.figures import Drawing, curves_drawing, differences_drawing, scaling_drawing
-from headwater_lab.reports.pictures import curves_picture
 from headwater_lab.reports.prices import prices_of, prices_table, unpriced, where_measured
 from headwater_lab.reports.recipes import differences, flat
 from headwater_lab.training.records import RunRecord
-from headwater_lab.util.names import file_name
-from headwater_lab.util.outputs import check_replaceable, save_figure, write_text
+from headwater_lab.util.outputs import check_replaceable, write_text
 
 REPORT = "report.html"
 # A cell: its text, or (text, class): better, worse or soft.
@@ -84,7 +82,6 @@ class Story:
     title: str
     question: str
     answers: Sequence[str]
-    readings: Sequence[tuple[str, list[str]]]
     parts: Sequence[Section]
 
 
@@ -95,7 +92,7 @@ def write_report(
     only: Collection[str] | None = None,
     target: Path | None = None,
 ) -> Path:
-    """The page of the comparisons under `folder`, and a picture NAME-curves.png of each next to it.
+    """The page of the comparisons under `folder`.
 
     head: the top of the page; default: the title of the one experiment. only: names of the experiments to include;
     default: all; an empty list makes a page of just the head. target: default: `folder`/report.html.
@@ -103,18 +100,9 @@ def write_report(
     """
     target = target or folder / REPORT
     found = [] if only is not None and not only else comparisons(folder, only)
-    pictures = {target.parent / f"{_slug(one)}-curves.png": curves_picture(one) for one in found}
-    for path in (target, *pictures):
-        check_replaceable(path)
-    for path, figure in pictures.items():
-        save_figure(figure, path, dpi=160)
+    check_replaceable(target)
     write_text(target, render([story(sizes) for sizes in experiments(found)], head))
     return target
-
-
-def _slug(comparison: Comparison) -> str:
-    """The name of a comparison in file names; an experiment's own name is kept if it is a valid file name."""
-    return file_name(comparison.name if comparison.size is None else f"{comparison.name}-{_id(comparison.size)}")
 
 
 def _id(text: str) -> str:
@@ -160,13 +148,8 @@ def story(sizes: Sequence[Comparison]) -> Story:
     parts = []
     for one in sizes:
         parts.append(Section(at("curves", one), titled("Curves", one), drawing=curves_drawing(one, at("curves", one))))
-        tables = [results_table(one)]
-        if (costs := words.cost_columns(one))[1]:
-            tables.append(PageTable(f"What it costs to reach {words.target(one)}. {words.COST_NOTE}", *costs))
-        if (worths := words.worth_columns(one))[1]:
-            tables.append(PageTable(f"What each result is worth. {words.worth_note(one)}", *worths))
-        if (domains := words.domains_columns(one))[1]:
-            tables.append(PageTable(words.domains_note(one), *domains))
+        further = [PageTable(caption, *columns) for caption, columns in words.further_tables(one)]
+        tables = [results_table(one), *further]
         parts.append(Section(at("results", one), titled("Results", one), tables=tables))
         if drawing := differences_drawing(one, at("differences", one)):
             caption = f"Paired differences to {one.baseline}. {words.which_test(one)}"
@@ -190,7 +173,6 @@ def story(sizes: Sequence[Comparison]) -> Story:
         title=first.title,
         question=words.question(sizes),
         answers=[(f"{one.size}: " if several else "") + words.answer(one) for one in sizes],
-        readings=[(one.size or "", words.reading(one)) for one in sizes],
         parts=parts,
     )
 
@@ -354,7 +336,9 @@ def notices(sizes: Sequence[Comparison]) -> list[str]:
                     "finite."
                 )
             if record.status == "diverged":
-                told.append(f"{who}: diverged. {record.error or ''}".strip())
+                told.append(
+                    f"{who}: diverged, so the mean of the arm's other seeds is optimistic. {record.error or ''}".strip()
+                )
             for notice in record.notices:
                 said.setdefault((notice.step, notice.message), []).append(who)
         for (step, message), those in said.items():  # what many runs say is said once

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from headwater_lab.comparison.statistics import Paired, Summary, among
 from headwater_lab.comparison.worth import Worth
 from headwater_lab.reports.comparison import Comparison, differ_in_cost, unit
 
-# Beyond this many more seeds, report the detectable difference instead.
+# Larger numbers of seeds that are still needed are not given.
 MANY = 200
 RARE = (
     "If an arm rarely fails at the task, the first seeds may not show it: with one run in ten, a fifth to a half of "
@@ -116,15 +116,18 @@ def worth_note(comparison: Comparison) -> str:
 
 def tables(comparison: Comparison) -> list[Table]:
     """The comparison for a terminal: results, then costs, worths and domains where it has any."""
-    costs, worths, domains = cost_columns(comparison), worth_columns(comparison), domains_columns(comparison)
-    result = [table(comparison)]
-    if costs[1]:
-        result.append(_table(f"{comparison.heading}: what it costs to reach {target(comparison)}", COST_NOTE, *costs))
-    if worths[1]:
-        result.append(_table(f"{comparison.heading}: what each result is worth", worth_note(comparison), *worths))
-    if domains[1]:
-        result.append(_table(None, domains_note(comparison), *domains, fold=True))
-    return result
+    further = [_table(None, caption, *columns, fold=True) for caption, columns in further_tables(comparison)]
+    return [table(comparison), *further]
+
+
+def further_tables(comparison: Comparison) -> list[tuple[str, tuple[list[str], list[list[str]]]]]:
+    """Costs, worths and domains, where a comparison has any: (caption, (column names, rows)) of each."""
+    found = [
+        (f"What it costs to reach {target(comparison)}. {COST_NOTE}", cost_columns(comparison)),
+        (f"What each result is worth. {worth_note(comparison)}", worth_columns(comparison)),
+        (domains_note(comparison), domains_columns(comparison)),
+    ]
+    return [(caption, columns) for caption, columns in found if columns[1]]
 
 
 def _table(title: str | None, caption: str, names: list[str], rows: list[list[str]], fold: bool = False) -> Table:
@@ -246,15 +249,12 @@ def answer(comparison: Comparison) -> str:
     left = [s.arm for s in by_verdict.get("inconclusive", [])]
     undecided = f"; {listed(left)} {'is' if len(left) == 1 else 'are'} inconclusive" if left else ""
     if best := extreme.get("better"):
-        if comparison.plan is not None:  # their seeds stopped at different times, and were not compared on the way
-            rest = _others(by_verdict, best)
-        else:
-            rivals = [s.arm for s, said in judged if said in ("better", "inconclusive") and s is not best]
-            rest = _among(best, rivals, comparison)
+        rivals = [s.arm for s, said in judged if said in ("better", "inconclusive") and s is not best]
+        # With a plan their seeds stopped at different times, and were not compared on the way.
+        rest = _among(best, rivals, comparison) if comparison.plan is None else undecided
         return f"{best.arm} is better than {base} by {_size(best, comparison)}{rest}."
     if worst := extreme.get("worse"):
-        rest = undecided if comparison.plan is None else _others(by_verdict, worst)
-        return f"No arm was found better than {base}; {worst.arm} is worse by {_size(worst, comparison)}{rest}."
+        return f"No arm was found better than {base}; {worst.arm} is worse by {_size(worst, comparison)}{undecided}."
     if comparison.plan is not None and (alike := by_verdict.get("equivalent")):
         names, margin = listed([s.arm for s in alike]), f"{comparison.plan.margin:g} {comparison.unit}"
         return f"{names} and {base} are equivalent: they differ by less than {margin}{undecided}."
@@ -268,33 +268,19 @@ def answer(comparison: Comparison) -> str:
     return f"Nothing can be compared with {base}: runs of every other arm diverged."
 
 
-def _others(by_verdict: Mapping[str, list[Summary]], but: Summary) -> str:
-    """The verdicts on the other arms of a comparison that was run until decided."""
-    words = {"better": "better too", "worse": "worse", "equivalent": "equivalent", "inconclusive": "inconclusive"}
-    arms = {what: [s.arm for s in by_verdict.get(what, []) if s is not but] for what in words}
-    return "".join(f"; {words[what]}: {listed(names)}" for what, names in arms.items() if names)
-
-
 def _among(best: Summary, others: Sequence[str], comparison: Comparison) -> str:
     """Whether the best arm also beats its rivals, those that were not found worse than the baseline."""
     if not others:
         return ""
     tests = among(comparison.records, [best.arm, *others])
-    beaten: list[tuple[str, Paired | None]] = []
-    left: list[tuple[str, Paired | None]] = []
-    for other in others:
-        paired = tests[best.arm, other]
-        won = paired is not None and paired.found and (paired.mean < 0) == comparison.lower_is_better
-        (beaten if won else left).append((other, paired))
-    than = f"; it is better than {listed([arm for arm, _ in beaten])} too" if beaten else ""
-    if not left:
-        return than
-    nearest, paired = min(left, key=lambda one: math.inf if one[1] is None else abs(one[1].mean))
-    apart = f"{', but' if beaten else ';'} the comparison with {listed([arm for arm, _ in left])} is inconclusive"
-    if paired is None or paired.interval is None:
-        return than + apart
-    how = f"{best.arm} minus {nearest}: {paired.mean:+.3f} {between(paired.interval)}{missing(paired)}"
-    return f"{than}{apart} ({how})"
+
+    def loses(paired: Paired | None) -> bool:
+        return paired is not None and paired.found and (paired.mean < 0) == comparison.lower_is_better
+
+    beaten = [arm for arm in others if loses(tests[best.arm, arm])]
+    left = [arm for arm in others if arm not in beaten]
+    than = f"; it is better than {listed(beaten)} too" if beaten else ""
+    return than + (f"; the comparison with {listed(left)} is inconclusive" if left else "")
 
 
 def listed(names: Sequence[str]) -> str:
@@ -317,64 +303,10 @@ def _confidence(paired: Paired) -> str:
     return f"{100 * (1 - paired.level):.4g} %"
 
 
-def reading(comparison: Comparison) -> list[str]:
-    """A line for each arm that claims no more than the numbers support."""
-    untested = {comparison.baseline, *comparison.budgets}
-    return [_line(s, comparison) for s in comparison.summaries if s.arm not in untested or s.diverged]
-
-
 def left_out(comparison: Comparison) -> list[str]:
     """A line for each run that is not in the tables, since it failed or has not ended."""
     lines = [f"{r.name}: failed, and not in the tables. {r.error or ''}".strip() for r in comparison.failed]
     return lines + [f"{r.name}: {r.status}, not finished, and not in the tables." for r in comparison.unfinished]
-
-
-def _line(s: Summary, comparison: Comparison) -> str:
-    base, unit = comparison.baseline, comparison.unit
-    if s.diverged:
-        seeds = [str(run.seed) for run in comparison.runs(s.arm) if run.status == "diverged"]
-        others = f"only the {s.runs} run{'s' if s.runs > 1 else ''} that did not diverge"
-        left = f"; the means cover {others} and are therefore optimistic" if s.runs else ""
-        return f"{s.arm}: diverged {s.diverged} of {s.runs + s.diverged} (seeds {', '.join(seeds)}){left}."
-    if s.paired is None:
-        return f"{s.arm}: no seed in common with {base}, so no comparison."
-    said = s.verdict(comparison.lower_is_better)
-    if said == "identical":
-        return f"{s.arm}: identical to {base} in every digit of every seed."
-    start = f"{s.arm}: {s.paired.mean:+.3f} {unit} against {base}; {said}"
-    if s.interval is not None and said != "inconclusive":
-        after = "" if comparison.plan is None else f", after {counted(len(s.paired.differences))}"
-        return f"{start}, {_confidence(s.paired)} interval {s.interval[0]:+.3f} to {s.interval[1]:+.3f}{after}."
-    return f"{start}: {_why_inconclusive(s)}."
-
-
-def _why_inconclusive(s: Summary) -> str:
-    assert s.paired is not None
-    pairs = len(s.paired.differences)
-    if s.paired.margin is not None:
-        if s.interval is None:
-            return f"{counted(pairs)} are too few to tell"
-        return (
-            f"the interval {between(s.interval)} after {counted(pairs)} includes zero and reaches beyond the margin"
-            f"{missing(s.paired)}"
-        )
-    if s.paired.p is None:
-        return "one seed cannot separate an effect from chance"
-    if s.interval is None:
-        return f"all {pairs} seeds differ by exactly this amount, but {pairs} seeds are too few to rule out chance"
-    return f"the interval includes zero{missing(s.paired)}"
-
-
-def missing(paired: Paired) -> str:
-    """How many seeds would settle an inconclusive difference, or how large a difference would have been detected."""
-    more, seen = paired.more, paired.detectable
-    if more is not None and more <= MANY and paired.margin is not None:
-        return f"; about {counted(more, 'more seed')} would decide it, in a plan made for that many"
-    if more is not None and more <= MANY:
-        return (
-            f"; about {counted(more, 'more seed')} would settle a difference like this one, with a probability of 80 %"
-        )
-    return "" if seen is None else f"; a difference of {seen:.3g} would have been detected, with a probability of 80 %"
 
 
 def question(sizes: Sequence[Comparison]) -> str:
@@ -387,10 +319,10 @@ def question(sizes: Sequence[Comparison]) -> str:
         data = f"{listed(comparison.domains)}, the plain mean over {counted(len(comparison.domains), 'domain')}"
     over = counted(len(comparison.seeds)) + (" per arm" if comparison.plan is None else " at most")
     direction = "lower" if comparison.lower_is_better else "higher"
-    budget = f"{span([r.tokens for r in records])} training {first.unit} and {span([r.flops for r in records], '.3g')}"
+    tokens, flops = span([r.tokens for r in records], "{:,}".format), span([r.flops for r in records], "{:.3g}".format)
     return (
         f"{_asked(comparison.arms, comparison.baseline)} Measured in {comparison.unit} ({direction} is better) on "
-        f"held-out data of {data}, after {budget} FLOPs per run, with {over}"
+        f"held-out data of {data}, after {tokens} training {first.unit} and {flops} FLOPs per run, with {over}"
         + (f", at {len(sizes)} sizes." if len(sizes) > 1 else ".")
     )
 
@@ -402,10 +334,9 @@ def _asked(arms: Sequence[str], baseline: str) -> str:
     return f"Is {others[0]} better than {baseline}?" if others else f"How good is {baseline}?"
 
 
-def span(values: Sequence[float], form: str = ",") -> str:
+def span(values: Sequence[float], form: Callable[[float], str]) -> str:
     """One number, or the lowest and the highest."""
-    low, high = min(values), max(values)
-    return f"{low:{form}}" if low == high else f"{low:{form}} to {high:{form}}"
+    return " to ".join(dict.fromkeys((form(min(values)), form(max(values)))))
 
 
 def differences_table(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
@@ -430,33 +361,22 @@ def differences_table(comparison: Comparison) -> tuple[list[str], list[list[str]
 
 
 def which_test(comparison: Comparison) -> str:
-    """A precise description of the test."""
-    arms = tested(comparison)
+    """The columns of the differences' table, and what bounds the error of the test."""
     apart = " Each size is tested separately." if comparison.size is not None else ""
+    power = "with a probability of 80 %"
     if (plan := comparison.plan) is not None:
-        share = f" divided among the {arms} arms," if arms > 1 else ""
         skewed = skewed_error(plan)
         return (
-            f"Seeds were added until each arm was decided, from {plan.min_seeds} to {len(plan.seeds)}. Intervals are "
-            f"repeated confidence intervals: with a probability of 95 %,{share} those of all looks contain the true "
-            f"difference, so looking after every seed does not make them wrong. An arm is decided when its interval "
-            f"excludes 0 (better, worse) or lies inside ±{plan.margin:g} (equivalent, even if it excludes 0); later "
-            f"runs do not count. More seeds: for a decision with a probability of 80 %."
+            f"An arm is decided when its interval excludes 0 (better, worse) or lies inside ±{plan.margin:g} "
+            f"(equivalent, even if it excludes 0); later runs do not count. More seeds: for a decision {power}."
             + (f" With so few seeds, {SKEWED.format(skewed)}" if skewed is not None else "")
             + ("" if comparison.lower_is_better else f" {RARE}")
             + apart
         )
-    if not arms:
+    if not tested(comparison):
         return "With fewer than two seeds in common with the baseline, nothing is tested."
-    together = (
-        f"Holm's correction over the {arms} arms of this table limits the probability that any of several identical "
-        f"arms is called better or worse to 5 %; each arm's interval has the level at which Holm tests it, so it "
-        f"excludes 0 exactly where a difference is found. "
-    )
     return (
-        f"Test: two-sided paired Student's t on the differences seed by seed, 95 %. {together * (arms > 1)}p is "
-        f"uncorrected. If "
-        f"all seeds differ by the same number, p is the sign test's. More seeds: how many would be needed to find "
-        f"such a difference with a probability of 80 %. Detectable: the difference that these seeds would find with "
-        f"a probability of 80 %.{apart}"
+        "At most 5 % of tables call any of several identical arms better or worse (Holm). p is uncorrected; if all "
+        f"seeds differ by the same number, it is the sign test's. More seeds: to find such a difference {power}. "
+        f"Detectable: the difference that these seeds would find {power}.{apart}"
     )
