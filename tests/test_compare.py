@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+from PIL import Image
 
 from headwater.util.errors import HeadwaterError
 from headwater_lab.comparison.trials import trials_of
@@ -47,6 +48,9 @@ def test_a_report_of_trials_needs_no_network(recipe, tmp_path):
     assert not re.search(r'(?:src|href)="(?!data:|#)', own), "the page must need no network"
     for summary in comparisons(tmp_path)[0].summaries:
         assert f"{summary.mean:.3f}" in html
+    with Image.open(tmp_path / "tiny-curves.png") as picture:
+        assert picture.width > 800
+        assert len(set(picture.convert("L").resize((64, 64)).tobytes())) > 10, "an empty picture"
 
 
 def test_records_of_another_schema_are_refused(tmp_path):

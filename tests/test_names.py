@@ -10,6 +10,7 @@ from headwater.util.terminal import Table, Terminal, literal
 from headwater_lab.comparison.prices import slug
 from headwater_lab.comparison.trials import trials_of
 from headwater_lab.reports import comparisons, write_report
+from headwater_lab.reports.pictures import curves_picture
 from headwater_lab.reports.words import table
 from headwater_lab.training.checkpoints import newest_checkpoint
 from headwater_lab.training.records import StageRecord, read_record, write_record
@@ -141,6 +142,15 @@ def test_the_command_line_shows_names_whole(tmp_path, run, monkeypatch):
     assert code == 2
     assert "[/b]" in err
     assert "\x1b" not in err
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", ["$x$", "$\\frac{$", "a$b$c", "_under", "x\x1by", "line\nend"])
+def test_pictures_show_names_as_they_are(tmp_path, name):
+    found = comparisons(saved(tmp_path, three("base", BASE) + three(name, GOOD)))[0]
+    picture = curves_picture(found)
+    picture.savefig(io.BytesIO(), format="png")
+    assert literal(name) in [text.get_text() for text in picture.axes[0].get_legend().get_texts()]
 
 
 def test_the_table_of_a_report_is_literal_in_the_callers_console(tmp_path):

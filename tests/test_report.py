@@ -363,7 +363,7 @@ class TestPage:
             text.index("Table 1") < text.index("Does it hold?") < text.index("Ours & theirs") < text.index("Title of f")
         )
         assert "Title of e" not in text
-        assert sorted(path.name for path in target.parent.iterdir()) == ["one.html"]
+        assert sorted(path.name for path in target.parent.iterdir()) == ["f-curves.png", "one.html"]
         write_report(tmp_path, head=head, only=(), target=target)
         assert "It does." in target.read_text()
         assert target.stat().st_size < 50_000, "a page without figures needs no plotly"
@@ -721,8 +721,8 @@ class TestBrowser:
             assert ("invert" in browser.run(style)) != inverted
 
 
-def test_a_report_beside_a_file_of_the_users_writes_nothing(tmp_path):
-    name = "report.html"
+@pytest.mark.parametrize("name", ["report.html", "e-curves.png"])
+def test_a_report_beside_a_file_of_the_users_writes_nothing(name, tmp_path):
     saved(tmp_path, [record(arm, seed, 1.0 + seed) for arm in ("base", "good") for seed in range(3)])
     (tmp_path / name).write_text("mine")
     there = sorted(tmp_path.rglob("*"))

@@ -81,7 +81,7 @@ class Compared(Result):
         return {summary.arm: summary.mean for summary in self.comparisons[-1].summaries}
 
     def report(self) -> Path:
-        """Write the HTML page of the folder, and return its path."""
+        """Write the HTML page of the folder, with its pictures, and return its path."""
         return write_report(self.folder)
 
 

@@ -1,9 +1,10 @@
-"""Tables and the HTML page of comparisons, from saved records.
+"""Tables, pictures and the HTML page of comparisons, from saved records.
 
 comparison.py  which records belong together   words.py     tables and sentences
 curves.py      runs and their means            figures.py   what plotly draws
-styles.py      colors, markers, dashes        recipes.py   changes of each arm
-prices.py      gains beside costs             page.py      the page
+styles.py      colors, markers, dashes        pictures.py  curves by matplotlib
+recipes.py     changes of each arm            prices.py    gains beside costs
+page.py        the page
 """
 
 from headwater_lab.reports.comparison import Comparison, comparisons

@@ -22,10 +22,12 @@ from headwater_lab.comparison.scaling import Estimate, Law, scaling_of
 from headwater_lab.reports import words
 from headwater_lab.reports.comparison import Comparison, arm_of, comparisons, experiments
 from headwater_lab.reports.figures import Drawing, curves_drawing, differences_drawing, scaling_drawing
+from headwater_lab.reports.pictures import curves_picture
 from headwater_lab.reports.prices import prices_of, prices_table, unpriced, where_measured
 from headwater_lab.reports.recipes import differences, flat
 from headwater_lab.training.records import RunRecord
-from headwater_lab.util.outputs import check_replaceable, write_text
+from headwater_lab.util.names import file_name
+from headwater_lab.util.outputs import check_replaceable, save_figure, write_text
 
 REPORT = "report.html"
 # A cell: its text, or (text, class): better, worse or soft.
@@ -92,7 +94,7 @@ def write_report(
     only: Collection[str] | None = None,
     target: Path | None = None,
 ) -> Path:
-    """The page of the comparisons under `folder`.
+    """The page of the comparisons under `folder`, and a picture NAME-curves.png of each next to it.
 
     head: the top of the page; default: the title of the one experiment. only: names of the experiments to include;
     default: all; an empty list makes a page of just the head. target: default: `folder`/report.html.
@@ -100,9 +102,18 @@ def write_report(
     """
     target = target or folder / REPORT
     found = [] if only is not None and not only else comparisons(folder, only)
-    check_replaceable(target)
+    pictures = {target.parent / f"{_slug(one)}-curves.png": curves_picture(one) for one in found}
+    for path in (target, *pictures):
+        check_replaceable(path)
+    for path, figure in pictures.items():
+        save_figure(figure, path, dpi=160)
     write_text(target, render([story(sizes) for sizes in experiments(found)], head))
     return target
+
+
+def _slug(comparison: Comparison) -> str:
+    """The name of a comparison in file names; an experiment's own name is kept if it is a valid file name."""
+    return file_name(comparison.name if comparison.size is None else f"{comparison.name}-{_id(comparison.size)}")
 
 
 def _id(text: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -249,12 +249,15 @@ def answer(comparison: Comparison) -> str:
     left = [s.arm for s in by_verdict.get("inconclusive", [])]
     undecided = f"; {listed(left)} {'is' if len(left) == 1 else 'are'} inconclusive" if left else ""
     if best := extreme.get("better"):
-        rivals = [s.arm for s, said in judged if said in ("better", "inconclusive") and s is not best]
-        # With a plan their seeds stopped at different times, and were not compared on the way.
-        rest = _among(best, rivals, comparison) if comparison.plan is None else undecided
+        if comparison.plan is not None:  # their seeds stopped at different times, and were not compared on the way
+            rest = _others(by_verdict, best)
+        else:
+            rivals = [s.arm for s, said in judged if said in ("better", "inconclusive") and s is not best]
+            rest = _among(best, rivals, comparison)
         return f"{best.arm} is better than {base} by {_size(best, comparison)}{rest}."
     if worst := extreme.get("worse"):
-        return f"No arm was found better than {base}; {worst.arm} is worse by {_size(worst, comparison)}{undecided}."
+        rest = undecided if comparison.plan is None else _others(by_verdict, worst)
+        return f"No arm was found better than {base}; {worst.arm} is worse by {_size(worst, comparison)}{rest}."
     if comparison.plan is not None and (alike := by_verdict.get("equivalent")):
         names, margin = listed([s.arm for s in alike]), f"{comparison.plan.margin:g} {comparison.unit}"
         return f"{names} and {base} are equivalent: they differ by less than {margin}{undecided}."
@@ -266,6 +269,13 @@ def answer(comparison: Comparison) -> str:
     if "identical" in by_verdict:
         return f"No arm differs from {base} in any digit."
     return f"Nothing can be compared with {base}: runs of every other arm diverged."
+
+
+def _others(by_verdict: Mapping[str, list[Summary]], but: Summary) -> str:
+    """The verdicts on the other arms of a comparison that was run until decided."""
+    words = {"better": "better too", "worse": "worse", "equivalent": "equivalent", "inconclusive": "inconclusive"}
+    arms = {what: [s.arm for s in by_verdict.get(what, []) if s is not but] for what in words}
+    return "".join(f"; {words[what]}: {listed(names)}" for what, names in arms.items() if names)
 
 
 def _among(best: Summary, others: Sequence[str], comparison: Comparison) -> str:
