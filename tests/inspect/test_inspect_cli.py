@@ -51,7 +51,7 @@ def inspected(tmp_path_factory, tokenizer):
     file.write_text(" ".join(f"{i} squared is {i * i}." for i in range(60)))
     sizes = [dict(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1), {}]
     return [
-        inspect_model(Trained(name, build(mechanisms, **BYTES | changes), tokenizer, [], {}), name, [file], rows=4)
+        inspect_model(Trained(name, build(mechanisms, **BYTES | changes), tokenizer, [], {}), name, file, rows=4)
         for name, mechanisms, changes in zip(("shift", "pairs"), (SHIFT, PAIRS), sizes, strict=True)
     ]
 
@@ -71,7 +71,7 @@ def test_two_side_by_side(run, checkpoint, text, tmp_path):
     assert [one["layers"] for one in content["models"]] == [2, 3]
     pictures = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert pictures == ["inspect-heads.png", "inspect-scalars.png", "inspect.json"]
-    again = [inspect_model(open_trained(path), path.name, [text], rows=4) for path in (first, second)]
+    again = [inspect_model(open_trained(path), path.name, text, rows=4) for path in (first, second)]
     assert json.loads(json.dumps(to_json(again))) == content
 
 
@@ -82,7 +82,6 @@ def test_by_default_what_it_was_trained_on(run, recipe, finished, tmp_path):
     assert code == 0
     (one,) = json.loads((tmp_path / "out" / "inspect.json").read_text())["models"]
     assert (one["text"]["rows"], one["text"]["context"]) == (4, 32)
-    assert "Document" in "".join(one["text"]["texts"]) or "says" in "".join(one["text"]["texts"])
     assert "share of V0" in out
 
 
@@ -101,18 +100,6 @@ def test_a_model_without_scalars_draws_no_picture_of_them(run, checkpoint, tmp_p
     code, _, _ = run("inspect", checkpoint(), "--scalars", "--out", tmp_path / "out")
     assert code == 0
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["inspect.json"]
-
-
-@pytest.mark.slow
-def test_texts_are_told_apart(run, checkpoint, text, tmp_path):
-    other = tmp_path / "letters.txt"
-    other.write_text("abc def ghi " * 40)
-    run("inspect", checkpoint(PAIRS), "--text", text, "--text", other, "--rows", 4, "--out", tmp_path / "out")
-    (one,) = json.loads((tmp_path / "out" / "inspect.json").read_text())["models"]
-    assert one["text"]["texts"] == ["numbers.txt", "letters.txt"]
-    assert one["text"]["rows"] == 8
-    for map in one["read"]["maps"]:
-        assert all(len(row) == 2 and sum(row) == pytest.approx(2) for row in map["by_text"])
 
 
 @pytest.mark.sampled(3)
@@ -190,7 +177,7 @@ def test_layers_of_other_heads_are_drawn_beside_each_other(tokenizer, text):
         sliding_window=5, sliding_layers=[1], sliding_fields=dict(num_attention_heads=6, num_key_value_heads=3)
     )
     model = build({"kv_shift": {}}, **BYTES | other)
-    found = [inspect_model(Trained("other heads", model, tokenizer, [], {}), "other heads", [text], rows=4)]
+    found = [inspect_model(Trained("other heads", model, tokenizer, [], {}), "other heads", text, rows=4)]
     assert [len(row) for row in found[0].read.use] == [4, 6, 4]
     drawn = images(heads_picture(found))["share of output"][0]
     assert np.allclose(drawn[1], found[0].read.use[1])
@@ -224,6 +211,5 @@ def test_a_model_of_numbers_reads_its_task(run, tmp_path, recipe):
     values["data"] = {"kind": "induction", "vocab_size": 20, "length": 20}
     train(parse(values, "test"), tmp_path / "run")
     one = inspect_model(open_trained(tmp_path / "run"), "run", rows=4)
-    assert one.text.texts[0] == "row 0"
     assert torch.tensor(one.read.entropy).isfinite().all()
     assert one.read.maps[0].strongest[0].tokens[0].token.isdigit()

@@ -195,7 +195,7 @@ def test_cost_grows_with_the_root():
 
 def test_inspect_counts_pairs_that_no_token_reads():
     model = build({"pattention": {"ffn_pairs": 400, "top_k": {"feed_forward": 2}}})
-    found = read(model, Sample({"input_ids": tokens(1, 9)}, ["text"], torch.zeros(1, dtype=torch.long)))
+    found = read(model, Sample({"input_ids": tokens(1, 9)}))
     unread = {one.place: one.unread for one in found.maps}
     assert 1 - 9 * 2 / 400 <= unread.pop("mlp") < 1
     assert set(unread.values()) == {0.0}

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def inspect(
     checkpoints: Sequence[Path],
     *,
-    text: Sequence[Path] = (),
+    text: Path | None = None,
     image: Sequence[Path] = (),
     rows: Annotated[int, Values(max=2**16)] | None = None,
     context: int | None = None,
@@ -28,9 +28,9 @@ def inspect(
     Models of images show attention over the patches.
 
     checkpoints: Checkpoints' folders, or runs' (their newest); several are shown side by side.
-    text: Text to read; default: the model's training data. Repeat it to compare texts.
+    text: Text to read; default: the model's training data.
     image: Image to read, for an image model; default: held-out images of its training data. Repeat it for several.
-    rows: Rows to read from each text, default 16; or how many held-out images, default 64.
+    rows: Rows to read from the text, default 16; or how many held-out images, default 64.
     context: Tokens per row; default: the data's, or at most 256 for a text.
     scalars: Read no text and no images; show only the learned scalars.
     out: Write inspect.json and pictures into this folder.

@@ -120,9 +120,7 @@ def serve(checkpoint: CheckpointPath, *, engine: Literal["transformers", "vllm"]
 
     from transformers.utils import is_serve_available
 
-    from headwater.config.planner import plan_layers
-    from headwater.models.input_checks import check_paged
-    from headwater.models.load import has_tokenizer, read_config
+    from headwater.models.load import has_tokenizer
     from headwater.util.extras import MissingExtra
     from headwater_lab.training.checkpoints import check, newest_checkpoint
 
@@ -142,8 +140,10 @@ def serve(checkpoint: CheckpointPath, *, engine: Literal["transformers", "vllm"]
         serve_with_vllm(str(checkpoint), source, extra_arguments())
         return
     if "--continuous-batching" in extra_arguments():
-        config = read_config(source)
-        check_paged(config, plan_layers(config))
+        raise HeadwaterError(
+            "--continuous-batching is not offered here; use --engine vllm, or `transformers serve` with what "
+            "`headwater export --materialise` writes."
+        )
     if "@" in str(source):
         raise HeadwaterError(
             f"The server reads the part after @ as a revision; serve {str(source)!r} from another path."

@@ -1,4 +1,4 @@
-"""The images for an inspection, and what a model answers to them."""
+"""The images for an inspection."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import cast
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from headwater.config.vision import HeadwaterVisionConfig
 from headwater.util.errors import HeadwaterError
@@ -24,14 +23,13 @@ IMAGES = 64  # held-out images to read
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSample(Sample):
-    """Images, and the class of each as its text; without classes, each image is a text of its own.
+    """Images, pixel_values [images, C, H, W], and their names.
 
-    inputs: pixel_values [images, C, H, W]. names: of the images. labels: their classes, or None. grid: rows and columns
-    of patches; first: tokens before them. middle, spread: mean and deviation by which channels were normalized.
+    grid: rows and columns of patches; first: tokens before them. middle, spread: mean and deviation by which channels
+    were normalized.
     """
 
     names: list[str]
-    labels: list[int] | None
     grid: tuple[int, int]
     first: int
     middle: Sequence[float]
@@ -48,29 +46,14 @@ class ImageSample(Sample):
         return "", f"{self.names[row]}: {where}", ""
 
     def picture(self, image: int) -> np.ndarray:
-        """The pixels of an image as the model gets them, [H, W, 3] or [H, W], from 0 to 1."""
-        return as_picture(self.inputs["pixel_values"][image], self.middle, self.spread)
-
-
-def as_picture(pixels: Tensor, middle: Sequence[float], spread: Sequence[float]) -> np.ndarray:
-    """Normalized pixels [C, H, W] with their mean and deviation again: [H, W, 3], or [H, W] if grey, from 0 to 1."""
-    mean, deviation = (torch.tensor(values).double().view(-1, 1, 1) for values in (middle, spread))
-    shown = (pixels.double() * deviation + mean).clamp(0, 1).permute(1, 2, 0).numpy()
-    return shown[..., 0] if shown.shape[-1] == 1 else shown
-
-
-@dataclass(frozen=True)
-class Answered:
-    """What a model said of an image. label: its class, or None if unknown; probability: of the answer."""
-
-    name: str
-    label: str | None
-    answer: str
-    probability: float
+        """The pixels of an image as the model gets them, [H, W, 3], or [H, W] if grey, from 0 to 1."""
+        mean, deviation = (torch.tensor(values).double().view(-1, 1, 1) for values in (self.middle, self.spread))
+        shown = (self.inputs["pixel_values"][image].double() * deviation + mean).clamp(0, 1).permute(1, 2, 0).numpy()
+        return shown[..., 0] if shown.shape[-1] == 1 else shown
 
 
 def sample_images(trained: Trained, files: Sequence[Path], count: int | None) -> ImageSample:
-    """These files; without files, `count` held-out images of the data the model was trained on, of all classes alike.
+    """These files; without files, `count` held-out images of the data the model was trained on, always the same.
 
     Raises `HeadwaterError` for files that are no images, and if there is nothing to read.
     """
@@ -92,7 +75,7 @@ def sample_images(trained: Trained, files: Sequence[Path], count: int | None) ->
 
         images = [read_image(file, str(file), config.num_channels) for file in files]
         pixels = processor(images=images, return_tensors="pt")["pixel_values"]
-        names, labels = [file.name for file in files], None
+        names = [file.name for file in files]
         middle, spread = processor.image_mean, processor.image_std
     else:
         count = IMAGES if count is None else count
@@ -104,43 +87,19 @@ def sample_images(trained: Trained, files: Sequence[Path], count: int | None) ->
                 f"{trained.source!r} does not record its training data; pass images with --image FILE, or --scalars "
                 "to see only its scalars."
             )
-        chosen = spread_over(data.held_out.labels, count)
+        order = torch.randperm(len(data.held_out.labels), generator=generator("inspect", "images"))
+        chosen = order[:count].tolist()
         pixels = data.held_out_images(chosen)["pixel_values"]
-        labels = [data.held_out.labels[number] for number in chosen]
         names = [data.held_out.name(number) for number in chosen]
         middle, spread = data.mean, data.std
     grid = config.grid_of(*pixels.shape[2:])
     if grid[0] * grid[1] < 2:
         raise HeadwaterError("Images of one patch have no attention to look at; pass --scalars to see only scalars.")
-    classes = sorted(set(labels or ()))
     return ImageSample(
         {"pixel_values": pixels.to(trained.model.dtype)},
-        names if labels is None else [config.id2label[label] for label in classes],
-        torch.arange(len(names)) if labels is None else torch.tensor([classes.index(label) for label in labels]),
         names=names,
-        labels=labels,
         grid=grid,
         first=config.first_patch,
         middle=middle,
         spread=spread,
     )
-
-
-def spread_over(labels: Sequence[int], count: int) -> list[int]:
-    """The numbers of up to `count` images, in an order that takes one of each class in turn. Always the same ones."""
-    turns: dict[int, int] = {}
-    keyed = []
-    for place, number in enumerate(torch.randperm(len(labels), generator=generator("inspect", "images")).tolist()):
-        turn = turns[labels[number]] = turns.get(labels[number], -1) + 1
-        keyed.append((turn, labels[number], place, number))
-    return [number for *_, number in sorted(keyed)[:count]]
-
-
-def answered(logits: Tensor, sample: ImageSample, classes: dict[int, str]) -> list[Answered]:
-    """logits [images, classes]."""
-    probabilities, answers = (values.tolist() for values in logits.double().softmax(-1).max(-1))
-    labels = [None] * len(sample.names) if sample.labels is None else [classes[label] for label in sample.labels]
-    return [
-        Answered(name, label, classes[answer], probability)
-        for name, label, answer, probability in zip(sample.names, labels, answers, probabilities, strict=True)
-    ]

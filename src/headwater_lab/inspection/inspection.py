@@ -13,10 +13,10 @@ import torch
 from headwater import __version__
 from headwater.models.kinds import AnyModel, is_of_images
 from headwater.util.errors import HeadwaterError
-from headwater_lab.inspection.images import Answered, answered, sample_images
+from headwater_lab.inspection.images import sample_images
 from headwater_lab.inspection.sample import Sample, repeated, sample
 from headwater_lab.inspection.scalars import Census, Scalars, blocks, census, scalars
-from headwater_lab.inspection.watch import SHOWN, Induction, Read, answers, hooked, induction_scores, logits, read
+from headwater_lab.inspection.watch import SHOWN, Induction, Read, hooked, induction_scores, logits, read
 from headwater_lab.training.models import Trained
 from headwater_lab.util import outputs
 
@@ -25,38 +25,37 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class InspectedText:
-    """The text that was read: names, rows and tokens per row.
+    """The text that was read: rows and tokens per row.
 
     logits_moved: how much inspection changes the logits of the first row, over the largest logit.
     """
 
-    texts: list[str]
     rows: int
     context: int
     logits_moved: float
 
+    @property
+    def size(self) -> str:
+        return f"{self.rows} × {self.context}"
+
 
 @dataclass(frozen=True)
 class InspectedImages:
-    """The images that were looked at.
+    """The images that were looked at, by name.
 
-    classes: of these images, in the order of the model's; the images' names if their classes are unknown. patches: rows
-    and columns. tokens: the patches and those before them. logits_moved: as of `InspectedText`. pictures: of the first
-    images, [H, W] or [H, W, 3] from 0 to 1; not in the JSON.
+    patches: rows and columns. tokens: the patches and those before them. logits_moved: as of `InspectedText`. pictures:
+    of the first images, [H, W] or [H, W, 3] from 0 to 1; not in the JSON.
     """
 
-    classes: list[str]
+    names: list[str]
     patches: tuple[int, int]
     tokens: int
-    images: list[Answered]
     logits_moved: float
     pictures: list[np.ndarray] = field(repr=False, compare=False)
 
     @property
-    def right(self) -> float | None:
-        """The share of right answers; None if the classes are unknown."""
-        known = [image.label == image.answer for image in self.images if image.label is not None]
-        return sum(known) / len(known) if known else None
+    def size(self) -> str:
+        return f"{len(self.names)} of {self.patches[0]} × {self.patches[1]} patches"
 
 
 @dataclass(frozen=True)
@@ -84,18 +83,6 @@ class Inspection:
     read: Read | None = None
 
     @property
-    def groups(self) -> list[str]:
-        """What parameter tokens are compared by: texts, or classes of images."""
-        return self.text.texts if self.text else self.images.classes if self.images else []
-
-    @property
-    def grouped_by(self) -> str:
-        """texts, classes or images."""
-        if self.images is None:
-            return "texts"
-        return "images" if self.images.right is None else "classes"
-
-    @property
     def attends_elsewhere(self) -> bool:
         """Whether a head attends to the keys or values of another layer."""
         return any(pair != (layer, layer) for layer, heads in enumerate(self.attends) for pair in heads)
@@ -113,7 +100,7 @@ class Inspection:
 def inspect_model(
     trained: Trained,
     name: str,
-    texts: Sequence[Path] = (),
+    text: Path | None = None,
     *,
     images: Sequence[Path] = (),
     rows: int | None = None,
@@ -122,12 +109,12 @@ def inspect_model(
 ) -> Inspection:
     """Look inside a trained model without changing it.
 
-    texts: files to read; default: the model's latest training data. images: files for a model of images; default: the
-    held-out images of its training data. rows: rows of each text, default 16; or how many held-out images, default 64.
+    text: a file to read; default: the model's latest training data. images: files for a model of images; default: the
+    held-out images of its training data. rows: rows of the text, default 16; or how many held-out images, default 64.
     context: tokens per row; default: the data's, or at most 256 for a text. scalars_only: read neither text nor images,
     only the scalars. Raises `HeadwaterError` if there is nothing to read, too little, or nothing that the model reads.
     """
-    _check(trained, texts, images, context)
+    _check(trained, text, images, context)
     model = trained.model
     config = model.config
     facts: dict[str, Any] = dict(
@@ -150,18 +137,17 @@ def inspect_model(
     if is_of_images(config):
         seen = sample_images(trained, images, rows)
         looked = InspectedImages(
-            seen.texts,
+            seen.names,
             seen.grid,
             seen.length,
-            answered(answers(model, seen), seen, config.id2label),
             logits_moved(model, seen),
             [seen.picture(image) for image in range(min(SHOWN, len(seen.names)))],
         )
         return Inspection(**facts, images=looked, read=read(model, seen))
-    rows_read = sample(trained, texts, rows, context)
-    text = InspectedText(rows_read.texts, len(rows_read.text_of), rows_read.length, logits_moved(model, rows_read))
-    found = read(model, rows_read)
-    return Inspection(**facts, induction=induction_scores(model, *repeated(model)), text=text, read=found)
+    tokens = sample(trained, text, rows, context)
+    facts["text"] = InspectedText(tokens.rows, tokens.length, logits_moved(model, tokens))
+    measured = read(model, tokens)
+    return Inspection(**facts, induction=induction_scores(model, *repeated(model)), read=measured)
 
 
 def logits_moved(model: AnyModel, sample: Sample) -> float:
@@ -172,11 +158,11 @@ def logits_moved(model: AnyModel, sample: Sample) -> float:
     return float((under - before).abs().max() / before.abs().max().clamp(min=torch.finfo(before.dtype).tiny))
 
 
-def _check(trained: Trained, texts: Sequence[Path], images: Sequence[Path], context: int | None) -> None:
+def _check(trained: Trained, text: Path | None, images: Sequence[Path], context: int | None) -> None:
     """Raises `HeadwaterError` for options that say nothing to this kind of model."""
     if is_of_images(trained.model.config):
-        if texts or context is not None:
-            option = "--text" if texts else "--context"
+        if text or context is not None:
+            option = "--text" if text else "--context"
             raise HeadwaterError(f"{trained.source!r} is a model of images, and {option} is for text; pass --image.")
     elif images:
         raise HeadwaterError(f"{trained.source!r} is a model of text, and --image is for images; pass --text.")

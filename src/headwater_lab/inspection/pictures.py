@@ -16,7 +16,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
 from headwater_lab.inspection.inspection import Inspection
-from headwater_lab.inspection.tables import MEASURES, named
+from headwater_lab.inspection.tables import measured, named
 from headwater_lab.inspection.watch import SHOWN
 from headwater_lab.util.outputs import default_style, save_figure
 
@@ -24,7 +24,6 @@ from headwater_lab.util.outputs import default_style, save_figure
 CELL_WIDTH, CELL_HEIGHT, NUMBERED = 0.42, 0.26, 24
 WIDEST = 15.0  # inches of a picture
 BRIGHTEST = 99.5  # percentile of attention at the end of the color scale
-WRONG = "#a3261d"
 DRAWN = {
     "entropy, share of maximum": "entropy / maximum",
     "attention to the first token": "first token",
@@ -81,7 +80,7 @@ def heads_picture(found: Sequence[Inspection]) -> Figure | None:
     """Heatmaps by layer and query head: entropy, sinks, previous token, induction, share of the output."""
     grids = []
     for measure, title in DRAWN.items():
-        values = [MEASURES[measure](one) for one in found]
+        values = [measured(one, measure) for one in found]
         if any(value is not None for value in values):
             # NaN where a layer has fewer heads than another
             arrays = [None if rows is None else np.array([*zip_longest(*rows, fillvalue=nan)]).T for rows in values]
@@ -166,7 +165,7 @@ def attention_picture(found: Sequence[Inspection]) -> Figure | None:
     All have one color scale. 1 is an equal share.
     """
     rows = [
-        (one, number, np.array(one.read.looks[number].layers) * one.images.tokens)
+        (one, number, np.array(one.read.looks[number]) * one.images.tokens)
         for number in range(SHOWN)
         for one in found
         if one.read and one.images and number < len(one.read.looks)
@@ -185,12 +184,11 @@ def attention_picture(found: Sequence[Inspection]) -> Figure | None:
     highest = float(np.percentile(np.concatenate([values.ravel() for *_, values in rows]), BRIGHTEST))
     for place, (one, number, values) in enumerate(rows):
         assert one.images is not None
-        first, image = panels[place, 0], one.images.images[number]
+        first = panels[place, 0]
         first.imshow(one.images.pictures[number], cmap="gray", vmin=0, vmax=1, interpolation="nearest")
         if several:
             first.set_ylabel(one.name, fontsize=7, rotation=0, ha="right", va="center")
-        answer = image.answer if image.label in (None, image.answer) else f"{image.label} → {image.answer}"
-        first.set_title(answer, fontsize=7, pad=2, color="black" if image.label in (None, image.answer) else WRONG)
+        first.set_title(one.images.names[number], fontsize=7, pad=2)
         for column, map in enumerate(values):
             axes = panels[place, column + 1]
             axes.imshow(map, vmin=0, vmax=highest, cmap="magma", interpolation="nearest", aspect=_aspect(one, map))

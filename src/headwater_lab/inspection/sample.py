@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,15 +25,14 @@ WEIGHTS = 2**26
 
 @dataclass(frozen=True)
 class Sample:
-    """Rows of equal length, and the text of each.
-
-    inputs: of the model, [rows, T] each. texts: their names; text_of: [rows], which one.
-    """
+    """Rows of equal length: the model's inputs, [rows, T] each."""
 
     inputs: dict[str, Tensor]
-    texts: list[str]
-    text_of: Tensor
     tokenizer: PreTrainedTokenizerBase | None = None
+
+    @property
+    def rows(self) -> int:
+        return len(next(iter(self.inputs.values())))
 
     @property
     def length(self) -> int:
@@ -42,7 +41,7 @@ class Sample:
 
     def batches(self, size: int) -> Iterator[tuple[dict[str, Tensor], int]]:
         """Up to `size` rows at a time, and the number of the first."""
-        for first in range(0, len(self.text_of), size):
+        for first in range(0, self.rows, size):
             yield {name: tensor[first : first + size] for name, tensor in self.inputs.items()}, first
 
     def words(self, row: int, place: int, before: int = 24, after: int = 10) -> tuple[str, str, str]:
@@ -56,42 +55,27 @@ class Sample:
         return left[-before:], token, right[:after]
 
 
-def sample(trained: Trained, texts: Sequence[Path], rows: int | None, context: int | None) -> Sample:
-    """Rows of each text; without a text, of the model's latest training data, with document boundaries.
+def sample(trained: Trained, text: Path | None, rows: int | None, context: int | None) -> Sample:
+    """Rows of a text; by default of the model's latest training data, with document boundaries.
 
-    With one text, or none, each row counts as a separate text. Raises `HeadwaterError`.
+    Raises `HeadwaterError`.
     """
     rows = ROWS if rows is None else rows
     if rows < LEAST:
         raise HeadwaterError(f"--rows must be at least {LEAST}, not {rows}.")
     if context is not None and context < 16:
         raise HeadwaterError(f"--context must be at least 16 tokens, not {context}.")
-    if texts:
-        found = [sample_rows(trained, text, rows, context) for text in texts]
-        shortest = min(ids.shape[1] for ids in found)
-        inputs = {"input_ids": torch.cat([ids[:, :shortest] for ids in found])}
-        names = [text.name for text in texts]
-        text_of = torch.arange(len(texts)).repeat_interleave(torch.tensor([len(ids) for ids in found]))
-    else:
-        data = data_of(trained.history)
-        if data is None:
-            raise HeadwaterError(
-                f"{trained.source!r} does not record its training data; pass a similar text with --text FILE, or "
-                f"--scalars to see only its scalars."
-            )
-        batch = next(data.batches(seed=0, batch_size=rows, start=0))
-        inputs = {name: tensor[:, :context] for name, tensor in batch.items() if name != "shift_labels"}
-    tokenizer = trained.tokenizer
-    if len(texts) < 2:
-        text_of = torch.arange(len(inputs["input_ids"]))
-        names = [_row_name(row, ids.tolist(), tokenizer) for row, ids in enumerate(inputs["input_ids"])]
-    return Sample(inputs, names, text_of, tokenizer)
-
-
-def _row_name(row: int, ids: list[int], tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """A row's number and how it begins."""
-    begins = "" if tokenizer is None else " ".join(tokenizer.decode(ids[:64], skip_special_tokens=True).split())
-    return f"{row}: {begins[:14]}" if begins else f"row {row}"
+    if text is not None:
+        return Sample({"input_ids": sample_rows(trained, text, rows, context)}, trained.tokenizer)
+    data = data_of(trained.history)
+    if data is None:
+        raise HeadwaterError(
+            f"{trained.source!r} does not record its training data; pass a similar text with --text FILE, or "
+            f"--scalars to see only its scalars."
+        )
+    batch = next(data.batches(seed=0, batch_size=rows, start=0))
+    inputs = {name: tensor[:, :context] for name, tensor in batch.items() if name != "shift_labels"}
+    return Sample(inputs, trained.tokenizer)
 
 
 def repeated(model: HeadwaterForCausalLM) -> tuple[Sample, int]:
@@ -102,7 +86,7 @@ def repeated(model: HeadwaterForCausalLM) -> tuple[Sample, int]:
         raise HeadwaterError("A model with one position cannot repeat tokens; use --scalars to see only its scalars.")
     draw = generator("inspect", "induction")
     ids = torch.stack([torch.randperm(config.vocab_size, generator=draw)[:period] for _ in range(REPEATED)])
-    return Sample({"input_ids": ids.repeat(1, 2)}, ["random tokens"], torch.zeros(REPEATED, dtype=torch.long)), period
+    return Sample({"input_ids": ids.repeat(1, 2)}), period
 
 
 def batch_size(model: HeadwaterForCausalLM, length: int) -> int:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.text import Text
 
 from headwater.util.terminal import Table, lined
-from headwater_lab.inspection.inspection import InspectedImages, Inspection
-from headwater_lab.inspection.pairs import Firing, PairContribution
+from headwater_lab.inspection.inspection import Inspection
+from headwater_lab.inspection.pairs import PairContribution
 
 # Show up to this many heads one by one, otherwise the range.
 HEADS = 4
-NAMED, TOLD = 2, 4  # strongest pairs to list per layer, and pairs that tell classes apart
+NAMED = 2  # strongest pairs to list per layer
 
 CENSUS = {
     "heads": "all",
@@ -22,20 +22,21 @@ CENSUS = {
     "current_key_previous_value": "α1 > α2, β1 ≤ β2: this key, previous value",
     "previous_key_previous_value": "α1 ≤ α2, β1 ≤ β2: previous key, previous value",
 }
-# Measures of heads: label, and field of an inspection.
-MEASURES: dict[str, Callable[[Inspection], list[list[float]] | None]] = {
-    "entropy, nats": lambda one: one.read.entropy if one.read else None,
-    "entropy, share of maximum": lambda one: one.read.normalized_entropy if one.read else None,
-    "attention to the first token": lambda one: one.read.first_token if one.read else None,
-    "most attended position": lambda one: one.read.largest if one.read else None,
-    "attention to the previous token": lambda one: one.read.previous_token if one.read else None,
-    "previous token's value": lambda one: one.read.previous_token_effective if one.read else None,
-    "attention to learned pairs": lambda one: one.read.beside if one.read else None,
-    "induction: attention": lambda one: one.induction.attention if one.induction else None,
-    "induction: value": lambda one: one.induction.effective if one.induction else None,
-    "share of heads' output": lambda one: one.read.use if one.read else None,
+# Measures by layer, most of them by head: label, and where they stand in an inspection.
+MEASURES = {
+    "token similarity: a layer's input": "read.hidden",
+    "token similarity: values": "read.values",
+    "entropy, nats": "read.entropy",
+    "entropy, share of maximum": "read.normalized_entropy",
+    "attention to the first token": "read.first_token",
+    "most attended position": "read.largest",
+    "attention to the previous token": "read.previous_token",
+    "previous token's value": "read.previous_token_effective",
+    "attention to learned pairs": "read.beside",
+    "induction: attention": "induction.attention",
+    "induction: value": "induction.effective",
+    "share of heads' output": "read.use",
 }
-
 
 # What the measures are called on images.
 ON_IMAGES = {
@@ -124,49 +125,42 @@ def scalars_table(found: Sequence[Inspection]) -> Table:
     return table.table
 
 
+def measured(one: Inspection, label: str) -> Any:
+    """The values of a measure by layer; None if it was not measured."""
+    part, _, field = MEASURES[label].partition(".")
+    return getattr(getattr(one, part), field, None)
+
+
 def read_table(found: Sequence[Inspection]) -> Table:
-    moved = max(sample.logits_moved for one in found if (sample := one.text or one.images))
+    samples = [one.text or one.images for one in found]
+    moved = max(sample.logits_moved for sample in samples if sample)
+    of_images = any(one.images for one in found)
     table = _Table(
-        "Measured on images"
-        if any(one.images for one in found)
-        else "Measured on rows of tokens; induction on random ones",
+        "Measured on images" if of_images else "Measured on rows of tokens; induction on random ones",
         found,
         f"One number per query head; the range if there are more than {HEADS}. Inspection changed the logits by "
         f"{moved:.1e} of the largest.",
     )
     layers = max(one.layers for one in found)
 
-    def by_layer(values: Callable[[Inspection], Sequence[Any] | None]) -> dict[str, list[str]]:
-        columns = [(values(one) or [])[: one.layers] for one in found]
-        return {
-            f"layer {layer}": [numbers(column[layer]) if layer < len(column) else "" for column in columns]
-            for layer in range(layers)
-        }
+    def by_layer(columns: Sequence[Mapping[int, Any]]) -> dict[str, list[str]]:
+        return {f"layer {layer}": [numbers(column.get(layer)) for column in columns] for layer in range(layers)}
 
-    sizes = [f"{one.text.rows} × {one.text.context}" if one.text else "" for one in found]
-    table.section("rows × tokens", {"": sizes})
-    of_images: dict[str, Callable[[InspectedImages], str]] = {
-        "number": lambda images: str(len(images.images)),
-        "patches": lambda images: " × ".join(map(str, images.patches)),
-        "right answers": lambda images: numbers(images.right),
-    }
-    cells = {name: [fact(one.images) if one.images else "" for one in found] for name, fact in of_images.items()}
-    table.section("images", cells)
-    last = {"output": [numbers(one.read.hidden[-1]) if one.read else "" for one in found]}
-    hidden = by_layer(lambda one: one.read.hidden if one.read else None)
-    table.section(named("token similarity: a layer's input", found), hidden | last)
-    table.section(named("token similarity: values", found), by_layer(lambda one: one.read.values if one.read else None))
-    for label, measure in MEASURES.items():
-        table.section(named(label, found), by_layer(measure))
-    elsewhere = by_layer(lambda one: one.skip_use if one.read and one.attends_elsewhere else None)
-    table.section("share of heads that attend elsewhere", elsewhere)
+    table.section(
+        "sample", {"images" if of_images else "rows × tokens": [sample.size if sample else "" for sample in samples]}
+    )
+    for label in MEASURES:
+        columns = [dict(enumerate(measured(one, label) or ())) for one in found]
+        last = [numbers(column.pop(one.layers, None)) for column, one in zip(columns, found, strict=True)]
+        table.section(named(label, found), by_layer(columns) | {"output": last})
+    elsewhere = [dict(enumerate(one.skip_use if one.read and one.attends_elsewhere else ())) for one in found]
+    table.section("share of heads that attend elsewhere", by_layer(elsewhere))
     return table.table
 
 
 def pairs_table(one: Inspection) -> Table:
     """The parameter tokens of a model, and what the strongest pairs fire for."""
     assert one.read is not None
-    by_class = one.images is not None and len(one.groups) > 1  # if the classes are unknown, by image
     sparse = any(map.unread for map in one.read.maps)
     table = lined(
         title=f"Parameter tokens of {one.name}",
@@ -175,22 +169,12 @@ def pairs_table(one: Inspection) -> Table:
     )
     for column in ("map", "pairs", "effective", "fire", "silent", *(["unread"] if sparse else [])):
         table.add_column(column, justify="left" if column == "map" else "right", no_wrap=True)
-    telling = f"pairs that tell the {one.grouped_by} apart: where each contributes most, over the mean"
-    table.add_column(telling if by_class else "strongest pairs, and the tokens they contribute most at")
+    table.add_column("strongest pairs, and the tokens they contribute most at")
     for map in one.read.maps:
         shares = [f"{share:.1%}" for share in (map.fires, map.silent, *([map.unread] if sparse else []))]
-        pairs = _telling(map, one.groups) if by_class else "; ".join(_said(pair) for pair in map.strongest[:NAMED])
+        pairs = "; ".join(_said(pair) for pair in map.strongest[:NAMED])
         table.add_row(f"{map.layer} {map.place}", f"{map.pairs:,}", f"{map.effective:.1f}", *shares, pairs)
     return table
-
-
-def _telling(map: Firing, classes: Sequence[str]) -> str:
-    """The pairs that tell classes apart, with the class that each fires for."""
-    found = []
-    for pair, by_class in zip(map.telling[:TOLD], map.by_text, strict=False):
-        most = max(range(len(classes)), key=by_class.__getitem__)
-        found.append(f"{pair}: {classes[most]} ×{by_class[most]:.1f}")
-    return "; ".join(found)
 
 
 def _said(pair: PairContribution) -> str:

@@ -27,18 +27,6 @@ SHOWN = 6  # images whose attention is kept
 
 
 @dataclass(frozen=True)
-class Look:
-    """Where an image's answer comes from: attention from the class token to each patch; without a class token, the mean
-    over the patches that attend.
-
-    layers: of each layer, the mean over its heads. heads: of the last layer, each head's.
-    """
-
-    layers: list[PatchMap]
-    heads: list[PatchMap]
-
-
-@dataclass(frozen=True)
 class Read:
     """Measurements over the sample; [layers][query heads] where it says heads.
 
@@ -54,7 +42,8 @@ class Read:
     beside: attention to learned pairs beside the tokens', 1 - Σ_s a_{t,s}; None if no layer has any.
     use: share of a head in the lengths of what the heads add to the residual stream. With an output map that is not
         linear, in the lengths of what they read.
-    looks: of the first images; empty for text.
+    looks: of the first images, by layer, the attention from the class token to each patch, mean over heads; without a
+        class token, also over the patches that attend. Empty for text.
     """
 
     hidden: list[float]
@@ -69,7 +58,7 @@ class Read:
     beside: PerHead | None
     use: PerHead
     maps: list[Firing]
-    looks: list[Look]
+    looks: list[list[PatchMap]]
 
 
 @dataclass(frozen=True)
@@ -134,7 +123,7 @@ def induction_scores(model: AnyModel, sample: Sample, period: int) -> Induction:
             _run(model, batch)
     layers = range(len(taps))
     scores = ([sums.mean(name, layer) for layer in layers] for name in ("attention", "effective"))
-    return Induction(len(sample.text_of), period, *scores)
+    return Induction(sample.rows, period, *scores)
 
 
 def read(model: AnyModel, sample: Sample) -> Read:
@@ -152,12 +141,6 @@ def logits(model: AnyModel, sample: Sample) -> Tensor:
     """Of the first row."""
     with torch.no_grad():
         return _run(model, next(sample.batches(1))[0])
-
-
-def answers(model: AnyModel, sample: Sample) -> Tensor:
-    """The logits of all images, [images, classes]."""
-    with torch.no_grad():
-        return torch.cat([_run(model, batch) for batch, _ in sample.batches(batch_size(model, sample.length))]).cpu()
 
 
 def _run(model: AnyModel, batch: dict[str, Tensor]) -> Tensor:
@@ -206,7 +189,7 @@ class Watch:
         self.has_class_token = self.is_of_images and config.pooling == "token"
         self.first_patch = config.first_patch if self.is_of_images else 0
         self.grid = config.grid_of(*sample.inputs["pixel_values"].shape[2:]) if self.is_of_images else (0, 0)
-        self.looks: dict[int, list[Tensor]] = defaultdict(list)  # by layer: [heads, rows, columns] of each image
+        self.looks: dict[int, list[PatchMap]] = defaultdict(list)  # by layer, of each image
         # For the current batch.
         self.first_row, self.sight = 0, Sight(*[torch.zeros(0)] * 3)
 
@@ -251,8 +234,8 @@ class Watch:
         if self.is_of_images:
             asking = slice(0, 1) if self.has_class_token else slice(self.first_patch, None)
             images = slice(0, max(0, SHOWN - self.first_row))
-            shown = weights[images, :, asking, self.first_patch :].mean(2)
-            self.looks[layer] += shown.unflatten(-1, self.grid).cpu()
+            shown = weights[images, :, asking, self.first_patch :].mean((1, 2))
+            self.looks[layer] += shown.unflatten(-1, self.grid).tolist()
 
     def heads(self, layer: int, out: Tensor) -> None:
         """out [B, T, H·d], the input of the output projection."""
@@ -290,8 +273,5 @@ class Watch:
             beside=by_head("beside") if any(self.beside) else None,
             use=by_head("use"),
             maps=[counter.result(layer, place) for (layer, place), counter in self.pairs.items()],
-            looks=[
-                Look([heads.mean(0).tolist() for heads in layers], layers[-1].tolist())
-                for layers in zip(*self.looks.values(), strict=True)
-            ],
+            looks=[list(layers) for layers in zip(*self.looks.values(), strict=True)],
         )

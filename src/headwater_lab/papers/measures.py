@@ -101,7 +101,7 @@ class Runs:
         if kind == "similarity":
             if run.checkpoints not in self._similarity:
                 trained = open_trained(run.checkpoints)
-                self._similarity[run.checkpoints] = read(trained.model, sample(trained, (), ROWS, None)).hidden
+                self._similarity[run.checkpoints] = read(trained.model, sample(trained, None, ROWS, None)).hidden
             first, last = map(int, rest.split("-"))
             return float(np.mean(self._similarity[run.checkpoints][first : last + 1]))
         if measure in FACTS:

@@ -14,9 +14,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from headwater.util.errors import HeadwaterError, shown
 
-# Bytes of a request's body, and answers (prompts times n) that one request can ask for.
-MOST_BYTES, MOST_ANSWERS = 2**22, 128
-MOST_STOPS = 16
+# Bytes of a request's body, its prompts and its stop texts.
+MOST_BYTES, MOST_PROMPTS, MOST_STOPS = 2**22, 128, 16
 
 
 class RequestError(HeadwaterError):
@@ -57,6 +56,8 @@ def _prompts(prompt: Any) -> list[str | list[int]]:
     prompts = [prompt] if isinstance(prompt, str) or _token_ids(prompt) else prompt
     if not isinstance(prompts, list) or not prompts:
         raise ValueError("should be a text, a list of token ids, or a list of these that is not empty")
+    if len(prompts) > MOST_PROMPTS:
+        raise ValueError(f"should have at most {MOST_PROMPTS} texts")
     if not (all(isinstance(one, str) for one in prompts) or all(map(_token_ids, prompts))):
         raise ValueError("should have texts alone, or lists of token ids alone, none of them empty")
     return prompts
@@ -70,7 +71,7 @@ class _Fields(BaseModel):
     def _without_null(cls, content: Any) -> Any:
         if not isinstance(content, dict):
             return content
-        return {name: value for name, value in content.items() if value is not None or name not in cls.model_fields}
+        return {name: value for name, value in content.items() if value is not None}
 
 
 Stop = Annotated[Any, AfterValidator(_stop_texts)]
@@ -97,7 +98,7 @@ class Sampling(_Fields):
 class AnswerFields(Sampling):
     """Fields of completions and chats."""
 
-    n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = None
+    n: Literal[1] | None = None
     stop: Stop = Field(default=None, validate_default=False)
     stream_options: StreamOptions | None = None
 
@@ -107,8 +108,6 @@ class Completion(AnswerFields):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     best_of: Literal[1] | None = None
     echo: Literal[False] | None = None
-    logprobs: None = None
-    suffix: Literal[""] | None = None
 
 
 class TextPart(_Fields):
@@ -116,31 +115,14 @@ class TextPart(_Fields):
     text: str
 
 
-class CalledFunction(_Fields):
-    name: str
-    arguments: str
-
-
-class ToolCall(_Fields):
-    id: str
-    type: Literal["function"] = "function"
-    function: CalledFunction
-
-
 class Message(_Fields):
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[Any, AfterValidator(lambda content: _content(content))] = None
-    tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[Any, AfterValidator(lambda content: _content(content))]
     # OpenAI's clients send answers back with these
     type: Literal["message"] | None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
-    refusal: None = None
-    audio: None = None
-    function_call: None = None
-    reasoning_content: None = None
 
 
 def _content(content: Any) -> Any:
@@ -151,38 +133,12 @@ def _content(content: Any) -> Any:
     return [TextPart.model_validate(part).model_dump() for part in content]
 
 
-class ToolFunction(_Fields):
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: Literal[False] | None = None
-
-
-class Tool(_Fields):
-    type: Literal["function"]
-    function: ToolFunction
-
-
 class Chat(AnswerFields):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    tools: list[Tool] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
-    parallel_tool_calls: Literal[True] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    response_format: Annotated[dict[str, Any], AfterValidator(lambda given: _text_format(given))] | None = None
-    modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
     logprobs: Literal[False] | None = None
-    top_logprobs: Literal[0] | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    store: Literal[False] | None = None
-
-
-def _text_format(given: dict[str, Any]) -> dict[str, Any]:
-    if given != {"type": "text"}:
-        raise ValueError('only {"type": "text"} is supported by this server')
-    return given
 
 
 # The field that each route calls the number of new tokens, and where the text stands.
@@ -218,10 +174,8 @@ def read_fields(fields: type[Sampling], content: dict[str, Any]) -> dict[str, An
         raise _refusal(error) from error
     if "stream_options" in request and not request["stream"]:
         raise RequestError("stream_options", "applies to streams; leave it out, or set stream to true")
-    if request["stream"] and len(request.get("prompt", [""])) * request.get("n", 1) > 1:
-        raise RequestError("n" if "n" in request else "prompt", "a stream has one answer; leave out n or stream")
-    if len(request.get("prompt", [""])) * request.get("n", 1) > MOST_ANSWERS:
-        raise RequestError("prompt", f"{MOST_ANSWERS} answers are the most, of all prompts together")
+    if request["stream"] and len(request.get("prompt", ())) > 1:
+        raise RequestError("prompt", "a stream has one answer; send one prompt, or leave out stream")
     if "max_tokens" in request and "max_completion_tokens" in request:
         raise RequestError("max_tokens", "is the old name of max_completion_tokens; leave one of them out")
     return request
@@ -234,8 +188,6 @@ def _refusal(error: ValidationError) -> RequestError:
     kind, values = first["type"], first.get("ctx", {})
     if kind == "extra_forbidden":
         message = "is not a field that this server reads; leave it out"
-    elif kind == "none_required":
-        message = "is not supported by this server; leave it out"
     elif kind == "literal_error":
         message = f"only {values['expected']} is supported by this server"
     elif kind == "missing":

@@ -12,7 +12,6 @@ import contextlib
 import functools
 import json
 import logging
-import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,8 +55,6 @@ logger = logging.getLogger(__name__)
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/openapi.json", "/docs")
 # New tokens of a request that does not say how many, as in transformers' server.
 DEFAULT_LENGTH = 1024
-# What continuous batching decides once for all requests, and not for each.
-PER_REQUEST = ("top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop")
 
 
 def install(name: str, source: Path) -> None:
@@ -69,7 +66,9 @@ def install(name: str, source: Path) -> None:
 
         def load_model_and_processor(self, model_id_and_revision: str, *args: Any, **kwargs: Any) -> Any:
             known = f"{source}@main" if model_id_and_revision == name else model_id_and_revision
-            return super().load_model_and_processor(known, *args, **kwargs)
+            model, tokenizer = super().load_model_and_processor(known, *args, **kwargs)
+            tokenizer.response_template = None  # answers are text alone
+            return model, tokenizer
 
         def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
             created = int((source / "config.json").stat().st_mtime)
@@ -83,7 +82,7 @@ def install(name: str, source: Path) -> None:
     model_manager.ModelManager = OneModel
     # It looks for a checkpoint's class only among transformers' own.
     model_manager.transformers.HeadwaterForCausalLM = HeadwaterForCausalLM
-    utils.GenerateManager, utils.CBGenerateManager = Generation, Batching
+    utils.GenerateManager = Generation
     chat_completion.ChatCompletionHandler = Chats
     completion.CompletionHandler = Completions
     server.build_server = build_checked_server
@@ -190,21 +189,10 @@ class _Handler(utils.BaseHandler):
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
         body = read_fields(self.fields, body)
         model_id, model, tokenizer = self._resolve_model(body)
-        self._check_batching(body, model)
         return await self._answer(body, request_id, model_id, model, tokenizer)
 
     async def _answer(self, body: dict[str, Any], request_id: str, *loaded: Any) -> Any:
         raise NotImplementedError
-
-    def _batching(self, model: Any) -> bool:
-        return self.generation_state.use_continuous_batching(model, utils.Modality.LLM)
-
-    def _check_batching(self, body: dict[str, Any], model: Any) -> None:
-        if self._batching(model):
-            used = [name for name in PER_REQUEST if name in body]
-            used += ["temperature"] * (body.get("temperature", 0) > 0)
-            if used:
-                raise RequestError(used[0], "continuous batching has no choice of it for each request; leave it out")
 
     def _validate_request(self, body: dict[str, Any]) -> None:
         """Nothing: `read_fields` has."""
@@ -220,7 +208,7 @@ class _Handler(utils.BaseHandler):
     ) -> GenerationConfig:
         config = super()._build_generation_config({}, model_generation_config, use_cb=use_cb)
         default = (config.temperature or 1.0) if config.do_sample else 1.0  # OpenAI's
-        temperature = body.get("temperature", 0.0 if use_cb else default)
+        temperature = body.get("temperature", default)
         config.do_sample = temperature > 0
         options = {"temperature": temperature, "top_k": 0} | {
             name: body[name] for name in ("top_p", "top_k", "min_p") if name in body
@@ -234,28 +222,23 @@ class _Handler(utils.BaseHandler):
 
 
 class Completions(_Handler, completion.CompletionHandler):
-    """/v1/completions: one prompt or several, as text or as token ids, each with one or more answers."""
+    """/v1/completions: one prompt or several, as text or as token ids, one answer each."""
 
     fields = Completion
 
     async def _answer(self, body: dict[str, Any], request_id: str, *loaded: Any) -> Any:
         model_id, model, tokenizer = loaded
-        use_cb = self._batching(model)
-        manager = self.generation_state.get_manager(model_id, use_cb=use_cb)
+        manager = self.generation_state.get_manager(model_id)
         answers = []
         for ids in [self._ids(prompt, tokenizer, model.config.vocab_size) for prompt in body["prompt"]]:
-            for _ in range(body.get("n", 1)):
-                config = self._build_generation_config(body, model.generation_config, use_cb=use_cb)
-                if use_cb:
-                    manager.init_cb(model, config)
-                row = torch.tensor([ids], device=model.device)
-                inputs = {"input_ids": ids} if use_cb else {"input_ids": row, "attention_mask": torch.ones_like(row)}
-                options = (request_id, model, tokenizer, model_id, inputs, config, manager)
-                if body["stream"]:
-                    return _openai_stream(self._streaming(*options), body)
-                answers.append(await self._non_streaming(*options))
-                body = _next_seed(body)
-        return _joined(answers, body.get("n", 1))
+            config = self._build_generation_config(body, model.generation_config)
+            row = torch.tensor([ids], device=model.device)
+            inputs = {"input_ids": row, "attention_mask": torch.ones_like(row)}
+            options = (request_id, model, tokenizer, model_id, inputs, config, manager)
+            if body["stream"]:
+                return _openai_stream(self._streaming(*options), body)
+            answers.append(await self._non_streaming(*options))
+        return _joined(answers)
 
     @staticmethod
     def _ids(prompt: str | list[int], tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[int]:
@@ -275,16 +258,9 @@ class Chats(_Handler, chat_completion.ChatCompletionHandler):
 
     async def _answer(self, body: dict[str, Any], request_id: str, *loaded: Any) -> Any:
         self._check_template(body, loaded[2])
-        if body.get("tool_choice") == "none":
-            body = {name: value for name, value in body.items() if name != "tools"}
-        answers = []
-        for _ in range(body.get("n", 1)):
-            # The next class of the handler is transformers' own.
-            answers.append(await super(_Handler, self).handle_request(body, request_id))
-            body = _next_seed(body)
-        if body["stream"]:
-            return _openai_stream(answers[0], body)
-        return _joined(answers, body.get("n", 1)) if len(answers) > 1 else answers[0]
+        # The next class of the handler is transformers' own.
+        answer = await super(_Handler, self).handle_request(body, request_id)
+        return _openai_stream(answer, body) if body["stream"] else answer
 
     def _check_template(self, body: dict[str, Any], tokenizer: Any) -> None:
         """Raise `RequestError` for a conversation that the tokenizer's template cannot write, or does not read."""
@@ -292,40 +268,25 @@ class Chats(_Handler, chat_completion.ChatCompletionHandler):
         if template is None:
             raise RequestError("messages", "the model's tokenizer has no chat template; ask /v1/completions instead")
         text = template if isinstance(template, str) else json.dumps(template)
-        messages = body["messages"]
-        for name, given in (("tools", body.get("tools")), ("tool_calls", any("tool_calls" in one for one in messages))):
-            if given and name not in text:
-                raise RequestError(name, "the model's chat template does not read it; leave it out")
-        if any(one.get("tool_calls") and one.get("content") for one in messages):
-            raise RequestError("messages", "a message has either content or tool_calls")
-        if body.get("tools") and getattr(tokenizer, "response_template", None) is None:
-            raise RequestError("tools", "the model's tokenizer has no response template to read calls of tools with")
         options = body.get("chat_template_kwargs", {})
         for name in options:
             if name not in text or name in ("messages", "tools", "documents", "add_generation_prompt", "chat_template"):
                 raise RequestError(f"chat_template_kwargs.{name}", "is no option of the model's chat template")
         try:
-            conversation = self.get_processor_inputs_from_messages(messages, utils.Modality.LLM)
-            options = self.chat_template_kwargs | options
-            render = functools.partial(tokenizer.apply_chat_template, conversation, tools=body.get("tools"), **options)
+            conversation = self.get_processor_inputs_from_messages(body["messages"], utils.Modality.LLM)
+            render = functools.partial(
+                tokenizer.apply_chat_template, conversation, **self.chat_template_kwargs | options
+            )
             within(SECONDS, lambda: render(add_generation_prompt=True, tokenize=False), "it takes too long")
         except Exception as error:  # whatever a template raises
             raise RequestError("messages", f"the model's chat template refuses it: {first_line(error)}") from error
 
 
-def _next_seed(body: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a request's next answer, which is another sample."""
-    return body | {"seed": body["seed"] + 1} if "seed" in body else body
-
-
-def _joined(answers: Sequence[JSONResponse], n: int) -> JSONResponse:
-    """One answer of several; each prompt's tokens count once."""
+def _joined(answers: Sequence[JSONResponse]) -> JSONResponse:
+    """One answer to several prompts."""
     contents = [json.loads(bytes(answer.body)) for answer in answers]
-    choices = [choice for content in contents for choice in content["choices"]]
-    prompts = sum(content["usage"]["prompt_tokens"] for content in contents[::n])
-    new = sum(content["usage"]["completion_tokens"] for content in contents)
-    usage = contents[0]["usage"] | dict(prompt_tokens=prompts, completion_tokens=new, total_tokens=prompts + new)
-    choices = [choice | {"index": index} for index, choice in enumerate(choices)]
+    choices = [content["choices"][0] | {"index": index} for index, content in enumerate(contents)]
+    usage = {name: sum(content["usage"][name] for content in contents) for name in contents[0]["usage"]}
     return JSONResponse(contents[0] | {"choices": choices, "usage": usage})
 
 
@@ -369,7 +330,7 @@ class Generation(utils.GenerateManager):
         def pass_on(item: Any) -> None:
             loop.call_soon_threadsafe(queue.put_nowait, item)
 
-        continuation = Continuation(model, processor, inputs, gen_config, pass_on, response_parser)
+        continuation = Continuation(model, processor, inputs, gen_config, pass_on)
 
         def run() -> None:
             try:
@@ -401,37 +362,27 @@ class Generation(utils.GenerateManager):
 class Continuation(StoppingCriteria):
     """One call of `generate`, as a request's fields ask for. It reads each new token, and ends at a stop text.
 
-    pass_on: receives the text in pieces (and what a parser makes of it), in the thread of `generate`.
+    pass_on: receives the text in pieces, in the thread of `generate`.
     total_tokens: new tokens so far.
     Raises `RequestError` for a prompt that the model cannot read, and for more new tokens than it has positions for.
     """
 
     def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        inputs: Any,
-        config: GenerationConfig,
-        pass_on: Callable[[Any], None],
-        parser: Any = None,
+        self, model: Any, tokenizer: Any, inputs: Any, config: GenerationConfig, pass_on: Callable[[str], None]
     ) -> None:
-        self.model, self.inputs, self.config, self.pass_on, self.parser = model, dict(inputs), config, pass_on, parser
+        self.model, self.inputs, self.config, self.pass_on = model, dict(inputs), config, pass_on
         self.request: dict[str, Any] = vars(config).pop("request")
         self.prompt_length = _set_length(model.config, self.inputs["input_ids"][0].tolist(), config, self.request)
         self.rust_tokenizer = tokenizer._tokenizer
         self.stops: list[str] = self.request.get("stop", [])
-        if self.stops and getattr(tokenizer, "response_template", None) is not None:
-            raise RequestError("stop", "this model's answers are read by a response template; leave it out")
         # Special tokens are not part of the text, so as stop texts they end a row as its end token does.
         ends = [tokenizer.convert_tokens_to_ids(stop) for stop in self.stops if stop in tokenizer.all_special_tokens]
         end = config.eos_token_id
         self.ends = {*ends, *([] if end is None else end if isinstance(end, list) else [end])}
         config.eos_token_id = sorted(self.ends) or None
         self.until = UntilStop(self.stops)
-        self.decoding = DecodeStream([], skip_special_tokens=parser is None)
+        self.decoding = DecodeStream([], skip_special_tokens=True)
         self.total_tokens, self.ended, self.cancelled = 0, False, False
-        for item in utils.response_events_to_chunks(parser.initial_events) if parser else ():
-            pass_on(item)
 
     def cancel(self) -> None:
         """End before the next token: the client has left."""
@@ -461,15 +412,8 @@ class Continuation(StoppingCriteria):
         return torch.full((len(input_ids),), self.ended or self.cancelled, device=input_ids.device)
 
     def _show(self, text: str, end: bool = False) -> None:
-        shown = self.until.feed(text, end)
-        events: list[Any] = [shown] if shown else []
-        if self.parser is not None:
-            events = utils.response_events_to_chunks(self.parser.feed(shown)) if shown else []
-            if end:
-                with contextlib.suppress(ValueError, RuntimeError):  # it ended inside a region, such as a tool's call
-                    events += utils.response_events_to_chunks(self.parser.finalize()[1])
-        for event in events:
-            self.pass_on(event)
+        if shown := self.until.feed(text, end):
+            self.pass_on(shown)
 
 
 def _set_length(config: Any, prompt: list[int], generation: GenerationConfig, request: dict[str, Any]) -> int:
@@ -502,26 +446,3 @@ def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
     with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
         torch.manual_seed(seed)
         yield
-
-
-class Batching(utils.CBGenerateManager):
-    """Continuous batching: greedy, with a length for each request."""
-
-    def generate_streaming(
-        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, response_parser: Any = None
-    ) -> Any:
-        _set_length(model.config, inputs["input_ids"], gen_config, vars(gen_config).pop("request"))
-        # Not the client's id: two clients may choose the same.
-        return super().generate_streaming(model, processor, inputs, gen_config, str(uuid.uuid4()), response_parser)
-
-    async def generate_non_streaming(
-        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
-    ) -> Any:
-        _set_length(model.config, inputs["input_ids"], gen_config, vars(gen_config).pop("request"))
-        request_id = str(uuid.uuid4())
-        try:
-            return await super().generate_non_streaming(model, processor, inputs, gen_config, request_id)
-        except asyncio.CancelledError:
-            if self._cb is not None:
-                self._cb.cancel_request(request_id)
-            raise
