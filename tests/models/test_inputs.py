@@ -57,6 +57,13 @@ def test_what_inputs_depend_on_is_read_from_config_and_plans():
     assert spec({"svformer": {}}, materialise=True).layers[1] == CachedLayer(2, 2, None)
 
 
+def test_masks_of_both_kinds_follow_a_change_of_the_kernel():
+    found = spec(**TWO_KINDS)
+    found.config._attn_implementation = "flex_attention"
+    masks = inputs.prepare_inputs(found, arguments(attention_mask=torch.ones(1, T))).attention_mask
+    assert {type(mask).__name__ for mask in masks.values()} == {"BlockMask"}
+
+
 def test_blocks_are_called_by_kind_of_layer():
     positions = torch.arange(T)[None]
     made = ModelInputs({False: "all", True: "near"}, positions, position_embeddings={True: "turns"}, kwargs={"a": 1})
