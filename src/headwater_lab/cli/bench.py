@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from headwater.util.errors import HeadwaterError, shown
-from headwater.util.terminal import Table, counted
 from headwater_lab.bench.shapes import DecodeShape, PrefillShape, ServeShape, StepShape
 from headwater_lab.cli.common import check_writable, device_of, recipe_of, stderr, stdout, tell
 from headwater_lab.cli.options import DeviceName, FolderPath, PositiveInt, Values, group_of, refuse
+from headwater_lab.util.terminal import Table, counted
 
 if TYPE_CHECKING:
     from headwater_lab.bench.paired import PairedTimes

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import absence
-from headwater.util.terminal import Terminal
+from headwater_lab.util.terminal import Terminal
 
 if TYPE_CHECKING:
     from headwater_lab.recipe.schema import Recipe

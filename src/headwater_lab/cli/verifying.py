@@ -10,10 +10,10 @@ import typer
 from rich.text import Text
 
 from headwater.util.errors import HeadwaterError
-from headwater.util.terminal import lined
 from headwater_lab.cli.common import print_json, say, stderr, stdout
 from headwater_lab.cli.options import AsJson, TrustRemoteCode
 from headwater_lab.cli.progress import ProgressReport
+from headwater_lab.util.terminal import lined
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

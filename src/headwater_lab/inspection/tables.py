@@ -7,9 +7,9 @@ from typing import Any
 
 from rich.text import Text
 
-from headwater.util.terminal import Table, lined
 from headwater_lab.inspection.inspection import InspectedImages, Inspection
 from headwater_lab.inspection.pairs import Firing, PairContribution
+from headwater_lab.util.terminal import Table, lined
 
 # Show up to this many heads one by one, otherwise the range.
 HEADS = 4

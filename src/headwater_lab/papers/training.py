@@ -12,7 +12,6 @@ from headwater.models.load import reading
 from headwater.util import extras
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import replace_text
-from headwater.util.terminal import counted
 from headwater_lab.comparison.pool import OnChange, Outcome
 from headwater_lab.comparison.prices import slug
 from headwater_lab.comparison.running import ArmKey, compare, jobs_of
@@ -27,6 +26,7 @@ from headwater_lab.training.records import RECORD
 from headwater_lab.training.run_folder import OnEvent
 from headwater_lab.training.stages import chain, train_stages
 from headwater_lab.training.stages import finished as is_finished
+from headwater_lab.util.terminal import counted
 
 # Called before training with a name and the total steps; returns the function that receives progress.
 Comparing = Callable[[str, int], OnChange]
