@@ -111,8 +111,8 @@ def bench_decode(
     device: DeviceName = "auto",
 ) -> None:
     """Measure time per generated token: transformers' Llama, headwater without mechanisms, and with each."""
-    from headwater.cost.hardware import read_bandwidth
     from headwater_lab.bench import decoding
+    from headwater_lab.util.machine import read_bandwidth
 
     chosen, device = _mechanisms(mechanism), device_of(device)
     bandwidth = read_bandwidth(device)
@@ -405,6 +405,7 @@ bench = group_of(
         "decode": (bench_decode, "bench decode NAME --context 1024"),
         "prefill": (bench_prefill, "bench prefill NAME --context 4096"),
         "serve": (bench_serve, "bench serve NAME --requests 16"),
+        "data": (bench_data, "bench data 'texts/*.txt' --megabytes 20"),
         "gpu": (bench_gpu, "bench gpu --out gpu"),
         "prices": (bench_prices, "bench prices demo/language --out runs/prices"),
         "verdicts": (bench_verdicts, "bench verdicts runs/demo --seeds 10"),

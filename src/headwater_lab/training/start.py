@@ -31,7 +31,7 @@ from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
 from headwater.cost import price
 from headwater.cost.counts import check_memory, forward_flops
-from headwater.cost.hardware import c_compiler, memory_of, sheet_of
+from headwater.cost.hardware import memory_of, sheet_of
 from headwater.growth.pairs import has_pairs
 from headwater.mechanisms.capabilities import ActsInTraining, Step
 from headwater.models.causal_lm import HeadwaterForCausalLM
@@ -71,6 +71,7 @@ from headwater_lab.training.models import (
 from headwater_lab.training.optimizers import Average, freeze, learning_rate, make_optimizers
 from headwater_lab.training.processes import first, in_precision, scalars, sharded, together
 from headwater_lab.training.records import Event, Origin
+from headwater_lab.util.machine import c_compiler
 from headwater_lab.util.terminal import si
 
 # The folder of a changed model, before and after the run begins.
