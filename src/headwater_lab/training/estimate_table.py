@@ -66,7 +66,7 @@ class SideBySide:
     def at_context(self, first: Price, here: Sequence[AtContext], shortened: bool) -> None:
         forward, batch = f"forward FLOPs per {first.unit}", f"batch {first.batch}"
         if first.unit == "image":
-            sizes = (f"{high} x {wide}" for high, wide in (each.image_size or () for each in here))
+            sizes = (f"{high} x {wide}" for high, wide in (each.image_size for each in here if each.image_size))
             self.section(f"images of {', '.join(dict.fromkeys(sizes))}")
             self.rows(here, {"sequence length": "context"}, ratio=False)
         else:
