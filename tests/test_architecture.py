@@ -42,11 +42,11 @@ def test_kernels_stand_together():
 def test_one_place_prints():
     """Rich reads markup in whatever it is given; what util/terminal.py has in its place does not."""
     for file in FILES:
-        if file != Path("headwater/util/terminal.py"):
+        if file != Path("headwater_lab/util/terminal.py"):
             found = re.findall(
                 r"rich\.(?:table|console|markup|panel)|from rich import .*print", (ROOT / file).read_text()
             )
-            assert not found, f"{file}: take Table and Terminal of headwater.util.terminal for {found}"
+            assert not found, f"{file}: take Table and Terminal of headwater_lab.util.terminal for {found}"
 
 
 @functools.cache

@@ -5,8 +5,8 @@ import threading
 import pytest
 import torch
 
-from headwater.cost.hardware import set_threads, usable_device
 from headwater.util.errors import HeadwaterError
+from headwater_lab.util.machine import set_threads, usable_device
 
 
 @pytest.mark.parametrize("name", ["meta", "nope", "cuda:99", "cpu:x", 5])

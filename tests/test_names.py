@@ -6,7 +6,6 @@ import pytest
 import rich.console
 
 from headwater.util.errors import HeadwaterError
-from headwater.util.terminal import Table, Terminal, literal
 from headwater_lab.comparison.prices import slug
 from headwater_lab.comparison.trials import trials_of
 from headwater_lab.reports import comparisons, write_report
@@ -15,6 +14,7 @@ from headwater_lab.reports.words import table
 from headwater_lab.training.checkpoints import newest_checkpoint
 from headwater_lab.training.records import StageRecord, read_record, write_record
 from headwater_lab.util.names import file_name, is_file_name
+from headwater_lab.util.terminal import Table, Terminal, literal
 from test_report import BASE, GOOD, record, saved, three
 
 PATHS = ["../x", "../../x", "/tmp/x", "a/b", "a\\b", "..", ".", ".hidden", "", " ", "x\0y", "x\ny", "x" * 300,

@@ -8,10 +8,12 @@ import pytest
 
 from headwater import HeadwaterConfig
 from headwater.cost import counts as cost
-from headwater.cost import price, si, table
+from headwater.cost import price
 from headwater.cost.hardware import KNOWN, Hardware, hardware, measure
 from headwater.util.errors import HeadwaterError
 from headwater_lab.training.estimate import draw_flops
+from headwater_lab.training.estimate_table import estimate_table
+from headwater_lab.util.terminal import si
 
 DEVICE = Hardware("toy", flops=1e12, flops_fp32=2e11, memory=1e9, bandwidth=1e11, source="made up")
 CONFIG = HeadwaterConfig(
@@ -74,7 +76,7 @@ def test_prices_are_json_and_a_table():
     assert content[1]["name"] == "b"
     assert content[0]["total_parameters"] == sum(content[0]["parameters"].values())
     assert [at["context"] for at in content[0]["at"]] == [64, 128]
-    assert len(table(prices).columns) == 3
+    assert len(estimate_table(prices).columns) == 3
 
 
 @pytest.mark.parametrize(

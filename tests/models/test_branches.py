@@ -1,6 +1,7 @@
 """Rows that branch under a mask made for the kernel: every path from root to leaf is as if it had been run alone."""
 
 import itertools
+import random
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from transformers import DynamicCache, StaticCache
 from conftest import assert_near, build, config, document_positions, shared, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
 from headwater.nn.ancestors import find_ancestors
-from headwater.testing.trees import Tree, batch, part
+from headwater.testing.trees import Tree, batch
+from headwater.testing.trees import part as growing_part
 
 EXACT = 1e-12
 SHIFTS: list[dict] = [
@@ -25,6 +27,29 @@ SHIFTS: list[dict] = [
 ]
 shifts = pytest.mark.parametrize("mechanisms", SHIFTS, ids=lambda m: "+".join(m) + str(len(str(m))))
 MASKS = ("bool", "additive", "float32 minus 1e9")
+
+
+def random_tree(size: int, seed: int, trunk: int = 0) -> Tree:
+    """After a trunk of plain tokens any token may be any later one's parent; now and then a new document begins."""
+    draw = random.Random(seed)
+    return Tree([t - 1 if t < trunk else draw.randrange(max(trunk - 1, -1), t) for t in range(size)], seed)
+
+
+def as_masked(given: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
+    """The same call with a mask that is added to the scores; bool: as it is."""
+    if kind == "bool":
+        return given
+    hidden = torch.finfo(torch.float64).min if kind == "additive" else -1e9
+    mask = torch.zeros(given["attention_mask"].shape, dtype=torch.float64)
+    return given | {"attention_mask": mask.masked_fill(~given["attention_mask"], hidden)}
+
+
+def part(given: dict[str, Tensor], start: int, end: int, slots: int | None = None) -> dict[str, Tensor]:
+    """Tokens from `start` to `end`; the mask over as many slots as a static cache has, if it is one."""
+    chosen = growing_part(given, start, end)
+    if slots is None:
+        return chosen
+    return chosen | {"attention_mask": torch.nn.functional.pad(chosen["attention_mask"], (0, slots - end))}
 
 
 def test_three_continuations_in_one_row():
@@ -43,9 +68,9 @@ def test_three_continuations_in_one_row():
 @pytest.mark.parametrize("kernel", ["sdpa", "eager"])
 def test_random_trees(mechanisms, kind, kernel):
     model = shared(mechanisms, attn_implementation=kernel)
-    trees = [Tree.random(12, seed, trunk) for seed, trunk in enumerate((0, 3, 5, 12))]
+    trees = [random_tree(12, seed, trunk) for seed, trunk in enumerate((0, 3, 5, 12))]
     expected = torch.stack([tree.expected(model) for tree in trees])
-    assert_near(model(**batch(trees, kind), use_cache=False).logits, expected, EXACT)
+    assert_near(model(**as_masked(batch(trees), kind), use_cache=False).logits, expected, EXACT)
 
 
 @pytest.mark.sampled(2)
@@ -56,7 +81,7 @@ def test_random_trees(mechanisms, kind, kernel):
 def test_branches_after_a_cached_prefix(mechanisms, static, seed):
     """The prefix plain and in two calls, then a tree on its last token in one call."""
     model, prefix, size = shared(mechanisms), 5, 12
-    trees = [Tree.random(size, 10 * seed + row, prefix) for row in range(3)]
+    trees = [random_tree(size, 10 * seed + row, prefix) for row in range(3)]
     given, slots = batch(trees), 15 if static else None
     cache = StaticCache(config=model.config, max_cache_len=15) if static else DynamicCache(config=model.config)
     model(given["input_ids"][:, :3], past_key_values=cache)
@@ -71,7 +96,7 @@ def test_branches_after_a_cached_prefix(mechanisms, static, seed):
 @pytest.mark.parametrize("seed", range(3))
 def test_trees_grow_in_a_cache_that_records_the_past(mechanisms, seed):
     model, borders = shared(mechanisms), (4, 6, 7, 11, 14)
-    trees = [Tree.random(borders[-1], 20 * seed + row, 4) for row in range(2)]
+    trees = [random_tree(borders[-1], 20 * seed + row, 4) for row in range(2)]
     given, cache = batch(trees), DynamicCache(config=model.config)
     model(given["input_ids"][:, :4], past_key_values=cache)
     cache.activate_past_recording()
@@ -141,7 +166,7 @@ def test_plain_padded_and_packed_rows_as_masks_for_the_kernel(mechanisms):
 
 
 def test_one_mask_and_position_ids_for_all_rows():
-    model, tree = shared({"kv_shift": {"window": 3}}), Tree.random(9, 1, 3)
+    model, tree = shared({"kv_shift": {"window": 3}}), random_tree(9, 1, 3)
     given = batch([tree])
     given["input_ids"] = tokens(3, 9)
     expected = []
@@ -267,7 +292,7 @@ def test_document_starts():
 
 def test_flex_attentions_block_masks():
     """Their kernel would have to be compiled first; here what is read from the mask."""
-    tree = Tree.random(9, 3, 3)
+    tree = random_tree(9, 3, 3)
     position_ids, seen = tree.positions[None], tree.seen
     blocks = create_block_mask(lambda b, h, q, kv: seen[q, kv], 1, 1, 9, 9, device="cpu")
     slots = find_ancestors(position_ids, blocks, tail_lengths=(3, 3, 3)).slots
@@ -281,7 +306,7 @@ def test_flex_attentions_block_masks():
 @pytest.mark.sampled(2)
 @shifts
 def test_gradients(mechanisms):
-    model, tree = build(mechanisms), Tree.random(7, 2, 2)
+    model, tree = build(mechanisms), random_tree(7, 2, 2)
     wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
     actual = torch.autograd.grad(model(**batch([tree]), use_cache=False).logits.square().sum(), wanted)
     expected = torch.autograd.grad(tree.expected(model).square().sum(), wanted)
@@ -291,7 +316,7 @@ def test_gradients(mechanisms):
 
 @pytest.mark.slow
 def test_compiled_code_asserts_what_it_cannot_look_at():
-    model, tree = build({"kv_shift": {"window": 3}}, num_hidden_layers=1), Tree.random(9, 4, 3)
+    model, tree = build({"kv_shift": {"window": 3}}, num_hidden_layers=1), random_tree(9, 4, 3)
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
@@ -302,5 +327,5 @@ def test_compiled_code_asserts_what_it_cannot_look_at():
 
 def test_half_precision_scalars_stay_wide():
     model = HeadwaterForCausalLM(config({"kv_shift": {}})).to(torch.bfloat16)
-    tree = Tree.random(9, 3, 3)
+    tree = random_tree(9, 3, 3)
     assert_near(model(**batch([tree]), use_cache=False).logits[0].float(), tree.expected(model).float(), 0.05)

@@ -19,7 +19,6 @@ from trials import PowerCut, cut_at, same_end
 import processes
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.cost.counts import training_flops
-from headwater.cost.hardware import c_compiler
 from headwater.models.compiling import compile_model
 from headwater.util.errors import HeadwaterError
 from headwater.util.processor import describe_cpu
@@ -31,6 +30,7 @@ from headwater_lab.training.loop import Interrupted, train
 from headwater_lab.training.records import read_record
 from headwater_lab.training.run_folder import runs_in
 from headwater_lab.util.endings import Diverged
+from headwater_lab.util.machine import c_compiler
 
 
 @pytest.mark.slow

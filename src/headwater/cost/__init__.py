@@ -1,5 +1,5 @@
 """What a config costs to train and to run on given hardware, from `counts`. Nothing is built."""
 
-from headwater.cost.estimate import Price, price, si, table
+from headwater.cost.estimate import Price, price
 
-__all__ = ["Price", "price", "si", "table"]
+__all__ = ["Price", "price"]

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from headwater.util.errors import HeadwaterError, nearest, shown
+from headwater.util.errors import HeadwaterError, nearest
 
 
 @dataclass(frozen=True)
@@ -92,44 +89,9 @@ def measure() -> Hardware:
     return Hardware(name, half, full, memory_of(device), bandwidth, "measured", flops_fp64=double)
 
 
-def usable_device(name: str) -> str:
-    """The name of a device, if tensors on it have values that can be read. Raises `HeadwaterError` for any other."""
-    try:
-        torch.zeros(1, device=name).tolist()  # the device "meta" has shapes alone
-    except Exception as error:  # each kind of device has its own
-        raise HeadwaterError(
-            f"PyTorch cannot use the device {shown(name)} here; leave out --device to use what is available."
-        ) from error
-    return name
-
-
 def cores() -> int:
     """CPU cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def set_threads(count: int) -> None:
-    """Let PyTorch compute with `count` CPU threads. Raises `HeadwaterError` if so many cannot be started.
-
-    The libraries below PyTorch end the process where a thread cannot be started, so it is tried before.
-    """
-    done = threading.Event()
-    started: list[threading.Thread] = []
-    try:
-        for _ in range(count - 1):
-            thread = threading.Thread(target=done.wait, daemon=True)
-            thread.start()
-            started.append(thread)
-    except RuntimeError as error:
-        raise HeadwaterError(
-            f"Only {len(started) + 1} of {count} threads can be started here; set training.threads lower, or raise the "
-            "limit (ulimit -u)."
-        ) from error
-    finally:
-        done.set()
-        for thread in started:
-            thread.join()
-    torch.set_num_threads(count)
 
 
 def memory_of(device: torch.device) -> float:
@@ -139,34 +101,10 @@ def memory_of(device: torch.device) -> float:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def available_memory() -> float:
-    """Bytes of the machine's memory that this process could still take, within its container's limit (Linux).
-
-    Elsewhere all of the machine's memory.
-    """
-    free = [memory_of(torch.device("cpu"))]
-    with suppress(OSError, ValueError, LookupError):
-        known = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        free.append(int(known["MemAvailable"].split()[0]) * 1024)
-    with suppress(OSError, ValueError, LookupError):
-        own = Path("/proc/self/cgroup").read_text().split("::", 1)[1].splitlines()[0]
-        group = Path("/sys/fs/cgroup") / own.lstrip("/")
-        used = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        taken = int((group / "memory.current").read_text()) - int(used["inactive_file"])  # files can be read again
-        free.append(int((group / "memory.max").read_text()) - taken)
-    return min(free)
-
-
 def sheet_of(driver: str) -> Hardware | None:
     """The data sheet of a device by its driver's name, e.g. "NVIDIA A100-SXM4-80GB"; None if unknown."""
     name = re.sub(r"^(NVIDIA|AMD)( GeForce| Instinct)? ", "", driver)
     return next((known for known in KNOWN.values() if known.driver and re.fullmatch(known.driver, name)), None)
-
-
-def c_compiler() -> str | None:
-    """What Triton builds its launchers with, chosen as it chooses: $CC, else gcc, else clang. None: there is none."""
-    names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
-    return next((path for name in names if (path := shutil.which(name)) is not None), None)
 
 
 def peak_of(device: torch.device, precision: str) -> float:
@@ -227,9 +165,3 @@ def _seconds_on_gpu(run: Callable[[], object], device: torch.device) -> float:
         end.record()
         end.synchronize()
     return start.elapsed_time(end) / 1e3
-
-
-def read_bandwidth(device: str = "cpu") -> float:
-    """Bytes/s at which the device's memory is read: the best of repeated long sums."""
-    x = torch.ones(2**27 if torch.device(device).type == "cpu" else 2**30, device=device)
-    return x.numel() * x.element_size() / best(lambda: float(x.sum()), x.device)

@@ -6,7 +6,7 @@
 
 from headwater.verification.own import tiny, verify
 from headwater.verification.sources import open_model
-from headwater.verification.verdicts import Verified, as_data, versions
+from headwater.verification.verdicts import Verified
 from headwater.verification.ways import WAYS, Parting, Way
 
 __all__ = [
@@ -14,9 +14,7 @@ __all__ = [
     "Parting",
     "Verified",
     "Way",
-    "as_data",
     "open_model",
     "tiny",
     "verify",
-    "versions",
 ]

@@ -16,7 +16,6 @@ from headwater.config.text import HeadwaterConfig
 from headwater.cost import counts as cost
 from headwater.models.cache import cache_bytes
 from headwater.models.causal_lm import HeadwaterForCausalLM
-from headwater.nn.attention_kernel import supported_kernels
 from headwater.util.errors import HeadwaterError
 from headwater.verification.verdicts import EXACT, Verified, verify_twice
 from headwater.verification.watch import Subject
@@ -48,9 +47,6 @@ def tiny(mechanisms: dict[str, dict], layers: int = 4, seed: int = 0) -> Headwat
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn(parameter.shape, generator=draw))
-    kernels, _ = supported_kernels(config)
-    if kernels is not None:
-        model.set_attn_implementation(kernels[0])
     return model.double().eval()
 
 

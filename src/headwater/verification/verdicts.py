@@ -5,13 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import transformers
 from transformers import PreTrainedModel
 
 from headwater.util.errors import HeadwaterError
@@ -40,26 +37,6 @@ class Verified:
     parting: Parting | None = None
     why: str | None = None
     only_rounded: bool = False
-
-
-def versions() -> dict[str, str]:
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__.partition("+")[0],
-        "transformers": transformers.__version__,
-    }
-
-
-def as_data(found: Sequence[Verified]) -> list[dict[str, Any]]:
-    """Verdicts for JSON; fields without a value are left out, and infinity is a string."""
-    return [
-        {
-            key: str(value) if isinstance(value, float) and value == float("inf") else value
-            for key, value in dataclasses.asdict(one).items()
-            if (value is not None and value is not False) or key == "ok"
-        }
-        for one in found
-    ]
 
 
 def sentence(error: BaseException) -> str:

@@ -13,7 +13,6 @@ from headwater.plugins.registry import MECHANISMS, as_mapping
 from headwater.util import extras
 from headwater.util.errors import HeadwaterError, nearest
 from headwater.util.files import local
-from headwater.util.terminal import counted
 from headwater_lab.api.common import PathLike, Result, quiet
 from headwater_lab.api.observer import SILENT, Observer
 from headwater_lab.comparison import running, search
@@ -23,6 +22,7 @@ from headwater_lab.comparison.trials import Job, describe_runs, trials_of
 from headwater_lab.recipe.schema import Recipe, read_recipe
 from headwater_lab.reports import Comparison, cells, columns, comparisons, write_report
 from headwater_lab.util.output_folder import occupied
+from headwater_lab.util.terminal import counted
 
 
 @dataclass(frozen=True)

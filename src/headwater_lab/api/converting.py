@@ -10,12 +10,10 @@ from typing import Any
 
 import torch
 
-from headwater.cost.estimate import si
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.plugins.outside import check_paths
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import replace_text
-from headwater.util.terminal import lined
 from headwater_lab.api.common import measured, quiet
 from headwater_lab.api.observer import SILENT, Observer
 from headwater_lab.api.training import watched
@@ -29,6 +27,7 @@ from headwater_lab.training.run_folder import mark
 from headwater_lab.training.stages import chain, conversion_recipe, curve_of, on_several, train_stages, write_recipe
 from headwater_lab.training.start import MAY_DIFFER
 from headwater_lab.util.output_folder import occupied
+from headwater_lab.util.terminal import lined, si
 
 # Tokens in a row, if the model has positions for as many, and rows in a step.
 CONTEXT, ROWS = 512, 8

@@ -18,7 +18,6 @@ from headwater.models.pretrained import HeadwaterPreTrainedModel
 from headwater.plugins import outside
 from headwater.plugins.registry import as_mapping
 from headwater.util.errors import HeadwaterError, shown
-from headwater.util.terminal import lined
 from headwater_lab.api.common import measured, quiet
 from headwater_lab.api.observer import SILENT, Observer
 from headwater_lab.data.base import Data
@@ -35,6 +34,7 @@ from headwater_lab.training.models import (
     sample_rows,
 )
 from headwater_lab.training.records import Event
+from headwater_lab.util.terminal import lined
 
 # In a sample of a text.
 ROWS = 32

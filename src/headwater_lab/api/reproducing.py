@@ -12,7 +12,6 @@ from headwater.plugins import outside
 from headwater.util import extras
 from headwater.util.errors import HeadwaterError, either, nearest, shown
 from headwater.util.files import local
-from headwater.util.terminal import Table, counted, lined
 from headwater_lab.api.common import PathLike, Result, quiet
 from headwater_lab.api.comparing import tell_failures, watched_trials
 from headwater_lab.api.observer import SILENT, Observer
@@ -27,6 +26,7 @@ from headwater_lab.papers.table import table as table_of
 from headwater_lab.papers.training import train
 from headwater_lab.papers.work import Work, prepare
 from headwater_lab.training.run_folder import OnEvent
+from headwater_lab.util.terminal import Table, counted, lined
 
 
 @dataclass(frozen=True)

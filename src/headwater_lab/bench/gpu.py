@@ -36,7 +36,7 @@ from headwater.config.planner import plan_layers
 from headwater.config.presets import PRESETS
 from headwater.config.text import HeadwaterConfig
 from headwater.cost import counts as cost
-from headwater.cost.hardware import c_compiler, matmul_flops, peak_of, sheet_of, tf32
+from headwater.cost.hardware import matmul_flops, peak_of, sheet_of, tf32
 from headwater.kernels.varlen import VARLEN
 from headwater.mechanisms.precision import KeepsPrecision
 from headwater.models.causal_lm import HeadwaterForCausalLM
@@ -49,6 +49,7 @@ from headwater.util.processor import describe_cpu
 from headwater_lab.bench.shapes import ModelShape, StepShape
 from headwater_lab.bench.training import training_step, twins
 from headwater_lab.bench.waits import WaitError, no_waits
+from headwater_lab.util.machine import c_compiler
 from headwater_lab.util.outputs import write_json
 
 Measurement = dict[str, Any]

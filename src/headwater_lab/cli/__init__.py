@@ -13,10 +13,10 @@ from typer.core import TyperGroup
 
 from headwater.util.errors import HeadwaterError, first_line
 from headwater.util.files import disk_problem
-from headwater.util.terminal import literal
 from headwater_lab.cli.common import LOOK, MAKE, TRAIN, USE
 from headwater_lab.cli.options import add_command, guarded
 from headwater_lab.util.endings import Interrupted
+from headwater_lab.util.terminal import literal
 
 # Each command by module and function, with an example, under its heading in --help. A group has no example.
 COMMANDS: dict[str, dict[str, str]] = {

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from headwater.util.errors import HeadwaterError, shown
-from headwater.util.terminal import Table, counted
 from headwater_lab.bench.shapes import DecodeShape, PrefillShape, ServeShape, StepShape
 from headwater_lab.cli.common import check_writable, device_of, recipe_of, stderr, stdout, tell
 from headwater_lab.cli.options import DeviceName, FolderPath, PositiveInt, Values, group_of, refuse
+from headwater_lab.util.terminal import Table, counted
 
 if TYPE_CHECKING:
     from headwater_lab.bench.paired import PairedTimes
@@ -111,8 +111,8 @@ def bench_decode(
     device: DeviceName = "auto",
 ) -> None:
     """Measure time per generated token: transformers' Llama, headwater without mechanisms, and with each."""
-    from headwater.cost.hardware import read_bandwidth
     from headwater_lab.bench import decoding
+    from headwater_lab.util.machine import read_bandwidth
 
     chosen, device = _mechanisms(mechanism), device_of(device)
     bandwidth = read_bandwidth(device)
@@ -405,6 +405,7 @@ bench = group_of(
         "decode": (bench_decode, "bench decode NAME --context 1024"),
         "prefill": (bench_prefill, "bench prefill NAME --context 4096"),
         "serve": (bench_serve, "bench serve NAME --requests 16"),
+        "data": (bench_data, "bench data 'texts/*.txt' --megabytes 20"),
         "gpu": (bench_gpu, "bench gpu --out gpu"),
         "data": (bench_data, "bench data --megabytes 20"),
         "prices": (bench_prices, "bench prices demo/language --out runs/prices"),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import absence
-from headwater.util.terminal import Terminal
+from headwater_lab.util.terminal import Terminal
 
 if TYPE_CHECKING:
     from headwater_lab.recipe.schema import Recipe
@@ -85,7 +85,7 @@ def device_of(name: str) -> str:
     """The device that an option names; "auto" is a GPU if there is one. Raises `HeadwaterError`."""
     import torch
 
-    from headwater.cost.hardware import usable_device
+    from headwater_lab.util.machine import usable_device
 
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"

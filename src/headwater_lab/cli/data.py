@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from headwater.util.errors import HeadwaterError
-from headwater.util.terminal import Table
 from headwater_lab.cli.common import check_writable, say, stdout
 from headwater_lab.cli.options import PositiveInt, Values, group_of
 from headwater_lab.cli.progress import ProgressReport
+from headwater_lab.util.terminal import Table
 
 if TYPE_CHECKING:
     from headwater_lab.data.shards import Skipped

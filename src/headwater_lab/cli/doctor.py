@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from headwater.util.terminal import literal
 from headwater_lab.cli.common import print_json
 from headwater_lab.cli.options import AsJson
+from headwater_lab.util.terminal import literal
 
 
 def doctor(*, json: AsJson = False) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from headwater.util.terminal import lined
 from headwater_lab.cli.common import print_json, stdout
 from headwater_lab.cli.options import AsJson
+from headwater_lab.util.terminal import lined
 
 Catalogue = Literal["recipes", "presets", "mechanisms", "tasks"]
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-from headwater.util.terminal import lined
 from headwater_lab.cli.common import (
     check_writable,
     print_json,
@@ -17,6 +16,7 @@ from headwater_lab.cli.common import (
     tell,
 )
 from headwater_lab.cli.options import AsJson, Values
+from headwater_lab.util.terminal import lined
 
 VocabSize = Annotated[int, Values(min=1, help="Vocabulary size, instead of the configs'.")]
 
@@ -50,8 +50,8 @@ def plan(
     precision: 64-true, 32-true, bf16-mixed or bf16-true. Default: the first recipe's, or bf16-mixed.
     out: Draw FLOPs of text models against context to this picture.
     """
-    from headwater import cost
     from headwater_lab.api.planning import plan as estimate
+    from headwater_lab.training.estimate_table import estimate_table
     from headwater_lab.util.outputs import check_replaceable, save_figure
 
     if out is not None:
@@ -75,7 +75,7 @@ def plan(
     if json:
         print_json([price.to_json() for price in planned.prices])
     else:
-        stdout.print(cost.table(planned.prices))
+        stdout.print(estimate_table(planned.prices))
         for recipe in [name for name in models if name.endswith((".yaml", ".yml"))]:
             from headwater_lab.comparison.trials import describe_runs
 

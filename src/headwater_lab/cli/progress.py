@@ -17,9 +17,9 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from headwater.util.terminal import literal
 from headwater_lab.api.observer import Observer
 from headwater_lab.cli.common import say, stderr, tell
+from headwater_lab.util.terminal import literal
 
 # Seconds between two lines of one task in a log. A task's first and last line are always printed.
 LINE_SECONDS = 10.0

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headwater.util.errors import HeadwaterError
-from headwater.util.terminal import lined
 from headwater_lab.cli.common import print_json, stdout, tell, tell_model
 from headwater_lab.cli.options import AsJson, FolderPath, need
 from headwater_lab.cli.progress import ProgressReport
+from headwater_lab.util.terminal import lined
 
 if TYPE_CHECKING:
     from headwater_lab.training.records import RunRecord

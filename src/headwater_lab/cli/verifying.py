@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import platform
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,10 +12,10 @@ import typer
 from rich.text import Text
 
 from headwater.util.errors import HeadwaterError
-from headwater.util.terminal import lined
 from headwater_lab.cli.common import print_json, say, stderr, stdout
 from headwater_lab.cli.options import AsJson, TrustRemoteCode
 from headwater_lab.cli.progress import ProgressReport
+from headwater_lab.util.terminal import lined
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -59,8 +61,8 @@ def verify(
             found[name] = verifying.verify(one, seed)
     failed = any(one.ok is False for ways in found.values() for one in ways)
     if json:
-        models = [{"name": name, "ways": verifying.as_data(ways)} for name, ways in found.items()]
-        print_json({"versions": verifying.versions(), "seed": seed, "models": models}, indent=None)
+        models = [{"name": name, "ways": _as_data(ways)} for name, ways in found.items()]
+        print_json({"versions": _versions(), "seed": seed, "models": models}, indent=None)
     else:
         _print(found, many=len(found) > 1 and not model)
     if failed:
@@ -85,6 +87,29 @@ def _models(
         for mechanisms in choices:
             if (model := verifying.tiny(mechanisms, seed=seed)) is not None:
                 yield _name(mechanisms), model
+
+
+def _versions() -> dict[str, str]:
+    import torch
+    import transformers
+
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__.partition("+")[0],
+        "transformers": transformers.__version__,
+    }
+
+
+def _as_data(verdicts: Sequence[Verified]) -> list[dict[str, Any]]:
+    """Verdicts for JSON; fields without a value are left out, and infinity is a string."""
+    return [
+        {
+            key: str(value) if isinstance(value, float) and value == float("inf") else value
+            for key, value in dataclasses.asdict(verdict).items()
+            if (value is not None and value is not False) or key == "ok"
+        }
+        for verdict in verdicts
+    ]
 
 
 def _name(mechanisms: dict[str, Any]) -> str:

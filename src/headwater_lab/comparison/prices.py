@@ -18,7 +18,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from headwater import __version__
 from headwater.cost.counts import cache_bytes_per_token, training_flops
-from headwater.cost.hardware import set_threads
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.kinds import is_of_images
 from headwater.util.errors import HeadwaterError
@@ -28,6 +27,7 @@ from headwater_lab.bench.paired import PairedTimes, interleave
 from headwater_lab.recipe.schema import Recipe
 from headwater_lab.training.loop import stepping
 from headwater_lab.training.records import device_name
+from headwater_lab.util.machine import set_threads
 from headwater_lab.util.names import file_name
 
 PRICES = "prices.json"

@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 
 import headwater
-from headwater.cost.hardware import usable_device
 from headwater.kernels.autotune import forbid_autotuning
 from headwater.util.errors import HeadwaterError
-from headwater.util.terminal import Table, lined
 from headwater_lab.data.corpus import check_column_is_read
 from headwater_lab.data.tokenizer import Encoder
 from headwater_lab.evaluation import text as texts
 from headwater_lab.evaluation.candidates import CONTEXT, DTYPES, Candidate, candidates, same_tokenizer
 from headwater_lab.evaluation.paired import Difference, Items, difference
 from headwater_lab.evaluation.tasks import Score, Tasks
+from headwater_lab.util.machine import usable_device
+from headwater_lab.util.terminal import Table, lined
 
 # The measures of a text, by the form and weight of `paired.Items`.
 MEASURES = {

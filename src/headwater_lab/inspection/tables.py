@@ -7,9 +7,9 @@ from typing import Any
 
 from rich.text import Text
 
-from headwater.util.terminal import Table, lined
 from headwater_lab.inspection.inspection import Inspection
 from headwater_lab.inspection.pairs import PairContribution
+from headwater_lab.util.terminal import Table, lined
 
 # Show up to this many heads one by one, otherwise the range.
 HEADS = 4

@@ -12,12 +12,12 @@ from matplotlib.figure import Figure
 from headwater.config.presets import preset
 from headwater.config.text import HeadwaterConfig
 from headwater.cost import counts as cost
-from headwater.cost import si
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater_lab.papers import theory
 from headwater_lab.papers.claims import ClaimVerdict
 from headwater_lab.reports.words import span
 from headwater_lab.training.estimate import draw_flops
+from headwater_lab.util.terminal import si
 
 # The growth series of TokenFormer.
 SERIES = ("tokenformer-124m", "tokenformer-354m", "tokenformer-757m", "tokenformer-1.4b")

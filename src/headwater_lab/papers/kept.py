@@ -17,7 +17,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 from headwater.models.load import reading
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import replace_text
-from headwater.util.terminal import counted
 from headwater_lab.comparison.running import jobs_of
 from headwater_lab.comparison.trials import Trial, at_rate, trial_of, tuning_trial
 from headwater_lab.papers.places import RESTORED, finished
@@ -36,6 +35,7 @@ from headwater_lab.training.records import (
     write_record,
 )
 from headwater_lab.training.run_folder import MARK
+from headwater_lab.util.terminal import counted
 
 Tell = Callable[[str], None]
 

@@ -18,7 +18,6 @@ from matplotlib.figure import Figure
 from rich.text import Text
 
 from headwater import __version__
-from headwater.util.terminal import Table, lined
 from headwater_lab.comparison.statistics import has_diverged
 from headwater_lab.papers.claims import ClaimVerdict, Judged, judge
 from headwater_lab.papers.computing import COMPUTED, Fact
@@ -30,6 +29,7 @@ from headwater_lab.reports.page import Head, PageCell, PageTable, Picture, write
 from headwater_lab.reports.words import MANY, counted
 from headwater_lab.training.records import environment
 from headwater_lab.util.outputs import default_style, write_json
+from headwater_lab.util.terminal import Table, lined
 
 RESULT = "result.json"
 CLASSES: dict[ClaimVerdict, str] = {"replicates": "better", "fails": "worse", "inconclusive": "soft"}

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headwater.util.errors import HeadwaterError
-from headwater.util.terminal import counted
 from headwater_lab.comparison.budget import match_arms
 from headwater_lab.comparison.prices import slug
 from headwater_lab.evaluation.tasks import Tasks
@@ -26,6 +25,7 @@ from headwater_lab.papers.table import (
 )
 from headwater_lab.recipe.schema import Recipe, load_recipe
 from headwater_lab.recipe.shipped import recipes_folder
+from headwater_lab.util.terminal import counted
 
 
 @dataclass(frozen=True)

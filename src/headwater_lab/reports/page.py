@@ -17,7 +17,6 @@ from plotly.offline import get_plotlyjs
 
 from headwater.util.errors import HeadwaterError
 from headwater.util.layout import top_package
-from headwater.util.terminal import counted
 from headwater_lab.comparison.scaling import Estimate, Law, scaling_of
 from headwater_lab.reports import words
 from headwater_lab.reports.comparison import Comparison, arm_of, comparisons, experiments
@@ -28,6 +27,7 @@ from headwater_lab.reports.recipes import differences, flat
 from headwater_lab.training.records import RunRecord
 from headwater_lab.util.names import file_name
 from headwater_lab.util.outputs import check_replaceable, save_figure, write_text
+from headwater_lab.util.terminal import counted
 
 REPORT = "report.html"
 # A cell: its text, or (text, class): better, worse or soft.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from matplotlib.figure import Figure
 
-from headwater.util.terminal import literal
 from headwater_lab.reports.comparison import Comparison, differ_in_cost
 from headwater_lab.reports.curves import arm_curves, y_limits
 from headwater_lab.reports.styles import styles
 from headwater_lab.util.outputs import default_style
+from headwater_lab.util.terminal import literal
 
 
 @default_style()

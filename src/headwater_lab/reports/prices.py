@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from headwater.util.terminal import Table, lined
 from headwater_lab.comparison.prices import Prices, TimeRatio, read_prices
 from headwater_lab.recipe.schema import parse
 from headwater_lab.reports.comparison import Comparison, arm_of
 from headwater_lab.reports.words import difference
+from headwater_lab.util.terminal import Table, lined
 
 
 def prices_of(comparison: Comparison) -> Prices | None:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from headwater.util.terminal import Table, counted, lined
 from headwater_lab.comparison.sequential import skewed_error
 from headwater_lab.comparison.statistics import Paired, Summary, among
 from headwater_lab.comparison.worth import Worth
 from headwater_lab.reports.comparison import Comparison, differ_in_cost, unit
+from headwater_lab.util.terminal import Table, counted, lined
 
 # Larger numbers of seeds that are still needed are not given.
 MANY = 200

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from headwater.cost.hardware import available_memory
 from headwater.engines.pages import check_servable
 from headwater.models.load import read_config
 from headwater.util.errors import HeadwaterError
+from headwater_lab.util.machine import available_memory
 
 
 def serve_with_vllm(name: str, source: Path, options: list[str]) -> None:

@@ -24,7 +24,6 @@ import torch
 from lightning_fabric import Fabric
 from torch import Tensor
 
-from headwater.cost.hardware import set_threads
 from headwater.kernels.scratch import keep_freed_memory
 from headwater.models.compiling import is_compiled
 from headwater.models.kinds import is_of_images
@@ -64,6 +63,7 @@ from headwater_lab.training.records import Experiment, RunRecord
 from headwater_lab.training.run_folder import Journal, OnEvent, claimed, full_disk_told_once
 from headwater_lab.training.start import Setup, memory_advice
 from headwater_lab.util.endings import Diverged, Interrupted
+from headwater_lab.util.machine import set_threads
 from headwater_lab.util.process import stop_requests
 
 T = TypeVar("T")

@@ -29,9 +29,9 @@ from torch.utils._triton import has_triton
 from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
-from headwater.cost import price, si
+from headwater.cost import price
 from headwater.cost.counts import check_memory, forward_flops
-from headwater.cost.hardware import c_compiler, memory_of, sheet_of
+from headwater.cost.hardware import memory_of, sheet_of
 from headwater.growth.pairs import has_pairs
 from headwater.mechanisms.capabilities import ActsInTraining, Step
 from headwater.models.causal_lm import HeadwaterForCausalLM
@@ -71,6 +71,8 @@ from headwater_lab.training.models import (
 from headwater_lab.training.optimizers import Average, freeze, learning_rate, make_optimizers
 from headwater_lab.training.processes import first, in_precision, scalars, sharded, together
 from headwater_lab.training.records import Event, Origin
+from headwater_lab.util.machine import c_compiler
+from headwater_lab.util.terminal import si
 
 # The folder of a changed model, before and after the run begins.
 MADE, KEPT = ".start", "start"

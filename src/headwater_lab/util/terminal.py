@@ -75,3 +75,12 @@ def _literal(cell: Any) -> Any:
 
 def counted(number: int, of: str = "seed") -> str:
     return f"{number} {of}{'' if number == 1 else 's'}"
+
+
+def si(value: float) -> str:
+    """Four significant digits with k, M, G, T, P."""
+    for prefix in ("", "k", "M", "G", "T"):
+        if abs(value) < 999.95:
+            return f"{value:.4g} {prefix}".rstrip()
+        value /= 1000
+    return f"{value:.4g} P"
