@@ -407,7 +407,6 @@ bench = group_of(
         "serve": (bench_serve, "bench serve NAME --requests 16"),
         "data": (bench_data, "bench data 'texts/*.txt' --megabytes 20"),
         "gpu": (bench_gpu, "bench gpu --out gpu"),
-        "data": (bench_data, "bench data --megabytes 20"),
         "prices": (bench_prices, "bench prices demo/language --out runs/prices"),
         "verdicts": (bench_verdicts, "bench verdicts runs/demo --seeds 10"),
     },

@@ -1,4 +1,7 @@
-"""vLLM's side: one cache for the whole model, its blocks' places in each step, and its attention kernel for CPUs."""
+"""vLLM's side: one cache for the whole model, its blocks' places in each step, and its attention kernel for CPUs.
+
+`flash` has the one for GPUs.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ from headwater.config.planner import plan_layers
 from headwater.engines.paged import FlatBatch, PagedEngine
 from headwater.engines.pages import Page
 from headwater.engines.split import Portion
+from headwater.integrations.vllm.flash import FlashEngine
 from headwater.nn.engine import AttentionLayer
 from headwater.util.errors import HeadwaterError
 
@@ -87,7 +91,8 @@ class Blocks(torch.nn.Module, AttentionLayerBase):
         # vLLM wants blocks that are alike in all processes.
         least = max(Page(share.narrow, share.plans, *size, spare).size for share in shares)
         self.config, self.num_heads, self.name = own.config, len(own.queries), name
-        self.engine = CPUEngine(Page(own.narrow, own.plans, *size, spare, least), own.slopes)
+        kind = CPUEngine if vllm_config.device_config.device_type == "cpu" else FlashEngine
+        self.engine = kind(Page(own.narrow, own.plans, *size, spare, least), own.slopes)
         self.kv_cache = torch.tensor([])
         vllm_config.compilation_config.static_forward_context[name] = self
 
