@@ -29,7 +29,7 @@ test-floor:
 test-vision:
 	$(MAKE) VENV=.venv-vision .venv-vision/.installed-dev,vision
 	.venv-vision/bin/python -m pytest -p headwater -m "slow or not slow" tests/vision tests/data/test_images.py \
-		tests/training/test_training_images.py tests/inspect/test_inspect_images.py tests/test_paper_recipes.py \
+		tests/training/test_training_images.py tests/inspection/test_inspect_images.py tests/test_paper_recipes.py \
 		--deselect tests/vision/test_image_use.py::test_exported_with_its_code
 
 # Not part of the others: the first time it fetches transformers' sources from the package index.

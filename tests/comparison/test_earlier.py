@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from compare.saved import Here, changed_times, record, tiny
+from comparison.saved import Here, changed_times, record, tiny
 from headwater import HeadwaterError
 from headwater_lab.comparison import pool, rounds
 from headwater_lab.comparison.calibration import results_of
