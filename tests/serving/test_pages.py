@@ -87,6 +87,12 @@ def test_what_a_server_cannot_run_is_refused(mechanisms, changes, message):
         check_servable(config(mechanisms, **changes))
 
 
+def test_a_mechanism_that_keeps_a_state_is_refused(monkeypatch):
+    monkeypatch.setattr(KVShift, "keeps_state", True, raising=False)
+    with pytest.raises(HeadwaterError, match="'kv_shift' keeps a state in the cache"):
+        check_servable(config({"kv_shift": {}}))
+
+
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
 def test_a_missing_vllm_is_named(run):
     code, _, err = run("bench", "serve")

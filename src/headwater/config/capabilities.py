@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,6 +41,16 @@ class LimitsKernels(Protocol):
     @classmethod
     def list_kernels(cls, options: dict[str, Any]) -> tuple[str, ...] | None:
         """The values of `attn_implementation` that it works with; None: all."""
+
+
+@runtime_checkable
+class KeepsState(Protocol):
+    """For a mechanism that writes more than a call's raw tokens into its tail, such as a running sum.
+
+    Asked by servers with paged attention, which know raw tokens alone and refuse it.
+    """
+
+    keeps_state: ClassVar[Literal[True]]
 
 
 @runtime_checkable

@@ -82,7 +82,8 @@ class Source(NamedTuple):
 # The embedding. A layer 0 with mechanisms at `Stage.EMBEDDING` gives it as they leave it.
 EMBEDDING = Source("stream", "x", -1)
 
-# The tensors that a layer computes itself, in that order.
+# The tensors that a layer computes itself, in that order. raw: projected. local: after `Stage.QKV`, of the call's
+# tokens. bank: what heads attend to, with the cache's tokens.
 OWN: tuple[tuple[str, str], ...] = (
     ("raw", "q"),
     ("raw", "k"),

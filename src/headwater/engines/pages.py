@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-from headwater.config.capabilities import LimitsKernels
+from headwater.config.capabilities import KeepsState, LimitsKernels
 from headwater.config.layers import layer_config
 from headwater.config.plan import LayerPlan, Stage
 from headwater.config.planner import plan_layers
@@ -120,6 +120,11 @@ def check_servable(config: HeadwaterConfig) -> None:
             raise HeadwaterError(
                 f"Mechanism {name!r} with its options needs masks or attention weights, which a server's attention "
                 "kernels do not give; serve this model with headwater serve, without --engine."
+            )
+        if isinstance(mechanism, KeepsState):
+            raise HeadwaterError(
+                f"Mechanism {name!r} keeps a state in the cache, and a server's cache has raw tokens only; serve this "
+                "model with headwater serve, without --engine."
             )
     for plan in plan_layers(config):
         for stage in INSIDE_KERNEL:

@@ -64,7 +64,7 @@ class Tail(Protocol):
     """A cache layer that keeps raw tokens, for mechanisms that look back (models/cache.py)."""
 
     def before(self, name: str, x: Tensor, length: int, everything: bool = False) -> Tensor:
-        """The `length` raw tokens before x [B, heads, T, d], zeros before the first; stores the last ones of x.
+        """Return the `length` raw tokens before x [B, heads, T, d], zeros before the first; store the last ones of x.
 
         name: which tail. everything: return all tokens kept, which are more while a cache records its past.
         """
@@ -98,8 +98,9 @@ class Context(NamedTuple):
     sources: tensors of earlier layers that the plan reads, then this layer's own so far. Index it with
         `LayerPlan.slot(source)`.
     reach: [B, T], how many tokens of the same document precede each token (0 at a document's first token, and at the
-        first real token of a left-padded row), counted up to the longest tail of any mechanism. None: each row is one
-        document. `Ancestors`: rows branch, so that the previous token need not be in the previous slot.
+        first real token of a left-padded row; negative at padding), counted up to the longest tail of any mechanism.
+        None: each row is one document. `Ancestors`: rows branch, so that the previous token need not be in the
+        previous slot.
     tail: the raw tokens of earlier calls; None without a cache.
     ids: [B, T], the new tokens' ids; None unless a mechanism of the model sets `needs_input_ids`.
     x: [B, T, D], the normed input of attention, from which queries, keys and values are projected (where these have

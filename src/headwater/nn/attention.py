@@ -97,17 +97,17 @@ class Attention(nn.Module):
         key_input, value_input: [B, T, D], what keys and values are projected from; default: x, as queries.
         left_out: tokens before x that this layer, which stores nothing, was not called with; its cache counts them.
         """
-        tensors = [*sources]  # each at its `LayerPlan.slot`
+        tensors = [*sources]  # each at its `LayerPlan.slot`: what the layer reads, then its own, in the order of `OWN`
         context = Context(tensors, reach, find_tail(self.plan, past_key_values), token_ids, x)
         q, k, v = self.project(x, key_input, value_input)
         for mechanism in self.at(Stage.PROJECTIONS):
             q, (k, v) = mechanism.transform_projections(q, KV(k, v), context)
         q = q if self.q_norm is None else self.q_norm(q.transpose(1, 2)).transpose(1, 2)
         k = k if self.k_norm is None else self.k_norm(k.transpose(1, 2)).transpose(1, 2)
-        tensors += q, k, v
+        tensors += q, k, v  # raw
         for mechanism in self.at(Stage.QKV):
             q, (k, v) = mechanism.transform_qkv(q, KV(k, v), context)
-        tensors.append(v)
+        tensors.append(v)  # local
         q, k = self.rotate(q, k, position_embeddings)
 
         if isinstance(past_key_values, Engine):
@@ -134,7 +134,7 @@ class Attention(nn.Module):
         if self.materialise:
             inputs = [KernelInputs(q, k, v, attention_mask)]
         else:
-            tensors += k, v
+            tensors += k, v  # banks: with the cache's tokens
             inputs = self.select(q, attention_mask, context)
         inputs = self.add_pairs(inputs, context)
         out, weights = self.attend(inputs, context, scaling=self.scaling, **options)
