@@ -7,8 +7,7 @@ import rich.console
 
 from headwater.util.errors import HeadwaterError
 from headwater.util.terminal import Table, Terminal, literal
-from headwater_lab.comparison.prices import slug
-from headwater_lab.comparison.trials import trials_of
+from headwater_lab.comparison.trials import slug, trials_of
 from headwater_lab.reports import comparisons, write_report
 from headwater_lab.reports.pictures import curves_picture
 from headwater_lab.reports.words import table

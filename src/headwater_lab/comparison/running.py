@@ -8,9 +8,9 @@ from pathlib import Path
 from headwater_lab.comparison.budget import match_arms
 from headwater_lab.comparison.earlier import adopt, check_arms, check_plans, check_settings, earlier_runs
 from headwater_lab.comparison.pool import OnChange, Outcome, run_trials
-from headwater_lab.comparison.prices import Told, check_priced, folder_of, measure
+from headwater_lab.comparison.prices import Told, check_priced, measure
 from headwater_lab.comparison.rounds import run_sequentially
-from headwater_lab.comparison.trials import Job, Trial, at_rates, levels, plan_for, trials_of
+from headwater_lab.comparison.trials import Job, Trial, at_rates, folder_of, levels, plan_for, trials_of
 from headwater_lab.comparison.tuning import best_rates, tuning_trials
 from headwater_lab.recipe.schema import Recipe
 from headwater_lab.util.output_folder import occupied

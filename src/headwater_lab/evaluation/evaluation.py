@@ -262,13 +262,15 @@ def table(result: EvaluationResult) -> list[Table]:
 def _table(
     rows: Sequence[ScoreRow], names: Sequence[str], cell: Callable[[ScoreRow, str], str], tail: str = ""
 ) -> Table:
-    made = lined("", "measure", "shots", *(f"{name}{tail}" for name in names), left=("", "measure"))
-    made.columns[0].no_wrap = True
+    cells = []
     for row in rows:
         arrow = "" if row.higher_is_better is None else " ↑" if row.higher_is_better else " ↓"
         shots = "" if row.shots is None else str(row.shots)
-        made.add_row(row.task, f"{row.metric}{arrow}".strip(), shots, *(cell(row, name) for name in names))
-    return made
+        cells.append([row.task, f"{row.metric}{arrow}".strip(), shots, *(cell(row, name) for name in names)])
+    columns = ("", "measure", "shots", *(f"{name}{tail}" for name in names))
+    result = lined(*columns, rows=cells, left=("", "measure"))
+    result.columns[0].no_wrap = True
+    return result
 
 
 def _said(figure: Figure, sign: str = "") -> str:

@@ -80,10 +80,8 @@ class _Table:
     """Sections of rows, without rows and sections that are empty for all models."""
 
     def __init__(self, title: str, found: Sequence[Inspection], caption: str) -> None:
-        self.table = lined(title=title, caption=caption)
-        self.table.add_column("", no_wrap=True)
-        for one in found:
-            self.table.add_column(one.name, justify="right", overflow="fold")
+        self.table = lined("", *(one.name for one in found), fold=True, title=title, caption=caption)
+        self.table.columns[0].no_wrap = True
 
     def section(self, title: str, rows: dict[str, list[str]]) -> None:
         rows = {label: cells for label, cells in rows.items() if any(cells)}

@@ -242,14 +242,11 @@ def terminal(found: Reproduction) -> list[Table | Text]:
     lines = [f"{found.table.title}: {found.table.source}"]
     lines += about(found)[1:] if found.work is not None else []
     names, rows = texts(found)
-    layout = lined(*names)
+    layout = lined(*names, rows=rows)
     layout.columns[0].no_wrap = len(found.columns) < 4
-    for row in rows:
-        layout.add_row(*row)
-    claims = lined("verdict", "claim", "by", left=("verdict", "claim", "by"))
+    columns = ("verdict", "claim", "by")
+    claims = lined(*columns, rows=[(one.verdict, one.says, evidence(one)) for one in found.claims], left=columns)
     claims.columns[0].no_wrap = True
-    for one in found.claims:
-        claims.add_row(one.verdict, one.says, evidence(one))
     return [
         Text("\n".join(lines)),
         layout,

@@ -23,7 +23,7 @@ from headwater_lab.reports import words
 from headwater_lab.reports.comparison import Comparison, arm_of, comparisons, experiments
 from headwater_lab.reports.figures import Drawing, curves_drawing, differences_drawing, scaling_drawing
 from headwater_lab.reports.pictures import curves_picture
-from headwater_lab.reports.prices import prices_of, prices_table, unpriced, where_measured
+from headwater_lab.reports.prices import prices_of, prices_table, where_measured
 from headwater_lab.reports.recipes import differences, flat
 from headwater_lab.training.records import RunRecord
 from headwater_lab.util.names import file_name
@@ -241,13 +241,10 @@ def _tried(records: Sequence[RunRecord]) -> str:
 def prices_part(comparison: Comparison, name: str, title: str) -> Section | None:
     """Gains against what they cost; None if that was not measured."""
     prices = prices_of(comparison)
-    if prices is None:
-        return None
-    says = []
-    if left := unpriced(comparison, prices):
-        says = [f"No price, or one of other settings: {words.listed(left)}; `headwater bench prices` measures it."]
+    if isinstance(prices, str):
+        return Section(name, title, [prices]) if prices else None
     table = PageTable(f"What each arm costs. {where_measured(prices)}", *prices_table(comparison, prices))
-    return Section(name, title, says, tables=[table])
+    return Section(name, title, tables=[table])
 
 
 def scaling_part(sizes: Sequence[Comparison], name: str) -> Section | None:
