@@ -131,13 +131,11 @@ def measured(one: Inspection, label: str) -> Any:
 
 def read_table(found: Sequence[Inspection]) -> Table:
     samples = [one.text or one.images for one in found]
-    moved = max(sample.logits_moved for sample in samples if sample)
     of_images = any(one.images for one in found)
     table = _Table(
         "Measured on images" if of_images else "Measured on rows of tokens; induction on random ones",
         found,
-        f"One number per query head; the range if there are more than {HEADS}. Inspection changed the logits by "
-        f"{moved:.1e} of the largest.",
+        f"One number per query head; the range if there are more than {HEADS}.",
     )
     layers = max(one.layers for one in found)
 

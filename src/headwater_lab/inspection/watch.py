@@ -137,15 +137,9 @@ def read(model: AnyModel, sample: Sample) -> Read:
     return watch.result()
 
 
-def logits(model: AnyModel, sample: Sample) -> Tensor:
-    """Of the first row."""
-    with torch.no_grad():
-        return _run(model, next(sample.batches(1))[0])
-
-
-def _run(model: AnyModel, batch: dict[str, Tensor]) -> Tensor:
+def _run(model: AnyModel, batch: dict[str, Tensor]) -> None:
     inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
-    return model(**inputs, **({} if is_of_images(model.config) else {"use_cache": False})).logits
+    model(**inputs, **({} if is_of_images(model.config) else {"use_cache": False}))
 
 
 class Sight(NamedTuple):
