@@ -175,8 +175,6 @@ def test_a_llama_and_its_twin_agree(folder):
     assert {row.task for row in result.rows} == {"closing", "last_word", "copying", "snippets", "texts"}
     for row in result.rows:
         ours, theirs = row.figures["twin"], row.figures["llama"]
-        if row.metric in ("acc", "acc_norm", "exact_match"):
-            assert ours == theirs
         assert (ours.value, ours.stderr) == (theirs.value, theirs.stderr), row.metric
     assert result.tasks[0]["hashes"]
     json.dumps(to_json(result), allow_nan=False)
