@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from headwater import __version__
 from headwater.cost.counts import cache_bytes_per_token, training_flops
@@ -36,11 +36,7 @@ TOKENS = 32
 Told = Callable[[str], None]
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
-
-
-class TimeRatio(_Part):
+class TimeRatio(BaseModel):
     """A time and its ratio to the baseline's in the same turns."""
 
     seconds: float
@@ -51,7 +47,7 @@ class TimeRatio(_Part):
     """Of the turns' ratios."""
 
 
-class ArmPrice(_Part):
+class ArmPrice(BaseModel):
     """What one arm costs. For the baseline, the times are against a second copy of it, and show the noise."""
 
     parameters: int
@@ -65,7 +61,7 @@ class ArmPrice(_Part):
     """Of generation with a nearly full cache, per token; null for images."""
 
 
-class Prices(_Part):
+class Prices(BaseModel, extra="forbid"):
     """The prices of a comparison at one size."""
 
     device: str

@@ -405,11 +405,6 @@ def finished_runs(records: Sequence[RunRecord]) -> dict[str, dict[int, RunRecord
     }
 
 
-def flops_of(run: RunRecord) -> float:
-    """Of all stages, and of the checkpoint that it began with."""
-    return _flops(run, run.held_out[-1])
-
-
 def _reached(run: RunRecord, threshold: float | None) -> Reached | None:
     point = None if threshold is None else _look(run, threshold)
     if point is None:
@@ -418,13 +413,14 @@ def _reached(run: RunRecord, threshold: float | None) -> Reached | None:
     for stage in run.stages or []:
         if before + stage.steps >= point.step:
             share = (point.tokens - tokens) / stage.tokens
-            return Reached(point.step, _flops(run, point), seconds + stage.seconds * share)
+            return Reached(point.step, flops_of(run, point), seconds + stage.seconds * share)
         before, tokens, seconds = before + stage.steps, tokens + stage.tokens, seconds + stage.seconds
-    return Reached(point.step, _flops(run, point), run.seconds * point.tokens / run.tokens)
+    return Reached(point.step, flops_of(run, point), run.seconds * point.tokens / run.tokens)
 
 
-def _flops(run: RunRecord, point: HeldOutPoint) -> float:
-    return point.flops + (run.origin.flops if run.origin else 0.0)
+def flops_of(run: RunRecord, point: HeldOutPoint | None = None) -> float:
+    """Of all stages up to a point, by default the end, and of the checkpoint that it began with."""
+    return (point or run.held_out[-1]).flops + (run.origin.flops if run.origin else 0.0)
 
 
 def _log_ratios(arm: dict[int, Reached | None], base: dict[int, Reached | None]) -> list[float]:

@@ -17,7 +17,6 @@ from headwater_lab.inspection.sample import repeated, sample
 from headwater_lab.inspection.scalars import Census, Scalars, blocks, census, scalars
 from headwater_lab.inspection.watch import SHOWN, Induction, Read, induction_scores, read
 from headwater_lab.training.models import Trained
-from headwater_lab.util import outputs
 
 SCHEMA_VERSION = 1
 
@@ -163,8 +162,3 @@ def to_json(found: Sequence[Inspection]) -> dict[str, Any]:
     for model in models:
         (model["images"] or {}).pop("pictures", None)
     return {"headwater": __version__, "schema_version": SCHEMA_VERSION, "models": models}
-
-
-def write_json(found: Sequence[Inspection], file: Path) -> None:
-    """Raises `HeadwaterError` for a file that headwater did not write."""
-    outputs.write_json(file, to_json(found))

@@ -157,19 +157,24 @@ def read_table(found: Sequence[Inspection]) -> Table:
 def pairs_table(one: Inspection) -> Table:
     """The parameter tokens of a model, and what the strongest pairs fire for."""
     assert one.read is not None
-    sparse = any(map.unread for map in one.read.maps)
     table = lined(
         title=f"Parameter tokens of {one.name}",
         caption="Effective: how many pairs share the work at a token. A pair fires where it contributes more than "
-        "twice the mean pair; silent pairs never fire here" + ("; unread ones add nothing." if sparse else "."),
+        "twice the mean pair; silent pairs never fire here.",
     )
-    for column in ("map", "pairs", "effective", "fire", "silent", *(["unread"] if sparse else [])):
+    for column in ("map", "pairs", "effective", "fire", "silent"):
         table.add_column(column, justify="left" if column == "map" else "right", no_wrap=True)
     table.add_column("strongest pairs, and the tokens they contribute most at")
     for map in one.read.maps:
-        shares = [f"{share:.1%}" for share in (map.fires, map.silent, *([map.unread] if sparse else []))]
         pairs = "; ".join(_said(pair) for pair in map.strongest[:NAMED])
-        table.add_row(f"{map.layer} {map.place}", f"{map.pairs:,}", f"{map.effective:.1f}", *shares, pairs)
+        table.add_row(
+            f"{map.layer} {map.place}",
+            f"{map.pairs:,}",
+            f"{map.effective:.1f}",
+            f"{map.fires:.1%}",
+            f"{map.silent:.1%}",
+            pairs,
+        )
     return table
 
 

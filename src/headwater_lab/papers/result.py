@@ -26,7 +26,7 @@ from headwater_lab.papers.measures import Runs, incomparable
 from headwater_lab.papers.places import finished
 from headwater_lab.papers.table import Column, Measure, PaperTable, TableCell, cell_measures, table
 from headwater_lab.papers.work import Work
-from headwater_lab.reports.page import Head, PageCell, PageTable, Picture, write_report
+from headwater_lab.reports.page import Head, PageCell, PageTable, write_report
 from headwater_lab.reports.words import MANY, counted
 from headwater_lab.training.records import environment
 from headwater_lab.util.outputs import default_style, write_json
@@ -285,7 +285,7 @@ def head(found: Reproduction) -> Head:
         [one.says, (one.verdict, CLASSES[one.verdict]), evidence(one)] for one in found.claims
     ]
     claims = [PageTable(claims_caption(found), ["claim", "verdict", "by"], rows, text=True)] if rows else []
-    pictures = [] if found.figure is None else [Picture(of.title, _png(found.figure))]
+    pictures = [] if found.figure is None else [(of.title, _png(found.figure))]
     return Head(of.title, paragraphs, [layout, *claims], pictures)
 
 
