@@ -34,16 +34,13 @@ Verdict = Literal["", "better", "worse", "equivalent", "inconclusive", "identica
 class Paired:
     """What a sample of paired differences says about their mean.
 
-    p: of a two-sided paired t test, by itself; None with fewer than two pairs. If all differences are one number,
-        apart from rounding, there is no spread for Student's t: p is then the sign test's, 2^(1-n), and 1 if
-        that number is 0.
+    p: of a two-sided paired t test, by itself; None with fewer than two pairs. If all differences are one number, apart
+        from rounding, p is the sign test's, 2^(1-n), and 1 if that number is 0.
     level: the level at which Holm's procedure tests this difference, among those it was tested with.
-    interval: of confidence 1 - level: it excludes 0 exactly where the procedure finds a difference. None if it is
-        unbounded.
-    more: pairs still needed to find such a difference with a probability of 80 %; None where
-        it is found, where their number is unknown, and where it is above 10 000.
-    detectable: the difference that this many pairs with this spread would find with a probability of 80 %; None where
-        there is no spread.
+    interval: of confidence 1 - level; it excludes 0 exactly where the procedure finds a difference. None if unbounded.
+    more: pairs still needed to find such a difference with a probability of 80 %; None where it is found, where their
+        number is unknown, and where it is above 10 000.
+    detectable: the difference that as many pairs would find with that probability; None without a spread.
     looks, margin: of a comparison that adds seeds until it is decided; `interval` is then that of the last look, `p`
         and `detectable` are None, and `more` counts seeds until any verdict.
     """
@@ -231,13 +228,7 @@ class Summary:
         return None if self.paired is None else self.paired.interval
 
     def verdict(self, lower_is_better: bool) -> Verdict:
-        """The verdict on the arm compared with the baseline.
-
-        "better" or "worse" if the interval excludes 0; "identical" if no seed differs by more than rounding;
-        "equivalent" if the interval lies inside the margin, even if it excludes 0; "diverged" if any of its runs has,
-        since the mean of the others is then optimistic; else "inconclusive"; "" for the baseline and for an arm that
-        was given up.
-        """
+        """The verdict on the arm compared with the baseline, as docs/compare.md defines them; "" for the baseline."""
         if self.diverged:
             return "diverged"
         if self.paired is None:

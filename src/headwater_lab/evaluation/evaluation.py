@@ -47,11 +47,7 @@ class ScoreRow:
 
 @dataclass
 class EvaluationResult:
-    """What `evaluate` found.
-
-    models: facts of each, by name. rows: its figures. tasks: versions and hashes as lm-eval gives them. texts: facts of
-    each text. settings, versions: what makes them again.
-    """
+    """Facts of each model and text, the figures, lm-eval's versions and hashes of tasks, and what makes them again."""
 
     models: dict[str, dict[str, Any]]
     rows: list[ScoreRow]

@@ -56,8 +56,8 @@ class Inspection:
     """The inspection of one model. docs/inspect.md defines every figure.
 
     attends: for each layer and query head, the layers whose keys and whose values a head attends to.
-    induction, text, images, read: None if only scalars were requested. Models of text have no `images`, models of
-    images neither `text` nor `induction`.
+    induction, text, images, read: None if only scalars were requested; `images` is None for models of text, `text` and
+    `induction` for models of images.
     """
 
     name: str

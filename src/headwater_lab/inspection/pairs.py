@@ -40,12 +40,7 @@ class PairContribution:
 
 @dataclass(frozen=True)
 class Firing:
-    """The pairs of one Pattention.
-
-    effective: mean over tokens of (Σ c)² / Σ c², between 1 and n: how many pairs share the work.
-    fires: share of pairs that fire at a token, on average. silent: share that fires nowhere in the sample.
-    strongest: pairs by mean contribution.
-    """
+    """The pairs of one Pattention: docs/inspect.md defines the figures. strongest: pairs by mean contribution."""
 
     layer: int
     place: str

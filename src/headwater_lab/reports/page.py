@@ -229,8 +229,8 @@ def rates_table(sizes: Sequence[Comparison]) -> tuple[PageTable, list[str]]:
 def _tried(records: Sequence[RunRecord]) -> str:
     results = [record.result for record in records if record.status == "finished" and record.result is not None]
     diverged = sum(record.status == "diverged" for record in records)
-    parts = [f"{sum(results) / len(results):.3f}"] if results else []
-    return ", ".join([*parts, *([f"diverged {diverged} of {len(records)}"] if diverged else [])])
+    mean = f"{sum(results) / len(results):.3f}" if results else ""
+    return ", ".join(filter(None, (mean, f"diverged {diverged} of {len(records)}" if diverged else "")))
 
 
 def prices_part(comparison: Comparison, name: str, title: str) -> Section | None:

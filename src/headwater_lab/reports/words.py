@@ -305,7 +305,7 @@ def _size(summary: Summary, comparison: Comparison) -> str:
 
 
 def _confidence(paired: Paired) -> str:
-    """That of an interval by itself: with several arms more than the 95 % of all of them together."""
+    """An interval's by itself: with several arms more than the 95 % of all of them together."""
     return f"{100 * (1 - paired.level):.4g} %"
 
 
