@@ -10,6 +10,7 @@ import statistics
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import BaseModel, ValidationError
@@ -127,7 +128,7 @@ def measure(arms: Mapping[str, Recipe], baseline: str, folder: Path, tell: Told 
     set_threads(own)
     try:
         device = _device(arms[baseline])
-        machine = {"device": device.type, "device_name": device_name(device), "threads": own}
+        machine: dict[str, Any] = {"device": device.type, "device_name": device_name(device), "threads": own}
         machine |= {"torch": torch.__version__, "headwater": __version__}
         found = read_prices(folder)
         if found is not None and found.fit(arms, baseline) and found.model_dump(include=set(machine)) == machine:
