@@ -134,7 +134,7 @@ def test_measures_of_a_text_are_of_its_nats_tokens_and_bytes(folder):
     [one] = candidates([str(folder / "twin")])
     model = one.load("cpu", "float32")
     documents = [(folder / "texts" / f"{index}.txt").read_text() for index in range(3)]
-    items = next(row.items["twin"] for row in result.rows if row.metric == "loss")
+    items = next(row.figures["twin"].items for row in result.rows if row.metric == "loss")
     for text, likelihood, count in zip(documents, items.values, items.weights, strict=False):
         ids = list(text.encode())
         if len(ids) <= 96:
@@ -164,7 +164,7 @@ def test_choices_are_scored_as_by_hand(folder):
             scores.append(sum(loglikelihoods(model, ids[1:], ids[0])[len(code) - 1 :]))
         expected.append(float(np.argmax(scores) == item["answer"]))
     acc = next(row for row in result.rows if row.metric == "acc")
-    assert acc.items["twin"].values.tolist() == expected
+    assert acc.figures["twin"].items.values.tolist() == expected
     assert acc.figures["twin"].value == np.mean(expected)
     assert acc.figures["twin"].stderr == pytest.approx(np.std(expected, ddof=1) / math.sqrt(len(expected)))
 
@@ -175,8 +175,6 @@ def test_a_llama_and_its_twin_agree(folder):
     assert {row.task for row in result.rows} == {"closing", "last_word", "copying", "snippets", "texts"}
     for row in result.rows:
         ours, theirs = row.figures["twin"], row.figures["llama"]
-        if row.metric in ("acc", "acc_norm", "exact_match"):
-            assert ours == theirs
         assert (ours.value, ours.stderr) == (theirs.value, theirs.stderr), row.metric
     assert result.tasks[0]["hashes"]
     json.dumps(to_json(result), allow_nan=False)

@@ -6,8 +6,7 @@ import pytest
 import rich.console
 
 from headwater.util.errors import HeadwaterError
-from headwater_lab.comparison.prices import slug
-from headwater_lab.comparison.trials import trials_of
+from headwater_lab.comparison.trials import slug, trials_of
 from headwater_lab.reports import comparisons, write_report
 from headwater_lab.reports.pictures import curves_picture
 from headwater_lab.reports.words import table
@@ -73,7 +72,7 @@ def test_a_report_writes_into_its_folder_alone(tmp_path):
     assert {path.name for path in (tmp_path / "a").iterdir()} == {"b"}
     made = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "record.json")
     assert {path.parent for path in made} == {folder}
-    assert len(made) == 1 + 2 * len(runs)
+    assert len(made) == 1 + len(runs)
 
 
 @pytest.mark.parametrize(

@@ -706,11 +706,10 @@ class TestBrowser:
         from matplotlib.figure import Figure
 
         from headwater_lab.papers.result import _png
-        from headwater_lab.reports.page import Picture
 
         figure = Figure()
         figure.subplots().plot([1, 2], [3.5, 0.25], label="arm <b>")
-        pictures = [Picture("A caption", _png(figure))]
+        pictures = [("A caption", _png(figure))]
         target = write_report(tmp_path, head=Head("T", pictures=pictures), only=(), target=tmp_path / "head.html")
         style = "getComputedStyle(document.querySelector('img')).filter"
         for scheme, inverted in (("light", False), ("dark", True)):

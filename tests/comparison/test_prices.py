@@ -55,18 +55,18 @@ def test_prices_are_those_of_the_models_and_are_measured_once(tmp_path, clock):
     assert deep.training.seconds == pytest.approx(2 * 1e-9 * deep.flops / 48)  # 4 rows of 12 tokens
     assert len(clock) == 3
 
-    # Neither seeds nor steps nor rates change a price; what is computed does, and only there.
+    # Neither seeds nor steps nor rates change a price; what is computed does.
     again = tiny({"arms": ARMS}, training={"steps": 99, "learning_rate": 0.5}, reporting={"log_every": 1})
     assert measure({name: again.arm(name, 7) for name in ARMS}, "base", tmp_path) == found
     assert len(clock) == 3
     wider = {"base": {}, "shift": SHIFT, "deep": {"model": {"num_hidden_layers": 3}}}
     other = arms_of(tiny({"arms": wider}))
-    assert read_prices(tmp_path, other, "base").arms.keys() == {"base", "shift"}
-    measure({name: other[name] for name in ("base", "deep")}, "base", tmp_path)
-    assert len(clock) == 4
-    assert read_prices(tmp_path, other, "base").arms.keys() == set(ARMS)
+    assert not found.fit(other, "base")
+    measure(other, "base", tmp_path)
+    assert len(clock) == 6
+    assert read_prices(tmp_path).fit({name: other[name] for name in ("base", "deep")}, "base")
     # Another baseline makes them all another's.
-    assert read_prices(tmp_path, other | {"base": other["deep"]}, "base").arms == {}
+    assert not read_prices(tmp_path).fit(other, "deep")
 
 
 def test_each_size_is_measured(tmp_path, clock):
@@ -119,10 +119,10 @@ def test_the_report_shows_which_arms_no_cheaper_one_beats(tmp_path, clock, monke
     assert terminal_prices(found).row_count == 3
     # Of other settings: no price, which the page says.
     stored = json.loads((tmp_path / "tiny" / PRICES).read_text())
-    stored["arms"]["shift"]["settings"] = timed_recipe(recipe.arm("deep", 0)).identity
+    stored["settings"]["shift"] = timed_recipe(recipe.arm("deep", 0)).identity
     (tmp_path / "tiny" / PRICES).write_text(json.dumps(stored))
     (told,) = prices_part(comparison, "prices", "Prices").paragraphs
-    assert told.startswith("No price, or one of other settings: shift;")
+    assert told.startswith("prices.json holds prices of other arms or settings;")
 
 
 def test_a_recipe_is_priced_before_it_runs(tmp_path, clock, capsys, monkeypatch):
@@ -143,11 +143,11 @@ def test_a_recipe_is_priced_before_it_runs(tmp_path, clock, capsys, monkeypatch)
     found = json.loads((tmp_path / "runs" / "tiny" / PRICES).read_text())
     assert found["arms"].keys() == ARMS.keys()
     assert len(clock) == 3
-    # What has been measured stays; a changed model is measured, in its own place.
+    # What has been measured stays, until a model changes.
     assert run(name, "--out", runs) == 0
     assert len(clock) == 3
     assert run(name, "compare.arms.deep.model.num_hidden_layers=3", "--out", runs) == 0
-    assert len(clock) == 4
+    assert len(clock) == 6
     capsys.readouterr()
     alone = tmp_path / "alone.yaml"
     alone.write_text(json.dumps(recipe | {"compare": None}))

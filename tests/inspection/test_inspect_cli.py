@@ -67,7 +67,6 @@ def test_two_side_by_side(run, checkpoint, text, tmp_path):
     content = json.loads((tmp_path / "out" / "inspect.json").read_text())
     assert content["schema_version"] == 1
     assert [one["name"] for one in content["models"]] == ["shift", "pairs"]
-    assert all(one["text"]["logits_moved"] < 1e-9 for one in content["models"])
     assert [one["layers"] for one in content["models"]] == [2, 3]
     pictures = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert pictures == ["inspect-heads.png", "inspect-scalars.png", "inspect.json"]

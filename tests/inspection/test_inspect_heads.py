@@ -12,7 +12,7 @@ from headwater import HeadwaterConfig, HeadwaterError, HeadwaterForCausalLM
 from headwater_lab.inspection.inspection import inspect_model
 from headwater_lab.inspection.sample import Sample, repeated
 from headwater_lab.inspection.scores import effective, induction, similarity
-from headwater_lab.inspection.watch import induction_scores, logits, read
+from headwater_lab.inspection.watch import hooked, induction_scores, read
 from headwater_lab.papers.theory import shifted_head
 from headwater_lab.training.models import Trained
 
@@ -302,7 +302,8 @@ def test_looking_changes_nothing(mechanisms):
     assert model.config._attn_implementation == kernel
     assert not any(module._forward_hooks for module in model.modules())
     assert torch.equal(model.eval()(rows.inputs["input_ids"]).logits, before)
-    assert_near(logits(model, rows), before[:1])
+    with hooked(model):
+        assert_near(model(rows.inputs["input_ids"]).logits, before)
 
 
 def test_a_materialised_model_reads_the_same():

@@ -149,7 +149,6 @@ def test_files_side_by_side(run, checkpoint, files, tmp_path):
     assert one["text"] is one["induction"] is None
     assert one["images"]["names"] == ["a.png", "b.png"]
     assert one["images"]["patches"] == list(GRID)
-    assert one["images"]["logits_moved"] < 1e-9
     assert np.shape(other["read"]["looks"][1]) == (2, *GRID)
     pictures = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert pictures == ["inspect-attention.png", "inspect-heads.png", "inspect-scalars.png", "inspect.json"]
@@ -218,7 +217,7 @@ def test_models_of_text_and_of_images_are_not_put_side_by_side(checkpoint, files
     one = inspect_model(open_trained(checkpoint()), "images", images=files)
     check_alike([one, one])
     with pytest.raises(HeadwaterError, match="inspect them apart"):
-        check_alike([one, replace(one, images=None, text=InspectedText(1, 16, 0.0))])
+        check_alike([one, replace(one, images=None, text=InspectedText(1, 16))])
 
 
 def test_by_default_held_out_images(tmp_path):

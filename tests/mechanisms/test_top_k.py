@@ -20,8 +20,6 @@ from headwater.mechanisms.pattention import default_tau
 from headwater.mechanisms.product_keys import ProductKeys, find_largest
 from headwater.testing import naive
 from headwater_lab import grow
-from headwater_lab.inspection.sample import Sample
-from headwater_lab.inspection.watch import read
 from headwater_lab.recipe.schema import load_recipe
 from headwater_lab.training.loop import train
 from headwater_lab.training.models import init_diagnostics
@@ -191,14 +189,6 @@ def test_cost_grows_with_the_root():
     assert read[1] - read[0] == 3 * 2 * 8 * 32
     copies = [cost.state_bytes(config(made(side**2)), "bf16-mixed")["copies"] for side in (8, 16)]
     assert copies[1] - copies[0] == 2 * (read[1] - read[0])
-
-
-def test_inspect_counts_pairs_that_no_token_reads():
-    model = build({"pattention": {"ffn_pairs": 400, "top_k": {"feed_forward": 2}}})
-    found = read(model, Sample({"input_ids": tokens(1, 9)}))
-    unread = {one.place: one.unread for one in found.maps}
-    assert 1 - 9 * 2 / 400 <= unread.pop("mlp") < 1
-    assert set(unread.values()) == {0.0}
 
 
 @pytest.mark.parametrize(

@@ -221,12 +221,13 @@ def _written(target: Path, record: RunRecord, dtype: torch.dtype) -> Path:
 
 
 def _say_price(priced: ConversionPrice, teacher: str, watch: Observer) -> None:
-    table = lined("", "before", "after")
-    before, after = priced.before, priced.after
-    table.add_row("cache, bytes a token", f"{before.cache_bytes_per_token:,}", f"{after.cache_bytes_per_token:,}")
-    table.add_row("cache of a row", f"{si(before.cache_bytes)}B", f"{si(after.cache_bytes)}B")
-    table.add_row("parameters", f"{before.parameters:,}", f"{after.parameters:,}")
-    watch.say(table)
+    sides = priced.before, priced.after
+    rows = [
+        ["cache, bytes a token", *(f"{side.cache_bytes_per_token:,}" for side in sides)],
+        ["cache of a row", *(f"{si(side.cache_bytes)}B" for side in sides)],
+        ["parameters", *(f"{side.parameters:,}" for side in sides)],
+    ]
+    watch.say(lined("", "before", "after", rows=rows))
     parts = ", ".join(f"{name} {flops:.3g}" for name, flops in priced.flops.items())
     held = f", of which {teacher} {si(priced.teacher_bytes)}B" if priced.teacher_bytes else ""
     watch.say(
@@ -254,8 +255,7 @@ def _report(
         share = f"{after[name] / before[name]:.4f}" if before[name] else ""
         table.add_row(title, f"{before[name]:.4f}", f"{after[name]:.4f}", share)
     watch.say(table)
-    shown = lined("tokens of healing", "cache, bytes a token (fp32)", record.metric.replace("_", " "))
-    for point in curve:
-        shown.add_row(f"{point['tokens']:,}", f"{point['cache_bytes_per_token']:,}", f"{point[record.metric]:.4f}")
-    watch.say(shown)
+    columns = ("tokens of healing", "cache, bytes a token (fp32)", record.metric.replace("_", " "))
+    rows = [(f"{p['tokens']:,}", f"{p['cache_bytes_per_token']:,}", f"{p[record.metric]:.4f}") for p in curve]
+    watch.say(lined(*columns, rows=rows))
     watch.say(f"written to {target}\n{how_to_load(target)}")

@@ -143,10 +143,8 @@ def merge(base: Path, grown: Sequence[Path], *, out: Path | None = None, watch: 
         {name: measured(f"measuring {name}", each, data, watch)[data.metric] for name, each in models.items()}
         for data in sources
     ]
-    table = lined("held-out measure", *names, left=("held-out measure",))
-    for name in models:
-        table.add_row(name, *(f"{column[name]:.4f}" for column in columns))
-    watch.say(table)
+    rows = [[name, *(f"{column[name]:.4f}" for column in columns)] for name in models]
+    watch.say(lined("held-out measure", *names, rows=rows, left=("held-out measure",)))
     root.history += [event for copy in copies for event in copy.history[len(root.history) :]]
     details = {"merged": [str(path) for path in grown], "metrics": columns}
     return _written(root.after("merged", details, model=model), out, watch)

@@ -16,7 +16,7 @@ from headwater_lab.api.common import PathLike, Result, quiet
 from headwater_lab.api.comparing import tell_failures, watched_trials
 from headwater_lab.api.observer import SILENT, Observer
 from headwater_lab.comparison.pool import Outcome
-from headwater_lab.comparison.prices import slug
+from headwater_lab.comparison.trials import slug
 from headwater_lab.papers.kept import keep as keep_runs
 from headwater_lab.papers.kept import restore
 from headwater_lab.papers.price import price

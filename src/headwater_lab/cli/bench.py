@@ -287,7 +287,8 @@ def bench_prices(recipe: str, overrides: Sequence[str] = (), *, out: FolderPath 
     out: The folder of its comparison, run or not; default: runs/NAME, as in compare.
     """
     from headwater_lab.comparison.budget import match_arms
-    from headwater_lab.comparison.prices import folder_of, measure
+    from headwater_lab.comparison.prices import measure
+    from headwater_lab.comparison.trials import folder_of
     from headwater_lab.reports.prices import terminal_prices
 
     loaded = match_arms(recipe_of(recipe, overrides))
@@ -299,8 +300,7 @@ def bench_prices(recipe: str, overrides: Sequence[str] = (), *, out: FolderPath 
         folder = folder_of(loaded, size, out)
         folder.mkdir(parents=True, exist_ok=True)
         arms = {arm: loaded.arm(arm, section.seeds[0], size) for arm in section.arms}
-        prices = measure(arms, section.baseline, folder, tell)
-        stdout.print(terminal_prices(prices.model_copy(update={"arms": {arm: prices.arms[arm] for arm in arms}})))
+        stdout.print(terminal_prices(measure(arms, section.baseline, folder, tell)))
 
 
 def bench_verdicts(

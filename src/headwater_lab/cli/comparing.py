@@ -89,8 +89,8 @@ def show(folder: Path) -> None:
     for comparison in found:
         for table in words.tables(comparison):
             stdout.print(table)
-        if (prices := prices_of(comparison)) is not None:
-            stdout.print(terminal_prices(prices))
+        if prices := prices_of(comparison):
+            stdout.print(prices if isinstance(prices, str) else terminal_prices(prices))
         stdout.print(words.answer(comparison))
         for line in words.left_out(comparison):
             say(line)

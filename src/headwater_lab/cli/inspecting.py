@@ -35,10 +35,10 @@ def inspect(
     scalars: Read no text and no images; show only the learned scalars.
     out: Write inspect.json and pictures into this folder.
     """
-    from headwater_lab.inspection import check_alike, draw, inspect_model, tables, write_json
+    from headwater_lab.inspection import check_alike, draw, inspect_model, tables, to_json
     from headwater_lab.training.models import open_trained
     from headwater_lab.util.output_folder import occupied
-    from headwater_lab.util.outputs import check_replaceable
+    from headwater_lab.util.outputs import check_replaceable, write_json
 
     if out is not None:
         check_writable(out, folder=True)
@@ -55,5 +55,5 @@ def inspect(
     if out is not None:
         with occupied(out):
             written = draw(found, out)
-            write_json(found, out / "inspect.json")
+            write_json(out / "inspect.json", to_json(found))
         tell(f"written: {', '.join(map(str, (out / 'inspect.json', *written)))}")

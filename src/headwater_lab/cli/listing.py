@@ -24,10 +24,9 @@ def list(kind: Catalogue | None = None, *, json: AsJson = False) -> None:
         return
     for name, listed in rows.items():
         columns = COLUMNS[name]
-        table = lined(*columns, left=[title for title in columns if title not in NUMBERS], fold=True, title=name)
+        left, cells = set(columns) - set(NUMBERS), [[_text(row[title]) for title in columns] for row in listed]
+        table = lined(*columns, rows=cells, left=left, fold=True, title=name)
         table.columns[0].no_wrap = True
-        for row in listed:
-            table.add_row(*(_text(row[title]) for title in columns))
         stdout.print(table)
 
 

@@ -1,7 +1,6 @@
 """Runs that are there before a comparison begins: a table must not mix the results of several questions.
 
-A change of the settings, the arms or the plan of a comparison makes another one, which needs another folder. What only
-says how results are read (baseline, threshold, budgets, title) may change, and then holds for all runs that are there.
+Other settings, arms or plans need another folder. Baseline, threshold, budgets and title may change, for all runs.
 """
 
 from __future__ import annotations

@@ -219,9 +219,7 @@ def result_of(job: Job) -> RunRecord | None:
         raise HeadwaterError(
             f"{str(job.folder)!r} holds a run with other settings; choose another --out, or remove it."
         )
-    if not same:
-        return None
-    return record if record.status in ENDED else None
+    return record if same and record.status in ENDED else None
 
 
 def _environment(number: int, gpus: int) -> dict[str, str]:

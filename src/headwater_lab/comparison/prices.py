@@ -1,20 +1,19 @@
 """What each arm of a comparison costs: counted, and timed against the baseline on this machine, turn by turn.
 
-The figures are in prices.json beside the runs (`Prices`). A figure is measured again if its arm, the baseline, the
-device or a version has changed.
+The figures are in prices.json beside the runs (`Prices`). All are measured again if an arm, the device or a version has
+changed.
 """
 
 from __future__ import annotations
 
-import re
 import statistics
 import tempfile
-import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from headwater import __version__
 from headwater.cost.counts import cache_bytes_per_token, training_flops
@@ -28,7 +27,6 @@ from headwater_lab.recipe.schema import Recipe
 from headwater_lab.training.loop import stepping
 from headwater_lab.training.records import device_name
 from headwater_lab.util.machine import set_threads
-from headwater_lab.util.names import file_name
 
 PRICES = "prices.json"
 # TimeRatio pairs of training steps, and of generations.
@@ -39,11 +37,7 @@ TOKENS = 32
 Told = Callable[[str], None]
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
-
-
-class TimeRatio(_Part):
+class TimeRatio(BaseModel):
     """A time and its ratio to the baseline's in the same turns."""
 
     seconds: float
@@ -54,13 +48,9 @@ class TimeRatio(_Part):
     """Of the turns' ratios."""
 
 
-class ArmPrice(_Part):
+class ArmPrice(BaseModel):
     """What one arm costs. For the baseline, the times are against a second copy of it, and show the noise."""
 
-    settings: str
-    """Identity of everything about the arm that a time depends on."""
-    against: str
-    """That of the baseline."""
     parameters: int
     flops: float
     """Training FLOPs per token, or per image."""
@@ -72,7 +62,7 @@ class ArmPrice(_Part):
     """Of generation with a nearly full cache, per token; null for images."""
 
 
-class Prices(_Part):
+class Prices(BaseModel, extra="forbid"):
     """The prices of a comparison at one size."""
 
     device: str
@@ -82,21 +72,14 @@ class Prices(_Part):
     threads: int
     torch: str
     headwater: str
+    baseline: str
+    settings: dict[str, str]
+    """By arm: the identity of everything about it that a time depends on."""
     arms: dict[str, ArmPrice] = {}
 
-    @property
-    def place(self) -> tuple[str, str, int, str, str]:
-        return self.device, self.device_name, self.threads, self.torch, self.headwater
-
-
-def slug(name: str) -> str:
-    """A name for a folder: letters and digits of any script, or a checksum if there are none."""
-    return file_name(re.sub(r"[\W_]+", "-", name.lower()).strip("-") or f"{zlib.crc32(name.encode()):08x}")
-
-
-def folder_of(recipe: Recipe, size: str | None, out: Path) -> Path:
-    """The folder of a comparison's runs at one size."""
-    return out.joinpath(recipe.name, *([slug(size)] if size is not None else []))
+    def fit(self, arms: Mapping[str, Recipe], baseline: str) -> bool:
+        """Whether these are the prices of `arms`, and perhaps of others, against this baseline."""
+        return self.baseline == baseline and self.settings.items() >= identities(arms).items()
 
 
 def timed_recipe(recipe: Recipe) -> Recipe:
@@ -110,20 +93,11 @@ def timed_recipe(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"seed": 0, "training": training, "compare": None})
 
 
-def read_prices(folder: Path, arms: Mapping[str, Recipe], baseline: str) -> Prices | None:
-    """The prices in a folder, without those of arms or of a baseline with other settings; None if there is no file.
-
-    Raises `HeadwaterError` for a damaged file.
-    """
-    found = stored(folder)
-    if found is None or baseline not in arms:
-        return None
-    against = timed_recipe(arms[baseline]).identity
-    kept = {name: price for name, price in found.arms.items() if name in arms and _fits(price, arms[name], against)}
-    return found.model_copy(update={"arms": kept})
+def identities(arms: Mapping[str, Recipe]) -> dict[str, str]:
+    return {name: timed_recipe(recipe).identity for name, recipe in arms.items()}
 
 
-def stored(folder: Path) -> Prices | None:
+def read_prices(folder: Path) -> Prices | None:
     """The prices in a comparison's folder; None if there are none. Raises `HeadwaterError` if they are damaged."""
     file = folder / PRICES
     if not file.is_file():
@@ -134,10 +108,6 @@ def stored(folder: Path) -> Prices | None:
         raise HeadwaterError(f"{str(file)!r} is damaged; remove it, and measure again.") from error
 
 
-def _fits(price: ArmPrice, arm: Recipe, against: str) -> bool:
-    return price.against == against and price.settings == timed_recipe(arm).identity
-
-
 def check_priced(arms: Mapping[str, Recipe]) -> None:
     """Raise `HeadwaterError` for recipes with stages, and for those of several devices, which cannot be timed."""
     for name, recipe in arms.items():
@@ -146,47 +116,31 @@ def check_priced(arms: Mapping[str, Recipe]) -> None:
             raise HeadwaterError(f"Prices are measured of whole runs on one device, but the arm {name!r} has {what}.")
 
 
-def measure(
-    arms: Mapping[str, Recipe],
-    baseline: str,
-    folder: Path,
-    tell: Told = lambda line: None,
-) -> Prices:
-    """Time the arms that prices.json in `folder` lacks, one after the other, and write each at once; it keeps others.
+def measure(arms: Mapping[str, Recipe], baseline: str, folder: Path, tell: Told = lambda line: None) -> Prices:
+    """Time the arms, one after the other, and write prices.json in `folder`, unless it has them.
 
-    arms: a recipe of each, of any seed. tell: called with a line for each arm that is timed. Prices against another
-    baseline are dropped. Raises `HeadwaterError` as `check_priced` does.
+    arms: a recipe of each, of any seed. tell: called with a line for each arm that is timed. Raises `HeadwaterError` as
+    `check_priced` does.
     """
     check_priced(arms)
     threads = torch.get_num_threads()
     own = arms[baseline].training.threads or 1  # as trials have
     set_threads(own)
     try:
-        here = _here(arms[baseline], own)
-        found = stored(folder)
-        if found is None or found.place != here.place:
-            found = here
-        against = timed_recipe(arms[baseline]).identity
-        found.arms = {name: price for name, price in found.arms.items() if price.against == against}
+        device = _device(arms[baseline])
+        machine: dict[str, Any] = {"device": device.type, "device_name": device_name(device), "threads": own}
+        machine |= {"torch": torch.__version__, "headwater": __version__}
+        found = read_prices(folder)
+        if found is not None and found.fit(arms, baseline) and found.model_dump(include=set(machine)) == machine:
+            return found
+        found = Prices(**machine, baseline=baseline, settings=identities(arms))
         for name, recipe in arms.items():
-            if name not in found.arms or not _fits(found.arms[name], recipe, against):
-                tell(f"prices: {name} on {found.device_name}")
-                found.arms[name] = _price(recipe, arms[baseline])
-                replace_text(folder / PRICES, found.model_dump_json(indent=1) + "\n")
+            tell(f"prices: {name} on {found.device_name}")
+            found.arms[name] = _price(recipe, arms[baseline])
+        replace_text(folder / PRICES, found.model_dump_json(indent=1) + "\n")
+        return found
     finally:
         torch.set_num_threads(threads)
-    return found
-
-
-def _here(recipe: Recipe, threads: int) -> Prices:
-    device = _device(recipe)
-    return Prices(
-        device=device.type,
-        device_name=device_name(device),
-        threads=threads,
-        torch=torch.__version__,
-        headwater=__version__,
-    )
 
 
 def _device(recipe: Recipe) -> torch.device:
@@ -210,8 +164,6 @@ def _price(arm: Recipe, baseline: Recipe) -> ArmPrice:
         parameters = sum(parameter.numel() for parameter in a.model.parameters())
         configs = config, b.model.config
     return ArmPrice(
-        settings=arm.identity,
-        against=baseline.identity,
         parameters=parameters,
         flops=training_flops(config, context),
         cache=cache_bytes_per_token(config),

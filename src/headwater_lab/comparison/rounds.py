@@ -50,12 +50,11 @@ def _undecided(
     records: list[RunRecord], arms: list[tuple[str, str | None]], baseline: str, plan: SeedPlan
 ) -> list[tuple[str, str | None]]:
     """The arms that need another seed."""
-    found = []
-    for size in dict.fromkeys(size for _, size in arms):
-        own = [one for one in records if one.experiment is not None and one.experiment.size == size]
-        stand = standings(own, baseline, plan)
-        found += [(arm, size) for arm, at in arms if at == size and not stand[arm].decided]
-    return [key for key in arms if key in found]
+    stands = {
+        size: standings([r for r in records if r.experiment and r.experiment.size == size], baseline, plan)
+        for size in {size for _, size in arms}
+    }
+    return [(arm, size) for arm, size in arms if not stands[size][arm].decided]
 
 
 def _ahead(todo: list[Trial], runs: int, workers: int | None) -> int:

@@ -8,9 +8,9 @@ from pathlib import Path
 from headwater_lab.comparison.budget import match_arms
 from headwater_lab.comparison.earlier import adopt, check_arms, check_plans, check_settings, earlier_runs
 from headwater_lab.comparison.pool import OnChange, Outcome, run_trials
-from headwater_lab.comparison.prices import Told, check_priced, folder_of, measure
+from headwater_lab.comparison.prices import Told, check_priced, measure
 from headwater_lab.comparison.rounds import run_sequentially
-from headwater_lab.comparison.trials import Job, Trial, at_rates, levels, plan_for, trials_of
+from headwater_lab.comparison.trials import Job, Trial, at_rates, folder_of, levels, plan_for, trials_of
 from headwater_lab.comparison.tuning import best_rates, tuning_trials
 from headwater_lab.recipe.schema import Recipe
 from headwater_lab.util.output_folder import occupied
@@ -55,7 +55,7 @@ def compare(
         check_plans(plan, there)
         rates: dict[str, float] = {}
         if section.learning_rates:
-            tries = _tries(tuning_trials(recipe, out), only)
+            tries = _tries(recipe, out, only)
             rates = best_rates(tries, run_trials(tries, workers, on_change))
             trials = at_rates(trials, rates)
         check_settings(recipe, rates, there, out)
@@ -75,7 +75,7 @@ def jobs_of(recipe: Recipe, out: Path, only: Collection[ArmKey] | None = None) -
     recipe = match_arms(recipe)
     trials = _among(trials_of(recipe, out), only)
     if recipe.compare is not None and recipe.compare.learning_rates:
-        trials += _tries(tuning_trials(recipe, out), only)
+        trials += _tries(recipe, out, only)
     return [job for level in levels(trials) for job in level]
 
 
@@ -83,7 +83,7 @@ def _among(trials: list[Trial], only: Collection[ArmKey] | None) -> list[Trial]:
     return [one for one in trials if only is None or (one.experiment.arm, one.experiment.size) in only]
 
 
-def _tries(trials: list[Trial], only: Collection[ArmKey] | None) -> list[Trial]:
-    """Those of arms that are trained at any size: a learning rate is chosen at one size for all."""
+def _tries(recipe: Recipe, out: Path, only: Collection[ArmKey] | None) -> list[Trial]:
+    """To tune arms that are trained at any size: a learning rate is chosen at one size for all."""
     arms = None if only is None else {arm for arm, _ in only}
-    return [one for one in trials if arms is None or one.experiment.arm in arms]
+    return [one for one in tuning_trials(recipe, out) if arms is None or one.experiment.arm in arms]

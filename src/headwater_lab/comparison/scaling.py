@@ -53,16 +53,14 @@ class Law:
 class Equal:
     """At one size: how much more of N the baseline needs, by its own law, to have the arm's loss; 0.1 is 10 % more.
 
-    n: of the arm, or if it is tokens, of the baseline at this size. These differ where arms cost the same time, or
-    FLOPs; as the baseline's tokens go with its time, `more` is then also how much longer it has to train.
+    More than the arm's N, or if N is tokens, than the baseline's at this size. These differ where arms cost the same
+    time, or FLOPs; as the baseline's tokens go with its time, `more` is then also how much longer it has to train.
     more: its error is that of log(1 + more).
     inside: whether that N is within the sizes that were trained; else it is an extrapolation.
     """
 
     arm: str
     size: str
-    n: float
-    loss: float
     more: Estimate
     inside: bool
 
@@ -161,7 +159,7 @@ def scaling_of(records: Sequence[RunRecord]) -> Scaling | None:
             more = Estimate(ratio.value - 1, bounds, ratio.error, ratio.freedom)
             at, trained = whole.over[i, k], whole.n[base]
             inside = bool(trained.min() <= ratio.value * at <= trained.max())
-            equals.append(Equal(arm, size, float(at), float(whole.losses[i, k]), more, inside))
+            equals.append(Equal(arm, size, more, inside))
     points = {arm: list(zip(whole.n[i].tolist(), whole.losses[i].tolist(), strict=True)) for i, arm in enumerate(arms)}
     return Scaling(axis, metric, baseline, points, laws, equals, runs[0].unit)
 

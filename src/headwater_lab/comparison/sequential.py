@@ -146,15 +146,12 @@ def looks(
     """The looks at the first `first`, …, all differences, of at most `last`; see `repeated_intervals`."""
     if len(differences) < first:
         return []
-    means, lows, highs = repeated_intervals(differences, level, first, last, same)
+    columns = (column.tolist() for column in repeated_intervals(differences, level, first, last, same))
     return [
-        SeedLook(n, float(means[n - 1]), _bounded(float(lows[n - 1]), float(highs[n - 1])))
-        for n in range(first, len(differences) + 1)
+        SeedLook(n, mean, (low, high) if math.isfinite(low) and math.isfinite(high) else None)
+        for n, (mean, low, high) in enumerate(zip(*columns, strict=True), 1)
+        if n >= first
     ]
-
-
-def _bounded(low: float, high: float) -> tuple[float, float] | None:
-    return (low, high) if math.isfinite(low) and math.isfinite(high) else None
 
 
 def inside(interval: tuple[float, float], margin: float) -> bool:

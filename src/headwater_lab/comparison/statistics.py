@@ -34,16 +34,13 @@ Verdict = Literal["", "better", "worse", "equivalent", "inconclusive", "identica
 class Paired:
     """What a sample of paired differences says about their mean.
 
-    p: of a two-sided paired t test, by itself; None with fewer than two pairs. If all differences are one number,
-        apart from rounding, there is no spread for Student's t: p is then the sign test's, 2^(1-n), and 1 if
-        that number is 0.
+    p: of a two-sided paired t test, by itself; None with fewer than two pairs. If all differences are one number, apart
+        from rounding, p is the sign test's, 2^(1-n), and 1 if that number is 0.
     level: the level at which Holm's procedure tests this difference, among those it was tested with.
-    interval: of confidence 1 - level: it excludes 0 exactly where the procedure finds a difference. None if it is
-        unbounded.
-    more: pairs still needed to find such a difference with a probability of 80 %; None where
-        it is found, where their number is unknown, and where it is above 10 000.
-    detectable: the difference that this many pairs with this spread would find with a probability of 80 %; None where
-        there is no spread.
+    interval: of confidence 1 - level; it excludes 0 exactly where the procedure finds a difference. None if unbounded.
+    more: pairs still needed to find such a difference with a probability of 80 %; None where it is found, where their
+        number is unknown, and where it is above 10 000.
+    detectable: the difference that as many pairs would find with that probability; None without a spread.
     looks, margin: of a comparison that adds seeds until it is decided; `interval` is then that of the last look, `p`
         and `detectable` are None, and `more` counts seeds until any verdict.
     """
@@ -231,13 +228,7 @@ class Summary:
         return None if self.paired is None else self.paired.interval
 
     def verdict(self, lower_is_better: bool) -> Verdict:
-        """The verdict on the arm compared with the baseline.
-
-        "better" or "worse" if the interval excludes 0; "identical" if no seed differs by more than rounding;
-        "equivalent" if the interval lies inside the margin, even if it excludes 0; "diverged" if any of its runs has,
-        since the mean of the others is then optimistic; else "inconclusive"; "" for the baseline and for an arm that
-        was given up.
-        """
+        """The verdict on the arm compared with the baseline, as docs/compare.md defines them; "" for the baseline."""
         if self.diverged:
             return "diverged"
         if self.paired is None:
@@ -405,11 +396,6 @@ def finished_runs(records: Sequence[RunRecord]) -> dict[str, dict[int, RunRecord
     }
 
 
-def flops_of(run: RunRecord) -> float:
-    """Of all stages, and of the checkpoint that it began with."""
-    return _flops(run, run.held_out[-1])
-
-
 def _reached(run: RunRecord, threshold: float | None) -> Reached | None:
     point = None if threshold is None else _look(run, threshold)
     if point is None:
@@ -418,13 +404,14 @@ def _reached(run: RunRecord, threshold: float | None) -> Reached | None:
     for stage in run.stages or []:
         if before + stage.steps >= point.step:
             share = (point.tokens - tokens) / stage.tokens
-            return Reached(point.step, _flops(run, point), seconds + stage.seconds * share)
+            return Reached(point.step, flops_of(run, point), seconds + stage.seconds * share)
         before, tokens, seconds = before + stage.steps, tokens + stage.tokens, seconds + stage.seconds
-    return Reached(point.step, _flops(run, point), run.seconds * point.tokens / run.tokens)
+    return Reached(point.step, flops_of(run, point), run.seconds * point.tokens / run.tokens)
 
 
-def _flops(run: RunRecord, point: HeldOutPoint) -> float:
-    return point.flops + (run.origin.flops if run.origin else 0.0)
+def flops_of(run: RunRecord, point: HeldOutPoint | None = None) -> float:
+    """Of all stages up to a point, by default the end, and of the checkpoint that it began with."""
+    return (point or run.held_out[-1]).flops + (run.origin.flops if run.origin else 0.0)
 
 
 def _log_ratios(arm: dict[int, Reached | None], base: dict[int, Reached | None]) -> list[float]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
+import zlib
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 
 from headwater.util.errors import HeadwaterError, nearest
 from headwater_lab.comparison.budget import match_arms
-from headwater_lab.comparison.prices import folder_of, slug
 from headwater_lab.recipe.schema import Compare, Recipe
 from headwater_lab.training.checkpoints import STAGES
 from headwater_lab.training.records import Experiment, SeedPlan
+from headwater_lab.util.names import file_name
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,16 @@ class Trial:
     @property
     def label(self) -> str:
         return " · ".join(filter(None, (self.experiment.arm, self.experiment.size, f"seed {self.recipe.seed}")))
+
+
+def slug(name: str) -> str:
+    """A name for a folder: letters and digits of any script, or a checksum if there are none."""
+    return file_name(re.sub(r"[\W_]+", "-", name.lower()).strip("-") or f"{zlib.crc32(name.encode()):08x}")
+
+
+def folder_of(recipe: Recipe, size: str | None, out: Path) -> Path:
+    """The folder of a comparison's runs at one size."""
+    return out.joinpath(recipe.name, *([slug(size)] if size is not None else []))
 
 
 def short_identity(recipe: Recipe) -> str:

@@ -156,16 +156,10 @@ def _candidate(name: str, source: str, trust_remote_code: bool) -> Candidate:
 
 
 def unique_names(sources: Sequence[str]) -> list[str]:
-    """The last part of each path, with as many of those before it as it takes to be told from the others."""
-    names: list[str] = []
-    for index, source in enumerate(sources):
-        parts = Path(source).parts
-        others = [Path(other).parts for other in sources if other != source]
-        length = next((n for n in range(1, len(parts)) if all(o[-n:] != parts[-n:] for o in others)), len(parts))
-        name = "/".join(parts[-length:])
-        before = sources[:index].count(source)
-        names.append(f"{name} ({before + 1})" if before else name)
-    return names
+    """The last part of each path, or all of it where two would be alike; numbered where a path is named twice."""
+    parts = [Path(source).name for source in sources]
+    names = parts if len(set(parts)) == len(set(sources)) else sources
+    return [name if name not in names[:i] else f"{name} ({names[:i].count(name) + 1})" for i, name in enumerate(names)]
 
 
 def same_tokenizer(one: Candidate, other: Candidate) -> bool:

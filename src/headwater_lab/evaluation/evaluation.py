@@ -33,35 +33,21 @@ MEASURES = {
 SEED = 1234  # lm-eval's own for examples in prompts
 
 
-@dataclass(frozen=True)
-class Figure:
-    """stderr: over the items; None if it cannot be computed."""
-
-    value: float
-    stderr: float | None
-    items: int | None
-
-
 @dataclass
 class ScoreRow:
-    """One figure of every model. shots: examples in the prompt, None for text; differences: from the first model."""
+    """One figure, by model. shots: examples in the prompt, None for text; differences: from the first model."""
 
     task: str
     metric: str
     shots: int | None
     higher_is_better: bool | None
-    figures: dict[str, Figure] = field(default_factory=dict)
+    figures: dict[str, Score] = field(default_factory=dict)
     differences: list[Difference] = field(default_factory=list)
-    items: dict[str, Items | None] = field(default_factory=dict, repr=False)
 
 
 @dataclass
 class EvaluationResult:
-    """What `evaluate` found.
-
-    models: facts of each, by name. rows: its figures. tasks: versions and hashes as lm-eval gives them. texts: facts of
-    each text. settings, versions: what makes them again.
-    """
+    """Facts of each model and text, the figures, lm-eval's versions and hashes of tasks, and what makes them again."""
 
     models: dict[str, dict[str, Any]]
     rows: list[ScoreRow]
@@ -178,9 +164,7 @@ def evaluate(
         for score in scores:
             key = score.task, score.metric, score.shots
             row = rows.setdefault(key, ScoreRow(*key, score.higher_is_better))
-            count = None if score.items is None else len(score.items.values)
-            row.figures[one.name] = Figure(score.value, score.stderr, count)
-            row.items[one.name] = score.items
+            row.figures[one.name] = score
             if score.facts and score.facts not in result.tasks:
                 result.tasks.append(score.facts)
     result.rows = list(rows.values())
@@ -196,12 +180,11 @@ def measures_of(found: Sequence[Candidate]) -> list[str]:
 
 
 def _differences(row: ScoreRow) -> list[Difference]:
-    baseline, *others = row.items
-    ours = row.items[baseline]
+    (baseline, ours), *others = ((name, score.items) for name, score in row.figures.items())
     return [
         difference(name, items, baseline, ours)
-        for name in others
-        if ours is not None and (items := row.items[name]) is not None and len(items.values) == len(ours.values)
+        for name, items in others
+        if ours is not None and items is not None and len(items.values) == len(ours.values)
     ]
 
 
@@ -226,10 +209,13 @@ def _text_facts(one: texts.Text) -> dict[str, Any]:
 
 
 def to_json(result: EvaluationResult) -> dict[str, Any]:
-    """All results as plain values, not rounded, without the items behind them."""
+    """All results as plain values, not rounded, with the number of items behind each figure."""
     content = asdict(result)
-    for row in content["rows"]:
-        del row["items"]
+    for row, plain in zip(result.rows, content["rows"], strict=True):
+        plain["figures"] = {
+            name: {"value": s.value, "stderr": s.stderr, "items": None if s.items is None else len(s.items.values)}
+            for name, s in row.figures.items()
+        }
     return {"headwater": headwater.__version__, "format": 1} | _finite(content)
 
 
@@ -247,13 +233,13 @@ def _finite(value: Any) -> Any:
 def table(result: EvaluationResult) -> list[Table]:
     """The figures ± their standard errors, one column per model, and the paired differences if there are several."""
     names = list(result.models)
-    tables = [_table(result.rows, names, lambda row, name: _said(row.figures[name]) if name in row.figures else "–")]
+    tables = [_table(result.rows, names, lambda row, name: _said(row.figures.get(name)))]
     if len(names) > 1 and any(row.differences for row in result.rows):
         known = {(id(row), one.model): one for row in result.rows for one in row.differences}
 
         def cell(row: ScoreRow, name: str) -> str:
             one = known.get((id(row), name))
-            return "–" if one is None else _said(Figure(one.value, one.stderr, None), "+") + _p(one.p)
+            return _said(one, "+") + ("" if one is None else _p(one.p))
 
         tables.append(_table(result.rows, names[1:], cell, f" − {names[0]}"))
     return tables
@@ -262,17 +248,21 @@ def table(result: EvaluationResult) -> list[Table]:
 def _table(
     rows: Sequence[ScoreRow], names: Sequence[str], cell: Callable[[ScoreRow, str], str], tail: str = ""
 ) -> Table:
-    made = lined("", "measure", "shots", *(f"{name}{tail}" for name in names), left=("", "measure"))
-    made.columns[0].no_wrap = True
+    cells = []
     for row in rows:
         arrow = "" if row.higher_is_better is None else " ↑" if row.higher_is_better else " ↓"
         shots = "" if row.shots is None else str(row.shots)
-        made.add_row(row.task, f"{row.metric}{arrow}".strip(), shots, *(cell(row, name) for name in names))
-    return made
+        cells.append([row.task, f"{row.metric}{arrow}".strip(), shots, *(cell(row, name) for name in names)])
+    columns = ("", "measure", "shots", *(f"{name}{tail}" for name in names))
+    result = lined(*columns, rows=cells, left=("", "measure"))
+    result.columns[0].no_wrap = True
+    return result
 
 
-def _said(figure: Figure, sign: str = "") -> str:
+def _said(figure: Score | Difference | None, sign: str = "") -> str:
     """Four decimals as in lm-eval, fewer for large numbers."""
+    if figure is None:
+        return "–"
     size = max(abs(figure.value), figure.stderr or 0.0)
     form = ".4f" if size < 100 else ",.1f" if size < 1e5 else ".3e"
     error = "" if figure.stderr is None else f" ± {figure.stderr:{form}}"

@@ -94,12 +94,9 @@ def difference(model: str, ours: Items, baseline: str, theirs: Items) -> Differe
         better, worse = int((ours.values > theirs.values).sum()), int((ours.values < theirs.values).sum())
         p = float(stats.binomtest(better, better + worse).pvalue) if better + worse else 1.0
         return Difference(model, baseline, value, stderr, p, "McNemar, exact")
-    spread = standard_error(ours.of_ratio - theirs.of_ratio)
-    p = None if spread is None else p_value(ours.ratio - theirs.ratio, spread, len(ours.values) - 1)
+    spread, between = standard_error(ours.of_ratio - theirs.of_ratio), abs(ours.ratio - theirs.ratio)
+    if spread:
+        p = float(2 * stats.t.sf(between / spread, len(ours.values) - 1))
+    else:
+        p = None if spread is None else float(between == 0)
     return Difference(model, baseline, value, stderr, p, "paired t")
-
-
-def p_value(value: float, stderr: float, freedom: float) -> float:
-    if stderr == 0:
-        return 1.0 if value == 0 else 0.0
-    return float(2 * stats.t.sf(abs(value) / stderr, freedom))

@@ -111,7 +111,9 @@ class Tasks:
         folder = None if self.folder is None else str(self.folder.resolve())
         self.manager = TaskManager(include_path=folder, include_defaults=not wanted <= own)
         for name in sorted(wanted - set(self.manager.all_tasks)):
-            raise HeadwaterError(f"There is no task {name!r}; {_near(name, [*self.manager.all_tasks, *GROUPS])}")
+            near = nearest(name, [*self.manager.all_tasks, *GROUPS])  # which may list thousands
+            hint = near if near.startswith("did you") else "`lm_eval ls tasks` lists them all."
+            raise HeadwaterError(f"There is no task {name!r}; {hint}")
         self.loaded = [(one, self._load(one)) for one in self.asked]
 
     def _load(self, one: Asked) -> Any:
@@ -245,12 +247,12 @@ def local_tasks(files: Path) -> set[str]:
     from lm_eval.tasks._yaml_loader import load_yaml
 
     names: set[str] = set()
-    found = sorted(files.rglob("*.yaml")) if files.is_dir() else [files]
-    for file in found:
+    for file in sorted(files.rglob("*.yaml")) if files.is_dir() else [files]:
         try:
             content = load_yaml(file, resolve_func=False)
         except Exception as error:  # a parser's, or a missing include's
-            raise HeadwaterError(f"The task file {str(file)!r} cannot be read: {_joined(error)}") from error
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise HeadwaterError(f"The task file {str(file)!r} cannot be read: {reason}") from error
         # A file that names neither is one that others include.
         names |= {content[kind] for kind in ("task", "group") if isinstance(content.get(kind), str)}
     if not names:
@@ -263,16 +265,6 @@ def _is_network(error: BaseException) -> bool:
     while chain is not None and type(chain).__name__ not in NETWORK_ERRORS:
         chain = chain.__cause__ or chain.__context__
     return chain is not None
-
-
-def _near(name: str, known: list[str]) -> str:
-    """Like `nearest`, but without listing thousands of names."""
-    said = nearest(name, known)
-    return said if said.startswith("did you") else "`lm_eval ls tasks` lists them all."
-
-
-def _joined(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def quiet() -> None:

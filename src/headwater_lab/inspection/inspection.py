@@ -8,31 +8,25 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from headwater import __version__
-from headwater.models.kinds import AnyModel, is_of_images
+from headwater.models.kinds import is_of_images
 from headwater.util.errors import HeadwaterError
 from headwater_lab.inspection.images import sample_images
-from headwater_lab.inspection.sample import Sample, repeated, sample
+from headwater_lab.inspection.sample import repeated, sample
 from headwater_lab.inspection.scalars import Census, Scalars, blocks, census, scalars
-from headwater_lab.inspection.watch import SHOWN, Induction, Read, hooked, induction_scores, logits, read
+from headwater_lab.inspection.watch import SHOWN, Induction, Read, induction_scores, read
 from headwater_lab.training.models import Trained
-from headwater_lab.util import outputs
 
 SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True)
 class InspectedText:
-    """The text that was read: rows and tokens per row.
-
-    logits_moved: how much inspection changes the logits of the first row, over the largest logit.
-    """
+    """The text that was read: rows and tokens per row."""
 
     rows: int
     context: int
-    logits_moved: float
 
     @property
     def size(self) -> str:
@@ -43,14 +37,13 @@ class InspectedText:
 class InspectedImages:
     """The images that were looked at, by name.
 
-    patches: rows and columns. tokens: the patches and those before them. logits_moved: as of `InspectedText`. pictures:
-    of the first images, [H, W] or [H, W, 3] from 0 to 1; not in the JSON.
+    patches: rows and columns. tokens: the patches and those before them. pictures: of the first images, [H, W] or
+    [H, W, 3] from 0 to 1; not in the JSON.
     """
 
     names: list[str]
     patches: tuple[int, int]
     tokens: int
-    logits_moved: float
     pictures: list[np.ndarray] = field(repr=False, compare=False)
 
     @property
@@ -63,8 +56,8 @@ class Inspection:
     """The inspection of one model. docs/inspect.md defines every figure.
 
     attends: for each layer and query head, the layers whose keys and whose values a head attends to.
-    induction, text, images, read: None if only scalars were requested. Models of text have no `images`, models of
-    images neither `text` nor `induction`.
+    induction, text, images, read: None if only scalars were requested; `images` is None for models of text, `text` and
+    `induction` for models of images.
     """
 
     name: str
@@ -136,26 +129,13 @@ def inspect_model(
         return Inspection(**facts)
     if is_of_images(config):
         seen = sample_images(trained, images, rows)
-        looked = InspectedImages(
-            seen.names,
-            seen.grid,
-            seen.length,
-            logits_moved(model, seen),
-            [seen.picture(image) for image in range(min(SHOWN, len(seen.names)))],
-        )
+        pictures = [seen.picture(image) for image in range(min(SHOWN, len(seen.names)))]
+        looked = InspectedImages(seen.names, seen.grid, seen.length, pictures)
         return Inspection(**facts, images=looked, read=read(model, seen))
     tokens = sample(trained, text, rows, context)
-    facts["text"] = InspectedText(tokens.rows, tokens.length, logits_moved(model, tokens))
-    measured = read(model, tokens)
-    return Inspection(**facts, induction=induction_scores(model, *repeated(model)), read=measured)
-
-
-def logits_moved(model: AnyModel, sample: Sample) -> float:
-    """How much inspection changes the logits of the first row, over the largest logit."""
-    before = logits(model, sample)
-    with hooked(model):
-        under = logits(model, sample)
-    return float((under - before).abs().max() / before.abs().max().clamp(min=torch.finfo(before.dtype).tiny))
+    scores = induction_scores(model, *repeated(model))
+    looked_at = InspectedText(tokens.rows, tokens.length)
+    return Inspection(**facts, text=looked_at, induction=scores, read=read(model, tokens))
 
 
 def _check(trained: Trained, text: Path | None, images: Sequence[Path], context: int | None) -> None:
@@ -182,8 +162,3 @@ def to_json(found: Sequence[Inspection]) -> dict[str, Any]:
     for model in models:
         (model["images"] or {}).pop("pictures", None)
     return {"headwater": __version__, "schema_version": SCHEMA_VERSION, "models": models}
-
-
-def write_json(found: Sequence[Inspection], file: Path) -> None:
-    """Raises `HeadwaterError` for a file that headwater did not write."""
-    outputs.write_json(file, to_json(found))

@@ -40,13 +40,7 @@ class PairContribution:
 
 @dataclass(frozen=True)
 class Firing:
-    """The pairs of one Pattention.
-
-    effective: mean over tokens of (Σ c)² / Σ c², between 1 and n: how many pairs share the work.
-    fires: share of pairs that fire at a token, on average. silent: share that fires nowhere in the sample.
-    unread: share that contributes nothing anywhere in it: with `top_k`, the pairs that no token has chosen.
-    strongest: pairs by mean contribution.
-    """
+    """The pairs of one Pattention: docs/inspect.md defines the figures. strongest: pairs by mean contribution."""
 
     layer: int
     place: str
@@ -54,7 +48,6 @@ class Firing:
     effective: float
     fires: float
     silent: float
-    unread: float
     strongest: list[PairContribution]
 
 
@@ -96,7 +89,6 @@ class PairCounter:
             effective=self.shared / self.tokens,
             fires=float(self.fired.sum()) / self.tokens / len(mean),
             silent=float((self.fired == 0).double().mean()),
-            unread=float((mean == 0).double().mean()),
             strongest=[self.pair(pair, float(mean[pair])) for pair in strongest],
         )
 

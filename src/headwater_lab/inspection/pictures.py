@@ -89,33 +89,24 @@ def heads_picture(found: Sequence[Inspection]) -> Figure | None:
 
 
 def heatmaps(found: Sequence[Inspection], grids: Sequence[Grid]) -> Figure | None:
-    """All heatmaps share one color scale and the axes of the largest model, in one row per model.
-
-    If that would be too wide, one column per model.
-    """
+    """One column per model. All heatmaps share one color scale and the axes of the largest model."""
     shown = [m for m in range(len(found)) if any(grid.values[m] is not None for grid in grids)]
     if not shown:
         return None
     depth = max(found[m].layers for m in shown)
     numbered = depth <= NUMBERED and max(grid.columns for grid in grids) <= NUMBERED
     cell_width, cell_height = (CELL_WIDTH, CELL_HEIGHT) if numbered else (0.14, 0.14)
-    widths = [max(1.3, cell_width * grid.columns) + 0.35 for grid in grids]
+    width = max(1.3, cell_width * max(grid.columns for grid in grids)) + 0.35
     height = max(0.9, cell_height * depth) + 0.75
-    by_row = sum(widths) <= WIDEST
-    rows, columns = (len(shown), len(grids)) if by_row else (len(grids), len(shown))
-    size = (sum(widths) if by_row else columns * max(widths)) + 0.3 + 0.6 * (not numbered), height * rows + 0.15
+    size = len(shown) * width + 0.3 + 0.6 * (not numbered), height * len(grids) + 0.15
     figure = Figure(figsize=(max(3.0, size[0]), size[1]), layout="constrained")
-    panels = figure.subplots(rows, columns, squeeze=False, width_ratios=widths if by_row else None)
+    panels = figure.subplots(len(grids), len(shown), squeeze=False)
     scale, image = _scale(grids), ScalarMappable()
-    for g, grid in enumerate(grids):
-        for row, m in enumerate(shown):
-            axes = panels[row, g] if by_row else panels[g, row]
-            named = len(found) > 1 and (g == 0 or not by_row)
-            above = f"{found[m].name}\n" if named else "\n" if len(found) > 1 else ""
+    for row, grid in zip(panels, grids, strict=True):
+        for axes, m in zip(row, shown, strict=True):
+            above = f"{found[m].name}\n" if len(found) > 1 else ""
             axes.set_title(above + grid.title, fontsize=9, loc="left")
             image = _heatmap(axes, grid, grid.values[m], depth, scale, numbered) or image
-            if grid.values[m] is not None and (g == 0 or not by_row):
-                axes.set_ylabel("layer", fontsize=8)
     if not numbered:
         figure.colorbar(image, ax=panels, shrink=min(1.0, 2.5 / size[1]), pad=0.02).ax.tick_params(labelsize=7)
     return figure
@@ -134,6 +125,7 @@ def _heatmap(
     image = axes.imshow(values, vmin=low, vmax=high, cmap=colors, aspect="auto", interpolation="nearest")
     axes.set(xlim=(-0.5, grid.columns - 0.5), ylim=(depth - 0.5, -0.5))
     axes.set_xlabel(grid.across, fontsize=8, loc="left")
+    axes.set_ylabel("layer", fontsize=8)
     axes.tick_params(length=0, labelsize=7)
     if numbered:
         _write_numbers(axes, values, scale)

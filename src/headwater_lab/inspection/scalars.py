@@ -21,8 +21,8 @@ class Scalars:
     """The numbers of one symbol in one layer.
 
     place: the linear layer they belong to ("q_proj", …, "mlp"); "" for those of a layer.
-    by: the unit: "kv head", "query head", "layer" (whose part of a sum they weigh; -1 is the
-        embedding), or "" for one number; at: the indices of these.
+    by: "kv head", "query head", "layer" (whose part of a sum they weigh; -1: the embedding), or "" for one number.
+    at: the indices of these.
     """
 
     layer: int

@@ -80,10 +80,8 @@ class _Table:
     """Sections of rows, without rows and sections that are empty for all models."""
 
     def __init__(self, title: str, found: Sequence[Inspection], caption: str) -> None:
-        self.table = lined(title=title, caption=caption)
-        self.table.add_column("", no_wrap=True)
-        for one in found:
-            self.table.add_column(one.name, justify="right", overflow="fold")
+        self.table = lined("", *(one.name for one in found), fold=True, title=title, caption=caption)
+        self.table.columns[0].no_wrap = True
 
     def section(self, title: str, rows: dict[str, list[str]]) -> None:
         rows = {label: cells for label, cells in rows.items() if any(cells)}
@@ -133,13 +131,11 @@ def measured(one: Inspection, label: str) -> Any:
 
 def read_table(found: Sequence[Inspection]) -> Table:
     samples = [one.text or one.images for one in found]
-    moved = max(sample.logits_moved for sample in samples if sample)
     of_images = any(one.images for one in found)
     table = _Table(
         "Measured on images" if of_images else "Measured on rows of tokens; induction on random ones",
         found,
-        f"One number per query head; the range if there are more than {HEADS}. Inspection changed the logits by "
-        f"{moved:.1e} of the largest.",
+        f"One number per query head; the range if there are more than {HEADS}.",
     )
     layers = max(one.layers for one in found)
 
@@ -161,19 +157,24 @@ def read_table(found: Sequence[Inspection]) -> Table:
 def pairs_table(one: Inspection) -> Table:
     """The parameter tokens of a model, and what the strongest pairs fire for."""
     assert one.read is not None
-    sparse = any(map.unread for map in one.read.maps)
     table = lined(
         title=f"Parameter tokens of {one.name}",
         caption="Effective: how many pairs share the work at a token. A pair fires where it contributes more than "
-        "twice the mean pair; silent pairs never fire here" + ("; unread ones add nothing." if sparse else "."),
+        "twice the mean pair; silent pairs never fire here.",
     )
-    for column in ("map", "pairs", "effective", "fire", "silent", *(["unread"] if sparse else [])):
+    for column in ("map", "pairs", "effective", "fire", "silent"):
         table.add_column(column, justify="left" if column == "map" else "right", no_wrap=True)
     table.add_column("strongest pairs, and the tokens they contribute most at")
     for map in one.read.maps:
-        shares = [f"{share:.1%}" for share in (map.fires, map.silent, *([map.unread] if sparse else []))]
         pairs = "; ".join(_said(pair) for pair in map.strongest[:NAMED])
-        table.add_row(f"{map.layer} {map.place}", f"{map.pairs:,}", f"{map.effective:.1f}", *shares, pairs)
+        table.add_row(
+            f"{map.layer} {map.place}",
+            f"{map.pairs:,}",
+            f"{map.effective:.1f}",
+            f"{map.fires:.1%}",
+            f"{map.silent:.1%}",
+            pairs,
+        )
     return table
 
 

@@ -28,22 +28,11 @@ SHOWN = 6  # images whose attention is kept
 
 @dataclass(frozen=True)
 class Read:
-    """Measurements over the sample; [layers][query heads] where it says heads.
+    """Measurements over the sample, which docs/inspect.md defines.
 
-    Of images, tokens are the patches and those before them; similarity is measured among patches only.
-
-    hidden: [layers + 1], mean cosine between a row's tokens at each block's input, and at the last one's output.
-    values: [layers], the same for the projected values; None if a layer projects none.
-    entropy: nats, by heads; normalized_entropy: over the log of how many tokens are seen, where that is above one.
-    first_token: attention to the document's first token; of images to the class token, None without one.
-    largest: of the row's slots the mean attention to the one that gets most; largest_at: which slot.
-    previous_token: attention to the token before, of images to the patch before in raster order;
-        previous_token_effective: the same to its value, which a mix of values may bring elsewhere.
-    beside: attention to learned pairs beside the tokens', 1 - Σ_s a_{t,s}; None if no layer has any.
-    use: share of a head in the lengths of what the heads add to the residual stream. With an output map that is not
-        linear, in the lengths of what they read.
-    looks: of the first images, by layer, the attention from the class token to each patch, mean over heads; without a
-        class token, also over the patches that attend. Empty for text.
+    hidden: [layers + 1], at each block's input and the last one's output. values: [layers], None if a layer projects
+    none. first_token: None for images without a class token. beside: None if no layer has learned pairs. looks: of the
+    first images, by layer; empty for text.
     """
 
     hidden: list[float]
@@ -137,15 +126,9 @@ def read(model: AnyModel, sample: Sample) -> Read:
     return watch.result()
 
 
-def logits(model: AnyModel, sample: Sample) -> Tensor:
-    """Of the first row."""
-    with torch.no_grad():
-        return _run(model, next(sample.batches(1))[0])
-
-
-def _run(model: AnyModel, batch: dict[str, Tensor]) -> Tensor:
+def _run(model: AnyModel, batch: dict[str, Tensor]) -> None:
     inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
-    return model(**inputs, **({} if is_of_images(model.config) else {"use_cache": False})).logits
+    model(**inputs, **({} if is_of_images(model.config) else {"use_cache": False}))
 
 
 class Sight(NamedTuple):

@@ -16,9 +16,9 @@ import numpy as np
 
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import read_bytes, replace_text
-from headwater_lab.comparison.prices import slug
 from headwater_lab.comparison.scaling import Axis, Equal, scaling_of
 from headwater_lab.comparison.statistics import has_diverged, steps_to
+from headwater_lab.comparison.trials import slug
 from headwater_lab.evaluation import evaluate
 from headwater_lab.evaluation.tasks import Asked, parse
 from headwater_lab.inspection.sample import sample

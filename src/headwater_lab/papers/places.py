@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headwater.util.errors import HeadwaterError
-from headwater_lab.comparison.prices import slug
-from headwater_lab.comparison.trials import at_rate, trial_of
+from headwater_lab.comparison.trials import at_rate, slug, trial_of
 from headwater_lab.comparison.tuning import found_rate
 from headwater_lab.papers.table import Claim, Gains, Pair, PaperTable, ReferenceText, ScaleName, Sooner
 from headwater_lab.recipe.schema import Recipe

@@ -25,7 +25,7 @@ from headwater_lab.papers.measures import Runs, incomparable
 from headwater_lab.papers.places import finished
 from headwater_lab.papers.table import Column, Measure, PaperTable, TableCell, cell_measures, table
 from headwater_lab.papers.work import Work
-from headwater_lab.reports.page import Head, PageCell, PageTable, Picture, write_report
+from headwater_lab.reports.page import Head, PageCell, PageTable, write_report
 from headwater_lab.reports.words import MANY, counted
 from headwater_lab.training.records import environment
 from headwater_lab.util.outputs import default_style, write_json
@@ -242,14 +242,11 @@ def terminal(found: Reproduction) -> list[Table | Text]:
     lines = [f"{found.table.title}: {found.table.source}"]
     lines += about(found)[1:] if found.work is not None else []
     names, rows = texts(found)
-    layout = lined(*names)
+    layout = lined(*names, rows=rows)
     layout.columns[0].no_wrap = len(found.columns) < 4
-    for row in rows:
-        layout.add_row(*row)
-    claims = lined("verdict", "claim", "by", left=("verdict", "claim", "by"))
+    columns = ("verdict", "claim", "by")
+    claims = lined(*columns, rows=[(one.verdict, one.says, evidence(one)) for one in found.claims], left=columns)
     claims.columns[0].no_wrap = True
-    for one in found.claims:
-        claims.add_row(one.verdict, one.says, evidence(one))
     return [
         Text("\n".join(lines)),
         layout,
@@ -288,7 +285,7 @@ def head(found: Reproduction) -> Head:
         [one.says, (one.verdict, CLASSES[one.verdict]), evidence(one)] for one in found.claims
     ]
     claims = [PageTable(claims_caption(found), ["claim", "verdict", "by"], rows, text=True)] if rows else []
-    pictures = [] if found.figure is None else [Picture(of.title, _png(found.figure))]
+    pictures = [] if found.figure is None else [(of.title, _png(found.figure))]
     return Head(of.title, paragraphs, [layout, *claims], pictures)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from headwater.util.errors import HeadwaterError
 from headwater_lab.comparison.budget import match_arms
-from headwater_lab.comparison.prices import slug
+from headwater_lab.comparison.trials import slug
 from headwater_lab.evaluation.tasks import Tasks
 from headwater_lab.papers.measures import tasks_of
 from headwater_lab.papers.places import ASIDE, SizedArm, finished, of_law, places, short, trials_folder

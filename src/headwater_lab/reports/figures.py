@@ -27,10 +27,6 @@ from headwater_lab.reports.words import between, verdict
 POINTS = 400
 
 
-def axis_titles(comparison: Comparison) -> dict[str, str]:
-    return {"tokens": f"training {comparison.trained_on}", "flops": "training FLOPs"}
-
-
 HOVER = (
     "%{fullData.name}<br><b>%{y:.4f}</b> at step %{customdata[0]:,}<br>"
     "%{customdata[1]:,} %{meta.unit}, %{customdata[2]:.3g} FLOPs<extra></extra>"
@@ -74,7 +70,7 @@ def escape(text: str) -> str:
     return html.escape(text).replace("{", "&#123;")
 
 
-LINEAR_OR_LOG = {"linear": "linear", "log": "log"}
+AXES = [Switch(f"{axis}type", f"{axis} axis", {"linear": "linear", "log": "log"}) for axis in "xy"]
 
 
 def curves_drawing(comparison: Comparison, name: str) -> Drawing:
@@ -96,8 +92,7 @@ def curves_drawing(comparison: Comparison, name: str) -> Drawing:
         Switch("what", "curve", {"held_out": "held-out", "training": "training loss"}),
         Switch("view", "lines", {"mean": "mean", "seed": "seeds", "both": "both"}),
         Switch("x", "x", {"tokens": comparison.trained_on, "flops": "FLOPs"}),
-        Switch("xtype", "x axis", LINEAR_OR_LOG),
-        Switch("ytype", "y axis", LINEAR_OR_LOG),
+        *AXES,
     ]
     needed = {"what": len(whats) > 1, "x": differ_in_cost(comparison.records)}
     return Drawing(
@@ -112,7 +107,10 @@ def curves_drawing(comparison: Comparison, name: str) -> Drawing:
         [switch for switch in switches if needed.get(switch.sets, True)],
         look,
         {"what": first, "view": "mean", "x": "tokens", "xtype": "linear", "ytype": "linear"},
-        {"x": axis_titles(comparison), "what": {what: curves.label(what) for what in whats}},
+        {
+            "x": {"tokens": f"training {comparison.trained_on}", "flops": "training FLOPs"},
+            "what": {what: curves.label(what) for what in whats},
+        },
         {what: y_limits(comparison, curves, what) for what in whats},
     )
 
@@ -298,10 +296,7 @@ def scaling_drawing(scaling: Scaling, name: str, title: str, arms: Sequence[str]
         "Points: means over seeds. Lines: the fitted laws.",
         figure,
         430,
-        [
-            Switch("xtype", "x axis", LINEAR_OR_LOG),
-            Switch("ytype", "y axis", LINEAR_OR_LOG),
-        ],
+        AXES,
         {arm: style for arm, style in look.items() if arm in laws},
         {"xtype": "log", "ytype": "log"},
         {"y": {"": unit(scaling.metric, scaling.unit)}},

@@ -17,12 +17,12 @@ from plotly.offline import get_plotlyjs
 
 from headwater.util.errors import HeadwaterError
 from headwater.util.layout import top_package
-from headwater_lab.comparison.scaling import Estimate, Law, scaling_of
+from headwater_lab.comparison.scaling import Estimate, scaling_of
 from headwater_lab.reports import words
 from headwater_lab.reports.comparison import Comparison, arm_of, comparisons, experiments
 from headwater_lab.reports.figures import Drawing, curves_drawing, differences_drawing, scaling_drawing
 from headwater_lab.reports.pictures import curves_picture
-from headwater_lab.reports.prices import prices_of, prices_table, unpriced, where_measured
+from headwater_lab.reports.prices import prices_of, prices_table, where_measured
 from headwater_lab.reports.recipes import differences, flat
 from headwater_lab.training.records import RunRecord
 from headwater_lab.util.names import file_name
@@ -45,21 +45,16 @@ class PageTable:
 
 
 @dataclass(frozen=True)
-class Picture:
-    """A picture of the page, drawn on white; the dark page inverts it. png: its bytes in base64."""
-
-    caption: str
-    png: str
-
-
-@dataclass(frozen=True)
 class Head:
-    """The top of the page: a title, paragraphs (the question, verdicts), tables, and pictures."""
+    """The top of the page: a title, paragraphs (the question, verdicts), tables, pictures as (caption, PNG in base64).
+
+    Pictures are drawn on white, and the dark page inverts them.
+    """
 
     title: str
     paragraphs: Sequence[str] = ()
     tables: Sequence[PageTable] = ()
-    pictures: Sequence[Picture] = ()
+    pictures: Sequence[tuple[str, str]] = ()
 
 
 @dataclass(frozen=True)
@@ -71,8 +66,8 @@ class Section:
     paragraphs: Sequence[str] = ()
     drawing: Drawing | None = None
     tables: Sequence[PageTable] = ()
-    code: Sequence[tuple[str, str, str]] = ()
-    """(label, text, name of the file to save it as, or "")"""
+    code: tuple[str, str] | None = None
+    """A file's name and its text."""
     items: Sequence[str] = ()
 
 
@@ -234,20 +229,17 @@ def rates_table(sizes: Sequence[Comparison]) -> tuple[PageTable, list[str]]:
 def _tried(records: Sequence[RunRecord]) -> str:
     results = [record.result for record in records if record.status == "finished" and record.result is not None]
     diverged = sum(record.status == "diverged" for record in records)
-    parts = [f"{sum(results) / len(results):.3f}"] if results else []
-    return ", ".join([*parts, *([f"diverged {diverged} of {len(records)}"] if diverged else [])])
+    mean = f"{sum(results) / len(results):.3f}" if results else ""
+    return ", ".join(filter(None, (mean, f"diverged {diverged} of {len(records)}" if diverged else "")))
 
 
 def prices_part(comparison: Comparison, name: str, title: str) -> Section | None:
     """Gains against what they cost; None if that was not measured."""
     prices = prices_of(comparison)
-    if prices is None:
-        return None
-    says = []
-    if left := unpriced(comparison, prices):
-        says = [f"No price, or one of other settings: {words.listed(left)}; `headwater bench prices` measures it."]
+    if isinstance(prices, str):
+        return Section(name, title, [prices]) if prices else None
     table = PageTable(f"What each arm costs. {where_measured(prices)}", *prices_table(comparison, prices))
-    return Section(name, title, says, tables=[table])
+    return Section(name, title, tables=[table])
 
 
 def scaling_part(sizes: Sequence[Comparison], name: str) -> Section | None:
@@ -261,9 +253,10 @@ def scaling_part(sizes: Sequence[Comparison], name: str) -> Section | None:
         return Section(name, "Scaling", paragraphs=[str(error)])
     if scaling is None:
         return None
-    rows = [
-        [law.arm, _offset(law), _estimate(law.a), _estimate(law.exponent), f"{law.error:.2g}"] for law in scaling.laws
-    ]
+    rows = []
+    for law in scaling.laws:
+        offset = _estimate(law.e) if law.e.value else "0, its bound"
+        rows.append([law.arm, offset, _estimate(law.a), _estimate(law.exponent), f"{law.error:.2g}"])
     caption = (
         "Fitted laws, L = E + A/N^a (Hoffmann et al., arXiv 2203.15556). Intervals: 95 %, by the jackknife over the "
         "seeds. Error: root mean square of the residuals."
@@ -272,10 +265,6 @@ def scaling_part(sizes: Sequence[Comparison], name: str) -> Section | None:
     drawing = scaling_drawing(scaling, f"{name}-figure", sizes[0].title, sizes[0].arms)
     table = PageTable(caption, ["", "E", "A", "a", "error"], rows)
     return Section(name, "Scaling", drawing=drawing, tables=[table], items=scaling.sentences())
-
-
-def _offset(law: Law) -> str:
-    return _estimate(law.e) if law.e.value else "0, its bound"
 
 
 def _estimate(one: Estimate) -> str:
@@ -292,7 +281,7 @@ def commands_part(sizes: Sequence[Comparison], name: str) -> Section:
         f"`headwater train {file}` trains it."
     )
     recipe = yaml.safe_dump(record.recipe, sort_keys=False, allow_unicode=True)
-    return Section(name, "Recipe", [says], code=[(file, recipe, file)])
+    return Section(name, "Recipe", [says], code=(file, recipe))
 
 
 def changes_part(sizes: Sequence[Comparison], name: str) -> Section:
@@ -324,10 +313,11 @@ def machines_table(sizes: Sequence[Comparison]) -> PageTable:
     """The environment of the runs; one column per environment."""
     records = sorted((r for one in sizes for r in one.records), key=lambda r: r.environment.model_dump_json())
     places = [(key, list(runs)) for key, runs in groupby(records, key=lambda r: r.environment)]
-    rows: list[list[PageCell]] = []
-    for field in type(records[0].environment).model_fields:
-        values = [getattr(place, field) for place, _ in places]
-        rows.append([field.replace("_", " "), *("not recorded" if value is None else str(value) for value in values)])
+    facts = [place.model_dump() for place, _ in places]
+    rows: list[list[PageCell]] = [
+        [name.replace("_", " "), *("not recorded" if fact[name] is None else str(fact[name]) for fact in facts)]
+        for name in facts[0]
+    ]
     rows.append(["runs", *(str(len(runs)) for _, runs in places)])
     rows.append(["hours of training", *(f"{sum(r.seconds for r in runs) / 3600:.2f}" for _, runs in places)])
     names = ["value"] if len(places) == 1 else [f"{number}" for number in range(1, len(places) + 1)]

@@ -4,32 +4,30 @@ from __future__ import annotations
 
 from headwater_lab.comparison.prices import Prices, TimeRatio, read_prices
 from headwater_lab.recipe.schema import parse
-from headwater_lab.reports.comparison import Comparison, arm_of
+from headwater_lab.reports.comparison import Comparison
 from headwater_lab.reports.words import difference
 from headwater_lab.util.terminal import Table, lined
 
 
-def prices_of(comparison: Comparison) -> Prices | None:
-    """The measured prices of a comparison's arms, as far as they fit its runs; None if there are none."""
+def prices_of(comparison: Comparison) -> Prices | str:
+    """The measured prices of a comparison's arms; else a sentence if there are others, or ""."""
     folders = {folder.parent for folder in comparison.folders.values()}
-    if len(folders) != 1 or not any((folder / "prices.json").is_file() for folder in folders):
-        return None
+    found = read_prices(folders.pop()) if len(folders) == 1 else None
+    if found is None:
+        return ""
     recipes = {arm: parse(comparison.runs(arm)[0].recipe, arm) for arm in comparison.arms}
-    found = read_prices(folders.pop(), recipes, comparison.baseline)
-    return found if found is not None and comparison.baseline in found.arms else None
+    other = "prices.json holds prices of other arms or settings; `headwater bench prices` measures them."
+    return found if found.fit(recipes, comparison.baseline) else other
 
 
 def where_measured(prices: Prices) -> str:
     """The device and the versions of the times."""
     threads = f", {prices.threads} thread{'s' if prices.threads > 1 else ''}" if prices.device == "cpu" else ""
-    noise = ""
-    base = next((one for one in prices.arms.values() if one.settings == one.against), None)
-    if base is not None:
-        low, high = base.training.quartiles
-        noise = f" The baseline's times are against a second copy of it ({low:.2f} to {high:.2f} in training)."
+    low, high = prices.arms[prices.baseline].training.quartiles
     return (
         f"Times: medians of paired turns over the baseline's, with quartiles, on {prices.device_name}{threads}, "
-        f"PyTorch {prices.torch}.{noise}"
+        f"PyTorch {prices.torch}. The baseline's times are against a second copy of it ({low:.2f} to {high:.2f} in "
+        "training)."
     )
 
 
@@ -47,7 +45,7 @@ def prices_by_arm(prices: Prices, *, of_images: bool = False) -> tuple[list[str]
     names += [] if of_images else ["cache B/token", "decoding time/token"]
     found = {}
     for arm, one in prices.arms.items():
-        times = ["×1"] * 2 if one.settings == one.against else [_ratio(one.training), _ratio(one.decoding)]
+        times = ["×1"] * 2 if arm == prices.baseline else [_ratio(one.training), _ratio(one.decoding)]
         row = [f"{one.parameters:,}", f"{one.flops:.3g}", times[0], f"{one.cache:,}", times[1]]
         found[arm] = row[: len(names)]
     return names, found
@@ -60,12 +58,5 @@ def _ratio(one: TimeRatio | None) -> str:
 def terminal_prices(prices: Prices) -> Table:
     """The prices for a terminal, without differences and quartiles, which the page has."""
     names, rows = prices_by_arm(prices, of_images=all(price.decoding is None for price in prices.arms.values()))
-    table = lined("", *names, left=("",), fold=True, caption=f"What each arm costs. {where_measured(prices)}")
-    for arm, row in rows.items():
-        table.add_row(arm, *(cell.partition(" [")[0] for cell in row))
-    return table
-
-
-def unpriced(comparison: Comparison, prices: Prices) -> list[str]:
-    """Arms whose prices are missing, or of other settings."""
-    return [arm for arm in dict.fromkeys(map(arm_of, comparison.records)) if arm not in prices.arms]
+    cells = [[arm, *(cell.partition(" [")[0] for cell in row)] for arm, row in rows.items()]
+    return lined("", *names, rows=cells, fold=True, caption=f"What each arm costs. {where_measured(prices)}")

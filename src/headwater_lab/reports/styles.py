@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Okabe-Ito, which stays apart for the color-blind, without yellow, which white paper swallows. The baseline is gray.
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-GREY = "#6b7683"
+from headwater_lab.util.outputs import COLORS
+
+GREY = "#6b7683"  # of the baseline
 # Names of plotly, with the path of each within ±5 for legends, and matplotlib's name.
 SYMBOLS = {
     "circle": ("M-4,0a4,4 0 1,0 8,0a4,4 0 1,0 -8,0Z", "o"),

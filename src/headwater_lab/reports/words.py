@@ -116,7 +116,10 @@ def worth_note(comparison: Comparison) -> str:
 
 def tables(comparison: Comparison) -> list[Table]:
     """The comparison for a terminal: results, then costs, worths and domains where it has any."""
-    further = [_table(None, caption, *columns, fold=True) for caption, columns in further_tables(comparison)]
+    further = [
+        lined(*names, rows=rows, left=names[:1], fold=True, caption=caption)
+        for caption, (names, rows) in further_tables(comparison)
+    ]
     return [table(comparison), *further]
 
 
@@ -128,13 +131,6 @@ def further_tables(comparison: Comparison) -> list[tuple[str, tuple[list[str], l
         (domains_note(comparison), domains_columns(comparison)),
     ]
     return [(caption, columns) for caption, columns in found if columns[1]]
-
-
-def _table(title: str | None, caption: str, names: list[str], rows: list[list[str]], fold: bool = False) -> Table:
-    result = lined(*names, left=names[:1], title=title, fold=fold, caption=caption)
-    for row in rows:
-        result.add_row(*row)
-    return result
 
 
 def _mean(summary: Summary) -> str:
@@ -162,7 +158,7 @@ def verdict(summary: Summary, comparison: Comparison) -> str:
 def table(comparison: Comparison) -> Table:
     """The comparison for a terminal."""
     rows = [cells(summary, comparison) for summary in comparison.summaries]
-    result = _table(comparison.heading, note(comparison), columns(comparison), rows)
+    result = lined(*columns(comparison), rows=rows, title=comparison.heading, caption=note(comparison))
     for column in result.columns[:3]:
         column.no_wrap = True
     return result
@@ -309,7 +305,7 @@ def _size(summary: Summary, comparison: Comparison) -> str:
 
 
 def _confidence(paired: Paired) -> str:
-    """That of an interval by itself: with several arms more than the 95 % of all of them together."""
+    """An interval's by itself: with several arms more than the 95 % of all of them together."""
     return f"{100 * (1 - paired.level):.4g} %"
 
 

@@ -37,13 +37,10 @@ from headwater_lab.recipe.schema import (
 from headwater_lab.recipe.shipped import shipped_recipes
 from headwater_lab.training.checkpoints import newest_checkpoint
 from headwater_lab.training.models import kernel_for, open_source, step_settings
-from headwater_lab.util.outputs import default_style
+from headwater_lab.util.outputs import COLORS, default_style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-# Okabe-Ito, which stays apart for the color-blind.
-COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,8 @@ class SideBySide:
 
     def __init__(self, prices: Sequence[Price]) -> None:
         self.title = ""
-        self.table = lined(caption=_note(prices))
-        self.table.add_column("", no_wrap=True)
-        for each in prices:
-            self.table.add_column(each.name, justify="right", overflow="fold")
+        self.table = lined("", *(each.name for each in prices), fold=True, caption=_note(prices))
+        self.table.columns[0].no_wrap = True
 
     def section(self, title: str) -> None:
         """Begin a section, which appears with its first row."""

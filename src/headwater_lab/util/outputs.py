@@ -69,6 +69,10 @@ def write_text(file: Path, text: str) -> None:
         replace_text(file, text)
 
 
+# Okabe-Ito, which stays apart for the color-blind, without yellow, which white paper swallows.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+
+
 @contextmanager
 def default_style() -> Iterator[None]:
     """Draw and save with matplotlib's own settings, and take two dollar signs in a name for no formula.

@@ -57,7 +57,9 @@ class Table(RichTable):
         super().add_row(*map(_literal, cells), **given)
 
 
-def lined(*columns: str, left: Collection[str] = ("",), fold: bool = False, **given: Any) -> Table:
+def lined(
+    *columns: str, rows: Iterable[Iterable[Any]] = (), left: Collection[str] = ("",), fold: bool = False, **given: Any
+) -> Table:
     """A table with a line under its head, and texts beside it to the left. given: what `Table` takes.
 
     left: the columns that are not aligned to the right. fold: break what is too long, instead of cutting it off.
@@ -66,6 +68,8 @@ def lined(*columns: str, left: Collection[str] = ("",), fold: bool = False, **gi
     for name in columns:
         justify, overflow = "left" if name in left else "right", "fold" if fold else "ellipsis"
         table.add_column(name, justify=justify, overflow=overflow)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
