@@ -158,11 +158,3 @@ def test_without_memory_for_a_copy_training_waits(recipe, finished, tmp_path, mo
     assert (there[4], there[5]) == (0, 1)
     finished(recipe(), tmp_path / "whole")
     same_end(tmp_path / "whole", tmp_path / "run")
-
-
-def test_a_process_leaves_alone_what_another_is_still_writing(tmp_path):
-    second = "shard-00002-model-00001-of-00001.safetensors"
-    for name in (".tmpQ3wK9d", "shard-00001-model-00001-of-00001.safetensors", second, "config.json"):
-        (tmp_path / name).touch()
-    assert set(saving.written_by(0, tmp_path)) == {"shard-00001-model-00001-of-00001.safetensors", "config.json"}
-    assert saving.written_by(1, tmp_path) == [second]

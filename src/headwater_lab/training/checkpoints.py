@@ -30,7 +30,7 @@ import shutil
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, field
 from functools import partial
@@ -525,37 +525,30 @@ def _read(path: Path, targets: dict[str, Tensor], distributed: bool) -> None:
 class Saver:
     """Saves checkpoints while training continues. All processes call its methods together.
 
-    A save copies everything to host memory; a thread then writes, hashes, syncs and renames it, while further steps
-    run. There is one checkpoint on its way at a time: the next save waits for it, and so do the end of training and a
-    stop. Errors are raised by the training thread, in all processes.
+    A save copies everything to host memory; a thread of the first process then writes, hashes, syncs and renames it,
+    while further steps run. There is one checkpoint on its way at a time: the next save waits for it, and so do the end
+    of training and a stop. Errors are raised by the training thread, in all processes.
 
-    If the parameters are sharded, each process writes its own part. Threads never communicate: in each step the
-    processes tell each other whether their threads are done (`ready`), and once all are, the training threads exchange
-    the checksums and the first process's thread completes the checkpoint (`advance`).
+    If the parameters are sharded, each process writes its own part, and all wait until the checkpoint is complete.
 
     As a context it ends with the thread: a checkpoint on its way is completed first, if an exception does not end the
     process at once, but other processes are not waited for. failure: what went wrong with it then.
     """
 
-    def __init__(self, fabric: Fabric, sharded: bool = False, neighbors: int = 1) -> None:
-        """sharded: each process writes its own part. neighbors: how many processes of this machine copy theirs."""
-        self.fabric, self.sharded, self.neighbors = fabric, sharded, neighbors
+    def __init__(self, fabric: Fabric, sharded: bool = False) -> None:
+        self.fabric, self.sharded = fabric, sharded
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.host: dict[str, Tensor] = {}  # kept, because fresh memory costs more than the copy
         self.leaving = threading.Event()
         self.failure: BaseException | None = None
-        self.phase = 0
-        """How many pieces of work the threads were given, the same in all processes."""
         self.saving = False
         """Whether a checkpoint is on its way, the same in all processes."""
-        self.work: Future[dict[str, str]] | None = None
-        self.complete: Callable[[Mapping[str, str]], dict[str, str]] | None = None
-        self.staged = ExitStack()
+        self.work: Future[None] | None = None
 
     @property
-    def ready(self) -> bool:
-        """Whether this process's thread is idle."""
-        return self.work is None or self.work.done()
+    def is_done(self) -> bool:
+        """Whether this process's thread has ended a checkpoint that `finish` has not been called for."""
+        return self.work is not None and self.work.done()
 
     def start(
         self,
@@ -566,7 +559,7 @@ class Saver:
         state: Mapping[str, Tensor],
         *,
         history: Sequence[Event] = (),
-        then: Callable[[], None] | None = None,
+        then: Callable[[], None] = lambda: None,
         copy: bool = True,
     ) -> None:
         """Begin a checkpoint at `target`, unless it exists; the one before is finished first.
@@ -577,91 +570,60 @@ class Saver:
         Raises `HeadwaterError` if the disk is full; nothing is lost.
         """
         self.finish()
-        fabric, rank = self.fabric, self.fabric.global_rank
-        if first(fabric, target.exists):  # each step is saved once
+        if first(self.fabric, target.exists):  # each step is saved once
             return
-        names = model_tensors(model).keys()
-        tensors = model_tensors(model) | dict(state)
+        weights = model_tensors(model)
+        tensors = weights | dict(state)
         facts = json.dumps(asdict(progress), indent=1)
         explain = partial(not_saved, target, progress.step)
-        with ExitStack() as undo:
-            # The first process makes the folder, and renames or removes it; all write into it.
-            undo.push(self.staged)
-            folder = first(fabric, lambda: self.staged.enter_context(staged(target, explain)))
-            shard = Shard(folder) if self.sharded else None
-            if shard is not None:
-                with together(fabric), explaining(explain):
-                    shard.plan(tensors)
-                tensors = shard.tensors
-            elif rank > 0:
-                tensors = {}
-            fits = not copy or all(gathered(fabric, self.fits(tensors)))
-            arrived = self.copied(tensors) if copy and fits else None
 
-            def part() -> dict[str, str]:
-                """Write this process's files; returns their checksums."""
-                with explaining(explain):
-                    if arrived is not None:
-                        arrived.synchronize()
-                    if shard is not None:
-                        shard.write(tensors)
-                    if rank == 0:
-                        self.check()
-                        rest = {} if self.sharded else dict(tensors)
-                        weights = None if self.sharded else {name: rest.pop(name) for name in names}
-                        write_parts(folder, model, tokenizer, history, weights, rest)
-                        (folder / FACTS).write_text(facts)
-                    sums: dict[str, str] = {}
-                    for name in written_by(rank, folder):
-                        self.check()
-                        sums |= sums_of(folder, [name])
-                    return sums
+        def write(folder: Path, weights: dict[str, Tensor] | None, state: dict[str, Tensor]) -> list[str]:
+            """Write all but shards; returns the files' names."""
+            self.check()
+            write_parts(folder, model, tokenizer, history, weights, state)
+            (folder / FACTS).write_text(facts)
+            return [file.name for file in folder.iterdir() if not file.match(SHARDS)]
 
-            def complete(sums: Mapping[str, str]) -> dict[str, str]:
-                with self.staged:
-                    self.check()
-                    write_sums(folder, sums)
-                if then is not None:
-                    then()
-                return {}
-
-            undo.pop_all()
-        self.saving, self.complete = True, complete if self.sharded else None
-        self.submit(part if self.sharded else None if rank > 0 else lambda: complete(part()))
-        if not fits:
-            self.finish()
-
-    def submit(self, work: Callable[[], dict[str, str]] | None) -> None:
-        self.phase += 1
-        self.work = None if work is None else self.thread.submit(work)
-
-    def advance(self) -> None:
-        """Wait for the threads and give them what comes next. Raises what went wrong in any process."""
-        if not self.saving:
+        if self.sharded:
+            write_shards(self.fabric, target, tensors, lambda folder: write(folder, None, {}), explain)
+            first(self.fabric, then)
             return
-        self.saving, complete = False, self.complete
-        with ExitStack() as undo:
-            undo.push(self.staged)
-            with together(self.fabric):
-                own = {} if self.work is None else self.work.result()
-            if complete is not None:
-                sums = {name: digest for part in gathered(self.fabric, own) for name, digest in part.items()}
-            undo.pop_all()
-        if complete is not None:
-            self.saving, self.complete = True, None
-            self.submit(partial(complete, sums) if self.fabric.global_rank == 0 else None)
+        self.saving = True
+        if self.fabric.global_rank > 0:
+            return
+        copies = copy and self.fits(tensors)
+        arrived = self.copied(tensors) if copies else None
+
+        def work() -> None:
+            with staged(target, explain) as folder:
+                if arrived is not None:
+                    arrived.synchronize()
+                sums: dict[str, str] = {}
+                for name in write(folder, {name: tensors.pop(name) for name in weights}, tensors):
+                    self.check()
+                    sums |= sums_of(folder, [name])
+                self.check()
+                write_sums(folder, sums)
+            then()
+
+        self.work = self.thread.submit(work)
+        if not copies:
+            wait([self.work])
 
     def finish(self) -> None:
-        """Wait until the checkpoint on its way is complete, if there is one. Raises as `advance`."""
-        while self.saving:
-            self.advance()
+        """Wait until the checkpoint on its way is complete, if there is one. Raises what went wrong in any process."""
+        if self.saving:
+            work, self.saving, self.work = self.work, False, None
+            with together(self.fabric):
+                if work is not None:
+                    work.result()
 
     def fits(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether this machine has the memory for its processes' copies of what they write."""
+        """Whether this machine has the memory for copies of these tensors."""
         fresh = size_of({name: tensor for name, tensor in tensors.items() if not self.has_room(name, tensor)})
         if any(tensor.is_cuda for tensor in tensors.values()):
             fresh *= 2  # page-locked memory is allocated in powers of two
-        return fresh * self.neighbors <= available_memory()
+        return fresh <= available_memory()
 
     def has_room(self, name: str, tensor: Tensor) -> bool:
         there = self.host.get(name)
@@ -693,62 +655,66 @@ class Saver:
         if kind is not None and not issubclass(kind, Exception):
             self.leaving.set()
         self.thread.shutdown()
-        if self.saving:
-            if self.work is not None and not isinstance(self.work.exception(), Left):
-                self.failure = self.work.exception()
-            with suppress(Left), self.staged:  # remove what is not complete
-                raise Left
+        if self.work is not None and not isinstance(self.work.exception(), Left):
+            self.failure = self.work.exception()
 
 
 class Left(BaseException):
     """The process ends before a checkpoint is complete."""
 
 
+def write_shards(
+    fabric: Fabric,
+    target: Path,
+    tensors: dict[str, Tensor],
+    write_rest: Callable[[Path], list[str]],
+    explain: Callable[[str], str],
+) -> None:
+    """Write a checkpoint whose tensors are sharded. All processes call it together.
+
+    write_rest: called by the first process with the folder; writes all other files and returns their names.
+    """
+    with ExitStack() as stack:  # the first process makes the folder, and renames or removes it; all write into it
+        folder = first(fabric, lambda: stack.enter_context(staged(target, explain)))
+        shard = Shard(str(folder), save_distributed=True)
+        with together(fabric), explaining(explain):
+            try:
+                dcp.save(tensors, storage_writer=shard)
+            except CheckpointException as error:  # of one process or several
+                raise next(iter(error.failures.values()))[0] from error
+            names = write_rest(folder) if fabric.global_rank == 0 else []
+            sums = sums_of(folder, [*shard.names, *names])
+        every = {name: digest for part in gathered(fabric, sums) for name, digest in part.items()}
+        if fabric.global_rank == 0:
+            stack.callback(write_sums, folder, every)
+        first(fabric, stack.close)
+
+
 class Shard(HuggingFaceStorageWriter):
     """This process's part of sharded tensors, in a file of torch.distributed.checkpoint's safetensors format.
 
-    PyTorch plans who writes what. Its own writer would put the whole file together in memory, and keep other threads
-    from running meanwhile.
+    PyTorch plans who writes what. Its own writer would put the whole file together in memory.
     """
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(str(folder), save_distributed=True)
-        self.folder = folder
-        self.tensors: dict[str, Tensor] = {}
-        self.offsets: dict[str, Any] = {}
-        self.name = ""
-
-    def plan(self, tensors: dict[str, Tensor]) -> None:
-        """Agree with the other processes on what this one writes: `tensors`."""
-        try:
-            dcp.save(dict(tensors), storage_writer=self)
-        except CheckpointException as error:  # of one process or several
-            raise next(iter(error.failures.values()))[0] from error
+    names: Sequence[str] = ()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture:
-        self.name = f"shard-{plan.storage_data['shard_index']:05d}-model-00001-of-00001.safetensors"
+        tensors: dict[str, Tensor] = {}
+        offsets: dict[str, Any] = {}
         for item in plan.items:
             assert item.tensor_data is not None
             part = planner.resolve_data(item)
             assert isinstance(part, Tensor)
-            self.tensors[item.index.fqn] = part.detach()
-            self.offsets[item.index.fqn] = {"saved_offsets": [*item.tensor_data.chunk.offsets]}
+            tensors[item.index.fqn] = part.detach().cpu().contiguous()
+            offsets[item.index.fqn] = {"saved_offsets": [*item.tensor_data.chunk.offsets]}
+        if tensors:
+            name = f"shard-{plan.storage_data['shard_index']:05d}-model-00001-of-00001.safetensors"
+            metadata = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
+            save_file(tensors, Path(self.path) / name, metadata)
+            self.names = [name]
         written: TorchFuture = TorchFuture()
         written.set_result([])
         return written
-
-    def write(self, tensors: Mapping[str, Tensor]) -> None:
-        metadata = {"DCP_SHARDING_INFO": json.dumps(self.offsets), "DCP_VERSION": "1.0", "format": "pt"}
-        if tensors:
-            whole = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-            save_file(whole, self.folder / self.name, metadata)
-
-
-def written_by(rank: int, folder: Path) -> list[str]:
-    """The names of a process's files in a checkpoint that all are writing: its shard; the first one's, all the rest."""
-    # Hidden ones come and go: safetensors writes a file beside its place, and renames it.
-    shards = {path.name: re.match(r"shard-(\d+)", path.name) for path in folder.iterdir() if path.name[0] != "."}
-    return [name for name, shard in shards.items() if (int(shard[1]) - 1 if shard else 0) == rank]
 
 
 def not_saved(target: Path, step: int, problem: str) -> str:

@@ -54,7 +54,6 @@ from headwater_lab.training.processes import (
     leave,
     local,
     lost_process,
-    placed,
     reshard,
     sharded,
     to_device,
@@ -151,13 +150,12 @@ def stepping(recipe: Recipe, folder: Path) -> Iterator[TrainingRun]:
 class StepOutcome(NamedTuple):
     """A step's results, on their way from the device.
 
-    counts: labels, the rows' fingerprint, processes asked to stop, processes whose `Saver` was ready, in its `phase`.
+    counts: labels, the rows' fingerprint, processes asked to stop, processes whose `Saver` is done.
     """
 
     step: int
     loss_and_norm: Reading
     counts: Reading
-    phase: int
 
 
 class TrainingRun(Setup):
@@ -184,7 +182,7 @@ class TrainingRun(Setup):
         self.skips_on_device = all(
             getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in self.optimizers
         )
-        self.saver = Saver(fabric, sharded(recipe.training), neighbors=placed(recipe.training)[0])
+        self.saver = Saver(fabric, sharded(recipe.training))
         self.outcome: StepOutcome | None = None
         # Progress and learning rate at a point of the curve, until its step is settled.
         self.due: tuple[Progress, float] | None = None
@@ -247,8 +245,8 @@ class TrainingRun(Setup):
         with self.reading():
             parts = [next(self.batches) for _ in range(settings.gradient_accumulation_steps)]
         progress.waited += time.perf_counter() - started
-        phase, ready = self.saver.phase, self.saver.ready
-        own = torch.tensor([sum(each.labels for each in parts), sum(each.fingerprint for each in parts), stop, ready])
+        sums = sum(each.labels for each in parts), sum(each.fingerprint for each in parts)
+        own = torch.tensor([*sums, stop, self.saver.is_done])
         counts = total(self.fabric, to_device(own, self.fabric.device))
 
         loss = self.backward([each.batch for each in parts], counts[0])
@@ -268,7 +266,7 @@ class TrainingRun(Setup):
         progress.rows += settings.batch_size * settings.gradient_accumulation_steps
         progress.tokens += self.fabric.world_size * sum(units(each.batch) for each in parts)
         self.settle()
-        self.outcome = StepOutcome(progress.step, Reading(torch.stack((loss, norm))), Reading(counts), phase)
+        self.outcome = StepOutcome(progress.step, Reading(torch.stack((loss, norm))), Reading(counts))
         if progress.skipped_last + 1 >= settings.max_skipped_steps:  # the next skipped step ends the run
             self.settle()
         progress.seconds += time.perf_counter() - started
@@ -327,14 +325,14 @@ class TrainingRun(Setup):
         curve that is due. Raises `Diverged`."""
         if self.outcome is None:
             return
-        (step, readings, counts, phase), self.outcome = self.outcome, None
+        (step, readings, counts), self.outcome = self.outcome, None
         loss, self.norm = readings.values()
-        _, fingerprint, stops, ready = counts.values()
+        _, fingerprint, stops, done = counts.values()
         progress = self.progress
         progress.order = hashlib.sha256(f"{progress.order}{fingerprint}".encode()).hexdigest()
         self.others_stop = stops > 0
-        if ready == self.fabric.world_size and phase == self.saver.phase:
-            self.saver.advance()
+        if done:
+            self.saver.finish()
         if math.isfinite(loss) and math.isfinite(self.norm):
             progress.skipped_last = 0
             self.running["loss"] += loss
