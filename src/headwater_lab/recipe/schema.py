@@ -35,7 +35,7 @@ from headwater.config.vision import HeadwaterVisionConfig
 from headwater.conversion.convert import blended_config, check_choice, check_conversion, finished_config
 from headwater.growth.grow import grown_config
 from headwater.growth.methods import GrowthOptions, KeyInit, TauPolicy
-from headwater.plugins.outside import check_paths, trust_names_in
+from headwater.plugins.outside import trust_names_in
 from headwater.plugins.registry import MECHANISMS, Registry, as_mapping
 from headwater.util.errors import HeadwaterError, NotTrusted, nearest, sentence, shown
 from headwater.util.files import local
@@ -126,8 +126,6 @@ class Distillation(Settings):
     one."""
     temperature: float = Field(default=1.0, gt=0, le=1000)
     """T, which divides both models' logits."""
-    hidden_weight: float = Field(default=0.0, ge=0, le=1e6)
-    """Weight of the mean over layers of ‖h - h_teacher‖² / ‖h_teacher‖², for the residual stream after each layer."""
 
 
 class Training(Settings):
@@ -203,9 +201,6 @@ class Training(Settings):
     strategy: Literal["auto", "ddp", "fsdp"] = "auto"
     """How several processes share the work: ddp averages gradients, fsdp (FSDP2) also splits the parameters; auto is
     ddp if there is more than one."""
-    replicas: Count = 1
-    """With fsdp, copies of the model, each split over the processes of one (HSDP): as many as there are nodes keeps the
-    traffic of parameters within a node."""
     devices: Count = 1
     """Devices per node, one process each. torchrun's own number takes precedence."""
     nodes: Count = 1
@@ -215,8 +210,6 @@ class Training(Settings):
 
     @model_validator(mode="after")
     def _options_fit(self) -> Self:
-        if self.replicas > 1 and self.strategy != "fsdp":
-            raise ValueError("training.replicas is for training.strategy=fsdp")
         if self.optimizer_options and self.optimizer in OPTIMIZERS.own:
             raise ValueError(
                 f"training.optimizer_options are for outside optimizers; {self.optimizer} has its own fields"
@@ -806,9 +799,6 @@ def find_recipe(argument: str | Path) -> Path:
     raise HeadwaterError(f"{what}; {guess if len(guess) < 80 else '`headwater list recipes` lists the shipped ones.'}")
 
 
-# Sections of a recipe that name data and models.
-_WITH_PATHS = ("data", "start", "training", "stages", "compare")
-
 # As it was written, its key, its value.
 Override = tuple[str, list[str], Any]
 
@@ -904,16 +894,6 @@ def parse(values: Any, where: str) -> Recipe:
         trials = [recipe.arm(name, seed, size) for name in recipe.compare.arms for size in sizes]
         _check_one_metric(trials, f"{where}: arms are compared")
     return recipe
-
-
-def parse_recorded(values: Any, where: str) -> Recipe:
-    """The recipe in a record or a checkpoint, to run again: `parse`, where its paths need the user's trust too.
-
-    Raises `HeadwaterError`.
-    """
-    if isinstance(values, Mapping):
-        check_paths({name: values[name] for name in _WITH_PATHS if name in values})
-    return parse(values, where)
 
 
 def untrusted_in(error: ValidationError) -> NotTrusted | None:

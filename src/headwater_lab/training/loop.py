@@ -60,7 +60,7 @@ from headwater_lab.training.processes import (
     total,
 )
 from headwater_lab.training.records import Experiment, RunRecord
-from headwater_lab.training.run_folder import Journal, OnEvent, claimed, full_disk_told_once
+from headwater_lab.training.run_folder import Journal, OnEvent, claimed
 from headwater_lab.training.start import Setup, memory_advice
 from headwater_lab.util.endings import Diverged, Interrupted
 from headwater_lab.util.process import stop_requests
@@ -102,7 +102,6 @@ def train(
         connected(recipe, folder) as fabric,
         claimed(folder, resume, fabric, early.append) as checkpoint,
         stop_requests() as stop,
-        full_disk_told_once(),
     ):
         if fabric.device.type == "cpu":
             keep_freed_memory()
@@ -203,7 +202,7 @@ class TrainingRun(Setup):
             self.evaluate()
         self.journal.announce("the first step takes longest" if is_compiled(self.model) else "")
         stopping = False
-        with memory_advice(self.recipe, self.config, self.data.context, self.fabric):
+        with memory_advice(self.recipe.training, is_of_images(self.config), self.fabric.world_size):
             while progress.step < steps and not stopping:
                 rate = self.step(stop.is_set())
                 step, is_last = progress.step, progress.step == steps
@@ -307,7 +306,6 @@ class TrainingRun(Setup):
                 out = self.wrapped(pixel_values=batch["pixel_values"], labels=labels)
                 loss = out.loss * (len(labels) / counted)
                 return loss, loss
-            states = {"output_hidden_states": True} if teacher is not None and teacher.settings.hidden_weight else {}
             out = self.wrapped(
                 **batch,
                 labels=batch["shift_labels"],
@@ -315,10 +313,9 @@ class TrainingRun(Setup):
                 skip_logits=teacher is None,
                 output_z_loss=training.z_loss > 0,
                 loss_chunk_tokens=training.loss_chunk_tokens,
-                **states,
             )
             aimed = out.loss + training.z_loss * out.z_loss if training.z_loss else out.loss
-            return out.loss, aimed if teacher is None else teacher.aim(aimed, out, batch, counted)
+            return out.loss, aimed if teacher is None else teacher.aim(aimed, out.logits, batch, counted)
 
     def settle(self) -> None:
         """Read the outcome of the last step, if not yet read: count it as done or skipped, and record the point of the

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -74,11 +74,6 @@ def make_fabric(recipe: Recipe, run: Path) -> Fabric:
         raise HeadwaterError(
             f"training.batch_size={training.batch_size} rows cannot be divided among {world} processes; make it a "
             f"multiple of {world}."
-        )
-    if world % training.replicas:
-        raise HeadwaterError(
-            f"training.replicas={training.replicas} copies cannot be split evenly over {world} processes; make it a "
-            f"divisor of {world}."
         )
     if nodes > 1 and not {"TORCHELASTIC_RUN_ID", "SLURM_NTASKS"} & os.environ.keys():
         raise HeadwaterError(f"Start the {nodes} nodes of this run with torchrun or srun, or set training.nodes=1.")
@@ -151,15 +146,11 @@ def sharded(training: Training) -> bool:
 
 
 def strategy(training: Training, world: int) -> Strategy | str:
-    """Fabric's strategy. FSDP2 shards the model over the processes; with replicas, over those of a replica (HSDP)."""
+    """Fabric's strategy. FSDP2 shards the model over the processes."""
     from lightning_fabric.strategies import DDPStrategy, ModelParallelStrategy
 
     def sharded_over(model: AnyModel, mesh: DeviceMesh) -> AnyModel:
-        if training.replicas == 1:
-            return shard(model, mesh["data_parallel"], training.precision)
-        sizes = (training.replicas, world // training.replicas)
-        split = init_device_mesh(mesh.device_type, sizes, mesh_dim_names=("replicate", "shard"))
-        return shard(model, split, training.precision)
+        return shard(model, mesh["data_parallel"], training.precision)
 
     timeout = timedelta(minutes=training.timeout_minutes)
     if sharded(training):

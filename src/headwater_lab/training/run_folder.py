@@ -16,7 +16,6 @@ import json
 import math
 import os
 import shutil
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -307,22 +306,6 @@ def runs_in(folder: Path, tell: Callable[[str], None]) -> list[RunSummary]:
         updated = max(path.stat().st_mtime for path in (file, run / METRICS) if path.exists())
         found.append(RunSummary(run, record, status, max(steps, default=0), updated))
     return sorted(found, key=lambda one: -one.updated)
-
-
-@contextmanager
-def full_disk_told_once() -> Iterator[None]:
-    """Stop TensorBoard's thread from printing a traceback when the disk is full: its caller gets the error too."""
-    before = threading.excepthook
-
-    def hook(args: threading.ExceptHookArgs) -> None:
-        if args.exc_value is None or disk_problem(args.exc_value) is None:
-            before(args)
-
-    threading.excepthook = hook
-    try:
-        yield
-    finally:
-        threading.excepthook = before
 
 
 class Activity(NamedTuple):
