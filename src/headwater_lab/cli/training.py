@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from headwater.util.errors import HeadwaterError, nearest
 from headwater.util.terminal import lined
-from headwater_lab.cli.common import check_outside, print_json, recipe_of, stderr, stdout, tell, tell_model
+from headwater_lab.cli.common import check_outside, print_json, recipe_of, stdout, tell, tell_model
 from headwater_lab.cli.options import AsJson, FolderPath, need
 from headwater_lab.cli.progress import ProgressReport
 
@@ -51,9 +51,7 @@ def train(
         loaded, folder, experiment = trial.recipe, out or trial.folder, trial.experiment
     if loaded.start is not None and not resume:
         check_outside(folder, loaded.start.checkpoint, around=True)
-    record = trained_with_bar(
-        loaded, folder, resume=resume, experiment=experiment, only=stage, measure_peak=stderr.is_terminal
-    )
+    record = trained_with_bar(loaded, folder, resume=resume, experiment=experiment, only=stage)
     if not is_first():
         return
     _print_record(loaded.name, record)

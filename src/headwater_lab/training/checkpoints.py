@@ -680,8 +680,9 @@ def write_shards(
         with together(fabric), explaining(explain):
             try:
                 dcp.save(tensors, storage_writer=shard)
-            except CheckpointException as error:  # of one process or several
-                raise next(iter(error.failures.values()))[0] from error
+            except CheckpointException as error:  # of any process: each raises its own
+                if (own := error.failures.get(fabric.global_rank)) is not None:
+                    raise own[0] from error
             names = write_rest(folder) if fabric.global_rank == 0 else []
             sums = sums_of(folder, [*shard.names, *names])
         every = {name: digest for part in gathered(fabric, sums) for name, digest in part.items()}

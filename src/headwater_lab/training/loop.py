@@ -60,7 +60,7 @@ from headwater_lab.training.processes import (
     total,
 )
 from headwater_lab.training.records import Experiment, RunRecord
-from headwater_lab.training.run_folder import Journal, OnEvent, claimed
+from headwater_lab.training.run_folder import Journal, OnEvent, claimed, full_disk_told_once
 from headwater_lab.training.start import Setup, memory_advice
 from headwater_lab.util.endings import Diverged, Interrupted
 from headwater_lab.util.process import stop_requests
@@ -77,7 +77,6 @@ def train(
     resume: bool = False,
     experiment: Experiment | None = None,
     on_event: OnEvent | None = None,
-    measure_peak: bool = False,
     until: int | None = None,
 ) -> RunRecord:
     """Train one model as the recipe says, into `folder`.
@@ -87,7 +86,6 @@ def train(
     experiment: the comparison this run belongs to, for its record.
     on_event: called in the first process with (step, None) after every step, and with (step, point) for each new point
         of the curve, speed, held-out metric or warning.
-    measure_peak: measure the CPU's peak FLOP/s first, so that the MFU can be computed; a GPU's peak is known.
     until: stop after this many of the recipe's steps, evaluated and saved; the record says "stopped", and a run with
         `resume` continues as if it had never stopped.
 
@@ -102,10 +100,11 @@ def train(
         connected(recipe, folder) as fabric,
         claimed(folder, resume, fabric, early.append) as checkpoint,
         stop_requests() as stop,
+        full_disk_told_once(),
     ):
         if fabric.device.type == "cpu":
             keep_freed_memory()
-        run = TrainingRun(recipe, folder, checkpoint, fabric, experiment, on_event, measure_peak)
+        run = TrainingRun(recipe, folder, checkpoint, fabric, experiment, on_event)
         for message in early:
             run.journal.warn(message)
         try:
@@ -168,11 +167,10 @@ class TrainingRun(Setup):
         fabric: Fabric,
         experiment: Experiment | None = None,
         on_event: OnEvent | None = None,
-        measure_peak: bool = False,
     ) -> None:
         """checkpoint: to resume from; None to begin."""
         super().__init__(recipe, folder, checkpoint, fabric)
-        self.journal = Journal(self, checkpoint is not None, experiment, on_event, measure_peak)
+        self.journal = Journal(self, checkpoint is not None, experiment, on_event)
         self.share = Share(fabric.global_rank, fabric.world_size, partial(total, fabric))
         self.by_document = takes_documents(self.config._attn_implementation)
         on_gpu = fabric.device.type == "cuda"

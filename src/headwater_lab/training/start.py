@@ -478,42 +478,35 @@ def build(recipe: Recipe, config: HeadwaterConfig, fabric: Fabric, context: int)
 
 def compiles(training: Training, device: torch.device) -> bool:
     """Whether to compile the model: by default on a GPU, where it can be. Raises `HeadwaterError` if asked in vain."""
+    missing = missing_compiler(device)
     if training.compile is None:
-        return device.type == "cuda" and has_triton() and not lacks_compiler(device)
-    if training.compile and lacks_compiler(device):
-        on_gpu = ("C", "gcc or clang", "CC")
-        kind, names, variable = on_gpu if device.type == "cuda" else ("C++", "g++ or clang++", "CXX")
-        raise HeadwaterError(
-            f"training.compile needs a {kind} compiler, but none was found; install {names}, or set {variable}, or "
-            "leave training.compile=false."
-        )
+        return device.type == "cuda" and has_triton() and missing is None
+    if training.compile and missing is not None:
+        raise HeadwaterError(f"training.compile needs {missing}, or leave training.compile=false.")
     return training.compile
 
 
-def lacks_compiler(device: torch.device) -> bool:
-    """Whether PyTorch's compiler misses the one it needs: for C++ on a CPU, and for C, as Triton does, on a GPU."""
-    if device.type == "cuda":
-        return os.name == "posix" and c_compiler() is None  # on Windows Triton brings its own
-    if device.type != "cpu":
-        return False
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
+def missing_compiler(device: torch.device) -> str | None:
+    """What PyTorch's compiler misses: one for C++ on a CPU, and for C, as Triton does, on a GPU."""
+    if device.type == "cuda" and os.name == "posix" and c_compiler() is None:  # on Windows Triton brings its own
+        return "a C compiler, but none was found; install gcc or clang, or set CC"
+    if device.type == "cpu":
+        from torch._inductor.cpp_builder import get_cpp_compiler
+        from torch._inductor.exc import InvalidCxxCompiler
 
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler:
-        return True
-    return False
+        try:
+            get_cpp_compiler()
+        except InvalidCxxCompiler:
+            return "a C++ compiler, but none was found; install g++ or clang++, or set CXX"
+    return None
 
 
 def uncompiled(training: Training, device: torch.device) -> str | None:
     """A notice if a run is not compiled only because the machine has no C compiler."""
-    if not (training.compile is None and device.type == "cuda" and has_triton() and lacks_compiler(device)):
+    if training.compile is not None or device.type != "cuda" or not has_triton():
         return None
-    return (
-        "The model is not compiled, which is slower, because Triton needs a C compiler and none was found; install gcc "
-        "or clang, or set CC."
-    )
+    missing = missing_compiler(device)
+    return None if missing is None else f"The model is not compiled, which is slower: Triton needs {missing}."
 
 
 def unfinished_warmup(training: Training) -> str | None:
