@@ -122,9 +122,9 @@ def _show_price(priced: ConversionPrice, teacher: str) -> None:
 
     table = lined("", "before", "after")
     before, after = priced.before, priced.after
-    table.add_row("cache, bytes a token", f"{before.cache_bytes_per_token:,}", f"{after.cache_bytes_per_token:,}")
-    table.add_row("cache of a row", f"{si(before.cache_bytes)}B", f"{si(after.cache_bytes)}B")
-    table.add_row("parameters", f"{before.parameters:,}", f"{after.parameters:,}")
+    for title, name in (("cache, bytes a token", "cache_bytes_per_token"), ("parameters", "parameters")):
+        table.add_row(title, f"{before[name]:,}", f"{after[name]:,}")
+    table.add_row("cache of a row", f"{si(before['cache_bytes'])}B", f"{si(after['cache_bytes'])}B")
     stdout.print(table)
     parts = ", ".join(f"{name} {flops:.3g}" for name, flops in priced.flops.items())
     held = f", of which {teacher} {si(priced.teacher_bytes)}B" if priced.teacher_bytes else ""

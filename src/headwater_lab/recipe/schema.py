@@ -12,7 +12,7 @@ import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
@@ -511,9 +511,6 @@ class Recipe(Settings):
     def _known_model_fields(cls, values: Any) -> Any:
         model = values.get("model") if isinstance(values, dict) else None
         if isinstance(model, dict):
-            for name in model:
-                if name not in MODEL_FIELDS | IMAGE_FIELDS:
-                    raise ValueError(f"model has no field {name!r}; {nearest(name, MODEL_FIELDS | IMAGE_FIELDS)}")
             if model.get("base", "llama") not in BASES:
                 raise ValueError(
                     f"model.base must be llama, gpt2, vit or a preset; {nearest(str(model['base']), BASES)}"
@@ -565,11 +562,7 @@ class Recipe(Settings):
         if data.tokenizer is not None:
             for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
                 given[token] = getattr(data.tokenizer, token)
-        try:
-            config = make(**(given | fields))
-            plan_layers(config)  # or a run would end after others of its comparison have been trained
-        except (HeadwaterError, StrictDataclassError) as error:
-            raise HeadwaterError(f"model: {sentence(error)}") from error
+        config = _checked_config(make, given | fields)
         if config.vocab_size < data.vocab_size:
             raise HeadwaterError(
                 f"model.vocab_size {config.vocab_size} is smaller than the data's {data.vocab_size} tokens; "
@@ -606,11 +599,7 @@ class Recipe(Settings):
                 )
         if base in ("llama", "gpt2") or (base in PRESETS and not isinstance(preset(base), HeadwaterVisionConfig)):
             raise HeadwaterError(f"model.base {base!r} is a text model; use vit or an image preset.")
-        try:
-            config = make(**(given | fields))
-            plan_layers(config)  # or a run would end after others of its comparison have been trained
-        except (HeadwaterError, StrictDataclassError) as error:
-            raise HeadwaterError(f"model: {sentence(error)}") from error
+        config = _checked_config(make, given | fields)
         if config.num_labels < len(names):
             raise HeadwaterError(
                 f"model.num_labels {config.num_labels} is smaller than the data's {len(names)} classes; leave it out."
@@ -652,14 +641,18 @@ class Recipe(Settings):
         """The names of the runs of `chain`, in order."""
         return ["start", *(stage.name for stage in self.stages)]
 
-    def stage_configs(self, config: HeadwaterConfig) -> Iterator[tuple[str, HeadwaterConfig]]:
-        """Each stage's name and config, derived from the first stage's `config`. Raises `HeadwaterError`."""
+    def configs(self, config: HeadwaterConfig) -> list[HeadwaterConfig]:
+        """The configs of the runs of `chain`. config: the checkpoint's that `start:` changes, or the first run's.
+
+        Raises `HeadwaterError`.
+        """
+        configs = [config if self.start is None else changed_config(config, self.start)]
         for stage in self.stages:
             try:
-                config = changed_config(config, stage)
+                configs.append(changed_config(configs[-1], stage))
             except HeadwaterError as error:
                 raise HeadwaterError(f"Stage {stage.name!r}: {error}") from error
-            yield stage.name, config
+        return configs
 
     def check_stages(self) -> None:
         """Raise `HeadwaterError` for a stage that would fail, before earlier stages are trained."""
@@ -672,7 +665,7 @@ class Recipe(Settings):
                         f"Stage {stage.name!r} trains again what the stage before had frozen, for which it has no "
                         "optimizer's state; leave out optimizer_state: keep."
                     )
-                frozen = stage.grow is not None and stage.grow.freeze
+                frozen = stage.grow.freeze
             if stage.optimizer_state == "keep" and before.training.optimizer != now.training.optimizer:
                 raise HeadwaterError(
                     f"Stage {stage.name!r} keeps the state of {before.training.optimizer} but trains with "
@@ -686,8 +679,7 @@ class Recipe(Settings):
         _check_one_metric(runs, "Stages are put on record")
         if self.start is None and self.stages:  # else the model is a checkpoint's
             # This does not read the data, whose vocabulary does not matter here.
-            for _ in self.stage_configs(self.config_for(DataShape(self.known_size or 1, self.row_length))):
-                pass
+            self.configs(self.config_for(DataShape(self.known_size or 1, self.row_length)))
 
     def arm(self, name: str, seed: int, size: str | None = None) -> Recipe:
         """The recipe of one trial of `compare`: the size's changes, then the arm's, then the arm's at that size."""
@@ -729,6 +721,15 @@ class Recipe(Settings):
         content = {name: value for name, value in content.items() if value}
         text = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return f"{IDENTITY_VERSION}:{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def _checked_config(make: Callable[..., HeadwaterConfig], fields: dict[str, Any]) -> HeadwaterConfig:
+    try:
+        config = make(**fields)
+        plan_layers(config)  # or a run would end after others of its comparison have been trained
+    except (HeadwaterError, StrictDataclassError) as error:
+        raise HeadwaterError(f"model: {sentence(error)}") from error
+    return config
 
 
 def changed_config(config: HeadwaterConfig, change: Change) -> HeadwaterConfig:

@@ -369,16 +369,14 @@ class TrainingRun(Setup):
                 saved = f"step {self.progress.step} is saved"
             elif not self.progress.step:
                 saved = "no step was taken yet"
+            advice = "Put them back and continue with --resume."
             if isinstance(error, UnreadableImage):
-                raise HeadwaterError(
-                    f"{sentence(error).rstrip('.')}; {saved}. Put an intact one in its place and continue with "
-                    "--resume, or remove it and begin a new run."
-                ) from error
-            where = f" ({error.filename})" if error.filename else ""
-            raise HeadwaterError(
-                f"The data cannot be read: {error.strerror or error}{where}; {saved}. "
-                "Put them back and continue with --resume."
-            ) from error
+                what = sentence(error).rstrip(".")
+                advice = "Put an intact one in its place and continue with --resume, or remove it and begin a new run."
+            else:
+                where = f" ({error.filename})" if error.filename else ""
+                what = f"The data cannot be read: {error.strerror or error}{where}"
+            raise HeadwaterError(f"{what}; {saved}. {advice}") from error
 
     def evaluates(self, step: int) -> bool:
         """Whether the recipe has the model evaluated after this step, unless it is the last one anyway."""

@@ -478,10 +478,9 @@ def build(recipe: Recipe, config: HeadwaterConfig, fabric: Fabric, context: int)
 
 def compiles(training: Training, device: torch.device) -> bool:
     """Whether to compile the model: by default on a GPU, where it can be. Raises `HeadwaterError` if asked in vain."""
-    missing = missing_compiler(device)
     if training.compile is None:
-        return device.type == "cuda" and has_triton() and missing is None
-    if training.compile and missing is not None:
+        return device.type == "cuda" and has_triton() and missing_compiler(device) is None
+    if training.compile and (missing := missing_compiler(device)) is not None:
         raise HeadwaterError(f"training.compile needs {missing}, or leave training.compile=false.")
     return training.compile
 
