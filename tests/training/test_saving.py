@@ -29,9 +29,7 @@ def fails_at(monkeypatch):
 
 def test_a_full_disk_ends_the_run_and_keeps_what_was_saved(recipe, tmp_path, fails_at):
     fails_at(8, OSError(errno.ENOSPC, "No space left on device"))
-    with pytest.raises(
-        HeadwaterError, match=r"of step 8 could not be saved .*disk is full.*step 4.*--resume"
-    ):
+    with pytest.raises(HeadwaterError, match=r"of step 8 could not be saved .*disk is full.*step 4.*--resume"):
         train(recipe(), tmp_path / "run")
     assert read_record(tmp_path / "run").status == "failed"
     assert [step_of(path) for path in (tmp_path / "run" / "checkpoints").iterdir()] == [4]

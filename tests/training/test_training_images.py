@@ -340,7 +340,7 @@ def test_what_is_not_fitted_is_said(make, finished, finished_text, letters, reci
     """Computed positions are not interpolated; a new classifier has no optimizer's state, and no text model has one."""
     events = [{"image_size": [size, size], "classes": 2} for size in (8, 12)]
     details = {"from": events[0], "to": events[1], "new_classifier": False, "interpolated": False}
-    assert refitting(Event(kind="refitted", details=details)).endswith("12 x 12 pixels now, of 8 x 8 before.")
+    assert refitting(Event(kind="refitted", details=details)).endswith("image_size [12, 12] in place of [8, 8].")
     values = make().model_dump(mode="json") | {"data": letters}
     values["start"] = {"checkpoint": str(finished), "new_classifier": True, "optimizer_state": "keep"}
     with pytest.raises(HeadwaterError, match="no state for a new classifier"):

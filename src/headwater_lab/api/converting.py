@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from headwater.models.causal_lm import HeadwaterForCausalLM
-from headwater.plugins.outside import check_paths
 from headwater.util.errors import HeadwaterError
 from headwater_lab.recipe.schema import Recipe, changed_recipe
 from headwater_lab.training.checkpoints import newest_checkpoint
 from headwater_lab.training.estimate import ConversionPrice, count_of, price_of
-from headwater_lab.training.models import Trained, last_training, open_source
+from headwater_lab.training.models import Trained, data_settings, open_source
 from headwater_lab.training.stages import chain, conversion_recipe, on_several
 from headwater_lab.training.start import MAY_DIFFER
 
@@ -108,14 +107,11 @@ def prepare_conversion(
 def _data_of(source: str, text: str | None, trained: Trained, checkpoint: Path) -> dict[str, Any]:
     """The data to heal on, as a recipe's section: a text, or what the model was last trained on."""
     if text is None:
-        last = last_training(trained.history)
-        data = last.details.get("data") if last is not None else None
-        settings = data.get("settings") if isinstance(data, dict) else None
-        if not isinstance(settings, dict):
+        settings = data_settings(trained.history)
+        if settings is None:
             raise HeadwaterError(
                 f"{source!r} does not say what it was trained on; pass a text of that kind with --text."
             )
-        check_paths(settings)  # the user must trust them
         return dict(settings)
     if trained.tokenizer is None:
         raise HeadwaterError(f"{source!r} has no tokenizer, so it cannot read a text; save it beside the model.")

@@ -399,10 +399,7 @@ class Growth(Settings):
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        try:
-            _ = self.options
-        except HeadwaterError as error:
-            raise ValueError(str(error)) from error
+        _ = self.options
         return self
 
 
