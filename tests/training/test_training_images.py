@@ -308,8 +308,7 @@ def test_a_trained_model_gets_a_classifier_and_positions_for_other_images(make, 
     values["start"]["new_classifier"] = True
     record = train(parse(values, "test"), tmp_path / "run")
     (notice,) = (one.message for one in record.notices if "fitted" in one.message)
-    assert "images of 12 x 12 pixels now, of 8 x 8 before, with learned positions interpolated" in notice
-    assert "2 classes in place of 10" in notice
+    assert "image_size [12, 12] in place of [8, 8], classes 2 in place of 10, learned positions interpolated" in notice
     model, old = (load_model(newest_checkpoint(path)) for path in (tmp_path / "run", finished))
     assert model.config.id2label == {0: "a", 1: "b"}
     assert (model.config.image_shape, model.classifier.weight.shape) == ((12, 12), (2, 16))

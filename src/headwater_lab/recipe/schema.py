@@ -639,11 +639,8 @@ class Recipe(Settings):
         return ["start", *(stage.name for stage in self.stages)]
 
     def configs(self, config: HeadwaterConfig) -> list[HeadwaterConfig]:
-        """The configs of the runs of `chain`. config: the checkpoint's that `start:` changes, or the first run's.
-
-        Raises `HeadwaterError`.
-        """
-        configs = [config if self.start is None else changed_config(config, self.start)]
+        """The configs of the runs of `chain`; config: the first one's. Raises `HeadwaterError`."""
+        configs = [config]
         for stage in self.stages:
             try:
                 configs.append(changed_config(configs[-1], stage))

@@ -29,6 +29,7 @@ from headwater_lab.recipe.schema import (
     MODEL_FIELDS,
     Recipe,
     Training,
+    changed_config,
     parse,
     read_recipe,
     values_of,
@@ -73,7 +74,7 @@ def price_of(recipe: Recipe, config: HeadwaterConfig, element: int) -> Conversio
         teacher = config_of(newest_checkpoint(path)) if path.is_dir() else open_source(settings.teacher).model.config
     elif settings is not None:
         teacher = config
-    configs = recipe.configs(config)
+    configs = recipe.configs(config if recipe.start is None else changed_config(config, recipe.start))
     if way_of(configs[-1]) is not None or not recipe.stages:
         raise HeadwaterError(
             "The recipe has no stage after which the model is the smaller one, trained; leave its stages as they are."
@@ -345,7 +346,7 @@ def _stages(name: str, recipe: Recipe, config: HeadwaterConfig) -> dict[str, Pla
             raise HeadwaterError(
                 f"{name!r} begins with the checkpoint {str(checkpoint)!r}, which is not there; make it first."
             )
-        config = config_of(newest_checkpoint(checkpoint))
+        config = changed_config(config_of(newest_checkpoint(checkpoint)), recipe.start)
     runs = [run for run, _ in recipe.chain(lambda name, _: Path(name))]
     return {
         name if stage == "start" else f"{name}, {stage}": Planned(each, run.training, run)

@@ -21,7 +21,7 @@ from typing import Any
 from headwater.conversion import config_of
 from headwater.util.errors import HeadwaterError, nearest
 from headwater.util.files import replace_text
-from headwater_lab.recipe.schema import Recipe
+from headwater_lab.recipe.schema import Recipe, changed_config
 from headwater_lab.training.checkpoints import STAGES, checkpoints, newest_checkpoint, publish_model
 from headwater_lab.training.loop import train
 from headwater_lab.training.records import Experiment, RunRecord, StageRecord, read_record, write_record
@@ -101,7 +101,7 @@ def check_later_stages(recipe: Recipe) -> None:
     earlier stages are trained. Reading a recipe checks those that begin with a fresh model."""
     if recipe.start is None or not recipe.stages or not Path(recipe.start.checkpoint).is_dir():
         return
-    recipe.configs(config_of(newest_checkpoint(Path(recipe.start.checkpoint))))
+    recipe.configs(changed_config(config_of(newest_checkpoint(Path(recipe.start.checkpoint))), recipe.start))
 
 
 def on_several(recipe: Recipe) -> bool:
