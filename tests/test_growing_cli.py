@@ -171,7 +171,8 @@ class TestGrow:
         assert digest(small) == before
         assert not (tmp_path / "small-grown").exists()
         assert run("grow", small, "attention_pairs=9")[0] == 0
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["small", "small-grown"]
+        shown = sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith("."))
+        assert shown == ["small", "small-grown"]
 
 
 @pytest.mark.sampled(2)
@@ -267,9 +268,9 @@ def grown_twice(recipe, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_merge_joins_copies_and_measures_all_on_each_ones_data(run, grown_twice):
+def test_merge_joins_copies_and_measures_all_on_each_ones_data(run, grown_twice, corpus):
     base, one, two = grown_twice
-    code, out, err = run("merge", base, one, two)
+    code, out, err = run("merge", base, one, two, "--trust", corpus)
     assert code == 0, err
     (merged,) = base.parent.glob("base-merged")
     event = history_of(merged)[-1]
@@ -300,9 +301,9 @@ def test_merge_joins_copies_and_measures_all_on_each_ones_data(run, grown_twice)
 
 
 @pytest.mark.slow
-def test_shrink_takes_pairs_away_and_says_what_it_costs(run, grown_twice, tmp_path):
+def test_shrink_takes_pairs_away_and_says_what_it_costs(run, grown_twice, tmp_path, corpus):
     _, one, _ = grown_twice
-    code, out, err = run("shrink", one, "--attention-pairs", 3, "--ffn-pairs", 4)
+    code, out, err = run("shrink", one, "--attention-pairs", 3, "--ffn-pairs", 4, "--trust", corpus)
     assert code == 0, err
     small = one.with_name("one-shrunk")
     event = history_of(small)[-1]

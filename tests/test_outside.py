@@ -163,25 +163,6 @@ def test_a_history_names_no_data_elsewhere(here, private, which):
         trained_on(ELSEWHERE[which](private))
 
 
-IN_RECIPES = {
-    "data": lambda private: {"data": {"source": private}},
-    "the start": lambda private: {"start": {"checkpoint": private}},
-    "a teacher": lambda private: {"training": {"distillation": {"teacher": private}}},
-    "a stage": lambda private: {"stages": [{"name": "a", "data": {"source": private}}]},
-}
-
-
-@pytest.mark.parametrize("which", IN_RECIPES)
-def test_a_record_names_nothing_elsewhere_to_run_again(here, private, which):
-    from headwater_lab.recipe.schema import parse_recorded
-
-    (here / "texts").mkdir()
-    values = {"name": "a", "title": "/", "data": {"kind": "text", "source": "texts"}}
-    parse_recorded(values, "a record")
-    with pytest.raises(NotTrusted, match=f"--trust {private}"):
-        parse_recorded(values | IN_RECIPES[which](str(private)), "a record")
-
-
 def test_but_data_below_the_current_folder_and_those_that_the_user_trusts(here, private):
     (here / "texts").symlink_to(private.rename(here / "all"))
     assert trained_on({"source": "texts"}).vocab_size == trained_on({"source": "all/*.txt"}).vocab_size == 257

@@ -52,7 +52,7 @@ from headwater_lab.training.checkpoints import newest_checkpoint, write_model
 from headwater_lab.training.models import Trained, converted, measure, open_trained
 from headwater_lab.training.records import Event, read_record
 from headwater_lab.training.stages import curve_of, train_stages
-from headwater_lab.training.start import distance, divergence
+from headwater_lab.training.start import divergence
 
 DEEP = dict(num_hidden_layers=4, num_key_value_heads=4)
 # (the model, what it goes over to)
@@ -253,17 +253,6 @@ def test_the_divergence_and_its_gradient_are_those_of_the_equation(temperature):
     assert_near(logits.grad, gradient, 1e-12)
 
 
-def test_the_distance_of_hidden_states():
-    torch.manual_seed(0)
-    own, other = ([torch.randn(2, 3, 4) for _ in range(3)] for _ in range(2))
-    which = torch.tensor([[True, False, True], [True, True, False]])
-    expected = [
-        sum(float((a[r, t] - b[r, t]).norm() ** 2 / b[r, t].norm() ** 2) for r, t in which.nonzero().tolist())
-        for a, b in zip(own[1:], other[1:], strict=True)
-    ]
-    assert float(distance(tuple(own), tuple(other), which)) == pytest.approx(sum(expected) / 2, rel=1e-5)
-
-
 # What is refused
 
 
@@ -389,7 +378,7 @@ def llama_config():
 
 def test_a_run_goes_over_and_finishes(written, tmp_path):
     before = {file.name: file.read_bytes() for file in (written / "llama").iterdir()}
-    recipe = staged(written, {"num_key_value_heads": 1, "anneal": True}, distillation={"hidden_weight": 0.1})
+    recipe = staged(written, {"num_key_value_heads": 1, "anneal": True}, distillation={})
     record = train_stages(recipe, tmp_path / "run")
     stages = record.stages
     assert [stage.cache_bytes_per_token for stage in stages] == [512, 256]

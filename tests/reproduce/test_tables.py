@@ -374,7 +374,7 @@ def parameters(place: SizedArm) -> int:
     run = place.recipe.arm(place.arm, place.seeds[0], place.size)
     vocabulary = run.model.get("vocab_size") or 257
     config = run.config_for(SimpleNamespace(vocab_size=vocabulary, context=run.row_length, tokenizer=None))
-    *_, last = [config, *(later for _, later in run.stage_configs(config))]
+    *_, last = run.configs(config)
     return sum(cost.parameters(last).values())
 
 

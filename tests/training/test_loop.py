@@ -409,8 +409,8 @@ def test_a_gpu_without_a_c_compiler_trains_uncompiled(recipe, tmp_path, monkeypa
     monkeypatch.setattr(setup, "uncompiled", lambda training, device: notice)
     record = train(recipe(training={"steps": 1, "warmup_steps": 0}), tmp_path / "run")
     assert [notice.message for notice in record.notices if "C compiler" in notice.message] == [
-        "The model is not compiled, which is slower, because Triton needs a C compiler and none was found; install gcc "
-        "or clang, or set CC."
+        "The model is not compiled, which is slower: Triton needs a C compiler, but none was found; install gcc or "
+        "clang, or set CC."
     ]
     monkeypatch.setenv("CC", "mycc")
     assert setup.compiles(Training(), gpu)

@@ -83,18 +83,6 @@ def test_whatever_stands_in_a_line_the_others_are_read(tmp_path, line):
     assert "line 6 of" in found.damage
 
 
-def test_a_full_disk_leaves_no_line_that_runs_into_the_next(tmp_path, monkeypatch):
-    file = written(tmp_path)
-    metrics = Metrics(tmp_path, 100, "bits_per_byte")
-    metrics.add(Notice(step=20, message="before"))
-    metrics.torn = True
-    with file.open("a") as stream:  # what the disk had room for
-        stream.write('{"kind": "noti')
-    metrics.add(Notice(step=21, message="after"))
-    assert [point.message for point in read(tmp_path).points[-2:]] == ["before", "after"]
-    assert read(tmp_path).damage is None
-
-
 def test_a_damaged_log_is_gone_on_with_and_told(recipe, tmp_path):
     values = recipe(training={"steps": 4}, reporting={"log_every": 1, "save_every": 2})
     train(values, tmp_path / "run", until=2)

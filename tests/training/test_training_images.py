@@ -308,8 +308,7 @@ def test_a_trained_model_gets_a_classifier_and_positions_for_other_images(make, 
     values["start"]["new_classifier"] = True
     record = train(parse(values, "test"), tmp_path / "run")
     (notice,) = (one.message for one in record.notices if "fitted" in one.message)
-    assert "images of 12 x 12 pixels now, of 8 x 8 before, with learned positions interpolated" in notice
-    assert "2 classes in place of 10" in notice
+    assert "image_size [12, 12] in place of [8, 8], classes 2 in place of 10, learned positions interpolated" in notice
     model, old = (load_model(newest_checkpoint(path)) for path in (tmp_path / "run", finished))
     assert model.config.id2label == {0: "a", 1: "b"}
     assert (model.config.image_shape, model.classifier.weight.shape) == ((12, 12), (2, 16))
@@ -340,7 +339,7 @@ def test_what_is_not_fitted_is_said(make, finished, finished_text, letters, reci
     """Computed positions are not interpolated; a new classifier has no optimizer's state, and no text model has one."""
     events = [{"image_size": [size, size], "classes": 2} for size in (8, 12)]
     details = {"from": events[0], "to": events[1], "new_classifier": False, "interpolated": False}
-    assert refitting(Event(kind="refitted", details=details)).endswith("12 x 12 pixels now, of 8 x 8 before.")
+    assert refitting(Event(kind="refitted", details=details)).endswith("image_size [12, 12] in place of [8, 8].")
     values = make().model_dump(mode="json") | {"data": letters}
     values["start"] = {"checkpoint": str(finished), "new_classifier": True, "optimizer_state": "keep"}
     with pytest.raises(HeadwaterError, match="no state for a new classifier"):

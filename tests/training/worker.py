@@ -37,18 +37,18 @@ def looked_before(self, batch, counted):
     return losses(self, batch, counted)
 
 
-write = Shard.write
+write_data = Shard.write_data
 
 
 def full_at(step: int | None):
-    """`Shard.write`, as on a machine, the second process's, whose disk is full at this step."""
+    """`Shard.write_data`, as on a machine, the second process's, whose disk is full at this step."""
 
-    def writes(self, tensors):
-        if dist.get_rank() == 1 and f"step-{step:06d}" in str(self.folder):
+    def writes(self, *args):
+        if dist.get_rank() == 1 and f"step-{step:06d}" in str(self.path):
             raise OSError(errno.ENOSPC, "No space left on device")
-        write(self, tensors)
+        return write_data(self, *args)
 
-    return write if step is None else writes
+    return write_data if step is None else writes
 
 
 manual_seed = torch.manual_seed
@@ -71,7 +71,7 @@ def main(file: Path) -> None:
             if point is None and step == job.get("signal_at"):
                 os.kill(os.getpid(), job["signal"])
 
-        Shard.write = full_at(job.get("full_at"))
+        Shard.write_data = full_at(job.get("full_at"))
         seeds.clear()
         _dynamo.reset()
         counters.clear()

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from headwater.models.causal_lm import HeadwaterForCausalLM
-from headwater.plugins.outside import check_paths
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import replace_text
 from headwater_lab.api.common import measured, quiet
@@ -20,7 +19,7 @@ from headwater_lab.api.training import watched
 from headwater_lab.recipe.schema import Recipe, changed_recipe
 from headwater_lab.training.checkpoints import FOLDER, how_to_load, newest_checkpoint, publish_model, write_model
 from headwater_lab.training.estimate import ConversionPrice, count_of, price_of
-from headwater_lab.training.models import Trained, changed_text, last_training, open_source, open_trained
+from headwater_lab.training.models import Trained, changed_text, data_settings, open_source, open_trained
 from headwater_lab.training.processes import connected
 from headwater_lab.training.records import RunRecord
 from headwater_lab.training.run_folder import mark
@@ -97,9 +96,7 @@ def convert(
         before = measured("measuring the original", trained.model.to(device), built, watch)
         del trained, conversion.trained
         watch.tell("making the smaller model")
-        record = train_stages(
-            recipe, out, on_event=watched(recipe, chain(recipe, out), watch), measure_peak=watch.measures_peak
-        )
+        record = train_stages(recipe, out, on_event=watched(recipe, chain(recipe, out), watch))
         result = _written(out, record, dtype)
         publish_model(result, out)
         after = measured("measuring the result", open_source(str(result)).model.to(device), built, watch)
@@ -176,14 +173,11 @@ def prepare_conversion(
 def _data_of(source: str, text: str | None, trained: Trained, checkpoint: Path) -> dict[str, Any]:
     """The data to heal on, as a recipe's section: a text, or what the model was last trained on."""
     if text is None:
-        last = last_training(trained.history)
-        data = last.details.get("data") if last is not None else None
-        settings = data.get("settings") if isinstance(data, dict) else None
-        if not isinstance(settings, dict):
+        settings = data_settings(trained.history)
+        if settings is None:
             raise HeadwaterError(
                 f"{source!r} does not say what it was trained on; pass a text of that kind with --text."
             )
-        check_paths(settings)  # the user must trust them
         return dict(settings)
     if trained.tokenizer is None:
         raise HeadwaterError(f"{source!r} has no tokenizer, so it cannot read a text; save it beside the model.")
@@ -223,9 +217,9 @@ def _written(target: Path, record: RunRecord, dtype: torch.dtype) -> Path:
 def _say_price(priced: ConversionPrice, teacher: str, watch: Observer) -> None:
     sides = priced.before, priced.after
     rows = [
-        ["cache, bytes a token", *(f"{side.cache_bytes_per_token:,}" for side in sides)],
-        ["cache of a row", *(f"{si(side.cache_bytes)}B" for side in sides)],
-        ["parameters", *(f"{side.parameters:,}" for side in sides)],
+        ["cache, bytes a token", *(f"{side['cache_bytes_per_token']:,}" for side in sides)],
+        ["cache of a row", *(f"{si(side['cache_bytes'])}B" for side in sides)],
+        ["parameters", *(f"{side['parameters']:,}" for side in sides)],
     ]
     watch.say(lined("", "before", "after", rows=rows))
     parts = ", ".join(f"{name} {flops:.3g}" for name, flops in priced.flops.items())

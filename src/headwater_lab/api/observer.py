@@ -8,11 +8,10 @@ from typing import Any
 class Observer:
     """Receives results, notices and progress. This one takes no notice; that of the commands prints.
 
-    listens: whether to measure what is only reported. measures_peak: the same of the device's peak, for the MFU.
+    listens: whether to measure what is only reported.
     """
 
     listens = False
-    measures_peak = False
 
     def say(self, part: Any) -> None:
         """Receive a sentence or a table of the result."""

@@ -76,7 +76,6 @@ def train(
         experiment=experiment,
         only=stage,
         on_event=on_event or watched(loaded, chain(loaded, folder), watch),
-        measure_peak=watch.measures_peak,
     )
     stages = dict(zip(loaded.stage_names, (path for _, path in chain(loaded, folder)), strict=True))
     return Run(folder, record, folder if stage is None else stages[stage])

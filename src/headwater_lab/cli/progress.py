@@ -42,7 +42,6 @@ class ProgressReport(Progress, Observer):
         self.printed: dict[TaskID, tuple[float, str]] = {}
         self.tasks_by_name: dict[str, TaskID] = {}
         self.is_running = False
-        self.measures_peak = stderr.is_terminal
         self.stream = sys.stderr  # also while other libraries' output is silenced
 
     def __enter__(self) -> ProgressReport:

@@ -58,8 +58,7 @@ def price(places: list[SizedArm], scale: ScaleName) -> TablePrice:
 def stages(recipe: Recipe) -> Iterator[tuple[str, float, int]]:
     """Identity, training FLOPs and steps of each stage of a run. The data are not read for it."""
     size = recipe.known_size or len(byte_tokenizer())
-    config = recipe.config_for(DataShape(size, recipe.row_length))
-    configs = [config, *(later for _, later in recipe.stage_configs(config))]
+    configs = recipe.configs(recipe.config_for(DataShape(size, recipe.row_length)))
     for (run, _), own in zip(recipe.chain(lambda name, _: Path(name)), configs, strict=True):
         section = run.training
         tokens = section.steps * section.batch_size * section.gradient_accumulation_steps * run.row_length

@@ -12,7 +12,7 @@ import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
@@ -35,7 +35,7 @@ from headwater.config.vision import HeadwaterVisionConfig
 from headwater.conversion.convert import blended_config, check_conversion, finished_config
 from headwater.growth.grow import grown_config
 from headwater.growth.methods import GrowthOptions, KeyInit, TauPolicy
-from headwater.plugins.outside import check_paths, trust_names_in
+from headwater.plugins.outside import trust_names_in
 from headwater.plugins.registry import MECHANISMS, Registry, as_mapping
 from headwater.util.errors import HeadwaterError, NotTrusted, nearest, sentence, shown
 from headwater.util.files import local
@@ -126,8 +126,6 @@ class Distillation(Settings):
     one."""
     temperature: float = Field(default=1.0, gt=0, le=1000)
     """T, which divides both models' logits."""
-    hidden_weight: float = Field(default=0.0, ge=0, le=1e6)
-    """Weight of the mean over layers of ‖h - h_teacher‖² / ‖h_teacher‖², for the residual stream after each layer."""
 
 
 class Training(Settings):
@@ -203,9 +201,6 @@ class Training(Settings):
     strategy: Literal["auto", "ddp", "fsdp"] = "auto"
     """How several processes share the work: ddp averages gradients, fsdp (FSDP2) also splits the parameters; auto is
     ddp if there is more than one."""
-    replicas: Count = 1
-    """With fsdp, copies of the model, each split over the processes of one (HSDP): as many as there are nodes keeps the
-    traffic of parameters within a node."""
     devices: Count = 1
     """Devices per node, one process each. torchrun's own number takes precedence."""
     nodes: Count = 1
@@ -215,8 +210,6 @@ class Training(Settings):
 
     @model_validator(mode="after")
     def _options_fit(self) -> Self:
-        if self.replicas > 1 and self.strategy != "fsdp":
-            raise ValueError("training.replicas is for training.strategy=fsdp")
         if self.optimizer_options and self.optimizer in OPTIMIZERS.own:
             raise ValueError(
                 f"training.optimizer_options are for outside optimizers; {self.optimizer} has its own fields"
@@ -406,10 +399,7 @@ class Growth(Settings):
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        try:
-            _ = self.options
-        except HeadwaterError as error:
-            raise ValueError(str(error)) from error
+        _ = self.options
         return self
 
 
@@ -514,9 +504,6 @@ class Recipe(Settings):
     def _known_model_fields(cls, values: Any) -> Any:
         model = values.get("model") if isinstance(values, dict) else None
         if isinstance(model, dict):
-            for name in model:
-                if name not in MODEL_FIELDS | IMAGE_FIELDS:
-                    raise ValueError(f"model has no field {name!r}; {nearest(name, MODEL_FIELDS | IMAGE_FIELDS)}")
             if model.get("base", "llama") not in BASES:
                 raise ValueError(
                     f"model.base must be llama, gpt2, vit or a preset; {nearest(str(model['base']), BASES)}"
@@ -568,11 +555,7 @@ class Recipe(Settings):
         if data.tokenizer is not None:
             for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
                 given[token] = getattr(data.tokenizer, token)
-        try:
-            config = make(**(given | fields))
-            plan_layers(config)  # or a run would end after others of its comparison have been trained
-        except (HeadwaterError, StrictDataclassError) as error:
-            raise HeadwaterError(f"model: {sentence(error)}") from error
+        config = _checked_config(make, given | fields)
         if config.vocab_size < data.vocab_size:
             raise HeadwaterError(
                 f"model.vocab_size {config.vocab_size} is smaller than the data's {data.vocab_size} tokens; "
@@ -609,11 +592,7 @@ class Recipe(Settings):
                 )
         if base in ("llama", "gpt2") or (base in PRESETS and not isinstance(preset(base), HeadwaterVisionConfig)):
             raise HeadwaterError(f"model.base {base!r} is a text model; use vit or an image preset.")
-        try:
-            config = make(**(given | fields))
-            plan_layers(config)  # or a run would end after others of its comparison have been trained
-        except (HeadwaterError, StrictDataclassError) as error:
-            raise HeadwaterError(f"model: {sentence(error)}") from error
+        config = _checked_config(make, given | fields)
         if config.num_labels < len(names):
             raise HeadwaterError(
                 f"model.num_labels {config.num_labels} is smaller than the data's {len(names)} classes; leave it out."
@@ -655,14 +634,15 @@ class Recipe(Settings):
         """The names of the runs of `chain`, in order."""
         return ["start", *(stage.name for stage in self.stages)]
 
-    def stage_configs(self, config: HeadwaterConfig) -> Iterator[tuple[str, HeadwaterConfig]]:
-        """Each stage's name and config, derived from the first stage's `config`. Raises `HeadwaterError`."""
+    def configs(self, config: HeadwaterConfig) -> list[HeadwaterConfig]:
+        """The configs of the runs of `chain`; config: the first one's. Raises `HeadwaterError`."""
+        configs = [config]
         for stage in self.stages:
             try:
-                config = changed_config(config, stage)
+                configs.append(changed_config(configs[-1], stage))
             except HeadwaterError as error:
                 raise HeadwaterError(f"Stage {stage.name!r}: {error}") from error
-            yield stage.name, config
+        return configs
 
     def check_stages(self) -> None:
         """Raise `HeadwaterError` for a stage that would fail, before earlier stages are trained."""
@@ -675,7 +655,7 @@ class Recipe(Settings):
                         f"Stage {stage.name!r} trains again what the stage before had frozen, for which it has no "
                         "optimizer's state; leave out optimizer_state: keep."
                     )
-                frozen = stage.grow is not None and stage.grow.freeze
+                frozen = stage.grow.freeze
             if stage.optimizer_state == "keep" and before.training.optimizer != now.training.optimizer:
                 raise HeadwaterError(
                     f"Stage {stage.name!r} keeps the state of {before.training.optimizer} but trains with "
@@ -689,8 +669,7 @@ class Recipe(Settings):
         _check_one_metric(runs, "Stages are put on record")
         if self.start is None and self.stages:  # else the model is a checkpoint's
             # This does not read the data, whose vocabulary does not matter here.
-            for _ in self.stage_configs(self.config_for(DataShape(self.known_size or 1, self.row_length))):
-                pass
+            self.configs(self.config_for(DataShape(self.known_size or 1, self.row_length)))
 
     def arm(self, name: str, seed: int, size: str | None = None) -> Recipe:
         """The recipe of one trial of `compare`: the size's changes, then the arm's, then the arm's at that size."""
@@ -732,6 +711,15 @@ class Recipe(Settings):
         content = {name: value for name, value in content.items() if value}
         text = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return f"{IDENTITY_VERSION}:{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def _checked_config(make: Callable[..., HeadwaterConfig], fields: dict[str, Any]) -> HeadwaterConfig:
+    try:
+        config = make(**fields)
+        plan_layers(config)  # or a run would end after others of its comparison have been trained
+    except (HeadwaterError, StrictDataclassError) as error:
+        raise HeadwaterError(f"model: {sentence(error)}") from error
+    return config
 
 
 def changed_config(config: HeadwaterConfig, change: Change) -> HeadwaterConfig:
@@ -799,9 +787,6 @@ def find_recipe(argument: str | Path) -> Path:
     what = f"There is no recipe {shown(str(argument))}, neither a file nor a shipped one"
     raise HeadwaterError(f"{what}; {guess if len(guess) < 80 else '`headwater list recipes` lists the shipped ones.'}")
 
-
-# Sections of a recipe that name data and models.
-_WITH_PATHS = ("data", "start", "training", "stages", "compare")
 
 # As it was written, its key, its value.
 Override = tuple[str, list[str], Any]
@@ -898,16 +883,6 @@ def parse(values: Any, where: str) -> Recipe:
         trials = [recipe.arm(name, seed, size) for name in recipe.compare.arms for size in sizes]
         _check_one_metric(trials, f"{where}: arms are compared")
     return recipe
-
-
-def parse_recorded(values: Any, where: str) -> Recipe:
-    """The recipe in a record or a checkpoint, to run again: `parse`, where its paths need the user's trust too.
-
-    Raises `HeadwaterError`.
-    """
-    if isinstance(values, Mapping):
-        check_paths({name: values[name] for name in _WITH_PATHS if name in values})
-    return parse(values, where)
 
 
 def untrusted_in(error: ValidationError) -> NotTrusted | None:

@@ -44,26 +44,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Side:
-    """A model before or after. Bytes of the cache are in the precision of the model's weights."""
-
-    parameters: int
-    cache_bytes_per_token: int
-    cache_bytes: int
-    """Of a sequence of the recipe's context."""
-    weights_bytes: int
-
-
-@dataclass(frozen=True)
 class ConversionPrice:
     """What a conversion costs and saves.
 
-    flops: of healing, by stage, with the teacher's. step_bytes: memory of a step at its peak; teacher_bytes: of these,
-    the teacher's weights.
+    before, after: the model's parameters, and bytes of its weights and of its cache, in the precision of the weights;
+    cache_bytes is of a sequence of the recipe's context. flops: of healing, by stage, with the teacher's. step_bytes:
+    memory of a step at its peak; teacher_bytes: of these, the teacher's weights.
     """
 
-    before: Side
-    after: Side
+    before: dict[str, int]
+    after: dict[str, int]
     tokens: int
     flops: dict[str, float]
     step_bytes: int
@@ -81,8 +71,7 @@ def price_of(recipe: Recipe, config: HeadwaterConfig, element: int) -> Conversio
         teacher = config_of(newest_checkpoint(path)) if path.is_dir() else open_source(settings.teacher).model.config
     elif settings is not None:
         teacher = config
-    first = config if recipe.start is None else changed_config(config, recipe.start)
-    configs = [first, *(later for _, later in recipe.stage_configs(first))]
+    configs = recipe.configs(config if recipe.start is None else changed_config(config, recipe.start))
     if way_of(configs[-1]) is not None or not recipe.stages:
         raise HeadwaterError(
             "The recipe has no stage after which the model is the smaller one, trained; leave its stages as they are."
@@ -96,13 +85,16 @@ def price_of(recipe: Recipe, config: HeadwaterConfig, element: int) -> Conversio
         tokens, flops[name] = tokens + of_stage, (step.training + teaching) * of_stage
         peak = max(peak, step.step_bytes)
 
-    def side(config: HeadwaterConfig) -> Side:
-        count = sum(cost.parameters(config).values())
-        per_token = cost.cache_bytes_per_token(config, element)
-        return Side(count, per_token, cost.cache_bytes(config, context, 1, element), count * element)
+    def side(config: HeadwaterConfig) -> dict[str, int]:
+        return {
+            "parameters": (count := sum(cost.parameters(config).values())),
+            "cache_bytes_per_token": cost.cache_bytes_per_token(config, element),
+            "cache_bytes": cost.cache_bytes(config, context, 1, element),
+            "weights_bytes": count * element,
+        }
 
-    before, after, held = side(config), side(configs[-1]), 0 if teacher is None else side(teacher).weights_bytes
-    return ConversionPrice(before, after, tokens, flops, peak + held, held)
+    held = 0 if teacher is None else side(teacher)["weights_bytes"]
+    return ConversionPrice(side(config), side(configs[-1]), tokens, flops, peak + held, held)
 
 
 _WHAT = "name a preset, a recipe, a config.json or a checkpoint"
@@ -353,11 +345,9 @@ def _stages(name: str, recipe: Recipe, config: HeadwaterConfig) -> dict[str, Pla
             )
         config = changed_config(config_of(newest_checkpoint(checkpoint)), recipe.start)
     runs = [run for run, _ in recipe.chain(lambda name, _: Path(name))]
-    configs = [config, *(later for _, later in recipe.stage_configs(config))]
-    stages = zip(recipe.stage_names, configs, runs, strict=True)
     return {
         name if stage == "start" else f"{name}, {stage}": Planned(each, run.training, run)
-        for stage, each, run in stages
+        for stage, each, run in zip(recipe.stage_names, recipe.configs(config), runs, strict=True)
     }
 
 

@@ -1,7 +1,7 @@
 """The training loop: batch, loss, backward, step and logging. It can be read in one sitting.
 
 Lightning Fabric handles devices, processes, precision and loggers. `Setup` builds what a step uses, `Journal` writes
-results, `Saver` saves everything. Batches are prepared in another thread while the step before them runs.
+results. Batches are prepared in another thread while the step before them runs.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from headwater_lab.recipe.schema import Recipe
 from headwater_lab.training.checkpoints import (
     FOLDER,
     Progress,
-    Saver,
     checkpoints,
     optimizer_tensors,
     prune,
     publish_model,
+    save_checkpoint,
 )
 from headwater_lab.training.optimizers import clip, gradient_norm, learning_rate
 from headwater_lab.training.processes import (
@@ -53,7 +53,6 @@ from headwater_lab.training.processes import (
     leave,
     local,
     lost_process,
-    placed,
     reshard,
     sharded,
     to_device,
@@ -78,7 +77,6 @@ def train(
     resume: bool = False,
     experiment: Experiment | None = None,
     on_event: OnEvent | None = None,
-    measure_peak: bool = False,
     until: int | None = None,
 ) -> RunRecord:
     """Train one model as the recipe says, into `folder`.
@@ -88,7 +86,6 @@ def train(
     experiment: the comparison this run belongs to, for its record.
     on_event: called in the first process with (step, None) after every step, and with (step, point) for each new point
         of the curve, speed, held-out metric or warning.
-    measure_peak: measure the CPU's peak FLOP/s first, so that the MFU can be computed; a GPU's peak is known.
     until: stop after this many of the recipe's steps, evaluated and saved; the record says "stopped", and a run with
         `resume` continues as if it had never stopped.
 
@@ -107,11 +104,11 @@ def train(
     ):
         if fabric.device.type == "cpu":
             keep_freed_memory()
-        run = TrainingRun(recipe, folder, checkpoint, fabric, experiment, on_event, measure_peak)
+        run = TrainingRun(recipe, folder, checkpoint, fabric, experiment, on_event)
         for message in early:
             run.journal.warn(message)
         try:
-            with closing(run.batches), run.saver:
+            with closing(run.batches):
                 run.train(stop, until)
         except Interrupted:
             run.journal.write("stopped")
@@ -122,8 +119,6 @@ def train(
             if not lost:  # or its outcome may never arrive
                 with suppress(Exception):
                     run.settle()
-            if run.saver.failure not in (None, error):
-                run.journal.warn(f"{run.saver.failure}")
             with suppress(HeadwaterError):  # a full disk matters less than the error itself
                 run.journal.write(status, error)
             if lost:
@@ -144,20 +139,19 @@ def stepping(recipe: Recipe, folder: Path) -> Iterator[TrainingRun]:
         if fabric.device.type == "cpu":
             keep_freed_memory()
         run = TrainingRun(recipe, folder, None, fabric)
-        with closing(run.batches), run.saver:
+        with closing(run.batches):
             yield run
 
 
 class StepOutcome(NamedTuple):
     """A step's results, on their way from the device.
 
-    counts: labels, the rows' fingerprint, processes asked to stop, processes whose `Saver` was ready, in its `phase`.
+    counts: labels, the rows' fingerprint, processes asked to stop.
     """
 
     step: int
     loss_and_norm: Reading
     counts: Reading
-    phase: int
 
 
 class TrainingRun(Setup):
@@ -171,11 +165,10 @@ class TrainingRun(Setup):
         fabric: Fabric,
         experiment: Experiment | None = None,
         on_event: OnEvent | None = None,
-        measure_peak: bool = False,
     ) -> None:
         """checkpoint: to resume from; None to begin."""
         super().__init__(recipe, folder, checkpoint, fabric)
-        self.journal = Journal(self, checkpoint is not None, experiment, on_event, measure_peak)
+        self.journal = Journal(self, checkpoint is not None, experiment, on_event)
         self.share = Share(fabric.global_rank, fabric.world_size, partial(total, fabric))
         self.by_document = takes_documents(self.config._attn_implementation)
         on_gpu = fabric.device.type == "cuda"
@@ -184,7 +177,6 @@ class TrainingRun(Setup):
         self.skips_on_device = all(
             getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in self.optimizers
         )
-        self.saver = Saver(fabric, sharded(recipe.training), neighbors=placed(recipe.training)[0])
         self.outcome: StepOutcome | None = None
         # Progress and learning rate at a point of the curve, until its step is settled.
         self.due: tuple[Progress, float] | None = None
@@ -205,7 +197,7 @@ class TrainingRun(Setup):
             self.evaluate()
         self.journal.announce("the first step takes longest" if is_compiled(self.model) else "")
         stopping = False
-        with memory_advice(self.recipe, self.config, self.data.context, self.fabric):
+        with memory_advice(self.recipe.training, is_of_images(self.config), self.fabric.world_size):
             while progress.step < steps and not stopping:
                 rate = self.step(stop.is_set())
                 step, is_last = progress.step, progress.step == steps
@@ -247,8 +239,7 @@ class TrainingRun(Setup):
         with self.reading():
             parts = [next(self.batches) for _ in range(settings.gradient_accumulation_steps)]
         progress.waited += time.perf_counter() - started
-        phase, ready = self.saver.phase, self.saver.ready
-        own = torch.tensor([sum(each.labels for each in parts), sum(each.fingerprint for each in parts), stop, ready])
+        own = torch.tensor([sum(each.labels for each in parts), sum(each.fingerprint for each in parts), stop])
         counts = total(self.fabric, to_device(own, self.fabric.device))
 
         loss = self.backward([each.batch for each in parts], counts[0])
@@ -268,7 +259,7 @@ class TrainingRun(Setup):
         progress.rows += settings.batch_size * settings.gradient_accumulation_steps
         progress.tokens += self.fabric.world_size * sum(units(each.batch) for each in parts)
         self.settle()
-        self.outcome = StepOutcome(progress.step, Reading(torch.stack((loss, norm))), Reading(counts), phase)
+        self.outcome = StepOutcome(progress.step, Reading(torch.stack((loss, norm))), Reading(counts))
         if progress.skipped_last + 1 >= settings.max_skipped_steps:  # the next skipped step ends the run
             self.settle()
         progress.seconds += time.perf_counter() - started
@@ -309,7 +300,6 @@ class TrainingRun(Setup):
                 out = self.wrapped(pixel_values=batch["pixel_values"], labels=labels)
                 loss = out.loss * (len(labels) / counted)
                 return loss, loss
-            states = {"output_hidden_states": True} if teacher is not None and teacher.settings.hidden_weight else {}
             out = self.wrapped(
                 **batch,
                 labels=batch["shift_labels"],
@@ -317,24 +307,21 @@ class TrainingRun(Setup):
                 skip_logits=teacher is None,
                 output_z_loss=training.z_loss > 0,
                 loss_chunk_tokens=training.loss_chunk_tokens,
-                **states,
             )
             aimed = out.loss + training.z_loss * out.z_loss if training.z_loss else out.loss
-            return out.loss, aimed if teacher is None else teacher.aim(aimed, out, batch, counted)
+            return out.loss, aimed if teacher is None else teacher.aim(aimed, out.logits, batch, counted)
 
     def settle(self) -> None:
         """Read the outcome of the last step, if not yet read: count it as done or skipped, and record the point of the
         curve that is due. Raises `Diverged`."""
         if self.outcome is None:
             return
-        (step, readings, counts, phase), self.outcome = self.outcome, None
+        (step, readings, counts), self.outcome = self.outcome, None
         loss, self.norm = readings.values()
-        _, fingerprint, stops, ready = counts.values()
+        _, fingerprint, stops = counts.values()
         progress = self.progress
         progress.order = hashlib.sha256(f"{progress.order}{fingerprint}".encode()).hexdigest()
         self.others_stop = stops > 0
-        if ready == self.fabric.world_size and phase == self.saver.phase:
-            self.saver.advance()
         if math.isfinite(loss) and math.isfinite(self.norm):
             progress.skipped_last = 0
             self.running["loss"] += loss
@@ -376,16 +363,14 @@ class TrainingRun(Setup):
                 saved = f"step {self.progress.step} is saved"
             elif not self.progress.step:
                 saved = "no step was taken yet"
+            advice = "Put them back and continue with --resume."
             if isinstance(error, UnreadableImage):
-                raise HeadwaterError(
-                    f"{sentence(error).rstrip('.')}; {saved}. Put an intact one in its place and continue with "
-                    "--resume, or remove it and begin a new run."
-                ) from error
-            where = f" ({error.filename})" if error.filename else ""
-            raise HeadwaterError(
-                f"The data cannot be read: {error.strerror or error}{where}; {saved}. "
-                "Put them back and continue with --resume."
-            ) from error
+                what = sentence(error).rstrip(".")
+                advice = "Put an intact one in its place and continue with --resume, or remove it and begin a new run."
+            else:
+                where = f" ({error.filename})" if error.filename else ""
+                what = f"The data cannot be read: {error.strerror or error}{where}"
+            raise HeadwaterError(f"{what}; {saved}. {advice}") from error
 
     def evaluates(self, step: int) -> bool:
         """Whether the recipe has the model evaluated after this step, unless it is the last one anyway."""
@@ -441,10 +426,9 @@ class TrainingRun(Setup):
     def save(self, must: bool = True) -> None:
         """Save a checkpoint, unless the weights are not finite: then keep the previous one.
 
-        must: wait until it is written, and raise `Diverged` if the weights are not finite; otherwise warn.
+        must: raise `Diverged` if the weights are not finite; otherwise warn.
         """
         self.settle()
-        self.saver.finish()
         broken = [~parameter.isfinite().all() for parameter in map(local, self.parameters)]
         if int(total(self.fabric, torch.stack(broken).sum())):  # one wait for all
             what = f"after step {self.progress.step} some weights are not finite"
@@ -454,19 +438,20 @@ class TrainingRun(Setup):
             raise self.diverged(f"{what}; lower")
         state = optimizer_tensors(self.model, self.optimizers)
         state |= {f"running.{name}": tensor for name, tensor in self.running.items()}
+        state |= {} if self.average is None else self.average.state
+        target, is_sharded = self.folder / FOLDER / f"step-{self.progress.step:06d}", sharded(self.recipe.training)
         with self.averaged():
-            self.saver.start(
-                self.folder / FOLDER / f"step-{self.progress.step:06d}",
+            save_checkpoint(
+                self.fabric,
+                target,
                 self.progress,
                 self.model,
                 self.preparer,
-                state | ({} if self.average is None else self.average.state),
-                history=self.journal.history,
-                then=self.publish,
-                copy=not must,
+                state,
+                self.journal.history,
+                is_sharded,
             )
-            if must:
-                self.saver.finish()
+        first(self.fabric, self.publish)
 
     def publish(self) -> None:
         """Put the newest checkpoint's model at the top of the folder, and remove the checkpoints that the recipe does

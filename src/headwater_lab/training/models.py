@@ -231,18 +231,25 @@ def data_of(history: list[Event]) -> Data | None:
     """The data a model was last trained on; None if its history names none. Raises `HeadwaterError`, also for data
     that the user does not trust.
     """
-    last = last_training(history)
-    if last is None:
+    named = data_settings(history)
+    if named is None:
         return None
     try:
-        named = last.details["data"]["settings"]
-        check_paths(named)
         settings = TypeAdapter(AnyData).validate_python(named)
-    except (KeyError, TypeError, ValidationError) as error:
-        if isinstance(error, ValidationError) and (refused := untrusted_in(error)) is not None:
+    except ValidationError as error:
+        if (refused := untrusted_in(error)) is not None:
             raise refused from error
         raise HeadwaterError("The model's history names data that this version does not know; pass --text.") from error
     return settings.build()
+
+
+def data_settings(history: list[Event]) -> dict[str, Any] | None:
+    """The settings of these data, whose paths the user must trust."""
+    last = last_training(history)
+    data = last.details.get("data") if last is not None else None
+    settings = data.get("settings") if isinstance(data, dict) else None
+    check_paths(settings)
+    return settings if isinstance(settings, dict) else None
 
 
 def last_training(history: list[Event]) -> Event | None:
@@ -429,19 +436,10 @@ def with_more_tokens(trained: Trained, data: Data) -> Trained:
 def refitting(event: Event) -> str:
     """What `refitted` has done, in a sentence."""
     old, new = event.details["from"], event.details["to"]
-    if "vocab_size" in new:
-        sizes = f"{new['vocab_size']} tokens now, {old['vocab_size']} before"
-        return f"The model was fitted to the data's tokenizer, which has more tokens: it knows {sizes}."
-    said = []
-    if old["image_size"] != new["image_size"]:
-        before, after = ("{} x {}".format(*each["image_size"]) for each in (old, new))
-        how = ", with learned positions interpolated" if event.details["interpolated"] else ""
-        said.append(f"it takes images of {after} pixels now, of {before} before{how}")
-    if event.details["new_classifier"]:
-        said.append(f"a new classifier has {new['classes']} classes in place of {old['classes']}")
-    elif not said:
-        said.append("its classes, which were numbers, have the data's names")
-    return f"The model was fitted to the data: {' and '.join(said)}."
+    said = [f"{name} {new[name]} in place of {old[name]}" for name in new if new[name] != old[name]]
+    said += ["learned positions interpolated"] if event.details.get("interpolated") else []
+    said += ["a new classifier"] if event.details.get("new_classifier") else []
+    return f"The model was fitted to the data: {', '.join(said) or 'its classes have their names'}."
 
 
 def check_classes(config: HeadwaterVisionConfig, data: ImageData) -> None:

@@ -312,11 +312,8 @@ def _orthogonalized(like: nn.Parameter, updates: Tensor) -> Tensor:
     """The orthogonalized `updates` [N, rows, columns] of N parameters such as `like`; if sharded, only our rows."""
     if not isinstance(like, DTensor):
         return newton_schulz(updates)
-    split = [(axis, placement.dim) for axis, placement in enumerate(like.placements) if isinstance(placement, Shard)]
-    if not split:
-        return newton_schulz(updates)
-    assert [dim for _, dim in split] == [0], "FSDP2 splits the rows, over one axis of the mesh"
-    group = like.device_mesh.get_group(split[0][0])
+    assert like.placements == (Shard(0),), "FSDP2 splits the rows"
+    group = like.device_mesh.get_group()
     world = dist.get_world_size(group)
     count, (rows, columns) = len(updates), like.shape
     each, share = -(-count // world), -(-rows // world)  # matrices per process; rows per process, except the last ones

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -74,11 +74,6 @@ def make_fabric(recipe: Recipe, run: Path) -> Fabric:
         raise HeadwaterError(
             f"training.batch_size={training.batch_size} rows cannot be divided among {world} processes; make it a "
             f"multiple of {world}."
-        )
-    if world % training.replicas:
-        raise HeadwaterError(
-            f"training.replicas={training.replicas} copies cannot be split evenly over {world} processes; make it a "
-            f"divisor of {world}."
         )
     if nodes > 1 and not {"TORCHELASTIC_RUN_ID", "SLURM_NTASKS"} & os.environ.keys():
         raise HeadwaterError(f"Start the {nodes} nodes of this run with torchrun or srun, or set training.nodes=1.")
@@ -151,15 +146,11 @@ def sharded(training: Training) -> bool:
 
 
 def strategy(training: Training, world: int) -> Strategy | str:
-    """Fabric's strategy. FSDP2 shards the model over the processes; with replicas, over those of a replica (HSDP)."""
+    """Fabric's strategy. FSDP2 shards the model over the processes."""
     from lightning_fabric.strategies import DDPStrategy, ModelParallelStrategy
 
     def sharded_over(model: AnyModel, mesh: DeviceMesh) -> AnyModel:
-        if training.replicas == 1:
-            return shard(model, mesh["data_parallel"], training.precision)
-        sizes = (training.replicas, world // training.replicas)
-        split = init_device_mesh(mesh.device_type, sizes, mesh_dim_names=("replicate", "shard"))
-        return shard(model, split, training.precision)
+        return shard(model, mesh["data_parallel"], training.precision)
 
     timeout = timedelta(minutes=training.timeout_minutes)
     if sharded(training):
@@ -244,23 +235,15 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def recorded(on_gpu: bool) -> torch.cuda.Event | None:
-    """An event after which a GPU has done all that it was given so far; None if nothing is on a GPU."""
-    if not on_gpu:
-        return None
-    event = torch.cuda.Event()
-    event.record()
-    return event
-
-
 class Reading:
     """A copy of a small tensor to the host, started now and waited for when it is read."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.copy = tensor.detach()
+        self.copy, self.arrived = tensor.detach(), None
         if tensor.is_cuda:
             self.copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-        self.arrived = recorded(tensor.is_cuda)
+            self.arrived = torch.cuda.Event()
+            self.arrived.record()
 
     def values(self) -> list:
         """The numbers; waits for the device if they have not arrived."""

@@ -7,7 +7,6 @@ import math
 import os
 import platform
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -373,13 +372,6 @@ def changed_data(records: Iterable[RunRecord]) -> str:
 def write_record(record: RunRecord, folder: Path) -> None:
     """Write `folder`/record.json atomically."""
     replace_text(folder / RECORD, record.model_dump_json(indent=1))
-
-
-def stop_record(folder: Path) -> None:
-    """Change "running" to "stopped" in a record, in place, for a disk without room for another copy."""
-    with suppress(OSError, ValueError), (folder / RECORD).open("r+b") as file:
-        file.seek(file.read().index(b'"status": "running"'))
-        file.write(b'"status": "stopped"')
 
 
 def usable_record(record: RunRecord) -> RunRecord:

@@ -49,7 +49,6 @@ from headwater_lab.training.records import (
     environment,
     read_record,
     record_files,
-    stop_record,
     write_record,
 )
 from headwater_lab.training.start import KEPT, MADE, Setup, trained_event
@@ -173,7 +172,6 @@ class Metrics:
         self.file, self.writes = run / METRICS, writes
         self.points: list[Point] = []
         self.damage: str | None = None
-        self.torn = False
         try:
             *lines, last = read_bytes(self.file).split(b"\n") if self.file.exists() else [b""]
         except OSError as error:
@@ -187,14 +185,10 @@ class Metrics:
             elif point.step <= step:
                 self.points.append(point)
         if damaged:
-            which = ", ".join(map(str, damaged[:8])) + (f" and {len(damaged) - 8} more" if len(damaged) > 8 else "")
-            what = "line" if len(damaged) == 1 else "lines"
-            self.damage = f"{METRICS} is damaged: {what} {which} of {len(lines)} left out, all others are intact"
+            self.damage = f"{METRICS} is damaged: line {damaged[0]} of {len(lines)}"
+            self.damage += f" and {len(damaged) - 1} more are left out" if damaged[1:] else " is left out"
         if writes:
-            self.rewrite()
-
-    def rewrite(self) -> None:
-        replace_text(self.file, "".join(map(_line, self.points)))
+            replace_text(self.file, "".join(map(_line, self.points)))
 
     def add(self, point: Point) -> None:
         if point in self.points[-8:]:  # a finished run is evaluated again, with the same result
@@ -203,14 +197,8 @@ class Metrics:
         if not self.writes:
             return
         # The next checkpoint reports a full disk; a missing line of the log is no reason to end a run.
-        was_torn, self.torn = self.torn, True
-        with suppress(OSError):
-            if was_torn:  # an incomplete line may be there, which would run into this one
-                self.rewrite()
-            else:
-                with self.file.open("a") as file:
-                    file.write(_line(point))
-            self.torn = False
+        with suppress(OSError), self.file.open("a") as file:
+            file.write(_line(point))
 
     def fill(self, record: RunRecord) -> None:
         """Give the record all points, in order."""
@@ -344,7 +332,6 @@ class Journal:
         resumed: bool,
         experiment: Experiment | None = None,
         on_event: OnEvent | None = None,
-        measure_peak: bool = False,
     ) -> None:
         self.run, self.folder, self.progress, fabric = run, run.folder, run.progress, run.fabric
         recipe, is_first = run.recipe, fabric.global_rank == 0
@@ -354,8 +341,8 @@ class Journal:
         self.flops_per_unit = training_flops(run.config, run.data.context)
         if run.teacher is not None:
             self.flops_per_unit += run.teacher.flops
-        known = measure_peak or fabric.device.type == "cuda"
-        self.peak = peak_of(fabric.device, recipe.training.precision) if known else None
+        on_gpu = fabric.device.type == "cuda"
+        self.peak = peak_of(fabric.device, recipe.training.precision) if on_gpu else None
         self.last = replace(run.progress)  # at the last point of the curve
         if recipe.reporting.wandb is not None:
             first(fabric, start_wandb, recipe, self.folder, run.progress.run_id)
@@ -451,12 +438,8 @@ class Journal:
         record.skipped_steps, record.data_order = progress.skipped, progress.order
         self.metrics.fill(record)
         if self.run.fabric.global_rank == 0:
-            try:
-                with explaining(self.unwritten):
-                    write_record(record, self.folder)
-            except HeadwaterError:
-                stop_record(self.folder)
-                raise
+            with explaining(self.unwritten):
+                write_record(record, self.folder)
 
     def unwritten(self, problem: str) -> str:
         return f"The run's files in {str(self.folder)!r} cannot be written: {problem}; then continue with --resume."

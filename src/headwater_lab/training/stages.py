@@ -42,7 +42,6 @@ def train_stages(
     experiment: Experiment | None = None,
     only: str | None = None,
     on_event: OnEvent | None = None,
-    measure_peak: bool = False,
 ) -> RunRecord:
     """Train the stages of a recipe one after the other; like `train` for a recipe without. Returns the record of all.
 
@@ -54,7 +53,7 @@ def train_stages(
     once per stage.
     """
     if not recipe.stages and only is None:
-        return train(recipe, folder, experiment=experiment, on_event=on_event, resume=resume, measure_peak=measure_peak)
+        return train(recipe, folder, experiment=experiment, on_event=on_event, resume=resume)
     runs, names = chain(recipe, folder), recipe.stage_names
     with ExitStack() as stack:
         if on_several(recipe):
@@ -69,7 +68,7 @@ def train_stages(
             raise HeadwaterError(f"{recipe.name!r} has no stage {only!r}; {nearest(only, names)}")
         if only is not None:
             plain, path = runs[names.index(only)]
-            record = train(plain, path, resume=resume, on_event=on_event, measure_peak=measure_peak)
+            record = train(plain, path, resume=resume, on_event=on_event)
             if all(finished(plain, path) for plain, path in runs):
                 finish(recipe, folder, runs, experiment)
             return record
@@ -82,7 +81,7 @@ def train_stages(
         before = 0
         for plain, path in runs:
             if not (resume and finished(plain, path)):
-                train(plain, path, resume=resume, on_event=_later(on_event, before), measure_peak=measure_peak)
+                train(plain, path, resume=resume, on_event=_later(on_event, before))
             before += plain.training.steps
         return finish(recipe, folder, runs, experiment)
 
@@ -102,9 +101,7 @@ def check_later_stages(recipe: Recipe) -> None:
     earlier stages are trained. Reading a recipe checks those that begin with a fresh model."""
     if recipe.start is None or not recipe.stages or not Path(recipe.start.checkpoint).is_dir():
         return
-    config = changed_config(config_of(newest_checkpoint(Path(recipe.start.checkpoint))), recipe.start)
-    for _ in recipe.stage_configs(config):
-        pass
+    recipe.configs(changed_config(config_of(newest_checkpoint(Path(recipe.start.checkpoint))), recipe.start))
 
 
 def on_several(recipe: Recipe) -> bool:

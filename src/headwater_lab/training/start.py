@@ -2,10 +2,10 @@
 
 A run that learns from a teacher minimizes (arXiv 1503.02531)
 
-    (1 - w)·loss + w·T²·KL(p_T ‖ q_T) + c·Σ_l ‖h_l - h'_l‖² / ‖h'_l‖² / L        p_T = softmax(teacher's logits / T)
+    (1 - w)·loss + w·T²·KL(p_T ‖ q_T)        p_T = softmax(teacher's logits / T)
 
-Each is a mean over the tokens that have a label. h_l, h'_l: the residual stream after layer l, the model's and the
-teacher's, which is in memory once, in the precision it was saved in, without gradients and without a cache.
+Each is a mean over the tokens that have a label. The teacher is in memory once, in the precision it was saved in,
+without gradients and without a cache.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ from torch.utils._triton import has_triton
 from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
-from headwater.cost import price
 from headwater.cost.counts import check_memory, forward_flops
-from headwater.cost.hardware import memory_of, sheet_of
+from headwater.cost.hardware import sheet_of
 from headwater.growth.pairs import has_pairs
 from headwater.mechanisms.capabilities import ActsInTraining, Step
 from headwater.models.causal_lm import HeadwaterForCausalLM
@@ -66,13 +65,11 @@ from headwater_lab.training.models import (
     refitted,
     refitting,
     set_attention,
-    step_settings,
 )
 from headwater_lab.training.optimizers import Average, freeze, learning_rate, make_optimizers
 from headwater_lab.training.processes import first, in_precision, scalars, sharded, together
 from headwater_lab.training.records import Event, Origin
 from headwater_lab.util.machine import c_compiler
-from headwater_lab.util.terminal import si
 
 # The folder of a changed model, before and after the run begins.
 MADE, KEPT = ".start", "start"
@@ -87,7 +84,6 @@ MAY_CHANGE = {
     "training.devices",
     "training.nodes",
     "training.strategy",
-    "training.replicas",
     "training.threads",
     "training.attn_implementation",
     "training.compile",
@@ -333,34 +329,19 @@ class Teacher:
                 f"training.distillation: the teacher {source!r} {what}, and the model one of {config.vocab_size}; use "
                 "a teacher with the same vocabulary."
             )
-        alike = (theirs.num_hidden_layers, theirs.hidden_size) == (config.num_hidden_layers, config.hidden_size)
-        if settings.hidden_weight and not alike:
-            raise HeadwaterError(
-                f"training.distillation.hidden_weight compares layer by layer, and the teacher {source!r} has "
-                f"{theirs.num_hidden_layers} layers of width {theirs.hidden_size}, the model "
-                f"{config.num_hidden_layers} of {config.hidden_size}; leave hidden_weight out."
-            )
         _check_positions(f"teacher {source!r}", theirs, context)
         assert isinstance(model, HeadwaterForCausalLM)
         self.model = model.to(device).eval().requires_grad_(False)
         self.flops = sum(forward_flops(theirs, context).values())
 
-    @torch.no_grad()
-    def __call__(self, batch: Batch) -> Any:
-        """Its logits and, if they are compared, its hidden states."""
+    def aim(self, loss: Tensor, logits: Tensor, batch: Batch, counted: Tensor) -> Tensor:
+        """The loss to minimize. loss: what it would be without a teacher; logits: the model's for the batch."""
         inputs = {name: tensor for name, tensor in batch.items() if name not in LABELS}
-        return self.model(**inputs, use_cache=False, output_hidden_states=self.settings.hidden_weight > 0)
-
-    def aim(self, loss: Tensor, out: Any, batch: Batch, counted: Tensor) -> Tensor:
-        """The loss to minimize. loss: what it would be without a teacher; out: the model's output for the batch."""
-        theirs, settings = self(batch), self.settings
-        which = batch["shift_labels"] != -100
-        aim = (1 - settings.weight) * loss
-        if settings.weight:
-            aim = aim + settings.weight * divergence(out.logits, theirs.logits, which, settings.temperature) / counted
-        if settings.hidden_weight:
-            aim = aim + settings.hidden_weight * distance(out.hidden_states, theirs.hidden_states, which) / counted
-        return aim
+        with torch.no_grad():
+            theirs = self.model(**inputs, use_cache=False).logits
+        which, settings = batch["shift_labels"] != -100, self.settings
+        kl = divergence(logits, theirs, which, settings.temperature) / counted
+        return (1 - settings.weight) * loss + settings.weight * kl
 
 
 def divergence(logits: Tensor, teacher: Tensor, which: Tensor, temperature: float = 1.0) -> Tensor:
@@ -379,54 +360,24 @@ def divergence(logits: Tensor, teacher: Tensor, which: Tensor, temperature: floa
     return temperature**2 * kl
 
 
-def distance(states: tuple[Tensor, ...], teacher: tuple[Tensor, ...], which: Tensor) -> Tensor:
-    """Σ ‖h - h'‖² / ‖h'‖² over the tokens `which` [B, T], mean over layers. The embedding is left out."""
-    found = []
-    for own, theirs in zip(states[1:], teacher[1:], strict=True):
-        own, theirs = (x.masked_fill(~which[..., None], 1.0).float() for x in (own, theirs))
-        found.append(((own - theirs).square().sum(-1) / theirs.square().sum(-1)).sum())
-    return torch.stack(found).mean()
-
-
 @contextmanager
-def memory_advice(recipe: Recipe, config: HeadwaterConfig, context: int, fabric: Fabric) -> Iterator[None]:
-    """Turn running out of memory into a `HeadwaterError` with the estimate of `headwater plan` for this model."""
+def memory_advice(training: Training, of_images: bool, world: int) -> Iterator[None]:
+    """Turn running out of memory into a `HeadwaterError` that says what would need less."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        said = str(error)
-        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "can't allocate memory" not in said:
+        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "can't allocate memory" not in str(error):
             raise
-        training, device, world = recipe.training, fabric.device, fabric.world_size
-        rows = training.batch_size // world
-        of_images = is_of_images(config)
-        attention = None if of_images else attention_of(config, training, device, context)
-        one = price(
-            config,
-            batch=rows,
-            precision=training.precision,
-            context=None if of_images else context,
-            **step_settings(config, training, recipe.data, attention),
-        )
-        at = one.at[0]
-        whole = sum(one.state_bytes.values())
-        state = whole / (world if training.strategy == "fsdp" else 1)
-        row = at.step_bytes - whole
-        fits = max(0, int((memory_of(device) - state) / (row / rows)))
-        advice = []
-        if training.gradient_checkpointing is not True:
-            advice.append(f"training.gradient_checkpointing=true ({si(at.activation_bytes_checkpointed)}B instead)")
-        if training.loss_chunk_tokens is None and not of_images:
-            advice.append("training.loss_chunk_tokens=1024 (the logits of this many tokens at once)")
-        if 0 < fits < rows:
-            advice.append(f"training.batch_size={fits * world} with a larger training.gradient_accumulation_steps")
-        elif rows > 1:
-            advice.append("a smaller training.batch_size with a larger training.gradient_accumulation_steps")
-        if training.strategy != "fsdp":
-            advice.append("training.strategy=fsdp on several devices")
+        ways = {
+            "training.gradient_checkpointing=true": not training.gradient_checkpointing,
+            "training.loss_chunk_tokens=1024": training.loss_chunk_tokens is None and not of_images,
+            "a smaller training.batch_size with a larger training.gradient_accumulation_steps": True,
+            "training.strategy=fsdp on several devices": not sharded(training),
+        }
+        advice = ", ".join(way for way, helps in ways.items() if helps)
         raise HeadwaterError(
-            f"Out of memory. Estimated: parameters, gradients and optimizer take {si(state)}B and the activations of "
-            f"{rows} {'images' if of_images else f'rows of {context} tokens'} {si(row)}B; try {', or '.join(advice)}."
+            f"Out of memory with {training.batch_size // world} rows a process; try {advice}. `headwater plan RECIPE` "
+            "estimates what a step takes."
         ) from error
 
 
@@ -467,7 +418,7 @@ class Setup:
             values = recipe.model_dump(mode="json")
             self.progress = Progress(rows=rows, recipe=values, data=data.description, run_id=secrets.token_hex(4))
 
-        with memory_advice(recipe, config, data.context, fabric):
+        with memory_advice(training, is_of_images(config), fabric.world_size):
             self.model, self.wrapped = build(recipe, config, fabric, data.context)
             self.optimizers = make_optimizers(self.model, training, fabric.device)
             steppers = fabric.setup_optimizers(*self.optimizers)
@@ -529,41 +480,33 @@ def build(recipe: Recipe, config: HeadwaterConfig, fabric: Fabric, context: int)
 def compiles(training: Training, device: torch.device) -> bool:
     """Whether to compile the model: by default on a GPU, where it can be. Raises `HeadwaterError` if asked in vain."""
     if training.compile is None:
-        return device.type == "cuda" and has_triton() and not lacks_compiler(device)
-    if training.compile and lacks_compiler(device):
-        on_gpu = ("C", "gcc or clang", "CC")
-        kind, names, variable = on_gpu if device.type == "cuda" else ("C++", "g++ or clang++", "CXX")
-        raise HeadwaterError(
-            f"training.compile needs a {kind} compiler, but none was found; install {names}, or set {variable}, or "
-            "leave training.compile=false."
-        )
+        return device.type == "cuda" and has_triton() and missing_compiler(device) is None
+    if training.compile and (missing := missing_compiler(device)) is not None:
+        raise HeadwaterError(f"training.compile needs {missing}, or leave training.compile=false.")
     return training.compile
 
 
-def lacks_compiler(device: torch.device) -> bool:
-    """Whether PyTorch's compiler misses the one it needs: for C++ on a CPU, and for C, as Triton does, on a GPU."""
-    if device.type == "cuda":
-        return os.name == "posix" and c_compiler() is None  # on Windows Triton brings its own
-    if device.type != "cpu":
-        return False
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
+def missing_compiler(device: torch.device) -> str | None:
+    """What PyTorch's compiler misses: one for C++ on a CPU, and for C, as Triton does, on a GPU."""
+    if device.type == "cuda" and os.name == "posix" and c_compiler() is None:  # on Windows Triton brings its own
+        return "a C compiler, but none was found; install gcc or clang, or set CC"
+    if device.type == "cpu":
+        from torch._inductor.cpp_builder import get_cpp_compiler
+        from torch._inductor.exc import InvalidCxxCompiler
 
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler:
-        return True
-    return False
+        try:
+            get_cpp_compiler()
+        except InvalidCxxCompiler:
+            return "a C++ compiler, but none was found; install g++ or clang++, or set CXX"
+    return None
 
 
 def uncompiled(training: Training, device: torch.device) -> str | None:
     """A notice if a run is not compiled only because the machine has no C compiler."""
-    if not (training.compile is None and device.type == "cuda" and has_triton() and lacks_compiler(device)):
+    if training.compile is not None or device.type != "cuda" or not has_triton():
         return None
-    return (
-        "The model is not compiled, which is slower, because Triton needs a C compiler and none was found; install gcc "
-        "or clang, or set CC."
-    )
+    missing = missing_compiler(device)
+    return None if missing is None else f"The model is not compiled, which is slower: Triton needs {missing}."
 
 
 def unfinished_warmup(training: Training) -> str | None:
