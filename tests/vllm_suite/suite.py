@@ -532,7 +532,7 @@ def test_materialised_in_the_transformers_backend(tmp_path):
     assert len(made) == len(folders), run.stderr[-3000:]
     assert right(model, rows, made[0]) == len(rows), made[0]
     assert "materialise=True" in made[1]
-    assert "kv_shift looks back" in made[2]
+    assert "lacks the raw tokens that it looks back to" in made[2]
 
 
 # The server, and a client that is not ours.
