@@ -27,7 +27,7 @@ LLAMA = "transformers' Llama"
 VANILLA, AGAIN = "vanilla", "vanilla, again"
 
 
-class Generation(NamedTuple):
+class TimedGeneration(NamedTuple):
     """One generation of a model. cache_bytes: of the tokens held at the end, without the room for more."""
 
     seconds_per_token: float
@@ -97,7 +97,7 @@ def describe_ratios(llama: str, same_tokens: bool) -> str:
 
 def decode_in_turns(
     models: Mapping[str, PreTrainedModel], ids: Tensor, tokens: int, turns: int
-) -> dict[str, list[Generation]]:
+) -> dict[str, list[TimedGeneration]]:
     """Greedy generation of `tokens` tokens after ids [B, T] by each model in turn, so that a busy machine slows all."""
     return take_turns(
         {name: partial(_generate, model, ids, tokens, _read(model, ids)) for name, model in models.items()}, turns
@@ -113,7 +113,7 @@ def _read(model: PreTrainedModel, ids: Tensor) -> DynamicCache:
     return cache
 
 
-def _generate(model: PreTrainedModel, ids: Tensor, tokens: int, cache: DynamicCache) -> Generation:
+def _generate(model: PreTrainedModel, ids: Tensor, tokens: int, cache: DynamicCache) -> TimedGeneration:
     """Generate after a copy of the cache. Seconds are those per token after the first."""
     times: list[float] = []
 
@@ -135,4 +135,4 @@ def _generate(model: PreTrainedModel, ids: Tensor, tokens: int, cache: DynamicCa
         **{CACHE: copy.deepcopy(cache)},
     )
     second = (times[-1] - times[0]) / (len(times) - 1)
-    return Generation(second, made.sequences[:, ids.shape[1] :], cache_bytes(cache_of(made)))
+    return TimedGeneration(second, made.sequences[:, ids.shape[1] :], cache_bytes(cache_of(made)))
