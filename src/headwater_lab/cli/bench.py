@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from headwater.util.errors import HeadwaterError, shown
+from headwater.util.errors import HeadwaterError
 from headwater.util.terminal import lined
 from headwater_lab.bench.shapes import Benchmark, DecodeShape, PrefillShape, ServeShape, StepShape
-from headwater_lab.cli.common import check_writable, device_of, recipe_of, say, stderr, stdout, tell
+from headwater_lab.cli.common import check_writable, device_of, mechanisms_of, recipe_of, say, stderr, stdout, tell
 from headwater_lab.cli.options import DeviceName, FolderPath, PositiveInt, Values, group_of, refuse
 
 if TYPE_CHECKING:
     from headwater_lab.comparison.calibration import Rate
 
 Mechanisms = Annotated[
-    Sequence[str], Values(help='Names, or JSON as in a config: {"NAME": {"OPTION": …}, …}; default every mechanism.')
+    Sequence[str], Values(help='NAME, "NAME={option: value}", or several joined by " + "; default every mechanism.')
 ]
 AnyPrecision = Annotated[Literal["32-true", "bf16-true", "bf16-mixed"], Values(help="As in recipes.")]
 TruePrecision = Annotated[Literal["32-true", "bf16-true"], Values(help="As in recipes.")]
@@ -239,23 +239,10 @@ def bench_verdicts(
 
 
 def _mechanisms(arguments: Sequence[str]) -> dict[str, dict[str, dict]]:
-    """Mechanisms by a label, from names and JSON; every mechanism by default."""
-    import json
+    """Mechanisms by the text that names them; every mechanism by default."""
+    from headwater.plugins.registry import MECHANISMS
 
-    from headwater.config.options import parse_options
-    from headwater.plugins.outside import trust_names_in
-    from headwater.plugins.registry import MECHANISMS, resolve
-    from headwater_lab.recipe.overrides import plain
-
-    chosen = {}
-    for text in arguments or MECHANISMS.names:
-        mechanisms = plain(text, shown(text)) if text.startswith("{") else {text: {}}
-        trust_names_in([mechanisms])
-        for name, options in mechanisms.items():
-            parse_options(resolve(name), options)
-        labels = (f"{name} {json.dumps(options)}" if options else name for name, options in mechanisms.items())
-        chosen[" + ".join(labels)] = mechanisms
-    return chosen
+    return {text: mechanisms_of(text.split(" + ")) for text in arguments or MECHANISMS.names}
 
 
 def _print(benchmark: Benchmark) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from headwater.util import extras
 from headwater.util.errors import HeadwaterError
@@ -12,9 +12,6 @@ from headwater_lab.cli.common import check_writable, device_of, say, split_overr
 from headwater_lab.cli.comparing import complain
 from headwater_lab.cli.options import DeviceName, FilePath, FolderPath, Values, WorkerCount, need, refuse
 from headwater_lab.cli.progress import ProgressReport
-
-if TYPE_CHECKING:
-    pass
 
 ScaleOption = Literal["cpu", "gpu", "paper"]
 # What only training reads, or only a count of seeds.
