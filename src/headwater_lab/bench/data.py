@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import multiprocessing
 import shutil
 import statistics
 import sysconfig
 import tempfile
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,8 @@ from headwater_lab.data.shards import open_prepared
 from headwater_lab.data.stream import Stream, TextSource
 from headwater_lab.data.tokenizer import train_tokenizer
 
-# Text a tokenizer is trained on.
-LEARNT = 20_000_000
+# Documents a tokenizer is trained on.
+LEARNT = 2000
 
 
 def bench_data(source: str | None, megabytes: int, pairs: int, workers: int, vocab_size: int) -> Benchmark:
@@ -46,7 +46,7 @@ def bench_data(source: str | None, megabytes: int, pairs: int, workers: int, voc
         documents, size = _write_text(source, megabytes * 10**6, folder / "text.jsonl")
         with (folder / "text.jsonl").open() as lines:
             texts = (json.loads(line)["text"] for line in lines)
-            train_tokenizer(_up_to(texts, LEARNT), vocab_size).save_pretrained(folder / "tokenizer")
+            train_tokenizer(itertools.islice(texts, LEARNT), vocab_size).save_pretrained(folder / "tokenizer")
         paired = interleave(
             lambda: ours.submit(_prepare, folder, workers).result(),
             lambda: theirs.submit(_map, folder, workers).result(),
@@ -110,11 +110,3 @@ def _write_text(source: str | None, size: int, file: Path) -> tuple[int, int]:
             if written >= size:
                 break
     return documents, written
-
-
-def _up_to(texts: Iterator[str], size: int) -> Iterator[str]:
-    for text in texts:
-        yield text
-        size -= len(text)
-        if size <= 0:
-            return
