@@ -12,7 +12,7 @@ import pytest
 import headwater
 from headwater.mechanisms.capabilities import CAPABILITIES
 from headwater.util.errors import HeadwaterError
-from headwater_lab.cli.new import write_mechanism
+from headwater_lab.cli.new import new_mechanism
 
 # Models are kept by the name of their mechanism, so each form has a name of its own.
 SMALLEST, WHOLE = "value_mixing", "whole_mixing"
@@ -21,7 +21,8 @@ SMALLEST, WHOLE = "value_mixing", "whole_mixing"
 @pytest.fixture(params=[SMALLEST, WHOLE])
 def package(request, tmp_path, monkeypatch):
     """A new package; `WHOLE`: with the comments taken off the capabilities."""
-    folder = write_mechanism(request.param, tmp_path / request.param)
+    folder = tmp_path / request.param
+    new_mechanism(request.param, out=folder)
     if request.param == WHOLE:
         file = folder / f"{WHOLE}.py"
         smallest, heading, capabilities = file.read_text().partition("has all.\n")
@@ -48,7 +49,8 @@ def test_its_files_fit_together(package):
 
 
 def test_the_smallest_mechanism_has_25_lines_and_no_capabilities(tmp_path):
-    text = (write_mechanism("value_mixing", tmp_path / "new") / "value_mixing.py").read_text()
+    new_mechanism("value_mixing", out=tmp_path / "new")
+    text = (tmp_path / "new" / "value_mixing.py").read_text()
     body = text[text.index("\nclass ") : text.index("    # Capabilities")]
     assert len([line for line in body.splitlines() if line.strip()]) <= 25
 
@@ -102,7 +104,7 @@ def test_all_of_its_tests_pass(package):
 @pytest.mark.parametrize("name", ["kv_shift", "Value", "1st", "class", "a-b", "torch", "é", ""])
 def test_names_that_would_not_work_are_refused(name, tmp_path):
     with pytest.raises(HeadwaterError):
-        write_mechanism(name, tmp_path / "new")
+        new_mechanism(name, out=tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 

@@ -288,7 +288,7 @@ def test_fields_can_be_changed(prices):
         (["--memory", "--device", "meta"], "leave out --device"),
         (["--precision", "fp8"], "'fp8' is not one of"),
         (["nosuch"], "no mechanism named 'nosuch'"),
-        (["{broken"], "not valid YAML"),
+        (["kv_shift={broken"], "not valid YAML"),
     ],
 )
 def test_bench_mechanisms_refuses(run, arguments, message):
@@ -299,10 +299,10 @@ def test_bench_mechanisms_refuses(run, arguments, message):
 
 def test_bench_mechanisms(run):
     shape = ["--layers", 1, "--width", 64, "--context", 16, "--batch-size", 1, "--pairs", 2, "--precision", "32-true"]
-    code, out, _ = run("bench", "mechanisms", "kv_shift", '{"pattention": {"ffn_pairs": 32}}', *shape)
+    code, out, _ = run("bench", "mechanisms", "kv_shift", 'pattention={"ffn_pairs": 32}', *shape)
     assert code == 0
     assert "kv_shift" in out
-    assert 'pattention {"ffn_pairs": 32}' in out
+    assert 'pattention={"ffn_pairs": 32}' in out
     code, out, _ = run("bench", "mechanisms", "pattention", "--memory", *shape)
     assert code == 0
     assert "MB kept" in out

@@ -38,10 +38,9 @@ def test_a_task_has_a_first_line_a_last_line_and_few_between(lines):
 def test_nothing_is_printed_before_the_work_begins_nor_twice(lines):
     _, printed = lines
     report = ProgressReport()
-    report.add_task("run", total=2)
     report.stop()
     assert printed() == []  # the run was refused
-    report.start()
+    report.show("run", 0, 2)
     report.stop()
     report.stop()
     assert printed() == ["run  0/2"]

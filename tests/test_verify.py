@@ -300,9 +300,9 @@ def test_bench_decode_command(run):
         "--turns",
         2,
     )
-    code, out, err = run("bench", "decode", "kv_shift", "skip_layer", "svformer", *shape)
+    code, out, _ = run("bench", "decode", "kv_shift", "skip_layer", "svformer", *shape)
     assert code == 0
-    assert "the same tokens as transformers' Llama" in err
+    assert "the same tokens as transformers' Llama" in out
     held = 4 * 2 * 128 * 4 * 2 * (9 + 5)  # layers, k and v, width, bytes, rows, tokens
     assert f"{held:,} B" in out
     assert f"× {1 + 1 / 14:.5f}" in out  # the shift's one token more
@@ -314,8 +314,7 @@ def test_the_baseline_of_bench_decode_is_transformers_own():
     from headwater_lab.bench.decoding import bench_decode
     from headwater_lab.bench.shapes import DecodeShape
 
-    found = bench_decode({}, DecodeShape(2, 64, 97, context=5, tokens=8, turns=2), dtype=torch.float64)
-    assert [one.arm for one in found] == ["transformers' Llama", "vanilla", "vanilla, again"]
-    assert found[1].same_tokens
-    assert torch.equal(found[2].tokens, found[1].tokens)
-    assert len(found[1].paired.ratios) == 2
+    found = bench_decode({}, DecodeShape(2, 64, 97, context=5, tokens=8, turns=2), "32-true", "cpu")
+    assert [row["model"] for row in found.rows] == ["transformers' Llama", "vanilla", "vanilla, again"]
+    assert "vanilla: the same tokens as transformers' Llama" in found.notes
+    assert ["ratio" in row for row in found.rows] == [False, True, True]

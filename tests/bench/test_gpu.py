@@ -1,7 +1,6 @@
 """`headwater bench gpu` on a CPU, at tiny sizes: it is alive, keeps what it has, and says what is wrong."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -68,7 +67,7 @@ def test_a_wrong_result_is_seen(few, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_wait_is_seen(what, tmp_path, monkeypatch):
     phase = gpu.Phase(tmp_path / "rows", "cpu", 600)
-    phase.sizes = replace(phase.sizes, backend="eager")
+    phase.sizes = phase.sizes._replace(backend="eager")
     both = {"kv_shift": {}, "value_residual": {}}
     assert what(phase, both) == {"outcome": "ok"}
     forward = gpu.HeadwaterForCausalLM.forward
@@ -137,7 +136,7 @@ def test_what_fails_leaves_the_rest(tmp_path):
 def test_a_mechanism_that_does_not_fit_is_a_row_and_the_rest_is_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "twins", lambda given, shape: gpu.HeadwaterConfig(num_hidden_layers=2, mechanisms=given))
     phase = gpu.Phase(tmp_path / "rows", "cpu", 600)
-    phase.sizes = replace(phase.sizes, mechanisms=(2, 64, 2))  # with two layers, backout's middle layer is the last
+    phase.sizes = phase.sizes._replace(mechanisms=(2, 64, 2))  # with two layers, backout's middle layer is the last
     monkeypatch.setattr(gpu, "REGISTRY", ["backout", "svformer"])
     gpu.mechanisms(phase)
     rows = {row["mechanism"]: row for row in gpu._read(tmp_path / "rows")}

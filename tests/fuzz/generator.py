@@ -57,6 +57,7 @@ ONLY_WRONG = {
     "bench mechanisms": ["bench", "mechanisms", "kv_shift", "--pairs", "2", "--layers", "1", "--width", "64"],
     "bench decode": ["bench", "decode", "kv_shift", "--turns", "2", "--layers", "1", "--width", "64"],
     "bench prefill": ["bench", "prefill", "kv_source", "--turns", "2", "--layers", "1", "--width", "64"],
+    "bench data": ["bench", "data", "@corpus", "--megabytes", "1"],
     "bench verdicts": ["bench", "verdicts", "@run"],
     "verify": ["verify", "@run"],
 }

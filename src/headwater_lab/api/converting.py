@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from headwater.util.files import replace_text
 from headwater_lab.api.common import measured, quiet
 from headwater_lab.api.observer import SILENT, Observer
 from headwater_lab.api.training import watched
-from headwater_lab.recipe.schema import Recipe, changed_recipe
+from headwater_lab.recipe.schema import changed_recipe
 from headwater_lab.training.checkpoints import FOLDER, how_to_load, newest_checkpoint, publish_model, write_model
 from headwater_lab.training.estimate import ConversionPrice, count_of, price_of
 from headwater_lab.training.models import Trained, changed_text, data_settings, open_source, open_trained
@@ -30,22 +30,6 @@ from headwater_lab.util.terminal import lined, si
 
 # Tokens in a row, if the model has positions for as many, and rows in a step.
 CONTEXT, ROWS = 512, 8
-
-
-@dataclass
-class PreparedConversion:
-    """A conversion before it is trained.
-
-    teacher: what the price calls the model that is imitated. checkpoint: what the runs start from. is_copied: the
-    checkpoint is a copy of the source, and is not written yet.
-    """
-
-    recipe: Recipe
-    trained: Trained
-    price: ConversionPrice
-    teacher: str
-    checkpoint: Path
-    is_copied: bool
 
 
 @quiet()
@@ -67,65 +51,11 @@ def convert(
     out: the new folder. heal: tokens of healing. text: what to heal and measure on; default: what the model was trained
     on. only_plan: report the cost, and stop. Raises `HeadwaterError`.
     """
-    conversion = prepare_conversion(
-        source,
-        out,
-        mechanisms=mechanisms,
-        num_key_value_heads=num_key_value_heads,
-        heal=heal,
-        text=text,
-        anneal=anneal,
-        overrides=overrides,
-        tell=watch.tell,
-    )
-    recipe, trained = conversion.recipe, conversion.trained
-    dtype = trained.model.dtype
-    _say_price(conversion.price, conversion.teacher, watch)
-    if only_plan:
-        return None
-    with connected(recipe, out) as fabric:  # which says if the device cannot be used
-        device = fabric.device
-    with occupied(out, empty=True):
-        mark(out)
-        write_recipe(recipe, out)
-        if conversion.is_copied:
-            write_model(conversion.checkpoint, trained.model, trained.tokenizer, trained.history)
-        built = recipe.data.build()
-        if text is None and (warning := changed_text(trained, built)):
-            watch.tell(f"{warning} Pass another text with --text.")
-        before = measured("measuring the original", trained.model.to(device), built, watch)
-        del trained, conversion.trained
-        watch.tell("making the smaller model")
-        record = train_stages(recipe, out, on_event=watched(recipe, chain(recipe, out), watch))
-        result = _written(out, record, dtype)
-        publish_model(result, out)
-        after = measured("measuring the result", open_source(str(result)).model.to(device), built, watch)
-        _report(out, record, conversion.price, (before, after), source, watch)
-    return record
-
-
-def prepare_conversion(
-    source: str,
-    target: Path,
-    *,
-    mechanisms: Mapping[str, Any],
-    num_key_value_heads: int | None = None,
-    heal: str = "10M",
-    text: str | None = None,
-    anneal: bool = True,
-    overrides: Sequence[str] = (),
-    tell: Callable[[str], object] = lambda message: None,
-) -> PreparedConversion:
-    """Prepare the conversion of a trained model into a folder, like `headwater convert`, and price it.
-
-    text: what to heal and measure on; default: what the model was trained on. tell: receives notices.
-    Raises `HeadwaterError`.
-    """
     path = Path(source)
     if path.is_dir():
         checkpoint = newest_checkpoint(path).resolve()
     else:  # from the hub, or a file of tensors: the runs start from a copy
-        checkpoint = target.resolve() / "source"
+        checkpoint = out.resolve() / "source"
     trained = open_source(source)
     trained.original = None  # a second copy
     if not isinstance(trained.model, HeadwaterForCausalLM):
@@ -139,17 +69,19 @@ def prepare_conversion(
     ]
     _check_overrides(overrides)
     # The data are what the model's history says, which may be anyone's.
-    batches = {"name": target.name, "data": data, "training": {"batch_size": ROWS}}
+    batches = {"name": out.name, "data": data, "training": {"batch_size": ROWS}}
     sized = changed_recipe(batches, sizes, "the recipe")
     if text is not None:
-        _check_context(getattr(sized.data, "context", CONTEXT), trained.model.config.max_position_embeddings, tell)
+        _check_context(
+            getattr(sized.data, "context", CONTEXT), trained.model.config.max_position_embeddings, watch.tell
+        )
     options = {
         "mechanisms": mechanisms or None,
         "num_key_value_heads": num_key_value_heads,
         "anneal": anneal,
     }
     values = conversion_recipe(
-        target.name,
+        out.name,
         str(checkpoint),
         data,
         options,
@@ -159,7 +91,7 @@ def prepare_conversion(
         gradient_accumulation_steps=sized.training.gradient_accumulation_steps,
     )
     recipe = changed_recipe(values, overrides, "the recipe")
-    if any(on_several(run) for run, _ in chain(recipe, target)):
+    if any(on_several(run) for run, _ in chain(recipe, out)):
         raise HeadwaterError(
             "headwater convert uses one device; for several, train the stages of its recipe one by one with "
             "`headwater train RECIPE --stage NAME` (docs/convert.md)."
@@ -167,7 +99,29 @@ def prepare_conversion(
     price = price_of(recipe, trained.model.config, trained.model.dtype.itemsize)
     distillation = recipe.training.distillation
     teacher = "the original" if distillation is None or distillation.teacher is None else "the teacher"
-    return PreparedConversion(recipe, trained, price, teacher, checkpoint, not path.is_dir())
+    dtype = trained.model.dtype
+    _say_price(price, teacher, watch)
+    if only_plan:
+        return None
+    with connected(recipe, out) as fabric:  # which says if the device cannot be used
+        device = fabric.device
+    with occupied(out, empty=True):
+        mark(out)
+        write_recipe(recipe, out)
+        if not path.is_dir():
+            write_model(checkpoint, trained.model, trained.tokenizer, trained.history)
+        built = recipe.data.build()
+        if text is None and (warning := changed_text(trained, built)):
+            watch.tell(f"{warning} Pass another text with --text.")
+        before = measured("measuring the original", trained.model.to(device), built, watch)
+        del trained
+        watch.tell("making the smaller model")
+        record = train_stages(recipe, out, on_event=watched(recipe, chain(recipe, out), watch))
+        result = _written(out, record, dtype)
+        publish_model(result, out)
+        after = measured("measuring the result", open_source(str(result)).model.to(device), built, watch)
+        _report(out, record, price, (before, after), source, watch)
+    return record
 
 
 def _data_of(source: str, text: str | None, trained: Trained, checkpoint: Path) -> dict[str, Any]:

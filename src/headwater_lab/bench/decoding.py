@@ -6,8 +6,8 @@ import copy
 import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,103 +19,89 @@ from headwater.cost import counts as cost
 from headwater.models.cache import cache_bytes
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.nn.cache_name import CACHE, cache_of
-from headwater_lab.bench.paired import PairedTimes, take_turns
-from headwater_lab.bench.shapes import DecodeShape
+from headwater_lab.bench.paired import DTYPES, PairedTimes, describe_device, random_ids, take_turns
+from headwater_lab.bench.shapes import Benchmark, DecodeShape, ModelShape
+from headwater_lab.util.machine import read_bandwidth
 
 LLAMA = "transformers' Llama"
 VANILLA, AGAIN = "vanilla", "vanilla, again"
 
 
-@dataclass(frozen=True)
-class Decoding:
-    """The results of one arm.
+class TimedGeneration(NamedTuple):
+    """One generation of a model. cache_bytes: of the tokens held at the end, without the room for more."""
 
-    seconds: per token, one figure a turn. against: the arm that `ratio` and `quartiles` divide by, turn by turn; None
-    for the first. cache_bytes: of the tokens held at the end, without the room for more. read: bytes of weights and
-    cache that a step reads, on average. tokens: what it generated, [batch, tokens].
-    """
-
-    arm: str
-    seconds: list[float]
-    against: Decoding | None
-    cache_bytes: int
-    read: float
+    seconds_per_token: float
     tokens: Tensor
-
-    @property
-    def paired(self) -> PairedTimes | None:
-        return None if self.against is None else PairedTimes(self.seconds, self.against.seconds)
-
-    @property
-    def second(self) -> float:
-        """Median seconds per token."""
-        return statistics.median(self.seconds)
-
-    @property
-    def bytes_per_second(self) -> float:
-        return self.read / self.second
-
-    @property
-    def same_tokens(self) -> bool:
-        """Whether it generated the same tokens as the arm it is compared with."""
-        return self.against is not None and torch.equal(self.tokens, self.against.tokens)
+    """[batch, tokens]"""
+    cache_bytes: int
 
 
 def bench_decode(
-    mechanisms: Mapping[str, dict[str, dict]],
-    shape: DecodeShape,
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-) -> list[Decoding]:
-    """Greedy generation after a prompt of random tokens: Llama, headwater without mechanisms, and each
-    of `mechanisms` (name -> a config's mechanisms), in turn. The default sizes are those of GPT-2 124M, with a separate
+    mechanisms: Mapping[str, dict[str, dict]], shape: DecodeShape, precision: str, device: str
+) -> Benchmark:
+    """Time greedy generation after a prompt of random tokens: Llama, headwater without mechanisms, and each of
+    `mechanisms` (name -> a config's mechanisms), in turn. The default sizes are those of GPT-2 124M, with a separate
     output head.
 
     Time counts from the first new token to the last, without the prompt; it includes the preparation of a long
     generation (`kernels.linear`). Llama and vanilla have the same weights, and a second copy of vanilla is timed too:
     where its weights are in memory can make a model 5 % slower or faster.
     """
-    configs = {
-        name: HeadwaterConfig(**shape.config(shape.context + shape.tokens), norm_eps=1e-6, mechanisms=given)
-        for name, given in {VANILLA: {}, **mechanisms, AGAIN: {}}.items()
-    }
-    models: dict[str, Any] = {name: HeadwaterForCausalLM(config) for name, config in configs.items()}
+    bandwidth, dtype = read_bandwidth(device), DTYPES[precision]
+    models = with_llama({VANILLA: {}, **mechanisms, AGAIN: {}}, shape, shape.context + shape.tokens, LLAMA)
     models[AGAIN].load_state_dict(models[VANILLA].state_dict())
-    models = {LLAMA: to_transformers(models[VANILLA], "llama"), **models}
     for model in models.values():
         model.to(device, dtype).eval()
-    size = (shape.batch_size, shape.context)
-    ids = torch.randint(shape.vocab_size, size, generator=torch.Generator().manual_seed(0)).to(device)
+    ids = random_ids(shape.vocab_size, shape.batch_size, shape.context).to(device)
+    runs = decode_in_turns(models, ids, shape.tokens, shape.turns)
+    vanilla, rows = runs[VANILLA], []
+    for name, generations in runs.items():
+        config = models[VANILLA if name == LLAMA else name].config
+        seconds = [generation.seconds_per_token for generation in generations]
+        second, held = statistics.median(seconds), generations[-1].cache_bytes
+        read = dtype.itemsize * cost.weights_read(config)
+        read += shape.batch_size * cost.cache_bytes_read(config, shape.context + shape.tokens // 2, dtype.itemsize)
+        row = {"model": name, "ms/token": f"{second * 1e3:.2f}", "cache": f"{held:,} B"}
+        if name != LLAMA:
+            against = [generation.seconds_per_token for generation in runs[LLAMA if name == VANILLA else VANILLA]]
+            row |= PairedTimes(seconds, against).cells() | {"cache": f"× {held / vanilla[-1].cache_bytes:.5f}"}
+        rows.append(row | {"bandwidth": f"{read / second / bandwidth:.0%}"})
+    return Benchmark(
+        f"{shape}, precision {precision}; {describe_device(device)}; memory read at {bandwidth / 1e9:.1f} GB/s",
+        rows,
+        describe_ratios(LLAMA, torch.equal(vanilla[-1].tokens, runs[LLAMA][-1].tokens))
+        + f"\n{AGAIN}: a second copy, which shows how much the place in memory does. bandwidth: weights and cache read "
+        "per second, as a share of the memory bandwidth.",
+    )
 
-    seconds, made, held = decode_in_turns(models, ids, shape.tokens, shape.turns)
-    found: dict[str, Decoding] = {}
-    for name in models:
-        config = configs.get(name, configs[VANILLA])
-        history = shape.context + shape.tokens // 2
-        step = dtype.itemsize * cost.weights_read(config)
-        step += shape.batch_size * cost.cache_bytes_read(config, history, dtype.itemsize)
-        against = found.get(VANILLA, found.get(LLAMA))
-        found[name] = Decoding(name, seconds[name], against, held[name], step, made[name])
-    return list(found.values())
+
+def with_llama(
+    mechanisms: Mapping[str, dict[str, dict]], shape: ModelShape, length: int, llama: str
+) -> dict[str, PreTrainedModel]:
+    """A model with each of `mechanisms`, for rows of `length` tokens; first, as `llama`, a Llama with the weights of
+    the one named vanilla."""
+    models: dict[str, Any] = {
+        name: HeadwaterForCausalLM(HeadwaterConfig(**shape.config(length), norm_eps=1e-6, mechanisms=given))
+        for name, given in mechanisms.items()
+    }
+    return {llama: to_transformers(models[VANILLA], "llama"), **models}
+
+
+def describe_ratios(llama: str, same_tokens: bool) -> str:
+    """What the ratios mean in a benchmark that begins with a Llama, and whether vanilla gave the same tokens."""
+    return (
+        f"ratio: time over {VANILLA}'s, and {VANILLA}'s over that of {llama}; median over the turns.\n"
+        f"{VANILLA}: {'the same' if same_tokens else 'not the same'} tokens as {llama}."
+    )
 
 
 def decode_in_turns(
     models: Mapping[str, PreTrainedModel], ids: Tensor, tokens: int, turns: int
-) -> tuple[dict[str, list[float]], dict[str, Tensor], dict[str, int]]:
-    """Greedy generation of `tokens` tokens after ids [B, T] by each model in turn, so that a busy machine slows all.
-
-    By model: seconds per token of each turn, the tokens [B, tokens], and bytes of the cache at the end.
-    """
-    seconds: dict[str, list[float]] = {name: [] for name in models}
-    made: dict[str, Tensor] = {}
-    held: dict[str, int] = {}
-    read = {name: _read(model, ids) for name, model in models.items()}
-    for name, counts in take_turns(models, turns):
-        second, made[name], held[name] = generate_timed(models[name], ids, tokens, copy.deepcopy(read[name]))
-        if counts:
-            seconds[name].append(second)
-    return seconds, made, held
+) -> dict[str, list[TimedGeneration]]:
+    """Greedy generation of `tokens` tokens after ids [B, T] by each model in turn, so that a busy machine slows all."""
+    return take_turns(
+        {name: partial(_generate, model, ids, tokens, _read(model, ids)) for name, model in models.items()}, turns
+    )
 
 
 @torch.no_grad()
@@ -127,8 +113,8 @@ def _read(model: PreTrainedModel, ids: Tensor) -> DynamicCache:
     return cache
 
 
-def generate_timed(model: PreTrainedModel, ids: Tensor, tokens: int, cache: DynamicCache) -> tuple[float, Tensor, int]:
-    """Seconds per token after the first, the new tokens, and bytes of the cache at the end."""
+def _generate(model: PreTrainedModel, ids: Tensor, tokens: int, cache: DynamicCache) -> TimedGeneration:
+    """Generate after a copy of the cache. Seconds are those per token after the first."""
     times: list[float] = []
 
     def note_time(ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
@@ -146,7 +132,7 @@ def generate_timed(model: PreTrainedModel, ids: Tensor, tokens: int, cache: Dyna
         stopping_criteria=[note_time],
         pad_token_id=0,
         return_dict_in_generate=True,
-        **{CACHE: cache},
+        **{CACHE: copy.deepcopy(cache)},
     )
     second = (times[-1] - times[0]) / (len(times) - 1)
-    return second, made.sequences[:, ids.shape[1] :], cache_bytes(cache_of(made))
+    return TimedGeneration(second, made.sequences[:, ids.shape[1] :], cache_bytes(cache_of(made)))

@@ -11,18 +11,16 @@ import json
 import os
 import platform
 import signal
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import transformers
@@ -46,6 +44,7 @@ from headwater.nn.documents import make_cu_seq_lens
 from headwater.plugins.registry import REGISTRY
 from headwater.util.errors import HeadwaterError, first_line, nearest
 from headwater.util.processor import describe_cpu
+from headwater_lab.bench.paired import PairedTimes, random_ids, take_turns
 from headwater_lab.bench.shapes import ModelShape, StepShape
 from headwater_lab.bench.training import training_step, twins
 from headwater_lab.bench.waits import WaitError, no_waits
@@ -76,42 +75,26 @@ RESERVE = 5.0
 RUN = ["-P", "-m", f"{__package__}.gpu"]
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes to measure on a kind of device. Shapes are (layers, width, rows a step)."""
+class Sizes(NamedTuple):
+    """The sizes to measure, by default on a GPU. Shapes are (layers, width, rows a step)."""
 
-    training: dict[str, tuple[int, int, int]]
-    context: int
-    packing: dict[int, int]  # context -> rows
-    mechanisms: tuple[int, int, int]
-    decoding: dict[str, tuple[int, int]]  # layers, width
-    batches: tuple[int, ...]
-    prompt: int
-    tokens: int
-    vocab_size: int
-    warm: int
-    steps: int
-    copied: int  # bytes
-    backend: str
-    least: float  # minimum seconds of a measurement that compiles, which is skipped if fewer are left
+    training: dict[str, tuple[int, int, int]] = {"124M": (12, 768, 64), "350M": (24, 1024, 32)}
+    context: int = 1024
+    packing: dict[int, int] = {1024: 32, 4096: 8}  # context -> rows
+    mechanisms: tuple[int, int, int] = (12, 768, 32)
+    decoding: dict[str, tuple[int, int]] = {"1.5B": (28, 2048), "124M": (12, 768)}  # layers, width
+    batches: tuple[int, ...] = (1, 64)
+    prompt: int = 512
+    tokens: int = 64
+    vocab_size: int = 50304
+    warm: int = 4
+    steps: int = 10
+    copied: int = 2**32  # bytes
+    backend: str = "inductor"
+    least: float = 15.0  # minimum seconds of a measurement that compiles, which is skipped if fewer are left
 
 
-ON_GPU = Sizes(
-    training={"124M": (12, 768, 64), "350M": (24, 1024, 32)},
-    context=1024,
-    packing={1024: 32, 4096: 8},
-    mechanisms=(12, 768, 32),
-    decoding={"1.5B": (28, 2048), "124M": (12, 768)},
-    batches=(1, 64),
-    prompt=512,
-    tokens=64,
-    vocab_size=50304,
-    warm=4,
-    steps=10,
-    copied=2**32,
-    backend="inductor",
-    least=15.0,
-)
+ON_GPU = Sizes()
 ON_CPU = Sizes(
     training={"tiny": (2, 64, 2)},
     context=32,
@@ -164,7 +147,8 @@ def bench_gpu(
         results["phases"][name] = phase
         tell(f"{name}: {phase['status']}, {phase['seconds']:.0f} s")
         for row in phase["rows"]:
-            tell("  " + ", ".join(f"{column} {_shown(value)}" for column, value in row.items()))
+            cells = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in row.items()}
+            tell("  " + ", ".join(f"{name} {cell}" for name, cell in cells.items()))
         write_json(out / JSON, results)
     return results
 
@@ -184,18 +168,14 @@ def _apart(name: str, folder: Path, device: str, seconds: float) -> dict[str, An
         except subprocess.TimeoutExpired:
             status = "cut"
         finally:
-            _end(process)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     result: dict[str, Any] = {"status": status, "seconds": time.monotonic() - started, "rows": _read(rows)}
     if status == "failed":
         result["log"] = log.read_text(errors="replace").strip()
         result["error"] = (result["log"].splitlines() or ["no output"])[-1]
     return result
-
-
-def _end(process: subprocess.Popen) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def _read(rows: Path) -> list[Measurement]:
@@ -216,16 +196,9 @@ def problems(found: dict[str, Any]) -> list[str]:
         for row in phase["rows"]:
             outcome = row.get("outcome", "")
             if outcome == WRONG or outcome.startswith("failed"):
-                wrong.append(f"{name}, {_about(row)}: {outcome}")
+                texts = [text for column, text in row.items() if isinstance(text, str) and column != "outcome"]
+                wrong.append(f"{name}, {', '.join(texts)}: {outcome}")
     return wrong
-
-
-def _about(row: Measurement) -> str:
-    return ", ".join(str(value) for key, value in row.items() if isinstance(value, str) and key != "outcome")
-
-
-def _shown(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 # What runs inside a phase
@@ -282,20 +255,20 @@ class Phase:
 
     def draw(self, *shape: int) -> Tensor:
         """Random token ids."""
-        draw = torch.Generator().manual_seed(0)
-        return torch.randint(self.sizes.vocab_size, shape, generator=draw).to(self.device)
+        return random_ids(self.sizes.vocab_size, *shape).to(self.device)
 
 
-def quickly(config: HeadwaterConfig, device: torch.device, dtype: torch.dtype = torch.float32) -> HeadwaterForCausalLM:
+def quickly(phase: Phase, layers: int, width: int, context: int) -> HeadwaterForCausalLM:
     """A model with random weights, drawn on the device, since they do not affect speed."""
+    config = HeadwaterConfig(**ModelShape(layers, width, phase.sizes.vocab_size).config(context))
     with torch.device("meta"):
         model = HeadwaterForCausalLM(config)
-    return drawn(model, device, dtype)
+    return drawn(model, phase.device)
 
 
-def drawn(model: M, device: torch.device, dtype: torch.dtype = torch.float32) -> M:
+def drawn(model: M, device: torch.device) -> M:
     """A model without storage, on the device, with random weights drawn there."""
-    model.to(dtype).to_empty(device=device)
+    model.float().to_empty(device=device)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0.0, 0.02) if parameter.ndim > 1 else parameter.fill_(1.0)
@@ -398,7 +371,7 @@ def _small(mechanisms: dict[str, dict]) -> HeadwaterConfig:
 def _checked(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
     config = _small(mechanisms)
     model = HeadwaterForCausalLM(config).to(phase.device, torch.float64).eval()
-    ids = torch.randint(256, (2, 48), generator=torch.Generator().manual_seed(0)).to(phase.device)
+    ids = random_ids(256, 2, 48).to(phase.device)
     whole = model(ids, use_cache=False).logits
     cache, parts = DynamicCache(config=config), []
     for chunk in ids.split([40, *[1] * 8], dim=1):
@@ -417,7 +390,7 @@ def _checked(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
 def _same_tokens(phase: Phase, mechanisms: dict[str, dict], compiled: bool) -> Measurement:
     """Tokens of a static cache, whose steps a GPU replays as a graph, against those without a cache."""
     model = HeadwaterForCausalLM(_small(mechanisms)).to(phase.device, torch.float64).eval()
-    ids = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(0)).to(phase.device)
+    ids = random_ids(256, 2, 16).to(phase.device)
     given = torch.ones_like(ids)
     given[1, :5] = 0
     static = Decoder(model, compiled, phase.sizes.backend)(ids, given, max_new_tokens=12)
@@ -430,7 +403,7 @@ def _same_tokens(phase: Phase, mechanisms: dict[str, dict], compiled: bool) -> M
 def _step_waits(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
     """Whether the host waits for the device within a training step; on a GPU, of packed rows."""
     model = HeadwaterForCausalLM(_small(mechanisms)).to(phase.device)
-    ids = torch.randint(256, (2, 48), generator=torch.Generator().manual_seed(0)).to(phase.device)
+    ids = random_ids(256, 2, 48).to(phase.device)
     # On a CPU, reading position ids to choose a mask costs nothing, and is done.
     given = {"position_ids": _documents(2, 48, phase.device)["position_ids"]} if phase.on_gpu else None
     return _waits(phase, _steps(phase, model, ids, given))
@@ -439,7 +412,7 @@ def _step_waits(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
 def _token_waits(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
     """The same of a step that decodes a token."""
     model = HeadwaterForCausalLM(_small(mechanisms)).to(phase.device, torch.bfloat16).eval()
-    ids = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(0)).to(phase.device)
+    ids = random_ids(256, 2, 16).to(phase.device)
     decoder = Decoder(model)
     decoder(ids, max_new_tokens=8)
     assert decoder.held is not None
@@ -460,7 +433,7 @@ def _waits(phase: Phase, step: Callable[[], None]) -> Measurement:
 
 def _compiled(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
     model = HeadwaterForCausalLM(_small(mechanisms)).to(phase.device).train()
-    ids = torch.randint(256, (2, 64), generator=torch.Generator().manual_seed(0)).to(phase.device)
+    ids = random_ids(256, 2, 64).to(phase.device)
 
     def gradients() -> Tensor:
         model.zero_grad()
@@ -572,14 +545,11 @@ def training(phase: Phase) -> None:
 
     def measure(shape: tuple[int, int, int], whole: bool = False, llama: bool = False) -> Measurement:
         layers, width, rows = shape
-        config = HeadwaterConfig(**ModelShape(layers, width, sizes.vocab_size).config(context))
-        model: PreTrainedModel = quickly(config, phase.device)
-        if llama:
-            del model
-            with torch.device(phase.device):
-                model = LlamaForCausalLM(LlamaConfig(**ModelShape(layers, width, sizes.vocab_size).config(context)))
+        config = ModelShape(layers, width, sizes.vocab_size).config(context)
+        with torch.device(phase.device):
+            model = LlamaForCausalLM(LlamaConfig(**config)) if llama else quickly(phase, layers, width, context)
         ids = phase.draw(rows, context)
-        flops = cost.training_flops(config, context) * ids.numel()
+        flops = cost.training_flops(HeadwaterConfig(**config), context) * ids.numel()
         return _timed_steps(phase, _steps(phase, model, ids, whole=whole), flops, ids.numel())
 
     for name, shape in sizes.training.items():
@@ -595,11 +565,10 @@ def packing(phase: Phase) -> None:
     layers, width, _ = next(iter(phase.sizes.training.values()))
 
     def measure(context: int, rows: int, attention: str, packed: bool) -> Measurement:
-        config = HeadwaterConfig(**ModelShape(layers, width, phase.sizes.vocab_size).config(context))
-        model = quickly(config, phase.device)
+        model = quickly(phase, layers, width, context)
         model.set_attn_implementation(attention)
         ids = phase.draw(rows, context)
-        flops = cost.training_flops(config, context) * ids.numel()
+        flops = cost.training_flops(model.config, context) * ids.numel()
         if not packed:
             return _timed_steps(phase, _steps(phase, model, ids), flops, ids.numel())
         given = _documents(rows, context, phase.device)
@@ -654,13 +623,11 @@ def mechanisms(phase: Phase) -> None:
         for step in steps:
             for _ in range(phase.sizes.warm):
                 step()
-        ratios = []
-        for turn in range(phase.sizes.steps):
-            order = (0, 1) if turn % 2 else (1, 0)
-            times = {index: phase.seconds(steps[index], 2) for index in order}
-            ratios.append(times[0] / times[1])
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        return {"ratio": middle, "quartiles": f"{low:.3f}–{high:.3f}", "ms without": times[1] * 1e3}
+        runs = {name: partial(phase.seconds, step, 2) for name, step in zip(("with", "without"), steps, strict=True)}
+        times = take_turns(runs, phase.sizes.steps, warmup=0)
+        paired = PairedTimes(times["with"], times["without"])
+        low, high = paired.quartiles
+        return {"ratio": paired.ratio, "quartiles": f"{low:.3f}–{high:.3f}", "ms without": times["without"][-1] * 1e3}
 
     asked: dict[str, dict[str, dict]] = {name: {name: {}} for name in REGISTRY}
     asked[RECOMMENDED] = PRESETS[RECOMMENDED].fields["mechanisms"]
@@ -687,8 +654,8 @@ def decoding(phase: Phase) -> None:
     given = bandwidth(phase)
 
     def measure(layers: int, width: int, rows: int, compiled: bool) -> Measurement:
-        config = HeadwaterConfig(**ModelShape(layers, width, sizes.vocab_size).config(sizes.prompt + sizes.tokens))
-        model = quickly(config, phase.device, torch.bfloat16).eval()
+        model = quickly(phase, layers, width, sizes.prompt + sizes.tokens).to(torch.bfloat16).eval()
+        config = model.config
         decoder, ids = Decoder(model, compiled, sizes.backend), phase.draw(rows, sizes.prompt)
         times: list[float] = []  # when the tokens of each step were on the host
 
@@ -723,14 +690,7 @@ def decoding(phase: Phase) -> None:
         )
 
 
-PHASES: dict[str, Callable[[Phase], None]] = {
-    "environment": environment,
-    "correctness": correctness,
-    "training": training,
-    "mechanisms": mechanisms,
-    "decoding": decoding,
-    "packing": packing,
-}
+PHASES = {phase.__name__: phase for phase in (environment, correctness, training, mechanisms, decoding, packing)}
 
 
 def main(name: str, rows: str, device: str, deadline: str) -> None:

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor
 
 from headwater.cost.hardware import seconds
+from headwater.util.processor import describe_cpu
+from headwater_lab.util.terminal import counted
+
+T = TypeVar("T")
+# Of weights, by precision.
+DTYPES = {"32-true": torch.float32, "bf16-mixed": torch.float32, "bf16-true": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -30,22 +41,34 @@ class PairedTimes:
         low, _, high = statistics.quantiles(self.ratios, n=4)
         return low, high
 
+    def cells(self) -> dict[str, str]:
+        """The ratio and its quartiles, as columns of a benchmark."""
+        low, high = self.quartiles
+        return {"ratio": f"{self.ratio:.3f}", "quartiles": f"{low:.3f} – {high:.3f}"}
 
-def interleave(a: Callable[[], None], b: Callable[[], None], pairs: int, warmup: int = 3) -> PairedTimes:
+
+def interleave(a: Callable[[], object], b: Callable[[], object], pairs: int, warmup: int = 3) -> PairedTimes:
     """Time `pairs` pairs; the order within a pair alternates."""
-    for _ in range(warmup):
-        a()
-        b()
-    times: dict[Callable, list[float]] = {a: [], b: []}
-    for pair in range(pairs):
-        for run in (a, b) if pair % 2 == 0 else (b, a):
-            times[run].append(seconds(run))
-    return PairedTimes(times[a], times[b])
+    times = take_turns({"a": partial(seconds, a), "b": partial(seconds, b)}, pairs, warmup)
+    return PairedTimes(times["a"], times["b"])
 
 
-def take_turns(names: Iterable[str], turns: int) -> Iterator[tuple[str, bool]]:
-    """(name, whether its run counts): every name once a turn, in alternating order. The first turn warms up."""
-    order = list(names)
-    for turn in range(turns + 1):
-        for name in order if turn % 2 else reversed(order):
-            yield name, turn > 0
+def take_turns(runs: Mapping[str, Callable[[], T]], turns: int, warmup: int = 1) -> dict[str, list[T]]:
+    """Run each once a turn, in alternating order, and return the results by name, without those of `warmup` turns."""
+    results: dict[str, list[T]] = {name: [] for name in runs}
+    for turn in range(-warmup, turns):
+        for name in runs if turn % 2 == 0 else reversed(list(runs)):
+            result = runs[name]()
+            if turn >= 0:
+                results[name].append(result)
+    return results
+
+
+def random_ids(vocab_size: int, *shape: int) -> Tensor:
+    """Draw token ids of a shape, always the same."""
+    return torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(0))
+
+
+def describe_device(device: str) -> str:
+    """A device in the title of a table; the CPU by its name."""
+    return f"{describe_cpu()}, {counted(torch.get_num_threads(), 'thread')}" if device == "cpu" else device

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,69 +13,47 @@ from transformers import DynamicCache
 from headwater.config.planner import output_only_from, plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.cost import counts as cost
+from headwater.cost.hardware import seconds
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater_lab.bench.decoding import VANILLA
-from headwater_lab.bench.paired import PairedTimes, take_turns
-from headwater_lab.bench.shapes import PrefillShape
-
-
-@dataclass(frozen=True)
-class Prefill:
-    """The results of one model.
-
-    layers: those that run for the last token alone. paired: seconds per prompt, against vanilla's in the same turns.
-    planned: the FLOPs of `cost.prefill_flops`, over vanilla's.
-    """
-
-    model: str
-    layers: int
-    paired: PairedTimes
-    planned: float
-
-    @property
-    def second(self) -> float:
-        return statistics.median(self.paired.a)
+from headwater_lab.bench.paired import DTYPES, PairedTimes, describe_device, random_ids, take_turns
+from headwater_lab.bench.shapes import Benchmark, PrefillShape
 
 
 def bench_prefill(
-    mechanisms: Mapping[str, dict[str, dict]],
-    shape: PrefillShape,
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-) -> list[Prefill]:
-    """Prompts of random tokens, read by headwater without mechanisms and with each of `mechanisms` (name -> a
+    mechanisms: Mapping[str, dict[str, dict]], shape: PrefillShape, precision: str, device: str
+) -> Benchmark:
+    """Time prompts of random tokens, read by headwater without mechanisms and with each of `mechanisms` (name -> a
     config's mechanisms), in turn.
     """
     sizes = shape.config(shape.context)
     configs = {name: HeadwaterConfig(**sizes, mechanisms=given) for name, given in {VANILLA: {}, **mechanisms}.items()}
-    models = {name: HeadwaterForCausalLM(config).to(device, dtype).eval() for name, config in configs.items()}
-    ids = torch.randint(
-        shape.vocab_size, (shape.batch_size, shape.context), generator=torch.Generator().manual_seed(0)
-    ).to(device)
-    seconds: dict[str, list[float]] = {name: [] for name in models}
-    for name, counts in take_turns(models, shape.turns):
-        second = read_timed(models[name], ids)
-        if counts:
-            seconds[name].append(second)
+    ids = random_ids(shape.vocab_size, shape.batch_size, shape.context).to(device)
+    runs = {}
+    for name, config in configs.items():
+        model = HeadwaterForCausalLM(config).to(device, DTYPES[precision]).eval()
+        runs[name] = partial(seconds, partial(_read, model, ids))
+    times = take_turns(runs, shape.turns)
     flops = {name: cost.prefill_flops(config, shape.context) for name, config in configs.items()}
-    return [
-        Prefill(
-            name,
-            shape.layers - output_only_from(config, plan_layers(config)),
-            PairedTimes(seconds[name], seconds[VANILLA]),
-            flops[name] / flops[VANILLA],
-        )
-        for name, config in configs.items()
-    ]
+    rows = []
+    for name, config in configs.items():
+        skipped = shape.layers - output_only_from(config, plan_layers(config))
+        milliseconds = f"{statistics.median(times[name]) * 1e3:.1f}"
+        rows.append({"model": name, "layers skipped": str(skipped), "ms/prompt": milliseconds})
+        if name != VANILLA:
+            planned = f"{flops[name] / flops[VANILLA]:.3f}"
+            rows[-1] |= PairedTimes(times[name], times[VANILLA]).cells() | {"planned": planned}
+    return Benchmark(
+        f"{shape}, precision {precision}; {describe_device(device)}",
+        rows,
+        "layers skipped: by all tokens but the last. "
+        f"ratio: time over {VANILLA}'s, median over the turns. planned: the same of FLOPs.",
+    )
 
 
 @torch.no_grad()
-def read_timed(model: HeadwaterForCausalLM, ids: Tensor) -> float:
-    """Seconds to read ids [B, T] into a new cache."""
-    cache = DynamicCache(config=model.config)
-    started = time.perf_counter()
-    model(ids, past_key_values=cache, logits_to_keep=1)
+def _read(model: HeadwaterForCausalLM, ids: Tensor) -> None:
+    """Read ids [B, T] into a new cache."""
+    model(ids, past_key_values=DynamicCache(config=model.config), logits_to_keep=1)
     if ids.device.type == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - started

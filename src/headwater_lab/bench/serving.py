@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import statistics
@@ -10,23 +11,19 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from headwater.config.text import HeadwaterConfig
-from headwater.conversion import to_transformers
-from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.util.errors import HeadwaterError
-from headwater_lab.bench.decoding import VANILLA
-from headwater_lab.bench.paired import PairedTimes, take_turns
-from headwater_lab.bench.shapes import ServeShape
+from headwater_lab.bench.decoding import VANILLA, describe_ratios, with_llama
+from headwater_lab.bench.paired import DTYPES, PairedTimes, describe_device, random_ids, take_turns
+from headwater_lab.bench.shapes import Benchmark, ServeShape
 
 LLAMA = "vLLM's Llama"
-GIB = 2**30
 
 
 class ServedRun(NamedTuple):
@@ -42,79 +39,64 @@ class ServedRun(NamedTuple):
     tokens: list[list[int]]
 
 
-@dataclass
-class Serving:
-    """The results of one model.
-
-    cache_tokens: how many tokens fit into the cache. runs: one a turn. against: the model that ratios divide by, turn
-    by turn; None for the first.
-    """
-
-    model: str
-    cache_tokens: int
-    against: Serving | None
-    runs: list[ServedRun] = field(default_factory=list)
-
-    def paired(self, of: str = "seconds") -> PairedTimes | None:
-        """Its times over those of `against`; of: "seconds" or "step"."""
-        if self.against is None:
-            return None
-        return PairedTimes(*([getattr(run, of) for run in one.runs] for one in (self, self.against)))
-
-    def median(self, of: str) -> float:
-        return statistics.median(getattr(run, of) for run in self.runs)
-
-    @property
-    def same_tokens(self) -> bool:
-        return self.against is not None and self.runs[-1].tokens == self.against.runs[-1].tokens
-
-
 def bench_serving(
-    mechanisms: Mapping[str, dict[str, dict]],
-    shape: ServeShape,
-    *,
-    cache_memory: float | None = None,
-    dtype: str = "float32",
-) -> list[Serving]:
-    """Random prompts at once, each continued greedily: by vLLM's Llama, by
-    headwater without mechanisms, and by each of `mechanisms` (name -> a config's mechanisms), in turn.
+    mechanisms: Mapping[str, dict[str, dict]], shape: ServeShape, precision: str, cache_memory: float | None = None
+) -> Benchmark:
+    """Time random prompts that arrive at once, each continued greedily: by vLLM's Llama, by headwater without
+    mechanisms, and by each of `mechanisms` (name -> a config's mechanisms), in turn.
 
     Each model has an engine in a process of its own. Llama and vanilla have the same weights. No prompt is in the cache
-    when a run begins. cache_memory: bytes of each engine's cache; default: as many as vanilla needs for all requests.
+    when a run begins. cache_memory: GiB of each engine's cache; default: as many as vanilla needs for all requests.
     Raises `HeadwaterError` if an engine does not start or fails.
     """
-    length = shape.context + shape.tokens
+    length, dtype = shape.context + shape.tokens, DTYPES[precision]
     torch.manual_seed(0)
-    models: dict[str, Any] = {
-        name: HeadwaterForCausalLM(HeadwaterConfig(**shape.config(length), norm_eps=1e-6, mechanisms=given))
-        for name, given in {VANILLA: {}, **mechanisms}.items()
-    }
-    models = {LLAMA: to_transformers(models[VANILLA], "llama"), **models}
-    needed = 2 * shape.layers * shape.width * getattr(torch, dtype).itemsize * shape.requests * (length + 2 * 128)
+    models = with_llama({VANILLA: {}, **mechanisms}, shape, length, LLAMA)
+    needed = 2 * shape.layers * shape.width * dtype.itemsize * shape.requests * (length + 2 * 128)
     settings = dict(
-        dtype=dtype,
+        dtype=str(dtype).removeprefix("torch."),
         max_model_len=length,
         max_num_seqs=shape.requests,
-        kv_cache_memory_bytes=int(needed if cache_memory is None else cache_memory),
+        kv_cache_memory_bytes=int(needed if cache_memory is None else cache_memory * 2**30),
     )
-    generator = torch.Generator().manual_seed(0)
-    prompts = torch.randint(shape.vocab_size, (shape.requests, shape.context), generator=generator).tolist()
-    found: dict[str, Serving] = {}
+    prompts = random_ids(shape.vocab_size, shape.requests, shape.context).tolist()
+    engines, sizes = {}, {}
     with ExitStack() as stack:
-        engines = {}
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         for number, (name, model) in enumerate(models.items()):
             place = folder / str(number)
-            model.to(getattr(torch, dtype)).save_pretrained(place)
-            engines[name] = stack.enter_context(_engine(str(place), settings, name))
-            found[name] = Serving(name, _answer(engines[name], name), found.get(VANILLA, found.get(LLAMA)))
+            model.to(dtype).save_pretrained(place)
+            engine = stack.enter_context(_engine(str(place), settings, name))
+            sizes[name] = _answer(engine, name)
+            engines[name] = partial(_ask, engine, name, (prompts, shape.tokens))
         del models, model
-        for name, counts in take_turns(engines, shape.turns):
-            engines[name].send((prompts, shape.tokens))
-            run = _answer(engines[name], name)
-            if counts:
-                found[name].runs.append(run)
-    return list(found.values())
+        runs = take_turns(engines, shape.turns)
+    rows = [_describe_runs(name, sizes[name], runs) for name in runs]
+    notes = (
+        describe_ratios(LLAMA, runs[VANILLA][-1].tokens == runs[LLAMA][-1].tokens)
+        + "\nrunning: requests at a time, mean over the steps. ms/step: of steps that continue all requests."
+    )
+    return Benchmark(f"{shape}, precision {precision}; {describe_device('cpu')}", rows, notes)
+
+
+def _describe_runs(name: str, cache_tokens: int, runs: dict[str, list[ServedRun]]) -> dict[str, str]:
+    """A model's row. cache_tokens: how many tokens fit into its cache."""
+    seconds = {model: [run.seconds for run in each] for model, each in runs.items()}
+    steps = {model: [run.step for run in each] for model, each in runs.items()}
+    step = statistics.median(steps[name])
+    row = {
+        "model": name,
+        "tokens in cache": f"{cache_tokens:,}",
+        "running": f"{statistics.median(run.running for run in runs[name]):.1f}",
+        "s": f"{statistics.median(seconds[name]):.2f}",
+        "ms/step": "" if math.isnan(step) else f"{step * 1e3:.1f}",
+    }
+    if name != LLAMA:
+        against = LLAMA if name == VANILLA else VANILLA
+        of_steps = PairedTimes(steps[name], steps[against]).ratio
+        row |= PairedTimes(seconds[name], seconds[against]).cells()
+        row["ratio of steps"] = "" if math.isnan(of_steps) else f"{of_steps:.3f}"
+    return row
 
 
 @contextmanager
@@ -133,6 +115,11 @@ def _engine(folder: str, settings: dict[str, Any], name: str) -> Iterator[Connec
         process.join(20)
         process.kill()
         process.join()
+
+
+def _ask(engine: Connection, name: str, question: Any) -> Any:
+    engine.send(question)
+    return _answer(engine, name)
 
 
 def _answer(engine: Connection, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Sizes of what is timed, which the benchmarks' functions and commands share. Importing this imports no torch."""
+"""Sizes of what is timed, and a result, for the functions and commands. Importing this imports no torch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,15 @@ from typing import Any
 def at_least(least: int, default: int) -> Any:
     """A field with a minimum, which the command line checks."""
     return field(default=default, metadata={"min": least})
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A benchmark's result: rows of text by column, below a title, and notes on them."""
+
+    title: str
+    rows: list[dict[str, str]]
+    notes: str = ""
 
 
 @dataclass(frozen=True)

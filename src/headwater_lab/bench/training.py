@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -18,8 +19,8 @@ from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.image_classification import HeadwaterForImageClassification
 from headwater.nn.documents import make_cu_seq_lens, takes_documents
 from headwater.testing.measures import saved_bytes
-from headwater_lab.bench.paired import PairedTimes, interleave
-from headwater_lab.bench.shapes import StepShape
+from headwater_lab.bench.paired import DTYPES, PairedTimes, describe_device, interleave, random_ids
+from headwater_lab.bench.shapes import Benchmark, StepShape
 
 CLASSES = 1000
 
@@ -90,9 +91,29 @@ def mechanism_pair(mechanisms: dict[str, dict], shape: StepShape) -> ModelPair:
 
 
 def _tokens(shape: StepShape) -> dict[str, Any]:
-    size = (shape.batch_size, shape.context)
-    ids = torch.randint(shape.vocab_size, size, generator=torch.Generator().manual_seed(0))
+    ids = random_ids(shape.vocab_size, shape.batch_size, shape.context)
     return {"input_ids": ids, "labels": ids, "use_cache": False}
+
+
+def bench_steps(
+    compared: dict[str, ModelPair], other: str, title: str, *, precision: str, pairs: int, memory: bool, device: str
+) -> Benchmark:
+    """Time training steps of pairs of models, or measure what they store for the backward pass, a row for each pair.
+
+    other: the name of the second model of each. precision: as in `time_pair`.
+    """
+    rows = []
+    for label, pair in compared.items():
+        if memory:
+            kept, kept_by_other = stored_by_pair(pair, precision)
+            row = {"": label, "MB kept": f"{kept / 1e6:.1f}", f"{other}, MB kept": f"{kept_by_other / 1e6:.1f}"}
+            rows.append(row | {"ratio": f"{kept / kept_by_other:.3f}"})
+        else:
+            paired = time_pair(pair, precision, pairs, device)
+            first, second = (statistics.median(times) for times in (paired.a, paired.b))
+            rows.append({"": label, "s": f"{first:.3f}", f"{other}, s": f"{second:.3f}"} | paired.cells())
+    how = "" if memory else f", pairs {pairs}; {describe_device(device)}"
+    return Benchmark(f"{title}, precision {precision}{how}", rows)
 
 
 def time_pair(pair: ModelPair, precision: str, pairs: int, device: str = "cpu") -> PairedTimes:
@@ -106,15 +127,12 @@ def time_pair(pair: ModelPair, precision: str, pairs: int, device: str = "cpu") 
     autocast = precision == "bf16-mixed"
     first, second = (training_step(model, loss, autocast) for model, loss in _passes(pair, precision, device))
 
-    def waiting(step: Callable[[], None]) -> Callable[[], None]:
-        def step_and_wait() -> None:
-            step()
-            if torch.device(device).type == "cuda":
-                torch.cuda.synchronize()
+    def finish(step: Callable[[], None]) -> None:
+        step()
+        if torch.device(device).type == "cuda":
+            torch.cuda.synchronize()
 
-        return step_and_wait
-
-    return interleave(waiting(first), waiting(second), pairs)
+    return interleave(partial(finish, first), partial(finish, second), pairs)
 
 
 def stored_by_pair(pair: ModelPair, precision: str) -> tuple[int, int]:
@@ -132,7 +150,7 @@ def stored_by_pair(pair: ModelPair, precision: str) -> tuple[int, int]:
 
 def _passes(pair: ModelPair, precision: str, device: str) -> list[tuple[PreTrainedModel, Callable[[], Tensor]]]:
     """Each model of a pair on the device, and its forward pass to the loss."""
-    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    dtype = DTYPES[precision]
     passes: list[tuple[PreTrainedModel, Callable[[], Tensor]]] = []
     for model, inputs in zip(pair.models, pair.inputs, strict=True):
         model.to(device, dtype)
@@ -140,11 +158,11 @@ def _passes(pair: ModelPair, precision: str, device: str) -> list[tuple[PreTrain
             name: value.to(device, dtype if value.is_floating_point() else None) if isinstance(value, Tensor) else value
             for name, value in inputs.items()
         }
-        passes.append((model, partial(_loss, model, moved)))
+        passes.append((model, partial(_compute_loss, model, moved)))
     return passes
 
 
-def _loss(model: Any, inputs: dict[str, Any]) -> Tensor:
+def _compute_loss(model: PreTrainedModel, inputs: dict[str, Any]) -> Tensor:
     return model(**inputs).loss
 
 

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from headwater.util.errors import HeadwaterError, shown
-from headwater_lab.bench.shapes import DecodeShape, PrefillShape, ServeShape, StepShape
-from headwater_lab.cli.common import check_writable, device_of, recipe_of, stderr, stdout, tell
+from headwater.util.errors import HeadwaterError
+from headwater_lab.bench.shapes import Benchmark, DecodeShape, PrefillShape, ServeShape, StepShape
+from headwater_lab.cli.common import check_writable, device_of, mechanisms_of, recipe_of, say, stderr, stdout, tell
 from headwater_lab.cli.options import DeviceName, FolderPath, PositiveInt, Values, group_of, refuse
-from headwater_lab.util.terminal import Table, counted
+from headwater_lab.util.terminal import lined
 
 if TYPE_CHECKING:
-    from headwater_lab.bench.paired import PairedTimes
-    from headwater_lab.bench.training import ModelPair
     from headwater_lab.comparison.calibration import Rate
 
 Mechanisms = Annotated[
-    Sequence[str], Values(help='Names, or JSON as in a config: {"NAME": {"OPTION": …}, …}; default every mechanism.')
+    Sequence[str], Values(help='NAME, "NAME={option: value}", or several joined by " + "; default every mechanism.')
 ]
 AnyPrecision = Annotated[Literal["32-true", "bf16-true", "bf16-mixed"], Values(help="As in recipes.")]
 TruePrecision = Annotated[Literal["32-true", "bf16-true"], Values(help="As in recipes.")]
@@ -44,7 +41,7 @@ def bench_train(
     attention: headwater's attn_implementation: sdpa, eager, matmul or varlen.
     documents: Pack rows with documents of about this many tokens. Default: one each.
     """
-    from headwater_lab.bench.training import image_pair, text_pair
+    from headwater_lab.bench.training import bench_steps, image_pair, text_pair
 
     if base == "vit":
         refuse("without --base llama or --base gpt2", "--context", "--vocab-size", "--documents")
@@ -53,8 +50,9 @@ def bench_train(
     else:
         pair = text_pair(base, shape, attention, documents)
         title = f"{shape}, attention {attention}" + ("" if documents is None else f", documents {documents}")
-    names = {"llama": "Llama", "gpt2": "GPT-2", "vit": "ViT"}
-    _print_steps({"headwater": pair}, names[base], title, precision, pairs, memory, device)
+    name, device = {"llama": "Llama", "gpt2": "GPT-2", "vit": "ViT"}[base], _device_of(device, memory)
+    settings: dict[str, Any] = {"precision": precision, "pairs": pairs, "memory": memory, "device": device}
+    _print(bench_steps({"headwater": pair}, name, title, **settings))
 
 
 def bench_mechanisms(
@@ -67,40 +65,25 @@ def bench_mechanisms(
     device: DeviceName = "auto",
 ) -> None:
     """Time a training step with each mechanism against the same model without it."""
-    from headwater_lab.bench.training import mechanism_pair
+    from headwater_lab.bench.training import bench_steps, mechanism_pair
 
     compared = {label: mechanism_pair(options, shape) for label, options in _mechanisms(mechanism).items()}
-    _print_steps(compared, "without", str(shape), precision, pairs, memory, device)
+    settings: dict[str, Any] = {
+        "precision": precision,
+        "pairs": pairs,
+        "memory": memory,
+        "device": _device_of(device, memory),
+    }
+    _print(bench_steps(compared, "without", str(shape), **settings))
 
 
-def _print_steps(
-    compared: dict[str, ModelPair],
-    other: str,
-    title: str,
-    precision: str,
-    pairs: int,
-    memory: bool,
-    device: str,
-) -> None:
-    """Print a table of training steps, a row for each pair of models. other: the name of the second model of each."""
-    from headwater_lab.bench.training import stored_by_pair, time_pair
-
-    if memory and device not in ("auto", "cpu"):
+def _device_of(device: str, memory: bool) -> str:
+    """The device of training steps. Raises `HeadwaterError` for another than the CPU with --memory."""
+    if not memory:
+        return device_of(device)
+    if device not in ("auto", "cpu"):
         raise HeadwaterError("--memory is measured on the CPU, and is the same elsewhere; leave out --device.")
-    title = f"{title}, precision {precision}"
-    if memory:
-        table = _table(title, "MB kept", f"{other}, MB kept", "ratio")
-        for label, pair in compared.items():
-            first, second = stored_by_pair(pair, precision)
-            table.add_row(label, f"{first / 1e6:.1f}", f"{second / 1e6:.1f}", f"{first / second:.3f}")
-    else:
-        device = device_of(device)
-        table = _table(f"{title}, pairs {pairs}; {_about(device)}", "s", f"{other}, s", "ratio, median", "quartiles")
-        for label, pair in compared.items():
-            paired = time_pair(pair, precision, pairs, device)
-            seconds = [f"{sorted(times)[pairs // 2]:.3f}" for times in (paired.a, paired.b)]
-            table.add_row(label, *seconds, *_ratio(paired))
-    stdout.print(table)
+    return "cpu"
 
 
 def bench_decode(
@@ -112,22 +95,8 @@ def bench_decode(
 ) -> None:
     """Measure time per generated token: transformers' Llama, headwater without mechanisms, and with each."""
     from headwater_lab.bench import decoding
-    from headwater_lab.util.machine import read_bandwidth
 
-    chosen, device = _mechanisms(mechanism), device_of(device)
-    bandwidth = read_bandwidth(device)
-    arms = decoding.bench_decode(chosen, shape, dtype=_dtype(precision), device=device)
-    title = f"{shape}, precision {precision}; {_about(device)}; memory read at {bandwidth / 1e9:.1f} GB/s"
-    table = _table(title, "ms/token", "ratio", "quartiles", "cache", "bandwidth")
-    for arm in arms:
-        cache = f"× {arm.cache_bytes / arms[1].cache_bytes:.5f}" if arm.paired else f"{arm.cache_bytes:,} B"
-        share = f"{arm.bytes_per_second / bandwidth:.0%}"
-        table.add_row(arm.arm, f"{arm.second * 1e3:.2f}", *_ratio(arm.paired), cache, share)
-    notes = (
-        f"{decoding.AGAIN}: a second copy, which shows how much the place in memory does. bandwidth: weights and cache "
-        "read per second, as a share of the memory bandwidth."
-    )
-    _print_against_llama(table, decoding.LLAMA, notes, arms[1].same_tokens)
+    _print(decoding.bench_decode(_mechanisms(mechanism), shape, precision, device_of(device)))
 
 
 def bench_prefill(
@@ -140,24 +109,7 @@ def bench_prefill(
     """Measure the time to read a prompt, up to its last token's logits: without mechanisms, and with each."""
     from headwater_lab.bench import prefill
 
-    chosen, device = _mechanisms(mechanism), device_of(device)
-    models = prefill.bench_prefill(chosen, shape, dtype=_dtype(precision), device=device)
-    table = _table(
-        f"{shape}, precision {precision}; {_about(device)}",
-        "layers skipped",
-        "ms/prompt",
-        "ratio",
-        "quartiles",
-        "planned",
-    )
-    for model in models:
-        ratio = ("", "", "") if model is models[0] else (*_ratio(model.paired), f"{model.planned:.3f}")
-        table.add_row(model.model, str(model.layers), f"{model.second * 1e3:.1f}", *ratio)
-    stdout.print(table)
-    stdout.print(
-        "layers skipped: by all tokens but the last. "
-        f"ratio: time over {prefill.VANILLA}'s, median over the turns. planned: the same of FLOPs."
-    )
+    _print(prefill.bench_prefill(_mechanisms(mechanism), shape, precision, device_of(device)))
 
 
 def bench_serve(
@@ -175,45 +127,11 @@ def bench_serve(
     from importlib.util import find_spec
 
     from headwater.util.extras import MissingExtra
-    from headwater_lab.bench.serving import GIB, LLAMA, bench_serving
+    from headwater_lab.bench.serving import bench_serving
 
     if find_spec("vllm") is None:
         raise MissingExtra("vLLM", "vllm")
-    memory = None if cache_memory is None else cache_memory * GIB
-    dtype = str(_dtype(precision)).removeprefix("torch.")
-    models = bench_serving(_mechanisms(mechanism) if mechanism else {}, shape, cache_memory=memory, dtype=dtype)
-    table = _table(
-        f"{shape}, precision {precision}; {_about('cpu')}",
-        "tokens in cache",
-        "running",
-        "s",
-        "ratio",
-        "quartiles",
-        "ms/step",
-        "ratio of steps",
-    )
-    for model in models:
-        step, steps = model.median("step"), model.paired("step")
-        table.add_row(
-            model.model,
-            f"{model.cache_tokens:,}",
-            f"{model.median('running'):.1f}",
-            f"{model.median('seconds'):.2f}",
-            *_ratio(model.paired()),
-            "" if math.isnan(step) else f"{step * 1e3:.1f}",
-            "" if steps is None or math.isnan(steps.ratio) else f"{steps.ratio:.3f}",
-        )
-    notes = "running: requests at a time, mean over the steps. ms/step: of steps that continue all requests."
-    _print_against_llama(table, LLAMA, notes, models[1].same_tokens)
-
-
-def _print_against_llama(table: Table, llama: str, notes: str, same_tokens: bool) -> None:
-    """Print a table of vanilla and of mechanisms, the notes on it, and whether vanilla gave Llama's tokens."""
-    from headwater_lab.bench.decoding import VANILLA
-
-    stdout.print(table)
-    stdout.print(f"ratio: time over {VANILLA}'s, and {VANILLA}'s over that of {llama}; median over the turns. {notes}")
-    stderr.print(f"{VANILLA}: {'the same' if same_tokens else 'not the same'} tokens as {llama}", style="dim")
+    _print(bench_serving(_mechanisms(mechanism) if mechanism else {}, shape, precision, cache_memory))
 
 
 def bench_gpu(
@@ -262,19 +180,7 @@ def bench_data(
     """
     from headwater_lab.bench.data import bench_data as measure
 
-    result = measure(source, megabytes, pairs, workers, vocab_size)
-    title = (
-        f"{result.documents:,} documents, {result.bytes / 1e6:,.1f} MB, {result.tokens:,} tokens, {workers} workers, "
-        f"{pairs} pairs"
-    )
-    table = _table(title, "s", "tokens/s", "peak memory, MB")
-    names = ("headwater data prepare", f"Dataset.map, {workers} processes")
-    for name, times, peak in zip(names, (result.paired.a, result.paired.b), result.peaks, strict=True):
-        seconds = sorted(times)[pairs // 2]
-        table.add_row(name, f"{seconds:.2f}", f"{result.tokens / seconds:,.0f}", f"{peak / 1e6:,.0f}")
-    stdout.print(table)
-    ratio, quartiles = _ratio(result.paired)
-    stdout.print(f"ratio of times: median {ratio}, quartiles {quartiles}")
+    _print(measure(source, megabytes, pairs, workers, vocab_size))
 
 
 def bench_prices(recipe: str, overrides: Sequence[str] = (), *, out: FolderPath | None = None) -> None:
@@ -327,71 +233,36 @@ def bench_verdicts(
         f"{comparisons:,} comparisons of {arms + 1} identical arms with {seeds} seeds; the planted difference is "
         f"{planted_effect(arms, seeds):.3g} standard deviations of paired differences"
     )
-    columns = ("seeds", "false alarms, at most 0.05 stated", "planted found", "seeds, mean")
-    table = _table(title, *columns, first="results")
+    rows = []
     for source, draw in sources.items():
         for rule, measured in zip(("fixed", "until decided"), calibrate(draw, arms, seeds, comparisons), strict=True):
             if measured is not None:
-                rates = map(_rate, (measured.false_alarms, measured.power))
-                table.add_row(source, rule, *rates, f"{measured.seeds:.1f}")
-    stdout.print(table)
+                rates = {"false alarms, at most 0.05 stated": measured.false_alarms, "planted found": measured.power}
+                shares = {name: _describe_rate(rate) for name, rate in rates.items()}
+                rows.append({"results": source, "seeds": rule} | shares | {"seeds, mean": f"{measured.seeds:.1f}"})
+    _print(Benchmark(title, rows))
 
 
 def _mechanisms(arguments: Sequence[str]) -> dict[str, dict[str, dict]]:
-    """Mechanisms by a label, from names and JSON; every mechanism by default."""
-    import json
+    """Mechanisms by the text that names them; every mechanism by default."""
+    from headwater.plugins.registry import MECHANISMS
 
-    from headwater.config.options import parse_options
-    from headwater.plugins.outside import trust_names_in
-    from headwater.plugins.registry import MECHANISMS, resolve
-    from headwater_lab.recipe.overrides import plain
-
-    chosen = {}
-    for text in arguments or MECHANISMS.names:
-        mechanisms = plain(text, shown(text)) if text.startswith("{") else {text: {}}
-        trust_names_in([mechanisms])
-        for name, options in mechanisms.items():
-            parse_options(resolve(name), options)
-        labels = (f"{name} {json.dumps(options)}" if options else name for name, options in mechanisms.items())
-        chosen[" + ".join(labels)] = mechanisms
-    return chosen
+    return {text: mechanisms_of(text.split(" + ")) for text in arguments or MECHANISMS.names}
 
 
-def _dtype(precision: str) -> Any:
-    import torch
-
-    return torch.float32 if precision == "32-true" else torch.bfloat16
-
-
-def _about(device: str) -> str:
-    """A device in the title of a table; the CPU by its name."""
-    if device != "cpu":
-        return device
-    import torch
-
-    from headwater.util.processor import describe_cpu
-
-    return f"{describe_cpu()}, {counted(torch.get_num_threads(), 'thread')}"
+def _print(benchmark: Benchmark) -> None:
+    """Print a benchmark's table and notes."""
+    longest: dict[str, str] = max(benchmark.rows, key=len, default={})
+    columns = list(longest)
+    table = lined(*columns, left=columns[:1], title=benchmark.title)
+    for row in benchmark.rows:
+        table.add_row(*(row.get(column, "") for column in columns))
+    stdout.print(table)
+    for line in benchmark.notes.splitlines():
+        say(line)
 
 
-def _table(title: str, *columns: str, first: str = "") -> Table:
-    """A table whose first column alone is aligned to the left."""
-    table = Table(title=title, title_justify="left")
-    table.add_column(first)
-    for name in columns:
-        table.add_column(name, justify="right")
-    return table
-
-
-def _ratio(paired: PairedTimes | None) -> tuple[str, str]:
-    """The median ratio and its quartiles; empty for what nothing is compared with."""
-    if paired is None:
-        return "", ""
-    low, high = paired.quartiles
-    return f"{paired.ratio:.3f}", f"{low:.3f} – {high:.3f}"
-
-
-def _rate(rate: Rate) -> str:
+def _describe_rate(rate: Rate) -> str:
     """A share and its interval."""
     low, high = rate.interval
     return f"{rate.value:.4f} ({low:.4f} – {high:.4f})"

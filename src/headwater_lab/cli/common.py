@@ -70,12 +70,12 @@ def mechanisms_of(given: Sequence[str]) -> dict[str, dict[str, Any]]:
     for text in given:
         name, equals, options = text.partition("=")
         if equals and not options.strip():
-            raise HeadwaterError(f'--mechanism {name}= has no options; write {name}, or "{name}={{key: value}}".')
+            raise HeadwaterError(f'Mechanism {name}= has no options; write {name}, or "{name}={{key: value}}".')
         if name in found:
-            raise HeadwaterError(f"--mechanism {name} is given twice; give it once, with all its options.")
-        found[name] = plain(options, f"The options of --mechanism {name}", whole=True) if equals else {}
+            raise HeadwaterError(f"Mechanism {name} is given twice; give it once, with all its options.")
+        found[name] = plain(options, f"The options of mechanism {name}", whole=True) if equals else {}
         if not isinstance(found[name], dict):
-            raise HeadwaterError(f'The options of --mechanism {name} are a mapping: "{name}={{key: value}}".')
+            raise HeadwaterError(f'The options of mechanism {name} are a mapping: "{name}={{key: value}}".')
         trust_names_in({name: found[name]})
         parse_options(resolve(name), found[name])
     return found

@@ -58,11 +58,11 @@ def prepare(
         bar = partial(_show, report, time.monotonic())
         folders = run(text_source, out, tokenizer, Options(held_out), workers=workers, on_progress=bar)
     if is_finished:
-        _say(f"{out} is already finished")
+        say(f"{out} is already finished")
     stdout.print(_table(folders))
     skipped = read_manifest(folders[0]).skipped
     if skipped != Skipped():
-        _say(_skipped(skipped))
+        say(_skipped(skipped))
 
 
 def show(folder: Path, *, check: bool = False) -> None:
@@ -76,14 +76,14 @@ def show(folder: Path, *, check: bool = False) -> None:
     prepared = shards.open_all(folder)
     stdout.print(_table([part.folder for part in prepared]))
     first = prepared[0].manifest
-    _say(
+    say(
         f"{first.source}, tokenizer {first.tokenizer.name} ({first.tokenizer.vocab_size:,} tokens), {first.dtype}, "
         f"made by headwater {first.headwater}"
     )
-    _say(_skipped(first.skipped))
+    say(_skipped(first.skipped))
     if check:
         shards.check_all(prepared)
-        _say("all checksums match")
+        say("all checksums match")
 
 
 def tokenizer(
@@ -130,7 +130,7 @@ def tokenizer(
         if not size:
             raise HeadwaterError(f"{source!r} contains no text; name a file or folder with text.")
         trained.save_pretrained(new)
-    _say(f"{len(trained):,} tokens learned from {size / 1e6:,.1f} MB in {documents:,} documents, written to {out}")
+    say(f"{len(trained):,} tokens learned from {size / 1e6:,.1f} MB in {documents:,} documents, written to {out}")
 
 
 def _skipped(skipped: Skipped) -> str:
@@ -139,13 +139,6 @@ def _skipped(skipped: Skipped) -> str:
         f"skipped: {skipped.empty:,} empty documents, {skipped.none:,} rows without text, {skipped.files:,} files "
         "that are not UTF-8 text" + (f": {', '.join(skipped.names)}" if skipped.names else "")
     )
-
-
-def _say(text: str) -> None:
-    """Print a line that contains names, without markup."""
-    from headwater_lab.data.reading import printable
-
-    say(printable(text))
 
 
 def _show(report: ProgressReport, begun: float, documents: int, size: int, tokens: int = 0) -> None:
@@ -157,7 +150,6 @@ def _show(report: ProgressReport, begun: float, documents: int, size: int, token
 
 
 def _table(folders: list[Path]) -> Table:
-    from headwater_lab.data.reading import printable
     from headwater_lab.data.shards import read_manifest
 
     table = Table()
@@ -167,7 +159,7 @@ def _table(folders: list[Path]) -> Table:
         manifest = read_manifest(folder)
         for name, facts in (("train", manifest.train), ("held out", manifest.held_out)):
             table.add_row(
-                printable(str(folder)) if name == "train" else "",
+                str(folder) if name == "train" else "",
                 name,
                 f"{facts.documents:,}",
                 f"{facts.bytes / 1e6:,.2f}",

@@ -25,16 +25,6 @@ def new_mechanism(name: str, *, out: FolderPath | None = None) -> None:
     name: Name of the mechanism and its module: lower-case letters, digits and _.
     out: The new folder; default: NAME.
     """
-    folder = write_mechanism(name, out or Path(name))
-    quick = f'python -m pytest -k "llama-{name} and equal"'
-    say(f"written to {folder}; try it with: cd {folder} && {quick}")
-
-
-def write_mechanism(name: str, folder: Path) -> Path:
-    """Write a mechanism package into a new folder, and return the folder.
-
-    Raises `HeadwaterError` for a name that is invalid or taken, and if the folder is not empty.
-    """
     from headwater.plugins.registry import MECHANISMS
     from headwater.util.files import check_free, staged
 
@@ -44,6 +34,7 @@ def write_mechanism(name: str, folder: Path) -> Path:
         raise HeadwaterError(f"There is already a mechanism named {name!r}; choose another name.")
     if name in (*PACKAGES, "torch", "transformers", "test", "tests"):
         raise HeadwaterError(f"The module {name!r} would hide an existing one; choose another name.")
+    folder = out or Path(name)
     check_free(folder)
     check_writable(folder, folder=True)
     words = {
@@ -58,7 +49,8 @@ def write_mechanism(name: str, folder: Path) -> Path:
                 text, file = text.replace(mark, word), file.replace(mark, word)
             (beside / file).parent.mkdir(exist_ok=True)
             (beside / file).write_text(text, encoding="utf-8")
-    return folder
+    quick = f'python -m pytest -k "llama-{name} and equal"'
+    say(f"written to {folder}; try it with: cd {folder} && {quick}")
 
 
 new = group_of(

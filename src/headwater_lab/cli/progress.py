@@ -53,23 +53,14 @@ class ProgressReport(Progress, Observer):
     def tell(self, line: str) -> None:
         tell(line)
 
-    def add_task(self, description: str, *args: Any, info: str = "", unit: str = "", **fields: Any) -> TaskID:
-        """Add a task as `Progress.add_task` does. unit: what is counted, for lines, such as "step"."""
-        task_id = super().add_task(description, *args, info=info, unit=unit, **fields)
-        self.print_line(task_id)
-        return task_id
-
-    def update(self, task_id: TaskID, **changes: Any) -> None:
-        super().update(task_id, **changes)
-        self.print_line(task_id)
-
     def show(self, name: str, done: int, total: int | None = None, **changes: Any) -> None:
         """Update the task of this name, which begins with the first update, as does what is displayed."""
         title, unit = changes.pop("title", name), changes.pop("unit", "")
         if name not in self.tasks_by_name:
-            self.tasks_by_name[name] = self.add_task(title, total=total, unit=unit)
+            self.tasks_by_name[name] = self.add_task(title, total=total, unit=unit, info="")
         self.start()
         self.update(self.tasks_by_name[name], completed=done, **changes)
+        self.print_line(self.tasks_by_name[name])
 
     def start(self) -> None:
         super().start()

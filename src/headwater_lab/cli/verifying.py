@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.text import Text
 
 from headwater.util.errors import HeadwaterError
 from headwater_lab.cli.common import print_json, say, stderr, stdout
@@ -47,13 +46,15 @@ def verify(
     from headwater_lab.training.checkpoints import newest_checkpoint
     from headwater_lab.training.models import open_trained
 
-    if checkpoint is not None and model:
-        raise HeadwaterError("Verify one of these at a time: a checkpoint, or --model.")
-    if checkpoint is not None and (kind := model_type(newest_checkpoint(checkpoint))) and kind not in MODEL_TYPES:
-        checkpoint, model = None, [str(checkpoint)]  # of another library
-    trained = None if checkpoint is None else open_trained(checkpoint).model
-    if trained is not None and not trained.config.is_causal:
-        raise HeadwaterError(f"{str(checkpoint)!r} is an image model, which has no cache to verify.")
+    trained = None
+    if checkpoint is not None:
+        if model:
+            raise HeadwaterError("Verify one of these at a time: a checkpoint, or --model.")
+        kind = model_type(newest_checkpoint(checkpoint))
+        if kind and kind not in MODEL_TYPES:  # of another library
+            model = [str(checkpoint)]
+        elif not (trained := open_trained(checkpoint).model).config.is_causal:
+            raise HeadwaterError(f"{str(checkpoint)!r} is an image model, which has no cache to verify.")
     found: dict[str, list[Verified]] = {}
     with ProgressReport() as progress:
         for name, one in _models(trained, model, trust_remote_code, seed):
@@ -64,7 +65,7 @@ def verify(
         models = [{"name": name, "ways": _as_data(ways)} for name, ways in found.items()]
         print_json({"versions": _versions(), "seed": seed, "models": models}, indent=None)
     else:
-        _print(found, many=len(found) > 1 and not model)
+        _print(found)
     if failed:
         stderr.print("headwater: Decoding with a cache differs from decoding without one; see ✗ above.")
         raise typer.Exit(1)
@@ -116,41 +117,24 @@ def _name(mechanisms: dict[str, Any]) -> str:
     return " + ".join(mechanisms) or "none"
 
 
-def _print(found: dict[str, list[Verified]], many: bool) -> None:
-    """The table; then, unless it covers many models, what each ✗ and – is about."""
-    longest = max(found.values(), key=len, default=[])  # some models have ways of their own
-    numbers = {way.check: number for number, way in enumerate(longest, 1)}
-    table = lined(title="Decoding with a cache against without")
-    table.add_column("mechanisms" if many else "model", no_wrap=True)
-    table.add_column(" ".join(f"{number:<5}" for number in range(1, len(numbers) + 1, 5)), no_wrap=True)
-    table.add_column("fp64", justify="right")
-    table.add_column("fp32", justify="right")
+def _print(found: dict[str, list[Verified]]) -> None:
+    """The table, and a line for each way that is not the same."""
+    columns = ("model", "same", "different", "not run", "fp64", "fp32")
+    table = lined(*columns, left=("model",), title="Ways of decoding with a cache against without")
     for name, ways in found.items():
-        marks = {one.check: MARKS[one.ok] for one in ways}
-        line = [marks.get(check, "–") for check in numbers]
-        exact = [one.error for one in ways if one.error is not None]
-        rounded = [one.rounded for one in ways if one.rounded is not None and one.check != "bf16"]
-        table.add_row(
-            name,
-            Text(" ".join("".join(line[first : first + 5]) for first in range(0, len(line), 5))),
-            f"{max(exact):.0e}" if exact else "–",
-            f"{max(rounded):.0e}" if rounded else "–",
+        verdicts = [way.ok for way in ways]
+        errors = (
+            [way.error for way in ways if way.error is not None],
+            [way.rounded for way in ways if way.rounded is not None and way.check != "bf16"],
         )
+        largest = (f"{max(each):.0e}" if each else "–" for each in errors)
+        table.add_row(name, *(str(verdicts.count(ok)) for ok in MARKS), *largest)
     stdout.print(table)
-    stdout.print("\n".join(_legend(list(numbers))))
-    say("✓ same as without a cache, ✗ differs, – raises an error or does not apply.")
-    say("fp64, fp32: largest difference of logits, relative to the largest logit.")
+    say("not run: raises an error, or does not apply. fp64, fp32: largest difference of logits over the largest logit.")
     for name, ways in found.items():
         for one in ways:
-            if one.ok is False or (one.ok is None and not many) or one.only_rounded:
+            if one.ok is not True or one.only_rounded:
                 say(f"{MARKS[one.ok]} {name}: {one.check}: {_where(one)}")
-
-
-def _legend(names: list[str]) -> Iterator[str]:
-    """The names with their numbers, five a line, as the marks are grouped."""
-    cells = [f"{number:>2} {name}" for number, name in enumerate(names, 1)]
-    for first in range(0, len(cells), 5):
-        yield "".join(f"{cell:<23}" for cell in cells[first : first + 5]).rstrip()
 
 
 def _where(one: Verified) -> str:

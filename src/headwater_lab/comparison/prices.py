@@ -181,8 +181,9 @@ def _decoding(configs: tuple, context: int, recipe: Recipe) -> TimeRatio:
     prompt = max(1, context - tokens)
     vocabulary = min(config.vocab_size for config in configs)
     ids = torch.randint(vocabulary, (1, prompt), generator=torch.Generator().manual_seed(0)).to(device)
-    seconds, _, _ = decode_in_turns(models, ids, tokens, GENERATIONS)
-    return _timed(seconds["a"], seconds["b"])
+    runs = decode_in_turns(models, ids, tokens, GENERATIONS)
+    own, base = ([generation.seconds_per_token for generation in runs[name]] for name in "ab")
+    return _timed(own, base)
 
 
 def _timed(own: list[float], base: list[float]) -> TimeRatio:
