@@ -16,6 +16,7 @@ import processes
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.util.errors import HeadwaterError
 from headwater_lab.training.checkpoints import (
+    Saver,
     checkpoints,
     damage,
     history_of,
@@ -23,7 +24,6 @@ from headwater_lab.training.checkpoints import (
     optimizer_state,
     optimizer_tensors,
     restore,
-    save_checkpoint,
 )
 from headwater_lab.training.loop import train
 from headwater_lab.training.records import Notice, read_record
@@ -229,7 +229,9 @@ def test_every_optimiser_goes_on_as_if_it_had_never_stopped(kind, options, tmp_p
     assert kind is torch.optim.Adagrad or optimizer_tensors(one, [first]) == {}
     take(one, first, range(3))
     target = tmp_path / "checkpoints" / "step-000003"
-    save_checkpoint(fabric, target, Progress(step=3), one, None, optimizer_tensors(one, [first]))
+    with Saver(fabric) as saver:
+        saver.start(target, Progress(step=3), one, None, optimizer_tensors(one, [first]))
+        saver.finish()
     other = HeadwaterForCausalLM(config({"kv_shift": {}}))
     again = kind(other.parameters(), lr=1e-3, **options)
     restore(target, other, [again], {}, distributed=False)

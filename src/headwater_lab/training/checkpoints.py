@@ -14,8 +14,9 @@ A run whose parameters are sharded (FSDP) writes shard-*.safetensors instead of 
 the safetensors format of torch.distributed.checkpoint: any number of processes can resume from them, and `headwater
 export` merges them into one model. Nothing is pickled in either format.
 
-A checkpoint is written under a temporary name and renamed, so one with its final name is complete. One that no run has
-written (`write_model`: grown, retrofitted, …) has no training.json; a run can start from it, but not resume it.
+A checkpoint is written under a temporary name and renamed, so one with its final name is complete; see `Saver` for how
+a run does so. One that no run has written (`write_model`: grown, retrofitted, …) has no training.json; a run can start
+from it, but not resume it.
 """
 
 from __future__ import annotations
@@ -26,13 +27,15 @@ import os
 import re
 import shlex
 import shutil
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, field
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,6 +53,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.futures import Future as TorchFuture
 from transformers import BaseImageProcessor, PreTrainedTokenizerBase
 
+from headwater.cost.hardware import available_memory
 from headwater.models.kinds import MODEL_TYPES, AnyModel, model_class
 from headwater.models.load import (
     CONFIG,
@@ -80,7 +84,7 @@ from headwater.util.files import (
     staged,
 )
 from headwater_lab.training.optimizers import Average
-from headwater_lab.training.processes import first, gathered, local, together
+from headwater_lab.training.processes import first, gathered, local, recorded, together
 from headwater_lab.training.records import RECORD, Event, read_record
 
 if TYPE_CHECKING:  # reading needs none of the trainer's packages
@@ -256,6 +260,10 @@ def write_parts(
     if state:
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, folder / TENSORS)
     (folder / HISTORY).write_text(json.dumps([event.model_dump() for event in history], indent=1))
+
+
+def size_of(tensors: Mapping[str, Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
 def sums_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
@@ -514,42 +522,169 @@ def _read(path: Path, targets: dict[str, Tensor], distributed: bool) -> None:
         raise HeadwaterError(f"{str(path)!r} {what}: {last}") from error
 
 
-def save_checkpoint(
+class Saver:
+    """Saves checkpoints while training continues. All processes call its methods together.
+
+    A save copies everything to host memory; a thread of the first process then writes, hashes, syncs and renames it,
+    while further steps run. There is one checkpoint on its way at a time: the next save waits for it, and so do the end
+    of training and a stop. Errors are raised by the training thread, in all processes.
+
+    If the parameters are sharded, each process writes its own part, and all wait until the checkpoint is complete.
+
+    As a context it ends with the thread: a checkpoint on its way is completed first, if an exception does not end the
+    process at once, but other processes are not waited for. failure: what went wrong with it then.
+    """
+
+    def __init__(self, fabric: Fabric, sharded: bool = False) -> None:
+        self.fabric, self.sharded = fabric, sharded
+        self.thread = ThreadPoolExecutor(1, "checkpoint")
+        self.host: dict[str, Tensor] = {}  # kept, because fresh memory costs more than the copy
+        self.leaving = threading.Event()
+        self.failure: BaseException | None = None
+        self.saving = False
+        """Whether a checkpoint is on its way, the same in all processes."""
+        self.work: Future[None] | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether this process's thread has ended a checkpoint that `finish` has not been called for."""
+        return self.work is not None and self.work.done()
+
+    def start(
+        self,
+        target: Path,
+        progress: Progress,
+        model: AnyModel,
+        tokenizer: PreTrainedTokenizerBase | BaseImageProcessor | None,
+        state: Mapping[str, Tensor],
+        *,
+        history: Sequence[Event] = (),
+        then: Callable[[], None] = lambda: None,
+        copy: bool = True,
+    ) -> None:
+        """Begin a checkpoint at `target`, unless it exists; the one before is finished first.
+
+        state: what training needs besides the model, by name. history: what was done to the model, including this run.
+        then: called in the first process at the end. copy: whether the tensors may change before `finish`. Without the
+        memory for a copy, this waits until all is written.
+        Raises `HeadwaterError` if the disk is full; nothing is lost.
+        """
+        self.finish()
+        if first(self.fabric, target.exists):  # each step is saved once
+            return
+        weights = model_tensors(model)
+        tensors = weights | dict(state)
+        facts = json.dumps(asdict(progress), indent=1)
+        explain = partial(not_saved, target, progress.step)
+
+        def write(folder: Path, weights: dict[str, Tensor] | None, state: dict[str, Tensor]) -> list[str]:
+            """Write all but shards; returns the files' names."""
+            self.check()
+            write_parts(folder, model, tokenizer, history, weights, state)
+            (folder / FACTS).write_text(facts)
+            return [file.name for file in folder.iterdir() if not file.match(SHARDS)]
+
+        if self.sharded:
+            write_shards(self.fabric, target, tensors, lambda folder: write(folder, None, {}), explain)
+            first(self.fabric, then)
+            return
+        self.saving = True
+        if self.fabric.global_rank > 0:
+            return
+        copies = copy and self.fits(tensors)
+        arrived = self.copied(tensors) if copies else None
+
+        def work() -> None:
+            with staged(target, explain) as folder:
+                if arrived is not None:
+                    arrived.synchronize()
+                sums: dict[str, str] = {}
+                for name in write(folder, {name: tensors.pop(name) for name in weights}, tensors):
+                    self.check()
+                    sums |= sums_of(folder, [name])
+                self.check()
+                write_sums(folder, sums)
+            then()
+
+        self.work = self.thread.submit(work)
+        if not copies:
+            wait([self.work])
+
+    def finish(self) -> None:
+        """Wait until the checkpoint on its way is complete, if there is one. Raises what went wrong in any process."""
+        if self.saving:
+            work, self.saving, self.work = self.work, False, None
+            with together(self.fabric):
+                if work is not None:
+                    work.result()
+
+    def fits(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether this machine has the memory for copies of these tensors."""
+        fresh = size_of({name: tensor for name, tensor in tensors.items() if not self.has_room(name, tensor)})
+        if any(tensor.is_cuda for tensor in tensors.values()):
+            fresh *= 2  # page-locked memory is allocated in powers of two
+        return fresh <= available_memory()
+
+    def has_room(self, name: str, tensor: Tensor) -> bool:
+        there = self.host.get(name)
+        return there is not None and (there.shape, there.dtype) == (tensor.shape, tensor.dtype)
+
+    def copied(self, tensors: dict[str, Tensor]) -> torch.cuda.Event | None:
+        """Replace tensors by copies on the host; returns the event after which the copies of a GPU's are there.
+
+        Nothing waits for a GPU: it copies before it takes the next step.
+        """
+        on_gpu = any(tensor.is_cuda for tensor in tensors.values())
+        for name, tensor in tensors.items():
+            if not self.has_room(name, tensor):
+                self.host[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            tensors[name] = self.host[name].copy_(tensor.detach(), non_blocking=True)
+        return recorded(on_gpu)
+
+    def check(self) -> None:
+        """Give up in the middle if the process is to end at once."""
+        if self.leaving.is_set():
+            raise Left
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is not None and not issubclass(kind, Exception):
+            self.leaving.set()
+        self.thread.shutdown()
+        if self.work is not None and not isinstance(self.work.exception(), Left):
+            self.failure = self.work.exception()
+
+
+class Left(BaseException):
+    """The process ends before a checkpoint is complete."""
+
+
+def write_shards(
     fabric: Fabric,
     target: Path,
-    progress: Progress,
-    model: AnyModel,
-    tokenizer: PreTrainedTokenizerBase | BaseImageProcessor | None,
-    state: Mapping[str, Tensor],
-    history: Sequence[Event] = (),
-    sharded: bool = False,
+    tensors: dict[str, Tensor],
+    write_rest: Callable[[Path], list[str]],
+    explain: Callable[[str], str],
 ) -> None:
-    """Write a run's checkpoint at `target`, unless it exists. All processes call this together.
+    """Write a checkpoint whose tensors are sharded. All processes call it together.
 
-    state: what training needs besides the model, by name. history: what was done to the model, including this run.
-    sharded: the parameters are, and each process writes its own part. Raises `HeadwaterError` if the disk is full;
-    nothing is lost.
+    write_rest: called by the first process with the folder; writes all other files and returns their names.
     """
-    if first(fabric, target.exists):  # each step is saved once
-        return
-    explain = partial(not_saved, target, progress.step)
-    weights = model_tensors(model)
     with ExitStack() as stack:  # the first process makes the folder, and renames or removes it; all write into it
         folder = first(fabric, lambda: stack.enter_context(staged(target, explain)))
         shard = Shard(str(folder), save_distributed=True)
         with together(fabric), explaining(explain):
-            if sharded:
-                try:
-                    dcp.save(weights | dict(state), storage_writer=shard)
-                except CheckpointException as error:  # of any process: each raises its own
-                    if (own := error.failures.get(fabric.global_rank)) is not None:
-                        raise own[0] from error
-            names = list(shard.names)
-            if fabric.global_rank == 0:
-                write_parts(folder, model, tokenizer, history, *((None, None) if sharded else (weights, state)))
-                (folder / FACTS).write_text(json.dumps(asdict(progress), indent=1))
-                names += [file.name for file in folder.iterdir() if not file.match(SHARDS)]
-            sums = sums_of(folder, names)
+            try:
+                dcp.save(tensors, storage_writer=shard)
+            except CheckpointException as error:  # of any process: each raises its own
+                if (own := error.failures.get(fabric.global_rank)) is not None:
+                    raise own[0] from error
+            names = write_rest(folder) if fabric.global_rank == 0 else []
+            sums = sums_of(folder, [*shard.names, *names])
         every = {name: digest for part in gathered(fabric, sums) for name, digest in part.items()}
         if fabric.global_rank == 0:
             stack.callback(write_sums, folder, every)

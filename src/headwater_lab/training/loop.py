@@ -1,7 +1,7 @@
 """The training loop: batch, loss, backward, step and logging. It can be read in one sitting.
 
 Lightning Fabric handles devices, processes, precision and loggers. `Setup` builds what a step uses, `Journal` writes
-results. Batches are prepared in another thread while the step before them runs.
+results, `Saver` saves everything. Batches are prepared in another thread while the step before them runs.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from headwater_lab.recipe.schema import Recipe
 from headwater_lab.training.checkpoints import (
     FOLDER,
     Progress,
+    Saver,
     checkpoints,
     optimizer_tensors,
     prune,
     publish_model,
-    save_checkpoint,
 )
 from headwater_lab.training.optimizers import clip, gradient_norm, learning_rate
 from headwater_lab.training.processes import (
@@ -108,7 +108,7 @@ def train(
         for message in early:
             run.journal.warn(message)
         try:
-            with closing(run.batches):
+            with closing(run.batches), run.saver:
                 run.train(stop, until)
         except Interrupted:
             run.journal.write("stopped")
@@ -119,6 +119,8 @@ def train(
             if not lost:  # or its outcome may never arrive
                 with suppress(Exception):
                     run.settle()
+            if run.saver.failure not in (None, error):
+                run.journal.warn(f"{run.saver.failure}")
             with suppress(HeadwaterError):  # a full disk matters less than the error itself
                 run.journal.write(status, error)
             if lost:
@@ -139,14 +141,14 @@ def stepping(recipe: Recipe, folder: Path) -> Iterator[TrainingRun]:
         if fabric.device.type == "cpu":
             keep_freed_memory()
         run = TrainingRun(recipe, folder, None, fabric)
-        with closing(run.batches):
+        with closing(run.batches), run.saver:
             yield run
 
 
 class StepOutcome(NamedTuple):
     """A step's results, on their way from the device.
 
-    counts: labels, the rows' fingerprint, processes asked to stop.
+    counts: labels, the rows' fingerprint, processes asked to stop, processes whose `Saver` is done.
     """
 
     step: int
@@ -177,6 +179,7 @@ class TrainingRun(Setup):
         self.skips_on_device = all(
             getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in self.optimizers
         )
+        self.saver = Saver(fabric, sharded(recipe.training))
         self.outcome: StepOutcome | None = None
         # Progress and learning rate at a point of the curve, until its step is settled.
         self.due: tuple[Progress, float] | None = None
@@ -239,7 +242,8 @@ class TrainingRun(Setup):
         with self.reading():
             parts = [next(self.batches) for _ in range(settings.gradient_accumulation_steps)]
         progress.waited += time.perf_counter() - started
-        own = torch.tensor([sum(each.labels for each in parts), sum(each.fingerprint for each in parts), stop])
+        sums = sum(each.labels for each in parts), sum(each.fingerprint for each in parts)
+        own = torch.tensor([*sums, stop, self.saver.is_done])
         counts = total(self.fabric, to_device(own, self.fabric.device))
 
         loss = self.backward([each.batch for each in parts], counts[0])
@@ -318,10 +322,12 @@ class TrainingRun(Setup):
             return
         (step, readings, counts), self.outcome = self.outcome, None
         loss, self.norm = readings.values()
-        _, fingerprint, stops = counts.values()
+        _, fingerprint, stops, done = counts.values()
         progress = self.progress
         progress.order = hashlib.sha256(f"{progress.order}{fingerprint}".encode()).hexdigest()
         self.others_stop = stops > 0
+        if done:
+            self.saver.finish()
         if math.isfinite(loss) and math.isfinite(self.norm):
             progress.skipped_last = 0
             self.running["loss"] += loss
@@ -426,9 +432,10 @@ class TrainingRun(Setup):
     def save(self, must: bool = True) -> None:
         """Save a checkpoint, unless the weights are not finite: then keep the previous one.
 
-        must: raise `Diverged` if the weights are not finite; otherwise warn.
+        must: wait until it is written, and raise `Diverged` if the weights are not finite; otherwise warn.
         """
         self.settle()
+        self.saver.finish()
         broken = [~parameter.isfinite().all() for parameter in map(local, self.parameters)]
         if int(total(self.fabric, torch.stack(broken).sum())):  # one wait for all
             what = f"after step {self.progress.step} some weights are not finite"
@@ -438,20 +445,19 @@ class TrainingRun(Setup):
             raise self.diverged(f"{what}; lower")
         state = optimizer_tensors(self.model, self.optimizers)
         state |= {f"running.{name}": tensor for name, tensor in self.running.items()}
-        state |= {} if self.average is None else self.average.state
-        target, is_sharded = self.folder / FOLDER / f"step-{self.progress.step:06d}", sharded(self.recipe.training)
         with self.averaged():
-            save_checkpoint(
-                self.fabric,
-                target,
+            self.saver.start(
+                self.folder / FOLDER / f"step-{self.progress.step:06d}",
                 self.progress,
                 self.model,
                 self.preparer,
-                state,
-                self.journal.history,
-                is_sharded,
+                state | ({} if self.average is None else self.average.state),
+                history=self.journal.history,
+                then=self.publish,
+                copy=not must,
             )
-        first(self.fabric, self.publish)
+            if must:
+                self.saver.finish()
 
     def publish(self) -> None:
         """Put the newest checkpoint's model at the top of the folder, and remove the checkpoints that the recipe does
