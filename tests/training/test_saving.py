@@ -84,10 +84,6 @@ def full(step):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_full_disk_ends_the_run_and_keeps_what_was_saved(recipe, tmp_path, fails_at):
-    fails_at(8, OSError(errno.ENOSPC, "No space left on device"))
-    with pytest.raises(HeadwaterError, match=r"of step 8 could not be saved .*disk is full.*step 4.*--resume"):
-        train(recipe(), tmp_path / "run")
 @pytest.mark.slow
 def test_an_error_of_the_thread_ends_training_soon(recipe, tmp_path, held):
     held(full)
@@ -97,7 +93,7 @@ def test_an_error_of_the_thread_ends_training_soon(recipe, tmp_path, held):
         train(made, tmp_path / "run", on_event=clock)
     assert clock.step < 40
     assert read_record(tmp_path / "run").status == "failed"
-    assert not any((tmp_path / "run" / "checkpoints").iterdir())
+    assert not [*(tmp_path / "run").glob("checkpoints/*")]
 
 
 def test_an_error_of_the_last_save_is_not_lost(recipe, tmp_path, held):

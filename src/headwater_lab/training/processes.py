@@ -235,15 +235,23 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
+def recorded(on_gpu: bool) -> torch.cuda.Event | None:
+    """An event after which a GPU has done all that it was given so far; None if nothing is on a GPU."""
+    if not on_gpu:
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
 class Reading:
     """A copy of a small tensor to the host, started now and waited for when it is read."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.copy, self.arrived = tensor.detach(), None
+        self.copy = tensor.detach()
         if tensor.is_cuda:
             self.copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-            self.arrived = torch.cuda.Event()
-            self.arrived.record()
+        self.arrived = recorded(tensor.is_cuda)
 
     def values(self) -> list:
         """The numbers; waits for the device if they have not arrived."""
