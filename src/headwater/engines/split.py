@@ -77,7 +77,7 @@ def split(model: HeadwaterForCausalLM, share: Portion, processes: Processes) -> 
         block = cast("Block", block)
         block.self_attn = own_attention(block, share, processes)
         units = share.config.intermediate_size
-        whole = bool(block.stages[Stage.FEED_FORWARD_HIDDEN]) or units % share.size != 0
+        whole = bool(block.stages[Stage.FEED_FORWARD_HIDDEN.value]) or units % share.size != 0
         if isinstance(block.mlp, FeedForward) and not whole:
             own = torch.arange(units).chunk(share.size)[share.rank]
             feed_forward = block.mlp

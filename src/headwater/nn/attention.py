@@ -64,18 +64,18 @@ class Attention(nn.Module):
         self.q_norm = make_norm(config, config.head_dim) if config.qk_norm else None
         self.k_norm = make_norm(config, config.head_dim) if config.qk_norm and plan.k_heads else None
 
-        self.stages = {stage: plan.at(stage) for stage in ATTENTION_STAGES}
+        self.stages = {stage.value: plan.at(stage) for stage in ATTENTION_STAGES}
         inner = plan.at(*ATTENTION_STAGES)
         modules = {name: resolve(name).build_module(config.mechanisms[name], config, plan) for name in inner}
         self.mechanisms = Named(modules)
         self.exports = tuple(plan.slot(source) for source in plan.exports if source.kind != "stream")
         has_weights = any(source.kind == "probabilities" for source in plan.exports)
-        self.shows_weights = has_weights or bool(self.stages[Stage.ATTENTION_WEIGHTS])
+        self.shows_weights = has_weights or bool(self.stages[Stage.ATTENTION_WEIGHTS.value])
         self.groups = tuple(GroupSlots.from_plan(plan, group, self.num_key_value_groups) for group in plan.groups)
 
     def at(self, stage: Stage) -> Sequence[Mechanism]:
         """The mechanisms that act at a stage, in the order of application."""
-        names = self.stages[stage]
+        names = self.stages[stage.value]
         return [cast(Mechanism, self.mechanisms[name]) for name in names] if names else ()
 
     def forward(
@@ -125,7 +125,7 @@ class Attention(nn.Module):
 
         dropout = self.attention_dropout if self.training else 0.0
         options = dict(dropout=dropout, sliding_window=self.sliding_window, softcap=self.softcap, **kwargs)
-        if self.materialise and not (self.shows_weights or self.stages[Stage.ADDED_KEY_VALUES]):
+        if self.materialise and not (self.shows_weights or self.stages[Stage.ADDED_KEY_VALUES.value]):
             # One lookup and one call, spelled out: vLLM's Transformers backend reads the source of `forward`.
             attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
             out, weights = attend(self, q, k, v, attention_mask, scaling=self.scaling, **options)
@@ -170,7 +170,7 @@ class Attention(nn.Module):
 
     def select(self, q: Tensor, attention_mask: Any, context: Context) -> list[KernelInputs]:
         """One call of the kernel for each group of heads that attend to the same layers; one for all, once gathered."""
-        if self.stages[Stage.ATTENDED_KV]:
+        if self.stages[Stage.ATTENDED_KV.value]:
             return [KernelInputs(q, *self.gather(context), attention_mask)]
         return [group.select(q, attention_mask, context.sources) for group in self.groups]
 

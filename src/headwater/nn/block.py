@@ -55,7 +55,7 @@ class Block(GradientCheckpointingLayer):
             for name, kind in outer.items()
         }
         self.mechanisms = Named({name: build(config.mechanisms[name], own, plan) for name, build in builds.items()})
-        self.stages = {stage: plan.at(stage) for stage in BLOCK_STAGES}
+        self.stages = {stage.value: plan.at(stage) for stage in BLOCK_STAGES}
         self.inputs = plan.inputs
         self.exports_stream = Source("stream", "x", plan.index) in plan.exports
         self.exports_embedding = EMBEDDING in plan.exports
@@ -76,7 +76,7 @@ class Block(GradientCheckpointingLayer):
         context = Context([*sources], kwargs.get("reach"), find_tail(self.plan, cache), kwargs.get("token_ids"))
         for mechanism in self.at(Stage.EMBEDDING):
             x = mechanism.transform_embedding(x, context)
-        if self.stages[Stage.EMBEDDING] and self.embedding is not None:
+        if self.stages[Stage.EMBEDDING.value] and self.embedding is not None:
             context.sources[self.embedding] = x
         embedding = x
         for mechanism in self.at(Stage.RESIDUAL):
@@ -107,7 +107,7 @@ class Block(GradientCheckpointingLayer):
 
     def at(self, stage: Stage) -> Sequence[Mechanism]:
         """The mechanisms that act at a stage, in the order of application."""
-        names = self.stages[stage]
+        names = self.stages[stage.value]
         return [cast(Mechanism, self.mechanisms[name]) for name in names] if names else ()
 
     def feed_forward(self, x: Tensor, context: Context) -> Tensor:
@@ -115,7 +115,7 @@ class Block(GradientCheckpointingLayer):
         x = self.post_attention_layernorm(x)
         for mechanism in self.at(Stage.FEED_FORWARD_INPUT):
             x = mechanism.transform_feed_forward_input(x, context)
-        if self.stages[Stage.FEED_FORWARD_HIDDEN]:
+        if self.stages[Stage.FEED_FORWARD_HIDDEN.value]:
             x = self.mlp(x, partial(self.transform_hidden, context=context))
         else:
             x = self.mlp(x)
@@ -136,7 +136,7 @@ class Block(GradientCheckpointingLayer):
         entered = x
         for mechanism in self.at(Stage.BLOCK_INPUT):
             entered = mechanism.transform_block_input(entered, context)
-        if not self.stages[Stage.ATTENTION_INPUTS]:
+        if not self.stages[Stage.ATTENTION_INPUTS.value]:
             return AttentionInputs(self.normalize(entered, context), None, None, x)
         k, v = (entered if part in self.inputs else None for part in ("k", "v"))
         inputs = AttentionInputs(entered, k, v, x)

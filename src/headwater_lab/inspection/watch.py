@@ -165,7 +165,7 @@ class Watch:
     def __init__(self, model: AnyModel, sample: Sample) -> None:
         self.model, self.sample, self.sums = model, sample, Sums()
         self.taps = value_taps(model)
-        self.beside = [bool(block.self_attn.stages[Stage.ADDED_KEY_VALUES]) for block in blocks(model)]
+        self.beside = [bool(block.self_attn.stages[Stage.ADDED_KEY_VALUES.value]) for block in blocks(model)]
         self.pairs: dict[tuple[int, str], PairCounter] = {}
         config = model.config
         self.is_of_images = is_of_images(config)
