@@ -177,13 +177,19 @@ def gemma(name: str, kinds: str, last: int, **changes):
     return make(**GEMMA | own | shape | changes)
 
 
+def sharing_modes(theirs) -> list:
+    if "kv_sharing_modes" not in dir(type(theirs)):
+        pytest.skip("this version of transformers does not say it")
+    return theirs.kv_sharing_modes
+
+
 @every_gemma
 @pytest.mark.parametrize(
     ("kinds", "last"), [("ffffff", 2), ("sfsfsf", 2), ("ssssfssssf", 4), ("ssfssf", 3), ("sffssf", 1), ("sfffsf", 2)]
 )
 def test_the_map_last_is_gemmas(name, kinds, last):
     theirs = gemma(name, kinds, last)
-    modes = theirs.kv_sharing_modes
+    modes = sharing_modes(theirs)
     stored = {theirs.layer_types[layer]: layer for layer, mode in enumerate(modes) if mode == "store"}
     expected = [stored[theirs.layer_types[i]] if mode == "reuse" else i for i, mode in enumerate(modes)]
     options = {"keys": "last", "values": "last", "num_shared_layers": last, "layer_types": theirs.layer_types}
@@ -194,7 +200,7 @@ def test_the_map_last_is_gemmas(name, kinds, last):
 @every_gemma
 def test_a_kind_without_a_source_is_refused_there_too(name):
     with pytest.raises(ValueError, match="set of layer types"):
-        _ = gemma(name, "ssssff", 2).kv_sharing_modes
+        sharing_modes(gemma(name, "ssssff", 2))
 
 
 def test_a_map_is_refused_where_mistral_refuses_it():
