@@ -79,7 +79,7 @@ def test_what_cannot_be_trained_side_by_side_is_refused(tmp_path, compare, train
             "budget_arms has an entry twice",
         ),
         ({"sizes": {"S": {"arms": {"bas": {}}}}}, "did you mean 'base'"),
-        ({"sizes": {"S": {"model": {"hiden_size": 3}}}}, "of size 'S': model has no field 'hiden_size'"),
+        ({"sizes": {"S": {"model": {"hiden_size": 3}}}}, "of size 'S': the model of text has no field 'hiden_size'"),
     ],
 )
 def test_wrong_fields_are_one_sentence(section, message):

@@ -256,11 +256,13 @@ class ShortConv(KeepsPrecision, Mechanism):
         channels = sum(heads * width for heads, width in sizes.values())
         numbers = options["window"] * sum(sizes[name][0] for name in options["dynamic"] or [] if name in sizes)
         again = config.hidden_size * (len(plan.inputs) - 1) * ("attention_input" in sizes)
-        # Autograd keeps what is convolved for the gradient of the taps, and the taps of each token.
+        dynamic = sum(heads * width for name, (heads, width) in sizes.items() if name in (options["dynamic"] or []))
+        # Autograd keeps what is convolved for the gradient of the taps, and the taps of each token; where these are
+        # dynamic, for each tap a shifted copy and the sum of both taps.
         return Cost(
             parameters=channels * options["window"] + numbers * config.hidden_size,
             flops=2 * numbers * config.hidden_size,
-            saved=channels + again + numbers,
+            saved=channels + again + numbers + (2 * options["window"] - 1) * dynamic,
         )
 
     @classmethod
