@@ -104,6 +104,11 @@ OF_TEXT = {name: family for name, family in FAMILIES.items() if family.ours is H
 IDS = torch.randint(7, (2, 30), generator=torch.Generator().manual_seed(0))
 
 
+def follows_length(case) -> bool:
+    """Whether a longer sequence has other frequencies."""
+    return (getattr(case, "rope_parameters", None) or {}).get("rope_type") in ("dynamic", "longrope")
+
+
 def theirs(config: PreTrainedConfig, kernel: str = "sdpa") -> PreTrainedModel:
     """A model of theirs, of which no weight is at its start."""
     torch.manual_seed(0)
@@ -133,6 +138,8 @@ def test_the_logits_are_the_same(case, kernel):
     ours = from_transformers(model)
     expected = model(IDS).logits
     assert distance(expected, ours(IDS).logits) <= 5e-6
+    if follows_length(case):  # of all rows and calls in transformers, of each row's document here
+        return
     begun = ours(IDS[:, :17], use_cache=True)
     ended = ours(IDS[:, 17:], past_key_values=begun.past_key_values)
     assert distance(expected, torch.cat((begun.logits, ended.logits), dim=1)) <= 5e-6
@@ -149,6 +156,8 @@ def test_the_same_is_generated(case):
     model = theirs(case)
     ours = from_transformers(model)
     asked = dict(max_new_tokens=20, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    if follows_length(case):
+        pytest.skip("transformers' cache keeps keys with the frequencies of shorter sequences")
     assert torch.equal(model.generate(IDS[:, :10], **asked), ours.generate(IDS[:, :10], **asked))
 
 
