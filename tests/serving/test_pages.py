@@ -61,6 +61,17 @@ def test_raw_tokens_of_a_shared_block_are_read_in_the_step_that_writes_them():
     assert_near(model.logits(hidden), torch.cat((alone, alone[4:])))
 
 
+@pytest.mark.parametrize("mechanisms", [{}, {"kv_shift": {}}])
+def test_layers_with_more_heads_are_served_as_alone(mechanisms):
+    more = dict(num_attention_heads=8, num_key_value_heads=4)
+    model = build(mechanisms, sliding_window=5, sliding_layers=[1], sliding_fields=more)
+    rows = prompts(model.config.vocab_size)[:3]
+    with torch.no_grad():
+        alone = [model(torch.tensor([row]), use_cache=False).logits[0] for row in rows]
+    for row, position, logits in Server(model).outputs(rows):
+        assert_near(logits, alone[row][position])
+
+
 def test_raw_tokens_without_room_are_an_error(monkeypatch):
     model = build({"kv_shift": {}})
     engine = NaiveEngine(Page(model.config, model.plans, 4, 8))

@@ -59,8 +59,8 @@ class SomeHeads:
 
     @cached_property
     def plans(self) -> tuple[LayerPlan, ...]:
-        """The plans of a model with these heads only."""
-        return narrowed(self.model_plans, self.heads)
+        """The plans of a model with these heads only. One process has all, and its layers may differ in heads."""
+        return self.model_plans if self.size == 1 else narrowed(self.model_plans, self.heads)
 
     @cached_property
     def narrow(self) -> HeadwaterConfig:
