@@ -50,6 +50,9 @@ class Mine(Mechanism):
         width = len(plan.v_heads) * config.head_dim
         return Cost(parameters=len(plan.v_heads) + config.vocab_size * width + width, flops=2 * width, saved=2 * width)
 
+    def count_token_tables(self, parameter):
+        return int(parameter == "table.weight")
+
     def transform_qkv(self, q, kv, context):
         v, length, before = kv.v, kv.v.shape[2], None
         branches = isinstance(context.reach, Ancestors)

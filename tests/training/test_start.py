@@ -335,7 +335,7 @@ def word_tokenizer(folder, words=30, added=()) -> PreTrainedTokenizerFast:
     return made
 
 
-TABLES = {"ngram_memory": {"rows": 40}}
+TABLES = {"value_embedding": {"tables": 2}, "ngram_memory": {"rows": 40}}
 
 
 @pytest.fixture

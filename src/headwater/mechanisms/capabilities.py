@@ -50,6 +50,14 @@ class HasSharedModule(Protocol):
         """What it costs, once per model."""
 
 
+@runtime_checkable
+class HoldsTokenTables(Protocol):
+    """For parameters with a row for each token id. Asked by `resize_token_embeddings`, which else leaves them alone."""
+
+    def count_token_tables(self, parameter: str) -> int:
+        """How many tables a parameter holds, one after the other along its first axis; 0: it is none."""
+
+
 # Growth, retrofit, conversion
 
 

@@ -241,6 +241,9 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
         kept = numbers * (options["gate"] != "none" or options["rank"] is not None)
         return Cost(parameters=table, saved=kept, looked_up=table)
 
+    def count_token_tables(self, parameter: str) -> int:
+        return int(parameter == "table.weight")
+
     @classmethod
     def grow_options(cls, options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
         # Layers that add nothing at first have no table: which layers share one would change.
@@ -294,6 +297,9 @@ class ValueTables(Mechanism):
         return self.table(ids + first[:, None, None])
 
     # Capabilities
+
+    def count_token_tables(self, parameter: str) -> int:
+        return self.tables
 
     def describe_axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
         return SAME, Dim("kv") if self.by_head else SAME

@@ -1,7 +1,6 @@
 """`HeadwaterPreTrainedModel`: what text and image models share."""
 
 # No postponed annotations in this file: other packages read those of models at run time.
-import copy
 import os
 from typing import Any
 
@@ -23,6 +22,7 @@ from headwater.mechanisms.named import Named, owner_of
 from headwater.mechanisms.precision import KeepsPrecision
 from headwater.models.quantization import BESIDE, check_quantized
 from headwater.models.remote_code import add_code, is_code
+from headwater.models.token_tables import check_resizable, resize_token_tables
 from headwater.models.weights import check_kinds, is_plain, kinds_of, stored_kinds, unwrapped_names
 from headwater.nn.attention import Attention
 from headwater.nn.attention_kernel import supported_kernels
@@ -171,31 +171,20 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
     ) -> nn.Module:
-        """As in transformers. Raises `HeadwaterError` first for a mechanism whose parameters depend on the tokens."""
+        """As in transformers, and the tables of mechanisms by token id with it (`resize_token_tables`).
+
+        Raises `HeadwaterError` if a mechanism does not fit the new size, before anything is changed.
+        """
         old = len(self.get_input_embeddings().weight)
         new = old if new_num_tokens is None else new_num_tokens
         if isinstance(pad_to_multiple_of, int):  # transformers refuses any other
             new = -(-new // pad_to_multiple_of) * pad_to_multiple_of
         if new != old:
-            self.check_resizable(new)
+            check_resizable(self, new)
+            resize_token_tables(self, new, mean_resizing)
         embedding = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
         self.name_modules()
         return embedding
-
-    def check_resizable(self, new: int) -> None:
-        """Raise `HeadwaterError` if a parameter of a mechanism would have another shape with `new` tokens."""
-        changed = copy.deepcopy(self.config)
-        changed.vocab_size = new
-        with torch.device("meta"), init.no_init_weights():
-            skeletons = [type(self)(config) for config in (copy.deepcopy(self.config), changed)]
-        before, after = ({name: p.shape for name, p in skeleton.named_parameters()} for skeleton in skeletons)
-        for name in after:
-            owner, _ = owner_of(skeletons[1], name)
-            if owner is not None and before.get(name) != after[name]:
-                raise HeadwaterError(
-                    f"{name!r} of mechanism {owner.registered_name()!r} has a size that depends on the number of "
-                    f"tokens, so the model cannot have {new} tokens; train it with a larger vocab_size."
-                )
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

@@ -613,6 +613,15 @@ class Contract:
             assert torch.equal(a, b), name
         assert torch.equal(loaded(ids).logits, model(ids).logits)
 
+    def test_more_tokens(self, case):
+        """With a larger vocabulary old tokens give what they gave, and new ones what the equations say."""
+        model, ids = case.copy, tokens(2, T)
+        before, size = model(ids, use_cache=False).logits, model.config.vocab_size
+        model.resize_token_embeddings(size + 7)
+        assert_near(model(ids, use_cache=False).logits[..., :size], before)
+        ids = torch.tensor([[3, size, size + 6, 5, size + 1, size]])
+        self.assert_equal(model, lambda one: one(ids, use_cache=False).logits, self.reference_of(model)(ids[0])[None])
+
     def test_config_round_trip(self, case):
         original = case.model.config
         for restored in (

@@ -1,0 +1,90 @@
+"""Tables of mechanisms with a row for each token's id: they are resized with the model's token embedding."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from headwater.config.text import HeadwaterConfig
+from headwater.mechanisms.capabilities import HoldsTokenTables
+from headwater.mechanisms.named import owner_of
+from headwater.util.errors import HeadwaterError
+from headwater.util.seeding import generator
+
+
+def check_resizable(model: PreTrainedModel, new: int) -> None:
+    """Raise `HeadwaterError` if the model's mechanisms cannot have a vocabulary of `new` tokens."""
+    changed = copy.deepcopy(model.config)
+    changed.vocab_size = new
+    before, after = _mechanism_shapes(model, model.config), _mechanism_shapes(model, changed)
+    for name, (parameter, count) in token_tables(model).items():
+        rows = count * model.config.vocab_size
+        if parameter.shape[0] != rows:
+            raise HeadwaterError(
+                f"{name!r} has {parameter.shape[0]} rows in place of {rows}, so it cannot be resized with the "
+                "embedding; resize the model before it is divided among processes."
+            )
+        if name in after and after[name][0] == count * new:
+            before[name] = after[name]
+    for name in after:
+        if before.get(name) != after[name]:
+            raise HeadwaterError(
+                f"{name!r} would have the shape {list(after[name])} with {new} tokens and its mechanism does not say "
+                "how; define its count_token_tables()."
+            )
+
+
+@torch.no_grad()
+def resize_token_tables(model: PreTrainedModel, new: int, from_mean: bool = True) -> None:
+    """Give every table by token id (`HoldsTokenTables`) `new` rows, and keep the first ones.
+
+    from_mean: rows that are added are the mean of a table's old ones; otherwise they are drawn as in a new model. Both
+    are the same each time, so that a saved adapter, which does not hold them, finds them again.
+    """
+    for name, (parameter, count) in token_tables(model).items():
+        place, _, inner = name.rpartition(".")
+        holder, rows = model.get_submodule(place), parameter.unflatten(0, (count, -1))
+        # The parameter itself stays, as transformers keeps the embedding's. `initial_value` takes its size from it.
+        parameter.data = rows.new_empty(count * new, *rows.shape[2:])
+        old = rows.shape[1]
+        added = (
+            _mean_rows(rows, new - old) if from_mean else _initial_rows(model, holder, inner, count)[:, old:].to(rows)
+        )
+        parameter.copy_(torch.cat((rows[:, :new], added), dim=1).flatten(0, 1))
+        if isinstance(holder, nn.Embedding):
+            holder.num_embeddings = len(parameter)
+
+
+def token_tables(model: nn.Module) -> dict[str, tuple[nn.Parameter, int]]:
+    """The parameters that hold tables by token id, by qualified name, and how many tables each holds."""
+    tables = {}
+    for name, parameter in model.named_parameters():
+        owner, inner = owner_of(model, name)
+        if owner is not None and isinstance(owner, HoldsTokenTables) and (count := owner.count_token_tables(inner)):
+            tables[name] = parameter, count
+    return tables
+
+
+def _mechanism_shapes(model: PreTrainedModel, config: HeadwaterConfig) -> dict[str, torch.Size]:
+    """The shapes of the parameters that mechanisms have in a model of this kind with `config`."""
+    with torch.device("meta"), no_init_weights():
+        skeleton = type(model)(copy.deepcopy(config))
+    parameters = skeleton.named_parameters()
+    return {name: one.shape for name, one in parameters if owner_of(skeleton, name)[0] is not None}
+
+
+def _mean_rows(rows: Tensor, count: int) -> Tensor:
+    """`count` times the mean of rows [tables, old, …], none if it is not positive."""
+    mean = rows.mean(1, keepdim=True, dtype=torch.promote_types(rows.dtype, torch.float32)).to(rows.dtype)
+    return mean.expand(-1, max(0, count), *rows.shape[2:])
+
+
+def _initial_rows(model: PreTrainedModel, holder: nn.Module, parameter: str, count: int) -> Tensor:
+    """A parameter as in a new model of its present size, [tables, rows, …]."""
+    qualified = f"{holder._qualified_name}.{parameter}"
+    draw = generator(model.config.initializer_seed, qualified)
+    return model.initial_value(holder, parameter, qualified, draw).unflatten(0, (count, -1))
