@@ -2,9 +2,8 @@
 
 Each operation also has a plain form in PyTorch, in a mechanism's file or in `nn`. There are two kinds of kernel.
 
-- Autograd functions, a file each: `rotary`, `shift`, `pattention`, `norm`, `activation` and `loss`. They use
-  fewer of PyTorch's operations or store less for the backward pass. They run wherever `can_fuse` allows it
-  (`can_fuse_traced` the one for compiled code), and agree with the plain form up to rounding.
+- Autograd functions, a file each: `rotary`, `shift`, `pattention`, `norm`, `activation` and `loss`. They use fewer of
+  PyTorch's operations or store less, where `can_fuse` allows it (`can_fuse_traced` the one for compiled code).
 - Forms chosen by timing, `linear` and `attention`: while a model generates on a CPU, `autotune` runs the one that was
   fastest on this machine, where `can_autotune` allows it.
 

@@ -3,8 +3,8 @@
 What is fast on one processor may be slow on another. So while `generate` runs (`allow_autotuning`), the first use of an
 operation (such as a linear layer of some shape, dtype and number of rows) times its forms in turn, which takes about a
 tenth of a second. What was fastest is stored for later processes in $XDG_CACHE_HOME/headwater/kernels or
-~/.cache/headwater/kernels, in one file per processor, version of PyTorch and number of threads. If a file is damaged or
-cannot be written, the timing is repeated. HEADWATER_KERNELS=plain switches this off, with all kernels.
+~/.cache/headwater/kernels, in one file per processor, version of PyTorch and number of threads. Without it the timing
+is repeated.
 
 Forms round differently, so bits would depend on the clock. Therefore only generation uses the choice: training, its
 evaluations and `headwater evaluate` use PyTorch's own forms, here called plain.

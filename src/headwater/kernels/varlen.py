@@ -142,7 +142,7 @@ def _plan_calls(borders: tuple[int, ...], rows: int, length: int, window: int, d
             f"cu_seq_lens_q must rise from 0 to the number of tokens, {rows * length}, not from {borders[0]} to "
             f"{borders[-1]}."
         )
-    calls = []
+    calls: list[FusedCall] = []
     for begin, end in pairwise(borders):
         row, first = divmod(begin, length)
         if first + end - begin > length:
@@ -150,16 +150,12 @@ def _plan_calls(borders: tuple[int, ...], rows: int, length: int, window: int, d
                 f"cu_seq_lens_q has a document from token {begin} to {end}, across the rows of {length} tokens; a row "
                 "begins with a document."
             )
-        if begin < end:
-            mask = _make_window_mask(end - begin, window, dtype) if 0 < window < end - begin else None
-            calls.append(FusedCall(row, slice(first, first + end - begin), mask))
+        mask = None
+        if 0 < window < end - begin:  # each token sees itself and the window - 1 before it
+            hidden = ~torch.ones(end - begin, end - begin, dtype=torch.bool).tril().triu(1 - window)
+            mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
+        calls += [FusedCall(row, slice(first, first + end - begin), mask)] if begin < end else []
     return calls
-
-
-def _make_window_mask(length: int, window: int, dtype: torch.dtype) -> Tensor:
-    """Each token sees itself and the window - 1 before it, [length, length]."""
-    seen = torch.ones(length, length, dtype=torch.bool).tril().triu(1 - window)
-    return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf)
 
 
 def _plan_dtype_and_calls(q: Tensor, borders: Tensor, window: int) -> tuple[torch.dtype, list[FusedCall]]:
