@@ -448,7 +448,7 @@ def test_a_cache_made_for_another_window_is_exact_or_refused(window, other, stat
     made = config({"value_residual": {}}, sliding_window=other)
     cache = StaticCache(config=made, max_cache_len=16) if static else DynamicCache(config=made)
     chunks = [4, 1, 1, 3, 1, 3, 1]
-    if other is not None and (window is None or other < window):
+    if other is not None and window is None and not static:  # its layers have dropped what none of ours takes over
         with pytest.raises(HeadwaterError, match="still attends to"):
             decode(model, ids, chunks, cache=cache)
     else:

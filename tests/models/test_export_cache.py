@@ -22,7 +22,7 @@ from headwater.plugins.registry import REGISTRY
 LONGEST = 16
 MODELS: list[dict] = [
     {},
-    *({name: {}} for name in REGISTRY),
+    *({name: {"layer": 0} if name == "backout" else {}} for name in REGISTRY),  # of two layers
     {"kv_shift": {"window": 4, "queries": True}},
     {"kv_shift": {"keys": False, "values": False, "queries": True}, "skip_layer": {"heads": 4, "layers": 1}},
     {"pattention": {}, "kv_shift": {}, "value_residual": {}, "skip_layer": {}, "dense_former": {}},

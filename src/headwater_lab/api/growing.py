@@ -15,6 +15,7 @@ from headwater.conversion import add_mechanisms, from_transformers, function_cha
 from headwater.cost.counts import check_memory
 from headwater.models.kinds import AnyModel
 from headwater.models.pretrained import HeadwaterPreTrainedModel
+from headwater.models.quantization import check_full_precision
 from headwater.plugins import outside
 from headwater.plugins.registry import as_mapping
 from headwater.util.errors import HeadwaterError, shown
@@ -75,6 +76,7 @@ def grow(
             raise
         trained = _opened("grow", model)  # which raises what is not about the state
         watch.tell(str(error))
+    check_full_precision(trained.model)
     check_memory(changed_config(trained.model.config, change))
     ids, where = _tell_converted(trained, watch)
     grown = changed(trained, change)
