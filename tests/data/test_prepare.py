@@ -555,8 +555,6 @@ def test_how_much_is_read_at_a_time_does_not_matter(kind, folder, tmp_path, monk
 
 @pytest.mark.slow
 def test_a_long_document_has_the_tokens_of_the_whole(tmp_path, bpe, monkeypatch):
-    monkeypatch.setattr(streaming, "PART", 1000)
-    monkeypatch.setattr(streaming, "LONGEST", 2000)
     rows = ["\n".join(texts(200, seed)) + "\n\n  end" for seed in range(20)]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
@@ -572,8 +570,6 @@ def test_a_long_document_has_the_tokens_of_the_whole(tmp_path, bpe, monkeypatch)
 
 @pytest.mark.slow
 def test_long_documents_lie_in_one_shard(tmp_path, bpe, monkeypatch):
-    monkeypatch.setattr(streaming, "PART", 500)
-    monkeypatch.setattr(streaming, "LONGEST", 1000)
     (tmp_path / "a.txt").write_text("\n##\n".join("\n".join(texts(20, seed)) for seed in range(30)))
     how = dict(separator="##", shard_tokens=600, batch_bytes=400, evaluation_bytes=3000)
     make(tmp_path / "a.txt", tmp_path / "whole", bpe, **how)
