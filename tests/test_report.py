@@ -303,7 +303,7 @@ class TestPage:
     def test_sections_in_order_and_every_link_has_its_place(self, tmp_path):
         sized = [r for i, size in enumerate("SML") for arm, results in (("base", BASE), ("good", GOOD))
                  for r in three(arm, [x - 0.3 * i for x in results], size=size, parameters=10 * 3**i)]  # fmt: skip
-        noted = sized[0].model_copy(update={"skipped": 2, "notices": [Notice(step=7, message="the loss jumped")]})
+        noted = sized[0].model_copy(update={"skipped_steps": 2, "notices": [Notice(step=7, message="the loss jumped")]})
         tries = [record("base", 9, 3.0, phase="tuning", size="S")]
         found = comparisons(saved(tmp_path, [noted, *sized[1:], *tries]))
         one = story(found)

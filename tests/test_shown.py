@@ -16,12 +16,14 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
+from PIL import Image
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 import headwater_lab as lab
@@ -45,6 +47,7 @@ NOT_RUN = {
     r" training\.devices=8\b": "eight processes, each of which imports PyTorch",
     r"^headwater serve ": "it answers until it is stopped",
     r"^headwater generate .* --compile\b": "it compiles for minutes",
+    r"^headwater generate CHECKPOINT - ": "it reads what is typed",
     r"^headwater bench train --base vit\b": "images have no context to make smaller; tests/vision runs it",
     r"^headwater bench serve ": "it needs vLLM, in an environment of its own; tests/vllm_suite runs it",
     r"EleutherAI/|togethercomputer/": "it reads models or tokenizers from the hub",
@@ -80,6 +83,8 @@ def smaller(recipe: Recipe) -> Iterator[str]:
             yield "compare.learning_rates=[]"
         if recipe.data.kind == "glyphs":
             yield "data.held_out_families=[Lato]"
+        if recipe.data.augmentation.draws and find_spec("torchvision") is None:
+            yield "data.augmentation=null"
     else:
         yield "data.held_out=8"
     if recipe.compare is not None:
@@ -88,6 +93,15 @@ def smaller(recipe: Recipe) -> Iterator[str]:
 
 def a_text(path: Path, run: Run) -> None:
     path.write_text("Some lines of text, which a small model reads.\n" * 400)
+
+
+def shakespeare(path: Path, run: Run) -> None:
+    """The text that the shipped recipe of this name reads."""
+    a_text(Path("input.txt"), run)
+
+
+def an_image(path: Path, run: Run) -> None:
+    Image.new("L", (8, 8), 128).save(path)
 
 
 def prompts(path: Path, run: Run) -> None:
@@ -117,16 +131,20 @@ def a_run(path: Path, run: Run) -> None:
 
 
 def llama(path: Path, run: Run) -> None:
-    _foreign(LlamaConfig, LlamaForCausalLM, path)
+    _foreign(functools.partial(LlamaConfig, num_key_value_heads=1), LlamaForCausalLM, path)
+
+
+def llama_of_two_heads(path: Path, run: Run) -> None:
+    _foreign(functools.partial(LlamaConfig, num_key_value_heads=2), LlamaForCausalLM, path)
 
 
 def mistral(path: Path, run: Run) -> None:
-    _foreign(functools.partial(MistralConfig, sliding_window=None), MistralForCausalLM, path)
+    _foreign(functools.partial(MistralConfig, num_key_value_heads=1, sliding_window=None), MistralForCausalLM, path)
 
 
 def _foreign(config: Any, model: Any, path: Path) -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    model(config(vocab_size=257, num_key_value_heads=1, max_position_embeddings=128, **sizes)).save_pretrained(path)
+    model(config(vocab_size=257, max_position_embeddings=128, **sizes)).save_pretrained(path)
     byte_tokenizer().save_pretrained(path)
 
 
@@ -141,14 +159,16 @@ def grown(path: Path, run: Run) -> None:
 
 # What a page's commands take for granted: made when a command first names it.
 GIVEN: dict[str, dict[str, Callable[[Path, Run], None]]] = {
-    "README.md": {"input.txt": a_text, "runs/llama": llama},
+    "README.md": {"input.txt": a_text, "runs/llama": llama, "five.png": an_image},
+    "docs/convert.md": {"runs/llama": llama_of_two_heads, "texts/*.txt": a_text},
     "docs/data.md": {"web.jsonl": parts},
     "docs/evaluate.md": dict.fromkeys(
         ["runs/demo/language/vanilla-0", "runs/demo/language/kv-shift-value-residual-0"], a_run
     ),
     "docs/extending.md": {"CHECKPOINT": mistral},
     "docs/generation.md": {"CHECKPOINT": a_run, "prompt.txt": a_text, "prompts.jsonl": prompts},
-    "docs/growth.md": {"runs/code": grown, "runs/prose": grown},
+    "docs/gpu.md": {"shakespeare": shakespeare},
+    "docs/growth.md": {"llama": llama, "runs/code": grown, "runs/prose": grown},
     "docs/retrofit.md": {"runs/llama": llama, "sample.txt": a_text},
     "docs/training.md": {"recipe.yaml": a_recipe},
 }
@@ -218,7 +238,7 @@ def _commands(text: str) -> Iterator[Command]:
         line = lines[start].removeprefix("$ ")
         if (found := LINE.match(line)) is None:
             assert "headwater " not in line, f"{line} is not understood"
-        elif not re.search(r"\[-|…", line.partition("  #")[0]):
+        elif not re.search(r"\[-|\[\w+=|…", line.partition("  #")[0]):
             words = shlex.split(found[2], comments=True)
             printed = "\n".join(lines[start + 1 : end])
             yield Command(f"{found[1] or ''}headwater {found[2]}", words[: -1 if words[-1] == "&" else None], printed)

@@ -28,7 +28,7 @@ def is_command() -> bool:
         started = sys.orig_argv[-len(sys.argv)]  # the script or module, before the arguments
     except (AttributeError, IndexError):
         return False
-    return PurePath(started).stem in (LIBRARY, f"-m{LABORATORY}")
+    return PurePath(started).stem in (LIBRARY, LABORATORY, f"-m{LABORATORY}")
 
 
 def begin() -> None:
