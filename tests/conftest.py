@@ -144,14 +144,14 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-SPARSE = 3
+SPARSE = int(os.environ.get("SPARSE", "3"))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
     """`sampled(n)`: of a test's cells every n-th is run, the others are slow; each test begins with another one.
 
-    Of those `make test` runs every third, to take less than four minutes.
+    Of those `make test` runs every third, to take less than four minutes, and `make mutations` all.
 
     A class may give other numbers for tests that it inherits: `SAMPLED`. Cells that are slow are not even made where
     only others are asked for: there are many times as many.

@@ -208,6 +208,16 @@ def test_a_link_out_of_a_models_folder_is_not_followed(here, private):
     check_regular(cached)
 
 
+def test_a_pipe_in_a_models_folder_is_not_opened(here):
+    from headwater.models.load import check_regular
+
+    (here / "model" / "model.safetensors").mkdir(parents=True)  # which libraries refuse by themselves
+    check_regular(here / "model")
+    os.mkfifo(here / "model" / "tokenizer.json")
+    with pytest.raises(HeadwaterError, match=r"tokenizer.json' is not a file; use an intact checkpoint"):
+        check_regular(here / "model")
+
+
 def test_a_link_out_of_a_folder_of_text_is_not_followed(here, private):
     from headwater_lab.data.stream import read_corpus
 

@@ -10,10 +10,11 @@ from scipy import stats
 from statsmodels.stats.multitest import multipletests
 from statsmodels.stats.power import TTestPower
 
-from headwater_lab.comparison.sequential import looks
+from headwater_lab.comparison.sequential import ROUNDING, looks
 from headwater_lab.comparison.statistics import (
     _effect,
     holm_tests,
+    is_constant,
     judged_beside,
     more_pairs,
     power,
@@ -332,3 +333,11 @@ def test_worth_takes_accuracy_too_and_leaves_out_a_budget_that_is_no_better():
     records += [made("arm", 0, 0.6, 100.0), made("arm", 1, 0.6, 100.0), made("base", 1, 0.5, 100.0)]
     (one,) = worth_of(records, "base", ["same", "more"])
     assert one.factor.differences == (pytest.approx(math.log(2.0)),), "seed 1 has no curve"
+
+
+def test_differences_apart_by_more_than_rounding_are_not_constant():
+    """Of numbers below 1, rounding is absolute; of larger ones, relative."""
+    assert is_constant([0.25, 0.25 + 0.9 * ROUNDING])
+    assert not is_constant([0.25, 0.25 + 1.5 * ROUNDING])
+    assert is_constant([100.0, 100.0 + 90 * ROUNDING])
+    assert not is_constant([100.0, 100.0 + 150 * ROUNDING])

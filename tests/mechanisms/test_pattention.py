@@ -170,6 +170,13 @@ def test_tau_stays_in_fp32_and_in_the_checkpoint(tmp_path):
         assert loaded[0].self_attn.q_proj.scale.tau.item() == pytest.approx(math.sqrt(10))
 
 
+def test_a_tau_that_was_put_is_made_again():
+    """Buffers of a model on the meta device are made from `constants()`."""
+    scale = Pattention(4, 4, 16).scale
+    scale.put(7.5)
+    assert scale().item() == scale.constants()["tau"].item() == 7.5
+
+
 @pytest.mark.parametrize(("score", "tau"), [("l2_norm_gelu", 4.0), ("gelu_l1_norm", 16.0), ("softmax", 1.0)])
 def test_default_tau(score, tau):
     assert default_tau(score, 16) == tau

@@ -7,6 +7,7 @@ from torch import Tensor
 from conftest import assert_near
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.models.compiling import compile_model
+from headwater.nn.loss import classification_loss, smoothed
 from headwater.testing.measures import saved_bytes
 
 V, D = 89, 16
@@ -51,6 +52,18 @@ def test_loss_and_z_loss_written_out(chunk, given, tied):
     assert_near(out.loss, losses, 1e-6)  # transformers' loss is in fp32
     assert_near(out.z_loss, squares, 1e-12 if chunk is None else 1e-6)
     assert_near(gradients(made, out.loss + out.z_loss), gradients(made, losses + squares), 1e-6)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1])
+@pytest.mark.parametrize("classes", [5, 7])
+def test_smoothed_labels_give_the_loss_of_pytorch(share, classes):
+    logits, labels = torch.randn(4, classes, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 4, 2, 2])
+    wanted = torch.nn.functional.cross_entropy(logits, labels, label_smoothing=share)
+    assert_near(classification_loss(logits, smoothed(labels, share, classes)), wanted, 1e-6)
+    # Probabilities of the data's classes, of which a model may have more.
+    mixed = 0.25 * torch.nn.functional.one_hot(labels, 5) + 0.75 * torch.nn.functional.one_hot(labels.flip(0), 5)
+    wanted = 0.25 * wanted + 0.75 * torch.nn.functional.cross_entropy(logits, labels.flip(0), label_smoothing=share)
+    assert_near(classification_loss(logits, smoothed(mixed, share, classes)), wanted, 1e-6)
 
 
 def test_chunks_change_no_gradient():
