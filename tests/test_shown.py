@@ -60,6 +60,7 @@ SMALL = {
         "--precision": "32-true", "--pairs": 2, "--turns": 3, "--megabytes": 1, "--comparisons": 10,
     },
     "bench mechanisms": {"--layers": 4},
+    "convert": {"--heal": "4k"},
     "bench decode": {"--tokens": 3},
     "bench verdicts": {"--arms": 1, "--seeds": 2},
     "bench gpu": {"--only": "environment"},
@@ -152,7 +153,7 @@ def grown(path: Path, run: Run) -> None:
     """A grown copy of runs/base, trained further."""
     recipe = "recipes/growth/progressive.yaml"
     small = smaller(load_recipe(recipe, ["stages=[]"]))
-    more = ["--freeze", "--out", f"{path}-untrained"]
+    more = ["freeze=true", "--out", f"{path}-untrained"]
     assert run("grow", "runs/base", "attention_pairs=48", "ffn_pairs=192", *more)[0] == 0
     assert run("train", recipe, "stages=[]", *small, f"start.checkpoint={path}-untrained", "--out", path)[0] == 0
 
@@ -160,7 +161,7 @@ def grown(path: Path, run: Run) -> None:
 # What a page's commands take for granted: made when a command first names it.
 GIVEN: dict[str, dict[str, Callable[[Path, Run], None]]] = {
     "README.md": {"input.txt": a_text, "runs/llama": llama, "five.png": an_image},
-    "docs/convert.md": {"runs/llama": llama_of_two_heads, "texts/*.txt": a_text},
+    "docs/convert.md": {"runs/llama": llama_of_two_heads, "texts/*.txt": a_text, "sample.txt": a_text},
     "docs/data.md": {"web.jsonl": parts},
     "docs/evaluate.md": dict.fromkeys(
         ["runs/demo/language/vanilla-0", "runs/demo/language/kv-shift-value-residual-0"], a_run
