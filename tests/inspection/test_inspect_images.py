@@ -20,7 +20,7 @@ from headwater_lab.recipe.schema import parse
 from headwater_lab.training.checkpoints import write_model
 from headwater_lab.training.loop import train
 from headwater_lab.training.models import open_trained
-from vision.images import image_model, images
+from vision.images import image_model, images, with_a_processor
 
 GRID = (3, 4)
 EVERYTHING = {"pattention": {"attention_pairs": 7, "ffn_pairs": 13}, "kv_shift": {}, "neutreno": {}}
@@ -170,6 +170,7 @@ def test_drawn_as_in_the_json(checkpoint, files):
     assert "class token" in {axes.get_title(loc="left").strip() for axes in heads_picture(found).axes}
 
 
+@with_a_processor
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("arguments", "message"),
@@ -213,6 +214,7 @@ def test_images_for_a_model_of_text_are_refused(run, files, tmp_path):
     assert "a model of text" in err
 
 
+@with_a_processor
 def test_models_of_text_and_of_images_are_not_put_side_by_side(checkpoint, files):
     one = inspect_model(open_trained(checkpoint()), "images", images=files)
     check_alike([one, one])
@@ -220,6 +222,7 @@ def test_models_of_text_and_of_images_are_not_put_side_by_side(checkpoint, files
         check_alike([one, replace(one, images=None, text=InspectedText(1, 16))])
 
 
+@with_a_processor
 def test_by_default_held_out_images(tmp_path):
     recipe = {
         "name": "digits",

@@ -65,6 +65,8 @@ second = pytest.mark.parametrize("name", ["attention_mask", "position_ids"])
 @second
 @pytest.mark.parametrize("mechanism", [None, *REGISTRY])
 def test_programs_take_any_batch_and_length(mechanism, name):
+    if (mechanism, name) == ("kv_shift", "attention_mask") and torch.__version__.startswith("2.11."):
+        pytest.skip("PyTorch 2.11 ties the length to the strides of keys")
     model = Logits(shared({mechanism: {}} if mechanism else {}), name)
     program = exported(model)
     assert "cummax" not in program.graph_module.code  # which ONNX lacks

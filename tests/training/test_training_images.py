@@ -25,6 +25,7 @@ from headwater_lab.training.loop import train
 from headwater_lab.training.models import changes_for, check_classes, refitting
 from headwater_lab.training.optimizers import Average
 from headwater_lab.training.records import Event, Experiment, read_record
+from vision.images import with_a_processor
 
 # Without torchvision images are not changed.
 AUGMENTED = dict(crop=[0.5, 1.0], flip=0.5, rand_augment=[9.0, 0.5], erase=0.3, mixup=0.8, cutmix=1.0)
@@ -227,6 +228,7 @@ def test_a_broken_image_stops_the_run_with_what_was_done_saved(make, tmp_path):
     same_end(tmp_path / "whole", tmp_path / "run")
 
 
+@with_a_processor
 def test_predictions(finished, make, tmp_path, capsys):
     data = make().data.build()
     files = []
@@ -300,6 +302,7 @@ def letters(tmp_path):
     return {"kind": "images", "source": str(tmp_path / "letters"), "image_size": 12, "crop_ratio": None, "workers": 0}
 
 
+@with_a_processor
 def test_a_trained_model_gets_a_classifier_and_positions_for_other_images(make, finished, letters, tmp_path, capsys):
     values = make(training={"steps": 1}).model_dump(mode="json")
     values |= {"data": letters, "start": {"checkpoint": str(finished)}}
@@ -335,6 +338,7 @@ def test_a_cut_run_of_a_fitted_model_resumes_to_the_same_end(make, finished, let
     same_end(tmp_path / "whole", tmp_path / "cut")
 
 
+@with_a_processor
 def test_what_is_not_fitted_is_said(make, finished, finished_text, letters, recipe, tmp_path):
     """Computed positions are not interpolated; a new classifier has no optimizer's state, and no text model has one."""
     events = [{"image_size": [size, size], "classes": 2} for size in (8, 12)]

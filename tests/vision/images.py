@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
+from transformers import AutoImageProcessor
 
 from headwater import HeadwaterForImageClassification, HeadwaterVisionConfig
 from headwater.testing import disturb
+
+# A stand-in where transformers asks for torchvision.
+with_a_processor = pytest.mark.skipif(
+    hasattr(AutoImageProcessor, "_backends"), reason="this version of transformers reads processors with torchvision"
+)
 
 SIZES = dict(
     image_size=[9, 16],  # 3 rows and 4 columns

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from images import image_model, images
+from images import image_model, images, with_a_processor
 from transformers import AutoModelForImageClassification, ViTConfig, ViTForImageClassification, ViTImageProcessor
 
 import headwater_lab as lab
@@ -75,6 +75,7 @@ def test_a_vit_in_and_back(run, tmp_path):
     assert (tmp_path / "back" / "preprocessor_config.json").is_file()
 
 
+@with_a_processor
 def test_commands_of_text_say_so(run, checkpoint):
     for command, word in (("verify", "no cache"), ("generate", "not trained on text")):
         code, _, err = run(command, checkpoint, *["hello"] * (command == "generate"))

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from images import image_model, images, vision_config
+from images import image_model, images, vision_config, with_a_processor
 from PIL import Image
 from transformers import (
     AutoConfig,
@@ -82,6 +82,7 @@ def test_a_pipeline_reads_an_image(tmp_path):
     assert sum(one["score"] for one in found) == pytest.approx(1, abs=1e-5)
 
 
+@with_a_processor
 def test_a_pipeline_of_gray_models_takes_gray_pixels(tmp_path):
     model = float_model(num_channels=1, id2label=dict(enumerate("abcde")))
     write_model(tmp_path / "model", model, image_processor((9, 16), 1, [0.45], [0.22], 18))

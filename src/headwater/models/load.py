@@ -71,6 +71,8 @@ def reading(what: str, advice: str = "use an intact one") -> Iterator[None]:
         # Rust panics are not Exceptions.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
+        if isinstance(error, ImportError):  # a package that transformers asks for
+            advice = "install it"
         raise HeadwaterError(f"{what} cannot be read: {reason(error)}; {advice}.") from error
 
 
