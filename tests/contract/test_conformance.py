@@ -195,12 +195,13 @@ class Naive(Reference):
         made = {}
         for i, (head, row) in enumerate(v.items()):
             own = slice(i * len(row[0]), (i + 1) * len(row[0]))
-            made[head] = []
+            rows = []
             for t, x in enumerate(row):
                 y = x + (table[self.ids[t]] * mix)[own]
                 if not any(t - step in begins for step in range(back)):
                     y = y + weight[i] * row[t - back]
-                made[head].append(y)
+                rows.append(y)
+            made[head] = torch.stack(rows)
         return q, k, made
 
 
