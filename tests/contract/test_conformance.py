@@ -5,6 +5,7 @@ import sys
 import textwrap
 
 import pytest
+import torch
 
 from headwater.config import text
 from headwater.config.options import parse_options

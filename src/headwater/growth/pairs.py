@@ -90,36 +90,6 @@ def add_pairs(model: Model, growth: GrowthOptions) -> Model:
     return grown
 
 
-class TauAnnealing:
-    """Moves every τ from its current value to the default for its number of pairs, √n, which trains better. Ours.
-
-    >>> from headwater import HeadwaterForCausalLM, preset
-    >>> from headwater.growth import grow
-    >>> sizes = dict(num_hidden_layers=1, hidden_size=64, num_attention_heads=2, vocab_size=256)
-    >>> pattention = {"pattention": {"attention_pairs": 16, "ffn_pairs": 64}}
-    >>> model = HeadwaterForCausalLM(preset("tokenformer-124m", **sizes, mechanisms=pattention))
-    >>> grown = grow(model, attention_pairs=64)
-    >>> annealing = TauAnnealing(grown)
-    >>> for step in range(3):  # of 2 steps of annealing
-    ...     annealing.put(step / 2)
-    ...     print(grown.model.layers[0].self_attn.q_proj.scale.tau.item())
-    4.0
-    6.0
-    8.0
-    """
-
-    def __init__(self, model: HeadwaterPreTrainedModel) -> None:
-        maps = [module for module in model.modules() if isinstance(module, Pattention)]
-        self.ways = {module: way for module in maps if (way := module.way()) is not None}
-
-    def put(self, done: float) -> None:
-        """Set τ for this part of the annealing, from 0; 1 and more is the end. Raises `HeadwaterError` for less."""
-        if not done >= 0:
-            raise HeadwaterError(f"The part of the annealing that is done must be 0 or more, not {done}.")
-        for module, way in self.ways.items():
-            module.anneal(way, done)
-
-
 def shrink(
     model: Model,
     weights: Sequence[dict[Map, Tensor]],
