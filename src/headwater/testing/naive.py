@@ -1,7 +1,7 @@
 """Reference implementations, written from the equations: one row, one head and one mechanism at a time.
 
 Nothing here is fast, caches anything, or takes more from headwater than names. A row of T tokens is a matrix [T, D];
-`HeadRows` are matrices [T, d] by the number of the head. A whole model is run on one document at a time. A mechanism from
+`ByHead` are matrices [T, d] by the number of the head. A whole model is run on one document at a time. A mechanism from
 outside is a subclass of `Reference` that adds to `knows` and says at its stage what its equation says.
 """
 
@@ -22,7 +22,7 @@ from headwater.config.layers import layer_config
 from headwater.config.plan import Stage
 from headwater.plugins.registry import REGISTRY
 
-HeadRows = dict[int, Tensor]
+ByHead = dict[int, Tensor]
 
 # The square of a length that is taken for zero.
 ZERO = 1e-24
@@ -266,10 +266,10 @@ class Reference:
         """The stream after all blocks."""
         c = self.config
         # By layer: q, k, v as projected; attention's input; v after mechanisms; what is attended to; weights; stream.
-        self.raw: list[dict[str, HeadRows]] = []
+        self.raw: list[dict[str, ByHead]] = []
         self.inputs: list[Tensor] = []
-        self.final_v: list[HeadRows] = []
-        self.bank: list[tuple[HeadRows, HeadRows]] = []
+        self.final_v: list[ByHead] = []
+        self.bank: list[tuple[ByHead, ByHead]] = []
         self.probabilities: list[list[Tensor]] = []
         x = self.around(Stage.EMBEDDING, 0, x)
         self.stream = [x]
@@ -321,22 +321,19 @@ class Reference:
             q, k = ({h: rotate(x, self.angles()) for h, x in y.items()} for y in (q, k))
         self.bank.append((k, v))
         pairs = [pair for mechanism in c.mechanisms for pair in self.add_key_values(mechanism, layer)]
-        groups = c.num_attention_heads // c.num_key_value_heads
-        # Of each head, the pairs beside the tokens', and then the tokens'.
-        keys, values = (
-            [
-                torch.stack([*(pair[kv][h // groups] for pair in pairs), *self.attended_to(layer, kv, h // groups)])
-                for h in q
-            ]
-            for kv in (0, 1)
-        )
+        keys, values = ([self.joined(layer, kv, h, pairs) for h in q] for kv in (0, 1))
         weights = self.mixed_weights(layer, self.attention_weights(q, keys, len(pairs)), len(pairs))
         read = [weight @ value for weight, value in zip(weights, values, strict=True)]
         for mechanism in c.mechanisms:
             read = self.transform_head_outputs(mechanism, layer, read)
         return self.linear(f"{name}.o_proj", torch.cat(read, dim=1))
 
-    def attention_weights(self, q: HeadRows, keys: list[Tensor], pairs: int) -> list[Tensor]:
+    def joined(self, layer: int, kv: int, head: int, pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """The keys or values that a query head sees: those beside the tokens', then the tokens' [T, d]."""
+        head = head * self.own.num_key_value_heads // self.own.num_attention_heads
+        return torch.stack([*(pair[kv][head] for pair in pairs), *self.attended_to(layer, kv, head)])
+
+    def attention_weights(self, q: ByHead, keys: list[Tensor], pairs: int) -> list[Tensor]:
         """softmax(q·k / √d - slope·distance) over the slots that each sees, which later layers may read.
 
         pairs: how many keys, the first ones, are no tokens' and have no distance.
@@ -563,8 +560,8 @@ class Reference:
         return self.weights["model.mechanisms.value_residual.scale"][0] * share, lambdas[0]
 
     def transform_projections(
-        self, name: str, layer: int, q: HeadRows, k: HeadRows, v: HeadRows
-    ) -> tuple[HeadRows, HeadRows, HeadRows]:
+        self, name: str, layer: int, q: ByHead, k: ByHead, v: ByHead
+    ) -> tuple[ByHead, ByHead, ByHead]:
         """Queries, keys and values before their norms."""
         if name == "blend":
             return q, self.pooled(k), self.pooled(v)
@@ -576,7 +573,7 @@ class Reference:
         )
         return q, k, v
 
-    def pooled(self, x: HeadRows) -> HeadRows:
+    def pooled(self, x: ByHead) -> ByHead:
         """Each head mixed with the mean of its group."""
         _, weight, group = self.goal()
         groups = {h: range(h // group * group, (h // group + 1) * group) for h in x}
@@ -606,9 +603,7 @@ class Reference:
         taps = self.of("short_conv", layer, f"{site}_taps", block=True)
         return x if taps is None else torch.cat([*self.short_conv(layer, site, x.split(taps.shape[2], dim=1))], dim=1)
 
-    def transform_qkv(
-        self, name: str, layer: int, q: HeadRows, k: HeadRows, v: HeadRows
-    ) -> tuple[HeadRows, HeadRows, HeadRows]:
+    def transform_qkv(self, name: str, layer: int, q: ByHead, k: ByHead, v: ByHead) -> tuple[ByHead, ByHead, ByHead]:
         """Queries, keys and values after the mechanism `name`."""
         options = self.config.mechanisms[name]
         if name == "kv_shift":
@@ -622,7 +617,7 @@ class Reference:
             return self.value_residual(layer, {"queries": q, "keys": k, "values": v})
         return q, k, v
 
-    def kv_shift(self, layer: int, q: HeadRows, k: HeadRows, v: HeadRows) -> tuple[HeadRows, HeadRows, HeadRows]:
+    def kv_shift(self, layer: int, q: ByHead, k: ByHead, v: ByHead) -> tuple[ByHead, ByHead, ByHead]:
         options, total = self.config.mechanisms["kv_shift"], self.own.num_key_value_heads
         if not options["variant"].startswith("half"):
             return self.shifted(layer, q, "gamma"), self.shifted(layer, k, "alpha"), self.shifted(layer, v, "beta")
@@ -632,8 +627,8 @@ class Reference:
             self.halved(v, total) if options["values"] else v,
         )
 
-    def shifted(self, layer: int, x: HeadRows, parameter: str) -> HeadRows:
-        """HeadRows whose tokens are mixed with those before them, with the taps of KV shift that `parameter` holds."""
+    def shifted(self, layer: int, x: ByHead, parameter: str) -> ByHead:
+        """ByHead whose tokens are mixed with those before them, with the taps of KV shift that `parameter` holds."""
         taps, variant = self.of("kv_shift", layer, parameter), self.config.mechanisms["kv_shift"]["variant"]
         if taps is None:
             return x
@@ -642,7 +637,7 @@ class Reference:
             taps = torch.stack((current, 1 - current))
         return {head: shift(row, taps[:, i], self.begins()) for i, (head, row) in enumerate(x.items())}
 
-    def halved(self, x: HeadRows, total: int) -> HeadRows:
+    def halved(self, x: ByHead, total: int) -> ByHead:
         """The second half of all `total` heads, or of the channels of each, from the token before."""
         by_head = self.config.mechanisms["kv_shift"]["variant"] == "half_heads"
         halved = {}
@@ -652,7 +647,7 @@ class Reference:
             halved[head] = torch.cat((row[:, :half], earlier(row, 1, self.begins())[:, half:]), dim=1)
         return halved
 
-    def value_residual(self, layer: int, heads: dict[str, HeadRows]) -> tuple[HeadRows, HeadRows, HeadRows]:
+    def value_residual(self, layer: int, heads: dict[str, ByHead]) -> tuple[ByHead, ByHead, ByHead]:
         """Queries, keys and values, of which one are mixed with those of earlier layers."""
         options = self.config.mechanisms["value_residual"]
         receiving = heads.get(options["target"])
@@ -667,7 +662,7 @@ class Reference:
             heads = heads | {options["target"]: mixed}
         return heads["queries"], heads["keys"], heads["values"]
 
-    def value_embedding(self, layer: int, v: HeadRows) -> HeadRows:
+    def value_embedding(self, layer: int, v: ByHead) -> ByHead:
         c, options = self.config, self.config.mechanisms["value_embedding"]
         names = ("up.weight", "gate.weight", "scalar", "table.weight")
         up, gate, scalar, table = (self.of("value_embedding", layer, name) for name in names)
@@ -759,7 +754,7 @@ class Reference:
             return rms_norm(x, weight, self.config.norm_eps)
         return layer_norm(x, weight, self.weights.get(f"{name}.bias"), self.config.norm_eps)
 
-    def project(self, name: str, x: Tensor, heads: Sequence[int]) -> HeadRows:
+    def project(self, name: str, x: Tensor, heads: Sequence[int]) -> ByHead:
         """Queries, keys or values."""
         return dict(zip(heads, self.linear(name, x).split(self.own.head_dim, dim=1), strict=True)) if heads else {}
 
