@@ -311,14 +311,13 @@ class Reference:
         for mechanism in c.mechanisms:
             q, k, v = self.transform_projections(mechanism, layer, q, k, v)
         if c.qk_norm:
-            q = {h: self.norm(f"{name}.q_norm", x) for h, x in q.items()}
-            k = {h: self.norm(f"{name}.k_norm", x) for h, x in k.items()}
+            q, k = self.normed(f"{name}.q_norm", q), self.normed(f"{name}.k_norm", k)
         self.raw.append({"q": q, "k": k, "v": v})
         for mechanism in c.mechanisms:
             q, k, v = self.transform_qkv(mechanism, layer, q, k, v)
         self.final_v.append(v)
         if c.position == "rope":
-            q, k = ({h: rotate(x, self.angles()) for h, x in y.items()} for y in (q, k))
+            q, k = self.rotated(q), self.rotated(k)
         self.bank.append((k, v))
         pairs = [pair for mechanism in c.mechanisms for pair in self.add_key_values(mechanism, layer)]
         keys, values = ([self.joined(layer, kv, h, pairs) for h in q] for kv in (0, 1))
@@ -327,6 +326,12 @@ class Reference:
         for mechanism in c.mechanisms:
             read = self.transform_head_outputs(mechanism, layer, read)
         return self.linear(f"{name}.o_proj", torch.cat(read, dim=1))
+
+    def normed(self, name: str, x: ByHead) -> ByHead:
+        return {head: self.norm(name, row) for head, row in x.items()}
+
+    def rotated(self, x: ByHead) -> ByHead:
+        return {head: rotate(row, self.angles()) for head, row in x.items()}
 
     def joined(self, layer: int, kv: int, head: int, pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
         """The keys or values that a query head sees: those beside the tokens', then the tokens' [T, d]."""
