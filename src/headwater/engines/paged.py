@@ -197,9 +197,12 @@ class PagedEngine(Engine):
             slopes = alibi_slopes(len(attention.plan.attends) * attention.num_key_value_groups, torch.float32)
         return slopes[first : first + count]
 
-    @abstractmethod
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store the new tokens' keys and values, [N, heads, d] each; heads: those the layer stores, possibly none."""
+        assert self.batch is not None
+        for kind, x in (("k", k), ("v", v)):
+            if x.shape[1]:
+                self.store(layer, kind, x.dtype)[self.batch.block, :, self.batch.offset] = x
 
     @abstractmethod
     def read(self, attention: AttentionLayer, q: Tensor, keys: Tensor, values: Tensor, first: int) -> Tensor:

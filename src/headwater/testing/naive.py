@@ -81,14 +81,13 @@ def pattention(
         chosen = sorted(range(len(key)), key=lambda i: (-numbers[i], i))[:top_k]
         scores, value = scores[chosen], value[chosen]
 
-    def l2(a: Tensor) -> Tensor:
-        square = (a**2).sum()
-        return tau * a / square.sqrt() if square > ZERO else 0 * a
+    def over_norm(a: Tensor, length: Tensor) -> Tensor:
+        return tau * a / length if length**2 > ZERO else 0 * a
 
     steps = {
         "gelu": ACTIVATIONS["gelu_new" if form == "tanh" else "gelu"],
-        "l2": l2,
-        "l1": lambda a: tau * a / a.abs().sum(),
+        "l2": lambda a: over_norm(a, (a**2).sum().sqrt()),
+        "l1": lambda a: over_norm(a, a.abs().sum()),
         "exp": torch.exp,
         "softmax": lambda a: (a / math.sqrt(len(x))).softmax(0),
     }

@@ -26,12 +26,6 @@ from headwater.nn.engine import AttentionLayer
 class NaiveEngine(PagedEngine):
     """Attention over the blocks of one sequence after another."""
 
-    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        assert self.batch is not None
-        for part, x in (("k", k), ("v", v)):
-            if x.shape[1]:
-                self.store(layer, part, x.dtype)[self.batch.block, :, self.batch.offset] = x
-
     def read(self, attention: AttentionLayer, q: Tensor, keys: Tensor, values: Tensor, first: int) -> Tensor:
         batch, out = self.batch, torch.empty_like(q)
         assert batch is not None

@@ -6,7 +6,7 @@
                tokens of some heads instead, so that a mechanism that looks at earlier tokens finds them.
     FSDP2      as torchtitan's own models: one group a block, one for the head.
 
-Under the first two, attention is built once more from plans of the process's own heads (`engines.heads.narrowed`).
+Under the first two, attention is built once more from plans of the process's own heads (`engines.split.narrow_plans`).
 Parameters keep their shapes and names: they become DTensors, of which the code of a module sees its own part (`seen`).
 Within attention a replicated parameter or tensor has a different gradient in each process, and what counts is the sum.
 """
@@ -35,12 +35,10 @@ from torchtitan.distributed.fsdp import (
 
 from headwater.config.plan import LayerPlan
 from headwater.config.text import HeadwaterConfig
-from headwater.engines.heads import SomeHeads
+from headwater.engines.split import Portion
 from headwater.integrations.torchtitan.limits import check
 from headwater.integrations.torchtitan.model import TitanModel
-from headwater.mechanisms.capabilities import axes_of
 from headwater.mechanisms.contract import Mechanism
-from headwater.mechanisms.enlarging import of_heads
 from headwater.mechanisms.named import Named
 from headwater.mechanisms.precision import KeepsPrecision
 from headwater.models.compiling import expect_layers
@@ -333,16 +331,12 @@ class SplitHeads:
         for mesh in (tensor, context):
             if mesh is not None:
                 number, count = number * mesh.size() + mesh.get_local_rank(), count * mesh.size()
-        self.heads = SomeHeads(config, number, count)
+        self.heads = Portion(config, number, count)
 
     def attention(self, block: Block) -> None:
         """Replace a block's attention by one of this process's heads."""
         plan, whole = block.plan, block.self_attn
-        try:
-            with torch.device("meta"):
-                mine = OwnHeads(self.heads.narrow, self.heads.plans[plan.index])
-        except KeyError as error:  # a tensor of another layer that this process's part of a mechanism would read
-            raise unsplittable(plan, list(whole.mechanisms.names)) from error
+        mine = self.heads.build_attention(whole, OwnHeads)
         for name, module in whole.mechanisms.named():
             self.mechanism(name, cast(Mechanism, module), mine.mechanisms, plan)
         for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"):
@@ -362,22 +356,13 @@ class SplitHeads:
 
     def mechanism(self, name: str, whole: Mechanism, narrow: Named, plan: LayerPlan) -> None:
         """Give a mechanism's module of this process's heads the parameters of all heads, of which it sees its own."""
-        mine = narrow[name]
-        chosen = self.heads.places(plan)
-        wanted = {place: tuple(parameter.shape) for place, parameter in mine.named_parameters()}
-        for place, parameter in whole.named_parameters():
-            shape, then = parameter.shape, None
-            if (entries := of_heads(axes_of(whole, place), shape, chosen)) is not None:
-                dim, index = entries
-                shape, then = torch.Size((*shape[:dim], len(index), *shape[dim + 1 :])), Picked(dim, tuple(index))
-            if wanted.pop(place, shape if shape.numel() == 0 else None) != shape:
-                raise unsplittable(plan, [name])
-            owner, _, last = place.rpartition(".")
+        mine, parameters = narrow[name], dict(whole.named_parameters())
+        for qualified, entries in self.heads.divide_parameters(whole, mine, plan).items():
+            owner, _, leaf = qualified.rpartition(".")
             module = mine.get_submodule(owner)
-            setattr(module, last, parameter)
-            self.parts[module, last] = Placing(gradient=Partial(), then=then)
-        if wanted:
-            raise unsplittable(plan, [name])
+            setattr(module, leaf, parameters[qualified])
+            then = None if entries is None else Picked(entries[0], tuple(entries[1]))
+            self.parts[module, leaf] = Placing(gradient=Partial(), then=then)
 
     def projection(self, module: nn.Module | None, stored: tuple[int, ...] | None) -> None:
         """What a query, key or value map gives: [B, T, heads·d] of this process's heads and all tokens.
@@ -495,13 +480,6 @@ class Divided:
 
     def __call__(self, parameter: Tensor, /) -> Tensor:
         return parameter / self.by
-
-
-def unsplittable(plan: LayerPlan, names: Sequence[str]) -> HeadwaterError:
-    return HeadwaterError(
-        f"In layer {plan.index}, {' and '.join(map(repr, names))} does not treat all heads alike, so that they cannot "
-        "be split over processes; train without tensor and context parallelism."
-    )
 
 
 # The rest of the model

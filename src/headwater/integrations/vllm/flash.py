@@ -27,12 +27,6 @@ def kernel(**given: Any) -> Tensor:
 class FlashEngine(PagedEngine):
     """`PagedEngine` with vLLM's FlashAttention. A block's keys are [heads, tokens, d], as for CPUs, read by strides."""
 
-    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        batch: Any = self.batch
-        for part, x in (("k", k), ("v", v)):
-            if x.shape[1]:
-                self.store(layer, part, x.dtype)[batch.block, :, batch.offset] = x
-
     def read(self, attention: AttentionLayer, q: Tensor, keys: Tensor, values: Tensor, first: int) -> Tensor:
         batch: Any = self.batch
         given = batch.given
