@@ -270,9 +270,11 @@ def failures(mechanism: str, options: dict, tmp_path, then=lambda: None, tests=Q
     for name in dir(suite):
         if not name.startswith("test_") or not any(part in name for part in tests):
             continue
-        more = {"chunks": contract.CHUNKS["chunked"]} if "cached_equals_uncached" in name else {}
-        more = {} if name.startswith("test_single") else more
-        more |= {"tmp_path": tmp_path} if name == "test_save_and_load" else {}
+        more = {
+            "test_cached_equals_uncached": {"way": next(way for way in contract.DECODING if way.name == "mixed")},
+            "test_cached_equals_uncached_with_holes_in_the_mask": {"chunks": contract.CHUNKS["chunked"]},
+            "test_save_and_load": {"tmp_path": tmp_path},
+        }.get(name, {})
         try:
             getattr(suite, name)(case, **more)
         except Exception:

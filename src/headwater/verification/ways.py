@@ -28,8 +28,9 @@ ROWS, LENGTH, SHARED = 4, 20, 12
 # Tokens that `generate` adds, and the longest row that results.
 PROMPT, NEW = 13, 8
 LONGEST = PROMPT + NEW + 3 + NEW
-# How many tokens of padding each row has on its left.
+# How many tokens of padding each row has on its left, and each prompt.
 PADS = (0, 5, LENGTH - 3)
+PROMPT_PADS = (0, 4, PROMPT - 1)
 
 
 class DoesNotApply(Exception):
@@ -386,62 +387,60 @@ def _generate(probe: Probe, ids: Tensor, mask: Tensor | None = None, **options: 
         )
 
 
-def _again(probe: Probe, made: Any, pads: Sequence[int], prompt: int, logits: bool = True) -> None:
+def _check_generated(probe: Probe, output: Any, pads: Sequence[int], prompt: int, logits: bool = True) -> None:
     """Compare logits (or only tokens) of `generate` with one uncached forward pass of each row."""
-    for row, line in enumerate(made.sequences):
-        tokens = line[pads[row] :]
-        new = len(line) - prompt
+    for row, ids in enumerate(output.sequences):
+        tokens = ids[pads[row] :]
+        new = len(ids) - prompt
         alone = probe.subject(tokens[None, :-1], use_cache=False)[0].logits[0, -new:].double()
         scale = float(alone.abs().max())
         if logits:
-            error = _errors(torch.stack([step[row] for step in made.logits]), alone, scale)
+            errors = _errors(torch.stack([step[row] for step in output.logits]), alone, scale)
         else:  # how much less likely the token is than the likeliest
-            error = (alone.amax(1) - alone.gather(1, tokens[-new:, None])[:, 0]) / scale
-        for step, one in enumerate(error.tolist()):
-            probe.tell(row, len(tokens) - new + step, one)
+            errors = (alone.amax(1) - alone.gather(1, tokens[-new:, None])[:, 0]) / scale
+        for step, error in enumerate(errors.tolist()):
+            probe.tell(row, len(tokens) - new + step, error)
 
 
-def _greedy(probe: Probe, **options: Any) -> None:
-    ids = probe.texts.ids[:3, :PROMPT]
-    made = _generate(probe, ids, **options)
-    _again(probe, made, [0] * len(made.sequences), PROMPT)
-
-
-def _generate_padded(probe: Probe) -> None:
-    pads = (0, 4, PROMPT - 1)
+def _generate_rows(probe: Probe, pads: Sequence[int], copies: int, **options: Any) -> tuple[Any, list[int]]:
+    """What `generate` makes of prompts with this much padding on the left, and the padding of each row made."""
     mask = (torch.arange(PROMPT) >= torch.tensor(pads)[:, None]).long()
-    ids = probe.texts.ids[:3, :PROMPT].masked_fill(mask == 0, probe.texts.pad)
-    _again(probe, _generate(probe, ids, mask), pads, PROMPT)
+    ids = probe.texts.ids[: len(pads), :PROMPT].masked_fill(mask == 0, probe.texts.pad)
+    return _generate(probe, ids, mask, **options), [pad for pad in pads for _ in range(copies)]
 
 
-def _beams(probe: Probe) -> None:
+def sample(probe: Probe, padded: bool = False, **options: Any) -> None:
+    """Of each row the most likely tokens, or several continuations as `options` say."""
+    pads, copies = PROMPT_PADS if padded else (0, 0, 0), options.get("num_return_sequences", 1)
+    _check_generated(probe, *_generate_rows(probe, pads, copies, **options), PROMPT)
+
+
+def search_beams(probe: Probe, padded: bool = False, **options: Any) -> None:
     """The score of each beam is the sum of its tokens' log-probabilities."""
-    options: dict[str, Any] = dict(
-        num_beams=3, num_return_sequences=3, length_penalty=0.0, output_logits=False, output_scores=True
-    )
-    made = _generate(probe, probe.texts.ids[:2, :PROMPT], **options)
-    for row, tokens in enumerate(made.sequences):
-        alone = probe.subject(tokens[None, :-1], use_cache=False)[0].logits[0, PROMPT - 1 :]
-        score = alone.double().log_softmax(-1).gather(1, tokens[PROMPT:, None]).sum()
-        probe.tell(row, PROMPT, float(abs(score - made.sequences_scores[row]) / abs(score)))
+    options |= dict(num_beams=3, num_return_sequences=3, length_penalty=0.0, output_logits=False, output_scores=True)
+    output, pads = _generate_rows(probe, PROMPT_PADS[:2] if padded else (0, 0), 3, **options)
+    for row, (ids, pad) in enumerate(zip(output.sequences, pads, strict=True)):
+        alone = probe.subject(ids[None, pad:-1], use_cache=False)[0].logits[0, PROMPT - pad - 1 :]
+        score = alone.double().log_softmax(-1).gather(1, ids[PROMPT:, None]).sum()
+        probe.tell(row, PROMPT - pad, float(abs(score - output.sequences_scores[row]) / abs(score)))
 
 
-def _assisted(probe: Probe) -> None:
-    """With an assistant whose proposals are mostly rejected, because its parameters are different random ones."""
+def assist(probe: Probe, distance: float = 0.05) -> None:
+    """With an assistant whose parameters are off by random numbers; by 0.05, most of its proposals are rejected."""
     if getattr(probe.subject.model, "_is_stateful", False):
         raise DoesNotApply(f"{type(probe.subject.model).__name__} is stateful: generate refuses an assistant")
     assistant = copy.deepcopy(probe.subject.model)
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in assistant.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=draw, dtype=parameter.dtype))
-    made = _generate(probe, probe.texts.ids[:1, :PROMPT], assistant_model=assistant)
-    _again(probe, made, [0], PROMPT, logits=False)
+            parameter.add_(distance * torch.randn(parameter.shape, generator=draw, dtype=parameter.dtype))
+    output = _generate(probe, probe.texts.ids[:1, :PROMPT], assistant_model=assistant)
+    _check_generated(probe, output, [0], PROMPT, logits=False)
 
 
 def _lookup(probe: Probe) -> None:
-    made = _generate(probe, probe.texts.ids[:1, :4].repeat(1, 3), prompt_lookup_num_tokens=3)
-    _again(probe, made, [0], 12, logits=False)
+    output = _generate(probe, probe.texts.ids[:1, :4].repeat(1, 3), prompt_lookup_num_tokens=3)
+    _check_generated(probe, output, [0], 12, logits=False)
 
 
 def _turns(probe: Probe) -> None:
@@ -452,8 +451,8 @@ def _turns(probe: Probe) -> None:
     if cache is None:
         raise DoesNotApply(f"generate returns no {CACHE}")
     longer = torch.cat((first.sequences, ids[:, :3]), dim=1)
-    made = _generate(probe, longer, **{CACHE: cache})
-    _again(probe, made, [0] * len(ids), longer.shape[1])
+    output = _generate(probe, longer, **{CACHE: cache})
+    _check_generated(probe, output, [0] * len(ids), longer.shape[1])
 
 
 @dataclass(frozen=True)
@@ -467,7 +466,8 @@ class Way:
 
 # The first is what the others rest on: a model whose uncached logits depend on later tokens has no cache to verify.
 CAUSAL = "prefixes"
-_STATIC: dict[str, Any] = dict(cache_implementation="static", disable_compile=True)
+STATIC: dict[str, Any] = dict(cache_implementation="static", disable_compile=True)
+SAMPLED: dict[str, Any] = dict(do_sample=True, top_k=0, num_return_sequences=2)
 WAYS = [
     Way(CAUSAL, _prefixes),
     Way("rows alone", _alone),
@@ -494,14 +494,14 @@ WAYS = [
     Way("static", partial(_in_chunks, sizes=[SHARED, 1], static=True)),
     Way("static, chunks", partial(_in_chunks, sizes=[5, 1, 4, 3, 7], static=True)),
     Way("static, padded", partial(_in_chunks, sizes=[LENGTH - 2, 1], padded=True, static=True)),
-    Way("greedy", _greedy, True),
-    Way("generate, padded", _generate_padded, True),
-    Way("generate, chunked", partial(_greedy, prefill_chunk_size=4), True),
-    Way("sampling", partial(_greedy, do_sample=True, top_k=0, num_return_sequences=2), True),
-    Way("beams", _beams, True),
-    Way("assisted", _assisted, True),
+    Way("greedy", sample, True),
+    Way("generate, padded", partial(sample, padded=True), True),
+    Way("generate, chunked", partial(sample, prefill_chunk_size=4), True),
+    Way("sampling", partial(sample, **SAMPLED), True),
+    Way("beams", search_beams, True),
+    Way("assisted", assist, True),
     Way("prompt lookup", _lookup, True),
     Way("second turn", _turns, True),
-    Way("generate, static", partial(_greedy, **_STATIC), True),
-    Way("static, chunked", partial(_greedy, **_STATIC, prefill_chunk_size=4), True),
+    Way("generate, static", partial(sample, **STATIC), True),
+    Way("static, chunked", partial(sample, **STATIC, prefill_chunk_size=4), True),
 ]
