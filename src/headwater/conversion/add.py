@@ -12,7 +12,6 @@ from typing import Any, TypeVar, get_args
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.initialization import no_init_weights
 
 from headwater.config.capabilities import Map, replaces_linear
 from headwater.config.options import parse_options
@@ -25,7 +24,6 @@ from headwater.models.pretrained import HeadwaterPreTrainedModel
 from headwater.nn.attention_kernel import supported_kernels
 from headwater.plugins.registry import as_mapping, in_order, resolve
 from headwater.util.errors import HeadwaterError
-from headwater.util.seeding import generator
 
 Grafted = TypeVar("Grafted", bound=HeadwaterPreTrainedModel)
 
@@ -82,24 +80,20 @@ def _options(name: str, given: dict[str, Any] | None, config: HeadwaterConfig, a
 
 def tensors_of(model: HeadwaterPreTrainedModel, config: HeadwaterConfig) -> dict[str, Tensor]:
     """All tensors of a model with `config`: copies of those that `model` has, initial values for the others."""
-    with torch.device("meta"), no_init_weights():
-        skeleton = type(model)(config)
-    have, plans = own_tensors(model), list(zip(model.plans, skeleton.plans, strict=True))
+    skeleton = type(model).make_skeleton(config)
+    stored, plans = own_tensors(model), list(zip(model.plans, skeleton.plans, strict=True))
     tensors = {}
-    for name, wanted in own_tensors(skeleton).items():
-        if name in have:
-            tensors[name] = kept_heads(name, have[name], wanted.shape, plans)
+    for name, target in own_tensors(skeleton).items():
+        if name in stored:
+            tensors[name] = kept_heads(name, stored[name], target.shape, plans)
             continue
-        place, _, parameter = name.rpartition(".")
-        module: Any = skeleton.get_submodule(place)
-        qualified = f"{module._qualified_name}.{parameter}"
-        if owner_of(skeleton.base_model, qualified)[0] is None:
+        if owner_of(skeleton, name)[0] is None:
             raise HeadwaterError(
                 f"With these mechanisms the model needs {name!r}, which it does not have; leave out what shares its "
                 "keys and values."
             )
-        draw = generator(config.initializer_seed, qualified)
-        tensors[name] = skeleton.initial_value(module, parameter, qualified, draw)
+        module, _, parameter = name.rpartition(".")
+        tensors[name] = skeleton.initial_value(skeleton.get_submodule(module), parameter)
     return tensors
 
 

@@ -18,11 +18,11 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers.initialization import no_init_weights
 
 from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
@@ -60,10 +60,8 @@ def way_of(config: HeadwaterConfig) -> dict[str, Any] | None:
 
 def check_conversion(config: HeadwaterConfig) -> None:
     """Raise `HeadwaterError` if a blended model of this config cannot be finished; no weights are needed."""
-    with torch.device("meta"), no_init_weights():
-        model, narrow = HeadwaterForCausalLM(config), HeadwaterForCausalLM(narrow_config(config))
-    _check_pooling(model)
-    tensors_of(narrow, finished_config(config))
+    _check_pooling(HeadwaterForCausalLM.make_skeleton(config))
+    tensors_of(HeadwaterForCausalLM.make_skeleton(narrow_config(config)), finished_config(config))
 
 
 def finished_config(config: HeadwaterConfig) -> HeadwaterConfig:
@@ -88,8 +86,7 @@ def blended(
     """
     config = blended_config(model.config, mechanisms, num_key_value_heads, weight)
     config._attn_implementation = model.config._attn_implementation
-    with torch.device("meta"), no_init_weights():
-        names = {name for name in own_tensors(HeadwaterForCausalLM(config)) if f".{BLEND}." in name}
+    names = {name for name in own_tensors(HeadwaterForCausalLM.make_skeleton(config)) if f".{BLEND}." in name}
     tensors = {name: tensor.detach().clone() for name, tensor in own_tensors(model).items()}
     made = assemble(type(model), config, tensors | {name: torch.full((1,), weight) for name in names}, model)
     _check_pooling(made)
@@ -170,14 +167,9 @@ def _check_pooling(model: HeadwaterForCausalLM) -> None:
     """Raise `HeadwaterError` if heads are to be pooled that have more of their own than linear projections."""
     if group_of(model.config) == 1:
         return
-    config = narrow_config(model.config)
-    with torch.device("meta"), no_init_weights():
-        goal = own_tensors(HeadwaterForCausalLM(config))
-    have = pooled_tensors(own_tensors(model), model.config)
-    for name, tensor in have.items():
-        if f".{BLEND}." in name:
-            continue
-        if name not in goal or goal[name].shape != tensor.shape:
+    goal = own_tensors(HeadwaterForCausalLM.make_skeleton(narrow_config(model.config)))
+    for name, tensor in pooled_tensors(own_tensors(model), model.config).items():
+        if f".{BLEND}." not in name and (name not in goal or goal[name].shape != tensor.shape):
             raise HeadwaterError(
                 f"{name!r} is not a plain linear map to key/value heads, so they cannot be pooled; let layers share "
                 "instead, and leave num_key_value_heads out."
@@ -194,21 +186,17 @@ def _attentions(model: HeadwaterForCausalLM) -> list[Attention]:
 @torch.no_grad()
 def samples(model: HeadwaterForCausalLM, rows: Tensor) -> list[dict[str, Tensor]]:
     """Keys "k" and values "v" of each layer as projected for rows of tokens, [tokens, heads, d] each."""
-    mode, handles = model.training, []
-    found: list[dict[str, list[Tensor]]] = [{"k": [], "v": []} for _ in model.model.layers]
-    for layer, attention in zip(found, _attentions(model), strict=True):
-        for part, outputs in layer.items():
-            if (projection := getattr(attention, f"{part}_proj")) is not None:
-                hook = functools.partial(_keep_heads, outputs, attention.head_dim)
-                handles.append(projection.register_forward_hook(hook))
-    try:
+    outputs: list[dict[str, list[Tensor]]] = [{"k": [], "v": []} for _ in model.model.layers]
+    with ExitStack() as stack:
+        stack.callback(model.train, model.training)
+        for layer, attention in zip(outputs, _attentions(model), strict=True):
+            for kind, heads in layer.items():
+                if (projection := getattr(attention, f"{kind}_proj")) is not None:
+                    hook = functools.partial(_keep_heads, heads, attention.head_dim)
+                    stack.enter_context(projection.register_forward_hook(hook))
         for row in rows:
             model.eval()(row[None].to(model.device), use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
-    model.train(mode)
-    return [{part: torch.cat(parts) for part, parts in layer.items() if parts} for layer in found]
+    return [{kind: torch.cat(heads) for kind, heads in layer.items() if heads} for layer in outputs]
 
 
 def _keep_heads(outputs: list[Tensor], width: int, module: nn.Module, inputs: Any, output: Tensor) -> None:

@@ -79,7 +79,7 @@ def planned(config: HeadwaterConfig, options: GrowthOptions) -> tuple[Larger, He
             "heads (num_attention_heads), or more pairs of a model with parameter tokens."
         )
     growth = growth_of(config, options)
-    if len(growth.units) > max(growth.units) + 1:
+    if growth.extends("units"):
         _check_units(config)
     new = copy.deepcopy(config)
     new.num_hidden_layers, new.hidden_size = len(growth.layers), len(growth.stream)
@@ -365,7 +365,7 @@ class Moves:
         assert layer is not None
         was, now = self.plans[0][growth.layers[layer]], self.plans[1][layer]
         stored, after = (was.k_heads, now.k_heads) if axis.of == "k" else (was.v_heads, now.v_heads)
-        sources = growth.kv if len(growth.kv) > max(growth.kv) + 1 else range(max(after, default=0) + 1)
+        sources = growth.kv if growth.extends("kv") else range(max(after, default=0) + 1)
         return [stored.index(sources[head]) if sources[head] in stored else -1 for head in after], len(stored)
 
     def way_of_layers(self, name: str, axis: Dim, new: int) -> Copied:
@@ -456,7 +456,7 @@ def _find_change(before: Sequence[LayerPlan], after: Sequence[LayerPlan], layer:
     source = growth.layers[layer]
     attends = before[source].attends
     # Layers have heads of their own only in models whose heads do not grow.
-    for head, copied in enumerate(growth.kv if len(growth.kv) > max(growth.kv) + 1 else range(len(attends))):
+    for head, copied in enumerate(growth.kv if growth.extends("kv") else range(len(attends))):
         if copied >= 0 and tuple(after[layer].attends[head]) != tuple(map(growth.at, attends[copied])):
             layers = " and ".join(map(str, dict.fromkeys(attends[copied])))
             return f"Head {copied} of layer {source} attends to layers {layers} in a way"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
 import torch
@@ -145,16 +146,12 @@ def importance(model: HeadwaterForCausalLM, batches: Iterable[dict[str, Tensor]]
         sums[layer][which] = sums[layer].get(which, torch.zeros(())) + weights.sum(0, dtype=torch.float64).cpu()
         seen[found] += len(weights)
 
-    hooks = [module.register_forward_hook(count) for module in modules]
-    was_training = model.training
-    try:
-        model.eval()
+    with ExitStack() as stack:
+        stack.callback(model.train, model.training)
+        for module in modules:
+            stack.enter_context(module.register_forward_hook(count))
         for batch in batches:
-            model(**batch, use_cache=False)
-    finally:
-        model.train(was_training)
-        for hook in hooks:
-            hook.remove()
+            model.eval()(**batch, use_cache=False)
     if not all(seen.values()):
         raise HeadwaterError("There is no batch on which the pairs could be weighed; pass at least one.")
     for module, (layer, which) in modules.items():

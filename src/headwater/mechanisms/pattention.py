@@ -388,7 +388,7 @@ class Pattention(Mechanism):
 
     @classmethod
     def grow_options(cls, options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
-        if growth.keeps and options["score"] == "softmax" and (growth.widens or len(growth.q) > max(growth.q) + 1):
+        if growth.keeps and options["score"] == "softmax" and (growth.widens or growth.extends("q")):
             raise HeadwaterError(
                 "Mechanism 'pattention': score=softmax divides by the square root of its input's width, so with "
                 "another width or number of heads it would compute something else; add pairs or layers, or use a "

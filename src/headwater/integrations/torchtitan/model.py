@@ -34,7 +34,6 @@ from headwater.nn.lookback import find_reach
 from headwater.nn.masks import LayerKind, find_new_tokens, make_mask
 from headwater.nn.position import for_heads
 from headwater.util.errors import HeadwaterError, sentence
-from headwater.util.seeding import generator
 
 # torchtitan's names of a model's parts, and ours.
 NAMES = {
@@ -175,11 +174,8 @@ class TitanModel(BaseModel):
         with torch.device("meta"):
             whole = HeadwaterForCausalLM(self.settings)
         for name, parameter in self.named_parameters():
-            place, _, inner = ours_of(name.replace(WRAPPED, "")).rpartition(".")
-            module = whole.get_submodule(place)
-            qualified = f"{module._qualified_name}.{inner}"
-            draw = generator(self.settings.initializer_seed, qualified)
-            value = whole.initial_value(module, inner, qualified, draw)
+            module, _, inner = ours_of(name.replace(WRAPPED, "")).rpartition(".")
+            value = whole.initial_value(whole.get_submodule(module), inner)
             if isinstance(parameter, DTensor):  # each process draws the whole tensor and keeps its shard
                 value = value.to(parameter.device)
                 value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
