@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from headwater import growth
 from headwater.conversion import add_mechanisms, from_transformers
 from headwater.cost.counts import check_memory
-from headwater.models.kinds import AnyModel
 from headwater.models.pretrained import HeadwaterPreTrainedModel
 from headwater.models.quantization import check_full_precision
 from headwater.plugins import outside
@@ -36,6 +35,7 @@ from headwater_lab.training.models import (
     sample_rows,
 )
 from headwater_lab.training.records import Event
+from headwater_lab.util.model_kinds import AnyModel
 from headwater_lab.util.terminal import lined
 
 # In a sample of a text.

@@ -41,10 +41,10 @@ def verify(
     seed: NaturalInt for prompts and parameters.
     """
     from headwater import verification as verifying
-    from headwater.models.kinds import MODEL_TYPES
     from headwater.models.load import model_type
     from headwater_lab.training.checkpoints import newest_checkpoint
     from headwater_lab.training.models import open_trained
+    from headwater_lab.util.model_kinds import MODEL_TYPES
 
     trained = None
     if checkpoint is not None:

@@ -30,7 +30,6 @@ from headwater.kernels.varlen import FROM, VARLEN, find_refusal
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.compiling import is_compiled
 from headwater.models.image_classification import HeadwaterForImageClassification
-from headwater.models.kinds import MODEL_TYPES, AnyModel, is_of_images
 from headwater.models.load import check_regular, model_type, reading
 from headwater.models.quantization import check_full_precision
 from headwater.nn.attention_kernel import supported_kernels
@@ -53,6 +52,7 @@ from headwater_lab.recipe.overrides import MOST_TEXT, read_text
 from headwater_lab.recipe.schema import AnyData, Change, Training, untrusted_in
 from headwater_lab.training.checkpoints import check, history_of, load_model, newest_checkpoint, optimizer_state
 from headwater_lab.training.records import Event
+from headwater_lab.util.model_kinds import MODEL_TYPES, AnyModel, is_of_images
 
 PROCESSOR = "preprocessor_config.json"
 POSITIONS, CLASSIFIER = "model.embed_positions.weight", "classifier."

@@ -35,7 +35,6 @@ from headwater.growth.pairs import has_pairs
 from headwater.mechanisms.capabilities import ActsInTraining, Step
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.compiling import compile_model
-from headwater.models.kinds import MODEL_TYPES, AnyModel, is_of_images, model_class
 from headwater.models.load import CONFIG, model_type, read_config
 from headwater.util.errors import HeadwaterError, sentence
 from headwater_lab.data.base import LABELS, Batch, Data
@@ -71,6 +70,7 @@ from headwater_lab.training.optimizers import Average, freeze, learning_rate, ma
 from headwater_lab.training.processes import first, in_precision, scalars, sharded, together
 from headwater_lab.training.records import Event, Origin
 from headwater_lab.util.machine import c_compiler
+from headwater_lab.util.model_kinds import MODEL_TYPES, AnyModel, is_of_images, model_class
 
 # The folder of a changed model, before and after the run begins.
 MADE, KEPT = ".start", "start"
