@@ -39,7 +39,7 @@ def add_mechanisms(model: Grafted, mechanisms: Any, allow_change: bool = False) 
     Raises `HeadwaterError` for an unknown mechanism, one the model has, one that contradicts the rest, one that
     replaces linear maps, and without `allow_change` one that would change the model's function.
     """
-    if not isinstance(asked := as_mapping(mechanisms), dict):
+    if not isinstance(requested := as_mapping(mechanisms), dict):
         raise HeadwaterError(f"mechanisms must be names, or name -> options, not {mechanisms!r}.")
     config = copy.deepcopy(model.config)
     present = config.mechanisms or {}
@@ -48,7 +48,7 @@ def add_mechanisms(model: Grafted, mechanisms: Any, allow_change: bool = False) 
             "The model is on its way to a smaller cache, and what it goes over to would lack the new mechanism; finish "
             "the conversion first."
         )
-    added = {name: _options(name, given, config, allow_change) for name, given in asked.items()}
+    added = {name: _options(name, options, config, allow_change) for name, options in requested.items()}
     config.mechanisms = in_order(present | added, present)
     config.complete_fields()
     possible, _ = supported_kernels(config)
@@ -57,17 +57,17 @@ def add_mechanisms(model: Grafted, mechanisms: Any, allow_change: bool = False) 
     return assemble(type(model), config, tensors_of(model, config), model)
 
 
-def _options(name: str, given: dict[str, Any] | None, config: HeadwaterConfig, allow_change: bool) -> dict[str, Any]:
+def _options(name: str, chosen: dict[str, Any] | None, config: HeadwaterConfig, allow_change: bool) -> dict[str, Any]:
     """The options with which a mechanism is added."""
     kind = resolve(name)
     if name in (config.mechanisms or {}):
         raise HeadwaterError(f"The model already has mechanism {name!r}; leave it out.")
-    options, width = parse_options(kind, given), config.hidden_size
+    options, width = parse_options(kind, chosen), config.hidden_size
     if any(replaces_linear(kind, options, config, 0, part, width) for part in get_args(Map)):
         raise HeadwaterError(
             f"Mechanism {name!r} replaces the model's linear layers and cannot be added to them; train a model with it."
         )
-    identity = kind.find_identity_options(given or {}) if isinstance(kind, AddsToTrainedModel) else None
+    identity = kind.find_identity_options(chosen or {}) if isinstance(kind, AddsToTrainedModel) else None
     if identity is None and not allow_change:
         raise HeadwaterError(
             f"Mechanism {name!r} with these options changes what the model computes; choose others, or allow it with "
@@ -99,18 +99,18 @@ def kept_heads(name: str, tensor: Tensor, shape: torch.Size, plans: list[tuple[L
     """A copy of the model's own tensor, or of the part for heads that are still built."""
     if tensor.shape == shape:
         return tensor.detach().clone()
-    parts = set()
+    choices = set()
     for before, after in (plan for plan in plans if f".layers.{plan[0].index}." in f".{name}"):
         for had, has in ((before.k_heads, after.k_heads), (before.v_heads, after.v_heads)):
             for dim, size in enumerate(tensor.shape[: len(shape)]):
                 fits = shape == (*tensor.shape[:dim], size * len(has) // max(1, len(had)), *tensor.shape[dim + 1 :])
                 if fits and set(has) <= set(had):
-                    parts.add((dim, len(had), tuple(had.index(head) for head in has)))
-    if len(parts) != 1:
+                    choices.add((dim, len(had), tuple(had.index(head) for head in has)))
+    if len(choices) != 1:
         raise HeadwaterError(
             f"With these mechanisms {name!r} would have shape {list(shape)}, but it has {list(tensor.shape)}; remove "
             f"the mechanism that changes it."
         )
-    ((dim, heads, at),) = parts
-    chosen = tensor.detach().unflatten(dim, (heads, -1)).index_select(dim, torch.tensor(at, device=tensor.device))
+    ((dim, heads, indices),) = choices
+    chosen = tensor.detach().unflatten(dim, (heads, -1)).index_select(dim, torch.tensor(indices, device=tensor.device))
     return chosen.flatten(dim, dim + 1)
