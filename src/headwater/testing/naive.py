@@ -519,8 +519,8 @@ class Reference:
         if name == "neutreno" and layer > 0:
             learned = self.of(name, layer, "lambdas")
             factor = options["weight"] if learned is None else learned[0]
-            values = [[self.raw[i]["v"][h // groups] for i in (0, source)] for h, source in enumerate(sources)]
-            return [x + factor * (v0 - v) for x, (v0, v) in zip(read, values, strict=True)]
+            pairs = [[self.raw[i]["v"][h // groups] for i in (0, source)] for h, source in enumerate(sources)]
+            return [x + factor * (v0 - v) for x, (v0, v) in zip(read, pairs, strict=True)]
         if name == "exclusive" and self.acts(options, layer):
             values = [self.final_v[source][h // groups] for h, source in enumerate(sources)]
             return self.exclusive(self.of(name, layer, "alpha"), read, values)
@@ -580,10 +580,10 @@ class Reference:
     def pooled(self, x: ByHead) -> ByHead:
         """Each head mixed with the mean of its group."""
         _, weight, group = self.goal()
-        groups = {h: range(h // group * group, (h // group + 1) * group) for h in x}
-        return (
-            {h: mix((1 - weight, weight), (x[h], sum(x[i] for i in groups[h]) / group)) for h in x} if group > 1 else x
-        )
+        if group == 1:
+            return x
+        means = {h // group: mix([1 / group] * group, [x[h + i] for i in range(group)]) for h in x if h % group == 0}
+        return {h: mix((1 - weight, weight), (row, means[h // group])) for h, row in x.items()}
 
     def short_conv(self, layer: int, site: str, x: Sequence[Tensor], block: bool = True) -> Sequence[Tensor]:
         """x by head, each channel convolved over the document's last tokens.

@@ -174,8 +174,8 @@ class TitanModel(BaseModel):
         with torch.device("meta"):
             full = HeadwaterForCausalLM(self.settings)
         for name, parameter in self.named_parameters():
-            module, _, inner = ours_of(name.replace(WRAPPED, "")).rpartition(".")
-            value = full.initial_value(full.get_submodule(module), inner)
+            owner, _, inner = ours_of(name.replace(WRAPPED, "")).rpartition(".")
+            value = full.initial_value(full.get_submodule(owner), inner)
             if isinstance(parameter, DTensor):  # each process draws the whole tensor and keeps its shard
                 value = value.to(parameter.device)
                 value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
