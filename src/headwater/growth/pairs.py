@@ -45,8 +45,8 @@ def maps_of(model: HeadwaterPreTrainedModel) -> Iterator[tuple[int, Map, Pattent
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     for layer, block in enumerate(blocks):
         attention = block.self_attn
-        places = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj, block.mlp)
-        for name, module in zip(MAPS, places, strict=True):
+        modules = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj, block.mlp)
+        for name, module in zip(MAPS, modules, strict=True):
             if isinstance(module, Pattention):
                 yield layer, name, module
 
@@ -106,7 +106,7 @@ def shrink(
     without Pattention, for less than one pair or more than there are, and for weights of another model.
     """
     counts = pairs_of(model)
-    sizes = [{which: len(each) for which, each in layer.items()} for layer in weights]
+    sizes = [{which: len(matters) for which, matters in layer.items()} for layer in weights]
     if sizes != [counts] * model.config.num_hidden_layers:
         raise HeadwaterError("These weights are not of this model's pairs; compute them with importance(model, …).")
     new = _counts(counts, attention_pairs, ffn_pairs)
@@ -121,8 +121,8 @@ def shrink(
     _check_read(options_of(model.config), counts, new)
     small = copied(model)
     for layer, which, module in maps_of(small):
-        kept = weights[layer][which].to(module.key.device).topk(new[which]).indices.sort().values
-        module.put(module.keys[kept], module.values[kept])
+        chosen = weights[layer][which].to(module.key.device).topk(new[which]).indices.sort().values
+        module.put(module.keys[chosen], module.values[chosen])
     _settle(small, new)
     return small
 
@@ -137,14 +137,14 @@ def importance(model: HeadwaterForCausalLM, batches: Iterable[dict[str, Tensor]]
     pairs_of(model)  # which says so if there are none
     modules = {module: (layer, which) for layer, which, module in maps_of(model)}
     sums = [dict[Map, Tensor]() for _ in range(model.config.num_hidden_layers)]
-    seen = dict.fromkeys(modules, 0)
+    counts = dict.fromkeys(modules, 0)
 
     def count(module: nn.Module, inputs: tuple[Tensor, ...], _: Tensor) -> None:
-        found = cast(Pattention, module)
-        layer, which = modules[found]
-        weights = found.weights(inputs[0]).abs().flatten(0, -2)
+        pattention = cast(Pattention, module)
+        layer, which = modules[pattention]
+        weights = pattention.weights(inputs[0]).abs().flatten(0, -2)
         sums[layer][which] = sums[layer].get(which, torch.zeros(())) + weights.sum(0, dtype=torch.float64).cpu()
-        seen[found] += len(weights)
+        counts[pattention] += len(weights)
 
     with ExitStack() as stack:
         stack.callback(model.train, model.training)
@@ -152,11 +152,11 @@ def importance(model: HeadwaterForCausalLM, batches: Iterable[dict[str, Tensor]]
             stack.enter_context(module.register_forward_hook(count))
         for batch in batches:
             model.eval()(**batch, use_cache=False)
-    if not all(seen.values()):
+    if not all(counts.values()):
         raise HeadwaterError("There is no batch on which the pairs could be weighed; pass at least one.")
     for module, (layer, which) in modules.items():
         size = module.values.to(torch.float64).norm(dim=-1).cpu()
-        sums[layer][which] = sums[layer][which] / seen[module] * size
+        sums[layer][which] = sums[layer][which] / counts[module] * size
     return sums
 
 
@@ -193,20 +193,20 @@ def merge(base: Model, *grown: Model) -> Model:
     """
     if len(grown) < 2:
         raise HeadwaterError("Name at least two grown copies of the base to merge.")
-    counts, others = pairs_of(base), [pairs_of(model) for model in grown]
-    for number, (model, own) in enumerate(zip(grown, others, strict=True), 1):
-        smaller = any(own[which] < n for which, n in counts.items())
+    counts, grown_counts = pairs_of(base), [pairs_of(model) for model in grown]
+    for number, (model, count) in enumerate(zip(grown, grown_counts, strict=True), 1):
+        smaller = any(count[which] < n for which, n in counts.items())
         deeper = model.config.num_hidden_layers != base.config.num_hidden_layers
         if smaller or deeper or _shape(model) != _shape(base):
             raise HeadwaterError(f"Model {number} is not a grown copy of the base: its sizes differ.")
     merged = copied(base)
-    new: Counts = {which: n + sum(own[which] - n for own in others) for which, n in counts.items()}
+    new: Counts = {which: n + sum(count[which] - n for count in grown_counts) for which, n in counts.items()}
     _check_read(options_of(base.config), counts, new)
-    parts = [{(layer, which): module for layer, which, module in maps_of(model)} for model in grown]
+    maps = [{(layer, which): module for layer, which, module in maps_of(model)} for model in grown]
     with torch.no_grad():
         _average_shared(merged, grown)
         for layer, which, module in maps_of(merged):
-            _join_pairs(module, [part[layer, which] for part in parts], counts[which])
+            _join_pairs(module, [maps_of_copy[layer, which] for maps_of_copy in maps], counts[which])
     _settle(merged, new)
     return merged
 
@@ -270,11 +270,11 @@ def copied(model: Model) -> Model:
 
 def _counts(counts: Counts, attention: int | None, feed_forward: int | None) -> Counts:
     """The counts with these in their place."""
-    asked = {which: feed_forward if which == "feed_forward" else attention for which in MAPS}
+    requested = {which: feed_forward if which == "feed_forward" else attention for which in MAPS}
     for name, pairs in (("attention_pairs", attention), ("ffn_pairs", feed_forward)):
         if pairs is not None:
             check_whole(name, pairs)
-    changed: dict[Map, int] = {which: count for which, count in asked.items() if count is not None}
+    changed: dict[Map, int] = {which: count for which, count in requested.items() if count is not None}
     return counts | changed
 
 
@@ -310,5 +310,5 @@ def _write_counts(config: HeadwaterConfig, counts: Counts, frozen: Counts | None
 
 def _shape(model: HeadwaterPreTrainedModel) -> dict[str, torch.Size]:
     """The shapes of all other parameters."""
-    own = {name for name, module in model.named_modules() if isinstance(module, Pattention)}
-    return {name: t.shape for name, t in model.state_dict().items() if name.rpartition(".")[0] not in own}
+    replaced = {name for name, module in model.named_modules() if isinstance(module, Pattention)}
+    return {name: t.shape for name, t in model.state_dict().items() if name.rpartition(".")[0] not in replaced}
