@@ -5,10 +5,10 @@ from time import sleep
 
 import pytest
 
-from headwater.util.deadline import within
 from headwater.util.errors import HeadwaterError
 from headwater_lab.data import tokenizer as tokenizers
 from headwater_lab.data.tokenizer import Encoder, byte_tokenizer, encode_in_time, encode_plainly
+from headwater_lab.util.deadline import within
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ import titan_worker
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.config.planner import plan_layers
 from headwater.cost.counts import training_flops
-from headwater.engines.heads import narrowed
+from headwater.engines.split import narrow_plans
 from headwater.integrations.torchtitan import export, spec
 from headwater.integrations.torchtitan.limits import check
 from headwater.integrations.torchtitan.model import Linears, TitanAdapter, ours_of, theirs_of
@@ -223,7 +223,7 @@ def test_a_process_has_the_heads_that_its_own_heads_attend_to(name):
     fields = dict(SIZES | MODELS[name])
     config = (HeadwaterConfig.gpt2 if fields.pop("base", None) else HeadwaterConfig)(**fields)
     count = config.num_key_value_heads // 2
-    halves = [narrowed(plan_layers(config), range(start, start + count)) for start in (0, count)]
+    halves = [narrow_plans(plan_layers(config), range(start, start + count)) for start in (0, count)]
     for plan, *parts in zip(plan_layers(config), *halves, strict=True):
         assert sum((part.attends for part in parts), ()) == plan.attends
         both = [head + start for part, start in zip(parts, (0, count), strict=True) for head in part.k_heads]

@@ -17,7 +17,7 @@ from transformers import CompileConfig
 from conftest import Wanted, assert_near, build, config, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
 from headwater.plugins.registry import REGISTRY, resolve
-from headwater.testing.contract import BASES, ODD_LAYERS, Case, Contract, T, generate, refused
+from headwater.testing.contract import BASES, ODD_LAYERS, Case, Contract, T, refused
 
 pytestmark = pytest.mark.sampled(409)
 
@@ -302,6 +302,10 @@ def test_compiled_training_equals_eager(mechanisms):
     for (name, a), b in zip(compiled.named_parameters(), eager.parameters(), strict=True):
         assert a.grad is not None, name
         assert_near(a.grad, b.grad, 1e-5)
+
+
+def generate(model: HeadwaterForCausalLM, ids: torch.Tensor, **options: Any) -> torch.Tensor:
+    return model.generate(ids, max_new_tokens=10, do_sample=False, **options)
 
 
 @pytest.mark.slow

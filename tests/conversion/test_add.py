@@ -9,9 +9,10 @@ from torch import nn
 
 from conftest import build, config, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
-from headwater.conversion import add_mechanisms, function_change
+from headwater.conversion import add_mechanisms
 from headwater.mechanisms.capabilities import AddsToTrainedModel
 from headwater.plugins.registry import REGISTRY, resolve
+from headwater_lab.training.change import measure_change
 
 # Every way to add a mechanism that leaves the function as it is, by what the user says.
 IDENTITIES = {
@@ -91,7 +92,7 @@ def test_the_function_stays(mechanisms, dtype, tolerance, base, tmp_path):
     after = add_mechanisms(before, mechanisms)
     assert before.config.mechanisms == {}
     assert after.dtype == dtype
-    change = function_change(before, after, tokens(2, 20))
+    change = measure_change(before, after, tokens(2, 20))
     assert change["logits"] <= tolerance
     assert abs(change["kl"]) <= tolerance
     assert change["loss_before"] == pytest.approx(change["loss_after"], abs=10 * tolerance)
@@ -128,7 +129,7 @@ def test_saved_loaded_and_generating(tmp_path):
     after.save_pretrained(tmp_path)
     loaded = HeadwaterForCausalLM.from_pretrained(tmp_path)
     assert loaded.config.mechanisms == after.config.mechanisms
-    assert function_change(before, loaded, tokens(2, 20))["logits"] <= 1e-6
+    assert measure_change(before, loaded, tokens(2, 20))["logits"] <= 1e-6
     made = [
         model.generate(tokens(2, 6), max_new_tokens=12, do_sample=False, use_cache=cached)
         for model, cached in ((before, True), (loaded, True), (loaded, False))
@@ -145,7 +146,7 @@ def test_scalars_stay_in_fp32_in_a_bf16_model(tied):
         scalar = is_new(name) and not name.endswith(".weight")  # a linear layer's
         assert parameter.dtype == (torch.float32 if scalar else torch.bfloat16), name
     assert (after.lm_head.weight is after.model.embed_tokens.weight) == tied
-    assert function_change(before, after, tokens(2, 20))["logits"] == 0
+    assert measure_change(before, after, tokens(2, 20))["logits"] == 0
 
 
 def test_new_parameters_start_as_in_a_model_made_with_them():
@@ -174,7 +175,7 @@ def test_order_is_the_registrys_and_what_is_there_keeps_its_own():
 def test_the_function_stays_beside_what_is_there(present):
     before = build(present)
     after = add_mechanisms(before, {"value_residual": {}, "neutreno": {}})
-    assert function_change(before, after, tokens(2, 20))["logits"] <= 1e-12
+    assert measure_change(before, after, tokens(2, 20))["logits"] <= 1e-12
 
 
 # With a change
@@ -188,7 +189,7 @@ def test_a_change_is_to_be_allowed(mechanisms):
         add_mechanisms(before, mechanisms)
     assert str(error.value).endswith(".")
     after = add_mechanisms(before, mechanisms, allow_change=True)
-    change = function_change(before, after, tokens(2, 20))
+    change = measure_change(before, after, tokens(2, 20))
     assert change["logits"] > 1e-6
     assert change["kl"] > 0
     built = build(mechanisms)
@@ -209,7 +210,7 @@ def test_heads_that_are_still_built_keep_their_rows():
     # What is left out would not have been read: with it, the model is the same.
     shared = build(num_key_value_heads=4, qkv_bias=True, mechanisms=dict(after.config.mechanisms))
     assert not shared.load_state_dict(after.state_dict()).missing_keys
-    assert function_change(shared, after, tokens(1, 9))["logits"] == 0
+    assert measure_change(shared, after, tokens(1, 9))["logits"] == 0
 
 
 # Refused
@@ -255,7 +256,7 @@ def test_function_change_measures():
     nn.init.zeros_(after.lm_head.weight)  # every token is as likely
     before.train()
     ids = tokens(3, 10)
-    change = function_change(before, after, ids)
+    change = measure_change(before, after, ids)
     assert before.training
     assert not after.training
     with torch.no_grad():
@@ -269,9 +270,9 @@ def test_function_change_measures():
 
 def test_function_change_refuses_what_cannot_be_compared():
     with pytest.raises(HeadwaterError, match="two or more"):
-        function_change(build(), build(), tokens(1, 1))
+        measure_change(build(), build(), tokens(1, 1))
     with pytest.raises(HeadwaterError, match="97 and 98 tokens"):
-        function_change(build(), build(vocab_size=98), tokens(1, 4))
+        measure_change(build(), build(vocab_size=98), tokens(1, 4))
 
 
 def test_a_model_of_zeros_has_changed_or_not():
@@ -279,5 +280,5 @@ def test_a_model_of_zeros_has_changed_or_not():
     with torch.no_grad():
         for parameter in silent.parameters():
             parameter.zero_()
-    assert function_change(silent, copy.deepcopy(silent), tokens(2, 20))["logits"] == 0
-    assert function_change(silent, build({}), tokens(2, 20))["logits"] == float("inf")
+    assert measure_change(silent, copy.deepcopy(silent), tokens(2, 20))["logits"] == 0
+    assert measure_change(silent, build({}), tokens(2, 20))["logits"] == float("inf")

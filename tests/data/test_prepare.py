@@ -26,7 +26,6 @@ from transformers import PreTrainedTokenizerFast
 
 import processes
 from headwater import HeadwaterConfig
-from headwater.models.load import read_tokenizer
 from headwater.util.errors import HeadwaterError
 from headwater_lab.data import corpus as corpora
 from headwater_lab.data import prepare as preparing
@@ -38,6 +37,7 @@ from headwater_lab.data.sealed import write_sealed
 from headwater_lab.data.shards import DOMAINS, MANIFEST, WRITING, open_all, open_prepared
 from headwater_lab.data.stream import Stream, TextSource, read_corpus
 from headwater_lab.data.tokenizer import END_OF_TEXT, byte_tokenizer, load_tokenizer, local_size, train_tokenizer
+from headwater_lab.data.tokenizer_files import find_tokenizer
 from headwater_lab.util.endings import Interrupted
 
 WORDS = [
@@ -754,7 +754,7 @@ def test_a_bare_tokenizer_is_taken_with_the_end_of_text_among_its_tokens(special
         assert (tokenizer.eos_token, local_size(str(source))) == (end, 300)
     assert load_tokenizer(str(file)).chat_template == "{{ messages }}"
     HeadwaterConfig().save_pretrained(tmp_path / "tok")
-    assert read_tokenizer(tmp_path / "tok").eos_token == end
+    assert find_tokenizer(tmp_path / "tok").eos_token == end
 
 
 def test_a_bare_tokenizer_that_says_too_little_is_a_sentence(tmp_path):

@@ -10,8 +10,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from headwater import HeadwaterError, HeadwaterForCausalLM
-from headwater.growth import TauAnnealing, pairs_of
+from headwater.growth import pairs_of
 from headwater.growth.pairs import maps_of
+from headwater.mechanisms import Pattention
 from headwater_lab import grow
 from headwater_lab.training.checkpoints import history_of, newest_checkpoint, optimizer_state, write_model
 from headwater_lab.training.loop import TrainingRun, train
@@ -318,11 +319,16 @@ class TestRefusals:
 
 def test_annealing_ends_where_it_goes_and_goes_nowhere_for_a_model_at_home(base):
     model = HeadwaterForCausalLM.from_pretrained(newest_checkpoint(base))
-    assert not TauAnnealing(model).ways
-    annealing = TauAnnealing(grow(model, 12))
-    assert len(annealing.ways) == 8, "the feed-forwards did not grow"
-    annealing.put(7.0)
-    assert [float(module.scale.tau) for module in annealing.ways] == pytest.approx([12**0.5] * 8)
+    assert not ways_of(model)
+    ways = ways_of(grow(model, 12))
+    assert len(ways) == 8, "the feed-forwards did not grow"
+    for module, way in ways.items():
+        module.anneal(way, 7.0)
+    assert [float(module.scale.tau) for module in ways] == pytest.approx([12**0.5] * 8)
+
+
+def ways_of(model) -> dict:
+    return {module: way for module in model.modules() if isinstance(module, Pattention) and (way := module.way())}
 
 
 def word_tokenizer(folder, words=30, added=()) -> PreTrainedTokenizerFast:

@@ -14,14 +14,13 @@ from torch.nn import functional as F
 from trials import PowerCut, cut_at, same_end
 
 from headwater.config.vision import HeadwaterVisionConfig
-from headwater.nn.loss import smoothed
 from headwater.util.errors import HeadwaterError
 from headwater_lab.cli import main
 from headwater_lab.recipe.schema import AnyData, Start, parse
 from headwater_lab.serving.prediction import load_for_prediction, predict
 from headwater_lab.training import estimate as priced
 from headwater_lab.training.checkpoints import checkpoints, load_model, newest_checkpoint
-from headwater_lab.training.loop import train
+from headwater_lab.training.loop import smooth_labels, train
 from headwater_lab.training.models import changes_for, check_classes, refitting
 from headwater_lab.training.optimizers import Average
 from headwater_lab.training.records import Event, Experiment, read_record
@@ -176,7 +175,7 @@ def test_smoothing_is_pytorchs(probabilities):
     logits, labels = torch.randn(6, 4), torch.tensor([0, 1, 2, 3, 0, 1])
     given = F.one_hot(labels, 3 + 1).float() if probabilities else labels
     expected = F.cross_entropy(logits, labels, label_smoothing=0.2)
-    assert torch.allclose(F.cross_entropy(logits, smoothed(given, 0.2, 4)), expected)
+    assert torch.allclose(F.cross_entropy(logits, smooth_labels(given, 0.2, 4)), expected)
 
 
 def test_a_broken_held_out_image_loses_no_step(make, tmp_path):

@@ -26,15 +26,6 @@ class CompletesOptions(Protocol):
 
 
 @runtime_checkable
-class PrefersEmbeddingRange(Protocol):
-    """For a mechanism that needs larger or smaller embeddings. Asked when a new config sets no `embedding_range`."""
-
-    @classmethod
-    def choose_embedding_range(cls, options: dict[str, Any], config: Any) -> float | None:
-        """The standard deviation with which new models initialize embeddings; None: no preference."""
-
-
-@runtime_checkable
 class LimitsKernels(Protocol):
     """Asked when a model chooses its attention kernel, and by servers. Without it a mechanism works with all."""
 

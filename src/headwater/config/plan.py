@@ -192,6 +192,11 @@ class LayerPlan:
         kept = tuple((each or part, tokens, name) for part, tokens in tails)
         return replace(self, acts=(*self.acts, (stage, name)), tails=(*self.tails, *kept))
 
+    def within(self, stages: Iterable[Stage]) -> LayerPlan:
+        """This plan as the modules for some stages are built from it: with what acts there, and nothing else."""
+        chosen = set(stages)
+        return replace(self, acts=tuple((stage, name) for stage, name in self.acts if stage in chosen))
+
     def at(self, *stages: Stage) -> tuple[str, ...]:
         """The mechanisms that act at any of `stages`, in order of application."""
         return tuple(dict.fromkeys(name for stage, name in self.acts if stage in stages))

@@ -3,7 +3,7 @@
 import difflib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from huggingface_hub.dataclasses import strict
@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from headwater.config import auto_map
-from headwater.config.capabilities import CompletesOptions, PrefersEmbeddingRange
+from headwater.config.capabilities import CompletesOptions
 from headwater.config.layers import MOST, MOST_ANYWHERE, cache_types, complete_sliding, layer_config
 from headwater.config.options import parse_options
 from headwater.config.rope import check_rope, complete_rope
@@ -192,7 +192,8 @@ class HeadwaterConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         self.complete_fields()
         if by_hand and self.embedding_range is None:  # a file without it is older than this field
-            self.embedding_range = next((std for std in self._preferred_ranges() if std is not None), None)
+            ranges = (resolve(name).embedding_range for name in self.mechanisms)
+            self.embedding_range = next((std for std in ranges if std is not None), None)
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
@@ -300,11 +301,6 @@ class HeadwaterConfig(PreTrainedConfig):
         self.mechanisms = {name: self._complete_options(name, options) for name, options in named}
         if len(self.mechanisms) < len(named):
             raise HeadwaterError(f"mechanisms has a repeated name: {', '.join(map(str, mechanisms))}; name each once.")
-
-    def _preferred_ranges(self) -> Iterator[float | None]:
-        for name, options in self.mechanisms.items():
-            if isinstance(mechanism := resolve(name), PrefersEmbeddingRange):
-                yield mechanism.choose_embedding_range(options, self)
 
     def _complete_options(self, name: str, options: dict[str, Any]) -> dict[str, Any]:
         mechanism = resolve(name)

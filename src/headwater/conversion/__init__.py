@@ -1,6 +1,6 @@
 """Convert trained models to headwater's and back, and add mechanisms."""
 
-from headwater.conversion.add import add_mechanisms, function_change
+from headwater.conversion.add import add_mechanisms
 from headwater.conversion.families import (
     FAMILIES,
     Family,
@@ -21,7 +21,6 @@ __all__ = [
     "add_mechanisms",
     "config_of",
     "from_transformers",
-    "function_change",
     "load_transformers",
     "read_foreign",
     "to_transformers",

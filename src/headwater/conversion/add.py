@@ -6,13 +6,10 @@ Each mechanism states its own identity (`AddsToTrainedModel`).
 from __future__ import annotations
 
 import copy
-import math
 from typing import Any, TypeVar, get_args
 
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.initialization import no_init_weights
+from torch import Tensor
 
 from headwater.config.capabilities import Map, replaces_linear
 from headwater.config.options import parse_options
@@ -25,7 +22,6 @@ from headwater.models.pretrained import HeadwaterPreTrainedModel
 from headwater.nn.attention_kernel import supported_kernels
 from headwater.plugins.registry import as_mapping, in_order, resolve
 from headwater.util.errors import HeadwaterError
-from headwater.util.seeding import generator
 
 Grafted = TypeVar("Grafted", bound=HeadwaterPreTrainedModel)
 
@@ -43,7 +39,7 @@ def add_mechanisms(model: Grafted, mechanisms: Any, allow_change: bool = False) 
     Raises `HeadwaterError` for an unknown mechanism, one the model has, one that contradicts the rest, one that
     replaces linear maps, and without `allow_change` one that would change the model's function.
     """
-    if not isinstance(asked := as_mapping(mechanisms), dict):
+    if not isinstance(requested := as_mapping(mechanisms), dict):
         raise HeadwaterError(f"mechanisms must be names, or name -> options, not {mechanisms!r}.")
     config = copy.deepcopy(model.config)
     present = config.mechanisms or {}
@@ -52,7 +48,7 @@ def add_mechanisms(model: Grafted, mechanisms: Any, allow_change: bool = False) 
             "The model is on its way to a smaller cache, and what it goes over to would lack the new mechanism; finish "
             "the conversion first."
         )
-    added = {name: _options(name, given, config, allow_change) for name, given in asked.items()}
+    added = {name: _options(name, options, config, allow_change) for name, options in requested.items()}
     config.mechanisms = in_order(present | added, present)
     config.complete_fields()
     possible, _ = supported_kernels(config)
@@ -61,17 +57,17 @@ def add_mechanisms(model: Grafted, mechanisms: Any, allow_change: bool = False) 
     return assemble(type(model), config, tensors_of(model, config), model)
 
 
-def _options(name: str, given: dict[str, Any] | None, config: HeadwaterConfig, allow_change: bool) -> dict[str, Any]:
+def _options(name: str, chosen: dict[str, Any] | None, config: HeadwaterConfig, allow_change: bool) -> dict[str, Any]:
     """The options with which a mechanism is added."""
     kind = resolve(name)
     if name in (config.mechanisms or {}):
         raise HeadwaterError(f"The model already has mechanism {name!r}; leave it out.")
-    options, width = parse_options(kind, given), config.hidden_size
+    options, width = parse_options(kind, chosen), config.hidden_size
     if any(replaces_linear(kind, options, config, 0, part, width) for part in get_args(Map)):
         raise HeadwaterError(
             f"Mechanism {name!r} replaces the model's linear layers and cannot be added to them; train a model with it."
         )
-    identity = kind.find_identity_options(given or {}) if isinstance(kind, AddsToTrainedModel) else None
+    identity = kind.find_identity_options(chosen or {}) if isinstance(kind, AddsToTrainedModel) else None
     if identity is None and not allow_change:
         raise HeadwaterError(
             f"Mechanism {name!r} with these options changes what the model computes; choose others, or allow it with "
@@ -82,24 +78,20 @@ def _options(name: str, given: dict[str, Any] | None, config: HeadwaterConfig, a
 
 def tensors_of(model: HeadwaterPreTrainedModel, config: HeadwaterConfig) -> dict[str, Tensor]:
     """All tensors of a model with `config`: copies of those that `model` has, initial values for the others."""
-    with torch.device("meta"), no_init_weights():
-        skeleton = type(model)(config)
-    have, plans = own_tensors(model), list(zip(model.plans, skeleton.plans, strict=True))
+    skeleton = type(model).make_skeleton(config)
+    stored, plans = own_tensors(model), list(zip(model.plans, skeleton.plans, strict=True))
     tensors = {}
-    for name, wanted in own_tensors(skeleton).items():
-        if name in have:
-            tensors[name] = kept_heads(name, have[name], wanted.shape, plans)
+    for name, target in own_tensors(skeleton).items():
+        if name in stored:
+            tensors[name] = kept_heads(name, stored[name], target.shape, plans)
             continue
-        place, _, parameter = name.rpartition(".")
-        module: Any = skeleton.get_submodule(place)
-        qualified = f"{module._qualified_name}.{parameter}"
-        if owner_of(skeleton.base_model, qualified)[0] is None:
+        if owner_of(skeleton, name)[0] is None:
             raise HeadwaterError(
                 f"With these mechanisms the model needs {name!r}, which it does not have; leave out what shares its "
                 "keys and values."
             )
-        draw = generator(config.initializer_seed, qualified)
-        tensors[name] = skeleton.initial_value(module, parameter, qualified, draw)
+        module, _, parameter = name.rpartition(".")
+        tensors[name] = skeleton.initial_value(skeleton.get_submodule(module), parameter)
     return tensors
 
 
@@ -107,70 +99,18 @@ def kept_heads(name: str, tensor: Tensor, shape: torch.Size, plans: list[tuple[L
     """A copy of the model's own tensor, or of the part for heads that are still built."""
     if tensor.shape == shape:
         return tensor.detach().clone()
-    parts = set()
+    choices = set()
     for before, after in (plan for plan in plans if f".layers.{plan[0].index}." in f".{name}"):
         for had, has in ((before.k_heads, after.k_heads), (before.v_heads, after.v_heads)):
             for dim, size in enumerate(tensor.shape[: len(shape)]):
                 fits = shape == (*tensor.shape[:dim], size * len(has) // max(1, len(had)), *tensor.shape[dim + 1 :])
                 if fits and set(has) <= set(had):
-                    parts.add((dim, len(had), tuple(had.index(head) for head in has)))
-    if len(parts) != 1:
+                    choices.add((dim, len(had), tuple(had.index(head) for head in has)))
+    if len(choices) != 1:
         raise HeadwaterError(
             f"With these mechanisms {name!r} would have shape {list(shape)}, but it has {list(tensor.shape)}; remove "
             f"the mechanism that changes it."
         )
-    ((dim, heads, at),) = parts
-    chosen = tensor.detach().unflatten(dim, (heads, -1)).index_select(dim, torch.tensor(at, device=tensor.device))
+    ((dim, heads, indices),) = choices
+    chosen = tensor.detach().unflatten(dim, (heads, -1)).index_select(dim, torch.tensor(indices, device=tensor.device))
     return chosen.flatten(dim, dim + 1)
-
-
-@torch.no_grad()
-def function_change(before: PreTrainedModel, after: PreTrainedModel, input_ids: Tensor) -> dict[str, float]:
-    """How much two models differ on `input_ids` [B, T], T ≥ 2, or on images [B, C, H, W], without dropout.
-
-    logits: the largest difference of logits, relative to the largest logit of `before`. kl: the mean over tokens or
-    images of the Kullback-Leibler divergence of `after`'s distribution from `before`'s, in nats. Of text also
-    loss_before, loss_after: the mean loss of predicting the next token, in nats.
-
-    Raises `HeadwaterError` for rows of one token, and for models of different vocabularies or classes.
-    """
-    of_images = input_ids.is_floating_point()
-    if not of_images and input_ids.shape[1] < 2:
-        raise HeadwaterError("Rows of one token have no next one to predict; pass rows of two or more.")
-    modes = {model: model.training for model in (before, after)}
-    try:
-        rows = [_compare(before.eval(), after.eval(), row[None]) for row in input_ids]
-    finally:
-        for model, mode in modes.items():
-            model.train(mode)
-    difference, largest, kl, *losses = zip(*rows, strict=True)
-    means = (sum(values) / len(rows) for values in (kl, *losses))
-    names = ("logits", "kl") if of_images else ("logits", "kl", "loss_before", "loss_after")
-    return dict(zip(names, (_share(max(difference), max(largest)), *means), strict=True))
-
-
-def _share(part: float, whole: float) -> float:
-    return part / whole if whole else math.inf if part else 0.0
-
-
-def _compare(before: PreTrainedModel, after: PreTrainedModel, ids: Tensor) -> tuple[float, ...]:
-    """One row: largest difference, largest logit, mean divergence, and of text both losses."""
-    if of_images := ids.is_floating_point():
-        logits = [model(pixel_values=ids.to(model.device)).logits for model in (before, after)]
-    else:
-        logits = [model(ids.to(model.device), use_cache=False).logits[0] for model in (before, after)]
-    old, new = (x.to(logits[0].device, torch.promote_types(x.dtype, torch.float32)) for x in logits)
-    if old.shape != new.shape:
-        raise HeadwaterError(
-            f"The models' vocabularies have {old.shape[-1]} and {new.shape[-1]} tokens, so they cannot be compared; "
-            f"use two with the same vocabulary."
-            if not of_images
-            else f"The models have {old.shape[-1]} and {new.shape[-1]} classes, so they cannot be compared; use two "
-            "with the same classes."
-        )
-    p, q = old.log_softmax(-1), new.log_softmax(-1)
-    losses = []
-    if not of_images:
-        losses = [nn.functional.nll_loss(x[:-1], ids[0, 1:].to(p.device)) for x in (p, q)]
-    measured = ((old - new).abs().max(), old.abs().max(), (p.exp() * (p - q)).sum(-1).mean(), *losses)
-    return tuple(value.item() for value in measured)

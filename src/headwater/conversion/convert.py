@@ -18,11 +18,11 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers.initialization import no_init_weights
 
 from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
@@ -45,12 +45,12 @@ def blended_config(
         raise HeadwaterError("The model is being converted already; finish that first (finish_conversion: true).")
     if not isinstance(config, HeadwaterConfig) or not config.is_causal:
         raise HeadwaterError("Only text models have a cache to make smaller; convert one of these.")
-    given = {"mechanisms": as_mapping(mechanisms) or None, "num_key_value_heads": num_key_value_heads}
-    made = copy.deepcopy(config)
-    made.mechanisms = {BLEND: given | {"weight": weight}} | (config.mechanisms or {})
-    made.complete_fields()
-    plan_layers(made)
-    return made
+    goal = {"mechanisms": as_mapping(mechanisms) or None, "num_key_value_heads": num_key_value_heads}
+    result = copy.deepcopy(config)
+    result.mechanisms = {BLEND: goal | {"weight": weight}} | (config.mechanisms or {})
+    result.complete_fields()
+    plan_layers(result)
+    return result
 
 
 def way_of(config: HeadwaterConfig) -> dict[str, Any] | None:
@@ -60,10 +60,8 @@ def way_of(config: HeadwaterConfig) -> dict[str, Any] | None:
 
 def check_conversion(config: HeadwaterConfig) -> None:
     """Raise `HeadwaterError` if a blended model of this config cannot be finished; no weights are needed."""
-    with torch.device("meta"), no_init_weights():
-        model, narrow = HeadwaterForCausalLM(config), HeadwaterForCausalLM(narrow_config(config))
-    _check_pooling(model)
-    tensors_of(narrow, finished_config(config))
+    _check_pooling(HeadwaterForCausalLM.make_skeleton(config))
+    tensors_of(HeadwaterForCausalLM.make_skeleton(narrow_config(config)), finished_config(config))
 
 
 def finished_config(config: HeadwaterConfig) -> HeadwaterConfig:
@@ -88,12 +86,11 @@ def blended(
     """
     config = blended_config(model.config, mechanisms, num_key_value_heads, weight)
     config._attn_implementation = model.config._attn_implementation
-    with torch.device("meta"), no_init_weights():
-        names = {name for name in own_tensors(HeadwaterForCausalLM(config)) if f".{BLEND}." in name}
+    names = {name for name in own_tensors(HeadwaterForCausalLM.make_skeleton(config)) if f".{BLEND}." in name}
     tensors = {name: tensor.detach().clone() for name, tensor in own_tensors(model).items()}
-    made = assemble(type(model), config, tensors | {name: torch.full((1,), weight) for name in names}, model)
-    _check_pooling(made)
-    return made
+    converted = assemble(type(model), config, tensors | {name: torch.full((1,), weight) for name in names}, model)
+    _check_pooling(converted)
+    return converted
 
 
 def finished(model: HeadwaterForCausalLM) -> HeadwaterForCausalLM:
@@ -110,20 +107,20 @@ def finished(model: HeadwaterForCausalLM) -> HeadwaterForCausalLM:
         )
     config = narrow_config(model.config)
     config._attn_implementation = model.config._attn_implementation
-    own = {name: tensor for name, tensor in own_tensors(model).items() if f".{BLEND}." not in name}
-    pooled = assemble(type(model), config, pooled_tensors(own, model.config), model)
-    given = (way_of(model.config) or {})["mechanisms"]
-    return add_mechanisms(pooled, given, allow_change=True) if given else pooled
+    tensors = {name: tensor for name, tensor in own_tensors(model).items() if f".{BLEND}." not in name}
+    pooled = assemble(type(model), config, pooled_tensors(tensors, model.config), model)
+    mechanisms = (way_of(model.config) or {})["mechanisms"]
+    return add_mechanisms(pooled, mechanisms, allow_change=True) if mechanisms else pooled
 
 
 def narrow_config(config: HeadwaterConfig) -> HeadwaterConfig:
     """The config of a blended model's goal as far as its heads are concerned: no layers share."""
     options = way_of(config)
     assert options is not None
-    made = Blend.without(config)
-    made.num_key_value_heads = options["num_key_value_heads"] or made.num_key_value_heads
-    made.complete_fields()
-    return made
+    narrow = Blend.without(config)
+    narrow.num_key_value_heads = options["num_key_value_heads"] or narrow.num_key_value_heads
+    narrow.complete_fields()
+    return narrow
 
 
 def group_of(config: HeadwaterConfig) -> int:
@@ -156,28 +153,23 @@ def finished_state(state: Mapping[str, Tensor], before: HeadwaterForCausalLM, af
     """The optimizer's state, by name, for `after`, which is `before` finished."""
     config, shapes = before.config, {name: parameter.shape for name, parameter in after.named_parameters()}
     plans = list(zip(plan_layers(narrow_config(config)), after.plans, strict=True))
-    found = {}
+    carried = {}
     for name, tensor in pooled_tensors(state, config, are_state=True).items():
         parameter = name.removeprefix("optimizer.").rpartition(".")[0]
         if tensor.shape == (1,) and parameter in shapes:
-            found[name] = tensor
+            carried[name] = tensor
         elif parameter in shapes:
-            found[name] = kept_heads(parameter, tensor, shapes[parameter], plans)
-    return found
+            carried[name] = kept_heads(parameter, tensor, shapes[parameter], plans)
+    return carried
 
 
 def _check_pooling(model: HeadwaterForCausalLM) -> None:
     """Raise `HeadwaterError` if heads are to be pooled that have more of their own than linear projections."""
     if group_of(model.config) == 1:
         return
-    config = narrow_config(model.config)
-    with torch.device("meta"), no_init_weights():
-        goal = own_tensors(HeadwaterForCausalLM(config))
-    have = pooled_tensors(own_tensors(model), model.config)
-    for name, tensor in have.items():
-        if f".{BLEND}." in name:
-            continue
-        if name not in goal or goal[name].shape != tensor.shape:
+    goal = own_tensors(HeadwaterForCausalLM.make_skeleton(narrow_config(model.config)))
+    for name, tensor in pooled_tensors(own_tensors(model), model.config).items():
+        if f".{BLEND}." not in name and (name not in goal or goal[name].shape != tensor.shape):
             raise HeadwaterError(
                 f"{name!r} is not a plain linear map to key/value heads, so they cannot be pooled; let layers share "
                 "instead, and leave num_key_value_heads out."
@@ -194,21 +186,17 @@ def _attentions(model: HeadwaterForCausalLM) -> list[Attention]:
 @torch.no_grad()
 def samples(model: HeadwaterForCausalLM, rows: Tensor) -> list[dict[str, Tensor]]:
     """Keys "k" and values "v" of each layer as projected for rows of tokens, [tokens, heads, d] each."""
-    mode, handles = model.training, []
-    found: list[dict[str, list[Tensor]]] = [{"k": [], "v": []} for _ in model.model.layers]
-    for layer, attention in zip(found, _attentions(model), strict=True):
-        for part, outputs in layer.items():
-            if (projection := getattr(attention, f"{part}_proj")) is not None:
-                hook = functools.partial(_keep_heads, outputs, attention.head_dim)
-                handles.append(projection.register_forward_hook(hook))
-    try:
+    outputs: list[dict[str, list[Tensor]]] = [{"k": [], "v": []} for _ in model.model.layers]
+    with ExitStack() as stack:
+        stack.callback(model.train, model.training)
+        for layer, attention in zip(outputs, _attentions(model), strict=True):
+            for kind, heads in layer.items():
+                if (projection := getattr(attention, f"{kind}_proj")) is not None:
+                    hook = functools.partial(_keep_heads, heads, attention.head_dim)
+                    stack.enter_context(projection.register_forward_hook(hook))
         for row in rows:
             model.eval()(row[None].to(model.device), use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
-    model.train(mode)
-    return [{part: torch.cat(parts) for part, parts in layer.items() if parts} for layer in found]
+    return [{kind: torch.cat(heads) for kind, heads in layer.items() if heads} for layer in outputs]
 
 
 def _keep_heads(outputs: list[Tensor], width: int, module: nn.Module, inputs: Any, output: Tensor) -> None:
@@ -230,31 +218,31 @@ def can_turn(model: HeadwaterForCausalLM) -> dict[str, bool]:
     return {"k": plain and not model.config.qk_norm, "v": plain}
 
 
-def _spun(model: HeadwaterForCausalLM, part: str) -> int:
+def _spun(model: HeadwaterForCausalLM, kind: str) -> int:
     """How many of a head's channels RoPE turns, of this part."""
-    return model.config.rotary_dim if part == "k" and model.config.position == "rope" else 0
+    return model.config.rotary_dim if kind == "k" and model.config.position == "rope" else 0
 
 
-def rotations(own: Tensor, other: Tensor, spun: int = 0) -> Tensor:
-    """The orthogonal matrices R, [heads, d, d], for which own·R is nearest to other, both [tokens, heads, d].
+def rotations(x: Tensor, target: Tensor, spun: int = 0) -> Tensor:
+    """The orthogonal matrices R, [heads, d, d], for which x·R is nearest to the target, both [tokens, heads, d].
 
     spun: how many channels RoPE rotates; of these, only the two of a pair may mix.
     """
-    covariance = torch.einsum("thi,thj->hij", own.double(), other.double())
-    made = torch.zeros_like(covariance)
+    covariance = torch.einsum("thi,thj->hij", x.double(), target.double())
+    matrices = torch.zeros_like(covariance)
     if spun:
         half = spun // 2
-        first, second = torch.arange(half), torch.arange(half, spun)
-        cos = covariance[:, first, first] + covariance[:, second, second]
-        sin = covariance[:, first, second] - covariance[:, second, first]
+        even, odd = torch.arange(half), torch.arange(half, spun)
+        cos = covariance[:, even, even] + covariance[:, odd, odd]
+        sin = covariance[:, even, odd] - covariance[:, odd, even]
         length = (cos.square() + sin.square()).sqrt()
         cos, sin = (torch.where(length > 0, x / length, fill) for x, fill in ((cos, 1.0), (sin, 0.0)))
-        made[:, first, first], made[:, second, second] = cos, cos
-        made[:, first, second], made[:, second, first] = sin, -sin
+        matrices[:, even, even], matrices[:, odd, odd] = cos, cos
+        matrices[:, even, odd], matrices[:, odd, even] = sin, -sin
     if spun < covariance.shape[-1]:
-        left, _, right = torch.linalg.svd(covariance[:, spun:, spun:])
-        made[:, spun:, spun:] = left @ right
-    return made
+        u, _, right = torch.linalg.svd(covariance[:, spun:, spun:])
+        matrices[:, spun:, spun:] = u @ right
+    return matrices
 
 
 def turned(x: Tensor, matrices: Tensor) -> Tensor:
@@ -269,25 +257,25 @@ def align(
     """Turn the model's keys and values as near to those that `blended` is to mix them with as turning brings them, on
     `rows` of tokens [B, T]; the function stays. Returns whether anything could be turned."""
     config = blended_config(model.config, mechanisms, num_key_value_heads)
-    parts = [part for part, can in can_turn(model).items() if can]
+    parts = [kind for kind, can in can_turn(model).items() if can]
     if not parts:
         return False
     have = samples(model, rows)
     group, goal = group_of(config), plan_layers(finished_config(config))
     for layer, attention in enumerate(_attentions(model)):
-        for part in parts:
-            x = have[layer][part]
+        for kind in parts:
+            x = have[layer][kind]
             heads = x.shape[1]
             if group > 1:  # towards the first of the group, which stays
-                first = torch.arange(heads) // group * group
-                matrices = rotations(x, x[:, first], _spun(model, part))
-                x = _turn(attention, part, x, matrices, torch.arange(heads) != first)
-            sources = [getattr(goal[layer].attends[head // group], part) for head in range(heads)]
+                leaders = torch.arange(heads) // group * group
+                matrices = rotations(x, x[:, leaders], _spun(model, kind))
+                x = _turn(attention, kind, x, matrices, torch.arange(heads) != leaders)
+            sources = [getattr(goal[layer].attends[head // group], kind) for head in range(heads)]
             if any(source != layer for source in sources):
-                wanted = torch.stack([_pooled(have[s][part], group)[:, h] for h, s in enumerate(sources)], dim=1)
-                matrices = rotations(_pooled(x, group), wanted, _spun(model, part))
-                x = _turn(attention, part, x, matrices, torch.tensor([source != layer for source in sources]))
-            have[layer][part] = x
+                targets = torch.stack([_pooled(have[s][kind], group)[:, h] for h, s in enumerate(sources)], dim=1)
+                matrices = rotations(_pooled(x, group), targets, _spun(model, kind))
+                x = _turn(attention, kind, x, matrices, torch.tensor([source != layer for source in sources]))
+            have[layer][kind] = x
     return True
 
 
@@ -295,16 +283,16 @@ def _pooled(x: Tensor, group: int) -> Tensor:
     return x if group == 1 else x.unflatten(1, (-1, group)).mean(2).repeat_interleave(group, dim=1)
 
 
-def _turn(attention: Attention, part: str, x: Tensor, matrices: Tensor, which: Tensor) -> Tensor:
+def _turn(attention: Attention, kind: str, x: Tensor, matrices: Tensor, chosen: Tensor) -> Tensor:
     """Turn a layer's keys, and its queries with them; or its values, and what the output projection reads back.
 
-    which: the heads that are turned; the others stay. Returns what the projection gave, x, turned.
+    chosen: the heads that are turned; the others stay. Returns what the projection gave, x, turned.
     """
     same = torch.eye(matrices.shape[-1], dtype=matrices.dtype, device=matrices.device)
-    matrices = torch.where(which[:, None, None].to(matrices.device), matrices, same)
+    matrices = torch.where(chosen[:, None, None].to(matrices.device), matrices, same)
     of_queries = matrices.repeat_interleave(attention.num_key_value_groups, dim=0)
-    _rows(cast(nn.Linear, getattr(attention, f"{part}_proj")), matrices)
-    if part == "k":
+    _rows(cast(nn.Linear, getattr(attention, f"{kind}_proj")), matrices)
+    if kind == "k":
         _rows(cast(nn.Linear, attention.q_proj), of_queries)
     else:
         weight = cast(nn.Linear, attention.o_proj).weight

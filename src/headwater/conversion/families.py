@@ -86,8 +86,8 @@ class Link:
             return (halves_exchanged(tensor, config),)
         tensor = tensor.mT if self.transposed and tensor.ndim == 2 else tensor
         if self.interleaved:
-            parts = tensor.unflatten(0, (config.num_attention_heads, len(self.ours), -1)).unbind(1)
-            return tuple(x.flatten(0, 1) for x in parts)
+            by_head = tensor.unflatten(0, (config.num_attention_heads, len(self.ours), -1)).unbind(1)
+            return tuple(x.flatten(0, 1) for x in by_head)
         return tensor.chunk(len(self.ours))
 
     def join(self, tensors: list[Tensor], config: HeadwaterConfig) -> Tensor:
@@ -157,15 +157,15 @@ class Family:
                     f"A {self.name} model with {name}={getattr(config, name)} is not supported; use one with "
                     f"{name}={value}."
                 )
-        given = {ours: getattr(config, theirs, None) for ours, theirs in self.fields.items()}
-        if "sliding_window" in given:
-            given |= self._window(config)
-        given |= {} if self.read_more is None else self.read_more(config)
-        if "rope_parameters" in given:
-            given["rope_parameters"] = self._rope(given["rope_parameters"] or {})
-        given = {name: value for name, value in given.items() if value is not None}
+        values = {ours: getattr(config, theirs, None) for ours, theirs in self.fields.items()}
+        if "sliding_window" in values:
+            values |= self._window(config)
+        values |= {} if self.read_more is None else self.read_more(config)
+        if "rope_parameters" in values:
+            values["rope_parameters"] = self._rope(values["rope_parameters"] or {})
+        values = {name: value for name, value in values.items() if value is not None}
         try:
-            return self.ours.config_class(**self.fixed | given, dtype=config.dtype)
+            return self.ours.config_class(**self.fixed | values, dtype=config.dtype)
         except (HeadwaterError, StrictDataclassError, TypeError) as error:
             raise HeadwaterError(f"This {self.name} model is not supported: {sentence(error)}") from error
 
@@ -181,18 +181,18 @@ class Family:
             return {"sliding_window": None}
         return {"sliding_layers": layers if len(layers) < len(kinds) else None}
 
-    def _rope(self, given: dict[str, Any]) -> dict[str, Any]:
-        if any(isinstance(value, dict) for value in given.values()):
+    def _rope(self, parameters: dict[str, Any]) -> dict[str, Any]:
+        if any(isinstance(value, dict) for value in parameters.values()):
             raise HeadwaterError(
                 f"This {self.name} model's rope_parameters differ between layers; use one whose layers all share them."
             )
-        if self.rope_types is not None and given.get("rope_type", "default") not in self.rope_types:
+        if self.rope_types is not None and parameters.get("rope_type", "default") not in self.rope_types:
             raise HeadwaterError(
-                f"A {self.name} model norms queries and keys after RoPE, which with rope_type {given['rope_type']!r} "
-                f"is not what headwater computes; use one with {either(self.rope_types)}."
+                f"A {self.name} model norms queries and keys after RoPE, which with rope_type "
+                f"{parameters['rope_type']!r} is not what headwater computes; use one with {either(self.rope_types)}."
             )
         # "type" is what "rope_type" was called, and stays beside it.
-        rope = {name: value for name, value in given.items() if name != "type" and value is not None}
+        rope = {name: value for name, value in parameters.items() if name != "type" and value is not None}
         if not self.partial_rope and rope.pop("partial_rotary_factor", 1.0) != 1.0:
             raise HeadwaterError(
                 f"A {self.name} model applies RoPE to whole heads, whatever its rope_parameters say; remove "
@@ -204,13 +204,13 @@ class Family:
         """Our config as theirs. Raises `HeadwaterError` naming the first field that the family cannot express."""
         try:
             written = self._written(config)
-            read = self.read_config(written)
+            restored = self.read_config(written)
         except (HeadwaterError, StrictDataclassError, ValueError, TypeError) as error:
             raise HeadwaterError(
                 f"The model's config cannot be written in the {self.name} format: {sentence(error)}"
             ) from error
         for name in _compared(config):
-            ours, theirs = _comparable(config, name), _comparable(read, name)
+            ours, theirs = _comparable(config, name), _comparable(restored, name)
             if ours != theirs:
                 raise HeadwaterError(
                     f"A {self.name} model cannot have {name} {ours!r}, only {theirs!r}; change it, or choose another "
@@ -219,18 +219,18 @@ class Family:
         return written
 
     def _written(self, config: HeadwaterConfig) -> PreTrainedConfig:
-        given = self.required | {theirs: getattr(config, ours) for ours, theirs in self.fields.items()}
+        values = self.required | {theirs: getattr(config, ours) for ours, theirs in self.fields.items()}
         if self.partial_rope:  # their default is another part
-            given["rope_parameters"] = {"partial_rotary_factor": 1.0} | (config.rope_parameters or {})
+            values["rope_parameters"] = {"partial_rotary_factor": 1.0} | (config.rope_parameters or {})
         make = self.model.config_class
         if config.sliding_window is not None:
-            given |= self.windowed
+            values |= self.windowed
             if config.sliding_layers is not None and _has_kinds(make):
-                given["layer_types"] = _layer_types(config)
-        given |= {} if self.write_more is None else self.write_more(config)
+                values["layer_types"] = _layer_types(config)
+        values |= {} if self.write_more is None else self.write_more(config)
         if not hasattr(make, "head_dim") and config.head_dim == config.hidden_size / config.num_attention_heads:
-            given.pop("head_dim", None)  # read where it is given, but no field of its own
-        return make(**copy.deepcopy(given), dtype=config.dtype)
+            values.pop("head_dim", None)  # read where it is given, but no field of its own
+        return make(**copy.deepcopy(values), dtype=config.dtype)
 
     def read_tensors(self, tensors: dict[str, Tensor], config: HeadwaterConfig) -> dict[str, Tensor]:
         """Their tensors as copies under our names; `config` is ours. Raises `HeadwaterError` for an unknown one."""
@@ -244,8 +244,8 @@ class Family:
                     f"remove what was added to it."
                 )
             link = links[module]
-            for ours, part in zip(link.ours, link.split(tensor, config), strict=True):
-                read[f"{ours}.{kind}"] = _copy(part)
+            for ours, piece in zip(link.ours, link.split(tensor, config), strict=True):
+                read[f"{ours}.{kind}"] = _copy(piece)
         return read
 
     def write_tensors(self, tensors: dict[str, Tensor], config: HeadwaterConfig) -> dict[str, Tensor]:
@@ -253,10 +253,10 @@ class Family:
         written = {}
         for link in self.modules(config.num_hidden_layers):
             for kind in ("weight", "bias"):
-                parts = [tensors[name] for name in (f"{ours}.{kind}" for ours in link.ours) if name in tensors]
-                if parts:
+                stored = [tensors[name] for name in (f"{ours}.{kind}" for ours in link.ours) if name in tensors]
+                if stored:
                     name = link.theirs if link.bare else f"{link.theirs}.{kind}"
-                    written[name] = _copy(link.join(parts, config))
+                    written[name] = _copy(link.join(stored, config))
         return written
 
 
@@ -272,12 +272,12 @@ def from_transformers(source: str | Path | PreTrainedModel, family: str | None =
     """
     trust_names_in(family)
     model = source if isinstance(source, PreTrainedModel) else load_transformers(source, family)
-    known = find_family(family or model.config.model_type)
-    if not isinstance(model, known.model):
-        raise HeadwaterError(_other_head(type(model).__name__, known))
-    config = known.read_config(model.config)
-    tensors = known.read_tensors(own_tensors(model), config)
-    return assemble(known.ours, config, tensors, model)
+    chosen_family = find_family(family or model.config.model_type)
+    if not isinstance(model, chosen_family.model):
+        raise HeadwaterError(_other_head(type(model).__name__, chosen_family))
+    config = chosen_family.read_config(model.config)
+    tensors = chosen_family.read_tensors(own_tensors(model), config)
+    return assemble(chosen_family.ours, config, tensors, model)
 
 
 def to_transformers(model: HeadwaterPreTrainedModel, family: str) -> PreTrainedModel:
@@ -291,10 +291,10 @@ def to_transformers(model: HeadwaterPreTrainedModel, family: str) -> PreTrainedM
     if not isinstance(model, chosen.ours):
         raise HeadwaterError(f"A {type(model).__name__} has no {chosen.name} format; choose a family of its kind.")
     config = chosen.write_config(model.config)
-    made = assemble(chosen.model, config, chosen.write_tensors(own_tensors(model), model.config), model)
+    converted = assemble(chosen.model, config, chosen.write_tensors(own_tensors(model), model.config), model)
     # Saved under the names that the family's checkpoints have, which are not always those of its modules.
-    vars(made).pop("_weight_conversions", None)
-    return made
+    vars(converted).pop("_weight_conversions", None)
+    return converted
 
 
 def assemble(
@@ -304,7 +304,7 @@ def assemble(
 
     The model may use the memory of the tensors. Raises `HeadwaterError` if they do not match the config.
     """
-    model, found = kind.from_pretrained(
+    model, mismatches = kind.from_pretrained(
         None,
         config=config,
         state_dict=tensors,
@@ -312,7 +312,7 @@ def assemble(
         output_loading_info=True,
         ignore_mismatched_sizes=True,
     )
-    _check(found, "The model")
+    _check(mismatches, "The model")
     model.name_or_path = model.config.name_or_path = ""  # transformers writes "None" there
     if like.can_generate():
         model.generation_config = copy.deepcopy(like.generation_config)
@@ -331,17 +331,17 @@ def _of_checkpoint(family: str | None, kind: str, config: dict[str, Any]) -> Fam
     """The family of a checkpoint: the one that is asked for, else that of its config.json, whose type is `kind`."""
     if family and kind not in _OTHER_WAYS:
         return find_family(family)
-    known = find_family(kind)
+    found_family = find_family(kind)
     # Of text, the model without its head says so by the weights, and one whose head is tied to the embedding is whole.
     saved = config.get("architectures")
-    if known.ours is not HeadwaterForCausalLM and saved and known.model.__name__ not in saved:
-        raise HeadwaterError(_other_head(str(saved[0]), known))
-    return known
+    if found_family.ours is not HeadwaterForCausalLM and saved and found_family.model.__name__ not in saved:
+        raise HeadwaterError(_other_head(str(saved[0]), found_family))
+    return found_family
 
 
-def _other_head(name: str, known: Family) -> str:
-    what = "language-model head" if known.ours is HeadwaterForCausalLM else "classifier of the class token alone"
-    return f"A {name} has no {what}; use a {known.model.__name__}."
+def _other_head(name: str, family: Family) -> str:
+    lacking = "language-model head" if family.ours is HeadwaterForCausalLM else "classifier of the class token alone"
+    return f"A {name} has no {lacking}; use a {family.model.__name__}."
 
 
 # How a model that is no family's can be read all the same.
@@ -361,21 +361,21 @@ def load_transformers(source: str | Path, family: str | None = None) -> PreTrain
     express. Raises `HeadwaterError` as `from_transformers` does.
     """
     trust_names_in(family)
-    place, folder = str(source), local(source)
+    name, folder = str(source), local(source)
     try:
         if folder.is_dir():
-            known, theirs, _ = _configs_in(folder, family)
+            chosen_family, theirs, _ = _configs_in(folder, family)
             tensors = read_weights(weight_files(folder, pickled=True))
-            model, found = build(known.model, theirs, tensors, folder)
+            model, mismatches = build(chosen_family.model, theirs, tensors, folder)
         else:
-            check_reachable("model", place)
+            check_reachable("model", name)
             with reading("it", "use an intact checkpoint"):
-                said = PreTrainedConfig.get_config_dict(place)[0]
-                known = _of_checkpoint(family, said.get("model_type", "none"), said)
-                theirs = known.model.config_class.from_pretrained(place)
-                known.read_config(theirs)
-                model, found = known.model.from_pretrained(
-                    place,
+                saved_config = PreTrainedConfig.get_config_dict(name)[0]
+                chosen_family = _of_checkpoint(family, saved_config.get("model_type", "none"), saved_config)
+                theirs = chosen_family.model.config_class.from_pretrained(name)
+                chosen_family.read_config(theirs)
+                model, mismatches = chosen_family.model.from_pretrained(
+                    name,
                     config=theirs,
                     dtype="auto",
                     weights_only=True,
@@ -383,9 +383,9 @@ def load_transformers(source: str | Path, family: str | None = None) -> PreTrain
                     ignore_mismatched_sizes=True,  # they are named below
                 )
     except HeadwaterError as error:
-        raise HeadwaterError(f"{place!r} cannot be loaded: {error}") from error
-    _check(found, repr(place))
-    check_finite(own_tensors(model), repr(place))
+        raise HeadwaterError(f"{name!r} cannot be loaded: {error}") from error
+    _check(mismatches, repr(name))
+    check_finite(own_tensors(model), repr(name))
     return model
 
 
@@ -407,23 +407,23 @@ def _configs_in(folder: Path, family: str | None = None) -> tuple[Family, PreTra
     kind = model_type(folder)
     if kind is None:
         raise HeadwaterError(f"it is not a checkpoint: it has no {CONFIG} that says what model it is.")
-    known = _of_checkpoint(family, kind, PreTrainedConfig.get_config_dict(folder)[0])
-    theirs = config_from(known.model.config_class, folder)
-    return known, theirs, known.read_config(theirs)
+    chosen_family = _of_checkpoint(family, kind, PreTrainedConfig.get_config_dict(folder)[0])
+    theirs = config_from(chosen_family.model.config_class, folder)
+    return chosen_family, theirs, chosen_family.read_config(theirs)
 
 
-def _check(found: dict[str, Iterable[Any]], owner: str) -> None:
+def _check(mismatches: dict[str, Iterable[Any]], owner: str) -> None:
     """Raise `HeadwaterError` naming the first tensor that is not as the config of `owner` asks for."""
-    for kind, what in (
+    for kind, problem in (
         ("mismatched_keys", "has a different shape than its config requires"),
         ("missing_keys", "is missing"),
         ("unexpected_keys", "has no place in its config"),
     ):
-        names = sorted(str(entry if isinstance(entry, str) else entry[0]) for entry in found.get(kind) or ())
+        names = sorted(str(entry if isinstance(entry, str) else entry[0]) for entry in mismatches.get(kind) or ())
         names = [name for name in names if not name.endswith(_OLD_BUFFER)]
         if names:
             raise HeadwaterError(
-                f"{owner} does not match its config: {names[0]!r} {what}; use a complete checkpoint with its own "
+                f"{owner} does not match its config: {names[0]!r} {problem}; use a complete checkpoint with its own "
                 f"config."
             )
 
@@ -688,10 +688,10 @@ def _gemma2_written(ours: HeadwaterConfig) -> dict[str, Any]:
 
 def _gemma3_fields(theirs: PreTrainedConfig) -> dict[str, Any]:
     rope = {kind: theirs.rope_parameters[kind] for kind in sorted(set(theirs.layer_types))}
-    given = _gemma2_fields(theirs) | {"rope_parameters": next(iter(rope.values()))}
+    values = _gemma2_fields(theirs) | {"rope_parameters": next(iter(rope.values()))}
     if len(rope) > 1 and theirs.sliding_window is not None and rope["sliding_attention"] != rope["full_attention"]:
-        given["sliding_fields"] = {"rope_parameters": rope["sliding_attention"]}
-    return given
+        values["sliding_fields"] = {"rope_parameters": rope["sliding_attention"]}
+    return values
 
 
 def _gemma3_written(ours: HeadwaterConfig) -> dict[str, Any]:

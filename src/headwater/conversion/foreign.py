@@ -74,29 +74,33 @@ def read_foreign(path: str | Path, layout: str | None = None, **config: Any) -> 
     for name in config:
         if name not in FIELDS:
             raise HeadwaterError(f"HeadwaterConfig has no field {name!r}; {nearest(name, FIELDS)}")
-    given = as_mapping(config.pop("mechanisms", None))
-    if not isinstance(given, dict | None):
-        raise HeadwaterError(f"mechanisms must map names to options, or list names, not {shown(given)}.")
+    chosen = as_mapping(config.pop("mechanisms", None))
+    if not isinstance(chosen, dict | None):
+        raise HeadwaterError(f"mechanisms must map names to options, or list names, not {shown(chosen)}.")
     tensors = _tensors(path)
-    known = _known(layout, tensors, path)
+    reader = _known(layout, tensors, path)
     with reading(f"The checkpoint {str(path)!r}"):
-        tensors = known.tidy(tensors)
+        tensors = reader.tidy(tensors)
     beside = _beside(path)
     with reading(f"The checkpoint {str(path)!r}", "correct its config, or the fields that were passed"):
-        fields = known.fields(tensors, beside | config)
-        found = fields.pop("mechanisms")
-        mechanisms = found if given is None else {name: found.get(name, {}) | (given[name] or {}) for name in given}
+        fields = reader.fields(tensors, beside | config)
+        stored = fields.pop("mechanisms")
+        mechanisms = (
+            stored if chosen is None else {name: stored.get(name, {}) | (chosen[name] or {}) for name in chosen}
+        )
         # Built in the checkpoint's precision, so that constants such as τ are no less precise than in the code it is
         # from.
         model: HeadwaterForCausalLM = HeadwaterForCausalLM._from_config(
-            HeadwaterConfig(**(fields | config), mechanisms=mechanisms), dtype=tensors[known.embedding].dtype
+            HeadwaterConfig(**(fields | config), mechanisms=mechanisms), dtype=tensors[reader.embedding].dtype
         )
-        return _fill(model, tensors, known).eval()
+        return _fill(model, tensors, reader).eval()
 
 
 def _known(layout: str | None, tensors: Tensors, path: Path) -> Layout:
     if layout is None:
-        layout = next((name for name, seen in SEEN.items() if any(re.search(seen, tensor) for tensor in tensors)), None)
+        layout = next(
+            (name for name, pattern in SEEN.items() if any(re.search(pattern, tensor) for tensor in tensors)), None
+        )
         if layout is None:
             raise HeadwaterError(
                 f"The tensors of {str(path)!r} match no layout that can be recognized by names. If it is a Hugging "
@@ -114,11 +118,11 @@ def _fill(model: HeadwaterForCausalLM, tensors: Tensors, layout: Layout) -> Head
     sources = {name: source for name in state if (source := layout.source(name, model.config)) is not None}
     for foreign, _ in sources.values():
         _take(tensors, foreign)
-    wanted = {foreign for foreign, _ in sources.values()}
+    names = {foreign for foreign, _ in sources.values()}
     if model.config.tie_word_embeddings:
-        wanted.add("lm_head.weight")  # which may be written out all the same
+        names.add("lm_head.weight")  # which may be written out all the same
     for name in tensors:
-        if name not in wanted:
+        if name not in names:
             raise HeadwaterError(
                 f"The checkpoint has a tensor {name!r} that is not part of this layout; remove it if the function "
                 f"does not need it, or add the config it belongs to."
@@ -152,15 +156,15 @@ def _matrix(tensors: Tensors, name: str) -> tuple[int, int]:
 
 
 def _layers(tensors: Tensors, pattern: str) -> int:
-    found = [int(match[1]) for name in tensors if (match := re.match(pattern, name))]
-    if not found:
+    numbers = [int(match[1]) for name in tensors if (match := re.match(pattern, name))]
+    if not numbers:
         raise HeadwaterError("The checkpoint has no layers with this layout's names; choose another layout.")
-    return max(found) + 1
+    return max(numbers) + 1
 
 
-def _heads(found: dict[str, Any], width: int, known: Mapping[int, int]) -> int:
+def _heads(settings: dict[str, Any], width: int, known_heads: Mapping[int, int]) -> int:
     """Query heads as a config says, else those of the authors' own configs of this width."""
-    heads = found.get("num_attention_heads", known.get(width))
+    heads = settings.get("num_attention_heads", known_heads.get(width))
     if heads is None:
         raise HeadwaterError(
             f"The tensors do not show how many heads there are at width {width}; pass num_attention_heads, or add "
@@ -178,41 +182,41 @@ MAPS = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "proj"}
 TOKENFORMER_HEADS = {768: 12, 1024: 16, 1280: 16, 1536: 16}
 
 
-def _neox_fields(tensors: Tensors, found: dict[str, Any]) -> dict[str, Any]:
-    found = {name.replace("-", "_"): value for name, value in found.items()}
+def _neox_fields(tensors: Tensors, settings: dict[str, Any]) -> dict[str, Any]:
+    settings = {name.replace("-", "_"): value for name, value in settings.items()}
     vocabulary, width = _matrix(tensors, NEOX_EMBEDDING)
     # The embedding is module 0, module 1 turns it round, the blocks follow.
     depth = _layers(tensors, r"sequential\.(\d+)\.attention\.") - 2
-    _refuse(found, pos_emb="rotary", use_mup=False)
-    score = found.get("norm_activation_type", "l2_norm_gelu")
+    _refuse(settings, pos_emb="rotary", use_mup=False)
+    score = settings.get("norm_activation_type", "l2_norm_gelu")
     if score not in SCORES:
         raise HeadwaterError(f"There is no norm_activation_type {score!r}; {nearest(str(score), SCORES)}")
     pairs: dict[str, Any] = {}
-    for option, part in (
+    for option, module in (
         ("query_pairs", "attention.query"),
         ("key_pairs", "attention.key"),
         ("value_pairs", "attention.value"),
         ("output_pairs", "attention.proj"),
         ("ffn_pairs", "mlp"),
     ):
-        pairs[option] = _matrix(tensors, f"sequential.2.{part}.key_param_tokens")[0]
-    window = found.get("sliding_window_width")
+        pairs[option] = _matrix(tensors, f"sequential.2.{module}.key_param_tokens")[0]
+    window = settings.get("sliding_window_width")
     return dict(
         vocab_size=vocabulary,
         hidden_size=width,
         num_hidden_layers=depth,
-        num_attention_heads=_heads(found, width, TOKENFORMER_HEADS),
-        max_position_embeddings=found.get("max_position_embeddings", 2048),
+        num_attention_heads=_heads(settings, width, TOKENFORMER_HEADS),
+        max_position_embeddings=settings.get("max_position_embeddings", 2048),
         norm="layer_norm",
-        norm_eps=float(found.get("layernorm_epsilon", 1e-5)),
+        norm_eps=float(settings.get("layernorm_epsilon", 1e-5)),
         norm_weight="sequential.2.input_layernorm.weight" in tensors,
         norm_bias="sequential.2.input_layernorm.bias" in tensors,
         final_norm_weight=f"sequential.{depth + 3}.norm.weight" in tensors,
         final_norm_bias=f"sequential.{depth + 3}.norm.bias" in tensors,
         rope_parameters={
             "rope_type": "default",
-            "rope_theta": float(found.get("rotary_emb_base", 10_000)),
-            "partial_rotary_factor": float(found.get("rotary_pct", 0.25)),
+            "rope_theta": float(settings.get("rotary_emb_base", 10_000)),
+            "partial_rotary_factor": float(settings.get("rotary_pct", 0.25)),
         },
         # flash-attn counts the tokens before the current one.
         sliding_window=None if window is None else window + 1,
@@ -222,11 +226,11 @@ def _neox_fields(tensors: Tensors, found: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def _refuse(found: dict[str, Any], **only: Any) -> None:
+def _refuse(settings: dict[str, Any], **only: Any) -> None:
     """Raise `HeadwaterError` if a config has another value than the supported one."""
     for name, value in only.items():
-        if found.get(name, value) != value:
-            raise HeadwaterError(f"The checkpoint's config has {name} {found[name]!r}; only {value!r} is supported.")
+        if settings.get(name, value) != value:
+            raise HeadwaterError(f"The checkpoint's config has {name} {settings[name]!r}; only {value!r} is supported.")
 
 
 def _neox_source(name: str, config: HeadwaterConfig) -> TensorSource | None:
@@ -254,38 +258,38 @@ def _weights_alone(tensors: Tensors) -> Tensors:
 
 
 def _llama_fields(
-    tensors: Tensors, found: dict[str, Any], theta: float, width_of_head: int | None, layer: int = 0
+    tensors: Tensors, settings: dict[str, Any], theta: float, width_of_head: int | None, layer: int = 0
 ) -> dict[str, Any]:
     """The base model. width_of_head, layer: what the tensors say of heads, and the layer that says it."""
-    first = f"model.layers.{layer}"
+    prefix = f"model.layers.{layer}"
     vocabulary, width = _matrix(tensors, EMBEDDING)
-    queries, keys = (_matrix(tensors, f"{first}.self_attn.{part}_proj.weight")[0] for part in "qk")
+    queries, keys = (_matrix(tensors, f"{prefix}.self_attn.{letter}_proj.weight")[0] for letter in "qk")
     if width_of_head is None:
-        width_of_head = found.get("head_dim") or queries // _heads(found, width, RESFORMER_HEADS)
-    rope = dict(found.get("rope_parameters") or found.get("rope_scaling") or {})
+        width_of_head = settings.get("head_dim") or queries // _heads(settings, width, RESFORMER_HEADS)
+    rope = dict(settings.get("rope_parameters") or settings.get("rope_scaling") or {})
     rope.setdefault("rope_type", rope.pop("type", "default"))
-    rope.setdefault("rope_theta", float(found.get("rope_theta", theta)))
+    rope.setdefault("rope_theta", float(settings.get("rope_theta", theta)))
     return dict(
         vocab_size=vocabulary,
         hidden_size=width,
-        intermediate_size=_matrix(tensors, f"{first}.mlp.up_proj.weight")[0],
+        intermediate_size=_matrix(tensors, f"{prefix}.mlp.up_proj.weight")[0],
         num_hidden_layers=_layers(tensors, r"model\.layers\.(\d+)\."),
         num_attention_heads=max(1, queries // width_of_head),
         num_key_value_heads=max(1, keys // width_of_head),
         head_dim=width_of_head,
-        max_position_embeddings=found.get("max_position_embeddings", 2048),
-        hidden_act=found.get("hidden_act", "silu"),
-        norm_eps=float(found.get("rms_norm_eps", 1e-5)),
+        max_position_embeddings=settings.get("max_position_embeddings", 2048),
+        hidden_act=settings.get("hidden_act", "silu"),
+        norm_eps=float(settings.get("rms_norm_eps", 1e-5)),
         rope_parameters=rope,
-        qkv_bias=f"{first}.self_attn.q_proj.bias" in tensors,
-        output_bias=f"{first}.self_attn.o_proj.bias" in tensors,
-        mlp_bias=f"{first}.mlp.up_proj.bias" in tensors,
-        tie_word_embeddings=bool(found.get("tie_word_embeddings")) or "lm_head.weight" not in tensors,
+        qkv_bias=f"{prefix}.self_attn.q_proj.bias" in tensors,
+        output_bias=f"{prefix}.self_attn.o_proj.bias" in tensors,
+        mlp_bias=f"{prefix}.mlp.up_proj.bias" in tensors,
+        tie_word_embeddings=bool(settings.get("tie_word_embeddings")) or "lm_head.weight" not in tensors,
     )
 
 
-def _resformer_fields(tensors: Tensors, found: dict[str, Any]) -> dict[str, Any]:
-    fields = _llama_fields(tensors, found, 10_000.0, None)
+def _resformer_fields(tensors: Tensors, settings: dict[str, Any]) -> dict[str, Any]:
+    fields = _llama_fields(tensors, settings, 10_000.0, None)
     # The one form that tensors show: layers after the first have no values of their own.
     values = [name for name in tensors if name.endswith("self_attn.v_proj.weight")]
     mechanisms: dict[str, Any] = {"value_residual": {"mode": "identity"}}
@@ -307,12 +311,14 @@ def _shift_tidy(tensors: Tensors) -> Tensors:
     tidy, fused = {}, any(name.endswith("self_attn.conv_k") for name in tensors)
     for name, tensor in _weights_alone(tensors).items():
         if re.search(r"self_attn\.conv_[kv]$", name) and tensor.ndim == 5:
-            tidy[re.sub(r"conv_([kv])$", lambda part: part[1].upper(), name)] = tensor[0, 0, :, 0]
+            tidy[re.sub(r"conv_([kv])$", lambda letter: letter[1].upper(), name)] = tensor[0, 0, :, 0]
         elif name.endswith("self_attn.W_pack.weight") and tensor.ndim == 2:
             width = tensor.shape[1]
-            rest = (len(tensor) - width) // 2
-            for part, rows in zip("qkv", tensor.split([width, rest, len(tensor) - width - rest]), strict=True):
-                tidy[name.replace("W_pack", f"{part}_proj")] = rows
+            kv_width = (len(tensor) - width) // 2
+            for letter, rows in zip(
+                "qkv", tensor.split([width, kv_width, len(tensor) - width - kv_width]), strict=True
+            ):
+                tidy[name.replace("W_pack", f"{letter}_proj")] = rows
         elif name == "lm_head.weight" and fused:
             tidy[name] = torch.nn.functional.normalize(tensor, dim=-1)
         else:
@@ -320,20 +326,20 @@ def _shift_tidy(tensors: Tensors) -> Tensors:
     return tidy
 
 
-def _shift_fields(tensors: Tensors, found: dict[str, Any]) -> dict[str, Any]:
+def _shift_fields(tensors: Tensors, settings: dict[str, Any]) -> dict[str, Any]:
     depth = _layers(tensors, r"model\.layers\.(\d+)\.")
-    sliding = sorted(set(found.get("sliding_window_layers") or ()))
+    sliding = sorted(set(settings.get("sliding_window_layers") or ()))
     full = next((layer for layer in range(depth) if layer not in sliding), 0)
-    if sliding and found.get("sliding_window") is None:
+    if sliding and settings.get("sliding_window") is None:
         raise HeadwaterError("The config names sliding_window_layers without a sliding_window; pass sliding_window.")
     options, width_of_head = _shift_options(tensors, full)
-    fields = _llama_fields(tensors, found, 100_000.0, width_of_head, full)
+    fields = _llama_fields(tensors, settings, 100_000.0, width_of_head, full)
     fields |= dict(mechanisms={"kv_shift": options})
     if sliding:
-        fields |= dict(sliding_window=found["sliding_window"])
+        fields |= dict(sliding_window=settings["sliding_window"])
     if sliding and len(sliding) < depth:
         _, width_of_head = _shift_options(tensors, sliding[0])
-        inside = _llama_fields(tensors, found, 100_000.0, width_of_head, sliding[0])
+        inside = _llama_fields(tensors, settings, 100_000.0, width_of_head, sliding[0])
         differing = {name: inside[name] for name in OF_HEADS if inside[name] != fields[name]}
         fields |= dict(sliding_layers=sliding, sliding_fields=differing or None)
     return fields
@@ -344,12 +350,12 @@ OF_HEADS = "num_attention_heads", "num_key_value_heads", "head_dim"
 
 def _shift_options(tensors: Tensors, layer: int) -> tuple[dict[str, Any], int]:
     """What the taps of a layer say: the options of the shift, and the width of a head."""
-    taps = {part: tensors.get(f"model.layers.{layer}.self_attn.{part}") for part in "KV"}
-    shapes = {part: given.shape for part, given in taps.items() if given is not None}
+    taps = {letter: tensors.get(f"model.layers.{layer}.self_attn.{letter}") for letter in "KV"}
+    shapes = {letter: tensor.shape for letter, tensor in taps.items() if tensor is not None}
     if not shapes or any(len(shape) != 2 for shape in shapes.values()) or len(set(shapes.values())) > 1:
         raise HeadwaterError(
             "KV shifting's K and V of a layer must both be [key/value heads, window], or one of them missing, not "
-            f"{ ({part: list(shape) for part, shape in shapes.items()}) }."
+            f"{ ({letter: list(shape) for letter, shape in shapes.items()}) }."
         )
     heads, window = next(iter(shapes.values()))
     width_of_head = _matrix(tensors, f"model.layers.{layer}.self_attn.k_proj.weight")[0] // heads
@@ -397,8 +403,8 @@ def _nanochat_tidy(tensors: Tensors) -> Tensors:
     """With the scalars of each layer, x_0's before the stream's, and an embedding as precise as the head."""
     tidy = dict(tensors)
     if "resid_lambdas" in tidy and "x0_lambdas" in tidy:
-        own, first = tidy.pop("resid_lambdas"), tidy.pop("x0_lambdas")
-        tidy |= {f"lambdas.{i}": torch.stack(pair) for i, pair in enumerate(zip(first, own, strict=True))}
+        stream, embedding = tidy.pop("resid_lambdas"), tidy.pop("x0_lambdas")
+        tidy |= {f"lambdas.{i}": torch.stack(pair) for i, pair in enumerate(zip(embedding, stream, strict=True))}
     if "lm_head.weight" in tidy:
         precise = tidy["lm_head.weight"].dtype
         tables = [name for name in tidy if name == NANOCHAT_EMBEDDING or name.startswith("value_embeds.")]
@@ -406,17 +412,17 @@ def _nanochat_tidy(tensors: Tensors) -> Tensors:
     return tidy
 
 
-def _nanochat_fields(tensors: Tensors, found: dict[str, Any]) -> dict[str, Any]:
+def _nanochat_fields(tensors: Tensors, settings: dict[str, Any]) -> dict[str, Any]:
     rows, width = _matrix(tensors, NANOCHAT_EMBEDDING)
     version = _nanochat_version(tensors)
     depth = _layers(tensors, r"transformer\.h\.(\d+)\.")
-    heads = found.get("num_attention_heads", found.get("n_head")) or max(1, width // 128)
+    heads = settings.get("num_attention_heads", settings.get("n_head")) or max(1, width // 128)
     width_of_head = width // heads
-    context = found.get("sequence_len", found.get("max_position_embeddings", 2048))
-    pattern = str(found.get("window_pattern", "L")).upper()
+    context = settings.get("sequence_len", settings.get("max_position_embeddings", 2048))
+    pattern = str(settings.get("window_pattern", "L")).upper()
     short = [layer for layer in range(depth - 1) if pattern[layer % len(pattern)] == "S"]
     return dict(
-        vocab_size=found.get("vocab_size", rows),
+        vocab_size=settings.get("vocab_size", rows),
         hidden_size=width,
         intermediate_size=_matrix(tensors, "transformer.h.0.mlp.c_fc.weight")[0],
         num_hidden_layers=depth,
@@ -458,7 +464,7 @@ def _nanochat_version(tensors: Tensors) -> Version:
 
 def _nanochat_mechanisms(tensors: Tensors, version: Version) -> dict[str, Any]:
     mechanisms: dict[str, Any] = {"embedding_residual": {}} if "lambdas.0" in tensors else {}
-    layers = sorted(int(found[1]) for name in tensors if (found := re.fullmatch(TABLE, name)))
+    layers = sorted(int(match[1]) for name in tensors if (match := re.fullmatch(TABLE, name)))
     if layers:
         channels = max(_nanochat_gates(tensors))
         mechanisms["value_embedding"] = {"layers": layers, "channels": channels, "scale": version.scale}
@@ -476,15 +482,15 @@ def _nanochat_source(name: str, config: HeadwaterConfig) -> TensorSource | None:
 
     if name in (EMBEDDING, "lm_head.weight"):
         return NANOCHAT_EMBEDDING if name == EMBEDDING else name, known
-    layer, _, part = name.removeprefix("model.layers.").partition(".")
-    if part == "mechanisms.embedding_residual.lambdas":
+    layer, _, inner = name.removeprefix("model.layers.").partition(".")
+    if inner == "mechanisms.embedding_residual.lambdas":
         return f"lambdas.{layer}", _same
-    if part.endswith("value_embedding.table.weight"):
+    if inner.endswith("value_embedding.table.weight"):
         return f"value_embeds.{layer}.weight", known
-    if part in NANOCHAT_ONCE:
-        return NANOCHAT_ONCE[part], _same
-    there = f"transformer.h.{layer}."
-    return there + NANOCHAT_PARTS.get(part, part), turned if part in NANOCHAT_TURNED else _same
+    if inner in NANOCHAT_ONCE:
+        return NANOCHAT_ONCE[inner], _same
+    theirs = f"transformer.h.{layer}."
+    return theirs + NANOCHAT_PARTS.get(inner, inner), turned if inner in NANOCHAT_TURNED else _same
 
 
 NANOCHAT_ONCE = {
@@ -550,13 +556,13 @@ def _files(path: Path) -> list[Path]:
         if (path / index).is_file():
             return indexed(path / index)
     for endings in ((".safetensors",), (".bin", ".pt", ".pth")):
-        found = sorted(file for file in path.glob("*") if file.suffix in endings and file.is_file())
-        if len(found) > 1:
+        files = sorted(file for file in path.glob("*") if file.suffix in endings and file.is_file())
+        if len(files) > 1:
             raise HeadwaterError(
-                f"{str(path)!r} has several files of tensors and no index; name one, such as {found[0].name!r}."
+                f"{str(path)!r} has several files of tensors and no index; name one, such as {files[0].name!r}."
             )
-        if found:
-            return found
+        if files:
+            return files
     raise HeadwaterError(f"There is no file of tensors at {str(path)!r}; name one, or a folder that contains one.")
 
 
@@ -564,13 +570,13 @@ def _beside(path: Path) -> dict[str, Any]:
     """The configs of a checkpoint: config.json, or the YAML files of GPT-NeoX, merged."""
     folder = path if path.is_dir() else path.parent
     files = [file for file in (folder / CONFIG, _meta(path)) if file.is_file()]
-    files = files or sorted(file for place in (folder, folder / "configs") for file in place.glob("*.y*ml"))
-    found: dict[str, Any] = {}
+    files = files or sorted(file for directory in (folder, folder / "configs") for file in directory.glob("*.y*ml"))
+    settings: dict[str, Any] = {}
     for file in files:
         with reading(f"The config {str(file)!r}", "correct or remove it"):
             text = read_text(file)
             content = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
         if not isinstance(content, dict):
             raise HeadwaterError(f"The config {str(file)!r} is not a mapping; correct or remove it.")
-        found |= content.get("model_config", content)
-    return found
+        settings |= content.get("model_config", content)
+    return settings

@@ -59,19 +59,23 @@ class FlatBatch:
         back = torch.arange(length, 0, -1, device=device)
         # From the cache: the tokens before each sequence's first new one, oldest first.
         position = self.first[:, None] - back  # [R, length]
-        there = position.clamp(min=0)
-        block = self.table.gather(1, there // size)
-        own = there // size == (self.first // size)[:, None]
+        clamped = position.clamp(min=0)
+        block = self.table.gather(1, clamped // size)
+        is_own = clamped // size == (self.first // size)[:, None]
         # Of what each token looks back to: a new token, or one from the cache, or none.
-        wanted = self.within[:, None] - back  # [N, length], counted from its sequence's first new token
-        held = self.count + self.sequence[:, None] * length + wanted + length
-        index = torch.where(wanted >= 0, torch.arange(self.count, device=device)[:, None] - back, held)
+        offsets = self.within[:, None] - back  # [N, length], counted from its sequence's first new token
+        cached = self.count + self.sequence[:, None] * length + offsets + length
+        index = torch.where(offsets >= 0, torch.arange(self.count, device=device)[:, None] - back, cached)
         index = torch.where(self.position[:, None] < back, self.count + len(self.ends) * length, index)
         # Of a sequence's new tokens in one block, the last `slots` are kept.
-        last = torch.minimum(self.ends[self.sequence] - 1, (self.position // size + 1) * size - 1)
-        kept = (self.position > last - slots).nonzero().flatten()
+        final = torch.minimum(self.ends[self.sequence] - 1, (self.position // size + 1) * size - 1)
+        stored = (self.position > final - slots).nonzero().flatten()
         return Lookback(
-            (block, there % size % slots), own[:, :, None], index, kept, (self.block[kept], self.offset[kept] % slots)
+            (block, clamped % size % slots),
+            is_own[:, :, None],
+            index,
+            stored,
+            (self.block[stored], self.offset[stored] % slots),
         )
 
 
@@ -97,8 +101,8 @@ class Lookback(NamedTuple):
         """
         old = region[self.there]
         region[self.into] = x[self.kept]
-        found = torch.where(self.own, old, region[self.there])
-        return torch.cat((x, found.flatten(0, 1), x.new_zeros(1, x.shape[1])))[self.wanted]
+        earlier = torch.where(self.own, old, region[self.there])
+        return torch.cat((x, earlier.flatten(0, 1), x.new_zeros(1, x.shape[1])))[self.wanted]
 
 
 class RawTokens:
@@ -118,8 +122,8 @@ class RawTokens:
         flat = x.reshape(count, heads * width)
         slots = engine.page.slots(length)
         region = engine.bytes_of(self.place(name, flat, length), slots * heads * width, x.dtype)
-        found = engine.batch.lookback(length, slots).before(flat, region.unflatten(1, (slots, -1)))
-        return found.unflatten(2, (heads, width)).transpose(1, 2)
+        earlier = engine.batch.lookback(length, slots).before(flat, region.unflatten(1, (slots, -1)))
+        return earlier.unflatten(2, (heads, width)).transpose(1, 2)
 
     def place(self, name: str, x: Tensor, length: int) -> int:
         """The first byte of a tail in a block. Raises `HeadwaterError` if the plan has no room for it."""
@@ -166,13 +170,13 @@ class PagedEngine(Engine):
         assert self.memory is not None
         return self.memory[:, first : first + numbers * dtype.itemsize].view(dtype)
 
-    def store(self, layer: int, part: str, dtype: torch.dtype) -> Tensor:
+    def store(self, layer: int, kind: str, dtype: torch.dtype) -> Tensor:
         """The keys or values of one layer, [blocks, heads, block_size, d]."""
-        if (layer, part) not in self.views:
-            at, size = self.page.stores[layer, part], self.page.block_size
-            numbers = self.bytes_of(at.first, at.heads * size * at.width, dtype)
-            self.views[layer, part] = numbers.unflatten(1, (at.heads, size, at.width))
-        return self.views[layer, part]
+        if (layer, kind) not in self.views:
+            store, size = self.page.stores[layer, kind], self.page.block_size
+            numbers = self.bytes_of(store.first, store.heads * size * store.width, dtype)
+            self.views[layer, kind] = numbers.unflatten(1, (store.heads, size, store.width))
+        return self.views[layer, kind]
 
     def attend(self, attention: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.memory is None or self.batch is None:
@@ -180,13 +184,13 @@ class PagedEngine(Engine):
         layer, per_key = attention.layer_idx, attention.num_key_value_groups
         q, k, v = q[:, :, 0], k[:, :, 0], v[:, :, 0]
         self.write(layer, k, v)
-        read = []
+        outputs = []
         for group in attention.plan.groups:
-            first, end = group.first * per_key, (group.first + group.size) * per_key
+            begin, end = group.first * per_key, (group.first + group.size) * per_key
             keys = select_heads(self.store(group.k, "k", q.dtype), group.k_heads)
             values = select_heads(self.store(group.v, "v", q.dtype), group.v_heads)
-            read.append(self.read(attention, q[:, first:end], keys, values, first))
-        return (read[0] if len(read) == 1 else torch.cat(read, dim=1)).unsqueeze(1)
+            outputs.append(self.read(attention, q[:, begin:end], keys, values, begin))
+        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)).unsqueeze(1)
 
     def slopes_of(self, attention: AttentionLayer, first: int, count: int) -> Tensor | None:
         """ALiBi's slopes of `count` of a layer's query heads, from `first` on, in fp32; None without ALiBi."""
@@ -197,9 +201,12 @@ class PagedEngine(Engine):
             slopes = alibi_slopes(len(attention.plan.attends) * attention.num_key_value_groups, torch.float32)
         return slopes[first : first + count]
 
-    @abstractmethod
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store the new tokens' keys and values, [N, heads, d] each; heads: those the layer stores, possibly none."""
+        assert self.batch is not None
+        for kind, x in (("k", k), ("v", v)):
+            if x.shape[1]:
+                self.store(layer, kind, x.dtype)[self.batch.block, :, self.batch.offset] = x
 
     @abstractmethod
     def read(self, attention: AttentionLayer, q: Tensor, keys: Tensor, values: Tensor, first: int) -> Tensor:

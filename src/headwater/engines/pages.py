@@ -65,30 +65,30 @@ class Page:
     @cached_property
     def stores(self) -> dict[tuple[int, str], Store]:
         """By layer and part, "k" or "v"."""
-        found: dict[tuple[int, str], Store] = {}
-        first = 0
-        for part in ("k", "v"):
+        stores: dict[tuple[int, str], Store] = {}
+        offset = 0
+        for kind in ("k", "v"):
             for plan in self.plans:
-                if heads := len(plan.k_heads if part == "k" else plan.v_heads):
+                if heads := len(plan.k_heads if kind == "k" else plan.v_heads):
                     width = layer_config(self.config, plan.index).head_dim
-                    found[plan.index, part] = Store(heads, width, first)
-                    first += heads * width * self.block_size * self.element
-        return found
+                    stores[plan.index, kind] = Store(heads, width, offset)
+                    offset += heads * width * self.block_size * self.element
+        return stores
 
     @cached_property
     def rooms(self) -> dict[int, Room]:
         """By layer, of those with raw tokens."""
-        found, first = {}, self.history
+        rooms, offset = {}, self.history
         for plan in self.plans:
             numbers = kept_numbers(self.config, plan)
             size = 0
-            for part, length, _ in plan.tails:
-                pieces = len(plan.inputs) if part == "input" else 1  # each of attention's inputs apart
-                size += pieces * self.raw(length, numbers[part] // pieces, ID if part == "id" else self.element)
+            for kind, length, _ in plan.tails:
+                pieces = len(plan.inputs) if kind == "input" else 1  # each of attention's inputs apart
+                size += pieces * self.raw(length, numbers[kind] // pieces, ID if kind == "id" else self.element)
             if size:
-                found[plan.index] = Room(first, size)
-                first += size
-        return found
+                rooms[plan.index] = Room(offset, size)
+                offset += size
+        return rooms
 
     def slots(self, length: int) -> int:
         """How many raw tokens a block keeps for a mechanism that looks `length` tokens back."""

@@ -1,24 +1,27 @@
-"""Tensor parallelism for servers: the part of a model that one of several processes computes.
+"""Attention split by heads over processes, and for servers the whole model: what one of several processes computes.
 
     attention       Σ_p W_O[:, p]·heads_p(x)                            p: some consecutive heads, and their cache
     feed-forward    Σ_p W_down[:, p]·(act(W_gate[p]·x) ⊙ W_up[p]·x)     p: some units
 
 The residual stream, the embeddings, the output head, and what mechanisms do outside attention are whole in every
 process. So is a feed-forward that a mechanism acts inside of, and what replaces a linear layer. Attention is built once
-more from the plans of the process's own heads (`engines.heads.narrowed`).
+more from the plans of the process's own heads (`narrow_plans`).
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from headwater.config.plan import ATTENTION_STAGES, LayerPlan, Stage
-from headwater.engines.heads import SomeHeads
+from headwater.config.planner import groups_of, plan_layers, with_all_layers
+from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Processes, axes_of, can_split_heads
 from headwater.mechanisms.contract import Mechanism
 from headwater.mechanisms.enlarging import of_heads
@@ -32,10 +35,42 @@ if TYPE_CHECKING:
     from headwater.models.causal_lm import HeadwaterForCausalLM
     from headwater.nn.block import Block
 
+AnyAttention = TypeVar("AnyAttention", bound=Attention)
+# The entries of a parameter that belong to some heads: along which dimension, and which; None: all belong to each head.
+Entries = tuple[int, list[int]] | None
+
+
+def narrow_plans(plans: Sequence[LayerPlan], heads: range) -> tuple[LayerPlan, ...]:
+    """The plans of a process that has only some consecutive key/value heads, counted from zero.
+
+    Reads and exports stay as they are: a tensor may then have no heads.
+    """
+
+    def keep_heads(stored: Sequence[int]) -> tuple[int, ...]:
+        return tuple(head - heads.start for head in stored if head in heads)
+
+    narrow = [
+        replace(
+            plan,
+            attends=plan.attends[heads.start : heads.stop],
+            k_heads=keep_heads(plan.k_heads),
+            v_heads=keep_heads(plan.v_heads),
+        )
+        for plan in plans
+    ]
+    return with_all_layers(replace(plan, groups=groups_of(plan, narrow)) for plan in narrow)
+
 
 @dataclass(frozen=True)
-class Portion(SomeHeads):
-    """Raises `HeadwaterError` if the heads or a mechanism cannot be split."""
+class Portion:
+    """The key/value heads of process `rank` of `size`, and the query heads that read them.
+
+    Raises `HeadwaterError` if the heads or a mechanism cannot be split.
+    """
+
+    config: HeadwaterConfig
+    rank: int = 0
+    size: int = 1
 
     def __post_init__(self) -> None:
         if self.size > 1:
@@ -61,6 +96,34 @@ class Portion(SomeHeads):
                     "(per_head, docs/extending.md); leave out tensor_parallel_size."
                 )
 
+    @cached_property
+    def heads(self) -> range:
+        """Key/value heads, counted in the whole model."""
+        count = self.config.num_key_value_heads // self.size
+        return range(self.rank * count, (self.rank + 1) * count)
+
+    @cached_property
+    def queries(self) -> range:
+        group = self.config.num_attention_heads // self.config.num_key_value_heads
+        return range(self.heads.start * group, self.heads.stop * group)
+
+    @cached_property
+    def model_plans(self) -> tuple[LayerPlan, ...]:
+        """The plans of the whole model."""
+        return plan_layers(self.config)
+
+    @cached_property
+    def plans(self) -> tuple[LayerPlan, ...]:
+        """The plans of a model with these heads only. One process has all, and its layers may differ in heads."""
+        return self.model_plans if self.size == 1 else narrow_plans(self.model_plans, self.heads)
+
+    @cached_property
+    def narrow(self) -> HeadwaterConfig:
+        """The config of a model with these heads only."""
+        narrow = copy.copy(self.config)
+        narrow.num_attention_heads, narrow.num_key_value_heads = len(self.queries), len(self.heads)
+        return narrow
+
     @property
     def slopes(self) -> Tensor | None:
         """ALiBi's, of each query head that this process has; None if it has all."""
@@ -69,96 +132,120 @@ class Portion(SomeHeads):
         slopes = alibi_slopes(self.config.num_attention_heads, torch.float32)
         return slopes[self.queries.start : self.queries.stop]
 
+    def places(self, plan: LayerPlan) -> dict[str, tuple[int, list[int]]]:
+        """How many heads' queries ("q"), keys, values and attention weights ("a") a layer makes; which are these."""
+        queries = range(self.config.num_attention_heads)
+        heads = {"q": queries, "k": plan.k_heads, "v": plan.v_heads, "a": queries}
+        chosen = {"q": self.queries, "k": self.heads, "v": self.heads, "a": self.queries}
+        return {
+            kind: (len(of), [at for at, head in enumerate(of) if head in chosen[kind]]) for kind, of in heads.items()
+        }
+
+    def build_attention(self, whole: Attention, kind: type[AnyAttention]) -> AnyAttention:
+        """An attention with these heads on the meta device, in place of a `whole` one."""
+        try:
+            with torch.device("meta"):
+                return kind(self.narrow, self.plans[whole.plan.index])
+        except KeyError as error:  # a tensor of another layer that this process's part of a mechanism would read
+            raise _unsplittable(whole.plan, list(whole.mechanisms.names)) from error
+
+    def divide_parameters(self, whole: Mechanism, mine: nn.Module, plan: LayerPlan) -> dict[str, Entries]:
+        """The entries of each parameter of a mechanism that these heads have, by name.
+
+        mine: the mechanism as it is built for these heads. Raises `HeadwaterError` if it has other parameters.
+        """
+        shapes = {name: parameter.shape for name, parameter in mine.named_parameters()}
+        entries: dict[str, Entries] = {}
+        for name, parameter in whole.named_parameters():
+            shape = parameter.shape
+            entries[name] = of_heads(axes_of(whole, name), shape, self.places(plan))
+            if (chosen := entries[name]) is not None:
+                shape = torch.Size((*shape[: chosen[0]], len(chosen[1]), *shape[chosen[0] + 1 :]))
+            if shapes.pop(name, shape if shape.numel() == 0 else None) != shape:
+                raise _unsplittable(plan, [whole.registered_name()])
+        if shapes:
+            raise _unsplittable(plan, [whole.registered_name()])
+        return entries
+
+
+def _unsplittable(plan: LayerPlan, names: list[str]) -> HeadwaterError:
+    return HeadwaterError(
+        f"Layer {plan.index} cannot be split by heads with {', '.join(map(repr, names))} as configured: it has other "
+        "parameters then than describe_axes says; leave its heads in one process."
+    )
+
 
 @torch.no_grad()
 def split(model: HeadwaterForCausalLM, share: Portion, processes: Processes) -> None:
     """Leave of a model what this process computes, in place. It then runs with an `Engine` only."""
     for block in model.model.layers if share.size > 1 else ():
         block = cast("Block", block)
-        block.self_attn = own_attention(block, share, processes)
+        block.self_attn = split_attention(block.self_attn, share, processes)
         units = share.config.intermediate_size
-        whole = bool(block.stages[Stage.FEED_FORWARD_HIDDEN.value]) or units % share.size != 0
-        if isinstance(block.mlp, FeedForward) and not whole:
-            own = torch.arange(units).chunk(share.size)[share.rank]
+        is_whole = bool(block.stages[Stage.FEED_FORWARD_HIDDEN.value]) or units % share.size != 0
+        if isinstance(block.mlp, FeedForward) and not is_whole:
+            chosen = torch.arange(units).chunk(share.size)[share.rank]
             feed_forward = block.mlp
             for name in ("gate_proj", "up_proj"):
                 if (layer := getattr(feed_forward, name)) is not None:
-                    setattr(feed_forward, name, rows(layer, own))
-            feed_forward.down_proj = SummedLinear(feed_forward.down_proj, own, processes)  # type: ignore[assignment]
+                    setattr(feed_forward, name, select_rows(layer, chosen))
+            feed_forward.down_proj = SummedLinear(feed_forward.down_proj, chosen, processes)  # type: ignore[assignment]
 
 
-def own_attention(block: Block, share: Portion, processes: Processes) -> Attention:
-    """A block's attention, with this process's heads."""
-    plan, whole = block.plan, block.self_attn
-    try:
-        with torch.device("meta"):
-            mine = Attention(share.narrow, share.plans[plan.index])
-    except KeyError as error:  # a tensor of another layer that this process's part of a mechanism would read
-        raise _unsplittable(plan, list(whole.mechanisms.names)) from error
+def split_attention(whole: Attention, share: Portion, processes: Processes) -> Attention:
+    """An attention with this process's heads."""
+    plan = whole.plan
+    mine = share.build_attention(whole, Attention)
     mine.q_norm, mine.k_norm = whole.q_norm, whole.k_norm if mine.k_proj is not None else None
     for name, module in whole.mechanisms.named():
-        _own_parameters(mine.mechanisms[name], cast(Mechanism, module), share, plan)
-    for part, name in (("q", "q_proj"), ("k", "k_proj"), ("v", "v_proj")):
+        _fill_parameters(mine.mechanisms[name], cast(Mechanism, module), share, plan)
+    for kind, name in (("q", "q_proj"), ("k", "k_proj"), ("v", "v_proj")):
         if getattr(mine, name) is not None:
-            own = channels(share.places(plan)[part][1], mine.head_dim)
+            channels = list_channels(share.places(plan)[kind][1], mine.head_dim)
             layer = getattr(whole, name)
-            linear = isinstance(layer, nn.Linear)
-            setattr(mine, name, rows(layer, own) if linear else SomeOutputs(layer, own))
+            is_linear = isinstance(layer, nn.Linear)
+            setattr(mine, name, select_rows(layer, channels) if is_linear else SomeOutputs(layer, channels))
     if isinstance(whole.o_proj, nn.Linear):
-        own = torch.arange(whole.o_proj.in_features).chunk(share.size)[share.rank]
-        mine.o_proj = SummedLinear(whole.o_proj, own, processes)
+        channels = torch.arange(whole.o_proj.in_features).chunk(share.size)[share.rank]
+        mine.o_proj = SummedLinear(whole.o_proj, channels, processes)
     else:
         mine.o_proj = Joined(whole.o_proj, processes)
     return mine.train(whole.training)
 
 
-def _own_parameters(mine: nn.Module, whole: Mechanism, share: Portion, plan: LayerPlan) -> None:
-    """Fill a mechanism's module of this process's heads. Raises `HeadwaterError` if its axes are not as it says."""
-    targets = dict(mine.named_parameters()) | dict(mine.named_buffers())
-    parameters = dict(whole.named_parameters())
-    for place, known in (parameters | dict(whole.named_buffers())).items():
-        tensor = known.detach()
-        axes = axes_of(whole, place) if place in parameters else ()
-        if (own := of_heads(axes, tensor.shape, share.places(plan))) is not None:
-            tensor = tensor.index_select(own[0], torch.tensor(own[1], dtype=torch.long))
-        target = targets.pop(place, None)
-        if target is None and tensor.numel() == 0:
+def _fill_parameters(mine: nn.Module, whole: Mechanism, share: Portion, plan: LayerPlan) -> None:
+    """Fill a mechanism's module of this process's heads."""
+    entries = share.divide_parameters(whole, mine, plan)
+    targets = {name for name, _ in (*mine.named_parameters(), *mine.named_buffers())}
+    for name, tensor in (*whole.named_parameters(), *whole.named_buffers()):
+        if name not in targets:
             continue
-        if target is None or target.shape != tensor.shape:
-            raise _unsplittable(plan, [whole.registered_name()])
-        owner, _, last = place.rpartition(".")
+        tensor = tensor.detach()
+        if (chosen := entries.get(name)) is not None:
+            tensor = tensor.index_select(chosen[0], torch.tensor(chosen[1], dtype=torch.long))
+        owner, _, leaf = name.rpartition(".")
         module = mine.get_submodule(owner)
-        if last in module._parameters:
-            module._parameters[last] = nn.Parameter(tensor.clone(), requires_grad=False)
+        if leaf in module._parameters:
+            module._parameters[leaf] = nn.Parameter(tensor.clone(), requires_grad=False)
         else:
-            module._buffers[last] = tensor.clone()
-    if targets:
-        raise _unsplittable(plan, [whole.registered_name()])
+            module._buffers[leaf] = tensor.clone()
 
 
-def _unsplittable(plan: LayerPlan, names: list[str]) -> HeadwaterError:
-    return HeadwaterError(
-        f"Layer {plan.index} cannot be split by heads with {', '.join(map(repr, names))} as configured: it has other "
-        "parameters then than describe_axes says; leave out tensor_parallel_size."
-    )
-
-
-def rows(layer: nn.Linear, own: Tensor) -> nn.Linear:
+def select_rows(layer: nn.Linear, chosen: Tensor) -> nn.Linear:
     """A linear layer with some of its outputs."""
-    mine = nn.Linear(layer.in_features, len(own), layer.bias is not None, device="meta")
-    mine.weight = nn.Parameter(layer.weight[own], requires_grad=False)
-    if layer.bias is not None:
-        mine.bias = nn.Parameter(layer.bias[own], requires_grad=False)
+    mine = nn.Linear(layer.in_features, len(chosen), layer.bias is not None, device="meta")
+    for name, parameter in layer.named_parameters():
+        setattr(mine, name, nn.Parameter(parameter[chosen], requires_grad=False))
     return mine
 
 
 class SummedLinear(nn.Module):
     """A linear layer, of whose inputs each process has some."""
 
-    def __init__(self, layer: nn.Linear, own: Tensor, processes: Processes) -> None:
+    def __init__(self, layer: nn.Linear, chosen: Tensor, processes: Processes) -> None:
         super().__init__()
-        self.linear = nn.Linear(len(own), layer.out_features, bias=False, device="meta")
-        self.linear.weight = nn.Parameter(layer.weight[:, own].contiguous(), requires_grad=False)
+        self.linear = nn.Linear(len(chosen), layer.out_features, bias=False, device="meta")
+        self.linear.weight = nn.Parameter(layer.weight[:, chosen].contiguous(), requires_grad=False)
         self.bias, self.processes = layer.bias, processes
 
     def forward(self, x: Tensor) -> Tensor:
@@ -166,7 +253,7 @@ class SummedLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
-def channels(heads: Sequence[int], width: int) -> Tensor:
+def list_channels(heads: Sequence[int], width: int) -> Tensor:
     """The channels of heads that have `width` each."""
     return (torch.tensor(heads, dtype=torch.long)[:, None] * width + torch.arange(width)).flatten()
 
@@ -174,12 +261,12 @@ def channels(heads: Sequence[int], width: int) -> Tensor:
 class SomeOutputs(nn.Module):
     """Some of a module's outputs."""
 
-    def __init__(self, whole: nn.Module, own: Tensor) -> None:
+    def __init__(self, whole: nn.Module, chosen: Tensor) -> None:
         super().__init__()
-        self.whole, self.own = whole, own
+        self.whole, self.chosen = whole, chosen
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.whole(x)[..., self.own]
+        return self.whole(x)[..., self.chosen]
 
 
 class Joined(nn.Module):

@@ -2,11 +2,10 @@
 
 from headwater.growth.grow import grow, grown_config
 from headwater.growth.methods import GrowthOptions
-from headwater.growth.pairs import TauAnnealing, importance, merge, pairs_of, shrink
+from headwater.growth.pairs import importance, merge, pairs_of, shrink
 
 __all__ = [
     "GrowthOptions",
-    "TauAnnealing",
     "grow",
     "grown_config",
     "importance",

@@ -79,7 +79,7 @@ def planned(config: HeadwaterConfig, options: GrowthOptions) -> tuple[Larger, He
             "heads (num_attention_heads), or more pairs of a model with parameter tokens."
         )
     growth = growth_of(config, options)
-    if len(growth.units) > max(growth.units) + 1:
+    if growth.extends("units"):
         _check_units(config)
     new = copy.deepcopy(config)
     new.num_hidden_layers, new.hidden_size = len(growth.layers), len(growth.stream)
@@ -124,8 +124,8 @@ def enlarged(model: Model, options: GrowthOptions) -> Model:
     What is new starts as in a fresh model of the new size, or at zero. Raises `HeadwaterError` as `planned`.
     """
     growth, config = planned(model.config, options)
-    first = next(model.parameters())
-    large = type(model)(config).to(first.device, first.dtype)
+    parameter_of_model = next(model.parameters())
+    large = type(model)(config).to(parameter_of_model.device, parameter_of_model.dtype)
     moves = Moves(model, large, growth)
     with torch.no_grad():
         for name, parameter in large.named_parameters():
@@ -136,9 +136,10 @@ def enlarged(model: Model, options: GrowthOptions) -> Model:
         for name in large.state_dict().keys() & dict(large.named_buffers()).keys():  # such as τ
             if (old := buffers.get(moves.old_name(name))) is not None:
                 large.get_buffer(name).copy_(old)
-    if growth.keeps and (left := moves.names.keys() - moves.used):
+    if growth.keeps and (unplaced := moves.names.keys() - moves.used):
         raise HeadwaterError(
-            f"{min(left)} of this model has no place in the larger one; remove its mechanism, or use another method."
+            f"{min(unplaced)} of this model has no place in the larger one; remove its mechanism, or use another "
+            "method."
         )
     if model.can_generate():
         large.generation_config = copy.deepcopy(model.generation_config)
@@ -156,12 +157,12 @@ def carried(state: dict[str, Tensor], model: Model, large: Model, options: Growt
     """
     growth = growth_of(model.config, options)
     moves = Moves(model, large, growth)
-    made: dict[str, Tensor] = {}
+    averages: dict[str, Tensor] = {}
     kinds = {name.rpartition(".")[2] for name in state}
     for name, parameter in large.named_parameters():
         old = moves.old_name(name)
         if old not in moves.names:
-            made[f"optimizer.{name}.step"] = torch.zeros(1)
+            averages[f"optimizer.{name}.step"] = torch.zeros(1)
         for kind in sorted(kinds):
             tensor = state.get(f"optimizer.{old}.{kind}")
             if tensor is None:
@@ -169,15 +170,15 @@ def carried(state: dict[str, Tensor], model: Model, large: Model, options: Growt
             key = f"optimizer.{name}.{kind}"
             is_count = kind == "step" or tensor.shape == (1,) != moves.names[old].shape
             if is_count or (not options.sizes and tensor.shape == parameter.shape):
-                made[key] = tensor.clone()
+                averages[key] = tensor.clone()
                 continue
             squares = kind.endswith("exp_avg_sq")  # AMSGrad's maximum, too
             fresh = torch.full(parameter.shape, float(tensor.mean()) if squares else 0.0, dtype=tensor.dtype)
             moved = moves.of(name, fresh, tensor, 2 if squares else 1)
             if moved is not None:
                 silent = moves.layer_of(name) in growth.silent and not squares
-                made[key] = torch.zeros_like(moved) if silent else moved.to(tensor.dtype)
-    return made
+                averages[key] = torch.zeros_like(moved) if silent else moved.to(tensor.dtype)
+    return averages
 
 
 class Moves:
@@ -190,16 +191,16 @@ class Moves:
         self.plans = model.plans, large.plans
 
     def layer_of(self, name: str) -> int | None:
-        found = LAYER.search(name)
-        return int(found[1]) if found else None
+        match = LAYER.search(name)
+        return int(match[1]) if match else None
 
     def old_name(self, name: str) -> str:
         """The name in the smaller model of what it is made from."""
         layer = self.layer_of(name)
         if layer is None:
             return name
-        start, _, rest = name.partition(f"layers.{layer}.")
-        return f"{start}layers.{self.growth.layers[layer]}.{rest}"
+        start, _, inner = name.partition(f"layers.{layer}.")
+        return f"{start}layers.{self.growth.layers[layer]}.{inner}"
 
     def of(self, name: str, fresh: Tensor, old: Tensor | None = None, power: int = 0) -> Tensor | None:
         """A parameter of the larger model; None: as in a fresh one.
@@ -207,9 +208,9 @@ class Moves:
         fresh: what new entries are. old: the smaller model's tensor, by default its parameter. power: 1 for a gradient,
         2 for its square.
         """
-        known = self.names.get(before := self.old_name(name))
+        counterpart = self.names.get(old_name := self.old_name(name))
         layer = self.layer_of(name)
-        if known is None:
+        if counterpart is None:
             owner, inner = owner_of(self.large, name)
             if self.growth.keeps and layer not in self.growth.silent and owner is not None:
                 raise HeadwaterError(
@@ -218,42 +219,42 @@ class Moves:
                     "keep the function."
                 )
             return None
-        self.used.add(before)
+        self.used.add(old_name)
         if layer in self.growth.silent and not power:
             owner, inner = owner_of(self.large, name)
             if isinstance(owner, PassesThrough) and (passing := owner.find_neutral_value(inner)) is not None:
                 return passing
         silenced = layer in self.growth.silent and not power and self.is_silenced(name)
-        axes = self.axes(before, known)
-        return self.filled(name, known if old is None else old, fresh, axes, power, silenced)
+        axes = self.axes(old_name, counterpart)
+        return self.filled(name, counterpart if old is None else old, fresh, axes, power, silenced)
 
     def is_silenced(self, name: str) -> bool:
         """Whether it is the last thing before the stream that a layer adds to it."""
-        found = LAYER.search(name)
-        assert found is not None
-        place = found[2].rpartition(".")[0]
-        if place in ("attention_output_norm", "feed_forward_output_norm"):
+        match = LAYER.search(name)
+        assert match is not None
+        module = match[2].rpartition(".")[0]
+        if module in ("attention_output_norm", "feed_forward_output_norm"):
             return True
-        norm = self.large.base_model.layers[int(found[1])].attention_output_norm
-        if getattr(norm, "weight", None) is not None or place not in WRITERS:
+        norm = self.large.base_model.layers[int(match[1])].attention_output_norm
+        if getattr(norm, "weight", None) is not None or module not in WRITERS:
             return False
-        known = self.names[self.old_name(name)]
-        return any(axis == WRITES for axis in self.axes(self.old_name(name), known)[: known.dim()])
+        counterpart = self.names[self.old_name(name)]
+        return any(axis == WRITES for axis in self.axes(self.old_name(name), counterpart)[: counterpart.dim()])
 
     def axes(self, name: str, tensor: Tensor) -> tuple[Dim, ...]:
         """The axes of a parameter of the smaller model."""
-        found = LAYER.search(name)
-        place = (name if found is None else found[2]).rpartition(".")[0]
+        match = LAYER.search(name)
+        module = (name if match is None else match[2]).rpartition(".")[0]
         owner, inner = owner_of(self.model, name)
         if owner is not None:
-            at = next(((ins, outs) for where, outs, ins in MAPS.values() if where == place), None)
-            if not (axes := axes_of(owner, inner, at)):
+            axes_of_map = next(((ins, outs) for where, outs, ins in MAPS.values() if where == module), None)
+            if not (axes := axes_of(owner, inner, axes_of_map)):
                 raise HeadwaterError(
                     f"Mechanism {owner.registered_name()!r} does not say what the entries of its parameter "
                     f"{inner!r} belong to (describe_axes), so it cannot grow; remove it."
                 )
             return axes
-        short = place.removeprefix(f"{self.model.base_model_prefix}.")
+        short = module.removeprefix(f"{self.model.base_model_prefix}.")
         if short in LINEAR:
             return tuple(LINEAR[short][: tensor.dim()])
         if short in NORMS:
@@ -264,7 +265,7 @@ class Moves:
         wide, dims = torch.promote_types(old.dtype, torch.float32), len(axes)
         x = old.detach().to(fresh.device, wide).reshape(*old.shape[: dims - 1], -1)
         base = fresh.detach().to(wide).reshape(*fresh.shape[: dims - 1], -1)
-        taken, zero = torch.ones_like(base, dtype=torch.bool), torch.zeros_like(base, dtype=torch.bool)
+        is_copied, zero = torch.ones_like(base, dtype=torch.bool), torch.zeros_like(base, dtype=torch.bool)
         spread = None
         module = self.large.get_submodule(name.rpartition(".")[0])
         offset = float(isinstance(module, RMSNorm) and module.offset and not power)
@@ -282,31 +283,33 @@ class Moves:
             if axis.reads and power == 0 and bool((counts > 1).any()):
                 spread = (dim, source)
             x = x * _scale_copies(axis, way, counts.to(wide).reciprocal().view(view), power)
-            taken &= (source >= 0).view(view)
+            is_copied &= (source >= 0).view(view)
             zero |= ((source < 0) & way.zero).view(view)
-        apart = torch.zeros_like(x)
+        noise = torch.zeros_like(x)
         if spread is not None and self.growth.noise:
-            apart = self.noise(name, x, *spread) * _measure_spread(x, base)
+            noise = self.noise(name, x, *spread) * _measure_spread(x, base)
         if not silenced:
-            made = torch.where(taken, x + apart, torch.where(zero, 0.0, base))
-            return made.reshape(fresh.shape) - offset
+            result = torch.where(is_copied, x + noise, torch.where(zero, 0.0, base))
+            return result.reshape(fresh.shape) - offset
         # Where a channel's map is zero, its norm is fresh: with both zero, neither would learn.
         is_norm = axes[-1].of == "output norm" and isinstance(module, RMSNorm) and self.growth.fill == "zero"
         # The copies' outputs are equal, so this adds up to zero, and without it they would stay equal forever. It is
         # small, for the rounding of the sum; Adam parts them by the sign of their gradients.
-        return torch.where(taken, 0.01 * apart, base if is_norm else 0.0).reshape(fresh.shape) - offset
+        return torch.where(is_copied, 0.01 * noise, base if is_norm else 0.0).reshape(fresh.shape) - offset
 
     def noise(self, name: str, x: Tensor, dim: int, source: Tensor) -> Tensor:
         """What differs between copies' factors, over their spread, and adds up to zero over the copies."""
         draw = generator(self.model.config.initializer_seed, "grown", name, x.shape[dim])
         drawn = torch.randn(x.shape, generator=draw).to(x) * self.growth.noise
         along = _shape_along(dim, x.dim())
-        at, known = source.clamp(min=0), (source >= 0).to(x)
-        counts = torch.zeros(int(at.max()) + 1, device=x.device).to(x).index_add(0, at, known).clamp(min=1)
-        sums = x.new_zeros([len(counts) if one == dim else size for one, size in enumerate(x.shape)])
-        means = sums.index_add(dim, at, drawn * known.view(along)) / counts.view(along)
-        left = (counts / (counts - 1).clamp(min=1)).sqrt()  # what is left of n independent numbers less their mean
-        return (drawn - means.index_select(dim, at)) * (left * (counts > 1))[at].view(along)
+        sources, is_copy = source.clamp(min=0), (source >= 0).to(x)
+        counts = torch.zeros(int(sources.max()) + 1, device=x.device).to(x).index_add(0, sources, is_copy).clamp(min=1)
+        sums = x.new_zeros([len(counts) if axis == dim else size for axis, size in enumerate(x.shape)])
+        means = sums.index_add(dim, sources, drawn * is_copy.view(along)) / counts.view(along)
+        correction = (
+            counts / (counts - 1).clamp(min=1)
+        ).sqrt()  # what is left of n independent numbers less their mean
+        return (drawn - means.index_select(dim, sources)) * (correction * (counts > 1))[sources].view(along)
 
     def way(self, name: str, axis: Dim, old: int, new: int) -> Copied | None:
         """Where the new entries along an axis come from; None: they are the old ones."""
@@ -344,11 +347,11 @@ class Moves:
         return factor
 
     def way_of_heads(self, name: str, axis: Dim, old: int, new: int, exact: bool) -> Copied | None:
-        heads, before = self.sources_of_heads(name, axis)
-        each = old // max(1, before)
-        if old == new and (len(heads) * each != new or heads == list(range(before))):
+        heads, count = self.sources_of_heads(name, axis)
+        width = old // max(1, count)
+        if old == new and (len(heads) * width != new or heads == list(range(count))):
             return None  # of something else than heads, or of the same
-        source = [head * each + at if head >= 0 else -1 for head in heads for at in range(each)]
+        source = [head * width + at if head >= 0 else -1 for head in heads for at in range(width)]
         assert len(source) == new, f"{name}: {len(source)} of {new}"
         return Copied(source, zero=axis.reads and exact)
 
@@ -357,27 +360,27 @@ class Moves:
         growth, layer = self.growth, self.layer_of(name)
         if axis.of == "q":
             if layer is not None and "num_attention_heads" in (self.model.config.sliding_fields or {}):
-                before = layer_config(self.model.config, growth.layers[layer]).num_attention_heads
-                return list(range(before)), before
+                count = layer_config(self.model.config, growth.layers[layer]).num_attention_heads
+                return list(range(count)), count
             return list(growth.q), max(growth.q) + 1
         if axis.of == "kv":
             return list(growth.kv), max(growth.kv) + 1
         assert layer is not None
-        was, now = self.plans[0][growth.layers[layer]], self.plans[1][layer]
-        stored, after = (was.k_heads, now.k_heads) if axis.of == "k" else (was.v_heads, now.v_heads)
-        sources = growth.kv if len(growth.kv) > max(growth.kv) + 1 else range(max(after, default=0) + 1)
-        return [stored.index(sources[head]) if sources[head] in stored else -1 for head in after], len(stored)
+        old, new = self.plans[0][growth.layers[layer]], self.plans[1][layer]
+        stored, heads = (old.k_heads, new.k_heads) if axis.of == "k" else (old.v_heads, new.v_heads)
+        sources = growth.kv if growth.extends("kv") else range(max(heads, default=0) + 1)
+        return [stored.index(sources[head]) if sources[head] in stored else -1 for head in heads], len(stored)
 
     def way_of_layers(self, name: str, axis: Dim, new: int) -> Copied:
         layer = self.layer_of(name)
         owner, inner = owner_of(self.large, name)
         assert owner is not None
-        after = next(one for one in axes_of(owner, inner) if one.of == "layers").at
+        entries = next(dim for dim in axes_of(owner, inner) if dim.of == "layers").at
         if layer is None:  # of all layers
-            old = [self.growth.layers[int(entry)] for entry in after]  # type: ignore[call-overload]
+            old = [self.growth.layers[int(entry)] for entry in entries]  # type: ignore[call-overload]
             return Copied([axis.at.index(entry) if entry in axis.at else -1 for entry in old], zero=True)
-        moved = {self.growth.moved(layer, entry): at for at, entry in enumerate(axis.at)}
-        return Copied([moved.get(entry, -1) for entry in after], zero=True)
+        moved = {self.growth.moved(layer, entry): index for index, entry in enumerate(axis.at)}
+        return Copied([moved.get(entry, -1) for entry in entries], zero=True)
 
 
 class Copied(NamedTuple):
@@ -392,7 +395,7 @@ class Copied(NamedTuple):
 
 def _shape_along(dim: int, dims: int) -> list[int]:
     """The shape in which numbers for the entries along one dimension are broadcast."""
-    return [-1 if at == dim else 1 for at in range(dims)]
+    return [-1 if index == dim else 1 for index in range(dims)]
 
 
 def _measure_spread(x: Tensor, fresh: Tensor) -> float:
@@ -436,36 +439,44 @@ def _check_units(config: HeadwaterConfig) -> None:
             )
 
 
-def _check_plans(before: Sequence[LayerPlan], after: Sequence[LayerPlan], growth: Larger) -> None:
+def _check_plans(old_plans: Sequence[LayerPlan], new_plans: Sequence[LayerPlan], growth: Larger) -> None:
     """Raise `HeadwaterError` where a layer would attend to, read or end with another than the one it is made from."""
-    changes = [_find_change(before, after, layer, growth) for layer in range(len(after)) if layer not in growth.silent]
+    changes = [
+        _find_change(old_plans, new_plans, layer, growth)
+        for layer in range(len(new_plans))
+        if layer not in growth.silent
+    ]
     # What acts at the end of the last layer does so after layers that add nothing, and the rest still before it.
-    first, last = (after[at].at(Stage.BLOCK_OUTPUT) for at in (growth.at(growth.depth - 1), len(after) - 1))
-    ends = before[-1].at(Stage.BLOCK_OUTPUT)
-    if growth.deepens and tuple(dict.fromkeys((*first, *last))) != ends:
+    at_source, at_end = (
+        new_plans[layer].at(Stage.BLOCK_OUTPUT) for layer in (growth.at(growth.depth - 1), len(new_plans) - 1)
+    )
+    ends = old_plans[-1].at(Stage.BLOCK_OUTPUT)
+    if growth.deepens and tuple(dict.fromkeys((*at_source, *at_end))) != ends:
         changes.append(f"After the last layer {' and '.join(ends)} act in an order")
-    if found := next(filter(None, changes), None):
+    if change := next(filter(None, changes), None):
         raise HeadwaterError(
-            f"{found} that the larger model would not have; remove the mechanism, or use a method that does not keep "
+            f"{change} that the larger model would not have; remove the mechanism, or use a method that does not keep "
             "the function."
         )
 
 
-def _find_change(before: Sequence[LayerPlan], after: Sequence[LayerPlan], layer: int, growth: Larger) -> str | None:
+def _find_change(
+    old_plans: Sequence[LayerPlan], new_plans: Sequence[LayerPlan], layer: int, growth: Larger
+) -> str | None:
     """What the layer that a new one is made from attends to or reads and the new one does not, in words."""
     source = growth.layers[layer]
-    attends = before[source].attends
+    attends = old_plans[source].attends
     # Layers have heads of their own only in models whose heads do not grow.
-    for head, copied in enumerate(growth.kv if len(growth.kv) > max(growth.kv) + 1 else range(len(attends))):
-        if copied >= 0 and tuple(after[layer].attends[head]) != tuple(map(growth.at, attends[copied])):
+    for head, copied in enumerate(growth.kv if growth.extends("kv") else range(len(attends))):
+        if copied >= 0 and tuple(new_plans[layer].attends[head]) != tuple(map(growth.at, attends[copied])):
             layers = " and ".join(map(str, dict.fromkeys(attends[copied])))
             return f"Head {copied} of layer {source} attends to layers {layers} in a way"
     # What acts after the last layer does so after its copies that add nothing.
-    alike = [after[new] for new in growth.copies([source]) if new == layer or new in growth.silent]
-    for read in before[source].reads:
-        known = any(_reads(plan, read, growth, before) for plan in alike)
-        if read.kind in ("raw", "local", "probabilities", "stream") and not known:
-            return f"Layer {source} reads layer {read.layer} in a way"
+    alike = [new_plans[new] for new in growth.copies([source]) if new == layer or new in growth.silent]
+    for source_read in old_plans[source].reads:
+        is_read = any(_reads(plan, source_read, growth, old_plans) for plan in alike)
+        if source_read.kind in ("raw", "local", "probabilities", "stream") and not is_read:
+            return f"Layer {source} reads layer {source_read.layer} in a way"
     return None
 
 
@@ -477,32 +488,34 @@ def _check_function(old: Model, new: Model) -> None:
         sample = torch.randn(1, config.num_channels, *config.image_shape, generator=draw)
     else:
         sample = torch.randint(0, config.vocab_size, (1, min(8, config.max_position_embeddings)), generator=draw)
-    mode, given = old.training, {} if sample.is_floating_point() else {"use_cache": False}
+    mode, options = old.training, {} if sample.is_floating_point() else {"use_cache": False}
     try:
-        was, now = (one.eval()(sample.to(one.device), **given).logits.double() for one in (old, new))
+        old_logits, new_logits = (
+            model.eval()(sample.to(model.device), **options).logits.double() for model in (old, new)
+        )
     finally:
         old.train(mode)
     # 1.5e-8 in fp64, 0.03 % in fp32, 20 % in bf16.
     exact = old.dtype.itemsize >= 4
-    allowed = torch.finfo(old.dtype).eps ** (1 / 2 if exact else 1 / 3) * float(was.abs().max())
-    if was.isfinite().all() and not (moved := float((was - now).abs().max())) <= allowed:
+    allowed = torch.finfo(old.dtype).eps ** (1 / 2 if exact else 1 / 3) * float(old_logits.abs().max())
+    if old_logits.isfinite().all() and not (moved := float((old_logits - new_logits).abs().max())) <= allowed:
         raise HeadwaterError(
             f"The larger model's logits differ by {moved:.1e} though the method keeps them, an error of headwater; "
             "report it with the model's config, and use another method or other sizes."
         )
 
 
-def _reads(now: LayerPlan, read: Source, growth: Larger, before: Sequence[LayerPlan]) -> bool:
+def _reads(plan: LayerPlan, source: Source, growth: Larger, old_plans: Sequence[LayerPlan]) -> bool:
     """Whether a layer reads what an old source has become."""
-    if read == EMBEDDING:
-        return read in now.reads
-    found = growth.at(read.layer)
-    if read._replace(layer=found) in now.reads:
+    if source == EMBEDDING:
+        return source in plan.reads
+    layer = growth.at(source.layer)
+    if source._replace(layer=layer) in plan.reads:
         return True
-    if read.kind != "stream" or before[read.layer].at(Stage.BLOCK_OUTPUT):
+    if source.kind != "stream" or old_plans[source.layer].at(Stage.BLOCK_OUTPUT):
         return False
-    while found + 1 in growth.silent:  # what adds nothing gives what it is given
-        found += 1
-        if read._replace(layer=found) in now.reads:
+    while layer + 1 in growth.silent:  # what adds nothing gives what it is given
+        layer += 1
+        if source._replace(layer=layer) in plan.reads:
             return True
     return False

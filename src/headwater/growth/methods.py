@@ -82,9 +82,9 @@ class GrowthOptions:
         for name, size in self.sizes.items():
             check_whole(name, size)
         ways(self.method)
-        for name, known in (("key_init", get_args(KeyInit)), ("tau", get_args(TauPolicy))):
-            if getattr(self, name) not in known:
-                raise HeadwaterError(f"{name} must be {' or '.join(map(repr, known))}, not {getattr(self, name)!r}.")
+        for name, choices in (("key_init", get_args(KeyInit)), ("tau", get_args(TauPolicy))):
+            if getattr(self, name) not in choices:
+                raise HeadwaterError(f"{name} must be {' or '.join(map(repr, choices))}, not {getattr(self, name)!r}.")
         has_pairs = (self.attention_pairs or self.ffn_pairs) is not None
         changes = {"key_init": self.key_init != "zero", "tau": self.tau != "keep", "freeze": self.freeze}
         if (unread := [name for name, is_changed in changes.items() if is_changed]) and not has_pairs:
@@ -109,10 +109,10 @@ def ways(method: str) -> tuple[str | None, str | None]:
     if not isinstance(method, str):
         raise HeadwaterError(f"method must be a name, such as 'exact', not {method!r}.")
     deeper = wider = None
-    for part in (parts := method.split("+")):
-        if part not in (*DEEPER, *WIDER):
-            raise HeadwaterError(f"There is no method {part!r} of growth; {nearest(part, (*DEEPER, *WIDER))}")
-        deeper, wider = (part, wider) if part in DEEPER else (deeper, part)
+    for way in (parts := method.split("+")):
+        if way not in (*DEEPER, *WIDER):
+            raise HeadwaterError(f"There is no method {way!r} of growth; {nearest(way, (*DEEPER, *WIDER))}")
+        deeper, wider = (way, wider) if way in DEEPER else (deeper, way)
     if len(parts) > 2 or (len(parts) == 2 and None in (deeper, wider)):
         raise HeadwaterError(
             f"The method {method!r} must be one way, or one to make a model deeper ({either([*map(repr, DEEPER)])}) "
@@ -123,11 +123,11 @@ def ways(method: str) -> tuple[str | None, str | None]:
 
 def growth_of(config: HeadwaterConfig, options: GrowthOptions) -> Larger:
     """What each part of a larger model is made from. Raises `HeadwaterError` for sizes that the method cannot give."""
-    method, given = options.method, options.sizes
+    method, sizes = options.method, options.sizes
     deeper, wider = ways(method)
-    _check_larger(config, given)
+    _check_larger(config, sizes)
     old = {name: getattr(config, name) for name in SIZES}
-    new = old | given | _scale_kv_heads(config, given)
+    new = old | sizes | _scale_kv_heads(config, sizes)
     grows = {name for name in old if new[name] > old[name]}
     _check_directions(method, deeper, wider, grows)
     layers, silent = _layers(old["num_hidden_layers"], new["num_hidden_layers"], deeper)
@@ -136,7 +136,7 @@ def growth_of(config: HeadwaterConfig, options: GrowthOptions) -> Larger:
     copies = wider in NOISE
     kv, q = _heads(config, new["num_attention_heads"], new["num_key_value_heads"], copies)
     layer_norm = config.norm == "layer_norm"
-    used = {deeper if "num_hidden_layers" in grows else None, wider if grows - {"num_hidden_layers"} else None}
+    ways_used = {deeper if "num_hidden_layers" in grows else None, wider if grows - {"num_hidden_layers"} else None}
     growth = Larger(
         layers=layers,
         silent=silent,
@@ -145,7 +145,7 @@ def growth_of(config: HeadwaterConfig, options: GrowthOptions) -> Larger:
         kv=kv,
         units=_copied(old["intermediate_size"], new["intermediate_size"], copies),
         fill="any" if wider == "net2net" else "mean" if layer_norm else "zero",
-        keeps=not used & set(CHANGES),
+        keeps=not ways_used & set(CHANGES),
         noise=NOISE.get(str(wider), 0.0),
     )
     if growth.fill != "any":
@@ -153,27 +153,27 @@ def growth_of(config: HeadwaterConfig, options: GrowthOptions) -> Larger:
     return growth
 
 
-def _check_larger(config: HeadwaterConfig, given: dict[str, int]) -> None:
+def _check_larger(config: HeadwaterConfig, sizes: dict[str, int]) -> None:
     """Raise `HeadwaterError` for a size that would shrink or is out of bounds."""
-    for name, size in given.items():
+    for name, size in sizes.items():
         if size < getattr(config, name):
             raise HeadwaterError(f"{name} would shrink from {getattr(config, name)} to {size}; give at least as much.")
         if size > (most := MOST.get(name, _MOST_CHANNELS)):
             raise HeadwaterError(f"{name} must be at most {most:,}, not {size:,}.")
 
 
-def _scale_kv_heads(config: HeadwaterConfig, given: dict[str, int]) -> dict[str, int]:
+def _scale_kv_heads(config: HeadwaterConfig, sizes: dict[str, int]) -> dict[str, int]:
     """The key/value heads that keep their ratio to more query heads, unless their number is given."""
-    if "num_attention_heads" not in given or "num_key_value_heads" in given:
+    if "num_attention_heads" not in sizes or "num_key_value_heads" in sizes:
         return {}
     assert config.num_key_value_heads is not None
     ratio = config.num_attention_heads // config.num_key_value_heads
-    if given["num_attention_heads"] % ratio:
+    if sizes["num_attention_heads"] % ratio:
         raise HeadwaterError(
             f"The model has {ratio} query heads for each key/value head, so num_attention_heads must be a multiple "
-            f"of {ratio}, not {given['num_attention_heads']}; or give num_key_value_heads, too."
+            f"of {ratio}, not {sizes['num_attention_heads']}; or give num_key_value_heads, too."
         )
-    return {"num_key_value_heads": given["num_attention_heads"] // ratio}
+    return {"num_key_value_heads": sizes["num_attention_heads"] // ratio}
 
 
 def _check_directions(method: str, deeper: str | None, wider: str | None, grows: set[str]) -> None:
@@ -219,13 +219,13 @@ def _layers(old: int, new: int, way: str | None) -> tuple[tuple[int, ...], froze
 
 
 def _copied(old: int, new: int, copies: bool) -> tuple[int, ...]:
-    return tuple(at % old if copies or at < old else -1 for at in range(new))
+    return tuple(index % old if copies or index < old else -1 for index in range(new))
 
 
 def _stream(old: int, new: int, copies: bool) -> tuple[int, ...]:
     """Whole copies of all channels, one after the other, then new ones: so that the first channels stay the first."""
-    whole = new // old * old if copies else old
-    return tuple(at % old if at < whole else -1 for at in range(new))
+    copied = new // old * old if copies else old
+    return tuple(index % old if index < copied else -1 for index in range(new))
 
 
 def _heads(config: HeadwaterConfig, queries: int, heads: int, copies: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:

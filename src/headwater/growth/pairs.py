@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
 import torch
@@ -44,8 +45,8 @@ def maps_of(model: HeadwaterPreTrainedModel) -> Iterator[tuple[int, Map, Pattent
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     for layer, block in enumerate(blocks):
         attention = block.self_attn
-        places = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj, block.mlp)
-        for name, module in zip(MAPS, places, strict=True):
+        modules = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj, block.mlp)
+        for name, module in zip(MAPS, modules, strict=True):
             if isinstance(module, Pattention):
                 yield layer, name, module
 
@@ -90,36 +91,6 @@ def add_pairs(model: Model, growth: GrowthOptions) -> Model:
     return grown
 
 
-class TauAnnealing:
-    """Moves every τ from its current value to the default for its number of pairs, √n, which trains better. Ours.
-
-    >>> from headwater import HeadwaterForCausalLM, preset
-    >>> from headwater.growth import grow
-    >>> sizes = dict(num_hidden_layers=1, hidden_size=64, num_attention_heads=2, vocab_size=256)
-    >>> pattention = {"pattention": {"attention_pairs": 16, "ffn_pairs": 64}}
-    >>> model = HeadwaterForCausalLM(preset("tokenformer-124m", **sizes, mechanisms=pattention))
-    >>> grown = grow(model, attention_pairs=64)
-    >>> annealing = TauAnnealing(grown)
-    >>> for step in range(3):  # of 2 steps of annealing
-    ...     annealing.put(step / 2)
-    ...     print(grown.model.layers[0].self_attn.q_proj.scale.tau.item())
-    4.0
-    6.0
-    8.0
-    """
-
-    def __init__(self, model: HeadwaterPreTrainedModel) -> None:
-        maps = [module for module in model.modules() if isinstance(module, Pattention)]
-        self.ways = {module: way for module in maps if (way := module.way()) is not None}
-
-    def put(self, done: float) -> None:
-        """Set τ for this part of the annealing, from 0; 1 and more is the end. Raises `HeadwaterError` for less."""
-        if not done >= 0:
-            raise HeadwaterError(f"The part of the annealing that is done must be 0 or more, not {done}.")
-        for module, way in self.ways.items():
-            module.anneal(way, done)
-
-
 def shrink(
     model: Model,
     weights: Sequence[dict[Map, Tensor]],
@@ -135,7 +106,7 @@ def shrink(
     without Pattention, for less than one pair or more than there are, and for weights of another model.
     """
     counts = pairs_of(model)
-    sizes = [{which: len(each) for which, each in layer.items()} for layer in weights]
+    sizes = [{which: len(matters) for which, matters in layer.items()} for layer in weights]
     if sizes != [counts] * model.config.num_hidden_layers:
         raise HeadwaterError("These weights are not of this model's pairs; compute them with importance(model, …).")
     new = _counts(counts, attention_pairs, ffn_pairs)
@@ -150,8 +121,8 @@ def shrink(
     _check_read(options_of(model.config), counts, new)
     small = copied(model)
     for layer, which, module in maps_of(small):
-        kept = weights[layer][which].to(module.key.device).topk(new[which]).indices.sort().values
-        module.put(module.keys[kept], module.values[kept])
+        chosen = weights[layer][which].to(module.key.device).topk(new[which]).indices.sort().values
+        module.put(module.keys[chosen], module.values[chosen])
     _settle(small, new)
     return small
 
@@ -166,30 +137,26 @@ def importance(model: HeadwaterForCausalLM, batches: Iterable[dict[str, Tensor]]
     pairs_of(model)  # which says so if there are none
     modules = {module: (layer, which) for layer, which, module in maps_of(model)}
     sums = [dict[Map, Tensor]() for _ in range(model.config.num_hidden_layers)]
-    seen = dict.fromkeys(modules, 0)
+    counts = dict.fromkeys(modules, 0)
 
     def count(module: nn.Module, inputs: tuple[Tensor, ...], _: Tensor) -> None:
-        found = cast(Pattention, module)
-        layer, which = modules[found]
-        weights = found.weights(inputs[0]).abs().flatten(0, -2)
+        pattention = cast(Pattention, module)
+        layer, which = modules[pattention]
+        weights = pattention.weights(inputs[0]).abs().flatten(0, -2)
         sums[layer][which] = sums[layer].get(which, torch.zeros(())) + weights.sum(0, dtype=torch.float64).cpu()
-        seen[found] += len(weights)
+        counts[pattention] += len(weights)
 
-    hooks = [module.register_forward_hook(count) for module in modules]
-    was_training = model.training
-    try:
-        model.eval()
+    with ExitStack() as stack:
+        stack.callback(model.train, model.training)
+        for module in modules:
+            stack.enter_context(module.register_forward_hook(count))
         for batch in batches:
-            model(**batch, use_cache=False)
-    finally:
-        model.train(was_training)
-        for hook in hooks:
-            hook.remove()
-    if not all(seen.values()):
+            model.eval()(**batch, use_cache=False)
+    if not all(counts.values()):
         raise HeadwaterError("There is no batch on which the pairs could be weighed; pass at least one.")
     for module, (layer, which) in modules.items():
         size = module.values.to(torch.float64).norm(dim=-1).cpu()
-        sums[layer][which] = sums[layer][which] / seen[module] * size
+        sums[layer][which] = sums[layer][which] / counts[module] * size
     return sums
 
 
@@ -226,20 +193,20 @@ def merge(base: Model, *grown: Model) -> Model:
     """
     if len(grown) < 2:
         raise HeadwaterError("Name at least two grown copies of the base to merge.")
-    counts, others = pairs_of(base), [pairs_of(model) for model in grown]
-    for number, (model, own) in enumerate(zip(grown, others, strict=True), 1):
-        smaller = any(own[which] < n for which, n in counts.items())
+    counts, grown_counts = pairs_of(base), [pairs_of(model) for model in grown]
+    for number, (model, count) in enumerate(zip(grown, grown_counts, strict=True), 1):
+        smaller = any(count[which] < n for which, n in counts.items())
         deeper = model.config.num_hidden_layers != base.config.num_hidden_layers
         if smaller or deeper or _shape(model) != _shape(base):
             raise HeadwaterError(f"Model {number} is not a grown copy of the base: its sizes differ.")
     merged = copied(base)
-    new: Counts = {which: n + sum(own[which] - n for own in others) for which, n in counts.items()}
+    new: Counts = {which: n + sum(count[which] - n for count in grown_counts) for which, n in counts.items()}
     _check_read(options_of(base.config), counts, new)
-    parts = [{(layer, which): module for layer, which, module in maps_of(model)} for model in grown]
+    maps = [{(layer, which): module for layer, which, module in maps_of(model)} for model in grown]
     with torch.no_grad():
         _average_shared(merged, grown)
         for layer, which, module in maps_of(merged):
-            _join_pairs(module, [part[layer, which] for part in parts], counts[which])
+            _join_pairs(module, [maps_of_copy[layer, which] for maps_of_copy in maps], counts[which])
     _settle(merged, new)
     return merged
 
@@ -303,11 +270,11 @@ def copied(model: Model) -> Model:
 
 def _counts(counts: Counts, attention: int | None, feed_forward: int | None) -> Counts:
     """The counts with these in their place."""
-    asked = {which: feed_forward if which == "feed_forward" else attention for which in MAPS}
+    requested = {which: feed_forward if which == "feed_forward" else attention for which in MAPS}
     for name, pairs in (("attention_pairs", attention), ("ffn_pairs", feed_forward)):
         if pairs is not None:
             check_whole(name, pairs)
-    changed: dict[Map, int] = {which: count for which, count in asked.items() if count is not None}
+    changed: dict[Map, int] = {which: count for which, count in requested.items() if count is not None}
     return counts | changed
 
 
@@ -343,5 +310,5 @@ def _write_counts(config: HeadwaterConfig, counts: Counts, frozen: Counts | None
 
 def _shape(model: HeadwaterPreTrainedModel) -> dict[str, torch.Size]:
     """The shapes of all other parameters."""
-    own = {name for name, module in model.named_modules() if isinstance(module, Pattention)}
-    return {name: t.shape for name, t in model.state_dict().items() if name.rpartition(".")[0] not in own}
+    replaced = {name for name, module in model.named_modules() if isinstance(module, Pattention)}
+    return {name: t.shape for name, t in model.state_dict().items() if name.rpartition(".")[0] not in replaced}

@@ -28,15 +28,6 @@ Group = Literal["matrices", "tensors", "embeddings", "vectors", "scalars"]
 
 
 @runtime_checkable
-class BuildsOuterModule(Protocol):
-    """For a mechanism that acts both in the block and inside attention of a layer; else `build_module` makes both."""
-
-    @classmethod
-    def build_outer_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> nn.Module:
-        """The module for the stages in the block, around attention and feed-forward."""
-
-
-@runtime_checkable
 class HasSharedModule(Protocol):
     """For a module that the model holds once. Layers read what it returns as `Source("shared", name, -1)`."""
 

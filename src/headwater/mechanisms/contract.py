@@ -135,6 +135,8 @@ class Mechanism(nn.Module):
     # True if it looks up tokens by id. Then `Context.ids` is set, its shared module (`HasSharedModule`) is called with
     # the ids, and the model raises an error if it is called with `inputs_embeds`.
     needs_input_ids: ClassVar[bool] = False
+    # The standard deviation of embeddings in a new model with it, if `embedding_range` is not set; None: no preference.
+    embedding_range: ClassVar[float | None] = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

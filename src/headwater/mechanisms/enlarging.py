@@ -93,10 +93,14 @@ class Larger:
     def deepens(self) -> bool:
         return len(self.layers) > self.depth
 
+    def extends(self, axis: Literal["stream", "q", "kv", "units"]) -> bool:
+        """Whether there are more channels, heads or units than in the old model."""
+        return len(getattr(self, axis)) > max(getattr(self, axis)) + 1
+
     @property
     def widens(self) -> bool:
         """Whether the residual stream gets wider."""
-        return len(self.stream) > max(self.stream) + 1
+        return self.extends("stream")
 
     @property
     def pads(self) -> bool:

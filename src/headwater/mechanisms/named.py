@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from torch import Tensor, nn
 
-from headwater.config.plan import Part
+from headwater.config.plan import LayerPlan, Part, Stage
 from headwater.mechanisms.contract import Mechanism, Tail
+from headwater.plugins.registry import resolve
+
+if TYPE_CHECKING:
+    from headwater.config.text import HeadwaterConfig
 
 
 class PartTail(NamedTuple):
@@ -27,6 +31,13 @@ class Named(nn.ModuleDict):
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self.names = {name: name.replace(".", "_").replace(":", "_") for name in modules}
         super().__init__({self.names[name]: module for name, module in modules.items()})
+
+    @classmethod
+    def build(cls, config: HeadwaterConfig, plan: LayerPlan, stages: Sequence[Stage]) -> Self:
+        """The modules of what acts at some stages of a layer. config: as the layer sees it."""
+        acting = plan.within(stages)
+        names = acting.at(*stages)
+        return cls({name: resolve(name).build_module(config.mechanisms[name], config, acting) for name in names})
 
     def __getitem__(self, name: str) -> nn.Module:
         return super().__getitem__(self.names.get(name, name))

@@ -362,7 +362,7 @@ class NGramMemory(KeepsPrecision, Mechanism):
 
     @classmethod
     def grow_options(cls, options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
-        grows = growth.widens if options["target"] == "stream" else len(growth.kv) > max(growth.kv) + 1
+        grows = growth.widens if options["target"] == "stream" else growth.extends("kv")
         if grows and options["rank"] is None:
             raise HeadwaterError(
                 "Mechanism 'ngram_memory' has rows as wide as what they are added to, in one part for each hash; grow "

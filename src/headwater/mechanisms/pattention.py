@@ -82,6 +82,7 @@ class Pattention(Mechanism):
     """
 
     source = "the parameters, as key/value tokens"
+    embedding_range = 0.2  # chosen in docs/fairness.md; the papers' presets have the published 0.02
 
     class Options:
         attention_pairs: int | None = None
@@ -361,10 +362,6 @@ class Pattention(Mechanism):
     # Capabilities
 
     @classmethod
-    def choose_embedding_range(cls, options: dict[str, Any], config: HeadwaterConfig) -> float:
-        return 0.2  # chosen in docs/fairness.md; the papers' presets have the published 0.02
-
-    @classmethod
     def build_linear(
         cls, options: dict[str, Any], config: HeadwaterConfig, layer: int, name: Map, d_in: int, d_out: int
     ) -> Self:
@@ -391,7 +388,7 @@ class Pattention(Mechanism):
 
     @classmethod
     def grow_options(cls, options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
-        if growth.keeps and options["score"] == "softmax" and (growth.widens or len(growth.q) > max(growth.q) + 1):
+        if growth.keeps and options["score"] == "softmax" and (growth.widens or growth.extends("q")):
             raise HeadwaterError(
                 "Mechanism 'pattention': score=softmax divides by the square root of its input's width, so with "
                 "another width or number of heads it would compute something else; add pairs or layers, or use a "

@@ -267,19 +267,12 @@ class ShortConv(KeepsPrecision, Mechanism):
 
     @classmethod
     def build_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
-        return cls.made(options, config, plan, inside=True)
-
-    @classmethod
-    def made(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan, inside: bool) -> Self:
-        sizes = {name: size for name, size in cls.sizes(options, config, plan).items() if (name in PARTS) == inside}
+        stages = [stage for stage, name in plan.acts if name == cls.registered_name()]
+        sizes = {name: size for name, size in cls.sizes(options, config, plan).items() if stage_of(name) in stages}
         dynamic = [name for name in options["dynamic"] or [] if name in sizes]
         return cls(sizes, options["window"], options["residual"], options["init"], dynamic, config.hidden_size)
 
     # Capabilities
-
-    @classmethod
-    def build_outer_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
-        return cls.made(options, config, plan, inside=False)
 
     grow_options = staticmethod(move_layers)
 

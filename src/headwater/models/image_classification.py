@@ -25,6 +25,7 @@ from headwater.nn.norm import make_norm
 from headwater.nn.patches import patches, raster_positions, resized, rotary, sincos
 from headwater.util.errors import HeadwaterError
 from headwater.util.layout import IS_EXPORTED
+from headwater.util.seeding import generator
 
 
 class HeadwaterImagePreTrainedModel(HeadwaterPreTrainedModel):
@@ -36,12 +37,13 @@ class HeadwaterImagePreTrainedModel(HeadwaterPreTrainedModel):
     input_modalities = ("image",)
     _input_embed_layer = "embed_patches"
 
-    def initial_value(self, module: nn.Module, name: str, qualified: str, draw: torch.Generator) -> Tensor:
+    def initial_value(self, module: nn.Module, name: str) -> Tensor:
         """As in `HeadwaterPreTrainedModel`; the patch embedding gives normalized pixels a size of one."""
-        if qualified == "embed_patches.weight":
+        if (getattr(module, "_qualified_name", ""), name) == ("embed_patches", "weight"):
             shape = module.get_parameter(name).shape
+            draw = generator(self.config.initializer_seed, "embed_patches.weight")
             return torch.normal(0.0, shape[1] ** -0.5, shape, generator=draw)
-        return super().initial_value(module, name, qualified, draw)
+        return super().initial_value(module, name)
 
 
 class HeadwaterImageModel(HeadwaterImagePreTrainedModel):

@@ -1,4 +1,4 @@
-"""Read users' files: JSON, tensors, configs, models, tokenizers. Any problem in a file raises one `HeadwaterError`.
+"""Read users' files: JSON, tensors, configs, models. Any problem in a file raises one `HeadwaterError`.
 
 Files are found by name, never by listing a folder. No code stored in a file is run.
 """
@@ -18,16 +18,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import (
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from headwater.config.planner import plan_layers
@@ -35,7 +27,6 @@ from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
 from headwater.models.weights import check_kinds, kinds_of, unwrapped
 from headwater.plugins.outside import check_link
-from headwater.util.deadline import SECONDS, SECONDS_TO_LOAD, within
 from headwater.util.errors import HeadwaterError, sentence, shown
 from headwater.util.files import absence, read_bytes
 
@@ -43,7 +34,6 @@ CONFIG, GENERATION, WEIGHTS = "config.json", "generation_config.json", "model.sa
 PICKLED = "pytorch_model.bin"
 # The shards that the processes of a run have written.
 SHARDS = "shard-*.safetensors"
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _LAYERS = ("num_hidden_layers", "n_layer")
 # What a config.json may set beside the fields of its config's class.
 _SETTABLE = {
@@ -55,7 +45,6 @@ _KERNEL = "_attn_implementation"
 _COMPOSITE = ("decoder", "generator", "text_config", "text_encoder", "attn_implementation")
 _LONGEST = 200
 _MOST_LABELS = 10**6
-_TRIED = "A use of a tokenizer, since some errors in its files show only then."
 # Names of files that some library reads as part of a model or tokenizer.
 OPENED = re.compile(r".*\.(safetensors|json|bin|pth?|ckpt|model|jinja|py)|vocab\.txt|merges\.txt|chat_templates")
 
@@ -339,126 +328,3 @@ def _headers(folder: Path) -> Iterator[list[str]]:
         if file.suffix == ".safetensors":
             with reading(repr(str(file)), "use an intact checkpoint"), safe_open(file, framework="pt") as opened:
                 yield list(opened.keys())
-
-
-# Tokenizers
-
-
-def has_tokenizer(folder: Path) -> bool:
-    """Whether a folder has any of the files a tokenizer is read from."""
-    return any(os.path.lexists(folder / name) for name in TOKENIZER)
-
-
-# Tokens that end a text, and those that end a message, which end a text too if there is no other.
-TEXT_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<|endofsentence|>", "<eos>", "[EOS]")
-TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eot|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|eom_id|>", "<|return|>")
-
-
-def local_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer in a folder or a tokenizer.json; no code of it runs. Can raise anything for damaged files."""
-    described = ("tokenizer_config.json", "special_tokens_map.json")
-    is_bare = path.is_file() or not any(os.path.lexists(path / name) for name in described)
-    is_bare = is_bare and (path.is_file() or (path / "tokenizer.json").is_file())
-    if is_bare and not (path / CONFIG).is_file():
-        return bare_tokenizer(path)
-    tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
-    if is_bare and tokenizer.eos_token is None and tokenizer.bos_token is None:  # the model's type names none either
-        return bare_tokenizer(path)
-    return tokenizer
-
-
-def bare_tokenizer(path: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer in a tokenizer.json, or in a folder with one, with the end of text that its special tokens name.
-
-    A chat_template.jinja beside it is its chat template. Raises `HeadwaterError` if it cannot be read, and if several
-    of its tokens could end a text.
-    """
-    file = path / "tokenizer.json" if path.is_dir() else path
-    with reading(f"The tokenizer {str(file)!r}", "name a tokenizer.json, or its folder"):
-        read = Tokenizer.from_str(read_text(file))
-    special = {token.content for token in read.get_added_tokens_decoder().values() if token.special}
-    texts, turns = ([end for end in ends if end in special] for ends in (TEXT_ENDS, TURN_ENDS))
-    ends = texts or turns
-    if len(ends) > 1:
-        raise HeadwaterError(
-            f"The tokenizer {str(file)!r} has several tokens that could end a text, {' and '.join(ends)}; say which in "
-            f'a tokenizer_config.json beside it: {{"eos_token": "{ends[0]}"}}.'
-        )
-    unknown = getattr(read.model, "unk_token", None)
-    names = {"eos_token": ends[0] if ends else None, "unk_token": unknown}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=read,
-        clean_up_tokenization_spaces=False,
-        **{name: token for name, token in names.items() if token},
-    )
-    if (template := file.with_name("chat_template.jinja")).is_file():
-        tokenizer.chat_template = read_text(template)
-    return tokenizer
-
-
-def read_tokenizer(folder: Path, vocab_size: int | None = None) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a folder; None if there is none.
-
-    vocab_size: the number of tokens that the model knows. Raises `HeadwaterError` if the tokenizer cannot be read,
-    needs its own code, or produces tokens that the model does not know.
-    """
-    if not has_tokenizer(folder):
-        return None
-    where = f"The tokenizer in {str(folder)!r}"
-    with reading(where, "replace or remove its files"):
-        try:
-            tokenizer = open_tokenizer(folder)
-        except ValueError as error:
-            if "trust_remote_code" in str(error):
-                raise HeadwaterError(
-                    f"{where} cannot be read: it needs its own code, which is not run; replace or remove its files."
-                ) from error
-            raise
-        check_vocabulary(tokenizer, vocab_size, where)
-    return tokenizer
-
-
-def open_tokenizer(source: Path | str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder, of a tokenizer.json, or of a name on the hub, once it has encoded a sentence.
-
-    Raises `HeadwaterError` for a folder with files that are no files, or one that takes too long. Any other problem
-    raises what the libraries raise: see `reading`.
-    """
-    if isinstance(source, Path) and source.is_dir():
-        check_regular(source)
-        _check_names(source / "tokenizer_config.json")
-
-    def load() -> PreTrainedTokenizerBase:
-        if isinstance(source, Path):
-            return local_tokenizer(source)
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-
-    def encode() -> object:
-        return tokenizer.decode(tokenizer(_TRIED, add_special_tokens=False).input_ids)
-
-    where = f"The tokenizer in {str(source)!r}"
-    tokenizer = within(SECONDS_TO_LOAD, load, f"{where} needs more than {SECONDS_TO_LOAD:g} seconds to be loaded")
-    within(SECONDS, encode, f"{where} needs more than {SECONDS:g} seconds for a sentence")
-    return tokenizer
-
-
-def _check_names(file: Path) -> None:
-    """Raise `HeadwaterError` if a tokenizer's config says that it is in a file of another folder."""
-    if not file.exists():
-        return
-    names: Any = read_object(file).get("fast_tokenizer_files")
-    with reading(repr(str(file)), "correct it"):
-        if any("/" in name or "\\" in name for name in names or ()):
-            raise HeadwaterError(f"{str(file)!r} names files outside its folder: {shown(names)}; correct it.")
-
-
-def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int | None, where: str) -> None:
-    """Raise `HeadwaterError` if a tokenizer produces tokens that a model with this vocabulary does not know."""
-    largest = max(tokenizer.get_vocab().values(), default=-1)
-    if largest < 0 or (vocab_size is not None and largest >= vocab_size):
-        raise HeadwaterError(
-            f"{where} produces tokens up to {largest}, but the model knows only {vocab_size}, from 0; use the "
-            f"tokenizer it was trained with."
-            if largest >= 0
-            else f"{where} knows no tokens; replace or remove its files."
-        )

@@ -2,13 +2,14 @@
 
 # No postponed annotations in this file: other packages read those of models at run time.
 import os
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 from transformers import initialization as init
+from transformers.initialization import no_init_weights
 from transformers.modeling_utils import load_state_dict
 
 from headwater import kernels
@@ -52,6 +53,12 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
     def __init__(self, config: HeadwaterConfig) -> None:
         config.complete_fields()  # they may have been set since it was created
         super().__init__(config)
+
+    @classmethod
+    def make_skeleton(cls, config: HeadwaterConfig) -> Self:
+        """A model without memory for its parameters: for their names and shapes."""
+        with torch.device("meta"), no_init_weights():
+            return cls(config)
 
     def plan_layers(self) -> tuple[LayerPlan, ...]:
         """The plans from which the layers are built. Also tells transformers what their caches hold."""
@@ -188,13 +195,9 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Initialize each parameter, drawing on the CPU from (initializer_seed, its qualified name)."""
-        # A module that transformers inserts later, such as a resized embedding, has no name in the model yet.
-        place = getattr(module, "_qualified_name", f"new {type(module).__name__}")
+        """Initialize each parameter."""
         for name, parameter in module.named_parameters(recurse=False):
-            qualified = f"{place}.{name}"
-            draw = generator(self.config.initializer_seed, qualified)
-            value = self.initial_value(module, name, qualified, draw)
+            value = self.initial_value(module, name)
             if isinstance(parameter, DTensor):  # each process draws the whole tensor and keeps its shard
                 value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
             init.copy_(parameter, value)
@@ -202,13 +205,16 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
             for name, value in module.constants().items():
                 init.copy_(module.get_buffer(name), value)
 
-    def initial_value(self, module: nn.Module, name: str, qualified: str, draw: torch.Generator) -> Tensor:
-        """The initial value of `module`'s own parameter `name`, drawn from `draw`.
+    def initial_value(self, module: nn.Module, name: str) -> Tensor:
+        """The initial value of `module`'s own parameter `name`, drawn on the CPU from (initializer_seed, its
+        qualified name).
 
         Inside a mechanism, its `initial_value` decides. Otherwise matrices are normal, biases zero and norms multiply
         by one. Raises `HeadwaterError` for any other parameter.
         """
-        shape = module.get_parameter(name).shape
+        # A module that transformers inserts later, such as a resized embedding, has no name in the model yet.
+        qualified = f"{getattr(module, '_qualified_name', f'new {type(module).__name__}')}.{name}"
+        draw, shape = generator(self.config.initializer_seed, qualified), module.get_parameter(name).shape
         owner, inner = owner_of(self.base_model, qualified)
         if owner is not None and (value := owner.initial_value(inner, draw)) is not None:
             if value.shape != shape:

@@ -7,13 +7,11 @@ import copy
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.initialization import no_init_weights
 
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import HoldsTokenTables
 from headwater.mechanisms.named import owner_of
 from headwater.util.errors import HeadwaterError
-from headwater.util.seeding import generator
 
 
 def check_resizable(model: PreTrainedModel, new: int) -> None:
@@ -51,9 +49,10 @@ def resize_token_tables(model: PreTrainedModel, new: int, from_mean: bool = True
         # The parameter itself stays, as transformers keeps the embedding's. `initial_value` takes its size from it.
         parameter.data = rows.new_empty(count * new, *rows.shape[2:])
         old = rows.shape[1]
-        added = (
-            _mean_rows(rows, new - old) if from_mean else _initial_rows(model, holder, inner, count)[:, old:].to(rows)
-        )
+        if from_mean:
+            added = _mean_rows(rows, new - old)
+        else:
+            added = model.initial_value(holder, inner).unflatten(0, (count, -1))[:, old:].to(rows)
         parameter.copy_(torch.cat((rows[:, :new], added), dim=1).flatten(0, 1))
         if isinstance(holder, nn.Embedding):
             holder.num_embeddings = len(parameter)
@@ -71,20 +70,12 @@ def token_tables(model: nn.Module) -> dict[str, tuple[nn.Parameter, int]]:
 
 def _mechanism_shapes(model: PreTrainedModel, config: HeadwaterConfig) -> dict[str, torch.Size]:
     """The shapes of the parameters that mechanisms have in a model of this kind with `config`."""
-    with torch.device("meta"), no_init_weights():
-        skeleton = type(model)(copy.deepcopy(config))
+    skeleton = type(model).make_skeleton(copy.deepcopy(config))
     parameters = skeleton.named_parameters()
-    return {name: one.shape for name, one in parameters if owner_of(skeleton, name)[0] is not None}
+    return {name: parameter.shape for name, parameter in parameters if owner_of(skeleton, name)[0] is not None}
 
 
 def _mean_rows(rows: Tensor, count: int) -> Tensor:
     """`count` times the mean of rows [tables, old, …], none if it is not positive."""
     mean = rows.mean(1, keepdim=True, dtype=torch.promote_types(rows.dtype, torch.float32)).to(rows.dtype)
     return mean.expand(-1, max(0, count), *rows.shape[2:])
-
-
-def _initial_rows(model: PreTrainedModel, holder: nn.Module, parameter: str, count: int) -> Tensor:
-    """A parameter as in a new model of its present size, [tables, rows, …]."""
-    qualified = f"{holder._qualified_name}.{parameter}"
-    draw = generator(model.config.initializer_seed, qualified)
-    return model.initial_value(holder, parameter, qualified, draw).unflatten(0, (count, -1))

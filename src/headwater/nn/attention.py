@@ -29,7 +29,6 @@ from headwater.nn.linear import apply_linear, make_map
 from headwater.nn.lookback import find_tail
 from headwater.nn.norm import make_norm
 from headwater.nn.position import rotate
-from headwater.plugins.registry import resolve
 
 if TYPE_CHECKING:
     from transformers import Cache
@@ -65,9 +64,7 @@ class Attention(nn.Module):
         self.k_norm = make_norm(config, config.head_dim) if config.qk_norm and plan.k_heads else None
 
         self.stages = {stage.value: plan.at(stage) for stage in ATTENTION_STAGES}
-        inner = plan.at(*ATTENTION_STAGES)
-        modules = {name: resolve(name).build_module(config.mechanisms[name], config, plan) for name in inner}
-        self.mechanisms = Named(modules)
+        self.mechanisms = Named.build(config, plan, ATTENTION_STAGES)
         self.exports = tuple(plan.slot(source) for source in plan.exports if source.kind != "stream")
         has_weights = any(source.kind == "probabilities" for source in plan.exports)
         self.shows_weights = has_weights or bool(self.stages[Stage.ATTENTION_WEIGHTS.value])

@@ -11,7 +11,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from headwater.config.layers import layer_config
 from headwater.config.plan import BLOCK_STAGES, EMBEDDING, LayerPlan, Part, Source, Stage
-from headwater.mechanisms.capabilities import BuildsOuterModule
 from headwater.mechanisms.contract import AttentionInputs, Context, Hidden, Mechanism
 from headwater.mechanisms.named import Named, PartTail
 from headwater.nn.attention import Attention
@@ -19,7 +18,6 @@ from headwater.nn.cache_name import CACHE
 from headwater.nn.feed_forward import make_feed_forward
 from headwater.nn.lookback import find_tail
 from headwater.nn.norm import make_norm
-from headwater.plugins.registry import resolve
 
 if TYPE_CHECKING:
     from headwater.config.text import HeadwaterConfig
@@ -49,12 +47,7 @@ class Block(GradientCheckpointingLayer):
         self.feed_forward_output_norm = make_norm(config) if config.output_norms else None
         self.residual_dropout = config.residual_dropout
         self.drop_path = config.drop_path * plan.index / max(1, config.num_hidden_layers - 1)
-        own, outer = layer_config(config, plan.index), {name: resolve(name) for name in plan.at(*BLOCK_STAGES)}
-        builds = {
-            name: kind.build_outer_module if isinstance(kind, BuildsOuterModule) else kind.build_module
-            for name, kind in outer.items()
-        }
-        self.mechanisms = Named({name: build(config.mechanisms[name], own, plan) for name, build in builds.items()})
+        self.mechanisms = Named.build(layer_config(config, plan.index), plan, BLOCK_STAGES)
         self.stages = {stage.value: plan.at(stage) for stage in BLOCK_STAGES}
         self.inputs = plan.inputs
         self.exports_stream = Source("stream", "x", plan.index) in plan.exports

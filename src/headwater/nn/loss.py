@@ -88,13 +88,3 @@ def classification_loss(logits: Tensor, labels: Tensor) -> Tensor:
         "num_labels.",
     )
     return nn.functional.cross_entropy(logits, labels.long())
-
-
-def smoothed(labels: Tensor, share: float, classes: int) -> Tensor:
-    """Labels [B], or [B, at most `classes`] probabilities, with this share spread over all classes."""
-    if labels.ndim == 1:
-        if not share:
-            return labels
-        labels = nn.functional.one_hot(labels, classes)
-    labels = nn.functional.pad(labels.float(), (0, classes - labels.shape[1]))
-    return labels * (1 - share) + share / classes

@@ -83,19 +83,19 @@ def is_trusted(name: str) -> bool:
     return name in _trusted() or _module_is_trusted(name.partition(":")[0])
 
 
-def imported(name: str, what: str, base: str | None = None) -> Any:
+def imported(name: str, kind: str, base: str | None = None) -> Any:
     """The attribute that "package.module:attribute" names.
 
-    what: the kind of object, for messages. base: the name of the class of headwater's that it derives from, or is an
+    kind: of object, for messages. base: the name of the class of headwater's that it derives from, or is an
     instance of.
     Raises `NotTrusted` if the user does not trust it, and `HeadwaterError` if there is none or its import fails.
     """
     if not _NAME.fullmatch(name):
-        raise HeadwaterError(f"The {what} {name!r} is not a valid name; write package.module:Class.")
+        raise HeadwaterError(f"The {kind} {name!r} is not a valid name; write package.module:Class.")
     if not is_trusted(name):
         if base is not None and (thing := loaded(name, base)) is not None:
             return thing
-        raise _refusal(name, what, base)
+        raise _refusal(name, kind, base)
     module, _, attribute = name.partition(":")
     with _importable(module):
         try:
@@ -103,15 +103,15 @@ def imported(name: str, what: str, base: str | None = None) -> Any:
         except Exception as error:  # the module can raise anything
             reason = " ".join(str(error).split())
             raise HeadwaterError(
-                f"The {what} {name!r} cannot be imported: {type(error).__name__}: {reason}; correct {module!r}, "
+                f"The {kind} {name!r} cannot be imported: {type(error).__name__}: {reason}; correct {module!r}, "
                 "install its package, or set PYTHONPATH to its folder."
             ) from error
     try:
         thing = functools.reduce(getattr, attribute.split("."), parent)
     except AttributeError as error:
-        raise HeadwaterError(f"The module {module!r} has no {attribute!r}, which the {what} {name!r} names.") from error
+        raise HeadwaterError(f"The module {module!r} has no {attribute!r}, which the {kind} {name!r} names.") from error
     if name not in _trusted() and not _is_defined_in(thing, module):
-        raise _refusal(name, what, base)
+        raise _refusal(name, kind, base)
     return thing
 
 
@@ -121,14 +121,14 @@ def loaded(name: str, base: str) -> Any:
     """
     module, _, attribute = name.partition(":")
     thing: Any = sys.modules.get(module)
-    for part in attribute.split("."):
+    for segment in attribute.split("."):
         if not isinstance(thing, ModuleType if thing is sys.modules.get(module) else type):
             return None
-        thing = vars(thing).get(part)
+        thing = vars(thing).get(segment)
     kind = thing if isinstance(thing, type) else type(thing)
     bases = type.__dict__["__mro__"].__get__(kind)
-    ours = any(each.__name__ == base and is_ours(each.__module__) for each in bases)
-    return thing if ours else None
+    derives = any(base_class.__name__ == base and is_ours(base_class.__module__) for base_class in bases)
+    return thing if derives else None
 
 
 def check_link(path: Path, folder: Path) -> None:
@@ -137,7 +137,7 @@ def check_link(path: Path, folder: Path) -> None:
     """
     real, inside = path.resolve(), folder.resolve()
     cached = [above.parent / "blobs" for above in (inside, *inside.parents) if above.name == "snapshots"]
-    if any(real.is_relative_to(place) for place in (inside, *cached)) or _is_trusted_path(str(real)):
+    if any(real.is_relative_to(root) for root in (inside, *cached)) or _is_trusted_path(str(real)):
         return
     raise NotTrusted(
         f"{str(path)!r} is a link to {shown(str(real))}, outside its folder; if it may be read, add --trust "
@@ -168,12 +168,12 @@ def _leads_out(name: str) -> bool:
         return False
     if name.startswith("~") or Path(name).is_absolute() or ".." in parts:
         return True
-    return any(part.startswith(".") for part in parts) or not _is_below(name, os.curdir)
+    return any(segment.startswith(".") for segment in parts) or not _is_below(name, os.curdir)
 
 
 def _is_trusted_path(path: str) -> bool:
     """Whether the user trusts a path: as it stands, or by a folder above."""
-    return any(path == known or _is_below(path, known) for known in _trusted())
+    return any(path == folder or _is_below(path, folder) for folder in _trusted())
 
 
 def _is_elsewhere(name: str) -> bool:
@@ -206,9 +206,9 @@ def _is_defined_in(thing: Any, module: str) -> bool:
     return str(getattr(thing, "__module__", None)).split(".")[0] == module.split(".")[0]
 
 
-def _refusal(name: str, what: str, base: str | None) -> NotTrusted:
+def _refusal(name: str, kind: str, base: str | None) -> NotTrusted:
     return NotTrusted(
-        f"The {what} {name!r} is code that is not headwater's; if you trust it, add --trust {name} (in Python: "
+        f"The {kind} {name!r} is code that is not headwater's; if you trust it, add --trust {name} (in Python: "
         f"trust=[{name!r}]){' or import its module' if base else ''}."
     )
 
@@ -229,7 +229,7 @@ def _importable(module: str) -> Iterator[None]:
     try:
         yield
     finally:
-        for at in reversed(range(len(sys.path))):
-            if sys.path[at] == folder:
-                del sys.path[at]
+        for index in reversed(range(len(sys.path))):
+            if sys.path[index] == folder:
+                del sys.path[index]
                 break

@@ -121,8 +121,8 @@ class Registry:
         kinds = thing.__mro__ if isinstance(thing, type) else type(thing).__mro__
         fits = callable(thing) if self.base is None else any(kind.__name__ == self.base for kind in kinds)
         if not fits:
-            wanted = "can be called" if self.base is None else f"is a {self.base}"
-            raise HeadwaterError(f"{name!r} is not a valid {self.what}: name something that {wanted}.")
+            requirement = "can be called" if self.base is None else f"is a {self.base}"
+            raise HeadwaterError(f"{name!r} is not a valid {self.what}: name something that {requirement}.")
         return thing
 
 
@@ -135,10 +135,10 @@ def _loaded(point: EntryPoint, what: str, name: str) -> Any:
     try:
         return point.load()
     except Exception as error:  # importing a package can raise anything
-        said = " ".join(str(error).split())
+        reason = " ".join(str(error).split())
         package = point.module if point.dist is None else point.dist.name
         raise HeadwaterError(
-            f"The {what} {name!r} of the package {package} cannot be imported: {type(error).__name__}: {said}."
+            f"The {what} {name!r} of the package {package} cannot be imported: {type(error).__name__}: {reason}."
         ) from error
 
 
@@ -200,24 +200,24 @@ def in_order(mechanisms: dict[str, Any], present: Iterable[str]) -> dict[str, An
     order = list(present)
     rank = list(dict.fromkeys((*REGISTRY, *mechanisms)))
     for name in sorted(mechanisms.keys() - set(order), key=rank.index):
-        later = (at for at, other in enumerate(order) if rank.index(other) > rank.index(name))
+        later = (index for index, neighbor in enumerate(order) if rank.index(neighbor) > rank.index(name))
         order.insert(next(later, len(order)), name)
     return {name: mechanisms[name] for name in order}
 
 
-def as_mapping(given: Any) -> Any:
+def as_mapping(mechanisms: Any) -> Any:
     """Mechanisms as name -> options, also from a list of names or such mappings: [kv_shift, {skip_layer: {}}].
 
     Anything else is returned unchanged. Raises `HeadwaterError` for a repeated name.
     """
-    if not isinstance(given, list | tuple):
-        return given
-    found: dict[str, Any] = {}
-    for one in given:
-        if not isinstance(one, str | dict):
-            raise HeadwaterError(f"mechanisms must list names, or name: options, not {one!r}.")
-        for name, options in ({one: {}} if isinstance(one, str) else one).items():
-            if name in found:
+    if not isinstance(mechanisms, list | tuple):
+        return mechanisms
+    options_by_name: dict[str, Any] = {}
+    for entry in mechanisms:
+        if not isinstance(entry, str | dict):
+            raise HeadwaterError(f"mechanisms must list names, or name: options, not {entry!r}.")
+        for name, options in ({entry: {}} if isinstance(entry, str) else entry).items():
+            if name in options_by_name:
                 raise HeadwaterError(f"mechanisms names {name!r} twice; name it once.")
-            found[name] = options
-    return found
+            options_by_name[name] = options
+    return options_by_name

@@ -7,6 +7,7 @@ import functools
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -32,7 +33,6 @@ from headwater.plugins.registry import MECHANISMS, REGISTRY, resolve
 from headwater.testing.measures import Operations, kept_per_token, outside_attention, read_halves
 from headwater.testing.models import (
     assert_near,
-    build,
     config,
     decode,
     disturb,
@@ -44,6 +44,9 @@ from headwater.testing.naive import Reference
 from headwater.testing.served import Server, prompts
 from headwater.testing.trees import Tree, batch, part
 from headwater.util.errors import HeadwaterError
+from headwater.verification.own import OWN_EXACT
+from headwater.verification.watch import Subject
+from headwater.verification.ways import SAMPLED, STATIC, WAYS, Probe, Way, assist, sample, search_beams, texts_for
 
 # The base models for the tests.
 BASES: dict[str, dict[str, Any]] = {
@@ -119,23 +122,22 @@ def per_document(model: HeadwaterForCausalLM, ids: Tensor, rows: list[list[int]]
     )
 
 
-_SAMPLED: dict[str, Any] = dict(do_sample=True, num_return_sequences=3, top_k=0)
-_STATIC: dict[str, Any] = dict(cache_implementation="static", disable_compile=True)
-GENERATION: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "chunked": dict(prefill_chunk_size=4),
-    "beams": dict(num_beams=3),
-    "sampled": _SAMPLED,
-    "sampled_beams": _SAMPLED | dict(num_beams=3),
-    "static": _STATIC,
-    "static_chunked": _STATIC | dict(prefill_chunk_size=4),
-}
-
-
-def generate(model: HeadwaterForCausalLM, ids: Tensor, **kwargs) -> Tensor:
-    """The new tokens only."""
-    torch.manual_seed(3)
-    return model.generate(ids, **(dict(max_new_tokens=10, do_sample=False) | kwargs))[:, ids.shape[1] :]
+# The ways of `headwater verify`, and more of `generate` with rows that are padded on the left.
+DECODING = [
+    *WAYS,
+    *(
+        Way(f"{name}, padded rows", partial(run, padded=True, **options), generates=True)
+        for name, run, options in (
+            ("chunked", sample, dict(prefill_chunk_size=4)),
+            ("sampling", sample, SAMPLED),
+            ("beams", search_beams, {}),
+            ("sampled beams", search_beams, dict(do_sample=True, top_k=0)),
+            ("static", sample, STATIC),
+            ("static, chunked", sample, STATIC | dict(prefill_chunk_size=4)),
+        )
+    ),
+    Way("an assistant that is alike", partial(assist, distance=0.02), generates=True),
+]
 
 
 @dataclass(frozen=True)
@@ -380,10 +382,12 @@ class Contract:
 
     # With a cache
 
-    @pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS)
-    def test_cached_equals_uncached(self, case, chunks):
-        model, ids = case.model, tokens(2, T)
-        assert_near(decode(model, ids, chunks), model(ids, use_cache=False).logits)
+    @pytest.mark.parametrize("way", DECODING, ids=lambda way: way.name)
+    def test_cached_equals_uncached(self, case, way):
+        subject = Subject(case.model)
+        probe = Probe(subject, texts_for(subject), OWN_EXACT)
+        way.run(probe)
+        assert probe.parting is None, f"{probe.parting}, where logits differ by {probe.error:.1e} of the largest"
 
     @pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS)
     def test_cached_equals_uncached_with_holes_in_the_mask(self, case, chunks):
@@ -393,18 +397,11 @@ class Contract:
         uncached = model(ids, attention_mask=mask, use_cache=False).logits
         assert_near(decode(model, ids, chunks, attention_mask=mask)[mask.bool()], uncached[mask.bool()])
 
-    @pytest.mark.parametrize("layout", ["plain", "left_padded", "packed"])
-    def test_static_cache_equals_uncached(self, case, layout):
-        model, ids = case.model, tokens(2, T)
-        given = {}
-        if layout == "left_padded":
-            given["attention_mask"] = (torch.arange(T) >= torch.tensor([[0], [3]])).long()
-        if layout == "packed":
-            given["position_ids"] = document_positions(DOCUMENTS)
-        real = given.get("attention_mask", torch.ones(2, T)).bool()
+    def test_static_cache_of_packed_documents_equals_uncached(self, case):
+        model, ids, positions = case.model, tokens(2, T), document_positions(DOCUMENTS)
         cache = StaticCache(config=model.config, max_cache_len=T + 3)
-        decoded = decode(model, ids, [6, 1, 1, 9], cache=cache, **given)
-        assert_near(decoded[real], model(ids, use_cache=False, **given).logits[real])
+        decoded = decode(model, ids, [6, 1, 1, 9], cache=cache, position_ids=positions)
+        assert_near(decoded, model(ids, use_cache=False, position_ids=positions).logits)
 
     def test_cache_bytes_follow_the_plan(self, case):
         model, ids = case.model, tokens(2, T)
@@ -491,42 +488,12 @@ class Contract:
 
     # Generation
 
-    @pytest.mark.parametrize("way", GENERATION)
-    def test_generation(self, case, way):
-        """Equals what the same call makes without a cache, with the same random numbers; the second row is shorter."""
-        ids = tokens(2, 9)
-        mask = (torch.arange(9) >= torch.tensor([[0], [4]])).long()
-        options = GENERATION[way]
-        known = {"prefill_chunk_size", "cache_implementation", "disable_compile"}
-        plain = {name: value for name, value in options.items() if name not in known}
-        expected = generate(case.model, ids, attention_mask=mask, use_cache=False, **plain)
-        assert torch.equal(generate(case.model, ids, attention_mask=mask, **options), expected)
-        if "num_return_sequences" not in options:
-            assert torch.equal(expected[1:], generate(case.model, ids[1:, 4:], use_cache=False, **plain))
-            assert torch.equal(expected[:1], generate(case.model, ids[:1], **options))
-
     def test_generation_after_packed_documents(self, case):
         """Only the last document of the prompt counts."""
         ids = tokens(2, 9)
-        generated = generate(case.model, ids, position_ids=document_positions([[4, 5]] * 2))
-        assert torch.equal(generated, generate(case.model, ids[:, 4:], use_cache=False))
-
-    def test_generation_continues_from_a_cache(self, case):
-        """A second turn: the first turn's tokens and three new ones."""
-        first = case.model.generate(tokens(2, 9), max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
-        ids = torch.cat((first.sequences, tokens(2, 3, seed=1)), dim=1)
-        generated = generate(case.model, ids, past_key_values=cache_of(first))
-        assert torch.equal(generated, generate(case.model, ids, use_cache=False))
-
-    @pytest.mark.parametrize("assistant", ["prompt_lookup", "unrelated", "alike"])
-    def test_assisted_generation(self, case, assistant):
-        """An unrelated assistant is rejected at almost every token, a similar one only at some."""
-        ids, options = tokens(1, 4).repeat(1, 4), {"prompt_lookup_num_tokens": 3}
-        if assistant != "prompt_lookup":
-            helper = build(num_hidden_layers=1) if assistant == "unrelated" else disturb(case.copy, 0.02)
-            ids, options = tokens(1, 9), {"assistant_model": helper}
-        generated = generate(case.model, ids, **options)
-        assert torch.equal(generated, generate(case.model, ids, use_cache=False))
+        options = dict(max_new_tokens=10, do_sample=False)
+        generated = case.model.generate(ids, position_ids=document_positions([[4, 5]] * 2), **options)
+        assert torch.equal(generated[:, 4:], case.model.generate(ids[:, 4:], use_cache=False, **options))
 
     # Training
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headwater.config.text import HeadwaterConfig
-from headwater.engines.split import Portion, own_attention
+from headwater.engines.split import Portion, split_attention
 from headwater.models.causal_lm import HeadwaterForCausalLM
 
 
@@ -95,7 +95,7 @@ def read_halves(model: HeadwaterForCausalLM, ids: Tensor) -> Iterator[tuple[Tens
         share = Portion(model.config, rank, 2)
         queries = slice(share.queries.start, share.queries.stop)
         for block, ((x, *sources), options), read in zip(blocks, calls, reads, strict=True):
-            half: Any = own_attention(block, share, OnlyProcess())
+            half: Any = split_attention(block.self_attn, share, OnlyProcess())
             half.o_proj = nn.Identity()
             for i, source in enumerate(block.plan.reads):
                 if source.kind not in ("stream", "shared"):

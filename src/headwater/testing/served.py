@@ -22,15 +22,12 @@ from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.nn.attention_kernel import eager_attention
 from headwater.nn.engine import AttentionLayer
 
+# Up to so many tokens are tried and taken back.
+TAKEN_BACK = 2
+
 
 class NaiveEngine(PagedEngine):
     """Attention over the blocks of one sequence after another."""
-
-    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        assert self.batch is not None
-        for part, x in (("k", k), ("v", v)):
-            if x.shape[1]:
-                self.store(layer, part, x.dtype)[self.batch.block, :, self.batch.offset] = x
 
     def read(self, attention: AttentionLayer, q: Tensor, keys: Tensor, values: Tensor, first: int) -> Tensor:
         batch, out = self.batch, torch.empty_like(q)
@@ -64,24 +61,21 @@ class Request:
 class Server:
     """Runs rows to their ends, checking nothing itself: `outputs` gives each token's logits as they are computed.
 
-    sharing: whether equal prefixes share blocks. takes_back: up to how many tokens are tried and taken back. share: the
-    model is this part of one that is split over processes.
+    share: the model is this part of one that is split over processes.
     """
 
     def __init__(
         self,
         model: HeadwaterForCausalLM,
         block_size: int = 4,
-        takes_back: int = 2,
-        sharing: bool = True,
         seed: int = 0,
         share: Portion | None = None,
     ) -> None:
-        self.model, self.size, self.takes_back, self.sharing = model, block_size, takes_back, sharing
+        self.model, self.size = model, block_size
         self.random = random.Random(seed)
         element = next(model.parameters()).element_size()
         share = share or Portion(model.config)
-        page = Page(share.narrow, share.plans, block_size, element, takes_back)
+        page = Page(share.narrow, share.plans, block_size, element, TAKEN_BACK)
         self.engine = NaiveEngine(page, share.slopes)
         self.known: dict[tuple[int, ...], int] = {}  # blocks of prefixes
         self.used = 0
@@ -107,7 +101,7 @@ class Server:
 
     def scheduled(self, row: Request) -> list[int]:
         """The tokens that a row is given next; the last ones may be wrong."""
-        if row.done == 0 and self.sharing:
+        if row.done == 0:
             while (len(row.blocks) + 1) * self.size < len(row.tokens):
                 prefix = tuple(row.tokens[: (len(row.blocks) + 1) * self.size])
                 if prefix not in self.known:
@@ -116,11 +110,11 @@ class Server:
             row.done = len(row.blocks) * self.size
         end = self.random.randint(row.done + 1, len(row.tokens))
         right = row.tokens[row.done : end]
-        tried = [self.random.randrange(50) for _ in range(self.random.randint(0, self.takes_back))]
+        tried = [self.random.randrange(50) for _ in range(self.random.randint(0, TAKEN_BACK))]
         for at in range(len(row.blocks), -(-(end + len(tried)) // self.size)):
             row.blocks.append(self.used)
             self.used += 1
-            if (at + 1) * self.size <= end and self.sharing:
+            if (at + 1) * self.size <= end:
                 self.known.setdefault(tuple(row.tokens[: (at + 1) * self.size]), row.blocks[at])
         return right + tried
 

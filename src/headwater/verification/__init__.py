@@ -5,7 +5,6 @@
 """
 
 from headwater.verification.own import tiny, verify
-from headwater.verification.sources import open_model
 from headwater.verification.verdicts import Verified
 from headwater.verification.ways import WAYS, Parting, Way
 
@@ -14,7 +13,6 @@ __all__ = [
     "Parting",
     "Verified",
     "Way",
-    "open_model",
     "tiny",
     "verify",
 ]

@@ -106,6 +106,6 @@ def verify(
     positions = getattr(config, "max_position_embeddings", LONGEST)
     if getattr(config, "position", None) == "learned" and positions < LONGEST:
         raise HeadwaterError(f"Verifying needs {LONGEST} positions, but this model has only {positions} learned ones.")
-    wanted = [way for way in ways_of(model) if ways is None or way.name in ways]
+    chosen = [way for way in ways_of(model) if ways is None or way.name in ways]
     exact_to = OWN_EXACT if isinstance(model, HeadwaterForCausalLM) else EXACT
-    return verify_twice(model, seed, wanted, exact_to)
+    return verify_twice(model, seed, chosen, exact_to)

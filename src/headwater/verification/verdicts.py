@@ -60,13 +60,13 @@ def verify_model(model: PreTrainedModel, seed: int, ways: Sequence[Way], exact_t
     judge = exact if exact.subject is not None else rounded
     if judge.subject is None:
         raise HeadwaterError(f"{type(model).__name__} cannot read ids alone: {rounded.why}")
-    found: list[Verified] = []
+    verdicts: list[Verified] = []
     for way in ways:
-        found.append(_judge_way(way, exact, rounded))
-        if way.name == CAUSAL and found[-1].ok is False:
+        verdicts.append(_judge_way(way, exact, rounded))
+        if way.name == CAUSAL and verdicts[-1].ok is False:
             why = "logits depend on later tokens even without a cache"
-            return found + [Verified(name, None, why=why) for name in [*(way.name for way in ways[1:]), BF16]]
-    return [*found, _bf16(model, judge)]
+            return verdicts + [Verified(name, None, why=why) for name in [*(way.name for way in ways[1:]), BF16]]
+    return [*verdicts, _bf16(model, judge)]
 
 
 def _judge_way(way: Way, exact: _Precision, rounded: _Precision) -> Verified:
@@ -77,16 +77,16 @@ def _judge_way(way: Way, exact: _Precision, rounded: _Precision) -> Verified:
     verdict = exact.run(way)
     if way.generates or rounded.subject is None:
         return verdict
-    other = rounded.run(way)
-    return dataclasses.replace(verdict, rounded=other.error, only_rounded=bool(verdict.ok) and other.ok is False)
+    in_fp32 = rounded.run(way)
+    return dataclasses.replace(verdict, rounded=in_fp32.error, only_rounded=bool(verdict.ok) and in_fp32.ok is False)
 
 
 def verify_twice(model: PreTrainedModel, seed: int, ways: Sequence[Way], exact_to: float = EXACT) -> list[Verified]:
     """`verify_model`, where a way differs only if it does so again with other texts: once may be a tie."""
-    first = verify_model(model, seed, ways, exact_to)
-    differing = {verdict.check for verdict in first if verdict.ok is False}
+    verdicts = verify_model(model, seed, ways, exact_to)
+    differing = {verdict.check for verdict in verdicts if verdict.ok is False}
     if not differing:
-        return first
+        return verdicts
     if CAUSAL not in differing:  # with it, the other ways have not run
         ways = [way for way in ways if way.name in differing]
     again = {verdict.check: verdict for verdict in verify_model(model, seed + 1, ways, exact_to)}
@@ -98,7 +98,7 @@ def verify_twice(model: PreTrainedModel, seed: int, ways: Sequence[Way], exact_t
         else again[verdict.check]
         if CAUSAL in chance
         else verdict
-        for verdict in first
+        for verdict in verdicts
     ]
 
 
@@ -155,7 +155,7 @@ def _bf16(model: PreTrainedModel, judge: _Precision) -> Verified:
     except Exception as raised:
         return Verified(BF16, None, why=sentence(raised))
     true = judge.texts.alone.logits.double()
-    uncached, cached = ((one - true).square().mean(dim=(0, 2)).sqrt() for one in (alone, cached_logits))
+    uncached, cached = ((logits - true).square().mean(dim=(0, 2)).sqrt() for logits in (alone, cached_logits))
     size = float(true.square().mean().sqrt())
     error = float(cached.square().mean().sqrt()) / size
     ok = error <= 3 * float(uncached.square().mean().sqrt()) / size + 0.02

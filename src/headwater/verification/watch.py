@@ -35,24 +35,24 @@ class Double(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.Tensor.float:
             function = torch.Tensor.double
-        args = tuple(torch.float64 if one is torch.float32 else one for one in args)
-        kwargs = {key: torch.float64 if one is torch.float32 else one for key, one in (kwargs or {}).items()}
+        args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+        kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
         return function(*args, **kwargs)
 
 
 @contextlib.contextmanager
-def in_double(wanted: bool) -> Iterator[None]:
+def in_double(active: bool) -> Iterator[None]:
     """In this context, models compute in fp64 throughout, if `wanted`."""
-    if not wanted:
+    if not active:
         yield
         return
-    before = torch.get_default_dtype()
+    default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
         with Double():
             yield
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(default)
 
 
 @dataclass(frozen=True)
@@ -94,38 +94,38 @@ class Subject:
         mask: Tensor | None = None,
         positions: Tensor | None = None,
         use_cache: bool = True,
-        **more: Any,
+        **options: Any,
     ) -> tuple[Seen, Any]:
         """Logits and layers of one call, and the cache for the next.
 
         ids: [B, T]. mask: [B, everything so far]. positions: [B, T], left out where the model takes none.
         """
-        given: dict[str, Any] = {"input_ids": ids, **more}
+        arguments: dict[str, Any] = {"input_ids": ids, **options}
         if mask is not None and "attention_mask" in self.takes:
-            given["attention_mask"] = mask if self.whole_mask else mask[:, -ids.shape[1] :]
+            arguments["attention_mask"] = mask if self.whole_mask else mask[:, -ids.shape[1] :]
         if positions is not None and self.positions:
-            given["position_ids"] = positions
+            arguments["position_ids"] = positions
         if "use_cache" in self.takes:
-            given["use_cache"] = use_cache
+            arguments["use_cache"] = use_cache
         if cache is not None:
             if self.cache_name is None:
                 raise HeadwaterError(f"{type(self.model).__name__} takes no cache")
-            given[self.cache_name] = cache
+            arguments[self.cache_name] = cache
         layers: dict[str, Tensor] = {}
         with in_double(self.dtype == torch.float64), self._watching(ids, layers):
-            made = self.model(**given)
-        logits = made.logits
+            output = self.model(**arguments)
+        logits = output.logits
         if logits.shape[:2] != ids.shape:
             raise HeadwaterError(f"logits of shape {list(logits.shape)} for ids of shape {list(ids.shape)}")
         if use_cache and self.cache_name is not None:
-            cache = getattr(made, self.cache_name, None)
+            cache = getattr(output, self.cache_name, None)
         return Seen(logits, layers), cache
 
     @contextlib.contextmanager
     def _watching(self, ids: Tensor, layers: dict[str, Tensor]) -> Iterator[None]:
         def watch(name: str) -> Any:
-            def hook(module: nn.Module, args: Any, made: Any) -> None:
-                wrote = made[0] if isinstance(made, tuple | list) and made else made
+            def hook(module: nn.Module, args: Any, output: Any) -> None:
+                wrote = output[0] if isinstance(output, tuple | list) and output else output
                 if isinstance(wrote, Tensor) and wrote.ndim >= 3 and wrote.shape[:2] == ids.shape:
                     times = sum(key.partition(" ")[0] == name for key in layers)  # some models run a layer repeatedly
                     # A copy: some layers write into it later.
@@ -148,20 +148,20 @@ def _takes_whole_mask(model: PreTrainedModel) -> bool:
     """
     ids = torch.ones(1, 3, dtype=torch.long)
     try:
-        given = model.prepare_inputs_for_generation(
+        arguments = model.prepare_inputs_for_generation(
             ids, next_sequence_length=1, attention_mask=ids, use_cache=True, is_first_iteration=False
         )
     except Exception:
         return True
-    return not getattr(model, "_is_stateful", False) or given.get("attention_mask") is not None
+    return not getattr(model, "_is_stateful", False) or arguments.get("attention_mask") is not None
 
 
 def _blocks(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
     """The embedding and the layers of the text model, by name: of all lists of modules, the longest (the outermost)."""
-    found: list[tuple[str, nn.Module]] = []
+    blocks: list[tuple[str, nn.Module]] = []
     with contextlib.suppress(NotImplementedError, AttributeError):
         embedding = model.get_input_embeddings()
-        found = [(name, module) for name, module in model.named_modules() if module is embedding]
+        blocks = [(name, module) for name, module in model.named_modules() if module is embedding]
     lists = [
         (name, module)
         for name, module in model.named_modules()
@@ -171,5 +171,5 @@ def _blocks(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
         depth = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
         # The outermost of the longest: experts and heads lie within layers.
         name, layers = max(lists, key=lambda item: (len(item[1]) == depth, -item[0].count("."), len(item[1])))
-        found += [(f"{name}.{number}", layer) for number, layer in enumerate(layers)]
-    return found
+        blocks += [(f"{name}.{number}", layer) for number, layer in enumerate(layers)]
+    return blocks

@@ -28,8 +28,9 @@ ROWS, LENGTH, SHARED = 4, 20, 12
 # Tokens that `generate` adds, and the longest row that results.
 PROMPT, NEW = 13, 8
 LONGEST = PROMPT + NEW + 3 + NEW
-# How many tokens of padding each row has on its left.
+# How many tokens of padding each row has on its left, and each prompt.
 PADS = (0, 5, LENGTH - 3)
+PROMPT_PADS = (0, 4, PROMPT - 1)
 
 
 class DoesNotApply(Exception):
@@ -65,7 +66,7 @@ def texts_for(subject: Subject, seed: int = 0) -> Texts:
     """Random ids that are none of the model's special tokens, and one uncached forward pass of them."""
     config = subject.config
     special = {value for key, value in vars(config).items() if key.endswith(("_token_id", "_token_index"))}
-    allowed = torch.tensor([one for one in range(config.vocab_size) if one not in special])
+    allowed = torch.tensor([token for token in range(config.vocab_size) if token not in special])
     allowed = allowed[min(5, len(allowed) // 2) :]
     draw = torch.Generator().manual_seed(seed)
     ids = allowed[torch.randint(len(allowed), (ROWS, LENGTH), generator=draw)]
@@ -86,20 +87,20 @@ class Probe:
     def compare(self, seen: Seen, spans: Sequence[tuple[int, int, int, int, int]], packed: bool = False) -> None:
         """spans: (row, slot, text, position, length) of what a call returned: slots of its rows, and where in the
         texts the same tokens are."""
-        first: tuple[int, int, int, int] | None = None
+        earliest: tuple[int, int, int, int] | None = None
         for row, slot, text, position, length in spans:
             if length <= 0:
                 continue
-            here = seen.logits[row, slot : slot + length]
-            error = _errors(here, self.texts.alone.logits[text, position : position + length], self.texts.scale)
+            logits = seen.logits[row, slot : slot + length]
+            error = _errors(logits, self.texts.alone.logits[text, position : position + length], self.texts.scale)
             self.error = max(self.error, float(error.max()))
             parted = (error > self.tolerance).nonzero()
             if len(parted):
                 step = int(parted[0])
-                found = (position + step, row, slot + step, text)
-                first = found if first is None else min(first, found)
-        if first is not None and self.parting is None:
-            position, row, slot, text = first
+                candidate = (position + step, row, slot + step, text)
+                earliest = candidate if earliest is None else min(earliest, candidate)
+        if earliest is not None and self.parting is None:
+            position, row, slot, text = earliest
             self.parting = Parting(text if packed else row, position, self._layer(seen, row, slot, text, position))
 
     def _layer(self, seen: Seen, row: int, slot: int, text: int, position: int) -> str | None:
@@ -126,9 +127,9 @@ class Probe:
         return None
 
 
-def _errors(one: Tensor, other: Tensor, scale: float) -> Tensor:
+def _errors(x: Tensor, y: Tensor, scale: float) -> Tensor:
     """The largest difference of each token, relative to `scale`; infinite where a number is not finite."""
-    difference = (one.double() - other.double()).abs().flatten(1).amax(1) / scale
+    difference = (x.double() - y.double()).abs().flatten(1).amax(1) / scale
     return difference.nan_to_num(nan=math.inf)
 
 
@@ -156,14 +157,14 @@ class Feed:
         until = LENGTH if tokens is None else self.at + tokens
         mask = (torch.arange(until) >= torch.tensor(self.pads)[:, None]).long()
         positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, 0)[:, self.at :]  # as `generate` counts them
-        given: dict[str, Any] = {} if self.bare else {"mask": mask, "positions": positions}
+        arguments: dict[str, Any] = {} if self.bare else {"mask": mask, "positions": positions}
         texts = self.probe.texts
         lines = [
             torch.cat((torch.full((pad,), texts.pad), texts.ids[text, : LENGTH - pad]))
             for text, pad in zip(self.rows if wrong is None else wrong, self.pads, strict=True)
         ]
         ids = torch.stack(lines)[:, self.at : until]
-        seen, cache = self.probe.subject(ids, self.cache if use_cache else None, use_cache=use_cache, **given)
+        seen, cache = self.probe.subject(ids, self.cache if use_cache else None, use_cache=use_cache, **arguments)
         if use_cache:
             if cache is None:
                 raise DoesNotApply("the model returns no cache")
@@ -208,25 +209,25 @@ def _padded(probe: Probe) -> None:
 PACKED = ((0, 7), (1, 9), (2, 1), (3, 6))
 
 
-def packed(probe: Probe, every: bool = False, promised: bool = False) -> None:
-    """every: with all that says where documents begin. promised: the model says that it keeps documents apart."""
+def packed(probe: Probe, with_borders: bool = False, promised: bool = False) -> None:
+    """with_borders: with all that says where documents begin. promised: the model says that it keeps them apart."""
     if "position_ids" not in probe.subject.takes:
         raise DoesNotApply(f"{type(probe.subject.model).__name__} takes no position_ids")
     if not probe.subject.positions:
         raise DoesNotApply("its position_ids do not begin at 0")
     ids = torch.cat([probe.texts.ids[text, :tokens] for text, tokens in PACKED])[None]
     positions = torch.cat([torch.arange(tokens) for _, tokens in PACKED])[None]
-    more = _border_arguments(probe) if every else {}
-    seen, _ = probe.subject(ids, positions=positions, use_cache=False, **more)
+    borders = _border_arguments(probe) if with_borders else {}
+    seen, _ = probe.subject(ids, positions=positions, use_cache=False, **borders)
     spans, slot = [], 0
     for text, tokens in PACKED:
         spans.append((0, slot, text, 0, tokens))
         slot += tokens
-    found = Probe(probe.subject, probe.texts, probe.tolerance)
-    found.compare(seen, spans, packed=True)
-    if found.parting is not None and not promised:
+    unpromised = Probe(probe.subject, probe.texts, probe.tolerance)
+    unpromised.compare(seen, spans, packed=True)
+    if unpromised.parting is not None and not promised:
         # With a mask, transformers does not look for documents. If that changes nothing, the model never does.
-        joined, _ = probe.subject(ids, positions=positions, use_cache=False, mask=torch.ones_like(ids), **more)
+        joined, _ = probe.subject(ids, positions=positions, use_cache=False, mask=torch.ones_like(ids), **borders)
         if torch.equal(seen.logits, joined.logits):
             raise DoesNotApply("it does not look for documents where position_ids restart: each sees those before")
     probe.compare(seen, spans, packed=True)
@@ -286,11 +287,11 @@ def _crop(probe: Probe) -> None:
     feed.steps()
 
 
-def _batch(feed: Feed, operation: str, given: Any, order: Sequence[int], rows: Sequence[int]) -> None:
+def _batch(feed: Feed, operation: str, argument: Any, order: Sequence[int], rows: Sequence[int]) -> None:
     change = getattr(feed.cache, operation, None)
     if change is None:
         raise DoesNotApply(f"{type(feed.cache).__name__} has no {operation}")
-    change(given)
+    change(argument)
     feed.pads = [feed.pads[row] for row in order]
     feed.rows = list(rows)
 
@@ -324,11 +325,11 @@ def _repeat(probe: Probe) -> None:
 
 def _prefix(probe: Probe) -> None:
     """One row's prefix, cached once, continues in two ways, from copies of the cache."""
-    begun = Feed(probe, [0])
-    begun.read(SHARED)
-    kept = begun.cache
+    feed = Feed(probe, [0])
+    feed.read(SHARED)
+    cache = feed.cache
     for text in (0, 3, 0):
-        feed = Feed(probe, [text], cache=copy.deepcopy(kept))
+        feed = Feed(probe, [text], cache=copy.deepcopy(cache))
         feed.at = SHARED
         feed.read(3)
         feed.steps(2)
@@ -346,12 +347,12 @@ def _two_streams(probe: Probe) -> None:
 
 
 def _reset(probe: Probe) -> None:
-    first = Feed(probe, [1, 2])
-    first.read(9)
-    if not hasattr(first.cache, "reset"):
-        raise DoesNotApply(f"{type(first.cache).__name__} has no reset")
-    first.cache.reset()
-    second = Feed(probe, [0, 1], cache=first.cache)
+    feed = Feed(probe, [1, 2])
+    feed.read(9)
+    if not hasattr(feed.cache, "reset"):
+        raise DoesNotApply(f"{type(feed.cache).__name__} has no reset")
+    feed.cache.reset()
+    second = Feed(probe, [0, 1], cache=feed.cache)
     second.read(6)
     second.steps(3)
     second.read()
@@ -363,97 +364,97 @@ def _reset(probe: Probe) -> None:
 @contextlib.contextmanager
 def without_end(model: Any) -> Iterator[None]:
     """In this context, `generate` ignores the model's stop settings, so all rows have one length."""
-    before = model.generation_config
+    settings = model.generation_config
     model.generation_config = GenerationConfig(pad_token_id=0)
     try:
         yield
     finally:
-        model.generation_config = before
+        model.generation_config = settings
 
 
 def _generate(probe: Probe, ids: Tensor, mask: Tensor | None = None, **options: Any) -> Any:
     model = probe.subject.model
     if not hasattr(model, "generate"):
         raise DoesNotApply(f"{type(model).__name__} has no generate")
-    given: dict[str, Any] = dict(max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True, output_logits=True)
+    defaults: dict[str, Any] = dict(
+        max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True, output_logits=True
+    )
     torch.manual_seed(0)
     with without_end(model), in_double(probe.subject.dtype == torch.float64), torch.no_grad():
         return model.generate(
             ids,
             attention_mask=torch.ones_like(ids) if mask is None else mask,
             pad_token_id=probe.texts.pad,
-            **(given | options),
+            **(defaults | options),
         )
 
 
-def _again(probe: Probe, made: Any, pads: Sequence[int], prompt: int, logits: bool = True) -> None:
+def _check_generated(probe: Probe, output: Any, pads: Sequence[int], prompt: int, logits: bool = True) -> None:
     """Compare logits (or only tokens) of `generate` with one uncached forward pass of each row."""
-    for row, line in enumerate(made.sequences):
-        tokens = line[pads[row] :]
-        new = len(line) - prompt
+    for row, ids in enumerate(output.sequences):
+        tokens = ids[pads[row] :]
+        new = len(ids) - prompt
         alone = probe.subject(tokens[None, :-1], use_cache=False)[0].logits[0, -new:].double()
         scale = float(alone.abs().max())
         if logits:
-            error = _errors(torch.stack([step[row] for step in made.logits]), alone, scale)
+            errors = _errors(torch.stack([step[row] for step in output.logits]), alone, scale)
         else:  # how much less likely the token is than the likeliest
-            error = (alone.amax(1) - alone.gather(1, tokens[-new:, None])[:, 0]) / scale
-        for step, one in enumerate(error.tolist()):
-            probe.tell(row, len(tokens) - new + step, one)
+            errors = (alone.amax(1) - alone.gather(1, tokens[-new:, None])[:, 0]) / scale
+        for step, error in enumerate(errors.tolist()):
+            probe.tell(row, len(tokens) - new + step, error)
 
 
-def _greedy(probe: Probe, **options: Any) -> None:
-    ids = probe.texts.ids[:3, :PROMPT]
-    made = _generate(probe, ids, **options)
-    _again(probe, made, [0] * len(made.sequences), PROMPT)
-
-
-def _generate_padded(probe: Probe) -> None:
-    pads = (0, 4, PROMPT - 1)
+def _generate_rows(probe: Probe, pads: Sequence[int], copies: int, **options: Any) -> tuple[Any, list[int]]:
+    """What `generate` makes of prompts with this much padding on the left, and the padding of each row made."""
     mask = (torch.arange(PROMPT) >= torch.tensor(pads)[:, None]).long()
-    ids = probe.texts.ids[:3, :PROMPT].masked_fill(mask == 0, probe.texts.pad)
-    _again(probe, _generate(probe, ids, mask), pads, PROMPT)
+    ids = probe.texts.ids[: len(pads), :PROMPT].masked_fill(mask == 0, probe.texts.pad)
+    return _generate(probe, ids, mask, **options), [pad for pad in pads for _ in range(copies)]
 
 
-def _beams(probe: Probe) -> None:
+def sample(probe: Probe, padded: bool = False, **options: Any) -> None:
+    """Of each row the most likely tokens, or several continuations as `options` say."""
+    pads, copies = PROMPT_PADS if padded else (0, 0, 0), options.get("num_return_sequences", 1)
+    _check_generated(probe, *_generate_rows(probe, pads, copies, **options), PROMPT)
+
+
+def search_beams(probe: Probe, padded: bool = False, **options: Any) -> None:
     """The score of each beam is the sum of its tokens' log-probabilities."""
-    options: dict[str, Any] = dict(
-        num_beams=3, num_return_sequences=3, length_penalty=0.0, output_logits=False, output_scores=True
-    )
-    made = _generate(probe, probe.texts.ids[:2, :PROMPT], **options)
-    for row, tokens in enumerate(made.sequences):
-        alone = probe.subject(tokens[None, :-1], use_cache=False)[0].logits[0, PROMPT - 1 :]
-        score = alone.double().log_softmax(-1).gather(1, tokens[PROMPT:, None]).sum()
-        probe.tell(row, PROMPT, float(abs(score - made.sequences_scores[row]) / abs(score)))
+    options |= dict(num_beams=3, num_return_sequences=3, length_penalty=0.0, output_logits=False, output_scores=True)
+    output, pads = _generate_rows(probe, PROMPT_PADS[:2] if padded else (0, 0), 3, **options)
+    for row, (ids, pad) in enumerate(zip(output.sequences, pads, strict=True)):
+        alone = probe.subject(ids[None, pad:-1], use_cache=False)[0].logits[0, PROMPT - pad - 1 :]
+        score = alone.double().log_softmax(-1).gather(1, ids[PROMPT:, None]).sum()
+        probe.tell(row, PROMPT - pad, float(abs(score - output.sequences_scores[row]) / abs(score)))
 
 
-def _assisted(probe: Probe) -> None:
-    """With an assistant whose proposals are mostly rejected, because its parameters are different random ones."""
+def assist(probe: Probe, distance: float = 0.05) -> None:
+    """With an assistant whose parameters are off by random numbers; by 0.05, most of its proposals are rejected."""
     if getattr(probe.subject.model, "_is_stateful", False):
         raise DoesNotApply(f"{type(probe.subject.model).__name__} is stateful: generate refuses an assistant")
     assistant = copy.deepcopy(probe.subject.model)
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in assistant.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=draw, dtype=parameter.dtype))
-    made = _generate(probe, probe.texts.ids[:1, :PROMPT], assistant_model=assistant)
-    _again(probe, made, [0], PROMPT, logits=False)
+            parameter.add_(distance * torch.randn(parameter.shape, generator=draw, dtype=parameter.dtype))
+    output = _generate(probe, probe.texts.ids[:1, :PROMPT], assistant_model=assistant)
+    _check_generated(probe, output, [0], PROMPT, logits=False)
 
 
 def _lookup(probe: Probe) -> None:
-    made = _generate(probe, probe.texts.ids[:1, :4].repeat(1, 3), prompt_lookup_num_tokens=3)
-    _again(probe, made, [0], 12, logits=False)
+    output = _generate(probe, probe.texts.ids[:1, :4].repeat(1, 3), prompt_lookup_num_tokens=3)
+    _check_generated(probe, output, [0], 12, logits=False)
 
 
 def _turns(probe: Probe) -> None:
     """A second turn that continues from the first one's cache."""
     ids = probe.texts.ids[:3, :PROMPT]
-    first = _generate(probe, ids)
-    cache = cache_of(first)
+    output_of_first = _generate(probe, ids)
+    cache = cache_of(output_of_first)
     if cache is None:
         raise DoesNotApply(f"generate returns no {CACHE}")
-    longer = torch.cat((first.sequences, ids[:, :3]), dim=1)
-    made = _generate(probe, longer, **{CACHE: cache})
-    _again(probe, made, [0] * len(ids), longer.shape[1])
+    longer = torch.cat((output_of_first.sequences, ids[:, :3]), dim=1)
+    output = _generate(probe, longer, **{CACHE: cache})
+    _check_generated(probe, output, [0] * len(ids), longer.shape[1])
 
 
 @dataclass(frozen=True)
@@ -467,13 +468,14 @@ class Way:
 
 # The first is what the others rest on: a model whose uncached logits depend on later tokens has no cache to verify.
 CAUSAL = "prefixes"
-_STATIC: dict[str, Any] = dict(cache_implementation="static", disable_compile=True)
+STATIC: dict[str, Any] = dict(cache_implementation="static", disable_compile=True)
+SAMPLED: dict[str, Any] = dict(do_sample=True, top_k=0, num_return_sequences=2)
 WAYS = [
     Way(CAUSAL, _prefixes),
     Way("rows alone", _alone),
     Way("padding", _padded),
     Way("packing", packed),
-    Way("packing+", partial(packed, every=True)),
+    Way("packing+", partial(packed, with_borders=True)),
     Way("1 by 1", partial(_in_chunks, sizes=[1])),
     Way("prefill", partial(_in_chunks, sizes=[SHARED, 1])),
     Way("chunks of 3", partial(_in_chunks, sizes=[3])),
@@ -494,14 +496,14 @@ WAYS = [
     Way("static", partial(_in_chunks, sizes=[SHARED, 1], static=True)),
     Way("static, chunks", partial(_in_chunks, sizes=[5, 1, 4, 3, 7], static=True)),
     Way("static, padded", partial(_in_chunks, sizes=[LENGTH - 2, 1], padded=True, static=True)),
-    Way("greedy", _greedy, True),
-    Way("generate, padded", _generate_padded, True),
-    Way("generate, chunked", partial(_greedy, prefill_chunk_size=4), True),
-    Way("sampling", partial(_greedy, do_sample=True, top_k=0, num_return_sequences=2), True),
-    Way("beams", _beams, True),
-    Way("assisted", _assisted, True),
+    Way("greedy", sample, True),
+    Way("generate, padded", partial(sample, padded=True), True),
+    Way("generate, chunked", partial(sample, prefill_chunk_size=4), True),
+    Way("sampling", partial(sample, **SAMPLED), True),
+    Way("beams", search_beams, True),
+    Way("assisted", assist, True),
     Way("prompt lookup", _lookup, True),
     Way("second turn", _turns, True),
-    Way("generate, static", partial(_greedy, **_STATIC), True),
-    Way("static, chunked", partial(_greedy, **_STATIC, prefill_chunk_size=4), True),
+    Way("generate, static", partial(sample, **STATIC), True),
+    Way("static, chunked", partial(sample, **STATIC, prefill_chunk_size=4), True),
 ]

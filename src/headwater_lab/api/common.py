@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
 from transformers.utils import logging
 
-from headwater.models.kinds import AnyModel
 from headwater.util.errors import HeadwaterError
 from headwater_lab.api.observer import Observer
 from headwater_lab.data.base import Data
 from headwater_lab.training.checkpoints import FOLDER
 from headwater_lab.training.models import measure
+from headwater_lab.util.model_kinds import AnyModel
 
 if TYPE_CHECKING:
     from pandas import DataFrame

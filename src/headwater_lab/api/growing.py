@@ -11,9 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headwater import growth
-from headwater.conversion import add_mechanisms, from_transformers, function_change
+from headwater.conversion import add_mechanisms, from_transformers
 from headwater.cost.counts import check_memory
-from headwater.models.kinds import AnyModel
 from headwater.models.pretrained import HeadwaterPreTrainedModel
 from headwater.models.quantization import check_full_precision
 from headwater.plugins import outside
@@ -23,6 +22,7 @@ from headwater_lab.api.common import measured, quiet
 from headwater_lab.api.observer import SILENT, Observer
 from headwater_lab.data.base import Data
 from headwater_lab.recipe.schema import Change, changed_config
+from headwater_lab.training.change import measure_change
 from headwater_lab.training.checkpoints import how_to_load, write_model
 from headwater_lab.training.models import (
     Trained,
@@ -35,6 +35,7 @@ from headwater_lab.training.models import (
     sample_rows,
 )
 from headwater_lab.training.records import Event
+from headwater_lab.util.model_kinds import AnyModel
 from headwater_lab.util.terminal import lined
 
 # In a sample of a text.
@@ -81,7 +82,7 @@ def grow(
     ids, where = _tell_converted(trained, watch)
     grown = changed(trained, change)
     if watch.listens:
-        moved = _describe_change(function_change(trained.model, grown.model, ids))
+        moved = _describe_change(measure_change(trained.model, grown.model, ids))
         before, after = trained.model.num_parameters(), grown.model.num_parameters()
         watch.say(f"{before:,} → {after:,} parameters; {moved}, on {where}")
         learning = sum(parameter.numel() for parameter in grown.model.parameters() if parameter.requires_grad)
@@ -120,7 +121,7 @@ def shrink(
         moved = {"before": before, "after": after}
         says = f"held-out {data.metric.replace('_', ' ')} {before:.4f} → {after:.4f}"
     else:  # a text: the rest of it
-        moved = function_change(trained.model, model, ids[seen:])
+        moved = measure_change(trained.model, model, ids[seen:])
         says = f"{_describe_change(moved)} (last quarter)"
     watch.say(f"{trained.model.num_parameters():,} → {model.num_parameters():,} parameters; {says}")
     details = {"attention_pairs": attention_pairs, "ffn_pairs": ffn_pairs} | moved
@@ -203,7 +204,7 @@ def retrofit(
         result = add_mechanisms(trained.model, options, allow_change)
         details["mechanisms"] = {name: (result.config.mechanisms or {})[name] for name in named}
         if watch.listens or out is not None:
-            details["moved"] = moved = function_change(trained.model, result, ids)
+            details["moved"] = moved = measure_change(trained.model, result, ids)
             new = result.num_parameters() - trained.model.num_parameters()
             watch.say(f"{', '.join(named)} added, {new:+,} parameters: {_describe_change(moved)}, on {where}")
     return _written(trained.after("retrofitted", details, model=result) if details else trained, out, watch)
@@ -252,7 +253,7 @@ def _tell_converted(
         ids = sample_rows(trained, text, rows)
         where = f"{ids.numel():,} tokens of {text.name}"
     if trained.original is not None and watch.listens:
-        moved = function_change(trained.original, trained.model, ids)
+        moved = measure_change(trained.original, trained.model, ids)
         watch.say(f"{trained.original.config.model_type} → headwater: {_describe_change(moved)}, on {where}")
     trained.original = None
     return ids, where

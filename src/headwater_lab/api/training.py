@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headwater.models.kinds import AnyModel
 from headwater.plugins import outside
 from headwater.util.errors import HeadwaterError, nearest
 from headwater.util.files import local
@@ -18,6 +17,7 @@ from headwater_lab.training.checkpoints import load_model, newest_checkpoint
 from headwater_lab.training.records import CurvePoint, Experiment, HeldOutPoint, Notice, RunRecord, SpeedPoint
 from headwater_lab.training.run_folder import Activity, OnEvent, Point
 from headwater_lab.training.stages import chain, train_stages
+from headwater_lab.util.model_kinds import AnyModel
 
 
 @dataclass(frozen=True)

@@ -94,9 +94,9 @@ def init(configs: Sequence[str], *, vocab_size: VocabSize | None = None, json: A
     from dataclasses import asdict
 
     from headwater.cost.counts import check_memory
-    from headwater.models.kinds import model_class
     from headwater_lab.training.estimate import planned
     from headwater_lab.training.models import drowning, init_diagnostics
+    from headwater_lab.util.model_kinds import model_class
 
     models, changes = split_overrides(configs)
     found = {name: model.config for name, model in planned(models, changes, vocab_size).items()}

@@ -120,8 +120,8 @@ def serve(checkpoint: CheckpointPath, *, engine: Literal["transformers", "vllm"]
 
     from transformers.utils import is_serve_available
 
-    from headwater.models.load import has_tokenizer
     from headwater.util.extras import MissingExtra
+    from headwater_lab.data.tokenizer_files import has_tokenizer
     from headwater_lab.training.checkpoints import check, newest_checkpoint
 
     if engine == "transformers" and not is_serve_available():

@@ -41,10 +41,10 @@ def verify(
     seed: NaturalInt for prompts and parameters.
     """
     from headwater import verification as verifying
-    from headwater.models.kinds import MODEL_TYPES
     from headwater.models.load import model_type
     from headwater_lab.training.checkpoints import newest_checkpoint
     from headwater_lab.training.models import open_trained
+    from headwater_lab.util.model_kinds import MODEL_TYPES
 
     trained = None
     if checkpoint is not None:
@@ -77,12 +77,13 @@ def _models(
     """Names and models, each made when its turn comes. Mechanisms that are invalid on their own have none."""
     from headwater import verification as verifying
     from headwater.plugins.registry import MECHANISMS
+    from headwater_lab.training.hub_models import open_model
 
     if trained is not None:
         yield _name(trained.config.mechanisms or {}), trained
     elif sources:
         for source in sources:
-            yield source, verifying.open_model(source, trust_remote_code)
+            yield source, open_model(source, trust_remote_code)
     else:
         choices: list[dict[str, Any]] = [{}, *({name: {}} for name in MECHANISMS.names)]
         for mechanisms in choices:

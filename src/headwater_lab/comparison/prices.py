@@ -18,7 +18,6 @@ from pydantic import BaseModel, ValidationError
 from headwater import __version__
 from headwater.cost.counts import cache_bytes_per_token, training_flops
 from headwater.models.causal_lm import HeadwaterForCausalLM
-from headwater.models.kinds import is_of_images
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import replace_text
 from headwater_lab.bench.decoding import decode_in_turns
@@ -27,6 +26,7 @@ from headwater_lab.recipe.schema import Recipe
 from headwater_lab.training.loop import stepping
 from headwater_lab.training.records import device_name
 from headwater_lab.util.machine import set_threads
+from headwater_lab.util.model_kinds import is_of_images
 
 PRICES = "prices.json"
 # TimeRatio pairs of training steps, and of generations.

@@ -20,10 +20,10 @@ from tokenizers import Tokenizer, processors
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from headwater.models.load import TEXT_ENDS, TURN_ENDS
-from headwater.util.deadline import SECONDS, within
 from headwater.util.errors import HeadwaterError, first_line
 from headwater_lab.data.reading import TOOLS, WithTools
+from headwater_lab.data.tokenizer_files import TEXT_ENDS, TURN_ENDS
+from headwater_lab.util.deadline import SECONDS, within
 
 ASSISTANT = "assistant"
 # Columns whose text is a conversation if it is JSON.

@@ -16,13 +16,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from headwater.models.load import has_tokenizer, open_tokenizer
-from headwater.util.deadline import SECONDS, within
 from headwater.util.errors import HeadwaterError
 from headwater.util.hub import check_reachable
 from headwater_lab.data.chat import MEGABYTE, ChatEncoder, Encoded, copy_backend
 from headwater_lab.data.corpus import Document
 from headwater_lab.data.reading import local_path
+from headwater_lab.data.tokenizer_files import has_tokenizer, open_tokenizer
+from headwater_lab.util.deadline import SECONDS, within
 
 Ids = TypeVar("Ids")
 END_OF_TEXT = "<|endoftext|>"

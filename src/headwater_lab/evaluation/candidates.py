@@ -13,12 +13,12 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from headwater.config.text import HeadwaterConfig
-from headwater.models.load import check_finite, check_layers, check_size, model_type, read_config, reason, weight_files
+from headwater.models.load import check_finite, check_size, model_type, read_config, reason, weight_files
 from headwater.models.weights import check_files
 from headwater.util.errors import HeadwaterError, first_line
-from headwater.util.hub import check_reachable
 from headwater_lab.data.tokenizer import separator
 from headwater_lab.training.checkpoints import check, history_of, load_model, newest_checkpoint
+from headwater_lab.training.hub_models import check_source, explaining_code
 from headwater_lab.training.models import tokenizer_of
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
@@ -119,23 +119,12 @@ def candidates(sources: Sequence[str], trust_remote_code: bool = False) -> list[
 
 
 def _candidate(name: str, source: str, trust_remote_code: bool) -> Candidate:
+    check_source(source)
     path = Path(source)
     local = path.is_dir()
-    if local and not (path / "config.json").is_file():
-        raise HeadwaterError(f"{source!r} is not a checkpoint: it has no config.json.")
-    if not local:
-        check_reachable("model", source)
     own = local and model_type(path) == HeadwaterConfig.model_type
-    if local:
-        check_layers(path)
-    try:
+    with explaining_code(source, f"The config of {source!r} cannot be read"):
         config = read_config(path) if own else AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-    except HeadwaterError:
-        raise
-    except Exception as error:  # as above
-        if "trust_remote_code" in str(error):
-            raise HeadwaterError(f"{source!r} needs its own code, which runs only with --trust-remote-code.") from error
-        raise HeadwaterError(f"The config of {source!r} cannot be read: {first_line(error)}") from error
     tokenizer = tokenizer_of(path, config.vocab_size if own else None) if local else tokenizer_of(source)
     if tokenizer is None and trust_remote_code:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=True)

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from headwater import __version__
-from headwater.models.kinds import is_of_images
 from headwater.util.errors import HeadwaterError
 from headwater_lab.inspection.images import sample_images
 from headwater_lab.inspection.sample import repeated, sample
 from headwater_lab.inspection.scalars import Census, Scalars, blocks, census, scalars
 from headwater_lab.inspection.watch import SHOWN, Induction, Read, induction_scores, read
 from headwater_lab.training.models import Trained
+from headwater_lab.util.model_kinds import is_of_images
 
 SCHEMA_VERSION = 1
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from headwater.mechanisms.capabilities import ShowsScalars
 from headwater.mechanisms.contract import Mechanism
-from headwater.models.kinds import AnyModel
 from headwater.nn.block import Block
 from headwater_lab.inspection.scores import composed
+from headwater_lab.util.model_kinds import AnyModel
 
 
 @dataclass(frozen=True)

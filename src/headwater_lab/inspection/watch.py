@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from headwater.config.layers import layer_config
 from headwater.config.plan import Stage
-from headwater.models.kinds import AnyModel, is_of_images
 from headwater.nn.patches import raster_positions
 from headwater_lab.inspection.pairs import Firing, PairCounter
 from headwater_lab.inspection.sample import Sample, batch_size
 from headwater_lab.inspection.scalars import blocks, mechanisms, value_taps
 from headwater_lab.inspection.scores import effective, entropy, induction, previous, similarity
+from headwater_lab.util.model_kinds import AnyModel, is_of_images
 
 PerHead = list[list[float]]  # [layers][query heads]
 PatchMap = list[list[float]]  # [rows of patches][columns]

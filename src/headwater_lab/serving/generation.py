@@ -21,9 +21,9 @@ from transformers import (
 from headwater.models.cache import cache_bytes
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.decoding import LONGEST, Decoder
-from headwater.models.load import read_tokenizer
 from headwater.util.errors import HeadwaterError, shown
 from headwater_lab.data.tokenizer import encode_plainly, separator
+from headwater_lab.data.tokenizer_files import find_tokenizer
 from headwater_lab.serving.stops import UntilStop, before_stop
 from headwater_lab.training.checkpoints import check, load_model, newest_checkpoint
 
@@ -33,7 +33,7 @@ def load_for_generation(path: Path) -> tuple[HeadwaterForCausalLM, PreTrainedTok
     path = newest_checkpoint(path)
     check(path)
     model = load_model(path)
-    tokenizer = read_tokenizer(path, model.config.vocab_size)
+    tokenizer = find_tokenizer(path, model.config.vocab_size)
     if tokenizer is None:
         raise HeadwaterError(f"{str(path)!r} has no tokenizer: its model was not trained on text.")
     if separator(tokenizer) is None:

@@ -31,7 +31,6 @@ from transformers.cli.serving import chat_completion, completion, model_manager,
 
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.decoding import LONGEST
-from headwater.util.deadline import SECONDS, within
 from headwater.util.errors import HeadwaterError, first_line
 from headwater_lab.data.tokenizer import separator
 from headwater_lab.serving.requests import (
@@ -48,6 +47,7 @@ from headwater_lab.serving.requests import (
     read_json,
 )
 from headwater_lab.serving.stops import UntilStop, before_stop
+from headwater_lab.util.deadline import SECONDS, within
 
 logger = logging.getLogger(__name__)
 

@@ -53,7 +53,6 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.futures import Future as TorchFuture
 from transformers import BaseImageProcessor, PreTrainedTokenizerBase
 
-from headwater.models.kinds import MODEL_TYPES, AnyModel, model_class
 from headwater.models.load import (
     CONFIG,
     SHARDS,
@@ -86,6 +85,7 @@ from headwater_lab.training.optimizers import Average
 from headwater_lab.training.processes import first, gathered, local, recorded, together
 from headwater_lab.training.records import RECORD, Event, read_record
 from headwater_lab.util.machine import available_memory
+from headwater_lab.util.model_kinds import MODEL_TYPES, AnyModel, model_class
 
 if TYPE_CHECKING:  # reading needs none of the trainer's packages
     from lightning_fabric import Fabric

@@ -26,9 +26,7 @@ from torch import Tensor
 
 from headwater.kernels.scratch import keep_freed_memory
 from headwater.models.compiling import is_compiled
-from headwater.models.kinds import is_of_images
 from headwater.nn.documents import make_cu_seq_lens, takes_documents
-from headwater.nn.loss import smoothed
 from headwater.util.errors import HeadwaterError, sentence
 from headwater.util.seeding import number
 from headwater_lab.data.base import LABELS, Batch, Data, Share, labels_of, main_input, units
@@ -63,6 +61,7 @@ from headwater_lab.training.run_folder import Journal, OnEvent, claimed, full_di
 from headwater_lab.training.start import Setup, memory_advice
 from headwater_lab.util.endings import Diverged, Interrupted
 from headwater_lab.util.machine import set_threads
+from headwater_lab.util.model_kinds import is_of_images
 from headwater_lab.util.process import stop_requests
 
 T = TypeVar("T")
@@ -299,7 +298,7 @@ class TrainingRun(Setup):
         counted = counted.clamp(min=1)  # a step may have no answer of a conversation
         with autocast(self.fabric.device, training):
             if "pixel_values" in batch:
-                labels = smoothed(batch["labels"], training.label_smoothing, self.config.num_labels)
+                labels = smooth_labels(batch["labels"], training.label_smoothing, self.config.num_labels)
                 # With mixup, labels are no single classes: the loss to report is the one to minimize.
                 out = self.wrapped(pixel_values=batch["pixel_values"], labels=labels)
                 loss = out.loss * (len(labels) / counted)
@@ -540,3 +539,13 @@ def ahead(items: Iterator[T], depth: int = 2) -> Generator[T, None, None]:
         while True:
             yield waiting.popleft().result()
             waiting.append(worker.submit(next, items))
+
+
+def smooth_labels(labels: Tensor, share: float, classes: int) -> Tensor:
+    """Labels [B], or [B, at most `classes`] probabilities, with this share spread over all classes."""
+    if labels.ndim == 1:
+        if not share:
+            return labels
+        labels = torch.nn.functional.one_hot(labels, classes)
+    labels = torch.nn.functional.pad(labels.float(), (0, classes - labels.shape[1]))
+    return labels * (1 - share) + share / classes

@@ -30,8 +30,7 @@ from headwater.kernels.varlen import FROM, VARLEN, find_refusal
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.compiling import is_compiled
 from headwater.models.image_classification import HeadwaterForImageClassification
-from headwater.models.kinds import MODEL_TYPES, AnyModel, is_of_images
-from headwater.models.load import check_regular, check_vocabulary, model_type, open_tokenizer, read_tokenizer, reading
+from headwater.models.load import check_regular, model_type, reading
 from headwater.models.quantization import check_full_precision
 from headwater.nn.attention_kernel import supported_kernels
 from headwater.nn.block import Block
@@ -48,10 +47,12 @@ from headwater_lab.data.images import ImageData
 from headwater_lab.data.reading import PACKED, table_kind
 from headwater_lab.data.stream import read_documents
 from headwater_lab.data.tokenizer import encode_plainly, extends
+from headwater_lab.data.tokenizer_files import check_vocabulary, find_tokenizer, open_tokenizer
 from headwater_lab.recipe.overrides import MOST_TEXT, read_text
 from headwater_lab.recipe.schema import AnyData, Change, Training, untrusted_in
 from headwater_lab.training.checkpoints import check, history_of, load_model, newest_checkpoint, optimizer_state
 from headwater_lab.training.records import Event
+from headwater_lab.util.model_kinds import MODEL_TYPES, AnyModel, is_of_images
 
 PROCESSOR = "preprocessor_config.json"
 POSITIONS, CLASSIFIER = "model.embed_positions.weight", "classifier."
@@ -154,9 +155,9 @@ def image_processor_of(source: Path | str) -> BaseImageProcessor | None:
 
 
 def tokenizer_of(source: Path | str, vocab_size: int | None = None) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a checkpoint or of a name on the hub; None if it has none. See `reading.read_tokenizer`."""
+    """The tokenizer of a checkpoint or of a name on the hub; None if it has none. See `find_tokenizer`."""
     if isinstance(source, Path):
-        return read_tokenizer(source, vocab_size) if source.is_dir() else None
+        return find_tokenizer(source, vocab_size) if source.is_dir() else None
     try:
         tokenizer = open_tokenizer(source)
     except Exception:  # a model on the hub need not have one

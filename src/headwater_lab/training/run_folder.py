@@ -30,7 +30,6 @@ from lightning_fabric import Fabric
 from headwater.cost.counts import cache_bytes_per_token, embedding_parameters, training_flops
 from headwater.cost.hardware import peak_of
 from headwater.models.compiling import is_compiled
-from headwater.models.kinds import unit_of
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import disk_problem, explaining, read_bytes, replace_text, settled
 from headwater_lab.data.base import Evaluation
@@ -52,6 +51,7 @@ from headwater_lab.training.records import (
     write_record,
 )
 from headwater_lab.training.start import KEPT, MADE, Setup, trained_event
+from headwater_lab.util.model_kinds import unit_of
 from headwater_lab.util.output_folder import LOCK, keep, occupied
 
 METRICS, MARK = "metrics.jsonl", ".headwater"

@@ -35,12 +35,12 @@ from headwater.growth.pairs import has_pairs
 from headwater.mechanisms.capabilities import ActsInTraining, Step
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.compiling import compile_model
-from headwater.models.kinds import MODEL_TYPES, AnyModel, is_of_images, model_class
-from headwater.models.load import CONFIG, model_type, read_config, read_tokenizer
+from headwater.models.load import CONFIG, model_type, read_config
 from headwater.util.errors import HeadwaterError, sentence
 from headwater_lab.data.base import LABELS, Batch, Data
 from headwater_lab.data.images import ImageData
 from headwater_lab.data.tokenizer import extends
+from headwater_lab.data.tokenizer_files import find_tokenizer
 from headwater_lab.recipe.schema import Distillation, Recipe, Start, Training
 from headwater_lab.training.checkpoints import (
     Progress,
@@ -70,6 +70,7 @@ from headwater_lab.training.optimizers import Average, freeze, learning_rate, ma
 from headwater_lab.training.processes import first, in_precision, scalars, sharded, together
 from headwater_lab.training.records import Event, Origin
 from headwater_lab.util.machine import c_compiler
+from headwater_lab.util.model_kinds import MODEL_TYPES, AnyModel, is_of_images, model_class
 
 # The folder of a changed model, before and after the run begins.
 MADE, KEPT = ".start", "start"
@@ -154,7 +155,7 @@ def prepare(start: Start, folder: Path, data: Data, device: torch.device) -> Pat
     foreign = (path / CONFIG).is_file() and model_type(path) not in (None, *MODEL_TYPES)
     if not (start.grow or start.convert or start.finish_conversion or foreign):
         check(path)
-        if not changes_for(read_config(path), data, start, read_tokenizer(path)):
+        if not changes_for(read_config(path), data, start, find_tokenizer(path)):
             return path
     target = folder / MADE
     shutil.rmtree(target, ignore_errors=True)  # of a run that was killed before it began
@@ -266,7 +267,7 @@ def _check_data(config: HeadwaterConfig, path: Path, data: Data, start: Start) -
             "tokenizer the model was trained with (data.tokenizer), or one that adds tokens to it."
         )
     _check_positions("checkpoint", config, data.context)
-    own = read_tokenizer(path)
+    own = find_tokenizer(path)
     if own is not None and data.tokenizer is not None and not extends(data.tokenizer, own):
         raise HeadwaterError(
             f"The data's tokenizer is not the one {source!r} was trained with, nor one that adds tokens "

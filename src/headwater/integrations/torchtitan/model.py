@@ -34,7 +34,6 @@ from headwater.nn.lookback import find_reach
 from headwater.nn.masks import LayerKind, find_new_tokens, make_mask
 from headwater.nn.position import for_heads
 from headwater.util.errors import HeadwaterError, sentence
-from headwater.util.seeding import generator
 
 # torchtitan's names of a model's parts, and ours.
 NAMES = {
@@ -91,14 +90,14 @@ class TitanModel(BaseModel):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config
-        whole = HeadwaterForCausalLM(config.headwater)
-        self.settings: HeadwaterConfig = whole.config  # its kernel of attention is chosen
-        for place, converted in config.linears.converted():
-            parent, _, name = ours_of(place).rpartition(".")
-            whole.get_submodule(parent).register_module(name, converted.build())
+        full = HeadwaterForCausalLM(config.headwater)
+        self.settings: HeadwaterConfig = full.config  # its kernel of attention is chosen
+        for qualified, converted in config.linears.converted():
+            parent, _, name = ours_of(qualified).rpartition(".")
+            full.get_submodule(parent).register_module(name, converted.build())
         if self.settings.tie_word_embeddings:
-            whole.lm_head.weight = whole.model.embed_tokens.weight
-        model = whole.model
+            full.lm_head.weight = full.model.embed_tokens.weight
+        model = full.model
         self.tok_embeddings: nn.Embedding | None = model.embed_tokens
         self.embed_positions: nn.Embedding | None = model.embed_positions
         self.rotary_emb: nn.Module | None = model.rotary_emb
@@ -106,10 +105,10 @@ class TitanModel(BaseModel):
         self.layers = ModuleDict({str(number): block for number, block in enumerate(model.layers)})
         self.mechanisms = ModuleDict({key: model.mechanisms[key] for key in model.mechanisms.names.values()})
         self.norm: nn.Module | None = model.norm
-        self.lm_head: nn.Module | None = whole.lm_head
+        self.lm_head: nn.Module | None = full.lm_head
         self.enable_weight_tying = self.settings.tie_word_embeddings
         self.keys = dict(model.mechanisms.names)
-        self.last_reader = last_readers(whole.plans)
+        self.last_reader = last_readers(full.plans)
         self.limit, self.id_readers = model.input_spec.lookback.limit, model.input_spec.id_readers
         # Set where the tokens of a row are split over processes.
         self.context_mesh: DeviceMesh | None = None
@@ -161,10 +160,10 @@ class TitanModel(BaseModel):
 
     def shared_tensors(self, tokens: Tensor) -> dict[Source, Tensor]:
         """As `HeadwaterModel.shared_tensors`."""
-        held = {name: self.mechanisms[key] for name, key in self.keys.items() if key in self.mechanisms}
+        modules = {name: self.mechanisms[key] for name, key in self.keys.items() if key in self.mechanisms}
         return {
             Source("shared", name, -1): module(tokens) if name in self.id_readers else module()
-            for name, module in held.items()
+            for name, module in modules.items()
         }
 
     @torch.no_grad()
@@ -173,13 +172,10 @@ class TitanModel(BaseModel):
         if self.enable_weight_tying and self.tok_embeddings is not None and self.lm_head is not None:
             self.lm_head.weight = self.tok_embeddings.weight  # moved to a device, each became its own
         with torch.device("meta"):
-            whole = HeadwaterForCausalLM(self.settings)
+            full = HeadwaterForCausalLM(self.settings)
         for name, parameter in self.named_parameters():
-            place, _, inner = ours_of(name.replace(WRAPPED, "")).rpartition(".")
-            module = whole.get_submodule(place)
-            qualified = f"{module._qualified_name}.{inner}"
-            draw = generator(self.settings.initializer_seed, qualified)
-            value = whole.initial_value(module, inner, qualified, draw)
+            owner, _, inner = ours_of(name.replace(WRAPPED, "")).rpartition(".")
+            value = full.initial_value(full.get_submodule(owner), inner)
             if isinstance(parameter, DTensor):  # each process draws the whole tensor and keeps its shard
                 value = value.to(parameter.device)
                 value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
@@ -200,40 +196,40 @@ class Linears:
 
     def __init__(self, config: HeadwaterConfig) -> None:
         with torch.device("meta"):
-            whole = HeadwaterForCausalLM(config)
-        for name, module in model_linears(whole):
+            full = HeadwaterForCausalLM(config)
+        for name, module in model_linears(full):
             bias = module.bias is not None
-            found = TitanLinear.Config(in_features=module.in_features, out_features=module.out_features, bias=bias)
-            vars(self)[theirs_of(name)] = found
+            settings = TitanLinear.Config(in_features=module.in_features, out_features=module.out_features, bias=bias)
+            vars(self)[theirs_of(name)] = settings
 
     def traverse(
         self, config_cls: type, *, recurse: bool = False, _prefix: str = ""
     ) -> Iterator[tuple[str, Any, object, str]]:
         """As torchtitan's configs: (name, config, the object that holds it, its attribute there)."""
-        for name, found in list(vars(self).items()):
-            if isinstance(found, config_cls):
-                yield name, found, self, name
+        for name, settings in list(vars(self).items()):
+            if isinstance(settings, config_cls):
+                yield name, settings, self, name
 
     def converted(self) -> Iterator[tuple[str, Any]]:
         """The layers that a converter has replaced, by name."""
-        return ((name, found) for name, found in vars(self).items() if type(found) is not TitanLinear.Config)
+        return ((name, settings) for name, settings in vars(self).items() if type(settings) is not TitanLinear.Config)
 
     def to_dict(self) -> dict[str, str]:
         """For torchtitan's logs."""
-        return {name: type(found).__qualname__ for name, found in self.converted()}
+        return {name: type(settings).__qualname__ for name, settings in self.converted()}
 
 
 def ours_of(name: str) -> str:
     """Our name of a parameter or module that torchtitan knows as `name`."""
-    first, dot, rest = name.partition(".")
-    return NAMES[first] + dot + rest
+    head, dot, tail = name.partition(".")
+    return NAMES[head] + dot + tail
 
 
 def theirs_of(name: str) -> str:
     """The inverse of `ours_of`."""
-    for ours, theirs in OURS.items():
-        if name == ours or name.startswith(f"{ours}."):
-            return theirs + name.removeprefix(ours)
+    for prefix, replacement in OURS.items():
+        if name == prefix or name.startswith(f"{prefix}."):
+            return replacement + name.removeprefix(prefix)
     raise KeyError(name)
 
 
@@ -250,10 +246,10 @@ class TitanAdapter(StateDictAdapter):
 
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
         """The inverse of `to_hf`."""
-        found = {theirs_of(name): x for name, x in hf_state_dict.items()}
-        if self.tied and "tok_embeddings.weight" in found:
-            found[TIED] = found["tok_embeddings.weight"]
-        return found
+        tensors = {theirs_of(name): x for name, x in hf_state_dict.items()}
+        if self.tied and "tok_embeddings.weight" in tensors:
+            tensors[TIED] = tensors["tok_embeddings.weight"]
+        return tensors
 
 
 def exported(checkpoint: Path, config: HeadwaterConfig, folder: Path) -> Path:
@@ -262,12 +258,14 @@ def exported(checkpoint: Path, config: HeadwaterConfig, folder: Path) -> Path:
         raise HeadwaterError(f"{str(checkpoint)!r} is no checkpoint of torchtitan's trainer; give its folder step-N.")
     model = HeadwaterForCausalLM(config)
     state = {theirs_of(name): tensor for name, tensor in model.state_dict().items()}
-    known = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    saved = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     for name, tensor in state.items():
-        stored = getattr(known.get(name), "size", None)
+        stored = getattr(saved.get(name), "size", None)
         if stored != tensor.shape:
-            there = "is missing" if stored is None else f"is {list(stored)} instead of {list(tensor.shape)}"
-            raise HeadwaterError(f"{str(checkpoint)!r} belongs to another model: {name} {there}; give its own config.")
+            difference = "is missing" if stored is None else f"is {list(stored)} instead of {list(tensor.shape)}"
+            raise HeadwaterError(
+                f"{str(checkpoint)!r} belongs to another model: {name} {difference}; give its own config."
+            )
     try:
         with torch.no_grad():
             dcp.load(state, checkpoint_id=checkpoint, no_dist=True)  # into the model's own tensors

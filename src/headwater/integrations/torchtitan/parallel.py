@@ -6,7 +6,7 @@
                tokens of some heads instead, so that a mechanism that looks at earlier tokens finds them.
     FSDP2      as torchtitan's own models: one group a block, one for the head.
 
-Under the first two, attention is built once more from plans of the process's own heads (`engines.heads.narrowed`).
+Under the first two, attention is built once more from plans of the process's own heads (`engines.split.narrow_plans`).
 Parameters keep their shapes and names: they become DTensors, of which the code of a module sees its own part (`seen`).
 Within attention a replicated parameter or tensor has a different gradient in each process, and what counts is the sum.
 """
@@ -35,12 +35,10 @@ from torchtitan.distributed.fsdp import (
 
 from headwater.config.plan import LayerPlan
 from headwater.config.text import HeadwaterConfig
-from headwater.engines.heads import SomeHeads
+from headwater.engines.split import Portion
 from headwater.integrations.torchtitan.limits import check
 from headwater.integrations.torchtitan.model import TitanModel
-from headwater.mechanisms.capabilities import axes_of
 from headwater.mechanisms.contract import Mechanism
-from headwater.mechanisms.enlarging import of_heads
 from headwater.mechanisms.named import Named
 from headwater.mechanisms.precision import KeepsPrecision
 from headwater.models.compiling import expect_layers
@@ -97,8 +95,8 @@ def parallelize(
     data = parallel_dims.get_mesh(names)
     everything = data if tensor is None else parallel_dims.get_mesh([*names, "tp"])
 
-    kept = distribute(model, split_model(model, tensor, context), tensor, everything)
-    if kept and training.enable_cpu_offload:
+    unsharded = distribute(model, split_model(model, tensor, context), tensor, everything)
+    if unsharded and training.enable_cpu_offload:
         raise HeadwaterError(
             "The mechanisms' scalars stay on the device, unsharded; set training.enable_cpu_offload to false."
         )
@@ -112,7 +110,7 @@ def parallelize(
     after_forward = get_fsdp_reshard_after_forward_policy(
         parallelism.fsdp_reshard_after_forward, parallel_dims.pp_enabled
     )
-    shard(model, data, policy, after_forward, always, kept, offload=training.enable_cpu_offload)
+    shard(model, data, policy, after_forward, always, unsharded, offload=training.enable_cpu_offload)
     if parallelism.enable_fsdp_symm_mem:
         enable_fsdp_symm_mem(model)
     return model
@@ -120,17 +118,17 @@ def parallelize(
 
 def split_model(model: TitanModel, tensor: DeviceMesh | None, context: DeviceMesh | None) -> Placings:
     """Split heads, feed-forwards and the vocabulary over the processes; returns where each parameter goes."""
-    parts: Placings = {}
+    placings: Placings = {}
     blocks = [cast(Block, block) for block in model.layers.values()]
     if tensor is not None or context is not None:
-        split = SplitHeads(model.settings, tensor, context, parts)
+        split = SplitHeads(model.settings, tensor, context, placings)
         for block in blocks:
             split.attention(block)
     if tensor is not None:
         for block in blocks:
-            split_feed_forward(block, tensor, parts)
-        split_vocabulary(model, tensor, parts)
-    return parts
+            split_feed_forward(block, tensor, placings)
+        split_vocabulary(model, tensor, placings)
+    return placings
 
 
 def choose_precision(model: TitanModel, training: Any) -> MixedPrecisionPolicy:
@@ -150,30 +148,30 @@ def shard(
     policy: MixedPrecisionPolicy,
     after_forward: bool,
     always: bool,
-    kept: set[nn.Parameter],
+    unsharded: set[nn.Parameter],
     offload: bool,
 ) -> None:
     """FSDP2: a group for each block, one for the embedding, one for norm and head (all three if they are tied).
 
-    after_forward: whether a block's parameters are freed after its forward pass; always: the head's too. kept: not
+    after_forward: whether a block's parameters are freed after its forward pass; always: the head's too. unsharded: not
     sharded. Gradients are summed, since the loss is divided by the tokens of all processes.
     """
-    rest: dict[str, Any] = dict(
+    options: dict[str, Any] = dict(
         mesh=mesh,
         mp_policy=policy,
-        ignored_params=kept,
+        ignored_params=unsharded,
         offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
     )
     ends = [module for module in (model.norm, model.lm_head) if module is not None]
     if model.enable_weight_tying:
         ends.insert(0, cast(nn.Module, model.tok_embeddings))
     elif model.tok_embeddings is not None:
-        fully_shard(model.tok_embeddings, **rest, reshard_after_forward=after_forward)
+        fully_shard(model.tok_embeddings, **options, reshard_after_forward=after_forward)
     if ends:
-        fully_shard(ends, **rest, reshard_after_forward=always)
+        fully_shard(ends, **options, reshard_after_forward=always)
     for block in model.layers.values():
-        fully_shard(block, **rest, reshard_after_forward=after_forward)
-    fully_shard(model, **rest)
+        fully_shard(block, **options, reshard_after_forward=after_forward)
+    fully_shard(model, **options)
     disable_fsdp_gradient_division(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):  # otherwise they would be multiplied by 1 first, which gloo cannot
@@ -184,42 +182,42 @@ def shard(
 
 
 def distribute(
-    model: TitanModel, parts: Placings, tensor: DeviceMesh | None, everything: DeviceMesh
+    model: TitanModel, placings: Placings, tensor: DeviceMesh | None, everything: DeviceMesh
 ) -> set[nn.Parameter]:
     """Turn parameters into DTensors, of which modules see their own part; returns those that FSDP2 must not touch.
 
     These stay in fp32 and whole in every process, and `Totals` adds up their gradients: FSDP2 needs one dtype for what
-    it gathers together, and would round them with the rest. parts: of all that are not simply replicated.
+    it gathers together, and would round them with the rest. placings: of all that are not simply replicated.
     """
-    kept: set[nn.Parameter] = set()
-    known: dict[nn.Parameter, nn.Parameter] = {}  # a tied table has two owners
+    unsharded: set[nn.Parameter] = set()
+    replaced: dict[nn.Parameter, nn.Parameter] = {}  # a tied table has two owners
     for module in model.modules():
         scalars = isinstance(module, KeepsPrecision)
         for name, old in list(module.named_parameters(recurse=False)):
-            part = parts.get((module, name), Placing())
+            placing = placings.get((module, name), Placing())
             if scalars:
                 mesh = everything
-                at: list[Placement] = [Replicate()] * everything.ndim
+                placements: list[Placement] = [Replicate()] * everything.ndim
                 gradient: list[Placement] = [Partial()] * everything.ndim
                 if tensor is not None:
-                    gradient[-1] = part.gradient
+                    gradient[-1] = placing.gradient
             elif tensor is not None:
-                mesh, at, gradient = tensor, [part.at], [part.gradient]
+                mesh, placements, gradient = tensor, [placing.at], [placing.gradient]
             else:
-                if part.then is not None:
-                    seen(module, name, None, part.then)
+                if placing.then is not None:
+                    seen(module, name, None, placing.then)
                 continue
-            if old not in known:
+            if old not in replaced:
                 # Every process has the whole of it, so nothing is sent.
-                new = distribute_tensor(old.detach(), mesh, at, src_data_rank=None)
-                known[old] = nn.Parameter(new, requires_grad=old.requires_grad)
-            module.register_parameter(name, known[old])
-            seen(module, name, gradient, part.then)
+                new = distribute_tensor(old.detach(), mesh, placements, src_data_rank=None)
+                replaced[old] = nn.Parameter(new, requires_grad=old.requires_grad)
+            module.register_parameter(name, replaced[old])
+            seen(module, name, gradient, placing.then)
             if scalars:
-                kept.add(known[old])
-    if kept:
-        model.after_init = Totals(everything, parts).watch
-    return kept
+                unsharded.add(replaced[old])
+    if unsharded:
+        model.after_init = Totals(everything, placings).watch
+    return unsharded
 
 
 class Totals:
@@ -228,41 +226,41 @@ class Totals:
     All in one message and in one order, since the processes may not have computed them in the same.
     """
 
-    def __init__(self, mesh: DeviceMesh, parts: Placings) -> None:
-        self.mesh, self.parts = mesh, parts
+    def __init__(self, mesh: DeviceMesh, placings: Placings) -> None:
+        self.mesh, self.parts = mesh, placings
         self.parameters: list[nn.Parameter] = []
         self.pending: dict[int, Tensor] = {}
 
     def watch(self, model: nn.Module) -> None:
         """Called when the parameters are where they stay."""
-        first = "tp" not in (self.mesh.mesh_dim_names or ()) or self.mesh.get_local_rank("tp") == 0
+        is_first = "tp" not in (self.mesh.mesh_dim_names or ()) or self.mesh.get_local_rank("tp") == 0
         for module in model.modules():
             if not isinstance(module, KeepsPrecision):
                 continue
             for name, parameter in module.named_parameters(recurse=False):
                 if parameter.requires_grad:
                     # A gradient that each process of tensor parallelism has computed in full counts once.
-                    counts = first or self.parts.get((module, name), Placing()).gradient.is_partial()
+                    counts = is_first or self.parts.get((module, name), Placing()).gradient.is_partial()
                     parameter.register_hook(partial(self.take, len(self.parameters), counts))
                     self.parameters.append(parameter)
 
     def take(self, number: int, counts: bool, gradient: Tensor) -> Tensor:
         if not self.pending:
             torch.autograd.Variable._execution_engine.queue_callback(self.add)
-        own = cast(DTensor, gradient).to_local()
-        self.pending[number] = own if counts else torch.zeros_like(own)
+        local = cast(DTensor, gradient).to_local()
+        self.pending[number] = local if counts else torch.zeros_like(local)
         return torch.zeros_like(self.parameters[number])
 
     @torch.no_grad()
     def add(self) -> None:
-        locals_ = [cast(DTensor, one).to_local() for one in self.parameters]
+        locals_ = [cast(DTensor, x).to_local() for x in self.parameters]
         flat = torch.cat([self.pending.get(i, torch.zeros_like(x)).flatten() for i, x in enumerate(locals_)])
         for dim in range(self.mesh.ndim):
             dist.all_reduce(flat, group=self.mesh.get_group(dim))
-        for parameter, own in zip(self.parameters, flat.split([x.numel() for x in locals_]), strict=True):
+        for parameter, gradient in zip(self.parameters, flat.split([x.numel() for x in locals_]), strict=True):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            cast(DTensor, parameter.grad).to_local().add_(own.view(parameter.shape))
+            cast(DTensor, parameter.grad).to_local().add_(gradient.view(parameter.shape))
         self.pending.clear()
 
 
@@ -309,8 +307,8 @@ def moved(
     x: Tensor, mesh: DeviceMesh, source: Placement, target: Placement, gradient: Placement | None = None
 ) -> Tensor:
     """x, placed as `source` says, placed as `target` says. gradient: what a process computes of it; default: all."""
-    there = DTensor.from_local(x, mesh, [source], run_check=False).redistribute(placements=[target])
-    return there.to_local(grad_placements=None if gradient is None else [gradient])
+    placed = DTensor.from_local(x, mesh, [source], run_check=False).redistribute(placements=[target])
+    return placed.to_local(grad_placements=None if gradient is None else [gradient])
 
 
 def chunk(x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -326,58 +324,47 @@ class SplitHeads:
     """The heads of every attention, split over the processes of tensor and context parallelism."""
 
     def __init__(
-        self, config: HeadwaterConfig, tensor: DeviceMesh | None, context: DeviceMesh | None, parts: Placings
+        self, config: HeadwaterConfig, tensor: DeviceMesh | None, context: DeviceMesh | None, placings: Placings
     ) -> None:
-        self.config, self.tensor, self.context, self.parts = config, tensor, context, parts
+        self.config, self.tensor, self.context, self.parts = config, tensor, context, placings
         number, count = 0, 1
         for mesh in (tensor, context):
             if mesh is not None:
                 number, count = number * mesh.size() + mesh.get_local_rank(), count * mesh.size()
-        self.heads = SomeHeads(config, number, count)
+        self.heads = Portion(config, number, count)
 
     def attention(self, block: Block) -> None:
         """Replace a block's attention by one of this process's heads."""
-        plan, whole = block.plan, block.self_attn
-        try:
-            with torch.device("meta"):
-                mine = OwnHeads(self.heads.narrow, self.heads.plans[plan.index])
-        except KeyError as error:  # a tensor of another layer that this process's part of a mechanism would read
-            raise unsplittable(plan, list(whole.mechanisms.names)) from error
-        for name, module in whole.mechanisms.named():
-            self.mechanism(name, cast(Mechanism, module), mine.mechanisms, plan)
+        plan, full = block.plan, block.self_attn
+        local = self.heads.build_attention(full, OwnHeads)
+        for name, module in full.mechanisms.named():
+            self.mechanism(name, cast(Mechanism, module), local.mechanisms, plan)
         for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"):
-            setattr(mine, name, getattr(whole, name))
-            for inner in getattr(whole, name).modules() if getattr(whole, name) is not None else ():
+            setattr(local, name, getattr(full, name))
+            for inner in getattr(full, name).modules() if getattr(full, name) is not None else ():
                 if name != "o_proj":
-                    self.parts.update({(inner, one): SUMMAND for one, _ in inner.named_parameters(recurse=False)})
+                    self.parts.update(
+                        {(inner, parameter): SUMMAND for parameter, _ in inner.named_parameters(recurse=False)}
+                    )
         everything = tuple(range(self.config.num_key_value_heads))
-        self.projection(mine.q_proj, None)
-        self.projection(mine.k_proj, None if plan.k_heads == everything else plan.k_heads)
-        self.projection(mine.v_proj, None if plan.v_heads == everything else plan.v_heads)
-        self.output(mine.o_proj)
-        mine.register_forward_pre_hook(self.entering(plan), with_kwargs=True)
-        mine.stores_some = not plan.k_heads == plan.v_heads == everything
-        in_order(mine, whole)
-        block.self_attn = mine
+        self.projection(local.q_proj, None)
+        self.projection(local.k_proj, None if plan.k_heads == everything else plan.k_heads)
+        self.projection(local.v_proj, None if plan.v_heads == everything else plan.v_heads)
+        self.output(local.o_proj)
+        local.register_forward_pre_hook(self.entering(plan), with_kwargs=True)
+        local.stores_some = not plan.k_heads == plan.v_heads == everything
+        in_order(local, full)
+        block.self_attn = local
 
-    def mechanism(self, name: str, whole: Mechanism, narrow: Named, plan: LayerPlan) -> None:
+    def mechanism(self, name: str, full: Mechanism, narrow: Named, plan: LayerPlan) -> None:
         """Give a mechanism's module of this process's heads the parameters of all heads, of which it sees its own."""
-        mine = narrow[name]
-        chosen = self.heads.places(plan)
-        wanted = {place: tuple(parameter.shape) for place, parameter in mine.named_parameters()}
-        for place, parameter in whole.named_parameters():
-            shape, then = parameter.shape, None
-            if (entries := of_heads(axes_of(whole, place), shape, chosen)) is not None:
-                dim, index = entries
-                shape, then = torch.Size((*shape[:dim], len(index), *shape[dim + 1 :])), Picked(dim, tuple(index))
-            if wanted.pop(place, shape if shape.numel() == 0 else None) != shape:
-                raise unsplittable(plan, [name])
-            owner, _, last = place.rpartition(".")
-            module = mine.get_submodule(owner)
-            setattr(module, last, parameter)
-            self.parts[module, last] = Placing(gradient=Partial(), then=then)
-        if wanted:
-            raise unsplittable(plan, [name])
+        local, parameters = narrow[name], dict(full.named_parameters())
+        for qualified, entries in self.heads.divide_parameters(full, local, plan).items():
+            owner, _, leaf = qualified.rpartition(".")
+            module = local.get_submodule(owner)
+            setattr(module, leaf, parameters[qualified])
+            then = None if entries is None else Picked(entries[0], tuple(entries[1]))
+            self.parts[module, leaf] = Placing(gradient=Partial(), then=then)
 
     def projection(self, module: nn.Module | None, stored: tuple[int, ...] | None) -> None:
         """What a query, key or value map gives: [B, T, heads·d] of this process's heads and all tokens.
@@ -390,13 +377,13 @@ class SplitHeads:
         columns = tensor is not None and stored is None and isinstance(module, nn.Linear)
         if columns:
             self.parts.update({(module, name): Placing(Shard(0), Shard(0)) for name in ("weight", "bias")})
-        own = [at for at, head in enumerate(stored or ()) if head in self.heads.heads]
+        chosen = [at for at, head in enumerate(stored or ()) if head in self.heads.heads]
 
-        def hook(_: nn.Module, given: Any, y: Tensor) -> Tensor:
+        def hook(_: nn.Module, inputs: Any, y: Tensor) -> Tensor:
             if stored is not None:
                 if context is not None:
                     y = moved(y, context, Shard(1), Replicate(), Partial())
-                return y.unflatten(2, (-1, d))[:, :, own].flatten(2)
+                return y.unflatten(2, (-1, d))[:, :, chosen].flatten(2)
             if tensor is not None and not columns:
                 y = chunk(y, tensor)
             return y if context is None else moved(y, context, Shard(1), Shard(2))
@@ -408,8 +395,8 @@ class SplitHeads:
         tensor, context = self.tensor, self.context
         rows = tensor is not None and isinstance(module, nn.Linear)
 
-        def before(_: nn.Module, given: tuple[Tensor]) -> tuple[Tensor]:
-            x = given[0]
+        def before(_: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+            x = inputs[0]
             if context is not None:
                 x = moved(x, context, Shard(2), Shard(1))
             if tensor is not None and not rows:
@@ -425,15 +412,17 @@ class SplitHeads:
         tensor, queries, heads = self.tensor, self.heads.queries, self.config.num_attention_heads
         common = [True, *(source.kind in ("stream", "shared") for source in plan.reads)]
 
-        def hook(_: nn.Module, given: tuple[Tensor, ...], named: dict[str, Any]) -> tuple[Any, Any]:
+        def hook(_: nn.Module, tensors: tuple[Tensor, ...], options: dict[str, Any]) -> tuple[Any, Any]:
             if tensor is not None:
-                given = tuple(shared(x, tensor) if one else x for x, one in zip(given, common, strict=True))
-                inputs = {name: named[name] for name in ("key_input", "value_input") if name in named}
-                named = named | {name: shared(x, tensor) for name, x in inputs.items()}
-            mask = named.get("attention_mask")
+                tensors = tuple(
+                    shared(x, tensor) if is_common else x for x, is_common in zip(tensors, common, strict=True)
+                )
+                inputs = {name: options[name] for name in ("key_input", "value_input") if name in options}
+                options = options | {name: shared(x, tensor) for name, x in inputs.items()}
+            mask = options.get("attention_mask")
             if isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[1] == heads > 1:
-                named = named | {"attention_mask": mask[:, queries.start : queries.stop]}
-            return given, named
+                options = options | {"attention_mask": mask[:, queries.start : queries.stop]}
+            return tensors, options
 
         return hook
 
@@ -451,24 +440,24 @@ class OwnHeads(Attention):
         q, k, v = super().project(*inputs)
         return (q + nothing(k, v).to(q.dtype), k, v) if self.stores_some else (q, k, v)
 
-    def forward(self, *given: Tensor, **named: Any) -> tuple[Tensor | None, ...]:
-        out, *rest = super().forward(*given, **named)
+    def forward(self, *inputs: Tensor, **options: Any) -> tuple[Tensor | None, ...]:
+        out, *exports = super().forward(*inputs, **options)
         if self.stores_some:
-            inner = [(one, name) for one in self.mechanisms.modules() for name in one._parameters]
-            seen_ = [getattr(one, name) for one, name in inner]
+            inner = [(module, name) for module in self.mechanisms.modules() for name in module._parameters]
+            seen_ = [getattr(module, name) for module, name in inner]
             out = out + nothing(*(x for x in seen_ if x is not None)).to(out.dtype)
-        return out, *rest
+        return out, *exports
 
 
-def in_order(mine: nn.Module, whole: nn.Module) -> None:
+def in_order(local: nn.Module, full: nn.Module) -> None:
     """Order children and parameters as in `whole`: FSDP2 gathers them in this order, in all processes."""
-    for name, module in whole.named_modules():
-        own = mine.get_submodule(name)
-        for held, wanted in ((own._modules, module._modules), (own._parameters, module._parameters)):
-            assert held.keys() <= wanted.keys(), f"{name}: {held.keys()} are not those of {wanted.keys()}"
-            ordered = {key: held[key] for key in wanted if key in held}
-            held.clear()
-            held.update(ordered)
+    for name, module in full.named_modules():
+        counterpart = local.get_submodule(name)
+        for entries, order in ((counterpart._modules, module._modules), (counterpart._parameters, module._parameters)):
+            assert entries.keys() <= order.keys(), f"{name}: {entries.keys()} are not those of {order.keys()}"
+            ordered = {key: entries[key] for key in order if key in entries}
+            entries.clear()
+            entries.update(ordered)
 
 
 def nothing(*tensors: Tensor) -> Tensor:
@@ -497,47 +486,40 @@ class Divided:
         return parameter / self.by
 
 
-def unsplittable(plan: LayerPlan, names: Sequence[str]) -> HeadwaterError:
-    return HeadwaterError(
-        f"In layer {plan.index}, {' and '.join(map(repr, names))} does not treat all heads alike, so that they cannot "
-        "be split over processes; train without tensor and context parallelism."
-    )
-
-
 # The rest of the model
 
 
-def split_rows(module: nn.Module, mesh: DeviceMesh, parts: Placings) -> None:
+def split_rows(module: nn.Module, mesh: DeviceMesh, placings: Placings) -> None:
     """A linear layer whose input is split over the processes: its weight by columns, its output summed."""
-    parts[module, "weight"] = Placing(Shard(1), Shard(1))
-    parts[module, "bias"] = Placing(gradient=Partial(), then=Divided(mesh.size()))  # each adds it
-    module.register_forward_hook(lambda _, given, y: summed(y, mesh))
+    placings[module, "weight"] = Placing(Shard(1), Shard(1))
+    placings[module, "bias"] = Placing(gradient=Partial(), then=Divided(mesh.size()))  # each adds it
+    module.register_forward_hook(lambda _, inputs, y: summed(y, mesh))
 
 
-def split_feed_forward(block: Block, mesh: DeviceMesh, parts: Placings) -> None:
+def split_feed_forward(block: Block, mesh: DeviceMesh, placings: Placings) -> None:
     """A feed-forward of linear layers by its inner columns; every process computes the whole of any other."""
     module = block.mlp
     if not isinstance(module, FeedForward):
         return
-    for one in (module.gate_proj, module.up_proj):
-        if one is not None:
-            parts.update({(one, name): Placing(Shard(0), Shard(0)) for name in ("weight", "bias")})
-    split_rows(module.down_proj, mesh, parts)
-    module.register_forward_pre_hook(lambda _, given: (shared(given[0], mesh),))
+    for projection in (module.gate_proj, module.up_proj):
+        if projection is not None:
+            placings.update({(projection, name): Placing(Shard(0), Shard(0)) for name in ("weight", "bias")})
+    split_rows(module.down_proj, mesh, placings)
+    module.register_forward_pre_hook(lambda _, inputs: (shared(inputs[0], mesh),))
 
 
-def split_vocabulary(model: TitanModel, mesh: DeviceMesh, parts: Placings) -> None:
+def split_vocabulary(model: TitanModel, mesh: DeviceMesh, placings: Placings) -> None:
     """Embedding and head by tokens of the vocabulary. The logits are a DTensor, which torchtitan's losses take."""
     if model.tok_embeddings is not None:
         table = model.tok_embeddings
         table.__class__ = Vocabulary
         cast(Vocabulary, table).mesh = mesh
-        parts[table, "weight"] = Placing(Shard(0), Shard(0))
+        placings[table, "weight"] = Placing(Shard(0), Shard(0))
     if model.lm_head is not None:
-        parts[model.lm_head, "weight"] = Placing(Shard(0), Shard(0))
-        model.lm_head.register_forward_pre_hook(lambda _, given: (shared(given[0], mesh),))
+        placings[model.lm_head, "weight"] = Placing(Shard(0), Shard(0))
+        model.lm_head.register_forward_pre_hook(lambda _, inputs: (shared(inputs[0], mesh),))
         model.lm_head.register_forward_hook(
-            lambda _, given, y: DTensor.from_local(y, mesh, [Shard(2)], run_check=False)
+            lambda _, inputs, y: DTensor.from_local(y, mesh, [Shard(2)], run_check=False)
         )
 
 
@@ -548,7 +530,7 @@ class Vocabulary(nn.Embedding):
 
     def forward(self, ids: Tensor) -> Tensor:
         table = self.weight
-        own = ids - self.mesh.get_local_rank() * len(table)
-        absent = (own < 0) | (own >= len(table))
-        found = nn.functional.embedding(own.masked_fill(absent, 0), table)
-        return summed(found.masked_fill(absent[..., None], 0), self.mesh)
+        rows = ids - self.mesh.get_local_rank() * len(table)
+        absent = (rows < 0) | (rows >= len(table))
+        vectors = nn.functional.embedding(rows.masked_fill(absent, 0), table)
+        return summed(vectors.masked_fill(absent[..., None], 0), self.mesh)

@@ -18,7 +18,7 @@ from headwater.integrations.torchtitan.model import TitanModel
 from headwater.util.errors import HeadwaterError
 
 
-def pipeline(model: TitanModel, *, parallelism: Any, parallel_dims: Any, model_config: Any, **rest: Any) -> Any:
+def pipeline(model: TitanModel, *, parallelism: Any, parallel_dims: Any, model_config: Any, **options: Any) -> Any:
     """torchtitan's `pipeline_llm`, after what it does not know about: what a model has beside its blocks.
 
     Raises `HeadwaterError` if a block would read what a block of an earlier stage computed.
@@ -27,10 +27,10 @@ def pipeline(model: TitanModel, *, parallelism: Any, parallel_dims: Any, model_c
     if stages is None:
         stages = _generate_llm_fqn_per_model_part(*_get_pipeline_metadata(parallel_dims, parallelism, model_config))
     check_cuts(model.settings, stages)
-    named = [name for name, _ in model.named_children() if name in ("embed_positions", "dropout")]
-    named += [f"mechanisms.{key}" for key in model.mechanisms]
+    outside = [name for name, _ in model.named_children() if name in ("embed_positions", "dropout")]
+    outside += [f"mechanisms.{key}" for key in model.mechanisms]
     stages = [
-        [*stage, *(named if number == 0 else []), *(["rotary_emb"] if model.rotary_emb is not None else [])]
+        [*stage, *(outside if number == 0 else []), *(["rotary_emb"] if model.rotary_emb is not None else [])]
         for number, stage in enumerate(stages)
     ]
     return pipeline_llm(
@@ -38,7 +38,7 @@ def pipeline(model: TitanModel, *, parallelism: Any, parallel_dims: Any, model_c
         parallelism=dataclasses.replace(parallelism, module_fqns_per_model_part=stages),
         parallel_dims=parallel_dims,
         model_config=model_config,
-        **rest,
+        **options,
     )
 
 

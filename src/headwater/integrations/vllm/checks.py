@@ -33,8 +33,8 @@ class Checks(VerifyAndUpdateConfig):
 def check(vllm_config: Any) -> None:
     """Raise `HeadwaterError` for options with which the output would be wrong, or that are untried."""
     config, cache, device = vllm_config.model_config.hf_config, vllm_config.cache_config, vllm_config.device_config
-    if (other := other_version(vllm.__version__)) is not None:
-        raise HeadwaterError(other)
+    if (warning := other_version(vllm.__version__)) is not None:
+        raise HeadwaterError(warning)
     check_servable(config)
     _check_device(vllm_config, device.device_type)
     for is_set, sentence in _list_refusals(vllm_config):
@@ -120,10 +120,10 @@ def _check_blocks(config: Any, cache: Any, device: str) -> None:
             "prefix_match_unit."
         )
     # FlashAttention takes these, of the multiples of 8 up to 256.
-    known = CPUAttentionBackend.get_supported_head_sizes() if device == "cpu" else list(range(8, 257, 8))
+    sizes = CPUAttentionBackend.get_supported_head_sizes() if device == "cpu" else list(range(8, 257, 8))
     for layer in range(config.num_hidden_layers):
-        if (width := layer_config(config, layer).head_dim) not in known:
+        if (width := layer_config(config, layer).head_dim) not in sizes:
             raise HeadwaterError(
-                f"vLLM's attention kernel takes heads of {either([str(size) for size in known])} channels, and those "
+                f"vLLM's attention kernel takes heads of {either([str(size) for size in sizes])} channels, and those "
                 f"of layer {layer} have {width}; serve this model with headwater serve, without --engine."
             )

@@ -31,9 +31,9 @@ from headwater.util.errors import HeadwaterError
 class ScheduledBatch(FlatBatch):
     """A batch of vLLM's, with what its kernel needs."""
 
-    def __init__(self, given: Any, block_size: int) -> None:
-        super().__init__(given.query_start_loc, given.seq_lens, given.block_table_tensor, block_size)
-        self.given = given
+    def __init__(self, metadata: Any, block_size: int) -> None:
+        super().__init__(metadata.query_start_loc, metadata.seq_lens, metadata.block_table_tensor, block_size)
+        self.given = metadata
         self.slots = self.block * block_size + self.offset
         self.scheduled: dict[tuple[Any, ...], Tensor] = {}
 
@@ -82,7 +82,7 @@ class Backend(CPUAttentionBackend):
 class Blocks(torch.nn.Module, AttentionLayerBase):
     """The whole model's cache, as one layer of vLLM's, whose block is one `Page`."""
 
-    def __init__(self, vllm_config: Any, name: str, own: Portion, shares: Sequence[Portion]) -> None:
+    def __init__(self, vllm_config: Any, name: str, portion: Portion, shares: Sequence[Portion]) -> None:
         """own: what this process has of the model, one of `shares`."""
         super().__init__()
         speculation = vllm_config.speculative_config
@@ -90,9 +90,9 @@ class Blocks(torch.nn.Module, AttentionLayerBase):
         spare = 0 if speculation is None else speculation.num_speculative_tokens
         # vLLM wants blocks that are alike in all processes.
         least = max(Page(share.narrow, share.plans, *size, spare).size for share in shares)
-        self.config, self.num_heads, self.name = own.config, len(own.queries), name
+        self.config, self.num_heads, self.name = portion.config, len(portion.queries), name
         kind = CPUEngine if vllm_config.device_config.device_type == "cpu" else FlashEngine
-        self.engine = kind(Page(own.narrow, own.plans, *size, spare, least), own.slopes)
+        self.engine = kind(Page(portion.narrow, portion.plans, *size, spare, least), portion.slopes)
         self.kv_cache = torch.tensor([])
         vllm_config.compilation_config.static_forward_context[name] = self
 
@@ -114,20 +114,20 @@ class Blocks(torch.nn.Module, AttentionLayerBase):
     def get_kv_cache_spec(self, vllm_config: Any) -> FullAttentionSpec | SlidingWindowSpec:
         """One state of this many bytes per block. A window that all layers have lets vLLM free older blocks."""
         page = self.engine.page
-        given = dict(block_size=page.block_size, num_kv_heads=1, head_size=page.size, head_size_v=0, dtype=torch.uint8)
-        given |= dict(tokens_per_state=page.block_size)
+        fields = dict(block_size=page.block_size, num_kv_heads=1, head_size=page.size, head_size_v=0, dtype=torch.uint8)
+        fields |= dict(tokens_per_state=page.block_size)
         config = self.config
         layers = range(config.num_hidden_layers)
         windows = {layer_config(config, layer).sliding_window or 0 for layer in layers}
         if len(windows) > 1 or 0 in windows:
-            return FullAttentionSpec(**given)
+            return FullAttentionSpec(**fields)
         looks_back = 1 + max(plan.tail for plan in plan_layers(config))
-        return SlidingWindowSpec(**given, sliding_window=max(looks_back, *windows))
+        return SlidingWindowSpec(**fields, sliding_window=max(looks_back, *windows))
 
     def step(self, tokens: int) -> None:
         """Take the batch of this forward pass of so many tokens; there is none while vLLM measures memory."""
-        given = get_forward_context().attn_metadata
-        batch = given[self.name] if given else None
+        metadata = get_forward_context().attn_metadata
+        batch = metadata[self.name] if metadata else None
         if batch is not None and batch.count != tokens:
             raise HeadwaterError(f"vLLM gave {tokens} tokens for a batch of {batch.count}; padding is not known here.")
         self.engine.batch = batch
@@ -147,14 +147,14 @@ class CPUEngine(PagedEngine):
         batch = self.batch
         assert isinstance(batch, ScheduledBatch)
         if k.shape[1] == v.shape[1] > 0:
-            keys, values = (self.store(layer, part, k.dtype) for part in ("k", "v"))
+            keys, values = (self.store(layer, kind, k.dtype) for kind in ("k", "v"))
             isa = self.isa(k.dtype, k.shape[2])
             kernels.cpu_attn_reshape_and_cache(k.contiguous(), v.contiguous(), keys, values, batch.slots, isa)
             return
-        for part, x in (("k", k), ("v", v)):
+        for kind, x in (("k", k), ("v", v)):
             if x.shape[1]:
-                order = self.order(x.dtype, x.shape[2])[part == "v"]
-                memory = self.store(layer, part, x.dtype).flatten(2)
+                order = self.order(x.dtype, x.shape[2])[kind == "v"]
+                memory = self.store(layer, kind, x.dtype).flatten(2)
                 heads = torch.arange(x.shape[1])[:, None]
                 memory[batch.block[:, None, None], heads, order[batch.offset][:, None]] = x
 
@@ -166,33 +166,33 @@ class CPUEngine(PagedEngine):
         """
         if (dtype, width) not in self.orders:
             size, isa = self.page.block_size, self.isa(dtype, width)
-            place = torch.arange(size * width).view(size, 1, width)
-            found = torch.zeros(2, size * width, dtype=torch.long)
+            places = torch.arange(size * width).view(size, 1, width)
+            numbers = torch.zeros(2, size * width, dtype=torch.long)
             for digit in range(4):  # half precision holds numbers up to 256
-                part = (place >> 6 * digit & 63).to(dtype)
+                digits = (places >> 6 * digit & 63).to(dtype)
                 written = [torch.zeros(1, 1, size, width, dtype=dtype) for _ in range(2)]
-                kernels.cpu_attn_reshape_and_cache(part, part, *written, torch.arange(size), isa)
-                found += torch.stack([one.flatten() for one in written]).long() << 6 * digit
-            self.orders[dtype, width] = tuple(one.argsort().view(size, width) for one in found)
+                kernels.cpu_attn_reshape_and_cache(digits, digits, *written, torch.arange(size), isa)
+                numbers += torch.stack([x.flatten() for x in written]).long() << 6 * digit
+            self.orders[dtype, width] = tuple(x.argsort().view(size, width) for x in numbers)
         return self.orders[dtype, width]
 
     def read(self, attention: AttentionLayer, q: Tensor, keys: Tensor, values: Tensor, first: int) -> Tensor:
         batch, q = self.batch, q.contiguous()
         assert isinstance(batch, ScheduledBatch)
         window = -1 if attention.sliding_window is None else attention.sliding_window
-        out, given = torch.empty_like(q), batch.given
+        out, metadata = torch.empty_like(q), batch.given
         kernels.cpu_attention_with_kv_cache(
             query=q,
             key_cache=keys,
             value_cache=values,
             output=out,
-            query_start_loc=given.query_start_loc,
-            seq_lens=given.seq_lens,
+            query_start_loc=metadata.query_start_loc,
+            seq_lens=metadata.seq_lens,
             scale=attention.scaling,
             causal=True,
             alibi_slopes=self.slopes_of(attention, first, q.shape[1]),
             sliding_window=window,
-            block_table=given.block_table_tensor,
+            block_table=metadata.block_table_tensor,
             softcap=attention.softcap or 0.0,
             scheduler_metadata=batch.schedule(q, keys.shape[1], window, self.isa(q.dtype, q.shape[2])),
             s_aux=None,

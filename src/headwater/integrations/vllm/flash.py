@@ -14,42 +14,36 @@ from headwater.engines.paged import PagedEngine
 from headwater.nn.engine import AttentionLayer
 
 
-def kernel(**given: Any) -> Tensor:
+def kernel(**arguments: Any) -> Tensor:
     """vLLM's FlashAttention, of the version that the GPU has."""
     from vllm.v1.attention.backends import fa_utils
 
     version = fa_utils.get_flash_attn_version(
-        requires_alibi=given["alibi_slopes"] is not None, head_size=given["q"].shape[2]
+        requires_alibi=arguments["alibi_slopes"] is not None, head_size=arguments["q"].shape[2]
     )
-    return fa_utils.flash_attn_varlen_func(**given, fa_version=version)
+    return fa_utils.flash_attn_varlen_func(**arguments, fa_version=version)
 
 
 class FlashEngine(PagedEngine):
     """`PagedEngine` with vLLM's FlashAttention. A block's keys are [heads, tokens, d], as for CPUs, read by strides."""
 
-    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        batch: Any = self.batch
-        for part, x in (("k", k), ("v", v)):
-            if x.shape[1]:
-                self.store(layer, part, x.dtype)[batch.block, :, batch.offset] = x
-
     def read(self, attention: AttentionLayer, q: Tensor, keys: Tensor, values: Tensor, first: int) -> Tensor:
         batch: Any = self.batch
-        given = batch.given
+        metadata = batch.given
         window = attention.sliding_window
         slopes = self.slopes_of(attention, first, q.shape[1])
         return kernel(
             q=q.contiguous(),
             k=keys.transpose(1, 2),
             v=values.transpose(1, 2),
-            cu_seqlens_q=given.query_start_loc,
-            max_seqlen_q=given.max_query_len,
-            seqused_k=given.seq_lens,
-            max_seqlen_k=given.max_seq_len,
+            cu_seqlens_q=metadata.query_start_loc,
+            max_seqlen_q=metadata.max_query_len,
+            seqused_k=metadata.seq_lens,
+            max_seqlen_k=metadata.max_seq_len,
             softmax_scale=attention.scaling,
             causal=True,
             window_size=None if window is None else [window - 1, 0],
             softcap=attention.softcap or 0.0,
             alibi_slopes=None if slopes is None else slopes.to(q.device),
-            block_table=given.block_table_tensor,
+            block_table=metadata.block_table_tensor,
         )

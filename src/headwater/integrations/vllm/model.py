@@ -87,14 +87,15 @@ class ServedModel(nn.Module, SupportsLoRA):
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Raises `HeadwaterError` if these are not the weights of this model."""
-        held, missing = self.language.state_dict(), set(self.language.state_dict())
+        state, missing = self.language.state_dict(), set(self.language.state_dict())
         for name, tensor in weights:
-            if name not in held or held[name].shape != tensor.shape:
-                there = list(held[name].shape) if name in held else "no such tensor"
+            if name not in state or state[name].shape != tensor.shape:
+                expected = list(state[name].shape) if name in state else "no such tensor"
                 raise HeadwaterError(
-                    f"The checkpoint has {name!r} {list(tensor.shape)}, but its config describes a model with {there}."
+                    f"The checkpoint has {name!r} {list(tensor.shape)}, but its config describes a model with "
+                    f"{expected}."
                 )
-            held[name].copy_(tensor)
+            state[name].copy_(tensor)
             missing.discard(name)
         if self.config.tie_word_embeddings:
             self.language.tie_weights()
@@ -132,11 +133,11 @@ def _of_vllm(layer: nn.Linear, name: str) -> ReplicatedLinear:
     """The same layer, with the same weights, as vLLM's; it takes its kernel after loading."""
     bias = layer.bias is not None
     with torch.device("meta"):
-        made = ContiguousLinear(
+        linear = ContiguousLinear(
             layer.in_features, layer.out_features, bias, prefix=name, return_bias=False, disable_tp=True
         )
-    made.weight, made.bias = layer.weight.requires_grad_(False), layer.bias
-    return made
+    linear.weight, linear.bias = layer.weight.requires_grad_(False), layer.bias
+    return linear
 
 
 def _through_vllm(layer: Any, x: Tensor) -> Tensor:

@@ -1,0 +1,137 @@
+"""Read tokenizers from folders and files, as `headwater.models.load` reads models: no code of theirs runs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from headwater.models.load import CONFIG, check_regular, read_object, read_text, reading
+from headwater.util.errors import HeadwaterError, shown
+from headwater_lab.util.deadline import SECONDS, SECONDS_TO_LOAD, within
+
+FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_TRIED = "A use of a tokenizer, since some errors in its files show only then."
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder has any of the files a tokenizer is read from."""
+    return any(os.path.lexists(folder / name) for name in FILES)
+
+
+# Tokens that end a text, and those that end a message, which end a text too if there is no other.
+TEXT_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<|endofsentence|>", "<eos>", "[EOS]")
+TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eot|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|eom_id|>", "<|return|>")
+
+
+def local_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer in a folder or a tokenizer.json; no code of it runs. Can raise anything for damaged files."""
+    described = ("tokenizer_config.json", "special_tokens_map.json")
+    is_bare = path.is_file() or not any(os.path.lexists(path / name) for name in described)
+    is_bare = is_bare and (path.is_file() or (path / "tokenizer.json").is_file())
+    if is_bare and not (path / CONFIG).is_file():
+        return bare_tokenizer(path)
+    tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
+    if is_bare and tokenizer.eos_token is None and tokenizer.bos_token is None:  # the model's type names none either
+        return bare_tokenizer(path)
+    return tokenizer
+
+
+def bare_tokenizer(path: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer in a tokenizer.json, or in a folder with one, with the end of text that its special tokens name.
+
+    A chat_template.jinja beside it is its chat template. Raises `HeadwaterError` if it cannot be read, and if several
+    of its tokens could end a text.
+    """
+    file = path / "tokenizer.json" if path.is_dir() else path
+    with reading(f"The tokenizer {str(file)!r}", "name a tokenizer.json, or its folder"):
+        read = Tokenizer.from_str(read_text(file))
+    special = {token.content for token in read.get_added_tokens_decoder().values() if token.special}
+    texts, turns = ([end for end in ends if end in special] for ends in (TEXT_ENDS, TURN_ENDS))
+    ends = texts or turns
+    if len(ends) > 1:
+        raise HeadwaterError(
+            f"The tokenizer {str(file)!r} has several tokens that could end a text, {' and '.join(ends)}; say which in "
+            f'a tokenizer_config.json beside it: {{"eos_token": "{ends[0]}"}}.'
+        )
+    unknown = getattr(read.model, "unk_token", None)
+    names = {"eos_token": ends[0] if ends else None, "unk_token": unknown}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=read,
+        clean_up_tokenization_spaces=False,
+        **{name: token for name, token in names.items() if token},
+    )
+    if (template := file.with_name("chat_template.jinja")).is_file():
+        tokenizer.chat_template = read_text(template)
+    return tokenizer
+
+
+def find_tokenizer(folder: Path, vocab_size: int | None = None) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a folder; None if there is none.
+
+    vocab_size: the number of tokens that the model knows. Raises `HeadwaterError` if the tokenizer cannot be read,
+    needs its own code, or produces tokens that the model does not know.
+    """
+    if not has_tokenizer(folder):
+        return None
+    where = f"The tokenizer in {str(folder)!r}"
+    with reading(where, "replace or remove its files"):
+        try:
+            tokenizer = open_tokenizer(folder)
+        except ValueError as error:
+            if "trust_remote_code" in str(error):
+                raise HeadwaterError(
+                    f"{where} cannot be read: it needs its own code, which is not run; replace or remove its files."
+                ) from error
+            raise
+        check_vocabulary(tokenizer, vocab_size, where)
+    return tokenizer
+
+
+def open_tokenizer(source: Path | str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder, of a tokenizer.json, or of a name on the hub, once it has encoded a sentence.
+
+    Raises `HeadwaterError` for a folder with files that are no files, or one that takes too long. Any other problem
+    raises what the libraries raise: see `reading`.
+    """
+    if isinstance(source, Path) and source.is_dir():
+        check_regular(source)
+        _check_names(source / "tokenizer_config.json")
+
+    def load() -> PreTrainedTokenizerBase:
+        if isinstance(source, Path):
+            return local_tokenizer(source)
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+
+    def encode() -> object:
+        return tokenizer.decode(tokenizer(_TRIED, add_special_tokens=False).input_ids)
+
+    where = f"The tokenizer in {str(source)!r}"
+    tokenizer = within(SECONDS_TO_LOAD, load, f"{where} needs more than {SECONDS_TO_LOAD:g} seconds to be loaded")
+    within(SECONDS, encode, f"{where} needs more than {SECONDS:g} seconds for a sentence")
+    return tokenizer
+
+
+def _check_names(file: Path) -> None:
+    """Raise `HeadwaterError` if a tokenizer's config says that it is in a file of another folder."""
+    if not file.exists():
+        return
+    names: Any = read_object(file).get("fast_tokenizer_files")
+    with reading(repr(str(file)), "correct it"):
+        if any("/" in name or "\\" in name for name in names or ()):
+            raise HeadwaterError(f"{str(file)!r} names files outside its folder: {shown(names)}; correct it.")
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int | None, where: str) -> None:
+    """Raise `HeadwaterError` if a tokenizer produces tokens that a model with this vocabulary does not know."""
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if largest < 0 or (vocab_size is not None and largest >= vocab_size):
+        raise HeadwaterError(
+            f"{where} produces tokens up to {largest}, but the model knows only {vocab_size}, from 0; use the "
+            f"tokenizer it was trained with."
+            if largest >= 0
+            else f"{where} knows no tokens; replace or remove its files."
+        )
