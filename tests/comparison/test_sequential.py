@@ -29,7 +29,7 @@ from headwater_lab.comparison.sequential import (
     standing,
 )
 from headwater_lab.comparison.trials import trials_of
-from headwater_lab.recipe.schema import parse
+from headwater_lab.recipe.recipe import parse
 from headwater_lab.reports import cells, comparisons, write_report
 from headwater_lab.reports.words import answer
 from headwater_lab.training.records import SeedPlan, read_record, write_record
