@@ -15,7 +15,7 @@ from headwater_lab.util.settings import Settings
 # The fields of each section, for names that belong to another; "" is the top level.
 Sections = Mapping[str, Collection[str]]
 # More are not worth reading at once.
-MOST_LINES = 20
+MOST_LINES = 40
 
 
 def refusal(where: str, problems: Sequence[str]) -> HeadwaterError:
@@ -54,12 +54,29 @@ class WrongSection(ValueError):
 
 def sentences(error: ValidationError, section: Any, sections: Sections, where: Sequence[str] = ()) -> Iterator[str]:
     """A sentence for each of pydantic's errors. section: what was read. where: its place in the recipe."""
+    told = set()
     for detail in error.errors():
         cause = _cause(detail)
         if isinstance(cause, WrongSection):
             yield from sentences(cause.error, cause.section, sections, [*where, *map(str, detail["loc"])])
-        else:
-            yield _sentence(detail, section, sections, where)
+            continue
+        field, within = _place(section, detail["loc"])
+        # One sentence is enough for a field, whichever of its types or parts does not fit.
+        if field not in told or detail["type"] in ("extra_forbidden", "missing"):
+            yield _sentence(detail, within, sections, where)
+        told.add(field)
+
+
+def _place(section: Any, location: Sequence[str | int]) -> tuple[tuple[str, ...], Any]:
+    """The field in which an error is, and the section whose field it is."""
+    field: list[str] = []
+    for part in map(str, location):
+        inner = section if part.isdigit() else _annotation(section, part)  # a number is of an element of a list
+        field.append(part)
+        if not hasattr(inner, "model_fields"):
+            break
+        section = inner
+    return tuple(field), section
 
 
 def _cause(detail: Any) -> Exception | None:

@@ -54,11 +54,11 @@ def wrong_fields(model: dict[str, Any], sections: Sections) -> Iterator[str]:
         elif name == "base":
             if value not in BASES:
                 yield f"model.base must be llama, gpt2, vit or a preset; {nearest(str(value), BASES)}"
-        elif name in types:
+        elif name in types and name != "mechanisms":
             try:
                 type_validator(name, value, types[name])
             except TypeError as error:
-                yield f"model.{sentence(error).removeprefix('Field ').replace(chr(39), '', 2)}"
+                yield f"model.{name}: {sentence(error).removeprefix(f'Field {name!r} ')}"
 
 
 def text_config(model: dict[str, Any], seed: int, data: Data | DataShape) -> HeadwaterConfig:

@@ -85,6 +85,14 @@ class Recipe(Settings):
         return self.model.get("num_labels") or self.data.known_classes or of_preset
 
     @property
+    def has_mechanisms(self) -> bool:
+        """Whether the model has mechanisms, as far as the recipe tells: a checkpoint's may."""
+        base = self.model.get("base")
+        if "mechanisms" in self.model or base not in PRESETS:
+            return bool(self.model.get("mechanisms")) or self.start is not None
+        return bool(preset(base).mechanisms)
+
+    @property
     def row_length(self) -> int:
         """Tokens in a row of the data; 1 for images."""
         return getattr(self.data, "context", None) or getattr(self.data, "length", None) or 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
@@ -25,7 +24,7 @@ BY_SCHEDULE = ReadIf(
 OF_TEXT = ReadIf(lambda run, name: run.unit == "tokens", "on data of images")
 OF_IMAGES = ReadIf(lambda run, name: run.unit == "images", "on data of text")
 OF_DECAY = ReadIf(lambda run, name: run.training.weight_decay > 0, "with training.weight_decay=0")
-OF_SEVERAL_PROCESSES = ReadIf(lambda run, name: run.training.has_several_processes, "in a single process")
+OF_MECHANISMS = ReadIf(lambda run, name: run.has_mechanisms, "without mechanisms")
 WITHIN_THE_RUN = ReadIf(
     lambda run, name: (getattr(run.reporting, name) or 1) <= run.training.steps, "in a run of {0.training.steps} steps"
 )
@@ -71,7 +70,7 @@ class Training(Settings):
     """Arguments of an outside optimizer, besides learning rate and weight decay."""
     learning_rate: float = Field(default=1e-3, gt=0)
     """Peak learning rate."""
-    scalar_learning_rate_multiplier: float = Field(default=1.0, gt=0, le=1e6)
+    scalar_learning_rate_multiplier: Annotated[float, OF_MECHANISMS] = Field(default=1.0, gt=0, le=1e6)
     """Learning rate of the mechanisms' scalars, as a multiple of the others'. Raise it for mechanisms added to a
     trained model, which start as the identity and have far to move in few steps."""
     trainable_mechanisms: list[Annotated[str, _known_in(MECHANISMS)]] | None = Field(default=None, min_length=1)
@@ -132,13 +131,8 @@ class Training(Settings):
     """Devices per node, one process each. torchrun's own number takes precedence."""
     nodes: Count = 1
     """Number of machines. torchrun's own number takes precedence."""
-    timeout_minutes: Annotated[Count, OF_SEVERAL_PROCESSES] = 30
+    timeout_minutes: Count = 30
     """Minutes that a process waits for another before it gives up."""
-
-    @property
-    def has_several_processes(self) -> bool:
-        """Whether the recipe, or torchrun, asks for more than one."""
-        return self.devices * self.nodes > 1 or "TORCHELASTIC_RUN_ID" in os.environ
 
     @model_validator(mode="after")
     def _options_fit(self) -> Self:

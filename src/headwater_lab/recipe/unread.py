@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ def unread_fields(recipe: Recipe, said: Mapping[str, Any]) -> list[str]:
     return [
         f"{where}{'.'.join(path)} has no effect {condition.otherwise.format(runs[0])}; leave it out"
         for where, values, runs in _parts(recipe, said)
+        if runs  # else an override has taken them away
         for path, condition in _conditions(runs[0], values)
         if not any(condition.test(run, path[-1]) for run in runs)
     ]
@@ -42,9 +43,9 @@ def _parts(recipe: Recipe, said: Mapping[str, Any]) -> Iterator[tuple[str, Mappi
         yield f"compare.sizes.{size}.", values, runs(None, size)
         for arm, of_arm in values.get("arms", {}).items():
             yield f"compare.sizes.{size}.arms.{arm}.", of_arm, runs(arm, size)
-    for number, values in (said.get("stages") or {}).items():
-        of_stage = [chain[number + 1] for chain in chains.values() if len(chain) > number + 1]
-        yield f"stages.{recipe.stages[number].name}.", values, of_stage or [recipe]
+    for number, stage in enumerate(recipe.stages):
+        runs_of_stage = [chain[number + 1] for chain in chains.values() if len(chain) > number + 1]
+        yield f"stages.{stage.name}.", (said.get("stages") or {}).get(number, {}), runs_of_stage
 
 
 def _conditions(
@@ -59,3 +60,22 @@ def _conditions(
             yield from (((*path, name), each) for each in field.metadata if isinstance(each, ReadIf))
         if isinstance(inner := getattr(section, name), Settings) and isinstance(value, Mapping):
             yield from _conditions(inner, value, (*path, name))
+
+
+def overruled(recipe: Recipe, runs: Iterable[Recipe], overrides: Sequence[str]) -> list[str]:
+    """The keys of overrides whose values none of the runs of a recipe's comparison has."""
+    values = [run.model_dump(mode="json") for run in runs]
+    own = recipe.model_dump(mode="json", exclude={"name": True, "title": True, "compare": True})
+    keys = dict.fromkeys(text.partition("=")[0] for text in overrides)
+    return [key for key in keys if _is_overruled(_at(own, key), [_at(run, key) for run in values])]
+
+
+def _is_overruled(value: Any, in_runs: Sequence[Any]) -> bool:
+    return value is not None and not isinstance(value, dict) and value not in in_runs  # sections are merged
+
+
+def _at(values: Any, key: str) -> Any:
+    """The value at a dotted key; None if there is none."""
+    for name in key.split("."):
+        values = values.get(name) if isinstance(values, dict) else None
+    return values

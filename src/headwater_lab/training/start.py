@@ -448,6 +448,8 @@ class Setup:
         """Sentences for the record of a run that begins."""
         training, device = self.recipe.training, self.fabric.device
         notices = [uncompiled(training, device), in_fp32(training, device), unfinished_warmup(training)]
+        if self.fabric.world_size == 1 and training.timeout_minutes != Training().timeout_minutes:
+            notices.append("training.timeout_minutes has no effect in a single process.")
         notices += getattr(self.data, "notices", [])
         if self.beginning is not None:
             notices += self.beginning.notices
