@@ -551,7 +551,7 @@ def test_groups_are_what_the_mechanism_and_the_shapes_say(convolved):
     }
     from headwater_lab.recipe.training import Training
 
-    muon, _ = make_optimizers(model, Training(optimizer="muon"), torch.device("cpu"))
+    muon, _ = make_optimizers(model, Training(optimizer="muon"))
     assert all(parameter.ndim == 2 for group in muon.param_groups for parameter in group["params"])
 
 

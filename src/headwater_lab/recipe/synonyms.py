@@ -17,7 +17,7 @@ _NAMES = {
         "num_key_value_heads": "n_kv_head n_kv_heads num_kv_heads n_query_groups num_query_groups",
         "head_dim": "head_size d_head head_width",
         "qkv_bias, output_bias and mlp_bias": "bias use_bias",
-        "embedding_dropout, attention_dropout or residual_dropout": "dropout dropout_rate hidden_dropout",
+        "embedding_dropout, attention_dropout and residual_dropout": "dropout dropout_rate hidden_dropout",
         "attention_dropout": "attn_pdrop attn_dropout",
         "residual_dropout": "resid_pdrop resid_dropout",
         "embedding_dropout": "embd_pdrop embd_dropout",
