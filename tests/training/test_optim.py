@@ -9,9 +9,9 @@ from torch import nn
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.mechanisms import KVShift
 from headwater.util.errors import HeadwaterError
+from headwater_lab.optimization.muon import Muon
 from headwater_lab.recipe.training import Training
 from headwater_lab.training.optimizers import (
-    Muon,
     clip,
     gradient_norm,
     learning_rate,

@@ -11,6 +11,7 @@ from headwater.conversion.convert import blended_config, check_conversion, finis
 from headwater.growth.grow import grown_config
 from headwater.growth.methods import GrowthOptions, KeyInit, TauPolicy
 from headwater.plugins.registry import as_mapping
+from headwater.util.errors import HeadwaterError
 from headwater_lab.util.settings import Count, Settings
 
 
@@ -123,6 +124,30 @@ class TrainingStage(Change):
     """Changes to `training:`; steps and schedule are the stage's own."""
     data: dict[str, Any] = Field(default_factory=dict)
     """Changes to `data:`."""
+
+    def check_state(self, before: str, now: str, frozen: bool) -> None:
+        """Raise `HeadwaterError` if the optimizer's state cannot be kept.
+
+        before, now: the optimizers of the stage before and of this one. frozen: the stage before trained only new
+        pairs.
+        """
+        if self.optimizer_state != "keep":
+            return
+        if self.grow is not None and frozen:
+            raise HeadwaterError(
+                f"Stage {self.name!r} trains again what the stage before had frozen, for which it has no optimizer's "
+                "state; leave out optimizer_state: keep."
+            )
+        if before != now:
+            raise HeadwaterError(
+                f"Stage {self.name!r} keeps the state of {before} but trains with {now}; use the same optimizer for "
+                "both, or leave out optimizer_state: keep."
+            )
+        if self.convert is not None and self.convert.align:
+            raise HeadwaterError(
+                f"Stage {self.name!r} aligns keys and values, which turns their weights, so that the optimizer's state "
+                "does not belong to them; set convert.align to false, or leave out optimizer_state: keep."
+            )
 
 
 def changed_config(config: HeadwaterConfig, change: Change) -> HeadwaterConfig:

@@ -81,6 +81,10 @@ class Compare(Settings):
                     raise ValueError(
                         f"compare.{what}.{name}.{min(unread)} has no effect: the comparison sets it; leave it out"
                     )
+        return self
+
+    @model_validator(mode="after")
+    def _lists_fit(self) -> Compare:
         if self.sequential:
             self._check_sequential()
         self._check_budget_arms()

@@ -60,23 +60,21 @@ def sentences(error: ValidationError, section: Any, sections: Sections, where: S
         if isinstance(cause, WrongSection):
             yield from sentences(cause.error, cause.section, sections, [*where, *map(str, detail["loc"])])
             continue
-        field, within = _place(section, detail["loc"])
+        field = _field(section, [str(part) for part in detail["loc"]])
         # One sentence is enough for a field, whichever of its types or parts does not fit.
-        if field not in told or detail["type"] in ("extra_forbidden", "missing"):
-            yield _sentence(detail, within, sections, where)
+        if field not in told:
+            yield _sentence(detail, section, sections, where)
         told.add(field)
 
 
-def _place(section: Any, location: Sequence[str | int]) -> tuple[tuple[str, ...], Any]:
-    """The field in which an error is, and the section whose field it is."""
-    field: list[str] = []
-    for part in map(str, location):
-        inner = section if part.isdigit() else _annotation(section, part)  # a number is of an element of a list
-        field.append(part)
-        if not hasattr(inner, "model_fields"):
-            break
-        section = inner
-    return tuple(field), section
+def _field(section: Any, location: Sequence[str]) -> tuple[str, ...]:
+    """The place of a field in a section, without what is inside the field's value."""
+    for depth, part in enumerate(location, 1):
+        if not part.isdigit():
+            section = _annotation(section, part)
+        if not hasattr(section, "model_fields"):
+            return tuple(location[:depth])
+    return tuple(location)
 
 
 def _cause(detail: Any) -> Exception | None:

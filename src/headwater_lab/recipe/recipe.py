@@ -153,23 +153,8 @@ class Recipe(Settings):
         runs = [recipe for recipe, _ in self.chain(lambda name, _: Path(name))]
         frozen = self.start is not None and self.start.grow is not None and self.start.grow.freeze
         for stage, before, now in zip(self.stages, runs, runs[1:], strict=False):
-            if stage.grow is not None:
-                if frozen and stage.optimizer_state == "keep":
-                    raise HeadwaterError(
-                        f"Stage {stage.name!r} trains again what the stage before had frozen, for which it has no "
-                        "optimizer's state; leave out optimizer_state: keep."
-                    )
-                frozen = stage.grow.freeze
-            if stage.optimizer_state == "keep" and before.training.optimizer != now.training.optimizer:
-                raise HeadwaterError(
-                    f"Stage {stage.name!r} keeps the state of {before.training.optimizer} but trains with "
-                    f"{now.training.optimizer}; use the same optimizer for both, or leave out optimizer_state: keep."
-                )
-            if stage.optimizer_state == "keep" and stage.convert is not None and stage.convert.align:
-                raise HeadwaterError(
-                    f"Stage {stage.name!r} aligns keys and values, which turns their weights, so that the optimizer's "
-                    "state does not belong to them; set convert.align to false, or leave out optimizer_state: keep."
-                )
+            stage.check_state(before.training.optimizer, now.training.optimizer, frozen)
+            frozen = frozen if stage.grow is None else stage.grow.freeze
         _check_one_metric(runs, "Stages are put on record")
         if self.start is None and self.stages:  # else the model is a checkpoint's
             # This does not read the data, whose vocabulary does not matter here.

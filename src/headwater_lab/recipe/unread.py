@@ -25,27 +25,33 @@ def unread_fields(recipe: Recipe, said: Mapping[str, Any]) -> list[str]:
     ]
 
 
+# The runs of an arm at a size, stage by stage.
+Chains = dict[tuple[str, str | None], list[Recipe]]
+
+
 def _parts(recipe: Recipe, said: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], Sequence[Recipe]]]:
     """Parts of the values: where they are, what they say, and the runs that they are for."""
     trials = {("", None): recipe} if recipe.compare is None else recipe.trials()
     chains = {trial: [run for run, _ in each.chain(lambda name, _: Path(name))] for trial, each in trials.items()}
-
-    def runs(arm: str | None = None, size: str | None = None) -> list[Recipe]:
-        fitting = (chain for (a, s), chain in chains.items() if arm in (None, a) and size in (None, s))
-        return [run for chain in fitting for run in chain]
-
-    compare = said.get("compare") or {}
-    yield "", {"compare": {name: value for name, value in compare.items() if name not in ("arms", "sizes")}}, [recipe]
-    yield "", {name: value for name, value in said.items() if name not in ("compare", "stages")}, runs()
-    for arm, values in (compare.get("arms") or {}).items():
-        yield f"compare.arms.{arm}.", values, runs(arm)
-    for size, values in (compare.get("sizes") or {}).items():
-        yield f"compare.sizes.{size}.", values, runs(None, size)
+    sections, compare = dict(said), dict(said.get("compare") or {})
+    stages, arms, sizes = sections.pop("stages", None) or {}, compare.pop("arms", {}), compare.pop("sizes", None) or {}
+    yield "", {"compare": compare}, [recipe]
+    yield "", sections | {"compare": {}}, _runs(chains)
+    for arm, values in arms.items():
+        yield f"compare.arms.{arm}.", values, _runs(chains, arm)
+    for size, values in sizes.items():
+        yield f"compare.sizes.{size}.", values, _runs(chains, size=size)
         for arm, of_arm in values.get("arms", {}).items():
-            yield f"compare.sizes.{size}.arms.{arm}.", of_arm, runs(arm, size)
-    for number, stage in enumerate(recipe.stages):
-        runs_of_stage = [chain[number + 1] for chain in chains.values() if len(chain) > number + 1]
-        yield f"stages.{stage.name}.", (said.get("stages") or {}).get(number, {}), runs_of_stage
+            yield f"compare.sizes.{size}.arms.{arm}.", of_arm, _runs(chains, arm, size)
+    for number, stage in enumerate(recipe.stages, 1):
+        of_stage = [chain[number] for chain in chains.values() if number < len(chain)]
+        yield f"stages.{stage.name}.", stages.get(number - 1, {}), of_stage
+
+
+def _runs(chains: Chains, arm: str | None = None, size: str | None = None) -> list[Recipe]:
+    """The runs of an arm or a size; default: of all."""
+    fitting = [chain for (of, at), chain in chains.items() if arm in (None, of) and size in (None, at)]
+    return [run for chain in fitting for run in chain]
 
 
 def _conditions(
