@@ -36,7 +36,7 @@ def unknown_field(name: str, where: str, known: Iterable[str], sections: Section
     if field in known:
         hint = f"did you mean {field!r}?"
     elif " " in field:
-        hint = f"it has {field}"
+        hint = f"{'it' if where == section else section} has {field}"
     elif field in sections.get(section, ()):
         hint = f"did you mean {'.'.join(filter(None, (section, field)))!r}?"
     else:
