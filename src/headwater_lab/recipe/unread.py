@@ -61,8 +61,8 @@ def _conditions(
     for name, value in said.items():
         if (field := type(section).model_fields.get(name)) is None:
             continue
-        value = tuple(value) if isinstance(value, list) else value
-        if value != field.get_default(call_default_factory=True):
+        default = field.get_default(call_default_factory=True)
+        if value != default and not (isinstance(default, tuple) and value == list(default)):
             yield from (((*path, name), each) for each in field.metadata if isinstance(each, ReadIf))
         if isinstance(inner := getattr(section, name), Settings) and isinstance(value, Mapping):
             yield from _conditions(inner, value, (*path, name))
