@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from typing import Any
 
 from headwater_lab.util.settings import Settings
 
@@ -11,7 +12,7 @@ from headwater_lab.util.settings import Settings
 # default would count as runs with the new one.
 IDENTITY_VERSION = 2
 # Fields that decide nothing.
-ASIDE = {
+ASIDE: Any = {
     "name": True,
     "title": True,
     "reporting": True,

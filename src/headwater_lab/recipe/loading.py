@@ -16,7 +16,7 @@ from headwater_lab.recipe.messages import refusal
 from headwater_lab.recipe.overrides import overridden, override, plain, read_text
 from headwater_lab.recipe.recipe import Recipe, parse
 from headwater_lab.recipe.shipped import shipped_recipes
-from headwater_lab.recipe.unread import unread_fields
+from headwater_lab.recipe.unread import chains_of, unread_fields
 
 
 def find_recipe(argument: str | Path) -> Path:
@@ -95,18 +95,14 @@ def changed_recipe(values: dict[str, Any], overrides: Sequence[str], where: str)
         said["stages"] = {number: overridden({}, changes) for number, changes in by_stage.items()}
         changed["stages"] = [overridden(stage, by_stage.get(number, [])) for number, stage in enumerate(stages)]
     recipe = parse(changed, where)
-    unread = unread_fields(recipe, _numbered(values))
+    unread = unread_fields(recipe, chains := chains_of(recipe), values)
     if unread and overrides:
-        with suppress(HeadwaterError):
-            unread = unread_fields(parse(values, where), _numbered(values))
-    if unread := list(dict.fromkeys([*unread, *unread_fields(recipe, said)])):
+        with suppress(HeadwaterError):  # it may need the overrides
+            alone = parse(values, where)
+            unread = unread_fields(alone, chains_of(alone), values)
+    if unread := list(dict.fromkeys([*unread, *unread_fields(recipe, chains, said)])):
         raise refusal(where, unread)
     return recipe
-
-
-def _numbered(values: dict[str, Any]) -> dict[str, Any]:
-    """The same values, with stages by their numbers."""
-    return values | {"stages": dict(enumerate(values.get("stages") or []))}
 
 
 def _by_stage(stages: Any, overrides: list[Override]) -> dict[int, list[Override]]:

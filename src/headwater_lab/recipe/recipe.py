@@ -181,7 +181,7 @@ class Recipe(Settings):
     def trials(self) -> dict[tuple[str, str | None], Recipe]:
         """The recipe of each arm, at each size, with the first seed."""
         assert self.compare is not None
-        sizes = list(self.compare.sizes) or [None]
+        sizes: list[str | None] = [*self.compare.sizes] or [None]
         return {(arm, size): self.arm(arm, self.compare.seeds[0], size) for arm in self.compare.arms for size in sizes}
 
     @property

@@ -9,8 +9,17 @@ from typing import Any
 from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.util.settings import ReadIf, Settings
 
+# The runs of an arm at a size, stage by stage.
+Chains = dict[tuple[str, str | None], list[Recipe]]
 
-def unread_fields(recipe: Recipe, said: Mapping[str, Any]) -> list[str]:
+
+def chains_of(recipe: Recipe) -> Chains:
+    """The runs of a recipe, with one seed for each arm."""
+    trials = {("", None): recipe} if recipe.compare is None else recipe.trials()
+    return {trial: [run for run, _ in each.chain(lambda name, _: Path(name))] for trial, each in trials.items()}
+
+
+def unread_fields(recipe: Recipe, chains: Chains, said: Mapping[str, Any]) -> list[str]:
     """A sentence for each field among these values that none of the recipe's runs reads, and that is not its default.
 
     What an arm or a stage inherits may be for others: a field that the recipe sets counts for all runs, one that an arm
@@ -18,34 +27,36 @@ def unread_fields(recipe: Recipe, said: Mapping[str, Any]) -> list[str]:
     """
     return [
         f"{where}{'.'.join(path)} has no effect {condition.otherwise.format(runs[0])}; leave it out"
-        for where, values, runs in _parts(recipe, said)
+        for where, values, runs in _parts(recipe, chains, said)
         if runs  # else an override has taken them away
         for path, condition in _conditions(runs[0], values)
         if not any(condition.test(run, path[-1]) for run in runs)
     ]
 
 
-# The runs of an arm at a size, stage by stage.
-Chains = dict[tuple[str, str | None], list[Recipe]]
-
-
-def _parts(recipe: Recipe, said: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], Sequence[Recipe]]]:
+def _parts(
+    recipe: Recipe, chains: Chains, said: Mapping[str, Any]
+) -> Iterator[tuple[str, Mapping[str, Any], Sequence[Recipe]]]:
     """Parts of the values: where they are, what they say, and the runs that they are for."""
-    trials = {("", None): recipe} if recipe.compare is None else recipe.trials()
-    chains = {trial: [run for run, _ in each.chain(lambda name, _: Path(name))] for trial, each in trials.items()}
-    sections, compare = dict(said), dict(said.get("compare") or {})
-    stages, arms, sizes = sections.pop("stages", None) or {}, compare.pop("arms", {}), compare.pop("sizes", None) or {}
+    sections, compare = dict(said), dict(_mapping(said.get("compare")))
+    stages, arms, sizes = sections.pop("stages", None), compare.pop("arms", None), compare.pop("sizes", None)
     yield "", {"compare": compare}, [recipe]
     yield "", sections | {"compare": {}}, _runs(chains)
-    for arm, values in arms.items():
-        yield f"compare.arms.{arm}.", values, _runs(chains, arm)
-    for size, values in sizes.items():
-        yield f"compare.sizes.{size}.", values, _runs(chains, size=size)
-        for arm, of_arm in values.get("arms", {}).items():
-            yield f"compare.sizes.{size}.arms.{arm}.", of_arm, _runs(chains, arm, size)
-    for number, stage in enumerate(recipe.stages, 1):
-        of_stage = [chain[number] for chain in chains.values() if number < len(chain)]
-        yield f"stages.{stage.name}.", stages.get(number - 1, {}), of_stage
+    for arm, values in _mapping(arms).items():
+        yield f"compare.arms.{arm}.", _mapping(values), _runs(chains, arm)
+    for size, values in _mapping(sizes).items():
+        yield f"compare.sizes.{size}.", _mapping(values), _runs(chains, size=size)
+        for arm, of_arm in _mapping(_mapping(values).get("arms")).items():
+            yield f"compare.sizes.{size}.arms.{arm}.", _mapping(of_arm), _runs(chains, arm, size)
+    of_stages = dict(enumerate(stages)) if isinstance(stages, list) else _mapping(stages)
+    for number, stage in enumerate(recipe.stages):
+        runs = [chain[number + 1] for chain in chains.values() if number + 1 < len(chain)]
+        yield f"stages.{stage.name}.", _mapping(of_stages.get(number)), runs
+
+
+def _mapping(value: Any) -> Mapping[Any, Any]:
+    """A part of the values; an override may have replaced one that is no mapping."""
+    return value if isinstance(value, Mapping) else {}
 
 
 def _runs(chains: Chains, arm: str | None = None, size: str | None = None) -> list[Recipe]:
