@@ -367,7 +367,6 @@ def test_a_plan_cannot_change_after_its_results_and_fixed_seeds_become_part_of_o
         ({"sequential": True}, "needs compare.margin"),
         (SEQUENTIAL | {"min_seeds": 13}, "min_seeds=13 is more than compare.max_seeds=12"),
         (SEQUENTIAL | {"seeds": list(range(13))}, "lists 13 seeds"),
-        ({"margin": 0.1}, "no effect without compare.sequential=true"),
         (SEQUENTIAL, "needs an arm besides the baseline"),
         (
             SEQUENTIAL | {"arms": {"base": {}, "long": {}}, "budget_arms": ["long"]},
