@@ -37,7 +37,10 @@ def fields_read(thing: Any) -> list[str]:
     """
     if isinstance(thing, type):
         return ["learning_rate", "optimizer_options"]
-    parameters = inspect.signature(thing).parameters.values()
+    try:
+        parameters = inspect.signature(thing).parameters.values()
+    except ValueError:  # of some built-in functions
+        return []
     return [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
 
 

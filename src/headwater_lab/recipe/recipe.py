@@ -88,9 +88,8 @@ class Recipe(Settings):
     def has_mechanisms(self) -> bool:
         """Whether the model has mechanisms, as far as the recipe tells: a checkpoint's may."""
         base = self.model.get("base")
-        if "mechanisms" in self.model or base not in PRESETS:
-            return bool(self.model.get("mechanisms")) or self.start is not None
-        return bool(preset(base).mechanisms)
+        of_base = preset(base).mechanisms if base in PRESETS else None
+        return self.start is not None or bool(self.model.get("mechanisms", of_base))
 
     @property
     def row_length(self) -> int:

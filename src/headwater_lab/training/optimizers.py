@@ -161,14 +161,20 @@ def clip(parameters: Iterable[nn.Parameter], norm: Tensor, limit: float) -> None
 def learning_rate(step: int, training: Training) -> float:
     """The learning rate of step `step`, counted from 0: linear warm-up, then `training.schedule`.
 
-    Raises `HeadwaterError` if an outside schedule does not return a finite number of 0 or more.
+    Raises `HeadwaterError` if an outside schedule fails, or does not return a finite number of 0 or more.
     """
     peak = training.learning_rate
     if step < training.warmup_steps:
         return peak * (step + 1) / training.warmup_steps
     progress = (step - training.warmup_steps) / max(1, training.steps - training.warmup_steps)
     schedule = SCHEDULES.resolve(training.schedule)
-    fraction = schedule(progress, **values_read(schedule, training))
+    try:
+        fraction = schedule(progress, **values_read(schedule, training))
+    except Exception as error:  # outside code can raise anything
+        raise HeadwaterError(
+            f"The schedule {training.schedule!r} fails after {progress:.3g} of the steps: {type(error).__name__}: "
+            f"{sentence(error)}."
+        ) from error
     if not (isinstance(fraction, float | int) and 0 <= fraction < math.inf):
         raise HeadwaterError(
             f"The schedule {training.schedule!r} returns {fraction!r} after {progress:.3g} of the steps; it must "

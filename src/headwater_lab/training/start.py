@@ -448,8 +448,10 @@ class Setup:
         """Sentences for the record of a run that begins."""
         training, device = self.recipe.training, self.fabric.device
         notices = [uncompiled(training, device), in_fp32(training, device), unfinished_warmup(training)]
-        if self.fabric.world_size == 1 and training.timeout_minutes != Training.model_fields["timeout_minutes"].default:
-            notices.append("training.timeout_minutes has no effect in a single process.")
+        if self.fabric.world_size == 1:
+            default = Training.model_fields["timeout_minutes"].default
+            unread = {"timeout_minutes": training.timeout_minutes != default, "strategy": training.strategy == "ddp"}
+            notices += [f"training.{name} has no effect in a single process." for name in unread if unread[name]]
         notices += getattr(self.data, "notices", [])
         if self.beginning is not None:
             notices += self.beginning.notices
