@@ -36,7 +36,7 @@ _NAMES = {
         "workers": "num_workers dataloader_num_workers",
     },
     "training": {
-        "steps": "max_iters max_steps num_train_steps train_steps num_training_steps epochs num_train_epochs max_tokens",
+        "steps": "max_iters max_steps num_train_steps train_steps num_training_steps epochs num_train_epochs",
         "batch_size": "batch micro_batch_size per_device_train_batch_size train_batch_size global_batch_size "
         "local_batch_size",
         "gradient_accumulation_steps": "grad_accum gradient_accumulation gradient_accumulation_iters",
