@@ -189,6 +189,23 @@ def test_a_warm_up_as_long_as_the_run_is_not_named(run, tiny, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("field", "value", "why"),
+    [
+        ("config", "en", "data.config is for datasets"),
+        ("image_column", "picture", "data.image_column is for datasets"),
+        ("label_column", "class", "data.label_column is for datasets"),
+        ("split", "test", "has no folder 'test'; leave out data.split"),
+    ],
+)
+def test_a_folder_of_images_refuses_what_a_dataset_has(tmp_path, field, value, why):
+    pytest.importorskip("PIL")
+    (tmp_path / "class").mkdir()
+    data = {"kind": "images", "source": str(tmp_path), "image_size": 8, "augmentation": None, field: value}
+    with pytest.raises(HeadwaterError, match=why):
+        read_recipe({"data": data}).data.build()
+
+
+@pytest.mark.parametrize(
     ("given", "unread"),
     [
         (["--tasks", "arc_easy", "--stride", "4"], "--stride has no effect without --text"),
