@@ -50,7 +50,7 @@ def wrong_fields(model: dict[str, Any], sections: Sections) -> Iterator[str]:
     types = {field.name: field.type for field in dataclasses.fields(config)}
     for name, value in model.items():
         if name not in known:
-            yield unknown_field(name, "model", known, sections)
+            yield unknown_field(str(name), "model", known, sections)
         elif name == "base":
             if value not in BASES:
                 yield f"model.base must be llama, gpt2, vit or a preset; {nearest(str(value), BASES)}"
