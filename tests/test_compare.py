@@ -8,7 +8,7 @@ from PIL import Image
 
 from headwater.util.errors import HeadwaterError
 from headwater_lab.comparison.trials import trials_of
-from headwater_lab.recipe.schema import parse
+from headwater_lab.recipe.recipe import parse
 from headwater_lab.reports import comparisons, write_report
 from headwater_lab.training.loop import train
 from headwater_lab.training.records import read_record

@@ -23,7 +23,8 @@ from headwater.cost import price
 from headwater.cost.hardware import hardware
 from headwater.growth import grown_config
 from headwater_lab.comparison.trials import trials_of
-from headwater_lab.recipe.schema import Recipe, load_recipe, parse
+from headwater_lab.recipe.loading import load_recipe
+from headwater_lab.recipe.recipe import Recipe, parse
 from headwater_lab.training.loop import train
 
 ROOT = Path(__file__).parents[1] / "recipes"

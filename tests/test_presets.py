@@ -20,8 +20,8 @@ from headwater.config.planner import plan_layers
 from headwater.config.presets import PRESETS, preset
 from headwater.cost.counts import parameters
 from headwater.mechanisms import Mechanism
+from headwater_lab.recipe.model import MODEL_FIELDS
 from headwater_lab.recipe.overrides import plain
-from headwater_lab.recipe.schema import MODEL_FIELDS
 from headwater_lab.training.models import init_diagnostics, sample_tokens
 
 PAGE = Path(__file__).parents[1] / "docs" / "presets.md"

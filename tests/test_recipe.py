@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,11 @@ import pytest
 from headwater.util.errors import HeadwaterError
 from headwater_lab.data.base import list_kinds
 from headwater_lab.data.synthetic.induction import InductionData, InductionSettings
-from headwater_lab.recipe.schema import IDENTITY_VERSION, MODEL_FIELDS, Recipe, load_recipe, parse
+from headwater_lab.recipe.identity import IDENTITY_VERSION
+from headwater_lab.recipe.loading import load_recipe
+from headwater_lab.recipe.model import MODEL_FIELDS
+from headwater_lab.recipe.recipe import Recipe, parse, sections_of
+from headwater_lab.recipe.synonyms import SYNONYMS
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").rglob("*.yaml"))
 
@@ -151,12 +156,85 @@ def test_a_wrong_file_is_one_sentence(tmp_path, content, message):
     assert "\n" not in str(error.value)
 
 
-def test_an_override_given_twice_is_refused(file):
-    for overrides in (["seed=1", "seed=2"], ["training={steps: 3}", "training.steps=4"]):
-        with pytest.raises(HeadwaterError, match="given twice"):
-            load_recipe(file, overrides)
-    recipe = load_recipe(file, ["training={steps: 3}", "training.threads=4"])
-    assert (recipe.training.steps, recipe.training.threads) == (3, 4)
+@pytest.mark.parametrize(
+    ("overrides", "steps"),
+    [
+        (["training.steps=3", "training.steps=4"], 4),
+        (["training={steps: 3}", "training.steps=4"], 4),
+        (["training.steps=4", "training={steps: 3}"], 3),
+        (["training=null", "training.steps=4"], 4),
+    ],
+)
+def test_the_last_override_of_a_field_counts(file, overrides, steps):
+    recipe = load_recipe(file, [*overrides, "training.threads=4"])
+    assert (recipe.training.steps, recipe.training.threads) == (steps, 4)
+
+
+def test_all_wrong_names_are_told_at_once_with_the_right_ones(tmp_path):
+    """Names of nanoGPT, litgpt, transformers and its Trainer among them, wherever they belong."""
+    path = tmp_path / "r.yaml"
+    path.write_text(
+        "data: {kind: text, source: x, block_size: 32}\n"
+        "model: {n_layer: 2, n_head: 2, n_embd: 16, dropout: 0.1, seq_len: 8, hidden_size: wide}\n"
+        "training: {max_iters: 4, lr: 0.001, batch: many, betas: [2, 3], eval_interval: 5}\n"
+        "grad_clip: 1\n"
+    )
+    with pytest.raises(HeadwaterError) as error:
+        load_recipe(path)
+    first, *lines = str(error.value).splitlines()
+    assert first == f"{path}: 13 mistakes:"
+    assert [line.strip() for line in lines] == [
+        "model has no field 'n_layer'; did you mean 'num_hidden_layers'?",
+        "model has no field 'n_head'; did you mean 'num_attention_heads'?",
+        "model has no field 'n_embd'; did you mean 'hidden_size'?",
+        "model has no field 'dropout'; it has embedding_dropout, attention_dropout and residual_dropout",
+        "model has no field 'seq_len'; did you mean 'data.context'?",
+        "model.hidden_size: expected int, got str (value: 'wide')",
+        "data has no field 'block_size'; did you mean 'context'?",
+        "training.betas.0: input should be less than 1, not 2.",
+        "training has no field 'max_iters'; did you mean 'steps'?",
+        "training has no field 'lr'; did you mean 'learning_rate'?",
+        "training has no field 'batch'; did you mean 'batch_size'?",
+        "training has no field 'eval_interval'; did you mean 'reporting.evaluate_every'?",
+        "the recipe has no field 'grad_clip'; did you mean 'training.max_grad_norm'?",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("training.context=8", "training has no field 'context'; did you mean 'data.context'?"),
+        ("steps=8", "the recipe has no field 'steps'; did you mean 'training.steps'?"),
+        ("model.bias=false", "model has no field 'bias'; it has qkv_bias, output_bias and mlp_bias"),
+        ("start={checkpoint: x, grow: {n_layer: 4}}", "start.grow has no field 'n_layer'; did you mean"),
+        ("data.num_workers=2", "data has no field 'num_workers'; known names: context, held_out"),
+    ],
+)
+def test_a_name_of_another_section_or_program_is_a_hint(file, override, hint):
+    with pytest.raises(HeadwaterError) as error:
+        load_recipe(file, [override])
+    assert hint in str(error.value)
+
+
+def test_synonyms_name_fields_that_exist():
+    sections = sections_of({"data": {"kind": "text"}})
+    known = {f"{section}.{field}" for section, fields in sections.items() for field in fields} | {"data.workers"}
+    for section, field in SYNONYMS.values():
+        for each in re.split(", | and ", field):
+            assert f"{section}.{each}" in known
+    assert not {name for name, (section, _) in SYNONYMS.items() if name in sections[section]}
+
+
+def test_another_kind_of_data_takes_what_it_knows_of_the_file(tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text("data: {kind: text, source: x, context: 32, tokenizer: bytes, held_out: 0.2}\n")
+    prepared = load_recipe(path, ["data.kind=prepared", "data.source=y"]).data
+    assert (prepared.kind, prepared.source, prepared.context) == ("prepared", "y", 32)
+    assert load_recipe(path, ["data={kind: induction, length: 8}"]).data == InductionSettings(length=8)
+    with pytest.raises(HeadwaterError, match="data has no field 'tokenizer'"):
+        load_recipe(path, ["data.kind=prepared", "data.source=y", "data.tokenizer=bytes"])
+    with pytest.raises(HeadwaterError, match=r"data\.kind must be one of"):
+        load_recipe(path, ["data.kind=nothing"])
 
 
 def test_text_means_what_it_says(file):
@@ -253,7 +331,7 @@ def test_a_missing_file_is_one_sentence(tmp_path):
         ({"hidden_size": 10, "num_attention_heads": 3}, "not divisible"),
         ({"mechanisms": {"kv_shft": {}}}, r"no mechanism named 'kv_shft'; did you mean 'kv_shift'\?"),
         ({"mechanisms": {"kv_shift": {"windw": 3}}}, "has no option 'windw'"),
-        ({"hidden_size": "wide"}, r"'hidden_size' expected int, got str \(value: 'wide'\)"),
+        ({"hidden_size": "wide"}, r"model.hidden_size: expected int, got str \(value: 'wide'\)"),
         ({"mechanisms": {"value_residual": {"mode": "learnabl"}}}, "learnable"),
         ({"rope_parameters": {"rope_typ": "yarn"}}, r"no field 'rope_typ'; did you mean 'rope_type'\?"),
         ({"num_hidden_layers": 10**8}, "num_hidden_layers must be at most"),
@@ -264,9 +342,8 @@ def test_a_missing_file_is_one_sentence(tmp_path):
     ],
 )
 def test_a_model_that_cannot_be_is_one_sentence(model, message):
-    recipe = parse({"data": {"kind": "induction"}, "model": model}, "test")
     with pytest.raises(HeadwaterError, match=message) as error:
-        recipe.config_for(InductionData(InductionSettings()))
+        parse({"data": {"kind": "induction"}, "model": model}, "test").config_for(InductionData(InductionSettings()))
     assert "\n" not in str(error.value)
 
 
@@ -337,7 +414,9 @@ def test_every_field_is_documented():
 
     from headwater_lab.data.prepared import PreparedSettings
     from headwater_lab.data.text import TextSettings
-    from headwater_lab.recipe.schema import Compare, Growth, Reporting, Start, Training, TrainingStage
+    from headwater_lab.recipe.change import Growth, Start, TrainingStage
+    from headwater_lab.recipe.comparison import Compare
+    from headwater_lab.recipe.training import Reporting, Training
 
     sections = (Training, Reporting, Compare, Start, TrainingStage, Growth)
     for model in (Recipe, *sections, TextSettings, PreparedSettings, InductionSettings):

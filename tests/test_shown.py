@@ -35,7 +35,8 @@ from headwater_lab.data.tokenizer import byte_tokenizer
 from headwater_lab.papers.price import stages
 from headwater_lab.papers.table import table as paper_table
 from headwater_lab.papers.work import prepare
-from headwater_lab.recipe.schema import Recipe, find_recipe, load_recipe, parse
+from headwater_lab.recipe.loading import find_recipe, load_recipe
+from headwater_lab.recipe.recipe import Recipe, parse
 
 ROOT = Path(__file__).parents[1]
 Run = Callable[..., tuple[int, str, str]]

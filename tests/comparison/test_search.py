@@ -14,7 +14,7 @@ from headwater_lab.comparison import running, search
 from headwater_lab.comparison.running import compare
 from headwater_lab.comparison.search import FINAL_SEEDS, VANILLA, best_arms, candidates, final_recipe, search_recipe
 from headwater_lab.comparison.trials import trials_of
-from headwater_lab.recipe.schema import parse
+from headwater_lab.recipe.recipe import parse
 from headwater_lab.training.records import read_record, write_record
 from headwater_lab.util.endings import Interrupted
 

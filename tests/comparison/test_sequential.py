@@ -29,7 +29,7 @@ from headwater_lab.comparison.sequential import (
     standing,
 )
 from headwater_lab.comparison.trials import trials_of
-from headwater_lab.recipe.schema import parse
+from headwater_lab.recipe.recipe import parse
 from headwater_lab.reports import cells, comparisons, write_report
 from headwater_lab.reports.words import answer
 from headwater_lab.training.records import SeedPlan, read_record, write_record
@@ -367,7 +367,6 @@ def test_a_plan_cannot_change_after_its_results_and_fixed_seeds_become_part_of_o
         ({"sequential": True}, "needs compare.margin"),
         (SEQUENTIAL | {"min_seeds": 13}, "min_seeds=13 is more than compare.max_seeds=12"),
         (SEQUENTIAL | {"seeds": list(range(13))}, "lists 13 seeds"),
-        ({"margin": 0.1}, "no effect without compare.sequential=true"),
         (SEQUENTIAL, "needs an arm besides the baseline"),
         (
             SEQUENTIAL | {"arms": {"base": {}, "long": {}}, "budget_arms": ["long"]},

@@ -31,7 +31,8 @@ from headwater_lab.data.images.digits import DigitsSettings
 from headwater_lab.data.images.files import ImageFilesSettings
 from headwater_lab.data.images.glyphs import FAMILIES, GlyphImages, GlyphSettings, files_of
 from headwater_lab.data.images.reading import UnreadableImage, read_image
-from headwater_lab.recipe.schema import parse
+from headwater_lab.recipe.loading import read_recipe
+from headwater_lab.recipe.recipe import parse
 from headwater_lab.training.loop import batches
 
 v2 = pytest.importorskip("torchvision.transforms.v2") if find_spec("torchvision") else None
@@ -587,7 +588,7 @@ def test_what_does_not_fit_is_one_sentence(make, words, folder, tmp_path):
 def test_recipes_that_do_not_fit_are_one_sentence(changes, words):
 
     def made():
-        recipe = parse({"model": {}} | changes, "test")
+        recipe = read_recipe({"model": {}} | changes)
         return recipe.config_for(recipe.data.build())
 
     with pytest.raises(HeadwaterError, match=words) as error:

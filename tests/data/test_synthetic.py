@@ -23,7 +23,7 @@ from headwater_lab.data.synthetic.hop import HopSettings
 from headwater_lab.data.synthetic.induction import InductionData, InductionSettings
 from headwater_lab.data.synthetic.ngram import NgramSettings
 from headwater_lab.data.synthetic.recall import RecallSettings
-from headwater_lab.recipe.schema import parse
+from headwater_lab.recipe.recipe import parse
 
 SMALL = [
     InductionSettings(vocab_size=32, length=24, held_out=300),

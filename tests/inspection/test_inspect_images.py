@@ -16,7 +16,7 @@ from headwater_lab.inspection.images import ImageSample
 from headwater_lab.inspection.inspection import InspectedText
 from headwater_lab.inspection.pictures import attention_picture, heads_picture
 from headwater_lab.inspection.watch import SHOWN, read
-from headwater_lab.recipe.schema import parse
+from headwater_lab.recipe.recipe import parse
 from headwater_lab.training.checkpoints import write_model
 from headwater_lab.training.loop import train
 from headwater_lab.training.models import open_trained

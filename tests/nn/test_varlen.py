@@ -17,7 +17,7 @@ from headwater.nn.documents import make_cu_seq_lens, restarted_positions
 from headwater.plugins.registry import REGISTRY, resolve
 from headwater.util.errors import HeadwaterError
 from headwater_lab.bench.gpu import combinations
-from headwater_lab.recipe.schema import parse
+from headwater_lab.recipe.recipe import parse
 from headwater_lab.training.loop import with_documents
 from headwater_lab.training.models import attention_of
 

@@ -11,7 +11,7 @@ from headwater_lab.comparison.trials import trial_of
 from headwater_lab.papers.measures import Runs
 from headwater_lab.papers.places import FinishedRun, SizedArm, named
 from headwater_lab.papers.table import PaperTable
-from headwater_lab.recipe.schema import Recipe, parse
+from headwater_lab.recipe.recipe import Recipe, parse
 from headwater_lab.training.records import HeldOutPoint, RunRecord, environment, write_record
 
 ARMS = ("vanilla", "shift", "third")

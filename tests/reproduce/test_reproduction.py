@@ -18,7 +18,7 @@ from headwater_lab.papers.result import command, evidence, ours, printed, reprod
 from headwater_lab.papers.table import Column, PaperTable, TableCell, tables
 from headwater_lab.papers.training import train
 from headwater_lab.papers.work import prepare
-from headwater_lab.recipe.schema import load_recipe
+from headwater_lab.recipe.loading import load_recipe
 from headwater_lab.training.records import HeldOutPoint
 
 TASKS = Path(__file__).parents[2] / "examples" / "tasks"

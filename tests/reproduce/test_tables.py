@@ -20,7 +20,8 @@ from headwater_lab.papers.places import SizedArm, place, places, references
 from headwater_lab.papers.price import TablePrice, price
 from headwater_lab.papers.table import SCALES, Pair, PaperTable, counts_steps, table, tables
 from headwater_lab.papers.work import prepare
-from headwater_lab.recipe.schema import Recipe, load_recipe
+from headwater_lab.recipe.loading import load_recipe
+from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.recipe.shipped import recipes_folder
 
 NAMES = {

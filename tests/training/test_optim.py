@@ -9,9 +9,9 @@ from torch import nn
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.mechanisms import KVShift
 from headwater.util.errors import HeadwaterError
-from headwater_lab.recipe.schema import Training
+from headwater_lab.optimization.muon import Muon
+from headwater_lab.recipe.training import Training
 from headwater_lab.training.optimizers import (
-    Muon,
     clip,
     gradient_norm,
     learning_rate,
@@ -50,7 +50,7 @@ def test_only_matrices_decay(model):
     [("embeddings", {"matrices", "embeddings"}), ("all", {"matrices", "embeddings", "vectors", "scalars"})],
 )
 def test_a_recipe_says_what_decays(model, decay_on, decayed):
-    (optimizer,) = make_optimizers(model, Training(weight_decay=0.3, weight_decay_on=decay_on), torch.device("cpu"))
+    (optimizer,) = make_optimizers(model, Training(weight_decay=0.3, weight_decay_on=decay_on))
     assert {group["name"]: group["weight_decay"] for group in optimizer.param_groups} == {
         name: 0.3 if name in decayed else 0.0 for name in ("matrices", "embeddings", "vectors", "scalars")
     }
@@ -84,12 +84,12 @@ def test_a_parameter_that_no_group_holds_is_seen(model, monkeypatch):
 
 
 def test_adamw_is_fused_on_this_device(model):
-    (optimizer,) = make_optimizers(model, Training(), torch.device("cpu"))
+    (optimizer,) = make_optimizers(model, Training())
     assert optimizer.defaults["fused"]
 
 
 def test_muon_takes_the_matrices_and_adamw_the_rest(model):
-    muon, adamw = make_optimizers(model, Training(optimizer="muon", learning_rate=0.1), torch.device("cpu"))
+    muon, adamw = make_optimizers(model, Training(optimizer="muon", learning_rate=0.1))
     assert isinstance(muon, Muon)
     assert [group["name"] for group in muon.param_groups] == ["matrices"]
     assert [group["name"] for group in adamw.param_groups] == ["embeddings", "vectors", "scalars"]

@@ -15,7 +15,7 @@ from trials import same_end
 
 import processes
 from headwater.util.errors import HeadwaterError
-from headwater_lab.recipe.schema import parse
+from headwater_lab.recipe.recipe import parse
 from headwater_lab.training.checkpoints import checkpoints, damage, load_model
 from headwater_lab.training.loop import train
 from headwater_lab.training.records import read_record

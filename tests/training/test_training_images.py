@@ -16,7 +16,9 @@ from trials import PowerCut, cut_at, same_end
 from headwater.config.vision import HeadwaterVisionConfig
 from headwater.util.errors import HeadwaterError
 from headwater_lab.cli import main
-from headwater_lab.recipe.schema import AnyData, Start, parse
+from headwater_lab.recipe.change import Start
+from headwater_lab.recipe.data import AnyData
+from headwater_lab.recipe.recipe import parse
 from headwater_lab.serving.prediction import load_for_prediction, predict
 from headwater_lab.training import estimate as priced
 from headwater_lab.training.checkpoints import checkpoints, load_model, newest_checkpoint

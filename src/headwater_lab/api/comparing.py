@@ -19,7 +19,9 @@ from headwater_lab.comparison import running, search
 from headwater_lab.comparison.pool import OnChange, Outcome
 from headwater_lab.comparison.running import ArmKey
 from headwater_lab.comparison.trials import Job, describe_runs, trials_of
-from headwater_lab.recipe.schema import Recipe, read_recipe
+from headwater_lab.recipe.loading import read_recipe
+from headwater_lab.recipe.recipe import Recipe
+from headwater_lab.recipe.unread import overruled
 from headwater_lab.reports import Comparison, cells, columns, comparisons, write_report
 from headwater_lab.util.output_folder import occupied
 from headwater_lab.util.terminal import counted
@@ -120,6 +122,8 @@ def compare(
     extras.check("compare")
     sources = cast("Sequence[AnyRecipe]", recipe if isinstance(recipe, list | tuple) else [recipe])
     recipes = [read_recipe(each, overrides) for each in sources]
+    for loaded in recipes:
+        _tell_overruled(loaded, overrides, watch)
     titles = [loaded.name for loaded in recipes]
     _check_titles(titles, searches)
     parts = [_part(loaded, arms, sizes) if arms or sizes else None for loaded in recipes]
@@ -133,6 +137,19 @@ def compare(
         for loaded, part in zip(recipes, parts, strict=True) if not failed else ():
             failed += _train(loaded, folder, workers, on_change, watch, part)
     return Compared(folder, titles, failed)
+
+
+def _tell_overruled(recipe: Recipe, overrides: Sequence[str], watch: Observer) -> None:
+    """Tell which overrides no trial of a recipe's comparison has."""
+    if (section := recipe.compare) is None:
+        return
+    setters = {"seed": "compare.seeds"}
+    if section.learning_rates:
+        setters["training.learning_rate"] = "compare.learning_rates"
+    keys = [key for key in (text.partition("=")[0] for text in overrides) if key in setters]
+    for key in dict.fromkeys([*keys, *overruled(recipe, recipe.trials().values(), overrides)]):
+        setter = setters.get(key, "every arm or size")
+        watch.tell(f"{key} has no effect, because {setter} sets it; change it in the recipe's compare section.")
 
 
 def _check_titles(titles: list[str], searches: bool) -> None:

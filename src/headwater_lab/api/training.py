@@ -12,7 +12,9 @@ from headwater.util.errors import HeadwaterError, nearest
 from headwater.util.files import local
 from headwater_lab.api.common import PathLike, Result, check_outside, quiet
 from headwater_lab.api.observer import SILENT, Observer
-from headwater_lab.recipe.schema import Recipe, read_recipe
+from headwater_lab.recipe.loading import read_recipe
+from headwater_lab.recipe.recipe import Recipe
+from headwater_lab.recipe.unread import overruled
 from headwater_lab.training.checkpoints import load_model, newest_checkpoint
 from headwater_lab.training.records import CurvePoint, Experiment, HeldOutPoint, Notice, RunRecord, SpeedPoint
 from headwater_lab.training.run_folder import Activity, OnEvent, Point
@@ -91,20 +93,10 @@ def _trial_of(
         known = list(recipe.compare.arms) if recipe.compare else []
         raise HeadwaterError(f"{recipe.name!r} has no arm {arm!r}; {nearest(arm, known)}")
     trial = trial_of(recipe, arm, recipe.seed, Path("runs") / recipe.name, size)
-    for key in (text.partition("=")[0] for text in overrides):
-        value = _at(recipe, key)
-        if not isinstance(value, dict) and value != _at(trial.recipe, key):  # a section is merged, not replaced
-            by = f"the arm {arm!r}" if size is None else f"the arm {arm!r} or the size {size!r}"
-            watch.tell(f"{key} has no effect, because {by} sets it; change it in the recipe's compare section.")
+    by = f"the arm {arm!r}" if size is None else f"the arm {arm!r} or the size {size!r}"
+    for key in overruled(recipe, [trial.recipe], overrides):
+        watch.tell(f"{key} has no effect, because {by} sets it; change it in the recipe's compare section.")
     return trial.recipe, trial.folder, trial.experiment
-
-
-def _at(recipe: Recipe, key: str) -> Any:
-    """A recipe's value at a dotted key; None if there is none."""
-    value: Any = recipe.model_dump(mode="json", exclude={"compare"})
-    for name in key.split("."):
-        value = value.get(name) if isinstance(value, dict) else None
-    return value
 
 
 def watched(recipe: Recipe, runs: Sequence[tuple[Recipe, Path]], watch: Observer, name: str = "") -> OnEvent:

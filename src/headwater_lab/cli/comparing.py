@@ -51,15 +51,15 @@ def compare(
     need("--search", "--mechanism")
     names, overrides = split_overrides(recipes)
     overrides += ["compare.sequential=true"] if sequential else []
-    loaded = [recipe_of(name, overrides) for name in names]
-    if not loaded:
+    if not names:
         raise HeadwaterError("Name at least one recipe.")
-    folder = out or Path("runs") / loaded[0].name
+    folder = out or Path("runs") / recipe_of(names[0], overrides).name
     check_writable(folder, folder=True)
     with ProgressReport() as report:
         compared = train_arms(
-            loaded,
+            names,
             folder,
+            overrides=overrides,
             arms=arm,
             sizes=size,
             searches=search,

@@ -12,7 +12,7 @@ from headwater_lab.comparison.prices import Told, check_priced, measure
 from headwater_lab.comparison.rounds import run_sequentially
 from headwater_lab.comparison.trials import Job, Trial, at_rates, folder_of, levels, plan_for, trials_of
 from headwater_lab.comparison.tuning import best_rates, tuning_trials
-from headwater_lab.recipe.schema import Recipe
+from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.util.output_folder import occupied
 
 # An arm at a size.

@@ -104,6 +104,7 @@ class LanguageData:
             sizes = limits([document for _, document in group], settings.held_out_bytes)
             excerpts = zip(group, sizes, strict=True)
             self.held_out += [HeldOut(name, d.id, self.excerpt(d, limit)) for (name, d), limit in excerpts if limit]
+        self.notices = self._unread_limit(settings, held_out)
         facts = self.facts(held_out) if self.domains else {}
         if not self.held_out:
             raise HeadwaterError(f"{', '.join(streams)}: no text was held out for evaluation; hold out a larger share.")
@@ -113,6 +114,15 @@ class LanguageData:
             "held_out_bytes": sum(one.bytes for one in self.held_out),
             **facts,
         }
+
+    def _unread_limit(self, settings: LanguageSettings, held_out: Mapping[str, Sequence[Document]]) -> list[str]:
+        """A notice if the settings name a limit of the held-out text that is above all of it."""
+        limit = settings.held_out_bytes
+        if limit in (None, LanguageSettings.model_fields["held_out_bytes"].default):
+            return []
+        sizes = [sum(len(document.text.encode()) for document in documents) for documents in held_out.values()]
+        size = max(sizes) if self.domains else sum(sizes)
+        return [f"data.held_out_bytes={limit:,} has no effect: {size:,} bytes are held out."] if limit > size else []
 
     def facts(self, domains: Iterable[str]) -> dict[str, Any]:
         """What the record keeps about the domains. Raises `HeadwaterError` if one is too short to evaluate on."""

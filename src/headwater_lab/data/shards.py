@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -312,6 +313,15 @@ def open_all(folder: Path) -> list[Prepared]:
         if (manifest := read_manifest(folder / name)).domain != domain:
             raise HeadwaterError(f"{str(folder / name)!r} holds {manifest.domain!r}, not {domain!r}; copy it again.")
     return [open_prepared(folder / name) for name in domains] or [open_prepared(folder)]
+
+
+def prepared_folder(path: Path) -> Path | None:
+    """The folder of prepared data, or of all its domains, that a path names, also by the manifest in it; or None."""
+    folder = path.parent if path.name in (MANIFEST, DOMAINS) else path
+    with suppress(HeadwaterError):  # another program's file of this name
+        if any(read_sealed(folder / name) is not None for name in (MANIFEST, DOMAINS)):
+            return folder
+    return None
 
 
 def open_prepared(folder: Path) -> Prepared:

@@ -10,7 +10,9 @@ from headwater.util.errors import HeadwaterError
 from headwater_lab.data.base import register_kind
 from headwater_lab.data.corpus import FEW_PIECES, Document, check_column_is_read, pieces, too_short
 from headwater_lab.data.language import LanguageData, LanguageSettings
+from headwater_lab.data.reading import local_path
 from headwater_lab.data.rows import TokenArray
+from headwater_lab.data.shards import prepared_folder
 from headwater_lab.data.stream import read_corpus
 from headwater_lab.data.tokenizer import Encoder, load_tokenizer
 
@@ -34,6 +36,10 @@ class TextSettings(LanguageSettings):
 
     def build(self) -> LanguageData:
         """Read the corpus and tokenize it. Raises `HeadwaterError` if it is too small."""
+        if (folder := prepared_folder(local_path(self.source))) is not None:
+            raise HeadwaterError(
+                f"{str(folder)!r} is from `headwater data prepare`; set data.kind=prepared and data.source={folder}."
+            )
         sources = [self.source, *(self.held_out_domains or {}).values()]
         check_column_is_read(self.text_column, sources, "data.text_column")
         corpus = read_corpus(self.source, self.text_column)

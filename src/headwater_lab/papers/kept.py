@@ -23,7 +23,7 @@ from headwater_lab.papers.places import RESTORED, finished
 from headwater_lab.papers.result import Reproduction, reproduction
 from headwater_lab.papers.table import ScaleName, reads_models, table
 from headwater_lab.papers.work import Work, prepare
-from headwater_lab.recipe.schema import Recipe
+from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.training.checkpoints import checkpoints
 from headwater_lab.training.records import (
     ENDED,

@@ -194,11 +194,10 @@ def merged(values: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, An
 
 
 def overridden(values: dict[str, Any], overrides: Iterable[tuple[str, list[str], Any]]) -> dict[str, Any]:
-    """`values` with overrides, each (as it was written, key, value). Raises `HeadwaterError`.
+    """`values` with overrides, each (as it was written, key, value), of which the last counts.
 
-    Conflicting overrides, and keys that pass through anything but sections, are errors.
+    Raises `HeadwaterError` for a key that passes through anything but sections, and for one that changes nothing.
     """
-    said: dict[tuple[str, ...], str] = {}
     for text, parts, value in overrides:
         here: Any = values
         for depth, part in enumerate(parts):
@@ -219,19 +218,7 @@ def overridden(values: dict[str, Any], overrides: Iterable[tuple[str, list[str],
                     f"The override {shown(text)} would change nothing, since sections are merged; write "
                     f"{'.'.join(parts)}=null for none."
                 )
-        for leaf in _leaves(tuple(parts), value):
-            for other, before in said.items():
-                if leaf[: len(other)] == other[: len(leaf)]:
-                    both = f"{shown(before)} and {shown(text)}"
-                    raise HeadwaterError(f"{'.'.join(leaf)} is given twice, by {both}; give it once.")
-            said[leaf] = text
         for part in reversed(parts):
             value = {part: value}
         values = merged(values, value)
     return values
-
-
-def _leaves(key: tuple[str, ...], value: Any) -> list[tuple[str, ...]]:
-    if not isinstance(value, dict) or not value:
-        return [key]
-    return [leaf for name, inner in value.items() for leaf in _leaves((*key, name), inner)]

@@ -81,8 +81,9 @@ from headwater.util.files import (
     sha256_of,
     staged,
 )
+from headwater_lab.optimization.tensors import local
 from headwater_lab.training.optimizers import Average
-from headwater_lab.training.processes import first, gathered, local, recorded, together
+from headwater_lab.training.processes import first, gathered, recorded, together
 from headwater_lab.training.records import RECORD, Event, read_record
 from headwater_lab.util.machine import available_memory
 from headwater_lab.util.model_kinds import MODEL_TYPES, AnyModel, model_class

@@ -23,18 +23,14 @@ from headwater.util.errors import HeadwaterError, nearest, sentence, shown
 from headwater.util.files import absence, is_address
 from headwater_lab.data.base import DataShape
 from headwater_lab.data.tokenizer import local_size
+from headwater_lab.recipe.change import changed_config
+from headwater_lab.recipe.loading import read_recipe, values_of
+from headwater_lab.recipe.messages import refusal, unknown_field
+from headwater_lab.recipe.model import IMAGE_FIELDS, MODEL_FIELDS
 from headwater_lab.recipe.overrides import merged
-from headwater_lab.recipe.schema import (
-    IMAGE_FIELDS,
-    MODEL_FIELDS,
-    Recipe,
-    Training,
-    changed_config,
-    parse,
-    read_recipe,
-    values_of,
-)
+from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.recipe.shipped import shipped_recipes
+from headwater_lab.recipe.training import Training
 from headwater_lab.training.checkpoints import newest_checkpoint
 from headwater_lab.training.models import kernel_for, open_source, step_settings
 from headwater_lab.util.outputs import COLORS, default_style
@@ -158,8 +154,7 @@ def planned(
         if _is_recipe(model):
             entries = _of_recipe(model, fields, of_training, changes.get("vocab_size"))
         else:
-            values = {"name": "plan", "data": {"kind": "induction"}, **values_of(of_training)}
-            training = parse(values, "plan").training if of_training else None
+            training = read_recipe({"data": {"kind": "induction"}}, of_training).training if of_training else None
             entries = {name: Planned(config, training) for name, config in _configs(model, changes).items()}
         for name, one in entries.items():
             found[name if name not in found else f"{name} ({len(found) + 1})"] = one
@@ -281,9 +276,8 @@ def _changes(overrides: list[str]) -> dict[str, Any]:
     if not overrides:
         return {}
     changes, known = values_of(overrides), (MODEL_FIELDS | IMAGE_FIELDS) - {"base"}
-    for field in changes:
-        if field not in known:
-            raise HeadwaterError(f"A model has no field {field!r}; {nearest(field, known)}")
+    if problems := [unknown_field(field, "model", known, {"model": known}) for field in changes if field not in known]:
+        raise refusal("plan", problems)
     return changes
 
 

@@ -31,7 +31,8 @@ from headwater.util.errors import HeadwaterError, sentence
 from headwater.util.seeding import number
 from headwater_lab.data.base import LABELS, Batch, Data, Share, labels_of, main_input, units
 from headwater_lab.data.images.base import UnreadableImage
-from headwater_lab.recipe.schema import Recipe
+from headwater_lab.optimization.tensors import local
+from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.training.checkpoints import (
     FOLDER,
     Progress,
@@ -49,7 +50,6 @@ from headwater_lab.training.processes import (
     connected,
     first,
     leave,
-    local,
     lost_process,
     reshard,
     sharded,

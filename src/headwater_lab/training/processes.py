@@ -28,12 +28,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from headwater.mechanisms.precision import KeepsPrecision
 from headwater.nn.block import Block
 from headwater.util.errors import HeadwaterError, first_line
-from headwater_lab.recipe.schema import Recipe, Training
+from headwater_lab.recipe.recipe import Recipe
+from headwater_lab.recipe.training import Training
 from headwater_lab.util.model_kinds import AnyModel
 from headwater_lab.util.workers import die_with_parent
 
@@ -187,11 +187,6 @@ def shard(model: AnyModel, mesh: DeviceMesh, precision: str) -> AnyModel:
             model._init_weights(module)
         started |= own
     return model
-
-
-def local(parameter: Tensor) -> Tensor:
-    """This process's shard of a parameter."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def reshard(model: nn.Module) -> None:

@@ -41,7 +41,9 @@ from headwater_lab.data.base import LABELS, Batch, Data
 from headwater_lab.data.images import ImageData
 from headwater_lab.data.tokenizer import extends
 from headwater_lab.data.tokenizer_files import find_tokenizer
-from headwater_lab.recipe.schema import Distillation, Recipe, Start, Training
+from headwater_lab.recipe.change import Start
+from headwater_lab.recipe.recipe import Recipe
+from headwater_lab.recipe.training import Distillation, Training
 from headwater_lab.training.checkpoints import (
     Progress,
     begin_with,
@@ -421,7 +423,7 @@ class Setup:
 
         with memory_advice(training, is_of_images(config), fabric.world_size):
             self.model, self.wrapped = build(recipe, config, fabric, data.context)
-            self.optimizers = make_optimizers(self.model, training, fabric.device)
+            self.optimizers = make_optimizers(self.model, training)
             steppers = fabric.setup_optimizers(*self.optimizers)
         self.config = self.model.config
         self.steppers = steppers if isinstance(steppers, tuple) else (steppers,)
@@ -447,6 +449,10 @@ class Setup:
         """Sentences for the record of a run that begins."""
         training, device = self.recipe.training, self.fabric.device
         notices = [uncompiled(training, device), in_fp32(training, device), unfinished_warmup(training)]
+        if self.fabric.world_size == 1:
+            default = Training.model_fields["timeout_minutes"].default
+            unread = {"timeout_minutes": training.timeout_minutes != default, "strategy": training.strategy == "ddp"}
+            notices += [f"training.{name} has no effect in a single process." for name in unread if unread[name]]
         notices += getattr(self.data, "notices", [])
         if self.beginning is not None:
             notices += self.beginning.notices

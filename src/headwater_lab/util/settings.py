@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from headwater.util.errors import unusable
+
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+# Beyond any real training run, and within the range of tensors and clocks.
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Seed = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class Settings(BaseModel):
@@ -26,3 +33,15 @@ class Settings(BaseModel):
         if (found := unusable(values)) is not None:
             raise PydanticCustomError("unusable", "{why}.", {"why": found[1], "path": found[0]})
         return values
+
+
+@dataclass(frozen=True)
+class ReadIf:
+    """Metadata of a field that only some runs read, as in `momentum: Annotated[float, ReadIf(…)]`.
+
+    test: whether the run of a recipe reads it, by the recipe and the field's name. otherwise: what follows "FIELD has
+    no effect" where none does; {0} is the recipe.
+    """
+
+    test: Callable[[Any, str], bool]
+    otherwise: str

@@ -136,10 +136,16 @@ def _unused(classes: list[str], labels: list[int]) -> list[str]:
 
 
 def _folder_splits(settings: ImageFilesSettings, folder: Path) -> dict[str, Callable[[], ImageSplit]]:
-    """The splits of a folder, not yet read. Raises `HeadwaterError` if its folders are neither splits nor classes."""
+    """The splits of a folder, not yet read. Raises `HeadwaterError` if its folders are neither splits nor classes, and
+    for settings of datasets."""
+    for name in ("config", "image_column", "label_column"):
+        if getattr(settings, name) != type(settings).model_fields[name].default:
+            raise HeadwaterError(f"data.{name} is for datasets, and {settings.source!r} has files; leave it out.")
     inside = {path.name: path for path in _folders(folder)}
     if settings.split not in inside:
         held_out = next((name for name in SPLITS if name in inside), None)
+        if held_out is None and settings.split != type(settings).model_fields["split"].default:
+            raise HeadwaterError(f"{settings.source!r} has no folder {settings.split!r}; leave out data.split.")
         if held_out is None:
             return {settings.split: lambda: _folder_split(folder)}
         if not inside.keys() <= {"train", *SPLITS}:

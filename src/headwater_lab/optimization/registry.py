@@ -1,0 +1,55 @@
+"""The values of `training.optimizer` and `training.schedule`, and which fields of `training:` each of them reads."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from headwater.plugins.registry import Registry
+from headwater.util.errors import HeadwaterError, nearest
+from headwater_lab.util.settings import Settings
+
+OPTIMIZERS = Registry("optimizer", "headwater.optimizers", {})
+SCHEDULES = Registry("schedule", "headwater.schedules", {})
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def register_optimizer(make: F) -> F:
+    """Make a function an optimizer under its own name: parameter groups, which keep their names -> one or more
+    optimizers that together hold every parameter."""
+    OPTIMIZERS.own[make.__name__] = f"{make.__module__}:{make.__qualname__}"
+    return make
+
+
+def register_schedule(fraction: F) -> F:
+    """Make a function a schedule under its own name: the progress after the warm-up, 0 to 1 -> a fraction of the peak
+    learning rate."""
+    SCHEDULES.own[fraction.__name__] = f"{fraction.__module__}:{fraction.__qualname__}"
+    return fraction
+
+
+def fields_read(thing: Any) -> list[str]:
+    """The fields of `training:` that an optimizer or a schedule reads: a function's keyword-only parameters.
+
+    A class like those of torch.optim takes its own arguments, `optimizer_options`, besides the learning rate.
+    """
+    if isinstance(thing, type):
+        return ["learning_rate", "optimizer_options"]
+    try:
+        parameters = inspect.signature(thing).parameters.values()
+    except ValueError:  # of some built-in functions
+        return []
+    return [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+
+
+def values_read(thing: Any, training: Settings) -> dict[str, Any]:
+    """The values of these fields. Raises `HeadwaterError` for a parameter that is no field."""
+    names, known = fields_read(thing), type(training).model_fields
+    for name in names:
+        if name not in known:
+            raise HeadwaterError(
+                f"{thing.__name__!r} takes {name!r}, which is no field of training; {nearest(name, known)}"
+            )
+    return {name: getattr(training, name) for name in names}

@@ -1,0 +1,163 @@
+"""`start:` and `stages:` of a recipe: the model that a run starts from, and how it is changed."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from headwater.config.text import HeadwaterConfig
+from headwater.conversion.convert import blended_config, check_conversion, finished_config
+from headwater.growth.grow import grown_config
+from headwater.growth.methods import GrowthOptions, KeyInit, TauPolicy
+from headwater.plugins.registry import as_mapping
+from headwater.util.errors import HeadwaterError
+from headwater_lab.util.settings import Count, Settings
+
+
+class Growth(Settings):
+    """`grow:` how to make a model larger; the fields are the arguments of `lab.grow`."""
+
+    num_hidden_layers: Count | None = None
+    """Layers after growth."""
+    hidden_size: Count | None = None
+    """Width of the residual stream after growth."""
+    intermediate_size: Count | None = None
+    """Width of the feed-forward after growth."""
+    num_attention_heads: Count | None = None
+    """Query heads after growth."""
+    num_key_value_heads: Count | None = None
+    """Key/value heads after growth; default: in proportion."""
+    method: str = "exact"
+    """How new layers and widths are made: exact, lemon, identity, stack, interleave, hypercloning, net2net, or one way
+    for each direction, as in stack+hypercloning (docs/growth.md)."""
+    attention_pairs: Count | None = None
+    """Pairs of each attention projection after growth, of a model with parameter tokens."""
+    ffn_pairs: Count | None = None
+    """Pairs of each feed-forward after growth."""
+    key_init: KeyInit = "zero"
+    """random changes the function."""
+    tau: TauPolicy = "keep"
+    """recompute changes the function."""
+    freeze: bool = False
+    """Train only the new pairs."""
+
+    @property
+    def options(self) -> GrowthOptions:
+        return GrowthOptions(**self.model_dump())
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        _ = self.options
+        return self
+
+
+def _by_name(mechanisms: Any) -> Any:
+    """Mechanisms as name -> options, from a list of names too."""
+    given = as_mapping(mechanisms)
+    return {name: options or {} for name, options in given.items()} if isinstance(given, dict) else given
+
+
+class CacheConversion(Settings):
+    """`convert:` the model to one whose cache is smaller."""
+
+    mechanisms: Annotated[dict[str, dict[str, Any]] | None, BeforeValidator(_by_name)] = None
+    """Mechanisms by which layers share keys and values: names with their options, or a list of names."""
+    num_key_value_heads: Count | None = None
+    """Fewer key/value heads: each is the mean of a group of the model's."""
+    align: bool = True
+    """First turn keys and values so that those to be shared or pooled are as alike as they can be, which keeps the
+    function (docs/convert.md)."""
+    anneal: bool = False
+    """The model's own keys and values go over to the shared ones in the steps of this run; a stage with
+    `finish_conversion: true` then leaves out what no head attends to. false: the model is the smaller one from the
+    first step."""
+
+    @model_validator(mode="after")
+    def _somewhere(self) -> Self:
+        if not self.mechanisms and self.num_key_value_heads is None:
+            raise ValueError("convert needs mechanisms that share keys and values, or num_key_value_heads")
+        return self
+
+
+class Change(Settings):
+    """How to change a trained model before training continues: one of these, or nothing."""
+
+    grow: Growth | None = None
+    """Make it larger."""
+    convert: CacheConversion | None = None
+    """Make its cache smaller."""
+    finish_conversion: bool = False
+    """Finish a conversion that was annealed: the same function with the smaller cache."""
+    new_classifier: bool = False
+    """Draw a new classifier for the data's classes; of an image model."""
+    optimizer_state: Literal["fresh", "keep"] = "fresh"
+    """keep: carry the optimizer's state along, by the rules of docs/growth.md."""
+    tau: Literal["keep", "anneal"] | None = None
+    """anneal: each τ moves to the default for its number of pairs, during the warm-up, or half of all steps if there is
+    none; null: anneal for a model that was grown with τ kept and nothing frozen, otherwise keep."""
+
+    @model_validator(mode="after")
+    def _one_change(self) -> Self:
+        if sum(map(bool, (self.grow, self.convert, self.finish_conversion))) > 1:
+            raise ValueError("a model is grown, converted or finished, one at a time; make stages of it")
+        if self.grow is not None and self.grow.freeze and self.optimizer_state == "keep":
+            raise ValueError("grow.freeze trains only what is new, for which no state can be kept; leave out one")
+        return self
+
+
+class Start(Change):
+    """`start:` the trained model that a run starts from, under the recipe's own schedule."""
+
+    checkpoint: str
+    """A checkpoint's folder, or a run's (its newest)."""
+    previous: str | None = None
+    """In a stage: the identity of the previous stage, which identifies the checkpoint."""
+
+
+class TrainingStage(Change):
+    """One of `stages:`, which starts from the previous stage's model."""
+
+    name: str = Field(pattern=r"^\w[\w.-]*$", max_length=50)
+    """Name in records and folders: letters, digits, dots and dashes."""
+    training: dict[str, Any] = Field(default_factory=dict)
+    """Changes to `training:`; steps and schedule are the stage's own."""
+    data: dict[str, Any] = Field(default_factory=dict)
+    """Changes to `data:`."""
+
+    def check_state(self, before: str, now: str, frozen: bool) -> None:
+        """Raise `HeadwaterError` if the optimizer's state cannot be kept.
+
+        before, now: the optimizers of the stage before and of this one. frozen: the stage before trained only new
+        pairs.
+        """
+        if self.optimizer_state != "keep":
+            return
+        if self.grow is not None and frozen:
+            raise HeadwaterError(
+                f"Stage {self.name!r} trains again what the stage before had frozen, for which it has no optimizer's "
+                "state; leave out optimizer_state: keep."
+            )
+        if before != now:
+            raise HeadwaterError(
+                f"Stage {self.name!r} keeps the state of {before} but trains with {now}; use the same optimizer for "
+                "both, or leave out optimizer_state: keep."
+            )
+        if self.convert is not None and self.convert.align:
+            raise HeadwaterError(
+                f"Stage {self.name!r} aligns keys and values, which turns their weights, so that the optimizer's state "
+                "does not belong to them; set convert.align to false, or leave out optimizer_state: keep."
+            )
+
+
+def changed_config(config: HeadwaterConfig, change: Change) -> HeadwaterConfig:
+    """The config of a changed model. Raises `HeadwaterError` as the change does."""
+    if change.grow is not None:
+        return grown_config(config, **change.grow.model_dump())
+    if change.finish_conversion:
+        return finished_config(config)
+    if (goal := change.convert) is not None:
+        made = blended_config(config, goal.mechanisms, goal.num_key_value_heads)
+        check_conversion(made)
+        return made if goal.anneal else finished_config(made)
+    return config

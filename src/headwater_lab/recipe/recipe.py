@@ -1,0 +1,252 @@
+"""Recipes: one YAML file says what to train, on what, how, and what to compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, Field, ValidationError, model_validator
+
+from headwater.config.presets import PRESETS, preset
+from headwater.config.text import HeadwaterConfig
+from headwater.util.errors import HeadwaterError, NotTrusted
+from headwater_lab.data.base import Data, DataSettings, DataShape
+from headwater_lab.data.images.base import ImageSettings
+from headwater_lab.data.language import LanguageSettings
+from headwater_lab.recipe.change import Start, TrainingStage, changed_config
+from headwater_lab.recipe.comparison import Compare
+from headwater_lab.recipe.data import AnyData, settings_of
+from headwater_lab.recipe.identity import identity_of
+from headwater_lab.recipe.messages import Sections, refusal, sentences, untrusted_in
+from headwater_lab.recipe.model import (
+    IMAGE_FIELDS,
+    MODEL_FIELDS,
+    ModelFields,
+    image_config,
+    text_config,
+    with_mechanisms,
+    wrong_fields,
+)
+from headwater_lab.recipe.overrides import merged
+from headwater_lab.recipe.training import Reporting, Training
+from headwater_lab.util.names import file_name, is_file_name
+from headwater_lab.util.settings import Seed, Settings
+
+
+def _can_name_a_folder(name: str) -> str:
+    if not is_file_name(name):
+        raise ValueError(
+            f"the name {name!r} cannot be a folder's: use up to 200 letters, digits, spaces, dots and dashes, "
+            f"without a slash or a leading dot; to choose the run's folder, use --out"
+        )
+    return name
+
+
+Name = Annotated[str, AfterValidator(_can_name_a_folder)]
+
+
+class Recipe(Settings):
+    """A whole recipe file."""
+
+    name: Name = "run"
+    """Name of the run, whose folder is runs/<name> unless --out names another."""
+    title: str = ""
+    """One line for reports."""
+    seed: Seed = 0
+    """Sets the initial value of every parameter, the order of the data, and dropout."""
+    model: ModelFields = Field(default_factory=dict)
+    """Fields of HeadwaterConfig, and `base: llama | gpt2 | a preset` for its defaults; for images, fields of
+    HeadwaterVisionConfig, and `base: vit | a preset`. The vocabulary, and images' size and classes, are the data's."""
+    data: AnyData
+    """`kind:` text, prepared, images, or another (docs/recipes.md), with the fields of that kind."""
+    training: Training = Training()
+    reporting: Reporting = Reporting()
+    start: Start | None = None
+    """Start from this model; then `model:` is the checkpoint's."""
+    stages: list[TrainingStage] = []
+    """Stages after the training that the other sections describe: change the model and train on."""
+    compare: Compare | None = None
+
+    @model_validator(mode="after")
+    def _has_teacher(self) -> Self:
+        distillation = self.training.distillation
+        if distillation is not None and distillation.teacher is None and self.start is None:
+            raise ValueError("training.distillation needs a model to learn from; give start.checkpoint, or its teacher")
+        return self
+
+    @property
+    def known_size(self) -> int | None:
+        """The vocabulary, or the number of classes, as far as the recipe tells without its data."""
+        if not isinstance(self.data, ImageSettings):
+            return self.model.get("vocab_size") or getattr(self.data, "vocab_size", None)
+        base = self.model.get("base")
+        of_preset = preset(base).num_labels if base in PRESETS else None
+        return self.model.get("num_labels") or self.data.known_classes or of_preset
+
+    @property
+    def has_mechanisms(self) -> bool:
+        """Whether the model has mechanisms, as far as the recipe tells: a checkpoint's may."""
+        base = self.model.get("base")
+        of_base = preset(base).mechanisms if base in PRESETS else None
+        return self.start is not None or bool(self.model.get("mechanisms", of_base))
+
+    @property
+    def row_length(self) -> int:
+        """Tokens in a row of the data; 1 for images."""
+        return getattr(self.data, "context", None) or getattr(self.data, "length", None) or 1
+
+    def config_for(self, data: Data | DataShape) -> HeadwaterConfig:
+        """The model's config for this data. Raises `HeadwaterError` if fields contradict each other."""
+        if isinstance(self.data, ImageSettings):
+            return image_config(self.model, self.seed, self.data, data)
+        return text_config(self.model, self.seed, data)
+
+    def chain(self, folder: Callable[[str, Recipe], Path]) -> list[tuple[Recipe, Path]]:
+        """The runs of a recipe with stages, in order: plain recipes, each with its folder.
+
+        folder: where a run goes, by its stage's name ("start" for the first) and its recipe.
+        """
+        plain = self.model_copy(update={"stages": [], "compare": None})
+        runs = [(plain, folder("start", plain))]
+        for stage in self.stages:
+            before, at = runs[-1]
+            change = stage.model_dump(mode="json", exclude={"name", "training", "data"})
+            values = plain.model_dump(mode="json")
+            values |= {
+                "name": file_name(f"{self.name}-{stage.name}"),
+                "start": change | {"checkpoint": str(at), "previous": before.identity},
+            }
+            values["training"] |= stage.training
+            distillation = values["training"].get("distillation")
+            if distillation and distillation.get("teacher") is None and self.start is not None:
+                values["training"]["distillation"] = distillation | {"teacher": self.start.checkpoint}
+            same = stage.data.get("kind", values["data"]["kind"]) == values["data"]["kind"]
+            values["data"] = values["data"] | stage.data if same else stage.data
+            recipe = parse(values, f"stage {stage.name!r}")
+            runs.append((recipe, folder(stage.name, recipe)))
+        return runs
+
+    @property
+    def unit(self) -> Literal["tokens", "images"]:
+        """What the model's training counts: tokens or images."""
+        return "images" if isinstance(self.data, ImageSettings) else "tokens"
+
+    @property
+    def stage_names(self) -> list[str]:
+        """The names of the runs of `chain`, in order."""
+        return ["start", *(stage.name for stage in self.stages)]
+
+    def configs(self, config: HeadwaterConfig) -> list[HeadwaterConfig]:
+        """The configs of the runs of `chain`; config: the first one's. Raises `HeadwaterError`."""
+        configs = [config]
+        for stage in self.stages:
+            try:
+                configs.append(changed_config(configs[-1], stage))
+            except HeadwaterError as error:
+                raise HeadwaterError(f"Stage {stage.name!r}: {error}") from error
+        return configs
+
+    def check_stages(self) -> None:
+        """Raise `HeadwaterError` for a stage that would fail, before earlier stages are trained."""
+        runs = [recipe for recipe, _ in self.chain(lambda name, _: Path(name))]
+        frozen = self.start is not None and self.start.grow is not None and self.start.grow.freeze
+        for stage, before, now in zip(self.stages, runs, runs[1:], strict=False):
+            stage.check_state(before.training.optimizer, now.training.optimizer, frozen)
+            frozen = frozen if stage.grow is None else stage.grow.freeze
+        _check_one_metric(runs, "Stages are put on record")
+        if self.start is None and self.stages:  # else the model is a checkpoint's
+            # This does not read the data, whose vocabulary does not matter here.
+            self.configs(self.config_for(DataShape(self.known_size or 1, self.row_length)))
+
+    def arm(self, name: str, seed: int, size: str | None = None) -> Recipe:
+        """The recipe of one trial of `compare`: the size's changes, then the arm's, then the arm's at that size."""
+        assert self.compare is not None
+        values = self.model_dump(mode="json", exclude={"compare"})
+        of_size = dict(self.compare.sizes[size]) if size is not None else {}
+        of_arm = of_size.pop("arms", {}).get(name, {})
+        given = {"seed": seed, "name": file_name(f"{name}-{seed}" if size is None else f"{name}-{size}-{seed}")}
+        where = f"arm {name!r}" if size is None else f"arm {name!r} of size {size!r}"
+        for change in map(_with_mechanisms, (of_size, self.compare.arms[name], of_arm, given)):
+            kept = values["model"].get("mechanisms")
+            if kept and isinstance(change.get("model"), dict) and change["model"].get("mechanisms") == {}:
+                raise HeadwaterError(
+                    f"{where}: empty mechanisms do not remove {', '.join(kept)}, since an arm is merged into the "
+                    f"recipe; write mechanisms: null to remove all."
+                )
+            values = merged(values, change)
+        return parse(values, where)
+
+    def trials(self) -> dict[tuple[str, str | None], Recipe]:
+        """The recipe of each arm, at each size, with the first seed."""
+        assert self.compare is not None
+        sizes: list[str | None] = [*self.compare.sizes] or [None]
+        return {(arm, size): self.arm(arm, self.compare.seeds[0], size) for arm in self.compare.arms for size in sizes}
+
+    @property
+    def identity(self) -> str:
+        """What decides the result, as text (`identity_of`)."""
+        return identity_of(self)
+
+
+def _check_one_metric(recipes: Sequence[Recipe], why: str) -> None:
+    """Raise `HeadwaterError` if recipes whose results belong together use different metrics."""
+    if len({recipe.unit for recipe in recipes}) > 1:
+        raise HeadwaterError(f"{why} with data of one sort; use either images or text for all.")
+    data = [recipe.data for recipe in recipes if isinstance(recipe.data, LanguageSettings)]
+    if len({(one.metric, *sorted(one.held_out_domains or ())) for one in data}) > 1:
+        raise HeadwaterError(
+            f"{why} by one metric over the same domains; set the same data.metric and the same names in "
+            f"data.held_out_domains for all."
+        )
+
+
+def _with_mechanisms(values: dict[str, Any]) -> dict[str, Any]:
+    """The same values of a recipe, with a list of mechanisms as a mapping."""
+    return values | {"model": with_mechanisms(values["model"])} if "model" in values else values
+
+
+def sections_of(values: dict[str, Any]) -> Sections:
+    """The fields of each section of a recipe with these values."""
+    try:
+        data: Any = settings_of(values.get("data"))
+    except ValueError:
+        data = DataSettings
+    return {
+        "": Recipe.model_fields,
+        "data": data.model_fields,
+        "model": IMAGE_FIELDS if issubclass(data, ImageSettings) else MODEL_FIELDS,
+        "training": Training.model_fields,
+        "reporting": Reporting.model_fields,
+        "start": Start.model_fields,
+        "compare": Compare.model_fields,
+    }
+
+
+def parse(values: Any, where: str) -> Recipe:
+    """Check plain values, which may be a file's, against the fields of a recipe.
+
+    Raises `HeadwaterError`, with a line for each wrong field, and for outside names that the user does not trust.
+    """
+    if not isinstance(values, dict):
+        raise HeadwaterError(f"{where}: a recipe is a mapping of sections (data, model, training, …).")
+    sections = sections_of(values)
+    problems: list[str] = []
+    if isinstance(model := values.get("model"), dict):
+        problems += wrong_fields(model, sections)
+    try:
+        recipe = Recipe.model_validate(values)
+    except ValidationError as error:
+        if (refused := untrusted_in(error)) is not None:
+            raise NotTrusted(f"{where}: {refused}") from error
+        problems += sentences(error, Recipe, sections)
+        raise refusal(where, problems) from error
+    if problems:
+        raise refusal(where, problems)
+    names = [stage.name for stage in recipe.stages]
+    if len(set(names)) < len(names) or "start" in names:
+        raise HeadwaterError(f"{where}: stages need different names, other than 'start', not {names}.")
+    recipe.check_stages()
+    if recipe.compare is not None:
+        _check_one_metric([*recipe.trials().values()], f"{where}: arms are compared")
+    return recipe

@@ -1,0 +1,164 @@
+"""`training:` and `reporting:` of a recipe."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, Field, model_validator
+
+from headwater.plugins.registry import MECHANISMS, Registry
+from headwater_lab.optimization.registry import OPTIMIZERS, SCHEDULES, fields_read
+from headwater_lab.util.settings import Count, Fraction, ReadIf, Settings
+
+Precision = Literal["32-true", "bf16-mixed", "bf16-true", "64-true"]
+AttentionKernel = Literal["sdpa", "eager", "flash_attention_2", "flex_attention", "matmul", "varlen"]
+
+BY_OPTIMIZER = ReadIf(
+    lambda run, name: name in fields_read(OPTIMIZERS.resolve(run.training.optimizer)),
+    "with training.optimizer={0.training.optimizer}",
+)
+BY_SCHEDULE = ReadIf(
+    lambda run, name: name in fields_read(SCHEDULES.resolve(run.training.schedule)),
+    "with training.schedule={0.training.schedule}",
+)
+OF_TEXT = ReadIf(lambda run, name: run.unit == "tokens", "on data of images")
+OF_IMAGES = ReadIf(lambda run, name: run.unit == "images", "on data of text")
+OF_DECAY = ReadIf(lambda run, name: run.training.weight_decay > 0, "with training.weight_decay=0")
+OF_MECHANISMS = ReadIf(lambda run, name: run.has_mechanisms, "without mechanisms")
+WITHIN_THE_RUN = ReadIf(
+    lambda run, name: (getattr(run.reporting, name) or 1) <= run.training.steps, "in a run of {0.training.steps} steps"
+)
+
+
+def _known_in(registry: Registry) -> AfterValidator:
+    """A name in `registry`; outside objects are imported, so that a wrong name fails at once."""
+
+    def check(name: str) -> str:
+        if name not in registry.own:
+            registry.resolve(name)
+        return name
+
+    return AfterValidator(check)
+
+
+class Distillation(Settings):
+    """`distillation:` learn from another model's predictions too (arXiv 1503.02531)."""
+
+    teacher: str | None = None
+    """The model to learn from, any that `headwater retrofit` reads; default: the one that the first run starts from, as
+    it was before it was changed."""
+    weight: float = Field(default=0.5, ge=0, le=1)
+    """w in (1 - w)·loss + w·T²·KL(teacher ‖ model), over the tokens that have a label; the reported loss is the usual
+    one."""
+    temperature: float = Field(default=1.0, gt=0, le=1000)
+    """T, which divides both models' logits."""
+
+
+class Training(Settings):
+    """`training:` optimization. The defaults are the papers' (AdamW 0.9/0.95, weight decay 0.1, gradient norm 1)."""
+
+    steps: Count = 1000
+    """Optimizer steps."""
+    batch_size: Count = 16
+    """Rows in a forward pass, over all processes."""
+    gradient_accumulation_steps: Count = 1
+    """Forward passes per step; the loss is the mean over all their tokens."""
+    optimizer: Annotated[str, _known_in(OPTIMIZERS)] = "adamw"
+    """adamw; muon: Muon for the matrices, its step scaled to the size of AdamW's, and AdamW for the rest; or one
+    from outside, e.g. torch.optim:SGD (docs/extending.md)."""
+    optimizer_options: Annotated[dict[str, Any], BY_OPTIMIZER] = {}
+    """Arguments of an outside optimizer, besides learning rate and weight decay."""
+    learning_rate: float = Field(default=1e-3, gt=0)
+    """Peak learning rate."""
+    scalar_learning_rate_multiplier: Annotated[float, OF_MECHANISMS] = Field(default=1.0, gt=0, le=1e6)
+    """Learning rate of the mechanisms' scalars, as a multiple of the others'. Raise it for mechanisms added to a
+    trained model, which start as the identity and have far to move in few steps."""
+    trainable_mechanisms: list[Annotated[str, _known_in(MECHANISMS)]] | None = Field(default=None, min_length=1)
+    """Mechanisms whose parameters are trained; all others stay as they are. null: train everything."""
+    schedule: Annotated[str, _known_in(SCHEDULES)] = "cosine"
+    """After the warm-up: cosine, a half cosine to `min_learning_rate_ratio`; constant; or one from outside
+    (docs/extending.md)."""
+    warmup_steps: int = Field(default=50, ge=0, le=2**31 - 1)
+    """Steps of linear warm-up from zero."""
+    min_learning_rate_ratio: Annotated[float, BY_SCHEDULE] = Field(default=0.0, ge=0, le=1000)
+    """Where the cosine ends, as a fraction of the peak."""
+    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False), BY_OPTIMIZER] = (0.9, 0.95)
+    """AdamW's averaging."""
+    epsilon: Annotated[float, BY_OPTIMIZER] = Field(default=1e-8, gt=0, le=1)
+    """AdamW's epsilon."""
+    momentum: Annotated[Fraction, BY_OPTIMIZER] = 0.95
+    """Muon's averaging."""
+    weight_decay: float = Field(default=0.1, ge=0, le=1e6)
+    """Weight decay of AdamW and Muon, on the parameters that `weight_decay_on` names."""
+    weight_decay_on: Annotated[Literal["matrices", "embeddings", "all"], OF_DECAY] = "matrices"
+    """matrices: without the embeddings. embeddings: with them, so all but norms, biases and the mechanisms' scalars, as
+    nanoGPT, GPT-NeoX and Hugging Face's Trainer. all: every parameter, as MaxText."""
+    max_grad_norm: float | None = Field(default=1.0, gt=0)
+    """Largest norm of the gradient; null for none."""
+    z_loss: Annotated[float, OF_TEXT] = Field(default=0.0, ge=0, le=1000)
+    """Weight of mean(logsumexp(logits)²), added to the loss (PaLM, arXiv 2204.02311, section 5: 1e-4); the
+    reported loss does not include it."""
+    label_smoothing: Annotated[Fraction, OF_IMAGES] = 0.0
+    """Of images: this share of each label's probability is spread over all classes."""
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Decay of an exponential moving average of the weights, per step; null for none. The averaged weights are
+    evaluated and saved. In step t the decay is at most (1 + t) / (10 + t), so that early weights are soon forgotten."""
+    distillation: Annotated[Distillation | None, OF_TEXT] = None
+    """Learn from a trained model's predictions; null: from the data alone."""
+    max_skipped_steps: Count = 10
+    """Stop after this many consecutive steps whose loss or gradient is not finite; fewer are skipped and counted."""
+    precision: Precision = "32-true"
+    """Precision, as named by Lightning Fabric. The mechanisms' scalars always stay in fp32."""
+    attn_implementation: AttentionKernel | None = None
+    """The attention kernel, as named by transformers; or matmul, which is faster in bfloat16 on some CPUs; or varlen,
+    which computes packed rows document by document, and other rows as sdpa (`headwater bench train` measures both).
+    Default: varlen where it can run and packed rows are faster with it, else sdpa if the model allows it."""
+    compile: bool | None = None
+    """Compile each block, and the output head with the loss, with torch.compile. On a GPU it needs a C compiler, on a
+    CPU one for C++. Default: on a GPU that has one."""
+    gradient_checkpointing: bool = False
+    """Recompute each block's activations in the backward pass, to save memory."""
+    loss_chunk_tokens: Annotated[Count | None, OF_TEXT] = None
+    """Tokens whose logits are in memory at once; the output head then costs 4/3 of its FLOPs. Default: all."""
+    threads: int | None = Field(default=None, ge=1, le=1024)
+    """CPU threads; default: PyTorch's choice. Trials of `headwater compare` use 1."""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """Where to train."""
+    strategy: Literal["auto", "ddp", "fsdp"] = "auto"
+    """How several processes share the work: ddp averages gradients, fsdp (FSDP2) also splits the parameters; auto is
+    ddp if there is more than one."""
+    devices: Count = 1
+    """Devices per node, one process each. torchrun's own number takes precedence."""
+    nodes: Count = 1
+    """Number of machines. torchrun's own number takes precedence."""
+    timeout_minutes: Count = 30
+    """Minutes that a process waits for another before it gives up."""
+
+    @model_validator(mode="after")
+    def _options_fit(self) -> Self:
+        if self.distillation is not None and self.loss_chunk_tokens is not None:
+            raise ValueError(
+                "training.distillation compares whole rows of logits; leave out training.loss_chunk_tokens"
+            )
+        if self.ema_decay is not None and self.precision == "bf16-true":
+            raise ValueError(
+                "training.ema_decay adds changes too small for bf16 weights; use training.precision=bf16-mixed"
+            )
+        return self
+
+
+class Reporting(Settings):
+    """`reporting:` how often to evaluate, save and log."""
+
+    log_every: Annotated[Count, WITHIN_THE_RUN] = 10
+    """Steps between points of the loss curve."""
+    evaluate_every: Annotated[Count | None, WITHIN_THE_RUN] = None
+    """Steps between evaluations on held-out data; there is always one at the end."""
+    save_every: Annotated[Count | None, WITHIN_THE_RUN] = 200
+    """Steps between checkpoints; null saves only at the end."""
+    keep_checkpoints: Count = 2
+    """Number of newest checkpoints to keep, besides the one with the best held-out result."""
+    tensorboard: bool = True
+    """Write TensorBoard event files into the run's folder."""
+    wandb: str | None = None
+    """Weights & Biases project to log to (needs `pip install headwater[wandb]`)."""
