@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from headwater.util.errors import HeadwaterError
 from headwater_lab.bench.shapes import Benchmark, DecodeShape, PrefillShape, ServeShape, StepShape
@@ -41,6 +41,7 @@ def bench_train(
     attention: headwater's attn_implementation: sdpa, eager, matmul or varlen.
     documents: Pack rows with documents of about this many tokens. Default: one each.
     """
+    from headwater.util.precision import Precision
     from headwater_lab.bench.training import bench_steps, image_pair, text_pair
 
     if base == "vit":
@@ -51,8 +52,7 @@ def bench_train(
         pair = text_pair(base, shape, attention, documents)
         title = f"{shape}, attention {attention}" + ("" if documents is None else f", documents {documents}")
     name, device = {"llama": "Llama", "gpt2": "GPT-2", "vit": "ViT"}[base], _device_of(device, memory)
-    settings: dict[str, Any] = {"precision": precision, "pairs": pairs, "memory": memory, "device": device}
-    _print(bench_steps({"headwater": pair}, name, title, **settings))
+    _print(bench_steps({"headwater": pair}, name, title, Precision(precision), pairs, memory, device))
 
 
 def bench_mechanisms(
@@ -65,16 +65,12 @@ def bench_mechanisms(
     device: DeviceName = "auto",
 ) -> None:
     """Time a training step with each mechanism against the same model without it."""
+    from headwater.util.precision import Precision
     from headwater_lab.bench.training import bench_steps, mechanism_pair
 
     compared = {label: mechanism_pair(options, shape) for label, options in _mechanisms(mechanism).items()}
-    settings: dict[str, Any] = {
-        "precision": precision,
-        "pairs": pairs,
-        "memory": memory,
-        "device": _device_of(device, memory),
-    }
-    _print(bench_steps(compared, "without", str(shape), **settings))
+    settings = Precision(precision), pairs, memory, _device_of(device, memory)
+    _print(bench_steps(compared, "without", str(shape), *settings))
 
 
 def _device_of(device: str, memory: bool) -> str:
@@ -94,9 +90,10 @@ def bench_decode(
     device: DeviceName = "auto",
 ) -> None:
     """Measure time per generated token: transformers' Llama, headwater without mechanisms, and with each."""
+    from headwater.util.precision import Precision
     from headwater_lab.bench import decoding
 
-    _print(decoding.bench_decode(_mechanisms(mechanism), shape, precision, device_of(device)))
+    _print(decoding.bench_decode(_mechanisms(mechanism), shape, Precision(precision), device_of(device)))
 
 
 def bench_prefill(
@@ -107,9 +104,10 @@ def bench_prefill(
     device: DeviceName = "auto",
 ) -> None:
     """Measure the time to read a prompt, up to its last token's logits: without mechanisms, and with each."""
+    from headwater.util.precision import Precision
     from headwater_lab.bench import prefill
 
-    _print(prefill.bench_prefill(_mechanisms(mechanism), shape, precision, device_of(device)))
+    _print(prefill.bench_prefill(_mechanisms(mechanism), shape, Precision(precision), device_of(device)))
 
 
 def bench_serve(
@@ -127,11 +125,13 @@ def bench_serve(
     from importlib.util import find_spec
 
     from headwater.util.extras import MissingExtra
+    from headwater.util.precision import Precision
     from headwater_lab.bench.serving import bench_serving
 
     if find_spec("vllm") is None:
         raise MissingExtra("vLLM", "vllm")
-    _print(bench_serving(_mechanisms(mechanism) if mechanism else {}, shape, precision, cache_memory))
+    compared = _mechanisms(mechanism) if mechanism else {}
+    _print(bench_serving(compared, shape, Precision(precision), cache_memory))
 
 
 def bench_gpu(

@@ -39,6 +39,7 @@ from headwater.plugins.outside import trust_names_in
 from headwater.plugins.registry import MECHANISMS, Registry, as_mapping
 from headwater.util.errors import HeadwaterError, NotTrusted, nearest, sentence, shown
 from headwater.util.files import local
+from headwater.util.precision import Precision
 from headwater_lab.data.base import Data, DataSettings, DataShape, list_kinds
 from headwater_lab.data.images import ImageSettings
 from headwater_lab.data.language import LanguageSettings
@@ -111,7 +112,6 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 # Beyond any real training run, and within the range of tensors and clocks.
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
-Precision = Literal["32-true", "bf16-mixed", "bf16-true", "64-true"]
 AttentionKernel = Literal["sdpa", "eager", "flash_attention_2", "flex_attention", "matmul", "varlen"]
 
 
@@ -181,7 +181,7 @@ class Training(Settings):
     """Learn from a trained model's predictions; null: from the data alone."""
     max_skipped_steps: Count = 10
     """Stop after this many consecutive steps whose loss or gradient is not finite; fewer are skipped and counted."""
-    precision: Precision = "32-true"
+    precision: Annotated[Precision, Field(strict=False)] = Precision.FP32
     """Precision, as named by Lightning Fabric. The mechanisms' scalars always stay in fp32."""
     attn_implementation: AttentionKernel | None = None
     """The attention kernel, as named by transformers; or matmul, which is faster in bfloat16 on some CPUs; or varlen,
@@ -218,7 +218,7 @@ class Training(Settings):
             raise ValueError(
                 "training.distillation compares whole rows of logits; leave out training.loss_chunk_tokens"
             )
-        if self.ema_decay is not None and self.precision == "bf16-true":
+        if self.ema_decay is not None and self.precision is Precision.BF16:
             raise ValueError(
                 "training.ema_decay adds changes too small for bf16 weights; use training.precision=bf16-mixed"
             )

@@ -481,9 +481,9 @@ def kernel_for(config: HeadwaterConfig, training: Training, device: str, context
         if named == VARLEN:
             raise HeadwaterError(f"training.attn_implementation: {VARLEN} is for rows of documents; leave it out.")
         return named
-    dtype = {"32-true": torch.float32, "64-true": torch.float64}.get(training.precision, torch.bfloat16)
+    dtype, where = training.precision.compute, torch.device(device)
     widths = [layer_config(config, layer).head_dim for layer in config.kinds.values()]
-    reasons = [find_refusal(torch.device(device), dtype, config.attention_dropout, width or 0) for width in widths]
+    reasons = [find_refusal(where, dtype, config.attention_dropout, width or 0) for width in widths]
     reason = next((reason for reason in reasons if reason is not None), None)
     if named == VARLEN and reason is not None:
         raise HeadwaterError(f"training.attn_implementation: {VARLEN} {reason}; leave it out.")

@@ -38,6 +38,7 @@ from headwater.models.compiling import compile_model
 from headwater.models.kinds import MODEL_TYPES, AnyModel, is_of_images, model_class
 from headwater.models.load import CONFIG, model_type, read_config, read_tokenizer
 from headwater.util.errors import HeadwaterError, sentence
+from headwater.util.precision import Precision
 from headwater_lab.data.base import LABELS, Batch, Data
 from headwater_lab.data.images import ImageData
 from headwater_lab.data.tokenizer import extends
@@ -67,7 +68,7 @@ from headwater_lab.training.models import (
     set_attention,
 )
 from headwater_lab.training.optimizers import Average, freeze, learning_rate, make_optimizers
-from headwater_lab.training.processes import first, in_precision, scalars, sharded, together
+from headwater_lab.training.processes import first, scalars, sharded, together
 from headwater_lab.training.records import Event, Origin
 from headwater_lab.util.machine import c_compiler
 
@@ -471,8 +472,7 @@ def build(recipe: Recipe, config: HeadwaterConfig, fabric: Fabric, context: int)
             getattr(model, "activation_checkpointing_enable", older)({"use_reentrant": False})
         if compiles(training, fabric.device):
             compile_model(model)
-    in_precision(model, training.precision)
-    wrapped = fabric.setup_module(model)
+    wrapped = fabric.setup_module(model.to(training.precision.weights))
     wrapped.train()
     return model, wrapped
 
@@ -522,7 +522,7 @@ def unfinished_warmup(training: Training) -> str | None:
 
 def in_fp32(training: Training, device: torch.device) -> str | None:
     """A notice if a run computes in fp32 on a GPU that has bf16."""
-    if device.type != "cuda" or training.precision != "32-true":
+    if device.type != "cuda" or training.precision is not Precision.FP32:
         return None
     if not torch.cuda.is_bf16_supported(including_emulation=False):
         return None
