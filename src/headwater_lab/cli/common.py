@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 stdout = Terminal(width=max(120, Terminal().width))
 stderr = Terminal(stderr=True)
 
-# What --help groups commands by.
-TRAIN, USE, MAKE, LOOK = "Train and compare", "Use a model", "Change a trained model", "Plan and inspect"
-
 
 def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """The arguments that are names, and those that are overrides, key=value."""

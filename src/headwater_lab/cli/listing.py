@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from headwater_lab.cli.common import print_json, stdout
-from headwater_lab.cli.options import AsJson
+from headwater_lab.cli.options import LOOK, AsJson, command
 from headwater_lab.util.terminal import lined
 
 Catalogue = Literal["recipes", "presets", "mechanisms", "tasks"]
 
 
+@command(LOOK, "list presets", trusts=False)
 def list(kind: Catalogue | None = None, *, json: AsJson = False) -> None:
     """List shipped recipes, presets, mechanisms and synthetic tasks.
 

@@ -15,12 +15,13 @@ from headwater_lab.cli.common import (
     stdout,
     tell,
 )
-from headwater_lab.cli.options import AsJson, Values
+from headwater_lab.cli.options import LOOK, AsJson, Values, command
 from headwater_lab.util.terminal import lined
 
 VocabSize = Annotated[int, Values(min=1, help="Vocabulary size, instead of the configs'.")]
 
 
+@command(LOOK, "plan gpt2-124m tokenformer-124m --hardware H100 --tokens 300B")
 def plan(
     configs: Sequence[str],
     *,
@@ -86,6 +87,7 @@ def plan(
         tell(f"figure: {out}")
 
 
+@command(LOOK, "init tokenformer-124m num_hidden_layers=2")
 def init(configs: Sequence[str], *, vocab_size: VocabSize | None = None, json: AsJson = False) -> None:
     """Build models and show what each sub-layer writes at initialization, compared with the residual stream.
 

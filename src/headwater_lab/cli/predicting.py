@@ -7,9 +7,10 @@ from pathlib import Path
 
 from headwater.util.errors import HeadwaterError
 from headwater_lab.cli.common import device_of, print_json, say
-from headwater_lab.cli.options import CheckpointPath, DeviceName, PositiveInt
+from headwater_lab.cli.options import USE, CheckpointPath, DeviceName, PositiveInt, command
 
 
+@command(USE, "predict runs/digits image.png")
 def predict(
     checkpoint: CheckpointPath,
     images: Sequence[Path],

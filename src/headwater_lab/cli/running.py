@@ -10,12 +10,14 @@ from typing import Annotated, Literal
 from headwater.util.errors import HeadwaterError
 from headwater_lab.cli.common import check_writable, device_of, print_json, stderr, tell_model
 from headwater_lab.cli.options import (
+    USE,
     CheckpointPath,
     DeviceName,
     FolderPath,
     NaturalInt,
     PositiveInt,
     Values,
+    command,
     exclude,
     extra_arguments,
     need,
@@ -23,6 +25,7 @@ from headwater_lab.cli.options import (
 )
 
 
+@command(USE, 'generate runs/mine "First Citizen:" --max-new-tokens 100')
 def generate(
     checkpoint: CheckpointPath,
     prompt: str | None = None,
@@ -108,6 +111,9 @@ def generate(
     )
 
 
+@command(
+    USE, "serve runs/mine --port 8000", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
+)
 def serve(checkpoint: CheckpointPath, *, engine: Literal["transformers", "vllm"] = "transformers") -> None:
     """Answer OpenAI-style requests over HTTP, through the server of transformers or vLLM, which receives all other
     options.
@@ -157,6 +163,7 @@ def serve(checkpoint: CheckpointPath, *, engine: Literal["transformers", "vllm"]
     transformers_cli()
 
 
+@command(USE, "export runs/mine --out exported")
 def export(
     checkpoint: CheckpointPath, *, out: FolderPath, materialise: bool = False, family: str | None = None
 ) -> None:

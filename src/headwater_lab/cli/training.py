@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from headwater.util.errors import HeadwaterError
 from headwater_lab.cli.common import print_json, stdout, tell, tell_model
-from headwater_lab.cli.options import AsJson, FolderPath, need
+from headwater_lab.cli.options import LOOK, TRAIN, AsJson, FolderPath, command, need
 from headwater_lab.cli.progress import ProgressReport
 from headwater_lab.util.terminal import lined
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from headwater_lab.training.records import RunRecord
 
 
+@command(TRAIN, "train shakespeare training.steps=200 --out runs/mine")
 def train(
     recipe: Path,
     overrides: Sequence[str] = (),
@@ -70,6 +71,7 @@ def _print_record(record: RunRecord) -> None:
     )
 
 
+@command(LOOK, "runs")
 def runs(folder: Path = Path("runs"), *, json: AsJson = False) -> None:
     """List runs with their progress, status and best result.
 

@@ -12,7 +12,7 @@ import typer
 
 from headwater.util.errors import HeadwaterError
 from headwater_lab.cli.common import print_json, say, stderr, stdout
-from headwater_lab.cli.options import AsJson, TrustRemoteCode
+from headwater_lab.cli.options import USE, AsJson, TrustRemoteCode, command
 from headwater_lab.cli.progress import ProgressReport
 from headwater_lab.util.terminal import lined
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 MARKS = {True: "✓", False: "✗", None: "–"}
 
 
+@command(USE, "verify runs/mine")
 def verify(
     checkpoint: Path | None = None,
     *,
