@@ -22,7 +22,7 @@ from headwater.integrations import torchtitan as titan_model
 from headwater.util.layout import PACKAGES
 from headwater_lab.api import comparing, planning, reproducing, training
 from headwater_lab.cli import app
-from headwater_lab.data.base import list_kinds
+from headwater_lab.data.base import DATA
 from headwater_lab.data.images import Augmentation
 from headwater_lab.recipe.schema import (
     Compare,
@@ -231,7 +231,7 @@ def rows(text: str) -> Iterator[tuple[list[str], str]]:
 
 
 FIELDS = sections((ROOT / "docs" / "recipes.md").read_text())
-DATA = {name: (kind,) for name, kind in list_kinds().items()}
+OF_DATA = {name: (DATA.resolve(name),) for name in DATA.own}
 SECTIONS: dict[str, tuple[type[BaseModel], ...]] = {
     "Top level": (Recipe,),
     "augmentation": (Augmentation,),
@@ -240,7 +240,7 @@ SECTIONS: dict[str, tuple[type[BaseModel], ...]] = {
     "start": (Start, Growth),
     "stages": (TrainingStage,),
     "compare": (Compare,),
-    **DATA,
+    **OF_DATA,
 }
 
 

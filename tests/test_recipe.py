@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headwater.util.errors import HeadwaterError
-from headwater_lab.data.base import list_kinds
+from headwater_lab.data.base import DATA
 from headwater_lab.data.synthetic.induction import InductionData, InductionSettings
 from headwater_lab.recipe.schema import IDENTITY_VERSION, MODEL_FIELDS, Recipe, load_recipe, parse
 
@@ -295,7 +295,7 @@ def test_a_changed_default_needs_another_version_of_the_identity():
     """
     schema = Recipe.model_json_schema()
     sections = schema["$defs"] | {"Recipe": schema}
-    for kind in list_kinds().values():
+    for kind in map(DATA.resolve, DATA.own):
         of_kind = kind.model_json_schema()
         sections |= of_kind.get("$defs", {}) | {kind.__name__: of_kind}
     decisive = {

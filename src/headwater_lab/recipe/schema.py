@@ -40,7 +40,7 @@ from headwater.plugins.registry import MECHANISMS, Registry, as_mapping
 from headwater.util.errors import HeadwaterError, NotTrusted, nearest, sentence, shown
 from headwater.util.files import local
 from headwater.util.precision import Precision
-from headwater_lab.data.base import Data, DataSettings, DataShape, list_kinds
+from headwater_lab.data.base import DATA, Data, DataSettings, DataShape
 from headwater_lab.data.images import ImageSettings
 from headwater_lab.data.language import LanguageSettings
 from headwater_lab.recipe.overrides import merged, overridden, override, plain, read_text
@@ -49,22 +49,8 @@ from headwater_lab.util.names import file_name, is_file_name
 from headwater_lab.util.settings import Settings
 
 # Names in recipes; outside objects are named "package.module:name", or by an entry point.
-DATA = Registry(
-    "kind of data",
-    "headwater.data",
-    {name: f"{kind.__module__}:{kind.__qualname__}" for name, kind in list_kinds().items()},
-    "Settings",
-)
-OPTIMIZERS = Registry(
-    "optimizer",
-    "headwater.optimizers",
-    {"adamw": "headwater_lab.training.optimizers:adamw", "muon": "headwater_lab.training.optimizers:muon"},
-)
-SCHEDULES = Registry(
-    "schedule",
-    "headwater.schedules",
-    {"cosine": "headwater_lab.training.optimizers:cosine", "constant": "headwater_lab.training.optimizers:constant"},
-)
+OPTIMIZERS = Registry("optimizer", "headwater.optimizers", home="headwater_lab.training.optimizers")
+SCHEDULES = Registry("schedule", "headwater.schedules", home="headwater_lab.training.optimizers")
 
 
 def _by_kind(values: Any) -> Any:
