@@ -268,9 +268,8 @@ def _print(benchmark: Benchmark) -> None:
     table = lined(*columns, left=columns[:1], title=benchmark.title)
     for row in benchmark.rows:
         table.add_row(*(row.get(column, "") for column in columns))
-    stdout.print(table)
-    for line in benchmark.notes.splitlines():
-        say(line)
+    for part in (table, *benchmark.notes.splitlines()):
+        say(part)
 
 
 def _describe_rate(rate: Rate) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,9 +31,13 @@ def say(part: Any) -> None:
     stdout.print(part, soft_wrap=isinstance(part, str))
 
 
-def print_json(content: Any, indent: int | None = 2) -> None:
-    """Print a result as JSON, and nothing else."""
-    print(json.dumps(content, indent=indent, ensure_ascii=False), flush=True)
+def print_result(content: Any, parts: Iterable[Any], as_json: bool, indent: int | None = None) -> None:
+    """Print a result: its content as JSON and nothing else, or its tables and lines."""
+    if as_json:
+        print(json.dumps(content, indent=indent, ensure_ascii=False), flush=True)
+    else:
+        for part in parts:
+            say(part)
 
 
 def tell(line: str) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from headwater_lab.cli.common import print_json
+from itertools import chain
+
+from headwater_lab.cli.common import print_result
 from headwater_lab.cli.options import LOOK, AsJson, command
-from headwater_lab.util.terminal import literal
 
 
 @command(LOOK, "doctor")
@@ -13,10 +14,5 @@ def doctor(*, json: AsJson = False) -> None:
     from headwater_lab.api.doctor import examine
 
     report = examine()
-    if json:
-        print_json(report)
-        return
-    for title, facts in report.items():
-        print(title)
-        for name, fact in facts.items():
-            print(literal(f"  {name}: {fact}"))
+    lines = ([title, *(f"  {name}: {fact}" for name, fact in facts.items())] for title, facts in report.items())
+    print_result(report, chain.from_iterable(lines), json, indent=2)

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from headwater_lab.cli.common import (
     check_writable,
-    print_json,
+    print_result,
     recipe_of,
-    say,
     split_overrides,
-    stdout,
     tell,
 )
 from headwater_lab.cli.options import LOOK, AsJson, Values, command
-from headwater_lab.util.terminal import lined
+from headwater_lab.util.terminal import Table, lined
+
+if TYPE_CHECKING:
+    from headwater_lab.training.models import SubLayerInit
 
 VocabSize = Annotated[int, Values(min=1, help="Vocabulary size, instead of the configs'.")]
 
@@ -73,15 +74,12 @@ def plan(
         precision=precision,
         mfu=mfu,
     )
-    if json:
-        print_json([price.to_json() for price in planned.prices])
-    else:
-        stdout.print(estimate_table(planned.prices))
-        for recipe in [name for name in models if name.endswith((".yaml", ".yml"))]:
-            from headwater_lab.comparison.trials import describe_runs
+    print_result([price.to_json() for price in planned.prices], [estimate_table(planned.prices)], json, indent=2)
+    for recipe in [] if json else [name for name in models if name.endswith((".yaml", ".yml"))]:
+        from headwater_lab.comparison.trials import describe_runs
 
-            if runs := describe_runs(recipe_of(recipe)):
-                tell(runs)
+        if runs := describe_runs(recipe_of(recipe)):
+            tell(runs)
     if out is not None:
         save_figure(planned.picture(), out, dpi=160)
         tell(f"figure: {out}")
@@ -98,27 +96,31 @@ def init(configs: Sequence[str], *, vocab_size: VocabSize | None = None, json: A
     from headwater.cost.counts import check_memory
     from headwater.models.kinds import model_class
     from headwater_lab.training.estimate import planned
-    from headwater_lab.training.models import drowning, init_diagnostics
+    from headwater_lab.training.models import init_diagnostics
 
     models, changes = split_overrides(configs)
     found = {name: model.config for name, model in planned(models, changes, vocab_size).items()}
     for config in found.values():
         check_memory(config)
     measured = {name: init_diagnostics(model_class(config)(config)) for name, config in found.items()}
-    if json:
-        contents = {name: [asdict(row) | {"ratio": row.ratio} for row in rows] for name, rows in measured.items()}
-        print_json(contents, indent=None)
-        return
+    contents = {name: [asdict(row) | {"ratio": row.ratio} for row in rows] for name, rows in measured.items()}
+    print_result(contents, _describe_init(measured), json)
+
+
+def _describe_init(measured: dict[str, list[SubLayerInit]]) -> Iterator[Table | str]:
+    """A table for each model, with its warning, and a note on all of them."""
+    from headwater_lab.training.models import drowning
+
     for name, rows in measured.items():
         titles = ("layer", "sub-layer", "output rms", "stream rms", "output/stream", "cosine", "constant")
         table = lined(*titles, left=("sub-layer",), title=f"{name} at initialization")
         for row in rows:
             numbers = (f"{row.output:.3g}", f"{row.stream:.3g}", f"{row.ratio:.2f}", f"{row.cosine:.2f}")
             table.add_row(str(row.layer), row.name, *numbers, f"{row.constant:.0%}")
-        stdout.print(table)
+        yield table
         if (warning := drowning(rows)) is not None:
-            say(warning)
-    say(
+            yield warning
+    yield (
         "cosine: between a sub-layer's input and the token's own embedding. constant: share of the output that is "
         "one vector, the same for all tokens. 8 rows of 128 random tokens, or 8 images of noise."
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from headwater.util.errors import HeadwaterError
-from headwater_lab.cli.common import check_writable, device_of, print_json, stderr, tell_model
+from headwater_lab.cli.common import check_writable, device_of, print_result, stderr, tell_model
 from headwater_lab.cli.options import (
     USE,
     CheckpointPath,
@@ -103,7 +103,7 @@ def generate(
         tokens, seconds = tokens + continued.tokens, seconds + continued.seconds
         if jsonl is not None:
             for row, completion in zip(batch, continued.texts, strict=True):
-                print_json(row | {"completion": completion}, indent=None)
+                print_result(row | {"completion": completion}, [], as_json=True)
     stderr.print(
         f"{tokens} tokens, {tokens / seconds:,.0f} tokens/s, cache {continued.cache_bytes:,} bytes "
         f"({continued.reserved_bytes:,} reserved)",
