@@ -128,7 +128,9 @@ def _describe(found: dict[str, list[Verified]]) -> Iterator[Table | str]:
         largest = (f"{max(each):.0e}" if each else "–" for each in errors)
         table.add_row(name, *(str(verdicts.count(ok)) for ok in MARKS), *largest)
     yield table
-    yield "not run: raises an error, or does not apply. fp64, fp32: largest difference of logits over the largest logit."
+    yield (
+        "not run: raises an error, or does not apply. fp64, fp32: largest difference of logits over the largest logit."
+    )
     for name, ways in found.items():
         for one in ways:
             if one.ok is not True or one.only_rounded:
