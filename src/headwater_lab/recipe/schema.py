@@ -49,8 +49,16 @@ from headwater_lab.util.names import file_name, is_file_name
 from headwater_lab.util.settings import Settings
 
 # Names in recipes; outside objects are named "package.module:name", or by an entry point.
-OPTIMIZERS = Registry("optimizer", "headwater.optimizers", home="headwater_lab.training.optimizers")
-SCHEDULES = Registry("schedule", "headwater.schedules", home="headwater_lab.training.optimizers")
+OPTIMIZERS = Registry(
+    "optimizer",
+    "headwater.optimizers",
+    {"adamw": "headwater_lab.training.optimizers:adamw", "muon": "headwater_lab.training.optimizers:muon"},
+)
+SCHEDULES = Registry(
+    "schedule",
+    "headwater.schedules",
+    {"cosine": "headwater_lab.training.optimizers:cosine", "constant": "headwater_lab.training.optimizers:constant"},
+)
 
 
 def _by_kind(values: Any) -> Any:

@@ -154,7 +154,6 @@ def _parameters_of(groups: Groups) -> list[nn.Parameter]:
     return [parameter for group in groups for parameter in group["params"]]
 
 
-@OPTIMIZERS.mark("adamw")
 def adamw(groups: Groups, training: Training, device: torch.device) -> list[torch.optim.Optimizer]:
     """AdamW, fused if available."""
     if not groups:
@@ -165,7 +164,6 @@ def adamw(groups: Groups, training: Training, device: torch.device) -> list[torc
     ]
 
 
-@OPTIMIZERS.mark("muon")
 def muon(groups: Groups, training: Training, device: torch.device) -> list[torch.optim.Optimizer]:
     """Muon, which orthogonalizes a matrix's averaged gradient, for the matrices, and AdamW for the rest."""
     matrices = [group for group in groups if group["name"] == "matrices"]
@@ -222,14 +220,12 @@ def learning_rate(step: int, training: Training) -> float:
 # fraction of the peak learning rate.
 
 
-@SCHEDULES.mark("cosine")
 def cosine(done: float, training: Training) -> float:
     """A half cosine from the peak to `min_learning_rate_ratio`."""
     final = training.min_learning_rate_ratio
     return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * done))
 
 
-@SCHEDULES.mark("constant")
 def constant(done: float, training: Training) -> float:
     """The peak."""
     return 1.0
