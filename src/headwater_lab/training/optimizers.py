@@ -123,35 +123,26 @@ def make_optimizers(model: nn.Module, training: Training, device: torch.device) 
     make = OPTIMIZERS.resolve(training.optimizer)
     if training.optimizer in OPTIMIZERS.own:
         return make(groups, training, device)
+    held = {parameter for group in groups for parameter in group["params"]}
     try:
-        optimizers = _make_outside(make, groups, training)
-        their_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        theirs = _parameters_of(their_groups)
+        if isinstance(make, type) and issubclass(make, torch.optim.Optimizer):
+            made = cast(Any, make)(groups, lr=training.learning_rate, **training.optimizer_options)
+        else:
+            made = make(groups, training)
+        optimizers = [made] if isinstance(made, torch.optim.Optimizer) else list(made)
+        given = [parameter for one in optimizers for group in one.param_groups for parameter in group["params"]]
     except Exception as error:  # outside code can raise anything
         raise HeadwaterError(
             f"The optimizer {training.optimizer!r} cannot be created: {type(error).__name__}: {sentence(error)}; see "
             "training.optimizer_options."
         ) from error
-    ours = _parameters_of(groups)
-    if set(theirs) != set(ours) or len(theirs) != len(ours):
+    if set(given) != held or len(given) != len(held):
         raise HeadwaterError(
             f"The optimizer {training.optimizer!r} must hold every parameter exactly once, but does not."
         )
-    for group in their_groups:
+    for group in (group for one in optimizers for group in one.param_groups):
         group.setdefault("name", "matrices")
     return optimizers
-
-
-def _make_outside(make: Any, groups: Groups, training: Training) -> list[torch.optim.Optimizer]:
-    """The optimizers that an outside class or function makes."""
-    if isinstance(make, type) and issubclass(make, torch.optim.Optimizer):
-        return [cast(Any, make)(groups, lr=training.learning_rate, **training.optimizer_options)]
-    made = make(groups, training)
-    return [made] if isinstance(made, torch.optim.Optimizer) else list(made)
-
-
-def _parameters_of(groups: Groups) -> list[nn.Parameter]:
-    return [parameter for group in groups for parameter in group["params"]]
 
 
 def adamw(groups: Groups, training: Training, device: torch.device) -> list[torch.optim.Optimizer]:
