@@ -1,5 +1,6 @@
 """What all synthetic tasks promise, and induction, n-grams, hop-k and recall against their definitions."""
 
+import importlib
 import inspect
 import itertools
 import re
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 
 from headwater.util.errors import HeadwaterError
 from headwater.util.seeding import generator
+from headwater_lab import data as data_package
 from headwater_lab.cli import app
 from headwater_lab.data import synthetic
 from headwater_lab.data.base import DATA, Share
@@ -437,7 +439,7 @@ def test_a_task_is_one_file(tmp_path, monkeypatch):
     source = inspect.getsource(inspect.getmodule(RecallSettings))
     (tmp_path / "again.py").write_text(source.replace('"recall"', '"again"'))
     monkeypatch.setattr(synthetic, "__path__", [*synthetic.__path__, str(tmp_path)])
-    monkeypatch.setattr(DATA, "home", "headwater_lab.data")
+    importlib.reload(data_package)
     try:
         assert "again" in DATA.own
         assert [task.kind for task in list_tasks()].count("again") == 1

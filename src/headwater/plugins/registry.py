@@ -10,18 +10,15 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import resolve_name
-from pkgutil import walk_packages
-from typing import Any, TypeVar
+from typing import Any
 
 from headwater.plugins import outside
 from headwater.util.errors import HeadwaterError, nearest
 from headwater.util.layout import IS_EXPORTED
-
-T = TypeVar("T")
 
 
 class Registry:
@@ -35,41 +32,18 @@ class Registry:
         self,
         what: str,
         group: str,
-        own: dict[str, str] | None = None,
+        own: dict[str, str],
         base: str | None = None,
         passing: dict[str, str] | None = None,
-        home: str = "",
     ) -> None:
         """what: the kind, in words. group: of its entry points. own: name -> "module:attribute".
 
-        home: the module that marks headwater's own, or a package of such modules; imported when they are first asked
-        for.
         base: the name of the class that these objects are, or are instances of; None: anything callable.
         passing: as own, of what a model has only temporarily and users cannot choose, so that `names` leaves it out.
         """
-        self.what, self.group, self.home, self.base = what, group, home, base
-        self._own = own or {}
+        self.what, self.group, self.own, self.base = what, group, own, base
         self.passing = passing or {}
         self.added: dict[str, Any] = {}
-
-    @property
-    def own(self) -> dict[str, str]:
-        """headwater's own: name -> "module:attribute"."""
-        if self.home:
-            home, self.home = import_module(self.home), ""
-            for module in walk_packages(getattr(home, "__path__", []), f"{home.__name__}."):
-                import_module(module.name)
-            self._own = dict(sorted(self._own.items()))
-        return self._own
-
-    def mark(self, name: str) -> Callable[[T], T]:
-        """Decorate one of headwater's own where it is defined."""
-
-        def mark(thing: T) -> T:
-            self._own[name] = f"{thing.__module__}:{thing.__qualname__}"  # type: ignore[attr-defined]
-            return thing
-
-        return mark
 
     @property
     def brought(self) -> dict[str, EntryPoint]:

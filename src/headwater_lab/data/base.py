@@ -109,13 +109,14 @@ class DataSettings(Settings):
 
 
 K = TypeVar("K", bound=DataSettings)
-# Values of `data.kind`. The modules of this folder mark theirs with `register_kind`.
-DATA = Registry("kind of data", "headwater.data", base="Settings", home=str(__package__))
+# Values of `data.kind`.
+DATA = Registry("kind of data", "headwater.data", {}, "Settings")
 
 
 def register_kind(settings: type[K]) -> type[K]:
     """Make a class of settings a kind of data, under the default of its field `kind`."""
-    return DATA.mark(settings.model_fields["kind"].default)(settings)
+    DATA.own[settings.model_fields["kind"].default] = f"{settings.__module__}:{settings.__qualname__}"
+    return settings
 
 
 def shuffled(rows: int, seed: int, start: int, *key: str | int) -> Iterator[int]:

@@ -411,7 +411,11 @@ class Setup:
         with together(fabric):
             self.data = data = recipe.data.build()
         self.preparer = getattr(data, "processor", None) or data.tokenizer
-        self.beginning = self.begin(checkpoint)
+        self.beginning: Beginning | None = None
+        if recipe.start is not None:
+            path = checkpoint or first(fabric, prepare, recipe.start, folder, data, fabric.device)
+            with together(fabric):
+                self.beginning = begin(recipe, path, data, resumed=checkpoint is not None)
         with together(fabric):
             config = recipe.config_for(data) if self.beginning is None else self.beginning.config
             if fabric.device.type == "cpu" and not is_sharded:
@@ -434,15 +438,6 @@ class Setup:
         self.hooks = Hooks(self.model, recipe, self.beginning, None if checkpoint is None else self.progress.kept)
         self.progress.kept = self.hooks.kept
         self.warnings = self.notices() if checkpoint is None else []
-
-    def begin(self, checkpoint: Path | None) -> Beginning | None:
-        """What the run starts from; None for a model with initial values."""
-        if self.recipe.start is None:
-            return None
-        path = checkpoint or first(self.fabric, prepare, self.recipe.start, self.folder, self.data, self.fabric.device)
-        with together(self.fabric):
-            beginning = begin(self.recipe, path, self.data, resumed=checkpoint is not None)
-        return beginning
 
     def begin_progress(self, checkpoint: Path | None) -> Progress:
         """The progress of a resumed run, or of one that begins."""
