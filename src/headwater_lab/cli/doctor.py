@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import chain
-
 from headwater_lab.cli.common import print_result
 from headwater_lab.cli.options import LOOK, AsJson, command
 
@@ -14,5 +12,7 @@ def doctor(*, json: AsJson = False) -> None:
     from headwater_lab.api.doctor import examine
 
     report = examine()
-    lines = ([title, *(f"  {name}: {fact}" for name, fact in facts.items())] for title, facts in report.items())
-    print_result(report, chain.from_iterable(lines), json, indent=2)
+    blocks = [
+        "\n".join((title, *(f"  {name}: {fact}" for name, fact in facts.items()))) for title, facts in report.items()
+    ]
+    print_result(report, blocks, json, indent=2)

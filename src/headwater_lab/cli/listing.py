@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Literal
 
 from headwater_lab.cli.common import print_result
 from headwater_lab.cli.options import LOOK, AsJson, command
-from headwater_lab.util.terminal import Table, lined
+from headwater_lab.util.terminal import lined
 
 Catalogue = Literal["recipes", "presets", "mechanisms", "tasks"]
 
@@ -21,7 +20,13 @@ def list(kind: Catalogue | None = None, *, json: AsJson = False) -> None:
     from headwater_lab.api.listing import DESCRIBED
 
     rows = {name: describe() for name, describe in DESCRIBED.items() if kind in (None, name)}
-    print_result(rows if kind is None else rows[kind], map(_table, rows, rows.values()), json, indent=2)
+    tables = []
+    for name, listed in rows.items():
+        columns = COLUMNS[name]
+        left, cells = set(columns) - set(NUMBERS), [[_text(row[title]) for title in columns] for row in listed]
+        tables.append(lined(*columns, rows=cells, left=left, fold=True, title=name))
+        tables[-1].columns[0].no_wrap = True
+    print_result(rows if kind is None else rows[kind], tables, json, indent=2)
 
 
 # Of the rows, what the tables show. guess: always the most frequent label.
@@ -32,14 +37,6 @@ COLUMNS = {
     "tasks": ("name", "settings", "row", "metric", "guess"),
 }
 NUMBERS = ("layers", "width", "heads", "kv_heads", "parameters", "guess")
-
-
-def _table(name: str, rows: Sequence[dict[str, Any]]) -> Table:
-    columns = COLUMNS[name]
-    cells = [[_text(row[title]) for title in columns] for row in rows]
-    table = lined(*columns, rows=cells, left=set(columns) - set(NUMBERS), fold=True, title=name)
-    table.columns[0].no_wrap = True
-    return table
 
 
 def _text(value: Any) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 from headwater_lab.cli.common import (
     check_writable,
@@ -14,10 +14,7 @@ from headwater_lab.cli.common import (
     tell,
 )
 from headwater_lab.cli.options import LOOK, AsJson, Values, command
-from headwater_lab.util.terminal import Table, lined
-
-if TYPE_CHECKING:
-    from headwater_lab.training.models import SubLayerInit
+from headwater_lab.util.terminal import lined
 
 VocabSize = Annotated[int, Values(min=1, help="Vocabulary size, instead of the configs'.")]
 
@@ -96,7 +93,7 @@ def init(configs: Sequence[str], *, vocab_size: VocabSize | None = None, json: A
     from headwater.cost.counts import check_memory
     from headwater.models.kinds import model_class
     from headwater_lab.training.estimate import planned
-    from headwater_lab.training.models import init_diagnostics
+    from headwater_lab.training.models import drowning, init_diagnostics
 
     models, changes = split_overrides(configs)
     found = {name: model.config for name, model in planned(models, changes, vocab_size).items()}
@@ -104,23 +101,16 @@ def init(configs: Sequence[str], *, vocab_size: VocabSize | None = None, json: A
         check_memory(config)
     measured = {name: init_diagnostics(model_class(config)(config)) for name, config in found.items()}
     contents = {name: [asdict(row) | {"ratio": row.ratio} for row in rows] for name, rows in measured.items()}
-    print_result(contents, _describe_init(measured), json)
-
-
-def _describe_init(measured: dict[str, list[SubLayerInit]]) -> Iterator[Table | str]:
-    """A table for each model, with its warning, and a note on all of them."""
-    from headwater_lab.training.models import drowning
-
+    parts: list[Any] = []
     for name, rows in measured.items():
         titles = ("layer", "sub-layer", "output rms", "stream rms", "output/stream", "cosine", "constant")
         table = lined(*titles, left=("sub-layer",), title=f"{name} at initialization")
         for row in rows:
             numbers = (f"{row.output:.3g}", f"{row.stream:.3g}", f"{row.ratio:.2f}", f"{row.cosine:.2f}")
             table.add_row(str(row.layer), row.name, *numbers, f"{row.constant:.0%}")
-        yield table
-        if (warning := drowning(rows)) is not None:
-            yield warning
-    yield (
+        parts += [part for part in (table, drowning(rows)) if part is not None]
+    parts.append(
         "cosine: between a sub-layer's input and the token's own embedding. constant: share of the output that is "
         "one vector, the same for all tokens. 8 rows of 128 random tokens, or 8 images of noise."
     )
+    print_result(contents, parts, json)

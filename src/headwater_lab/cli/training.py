@@ -11,11 +11,10 @@ from headwater.util.errors import HeadwaterError
 from headwater_lab.cli.common import print_result, stdout, tell, tell_model
 from headwater_lab.cli.options import LOOK, TRAIN, AsJson, FolderPath, command, need
 from headwater_lab.cli.progress import ProgressReport
-from headwater_lab.util.terminal import Table, lined
+from headwater_lab.util.terminal import lined
 
 if TYPE_CHECKING:
     from headwater_lab.training.records import RunRecord
-    from headwater_lab.training.run_folder import RunSummary
 
 
 @command(TRAIN, "train shakespeare training.steps=200 --out runs/mine")
@@ -83,10 +82,6 @@ def runs(folder: Path = Path("runs"), *, json: AsJson = False) -> None:
     found = runs_in(folder, tell)
     if not found:
         raise HeadwaterError(f"There are no runs in {str(folder)!r}.")
-    print_result([one.to_json() for one in found], [_table(found, folder)], json, indent=2)
-
-
-def _table(found: Sequence[RunSummary], folder: Path) -> Table:
     table = lined()
     unit = " or ".join(sorted({one.record.unit for one in found}, reverse=True))
     for title in ("run", "status", "step", unit, f"{unit}/s", "last", "best", "at step", "updated"):
@@ -105,4 +100,4 @@ def _table(found: Sequence[RunSummary], folder: Path) -> Table:
             "" if best is None else f"{best.step:,}",
             f"{datetime.fromtimestamp(one.updated):%Y-%m-%d %H:%M}",
         )
-    return table
+    print_result([one.to_json() for one in found], [table], json, indent=2)
