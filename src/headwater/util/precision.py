@@ -8,29 +8,27 @@ import torch
 
 
 class Precision(StrEnum):
-    """A precision, which is also its name.
+    """A precision, which is also its name."""
 
-    weights: dtype of parameters, gradients, optimizer state and the residual stream. compute: dtype of matmuls.
-    """
-
-    weights: torch.dtype
-    compute: torch.dtype
-
-    FP32 = "32-true", torch.float32, torch.float32
-    BF16_MIXED = "bf16-mixed", torch.float32, torch.bfloat16
-    BF16 = "bf16-true", torch.bfloat16, torch.bfloat16
-    FP64 = "64-true", torch.float64, torch.float64
-
-    def __new__(cls, name: str, weights: torch.dtype, compute: torch.dtype) -> Precision:
-        precision = str.__new__(cls, name)
-        precision._value_ = name
-        precision.weights, precision.compute = weights, compute
-        return precision
+    FP32 = "32-true"
+    BF16_MIXED = "bf16-mixed"
+    BF16 = "bf16-true"
+    FP64 = "64-true"
 
     @property
     def is_mixed(self) -> bool:
         """Whether matmuls cast the weights."""
-        return self.weights != self.compute
+        return self is Precision.BF16_MIXED
+
+    @property
+    def weights(self) -> torch.dtype:
+        """The dtype of parameters, gradients, optimizer state and the residual stream."""
+        return {Precision.BF16: torch.bfloat16, Precision.FP64: torch.float64}.get(self, torch.float32)
+
+    @property
+    def compute(self) -> torch.dtype:
+        """The dtype of matmuls."""
+        return torch.bfloat16 if self.is_mixed else self.weights
 
     def autocast(self, device_type: str, enabled: bool = True) -> torch.autocast:
         """Enter autocast on a kind of device, if the precision is mixed and `enabled`."""

@@ -66,8 +66,9 @@ class _Group(TyperGroup):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        commands = sorted(self.commands.items(), key=lambda named: (HEADINGS.index(named[1].rich_help_panel), named[0]))
-        self.commands = {name: guarded(command) for name, command in commands}
+        commands: list[Any] = sorted(self.commands.values(), key=lambda command: command.name)
+        commands.sort(key=lambda command: HEADINGS.index(command.rich_help_panel))
+        self.commands = {command.name: guarded(command) for command in commands}
 
 
 # The command line. Every module of this folder adds its commands.

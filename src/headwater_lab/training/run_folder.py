@@ -296,9 +296,9 @@ def _summarize(file: Path, record: RunRecord, tell: Callable[[str], None]) -> Ru
                 record.seconds = record.tokens / record.speed[-1].tokens_per_second
     except HeadwaterError as error:
         tell(str(error))
-    last = max((point.step for point in (*record.curve, *record.held_out)), default=0)
+    steps = [point.step for point in record.curve] + [point.step for point in record.held_out]
     updated = max(path.stat().st_mtime for path in (file, run / METRICS) if path.exists())
-    return RunSummary(run, record, status, last, updated)
+    return RunSummary(run, record, status, max(steps, default=0), updated)
 
 
 @contextmanager
