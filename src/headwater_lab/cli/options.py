@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 from typer.core import TyperGroup
@@ -113,9 +113,9 @@ def command(
 def _declare(function: Callable[..., Any], trusts: bool) -> tuple[str, Callable[..., None]]:
     """The help of a command, and the function as Typer takes it.
 
-    Keyword-only parameters become options of the same name, as do the fields of one that is a dataclass of integers;
-    the others become arguments. Lines `name: text` at the end of the docstring are their help, and what stands before
-    them is the command's.
+    Keyword-only parameters become options of the same name, as do the fields of one that is a dataclass of integers,
+    and of a TypedDict of further ones; the others become arguments. Lines `name: text` at the end of a docstring are
+    their help, and what stands before them is the command's.
     """
     signature = inspect.signature(function, eval_str=True)
     types = {name: each.annotation for name, each in signature.parameters.items()}
@@ -130,6 +130,12 @@ def _declare(function: Callable[..., Any], trusts: bool) -> tuple[str, Callable[
                 values = Values(**field.metadata)
                 option = parameter.replace(name=field.name, default=field.default, annotation=Annotated[int, values])
                 parameters.append(_declared(option, texts))
+        elif parameter.kind is parameter.VAR_KEYWORD:
+            (settings,) = get_args(parameter.annotation)
+            hints = get_type_hints(settings)
+            texts |= _texts(settings, hints)[1]
+            option = parameter.replace(kind=parameter.KEYWORD_ONLY, default=None)
+            parameters += [_declared(option.replace(name=name, annotation=hints[name]), texts) for name in hints]
         else:
             parameters.append(_declared(parameter, texts))
 

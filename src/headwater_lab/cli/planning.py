@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Unpack
 
+from headwater_lab.api.settings import PlanSettings
 from headwater_lab.cli.common import (
     check_writable,
     print_result,
@@ -23,30 +24,15 @@ VocabSize = Annotated[int, Values(min=1, help="Vocabulary size, instead of the c
 def plan(
     configs: Sequence[str],
     *,
-    context: Sequence[int] = (),
-    batch: int | None = None,
-    tokens: str | None = None,
-    images: str | None = None,
-    hardware: str | None = None,
-    devices: int | None = None,
-    mfu: float = 0.4,
-    precision: str | None = None,
     vocab_size: VocabSize | None = None,
     json: AsJson = False,
     out: Path | None = None,
+    **settings: Unpack[PlanSettings],
 ) -> None:
     """Estimate a model's cost before training: parameters, FLOPs, cache, memory, and time on given hardware.
 
     configs: Presets, recipes (a column per arm), config.json files or checkpoints; field=value changes all of them,
         training.field=value how they are trained.
-    context: Tokens per row; repeatable. Default: the first config's own.
-    batch: Rows per batch and device, or sequences to generate at a time. Default: the first recipe's, or 1.
-    tokens: Training budget in tokens, e.g. 300B or 2e10. Default: the first recipe's.
-    images: The same in images, for image models, e.g. 384M.
-    hardware: A device, e.g. H100, or this to measure the current machine.
-    devices: Number of training devices. Default: the first recipe's, or 1.
-    mfu: Assumed share of the peak that training reaches.
-    precision: 64-true, 32-true, bf16-mixed or bf16-true. Default: the first recipe's, or bf16-mixed.
     out: Draw FLOPs of text models against context to this picture.
     """
     from headwater_lab.api.planning import plan as estimate
@@ -58,19 +44,7 @@ def plan(
         check_writable(out)
         check_replaceable(out)
     models, changes = split_overrides(configs)
-    planned = estimate(
-        *models,
-        overrides=changes,
-        vocab_size=vocab_size,
-        context=context or None,
-        tokens=tokens,
-        images=images,
-        hardware=hardware,
-        batch=batch,
-        devices=devices,
-        precision=precision,
-        mfu=mfu,
-    )
+    planned = estimate(*models, overrides=changes, vocab_size=vocab_size, **settings)
     print_result([price.to_json() for price in planned.prices], [estimate_table(planned.prices)], json, indent=2)
     for recipe in [] if json else [name for name in models if name.endswith((".yaml", ".yml"))]:
         from headwater_lab.comparison.trials import describe_runs
