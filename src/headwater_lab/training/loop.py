@@ -246,7 +246,9 @@ class TrainingRun(Setup):
         with self.reading():
             batches = [next(self.batches) for _ in range(settings.gradient_accumulation_steps)]
         progress.waited += time.perf_counter() - started
-        counts = self.add_up(batches, stop)
+        sums = sum(counted.labels for counted in batches), sum(counted.fingerprint for counted in batches)
+        own = torch.tensor([*sums, stop, self.saver.is_done])
+        counts = total(self.fabric, to_device(own, self.fabric.device))
         loss = self.backward(batches, counts[0])
         norm = gradient_norm(self.parameters)
         self.update_weights(norm, loss.isfinite() & norm.isfinite())
@@ -268,12 +270,6 @@ class TrainingRun(Setup):
         for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             group["lr"] = rate * (settings.scalar_learning_rate_multiplier if group["name"] == "scalars" else 1.0)
         return rate
-
-    def add_up(self, batches: list[Counted], stop: bool) -> Tensor:
-        """Counts over all processes, as in `StepOutcome`."""
-        sums = sum(counted.labels for counted in batches), sum(counted.fingerprint for counted in batches)
-        counts = torch.tensor([*sums, stop, self.saver.is_done])
-        return total(self.fabric, to_device(counts, self.fabric.device))
 
     def update_weights(self, norm: Tensor, finite: Tensor) -> None:
         """Let the optimizers step if loss and gradient are finite. norm: of the gradient."""
