@@ -66,8 +66,8 @@ class _Group(TyperGroup):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        commands: list[Any] = sorted(self.commands.values(), key=lambda command: command.name)
-        commands.sort(key=lambda command: HEADINGS.index(command.rich_help_panel))
+        commands: Iterable[Any] = self.commands.values()
+        commands = sorted(commands, key=lambda command: (HEADINGS.index(command.rich_help_panel), command.name))
         self.commands = {command.name: guarded(command) for command in commands}
 
 
