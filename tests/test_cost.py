@@ -14,7 +14,6 @@ from headwater.config.planner import plan_layers
 from headwater.config.presets import preset
 from headwater.cost import price
 from headwater.cost.counts import (
-    BYTES,
     KEPT_BY_ACTIVATION,
     activation_bytes,
     cache_bytes,
@@ -31,6 +30,7 @@ from headwater.models import cache as caches
 from headwater.plugins.registry import MECHANISMS, REGISTRY
 from headwater.testing.measures import kept_by_autograd
 from headwater.util.errors import HeadwaterError
+from headwater.util.precision import Precision
 
 SHAPE = dict(
     vocab_size=50,
@@ -267,6 +267,7 @@ def test_sharing_stores_as_little_as_the_papers_say(mechanisms, share):
     assert cache_bytes_read(shared, 8) == cache_bytes_read(config(**shape), 8) == stored({})
 
 
+MIXED = Precision.BF16_MIXED
 WIDE = dict(hidden_size=64, num_key_value_heads=4, norm="layer_norm", max_position_embeddings=128)
 KEPT = {
     "vanilla": {},
@@ -296,22 +297,21 @@ def test_rms_norm_keeps_no_more():
 def test_activations_under_autocast(mechanisms):
     made = config(mechanisms, **WIDE)
     # The copies of the weights do not grow with the batch.
-    measured = kept_by_autograd(made, 128, 3, autocast=True) - kept_by_autograd(made, 128, 1, autocast=True)
-    assert activation_bytes(made, 128, 2, "bf16-mixed")["kept"] == pytest.approx(measured, rel=0.05)
-    copies = kept_by_autograd(made, 128, 1, autocast=True) - measured / 2
-    assert state_bytes(made, "bf16-mixed")["copies"] == pytest.approx(copies, rel=0.05)
+    measured = kept_by_autograd(made, 128, 3, MIXED) - kept_by_autograd(made, 128, 1, MIXED)
+    assert activation_bytes(made, 128, 2, MIXED)["kept"] == pytest.approx(measured, rel=0.05)
+    copies = kept_by_autograd(made, 128, 1, MIXED) - measured / 2
+    assert state_bytes(made, MIXED)["copies"] == pytest.approx(copies, rel=0.05)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16, MIXED])
 def test_masks_of_packed_rows_are_those_autograd_keeps(precision):
     made = config(**WIDE)
     positions = {"position_ids": (torch.arange(128) % 50)[None].expand(2, -1)}
-    autocast, half = precision == "bf16-mixed", precision == "bf16-true"
-    with_mask, without = (kept_by_autograd(made, 128, 2, autocast, half=half, **given) for given in (positions, {}))
+    with_mask, without = (kept_by_autograd(made, 128, 2, precision, **given) for given in (positions, {}))
     masks = activation_bytes(made, 128, 2, precision, masked=True)["masks"]
     # The mask itself, of booleans, is not stored for the backward pass, but its copies are; so are the rotary angles.
     assert with_mask - without == pytest.approx(masks - 2 * 128 * 128, rel=0.02, abs=2 * 128 * 64 * 8)
-    assert masks - 2 * 128 * 128 == made.num_hidden_layers * 2 * 128 * 128 * BYTES[precision][0]
+    assert masks - 2 * 128 * 128 == made.num_hidden_layers * 2 * 128 * 128 * precision.compute.itemsize
     # A layer at a time makes its copy again.
     assert activation_bytes(made, 128, 2, precision, True, masked=True)["masks"] < masks / 2
     assert activation_bytes(made, 128, 2, precision)["masks"] == 0
@@ -340,10 +340,9 @@ def test_gradient_checkpointing_keeps_a_block_at_a_time():
 def test_state_is_weights_gradients_and_two_averages():
     made = config()
     count = sum(parameters(made).values())
-    assert sum(state_bytes(made, "32-true").values()) == 16 * count
-    assert sum(state_bytes(made, "bf16-true").values()) == 8 * count
-    assert sum(state_bytes(made, "32-true", averages=True).values()) == 20 * count
-    assert BYTES.keys() == {"32-true", "64-true", "bf16-true", "bf16-mixed"}
+    assert sum(state_bytes(made, Precision.FP32).values()) == 16 * count
+    assert sum(state_bytes(made, Precision.BF16).values()) == 8 * count
+    assert sum(state_bytes(made, Precision.FP32, averages=True).values()) == 20 * count
 
 
 def test_generating_reads_the_output_head_but_not_the_whole_embedding():

@@ -11,6 +11,7 @@ from headwater.cost import counts as cost
 from headwater.cost import price
 from headwater.cost.hardware import KNOWN, Hardware, hardware, measure
 from headwater.util.errors import HeadwaterError
+from headwater.util.precision import Precision
 from headwater_lab.training.estimate import draw_flops
 from headwater_lab.training.estimate_table import estimate_table
 from headwater_lab.util.terminal import si
@@ -37,7 +38,7 @@ def test_time_follows_from_flops():
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16_MIXED, Precision.BF16])
 def test_the_largest_batch_is_the_largest(precision, checkpointed):
     limits = price(CONFIG, hardware=DEVICE, precision=precision).at[0].limits
     batch = limits.largest_batch_checkpointed if checkpointed else limits.largest_batch
@@ -123,7 +124,7 @@ def test_hardware_is_known_by_name_in_any_case():
 
 
 def test_a_peak_may_be_unknown():
-    assert KNOWN["H100"].peak("64-true") < KNOWN["H100"].peak("bf16-true")
+    assert KNOWN["H100"].peak(Precision.FP64) < KNOWN["H100"].peak(Precision.BF16)
     with pytest.raises(HeadwaterError, match=r"64-true is unknown"):
         price(CONFIG, hardware=KNOWN["L40S"], precision="64-true")
     assert price(CONFIG, precision="64-true").state_bytes["weights"] == 8 * sum(cost.parameters(CONFIG).values())

@@ -15,6 +15,7 @@ from headwater import verification as verify
 from headwater.mechanisms import kv_shift
 from headwater.models import cache, inputs
 from headwater.plugins.registry import MECHANISMS, Registry
+from headwater.util.precision import Precision
 from headwater.verification import WAYS, Parting, Verified, own, tiny, verdicts
 from headwater.verification.own import OWN_WAYS
 from headwater.verification.watch import Subject
@@ -314,7 +315,7 @@ def test_the_baseline_of_bench_decode_is_transformers_own():
     from headwater_lab.bench.decoding import bench_decode
     from headwater_lab.bench.shapes import DecodeShape
 
-    found = bench_decode({}, DecodeShape(2, 64, 97, context=5, tokens=8, turns=2), "32-true", "cpu")
+    found = bench_decode({}, DecodeShape(2, 64, 97, context=5, tokens=8, turns=2), Precision.FP32, "cpu")
     assert [row["model"] for row in found.rows] == ["transformers' Llama", "vanilla", "vanilla, again"]
     assert "vanilla: the same tokens as transformers' Llama" in found.notes
     assert ["ratio" in row for row in found.rows] == [False, True, True]

@@ -1,5 +1,6 @@
 """What all synthetic tasks promise, and induction, n-grams, hop-k and recall against their definitions."""
 
+import importlib
 import inspect
 import itertools
 import re
@@ -13,10 +14,10 @@ from typer.testing import CliRunner
 
 from headwater.util.errors import HeadwaterError
 from headwater.util.seeding import generator
+from headwater_lab import data as data_package
 from headwater_lab.cli import app
 from headwater_lab.data import synthetic
-from headwater_lab.data.base import _KINDS as kinds
-from headwater_lab.data.base import Share, list_kinds
+from headwater_lab.data.base import DATA, Share
 from headwater_lab.data.synthetic import list_tasks
 from headwater_lab.data.synthetic.arithmetic import ArithmeticSettings
 from headwater_lab.data.synthetic.hop import HopSettings
@@ -438,11 +439,10 @@ def test_a_task_is_one_file(tmp_path, monkeypatch):
     source = inspect.getsource(inspect.getmodule(RecallSettings))
     (tmp_path / "again.py").write_text(source.replace('"recall"', '"again"'))
     monkeypatch.setattr(synthetic, "__path__", [*synthetic.__path__, str(tmp_path)])
-    list_kinds.cache_clear()
+    importlib.reload(data_package)
     try:
-        assert "again" in list_kinds()
+        assert "again" in DATA.own
         assert [task.kind for task in list_tasks()].count("again") == 1
     finally:
-        kinds.pop("again")
+        DATA.own.pop("again")
         sys.modules.pop(f"{synthetic.__name__}.again")
-        list_kinds.cache_clear()

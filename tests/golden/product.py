@@ -30,7 +30,7 @@ from headwater_lab.papers.result import reproduction as judge_table
 from headwater_lab.papers.table import SCALES, tables
 from headwater_lab.papers.table import reads_models as looks_into_models
 from headwater_lab.papers.work import prepare as prepare_table
-from headwater_lab.recipe.data import DATA
+from headwater_lab.data.base import DATA
 from headwater_lab.recipe.loading import load_recipe as read_recipe_file
 from headwater_lab.recipe.shipped import shipped_recipes
 from headwater_lab.reports import cells, columns, comparisons

@@ -19,6 +19,7 @@ from headwater.mechanisms import Pattention
 from headwater.mechanisms.pattention import default_tau
 from headwater.mechanisms.product_keys import ProductKeys, find_largest
 from headwater.testing import naive
+from headwater.util.precision import Precision
 from headwater_lab import grow
 from headwater_lab.recipe.loading import load_recipe
 from headwater_lab.training.loop import train
@@ -187,7 +188,7 @@ def test_cost_grows_with_the_root():
     assert flops[2] - flops[1] == 2 * (flops[1] - flops[0]) == 3 * 2 * 2 * 16 * 32
     read = [cost.weights_read(config(made(side**2))) for side in (8, 16)]
     assert read[1] - read[0] == 3 * 2 * 8 * 32
-    copies = [cost.state_bytes(config(made(side**2)), "bf16-mixed")["copies"] for side in (8, 16)]
+    copies = [cost.state_bytes(config(made(side**2)), Precision.BF16_MIXED)["copies"] for side in (8, 16)]
     assert copies[1] - copies[0] == 2 * (read[1] - read[0])
 
 

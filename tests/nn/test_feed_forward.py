@@ -15,6 +15,7 @@ from headwater import HeadwaterForCausalLM
 from headwater.nn.feed_forward import FeedForward
 from headwater.nn.norm import RMSNorm
 from headwater.testing.measures import saved_bytes
+from headwater.util.precision import Precision
 from headwater_lab.bench.shapes import StepShape
 from headwater_lab.bench.training import stored_by_pair, text_pair
 
@@ -387,7 +388,7 @@ def test_functional_transforms_of_rms_norm():
 # Whole models
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16, Precision.BF16_MIXED])
 @pytest.mark.parametrize(("base", "bound"), [("llama", 0.72), ("gpt2", 0.65)])
 def test_a_model_keeps_less_than_that_of_transformers(base, bound, precision):
     pair = text_pair(base, StepShape(layers=2, width=128, context=64, batch_size=4, vocab_size=97))

@@ -11,6 +11,7 @@ import pytest
 from headwater.cost import counts as cost
 from headwater.cost.hardware import hardware
 from headwater.util.errors import HeadwaterError
+from headwater.util.precision import Precision
 from headwater_lab.comparison.trials import trial_of
 from headwater_lab.data.corpus import DOCS, STDLIB, TOPICS
 from headwater_lab.evaluation.tasks import GROUPS, parse
@@ -347,7 +348,7 @@ def test_cpu_scale_is_an_hour_or_little_more(name):
 def test_gpu_scale_is_a_day_at_most(name):
     """24 hours of an H100 at an MFU of 0.4, and what the setting says."""
     found = priced(name, "gpu")
-    hours = found.flops / (hardware("H100").peak("bf16-mixed") * 0.4 * 3600)
+    hours = found.flops / (hardware("H100").peak(Precision.BF16_MIXED) * 0.4 * 3600)
     assert found.hours == pytest.approx(hours)
     assert hours <= 24
     setting = table(name).scales["gpu"].setting

@@ -9,6 +9,7 @@ from headwater import HeadwaterError, HeadwaterForImageClassification, Headwater
 from headwater.mechanisms import Mechanism
 from headwater.plugins.registry import MECHANISMS
 from headwater.util.errors import sentence
+from headwater.util.precision import Precision
 
 
 @pytest.mark.parametrize(
@@ -169,5 +170,5 @@ def test_less_is_stored_than_by_transformers():
     from headwater_lab.bench.training import image_pair, stored_by_pair
 
     pair = image_pair(StepShape(layers=2, width=128, batch_size=2), image_size=32, patch_size=4)
-    ours, theirs = stored_by_pair(pair, "32-true")
+    ours, theirs = stored_by_pair(pair, Precision.FP32)
     assert ours <= 0.85 * theirs

@@ -13,6 +13,7 @@ from headwater.cost import counts as cost
 from headwater.cost import price
 from headwater.cost.hardware import hardware
 from headwater.plugins.registry import REGISTRY, resolve
+from headwater.util.precision import Precision
 
 BASES = {
     "vanilla": {},
@@ -70,7 +71,7 @@ def test_what_fits_and_how_long_it_takes():
     (at,) = one.at
     assert (at.image_size, at.context) == ((9, 16), 13)
     assert at.activation_bytes == sum(cost.activation_bytes(config, 13, 2).values())
-    ceiling = 4 * device.peak("32-true") / at.training
+    ceiling = 4 * device.peak(Precision.FP32) / at.training
     assert at.limits.training_ceiling == pytest.approx(ceiling)
     assert at.limits.days == pytest.approx(1e9 / (ceiling * 0.5) / 86400)
     free = device.memory - 16 * sum(one.parameters.values())

@@ -50,6 +50,7 @@ from headwater.integrations.vllm import engine, register
 from headwater.integrations.vllm.engine import CPUEngine
 from headwater.integrations.vllm.flash import FlashEngine
 from headwater.testing.models import disturb
+from headwater.util.precision import Precision
 from headwater_lab.bench.serving import bench_serving
 from headwater_lab.bench.shapes import ServeShape
 
@@ -497,7 +498,7 @@ def test_throughput_beside_vllms_own_llama():
     """With the same weights, the same tokens; a cache for two requests runs two at a time."""
     blocks = 3 * 128 * 2 * 2 * 128 * 4 / 2**30  # of which one is padding
     shape = ServeShape(requests=4, context=60, tokens=40, turns=2, **SMALL)
-    found = bench_serving({}, shape, "32-true", cache_memory=blocks)
+    found = bench_serving({}, shape, Precision.FP32, cache_memory=blocks)
     assert [row["model"] for row in found.rows] == ["vLLM's Llama", "vanilla"]
     assert "vanilla: the same tokens" in found.notes
     for row in found.rows:

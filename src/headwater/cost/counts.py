@@ -20,6 +20,7 @@ from headwater.cost.hardware import memory_of
 from headwater.mechanisms.capabilities import HasSharedModule
 from headwater.plugins.registry import resolve
 from headwater.util.errors import HeadwaterError
+from headwater.util.precision import Precision
 
 if TYPE_CHECKING:
     from headwater.config.text import HeadwaterConfig
@@ -34,8 +35,6 @@ MADE_AGAIN = {
 # For the others: numbers that PyTorch stores per output number, besides the result; by default 1, the input.
 KEPT_BY_ACTIVATION = {"relu": 0, "sigmoid": 0, "tanh": 0, "quick_gelu": 2, "gelu_fast": 7}
 
-# Bytes per number in matmuls and their weights, and in what stays fp32 under autocast: the residual stream, norms.
-BYTES = {"64-true": (8, 8), "32-true": (4, 4), "bf16-mixed": (2, 4), "bf16-true": (2, 2)}
 # Bytes of a token's id.
 ID = 8
 
@@ -298,7 +297,7 @@ def activation_bytes(
     config: HeadwaterConfig,
     context: int,
     batch_size: int = 1,
-    precision: str = "32-true",
+    precision: Precision = Precision.FP32,
     gradient_checkpointing: bool = False,
     loss_chunk_tokens: int | None = None,
     masked: bool = False,
@@ -307,19 +306,19 @@ def activation_bytes(
     """Estimate the memory of a training step over `batch_size` rows of `context` tokens, without the training state.
     For an image model a row is an image, and `context` its tokens.
 
-    "kept" is what autograd stores, with fused attention and norm kernels and no dropout; "loss" is added at
-    the peak: two gradients of the logits in fp32. `precision`, `gradient_checkpointing` and `loss_chunk_tokens` as in
-    recipes; with checkpointing it stores each block's input, what later layers read, and one block at a time; with
-    chunks it computes a chunk's logits again at the peak.
+    "kept" is what autograd stores, with fused attention and norm kernels and no dropout; "loss" is added at the peak:
+    two gradients of the logits in fp32. `gradient_checkpointing` and `loss_chunk_tokens` as in recipes; with
+    checkpointing it stores each block's input, what later layers read, and one block at a time; with chunks it computes
+    a chunk's logits again at the peak.
     masked: rows are packed, and attention takes a mask, [B, 1, T, T]. "masks": the mask, and each layer's copy of it in
     the dtype of queries, which the fused kernel stores; and those of layers with keys and values beside the tokens'.
     """
-    plans, (element, stream) = plans or plan_layers(config), BYTES[precision]
-    width = config.hidden_size * stream
-    blocks = [_block_bytes(config, plan, context, BYTES[precision]) for plan in plans]
+    plans, element = plans or plan_layers(config), precision.compute.itemsize
+    width = config.hidden_size * precision.weights.itemsize
+    blocks = [_block_bytes(config, plan, context, precision) for plan in plans]
     kept = sum(blocks)
     if gradient_checkpointing:
-        carried = sum(_exported_bytes(config, plan, context, BYTES[precision]) for plan in plans)
+        carried = sum(_exported_bytes(config, plan, context, precision) for plan in plans)
         kept = len(plans) * width + carried + max(blocks)
     # The norms around the blocks, and what mechanisms share.
     kept += config.hidden_size * element + width * (1 + config.embedding_norm) + _count_shared(config).saved * element
@@ -339,11 +338,11 @@ def activation_bytes(
     }
 
 
-def _exported_bytes(config: HeadwaterConfig, plan: LayerPlan, context: int, precision: tuple[int, int]) -> int:
+def _exported_bytes(config: HeadwaterConfig, plan: LayerPlan, context: int, precision: Precision) -> int:
     """Bytes per token of what a layer passes on."""
-    layer, (element, stream) = layer_config(config, plan.index), precision
+    layer, element = layer_config(config, plan.index), precision.compute.itemsize
     of_part = {
-        "x": config.hidden_size * stream,
+        "x": config.hidden_size * precision.weights.itemsize,
         "a": layer.num_attention_heads * context * element,
         "q": layer.num_attention_heads * layer.head_dim * element,
         "k": len(plan.k_heads) * layer.head_dim * element,
@@ -352,18 +351,19 @@ def _exported_bytes(config: HeadwaterConfig, plan: LayerPlan, context: int, prec
     return sum(of_part[source.part] for source in plan.exports)
 
 
-def _block_bytes(config: HeadwaterConfig, plan: LayerPlan, context: int, precision: tuple[int, int]) -> int:
+def _block_bytes(config: HeadwaterConfig, plan: LayerPlan, context: int, precision: Precision) -> int:
     """Bytes per token of what a block stores."""
-    element, stream = precision
+    element = precision.compute.itemsize
     numbers = _add_up(_count_layers(config, [plan]).values()).saved
     # Two norms, the first of one input or several: each stores its input, and the next linear layers its output;
     # those of outputs store the input.
     more = len(plan.inputs) - 1
     inputs = (1 if config.parallel_residual else 2) + more
-    autocast = element < stream  # then each linear layer casts its input to a separate copy
-    outputs = (_readers(config, plan) if autocast else 2 + more) + 2 * config.output_norms
+    # Under autocast each linear layer casts its input to a separate copy.
+    outputs = (_readers(config, plan) if precision.is_mixed else 2 + more) + 2 * config.output_norms
     shown = _shown_weights(config, plan) * layer_config(config, plan.index).num_attention_heads * context
-    return (inputs * stream + outputs * element) * config.hidden_size + (numbers + shown) * element
+    norms = inputs * precision.weights.itemsize + outputs * element
+    return norms * config.hidden_size + (numbers + shown) * element
 
 
 def _readers(config: HeadwaterConfig, plan: LayerPlan) -> int:
@@ -380,28 +380,30 @@ def _shown_weights(config: HeadwaterConfig, plan: LayerPlan) -> int:
 
 
 def state_bytes(
-    config: HeadwaterConfig, precision: str = "bf16-mixed", averages: bool = False, plans: Plans | None = None
+    config: HeadwaterConfig,
+    precision: Precision = Precision.BF16_MIXED,
+    averages: bool = False,
+    plans: Plans | None = None,
 ) -> dict[str, int]:
-    """Bytes of weights, gradients, AdamW's two averages and autocast's copies. `precision` as in recipes.
+    """Bytes of weights, gradients, AdamW's two averages and autocast's copies.
 
-    In bf16-true everything is bf16. In bf16-mixed the matrices have copies in bf16 from the forward pass to the end of
-    the backward pass. averages: with `training.ema_decay`, which keeps a second copy of the weights.
+    In bf16-mixed the matrices have copies in bf16 from the forward pass to the end of the backward pass. averages: with
+    `training.ema_decay`, which keeps a second copy of the weights.
     """
-    element, stream = BYTES[precision]
     layers = _count_layers(config, plans or plan_layers(config))
     parts = _sum_parameters(config, layers)
-    count = sum(parts.values())
+    weights = precision.weights.itemsize * sum(parts.values())
     matrices = sum(parts[name] - layers[name].looked_up for name in ("attention", "feed-forward"))
     if isinstance(config, HeadwaterVisionConfig):
         matrices += config.hidden_size * (_patch(config) + config.num_labels)
     else:
         matrices += config.vocab_size * config.hidden_size
     return {
-        "weights": stream * count,
-        "gradients": stream * count,
-        "optimiser": 2 * stream * count,
-        "copies": element * matrices if element < stream else 0,
-        "average": averages * stream * count,
+        "weights": weights,
+        "gradients": weights,
+        "optimiser": 2 * weights,
+        "copies": precision.compute.itemsize * matrices if precision.is_mixed else 0,
+        "average": averages * weights,
     }
 
 

@@ -12,6 +12,7 @@ from headwater.config.vision import HeadwaterVisionConfig
 from headwater.cost import counts as cost
 from headwater.cost.hardware import Hardware
 from headwater.util.errors import HeadwaterError, shown
+from headwater.util.precision import Precision
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Price:
 
     name: str
     shape: dict[str, Any]
-    precision: str
+    precision: Precision
     batch: int
     mfu: float
     devices: int
@@ -108,7 +109,7 @@ def price(
     images: float | None = None,
     hardware: Hardware | None = None,
     devices: int = 1,
-    precision: str = "bf16-mixed",
+    precision: Precision | str = Precision.BF16_MIXED,
     mfu: float = 0.4,
     gradient_checkpointing: bool = False,
     loss_chunk_tokens: int | None = None,
@@ -129,10 +130,11 @@ def price(
     _refuse_unread(of_images, of_text if of_images else {"images": images})
     lengths = _list_lengths(config, context)
     sizes = (*(("context", length) for length in lengths), ("batch", batch), ("devices", devices))
-    _check(precision, mfu, sizes, {"tokens": tokens, "images": images})
+    _check(mfu, sizes, {"tokens": tokens, "images": images})
+    precision = read_precision(precision)
     _check_positions(config, name, max(lengths))
     budget = images if of_images else tokens
-    plans, (element, _) = plan_layers(config), cost.BYTES[precision]
+    plans, element = plan_layers(config), precision.compute.itemsize
     state = cost.state_bytes(config, precision, averages, plans)
     held = sum(state.values())
 
@@ -256,13 +258,20 @@ def _describe_shape(config: HeadwaterConfig) -> dict[str, Any]:
     }
 
 
-def _check(precision: str, mfu: float, sizes: Sequence[tuple[str, Any]], budgets: Mapping[str, float | None]) -> None:
-    """Raise `HeadwaterError` for a precision, share, size or budget that there is not."""
-    if precision not in cost.BYTES:
-        raise HeadwaterError(f"precision must be one of {', '.join(cost.BYTES)}, not {precision!r}.")
+def read_precision(name: str) -> Precision:
+    """The precision of that name. Raises `HeadwaterError` for an unknown one."""
+    if name not in list(Precision):
+        raise HeadwaterError(f"precision must be one of {', '.join(Precision)}, not {name!r}.")
+    return Precision(name)
+
+
+def _check(mfu: float, sizes: Sequence[tuple[str, Any]], budgets: Mapping[str, float | None]) -> None:
+    """Raise `HeadwaterError` for a share, size or budget that there is not."""
     for label, value in sizes:
         if not isinstance(value, int) or value < 1:
             raise HeadwaterError(f"{label} must be a whole number, at least 1, not {shown(value)}.")
+    if not isinstance(mfu, int | float):
+        raise HeadwaterError(f"mfu must be a number, not {shown(mfu)}.")
     if not 0 < mfu <= 1:
         raise HeadwaterError(f"mfu is a share of the peak, above 0 and at most 1, not {mfu:g}.")
     for label, budget in budgets.items():

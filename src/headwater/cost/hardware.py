@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from headwater.util.errors import HeadwaterError, nearest
+from headwater.util.errors import HeadwaterError, nearest, shown
+from headwater.util.precision import Precision
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,9 @@ class Hardware:
     driver: str = ""
     flops_fp64: float | None = None
 
-    def peak(self, precision: str) -> float:
-        """FLOP/s of matmuls in a precision, named as in recipes. Raises `HeadwaterError` if it is unknown."""
-        found = {"32-true": self.flops_fp32, "64-true": self.flops_fp64}.get(precision, self.flops)
+    def peak(self, precision: Precision) -> float:
+        """FLOP/s of matmuls in a precision. Raises `HeadwaterError` if it is unknown."""
+        found = {torch.float32: self.flops_fp32, torch.float64: self.flops_fp64}.get(precision.compute, self.flops)
         if found is None:
             raise HeadwaterError(f"The peak of {self.name} in {precision} is unknown; choose another precision.")
         return found
@@ -61,8 +62,12 @@ KNOWN = {
 THIS = "this"
 
 
-def hardware(name: str) -> Hardware:
+def hardware(name: str | Hardware) -> Hardware:
     """The device of that name, in any case; "this" is measured. Raises `HeadwaterError` for an unknown name."""
+    if isinstance(name, Hardware):
+        return name
+    if not isinstance(name, str):
+        raise HeadwaterError(f"hardware is a device's name, such as 'H100', not {shown(name)}.")
     if name.lower() == THIS:
         return measure()
     for known, device in KNOWN.items():
@@ -107,7 +112,7 @@ def sheet_of(driver: str) -> Hardware | None:
     return next((known for known in KNOWN.values() if known.driver and re.fullmatch(known.driver, name)), None)
 
 
-def peak_of(device: torch.device, precision: str) -> float:
+def peak_of(device: torch.device, precision: Precision) -> float:
     """FLOP/s of matmuls on a device in a precision: by its data sheet if it is known, else measured in half a second.
 
     A CPU is measured with the threads PyTorch is set to.
@@ -115,8 +120,7 @@ def peak_of(device: torch.device, precision: str) -> float:
     if device.type == "cuda" and (sheet := sheet_of(torch.cuda.get_device_properties(device).name)) is not None:
         with suppress(HeadwaterError):
             return sheet.peak(precision)
-    kinds = {"32-true": torch.float32, "64-true": torch.float64}
-    return matmul_flops(device, kinds.get(precision, torch.bfloat16))
+    return matmul_flops(device, precision.compute)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from headwater.config.text import HeadwaterConfig
 from headwater.engines.split import Portion, split_attention
 from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.util.precision import Precision
 
 
 def saved_bytes(run: Callable[[], Tensor], excluded: Iterable[Tensor] = ()) -> int:
@@ -34,17 +35,16 @@ def kept_by_autograd(
     config: HeadwaterConfig,
     context: int,
     batch_size: int,
-    autocast: bool = False,
+    precision: Precision = Precision.FP32,
     checkpointing: bool = False,
-    half: bool = False,
     **given: Any,
 ) -> int:
     """Bytes that autograd keeps of a forward pass, each storage once, parameters left out. given: further inputs."""
-    model = HeadwaterForCausalLM(config).to(torch.bfloat16 if half else torch.get_default_dtype()).train()
+    model = HeadwaterForCausalLM(config).to(precision.weights).train()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     ids = torch.zeros(batch_size, context, dtype=torch.long)
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+    with precision.autocast("cpu"):
         return saved_bytes(lambda: model(ids, labels=ids, **given).loss, (*model.parameters(), *model.buffers()))
 
 

@@ -7,11 +7,11 @@ outside is a subclass of `Reference` that adds to `knows` and says at its stage 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -397,12 +397,8 @@ class Reference:
         """What a blended model goes over to, how far it has come, and how many of its heads become one."""
         c, options = self.config, self.config.mechanisms["blend"]
         heads = options["num_key_value_heads"] or c.num_key_value_heads
-        goal = SimpleNamespace(
-            num_hidden_layers=c.num_hidden_layers,
-            num_attention_heads=c.num_attention_heads,
-            num_key_value_heads=heads,
-            mechanisms=options["mechanisms"] or {},
-        )
+        goal = copy.copy(c)
+        goal.num_key_value_heads, goal.mechanisms = heads, options["mechanisms"] or {}
         return goal, options["weight"], c.num_key_value_heads // heads
 
     def stored(self, layer: int, kv: int) -> list[int]:

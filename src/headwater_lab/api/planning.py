@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from headwater.config.text import HeadwaterConfig
 from headwater.cost import Price
-from headwater.cost.hardware import Hardware
 from headwater.plugins import outside
 from headwater_lab.api.common import PathLike, Result
+from headwater_lab.api.settings import PlanSettings
 from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.training.estimate import draw_flops, planned
 from headwater_lab.training.estimate import prices as prices_of
@@ -57,36 +57,15 @@ def plan(
     *models: HeadwaterConfig | Recipe | Mapping[str, Any] | PathLike,
     overrides: Sequence[str] = (),
     vocab_size: int | None = None,
-    context: Sequence[int] | int | None = None,
-    tokens: str | float | None = None,
-    images: str | float | None = None,
-    hardware: str | Hardware | None = None,
-    batch: int | None = None,
-    devices: int | None = None,
-    precision: str | None = None,
-    mfu: float = 0.4,
     trust: Sequence[str] = (),
+    **settings: Unpack[PlanSettings],
 ) -> Plan:
     """Estimate the cost of models before training, like `headwater plan`.
 
     models: configs, recipes, presets by name, config.json files, checkpoints or runs. overrides: "field=value" for all
     models, or "training.field=value" for how they are trained. vocab_size: vocabulary size, instead of the models'.
-    context: default: the first model's. tokens, or of image models images: a number, or as in "300B". hardware: a
-    device, also by name, or "this". batch, devices, precision, mfu: as in `headwater.cost.price`. If the first model
-    is a recipe, tokens or images, batch (rows per device), devices and precision default to its own. trust: as in
-    `train`. Raises `HeadwaterError`.
+    settings: see `PlanSettings`. trust: as in `train`. Raises `HeadwaterError`.
     """
     outside.trust(trust)
     found = planned(models, overrides, vocab_size)
-    prices = prices_of(
-        found,
-        context=context,
-        tokens=tokens,
-        images=images,
-        hardware=hardware,
-        batch=batch,
-        devices=devices,
-        precision=precision,
-        mfu=mfu,
-    )
-    return Plan(prices, {name: one.config for name, one in found.items()})
+    return Plan(prices_of(found, **settings), {name: model.config for name, model in found.items()})

@@ -19,7 +19,8 @@ from headwater.cost import counts as cost
 from headwater.models.cache import cache_bytes
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.nn.cache_name import CACHE, cache_of
-from headwater_lab.bench.paired import DTYPES, PairedTimes, describe_device, random_ids, take_turns
+from headwater.util.precision import Precision
+from headwater_lab.bench.paired import PairedTimes, describe_device, random_ids, take_turns
 from headwater_lab.bench.shapes import Benchmark, DecodeShape, ModelShape
 from headwater_lab.util.machine import read_bandwidth
 
@@ -37,7 +38,7 @@ class TimedGeneration(NamedTuple):
 
 
 def bench_decode(
-    mechanisms: Mapping[str, dict[str, dict]], shape: DecodeShape, precision: str, device: str
+    mechanisms: Mapping[str, dict[str, dict]], shape: DecodeShape, precision: Precision, device: str
 ) -> Benchmark:
     """Time greedy generation after a prompt of random tokens: Llama, headwater without mechanisms, and each of
     `mechanisms` (name -> a config's mechanisms), in turn. The default sizes are those of GPT-2 124M, with a separate
@@ -47,7 +48,7 @@ def bench_decode(
     generation (`kernels.linear`). Llama and vanilla have the same weights, and a second copy of vanilla is timed too:
     where its weights are in memory can make a model 5 % slower or faster.
     """
-    bandwidth, dtype = read_bandwidth(device), DTYPES[precision]
+    bandwidth, dtype = read_bandwidth(device), precision.weights
     models = with_llama({VANILLA: {}, **mechanisms, AGAIN: {}}, shape, shape.context + shape.tokens, LLAMA)
     models[AGAIN].load_state_dict(models[VANILLA].state_dict())
     for model in models.values():

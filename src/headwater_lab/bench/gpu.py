@@ -43,6 +43,7 @@ from headwater.models.decoding import Decoder
 from headwater.nn.documents import make_cu_seq_lens
 from headwater.plugins.registry import REGISTRY
 from headwater.util.errors import HeadwaterError, first_line, nearest
+from headwater.util.precision import Precision
 from headwater.util.processor import describe_cpu
 from headwater_lab.bench.paired import PairedTimes, random_ids, take_turns
 from headwater_lab.bench.shapes import ModelShape, StepShape
@@ -469,7 +470,9 @@ def _steps(
     backend, inputs = phase.sizes.backend, {"use_cache": False, **(given or {})}
     if isinstance(model, HeadwaterForCausalLM) and not whole:  # as `headwater train` has it
         compile_model(model, backend)
-        return training_step(model, lambda: model(ids, labels=ids, skip_logits=True, **inputs).loss, autocast=True)
+        return training_step(
+            model, lambda: model(ids, labels=ids, skip_logits=True, **inputs).loss, Precision.BF16_MIXED
+        )
     body: Callable[..., Any] = model.model
     if whole:
         body = torch.compile(model.model, backend=backend)
@@ -480,7 +483,7 @@ def _steps(
         return model.loss_function(logits=model.lm_head(hidden), labels=ids, vocab_size=model.config.vocab_size)
 
     loss = torch.compile(loss_of, backend=backend)
-    return training_step(model, lambda: loss(body(ids, **inputs).last_hidden_state), autocast=True)
+    return training_step(model, lambda: loss(body(ids, **inputs).last_hidden_state), Precision.BF16_MIXED)
 
 
 def _timed_steps(phase: Phase, step: Callable[[], None], flops: float, tokens: int) -> Measurement:
@@ -494,7 +497,7 @@ def _timed_steps(phase: Phase, step: Callable[[], None], flops: float, tokens: i
         torch.cuda.reset_peak_memory_stats()
     begun = time.perf_counter() - started
     second = phase.seconds(step, phase.sizes.steps)
-    sheet = peak_of(phase.device, "bf16-mixed")
+    sheet = peak_of(phase.device, Precision.BF16_MIXED)
     row: Measurement = {"ms a step": second * 1e3, "tokens/s": tokens / second, "MFU": flops / second / sheet}
     if phase.on_gpu:
         row["MFU, measured peak"] = flops / second / matmul_flops(phase.device, torch.bfloat16)
@@ -601,7 +604,7 @@ def _unlike_mask(phase: Phase, model: HeadwaterForCausalLM, ids: Tensor) -> Meas
     rows, context = ids.shape
     given = _documents(rows, context, phase.device)
     found = []
-    with torch.autocast(ids.device.type, dtype=torch.bfloat16):
+    with Precision.BF16_MIXED.autocast(ids.device.type):
         for attention in ("sdpa", VARLEN):
             model.set_attn_implementation(attention)
             found.append(model.model(ids, use_cache=False, **given).last_hidden_state.double())

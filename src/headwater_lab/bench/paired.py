@@ -16,8 +16,6 @@ from headwater.util.processor import describe_cpu
 from headwater_lab.util.terminal import counted
 
 T = TypeVar("T")
-# Of weights, by precision.
-DTYPES = {"32-true": torch.float32, "bf16-mixed": torch.float32, "bf16-true": torch.bfloat16}
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,14 @@ from headwater.config.text import HeadwaterConfig
 from headwater.cost import counts as cost
 from headwater.cost.hardware import seconds
 from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.util.precision import Precision
 from headwater_lab.bench.decoding import VANILLA
-from headwater_lab.bench.paired import DTYPES, PairedTimes, describe_device, random_ids, take_turns
+from headwater_lab.bench.paired import PairedTimes, describe_device, random_ids, take_turns
 from headwater_lab.bench.shapes import Benchmark, PrefillShape
 
 
 def bench_prefill(
-    mechanisms: Mapping[str, dict[str, dict]], shape: PrefillShape, precision: str, device: str
+    mechanisms: Mapping[str, dict[str, dict]], shape: PrefillShape, precision: Precision, device: str
 ) -> Benchmark:
     """Time prompts of random tokens, read by headwater without mechanisms and with each of `mechanisms` (name -> a
     config's mechanisms), in turn.
@@ -31,7 +32,7 @@ def bench_prefill(
     ids = random_ids(shape.vocab_size, shape.batch_size, shape.context).to(device)
     runs = {}
     for name, config in configs.items():
-        model = HeadwaterForCausalLM(config).to(device, DTYPES[precision]).eval()
+        model = HeadwaterForCausalLM(config).to(device, precision.weights).eval()
         runs[name] = partial(seconds, partial(_read, model, ids))
     times = take_turns(runs, shape.turns)
     flops = {name: cost.prefill_flops(config, shape.context) for name, config in configs.items()}

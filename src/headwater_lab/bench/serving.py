@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import torch
 
 from headwater.util.errors import HeadwaterError
+from headwater.util.precision import Precision
 from headwater_lab.bench.decoding import VANILLA, describe_ratios, with_llama
-from headwater_lab.bench.paired import DTYPES, PairedTimes, describe_device, random_ids, take_turns
+from headwater_lab.bench.paired import PairedTimes, describe_device, random_ids, take_turns
 from headwater_lab.bench.shapes import Benchmark, ServeShape
 
 LLAMA = "vLLM's Llama"
@@ -40,7 +41,10 @@ class ServedRun(NamedTuple):
 
 
 def bench_serving(
-    mechanisms: Mapping[str, dict[str, dict]], shape: ServeShape, precision: str, cache_memory: float | None = None
+    mechanisms: Mapping[str, dict[str, dict]],
+    shape: ServeShape,
+    precision: Precision,
+    cache_memory: float | None = None,
 ) -> Benchmark:
     """Time random prompts that arrive at once, each continued greedily: by vLLM's Llama, by headwater without
     mechanisms, and by each of `mechanisms` (name -> a config's mechanisms), in turn.
@@ -49,7 +53,7 @@ def bench_serving(
     when a run begins. cache_memory: GiB of each engine's cache; default: as many as vanilla needs for all requests.
     Raises `HeadwaterError` if an engine does not start or fails.
     """
-    length, dtype = shape.context + shape.tokens, DTYPES[precision]
+    length, dtype = shape.context + shape.tokens, precision.weights
     torch.manual_seed(0)
     models = with_llama({VANILLA: {}, **mechanisms}, shape, length, LLAMA)
     needed = 2 * shape.layers * shape.width * dtype.itemsize * shape.requests * (length + 2 * 128)

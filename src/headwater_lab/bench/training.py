@@ -19,7 +19,8 @@ from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.image_classification import HeadwaterForImageClassification
 from headwater.nn.documents import make_cu_seq_lens, takes_documents
 from headwater.testing.measures import saved_bytes
-from headwater_lab.bench.paired import DTYPES, PairedTimes, describe_device, interleave, random_ids
+from headwater.util.precision import Precision
+from headwater_lab.bench.paired import PairedTimes, describe_device, interleave, random_ids
 from headwater_lab.bench.shapes import Benchmark, StepShape
 
 CLASSES = 1000
@@ -96,11 +97,17 @@ def _tokens(shape: StepShape) -> dict[str, Any]:
 
 
 def bench_steps(
-    compared: dict[str, ModelPair], other: str, title: str, *, precision: str, pairs: int, memory: bool, device: str
+    compared: dict[str, ModelPair],
+    other: str,
+    title: str,
+    precision: Precision,
+    pairs: int,
+    memory: bool,
+    device: str,
 ) -> Benchmark:
     """Time training steps of pairs of models, or measure what they store for the backward pass, a row for each pair.
 
-    other: the name of the second model of each. precision: as in `time_pair`.
+    other: the name of the second model of each.
     """
     rows = []
     for label, pair in compared.items():
@@ -116,16 +123,12 @@ def bench_steps(
     return Benchmark(f"{title}, precision {precision}{how}", rows)
 
 
-def time_pair(pair: ModelPair, precision: str, pairs: int, device: str = "cpu") -> PairedTimes:
-    """Time whole training steps of the two models in turn.
-
-    precision: "32-true", "bf16-true" (weights in bf16) or "bf16-mixed" (fp32 weights under autocast).
-    """
+def time_pair(pair: ModelPair, precision: Precision, pairs: int, device: str = "cpu") -> PairedTimes:
+    """Time whole training steps of the two models in turn."""
     if device == "cpu":
         keep_freed_memory()  # as training does
 
-    autocast = precision == "bf16-mixed"
-    first, second = (training_step(model, loss, autocast) for model, loss in _passes(pair, precision, device))
+    first, second = (training_step(model, loss, precision) for model, loss in _passes(pair, precision, device))
 
     def finish(step: Callable[[], None]) -> None:
         step()
@@ -135,7 +138,7 @@ def time_pair(pair: ModelPair, precision: str, pairs: int, device: str = "cpu") 
     return interleave(partial(finish, first), partial(finish, second), pairs)
 
 
-def stored_by_pair(pair: ModelPair, precision: str) -> tuple[int, int]:
+def stored_by_pair(pair: ModelPair, precision: Precision) -> tuple[int, int]:
     """Bytes that autograd stores in a forward pass with its loss, by each model on a CPU.
 
     The parameters are not counted; under autocast their casts to bf16 are.
@@ -143,14 +146,14 @@ def stored_by_pair(pair: ModelPair, precision: str) -> tuple[int, int]:
     sizes = []
     for model, loss in _passes(pair, precision, "cpu"):
         model.train()
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16-mixed"):
+        with precision.autocast("cpu"):
             sizes.append(saved_bytes(loss, model.parameters()))
     return sizes[0], sizes[1]
 
 
-def _passes(pair: ModelPair, precision: str, device: str) -> list[tuple[PreTrainedModel, Callable[[], Tensor]]]:
+def _passes(pair: ModelPair, precision: Precision, device: str) -> list[tuple[PreTrainedModel, Callable[[], Tensor]]]:
     """Each model of a pair on the device, and its forward pass to the loss."""
-    dtype = DTYPES[precision]
+    dtype = precision.weights
     passes: list[tuple[PreTrainedModel, Callable[[], Tensor]]] = []
     for model, inputs in zip(pair.models, pair.inputs, strict=True):
         model.to(device, dtype)
@@ -166,14 +169,14 @@ def _compute_loss(model: PreTrainedModel, inputs: dict[str, Any]) -> Tensor:
     return model(**inputs).loss
 
 
-def training_step(model: PreTrainedModel, loss: Callable[[], Tensor], autocast: bool) -> Callable[[], None]:
+def training_step(model: PreTrainedModel, loss: Callable[[], Tensor], precision: Precision) -> Callable[[], None]:
     """One whole step, which does not wait for the device: forward, loss, backward, clipping, fused AdamW."""
     kind = model.device.type
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=kind in ("cpu", "cuda"))
     model.train()
 
     def step() -> None:
-        with torch.autocast(kind, dtype=torch.bfloat16, enabled=autocast):
+        with precision.autocast(kind):
             value = loss()
         value.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from headwater.util.errors import HeadwaterError
 from headwater_lab.bench.shapes import Benchmark, DecodeShape, PrefillShape, ServeShape, StepShape
 from headwater_lab.cli.common import check_writable, device_of, mechanisms_of, recipe_of, say, stderr, stdout, tell
-from headwater_lab.cli.options import DeviceName, FolderPath, PositiveInt, Values, group_of, refuse
+from headwater_lab.cli.options import LOOK, DeviceName, FolderPath, PositiveInt, Values, add_group, command, refuse
 from headwater_lab.util.terminal import lined
 
 if TYPE_CHECKING:
@@ -23,7 +23,10 @@ TruePrecision = Annotated[Literal["32-true", "bf16-true"], Values(help="As in re
 Pairs = Annotated[int, Values(min=2, help="Timed steps of each model.")]
 Memory = Annotated[bool, Values(help="Measure bytes stored for the backward pass, on the CPU, instead of times.")]
 
+bench = add_group(LOOK, "bench", "Benchmarks: interleaved pairs, ratios of times.")
 
+
+@command(bench, "bench train --base gpt2 --precision bf16-mixed")
 def bench_train(
     *,
     base: Literal["llama", "gpt2", "vit"] = "llama",
@@ -41,6 +44,7 @@ def bench_train(
     attention: headwater's attn_implementation: sdpa, eager, matmul or varlen.
     documents: Pack rows with documents of about this many tokens. Default: one each.
     """
+    from headwater.util.precision import Precision
     from headwater_lab.bench.training import bench_steps, image_pair, text_pair
 
     if base == "vit":
@@ -51,10 +55,10 @@ def bench_train(
         pair = text_pair(base, shape, attention, documents)
         title = f"{shape}, attention {attention}" + ("" if documents is None else f", documents {documents}")
     name, device = {"llama": "Llama", "gpt2": "GPT-2", "vit": "ViT"}[base], _device_of(device, memory)
-    settings: dict[str, Any] = {"precision": precision, "pairs": pairs, "memory": memory, "device": device}
-    _print(bench_steps({"headwater": pair}, name, title, **settings))
+    _print(bench_steps({"headwater": pair}, name, title, Precision(precision), pairs, memory, device))
 
 
+@command(bench, "bench mechanisms NAME")
 def bench_mechanisms(
     mechanism: Mechanisms = (),
     *,
@@ -65,16 +69,12 @@ def bench_mechanisms(
     device: DeviceName = "auto",
 ) -> None:
     """Time a training step with each mechanism against the same model without it."""
+    from headwater.util.precision import Precision
     from headwater_lab.bench.training import bench_steps, mechanism_pair
 
     compared = {label: mechanism_pair(options, shape) for label, options in _mechanisms(mechanism).items()}
-    settings: dict[str, Any] = {
-        "precision": precision,
-        "pairs": pairs,
-        "memory": memory,
-        "device": _device_of(device, memory),
-    }
-    _print(bench_steps(compared, "without", str(shape), **settings))
+    settings = Precision(precision), pairs, memory, _device_of(device, memory)
+    _print(bench_steps(compared, "without", str(shape), *settings))
 
 
 def _device_of(device: str, memory: bool) -> str:
@@ -86,6 +86,7 @@ def _device_of(device: str, memory: bool) -> str:
     return "cpu"
 
 
+@command(bench, "bench decode NAME --context 1024")
 def bench_decode(
     mechanism: Mechanisms = (),
     *,
@@ -94,11 +95,13 @@ def bench_decode(
     device: DeviceName = "auto",
 ) -> None:
     """Measure time per generated token: transformers' Llama, headwater without mechanisms, and with each."""
+    from headwater.util.precision import Precision
     from headwater_lab.bench import decoding
 
-    _print(decoding.bench_decode(_mechanisms(mechanism), shape, precision, device_of(device)))
+    _print(decoding.bench_decode(_mechanisms(mechanism), shape, Precision(precision), device_of(device)))
 
 
+@command(bench, "bench prefill NAME --context 4096")
 def bench_prefill(
     mechanism: Mechanisms = (),
     *,
@@ -107,11 +110,13 @@ def bench_prefill(
     device: DeviceName = "auto",
 ) -> None:
     """Measure the time to read a prompt, up to its last token's logits: without mechanisms, and with each."""
+    from headwater.util.precision import Precision
     from headwater_lab.bench import prefill
 
-    _print(prefill.bench_prefill(_mechanisms(mechanism), shape, precision, device_of(device)))
+    _print(prefill.bench_prefill(_mechanisms(mechanism), shape, Precision(precision), device_of(device)))
 
 
+@command(bench, "bench serve NAME --requests 16")
 def bench_serve(
     mechanism: Sequence[str] = (),
     *,
@@ -127,13 +132,16 @@ def bench_serve(
     from importlib.util import find_spec
 
     from headwater.util.extras import MissingExtra
+    from headwater.util.precision import Precision
     from headwater_lab.bench.serving import bench_serving
 
     if find_spec("vllm") is None:
         raise MissingExtra("vLLM", "vllm")
-    _print(bench_serving(_mechanisms(mechanism) if mechanism else {}, shape, precision, cache_memory))
+    compared = _mechanisms(mechanism) if mechanism else {}
+    _print(bench_serving(compared, shape, Precision(precision), cache_memory))
 
 
+@command(bench, "bench gpu --out gpu")
 def bench_gpu(
     *,
     out: Path,
@@ -163,6 +171,7 @@ def bench_gpu(
         raise HeadwaterError("; ".join(wrong))
 
 
+@command(bench, "bench data 'texts/*.txt' --megabytes 20")
 def bench_data(
     source: str | None = None,
     *,
@@ -183,6 +192,7 @@ def bench_data(
     _print(measure(source, megabytes, pairs, workers, vocab_size))
 
 
+@command(bench, "bench prices demo/language --out runs/prices", trusts=True)
 def bench_prices(recipe: str, overrides: Sequence[str] = (), *, out: FolderPath | None = None) -> None:
     """Measure what the arms of a comparison cost, against its baseline: training, and generation.
 
@@ -209,6 +219,7 @@ def bench_prices(recipe: str, overrides: Sequence[str] = (), *, out: FolderPath 
         stdout.print(terminal_prices(measure(arms, section.baseline, folder, tell)))
 
 
+@command(bench, "bench verdicts runs/demo --seeds 10", trusts=True)
 def bench_verdicts(
     folder: Path | None = None,
     *,
@@ -257,29 +268,11 @@ def _print(benchmark: Benchmark) -> None:
     table = lined(*columns, left=columns[:1], title=benchmark.title)
     for row in benchmark.rows:
         table.add_row(*(row.get(column, "") for column in columns))
-    stdout.print(table)
-    for line in benchmark.notes.splitlines():
-        say(line)
+    for part in (table, *benchmark.notes.splitlines()):
+        say(part)
 
 
 def _describe_rate(rate: Rate) -> str:
     """A share and its interval."""
     low, high = rate.interval
     return f"{rate.value:.4f} ({low:.4f} – {high:.4f})"
-
-
-bench = group_of(
-    "Benchmarks: interleaved pairs, ratios of times.",
-    {
-        "train": (bench_train, "bench train --base gpt2 --precision bf16-mixed"),
-        "mechanisms": (bench_mechanisms, "bench mechanisms NAME"),
-        "decode": (bench_decode, "bench decode NAME --context 1024"),
-        "prefill": (bench_prefill, "bench prefill NAME --context 4096"),
-        "serve": (bench_serve, "bench serve NAME --requests 16"),
-        "data": (bench_data, "bench data 'texts/*.txt' --megabytes 20"),
-        "gpu": (bench_gpu, "bench gpu --out gpu"),
-        "prices": (bench_prices, "bench prices demo/language --out runs/prices"),
-        "verdicts": (bench_verdicts, "bench verdicts runs/demo --seeds 10"),
-    },
-    trusting=("prices", "verdicts"),
-)

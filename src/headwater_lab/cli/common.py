@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 stdout = Terminal(width=max(120, Terminal().width))
 stderr = Terminal(stderr=True)
 
-# What --help groups commands by.
-TRAIN, USE, MAKE, LOOK = "Train and compare", "Use a model", "Change a trained model", "Plan and inspect"
-
 
 def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """The arguments that are names, and those that are overrides, key=value."""
@@ -34,9 +31,13 @@ def say(part: Any) -> None:
     stdout.print(part, soft_wrap=isinstance(part, str))
 
 
-def print_json(content: Any, indent: int | None = 2) -> None:
-    """Print a result as JSON, and nothing else."""
-    print(json.dumps(content, indent=indent, ensure_ascii=False), flush=True)
+def print_result(content: Any, parts: Iterable[Any], as_json: bool, indent: int | None = None) -> None:
+    """Print a result: its content as JSON and nothing else, or its tables and lines."""
+    if as_json:
+        print(json.dumps(content, indent=indent, ensure_ascii=False), flush=True)
+    else:
+        for part in parts:
+            say(part)
 
 
 def tell(line: str) -> None:

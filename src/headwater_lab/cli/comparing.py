@@ -16,13 +16,14 @@ from headwater_lab.cli.common import (
     split_overrides,
     stdout,
 )
-from headwater_lab.cli.options import FolderPath, WorkerCount, exclude, need
+from headwater_lab.cli.options import LOOK, TRAIN, FolderPath, WorkerCount, command, exclude, need
 from headwater_lab.cli.progress import ProgressReport
 
 if TYPE_CHECKING:
     from headwater_lab.comparison.pool import Outcome
 
 
+@command(TRAIN, "compare demo/induction demo/language --out runs/demo")
 def compare(
     recipes: Sequence[str],
     *,
@@ -100,6 +101,7 @@ def show(folder: Path) -> None:
         raise HeadwaterError(wrong)
 
 
+@command(LOOK, "report runs/demo")
 def report(folder: Path) -> None:
     """Write a folder's report again from its records.
 

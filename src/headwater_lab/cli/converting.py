@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from headwater.util.errors import HeadwaterError
 from headwater_lab.cli.common import mechanisms_of, new_folder
-from headwater_lab.cli.options import FolderPath
+from headwater_lab.cli.options import MAKE, FolderPath, command
 from headwater_lab.cli.progress import ProgressReport
 
 
+@command(MAKE, "convert runs/llama --num-key-value-heads 1 --text 'texts/*.txt' --out runs/smaller")
 def convert(
     source: str,
     overrides: Sequence[str] = (),

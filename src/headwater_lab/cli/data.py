@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from headwater.util.errors import HeadwaterError
 from headwater_lab.cli.common import check_writable, say, stdout
-from headwater_lab.cli.options import PositiveInt, Values, group_of
+from headwater_lab.cli.options import TRAIN, PositiveInt, Values, add_group, command
 from headwater_lab.cli.progress import ProgressReport
 from headwater_lab.util.terminal import Table
 
@@ -22,7 +22,10 @@ Split = Annotated[str | None, Values(help="Split of the dataset; default: train.
 Separator = Annotated[str | None, Values(help="Line that separates the documents of a text file.")]
 Begins = Annotated[str | None, Values(help="Regular expression for a line, or a table's row, that begins a document.")]
 
+data = add_group(TRAIN, "data", "Prepare corpora for training: tokens on disk, and tokenizers.")
 
+
+@command(data, "data prepare 'texts/*.txt' --out data/texts")
 def prepare(
     source: str,
     *,
@@ -65,6 +68,7 @@ def prepare(
         say(_skipped(skipped))
 
 
+@command(data, "data show data/texts --check")
 def show(folder: Path, *, check: bool = False) -> None:
     """Show what a prepared folder contains.
 
@@ -86,6 +90,7 @@ def show(folder: Path, *, check: bool = False) -> None:
         say("all checksums match")
 
 
+@command(data, "data tokenizer 'texts/*.txt' --out data/bpe --vocab-size 8000")
 def tokenizer(
     source: str,
     *,
@@ -170,13 +175,3 @@ def _table(folders: list[Path]) -> Table:
         kept = manifest.evaluation
         table.add_row("", "evaluation text", f"{kept.documents:,}", f"{kept.bytes / 1e6:,.2f}")
     return table
-
-
-data = group_of(
-    "Prepare corpora for training: tokens on disk, and tokenizers.",
-    {
-        "prepare": (prepare, "data prepare 'texts/*.txt' --out data/texts"),
-        "show": (show, "data show data/texts --check"),
-        "tokenizer": (tokenizer, "data tokenizer 'texts/*.txt' --out data/bpe --vocab-size 8000"),
-    },
-)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from headwater_lab.cli.common import print_json
-from headwater_lab.cli.options import AsJson
-from headwater_lab.util.terminal import literal
+from headwater_lab.cli.common import print_result
+from headwater_lab.cli.options import LOOK, AsJson, command
 
 
+@command(LOOK, "doctor")
 def doctor(*, json: AsJson = False) -> None:
     """Show versions, devices, dtypes, kernels, threads and what is missing, as one block for a bug report."""
     from headwater_lab.api.doctor import examine
 
     report = examine()
-    if json:
-        print_json(report)
-        return
-    for title, facts in report.items():
-        print(title)
-        for name, fact in facts.items():
-            print(literal(f"  {name}: {fact}"))
+    blocks = [
+        "\n".join((title, *(f"  {name}: {fact}" for name, fact in facts.items()))) for title, facts in report.items()
+    ]
+    print_result(report, blocks, json, indent=2)

@@ -7,10 +7,11 @@ from pathlib import Path
 
 from headwater.util import extras
 from headwater_lab.cli.common import check_writable, device_of, say, stderr, stdout
-from headwater_lab.cli.options import DeviceName, NaturalInt, PositiveInt, TrustRemoteCode, need
+from headwater_lab.cli.options import USE, DeviceName, NaturalInt, PositiveInt, TrustRemoteCode, command, need
 from headwater_lab.cli.progress import ProgressReport
 
 
+@command(USE, "evaluate runs/a runs/b --text 'texts/*.txt' --out eval.json")
 def evaluate(
     checkpoints: Sequence[str],
     *,

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Annotated
 
 from headwater_lab.cli.common import mechanisms_of, new_folder
-from headwater_lab.cli.options import CheckpointPath, Values, exclude, need
+from headwater_lab.cli.options import MAKE, CheckpointPath, Values, command, exclude, need
 from headwater_lab.cli.progress import ProgressReport
 
 Out = Annotated[Path | None, Values(file_okay=False, help="The new folder. Default: next to the source.")]
 SampleRows = Annotated[int, Values(min=4, max=2**16)]
 
 
+@command(MAKE, "grow runs/mine ffn_pairs=1024")
 def grow(checkpoint: str, fields: Sequence[str] = (), *, out: Out = None) -> None:
     """Make a trained model deeper or wider, or add parameter tokens, by default without changing its function.
 
@@ -28,6 +29,7 @@ def grow(checkpoint: str, fields: Sequence[str] = (), *, out: Out = None) -> Non
     enlarge(checkpoint, **values, out=new_folder(out, checkpoint, "grown"), watch=ProgressReport())
 
 
+@command(MAKE, "shrink runs/mine --ffn-pairs 512")
 def shrink(
     checkpoint: CheckpointPath,
     *,
@@ -51,6 +53,7 @@ def shrink(
         reduce(checkpoint, attention_pairs, ffn_pairs, text=text, rows=rows, out=out, watch=report)
 
 
+@command(MAKE, "merge runs/base runs/left runs/right")
 def merge(base: Path, grown: Sequence[Path], *, out: Out = None) -> None:
     """Merge grown copies of one model that were trained separately, and measure all of them on each one's data.
 
@@ -67,6 +70,7 @@ def merge(base: Path, grown: Sequence[Path], *, out: Out = None) -> None:
         join(base, grown, out=out, watch=report)
 
 
+@command(MAKE, "retrofit meta-llama/Llama-3.2-1B --mechanism NAME --out llama-more")
 def retrofit(
     source: str,
     *,

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from headwater_lab.cli.common import check_writable, stdout, tell
-from headwater_lab.cli.options import FolderPath, Values
+from headwater_lab.cli.options import USE, FolderPath, Values, command
 
 if TYPE_CHECKING:
     from headwater_lab.inspection import Inspection
 
 
+@command(USE, "inspect runs/a runs/b --out runs/inside")
 def inspect(
     checkpoints: Sequence[Path],
     *,

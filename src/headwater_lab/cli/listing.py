@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from headwater_lab.cli.common import print_json, stdout
-from headwater_lab.cli.options import AsJson
+from headwater_lab.cli.common import print_result
+from headwater_lab.cli.options import LOOK, AsJson, command
 from headwater_lab.util.terminal import lined
 
 Catalogue = Literal["recipes", "presets", "mechanisms", "tasks"]
 
 
+@command(LOOK, "list presets", trusts=False)
 def list(kind: Catalogue | None = None, *, json: AsJson = False) -> None:
     """List shipped recipes, presets, mechanisms and synthetic tasks.
 
@@ -19,15 +20,13 @@ def list(kind: Catalogue | None = None, *, json: AsJson = False) -> None:
     from headwater_lab.api.listing import DESCRIBED
 
     rows = {name: describe() for name, describe in DESCRIBED.items() if kind in (None, name)}
-    if json:
-        print_json(rows if kind is None else rows[kind])
-        return
+    tables = []
     for name, listed in rows.items():
         columns = COLUMNS[name]
         left, cells = set(columns) - set(NUMBERS), [[_text(row[title]) for title in columns] for row in listed]
-        table = lined(*columns, rows=cells, left=left, fold=True, title=name)
-        table.columns[0].no_wrap = True
-        stdout.print(table)
+        tables.append(lined(*columns, rows=cells, left=left, fold=True, title=name))
+        tables[-1].columns[0].no_wrap = True
+    print_result(rows if kind is None else rows[kind], tables, json, indent=2)
 
 
 # Of the rows, what the tables show. guess: always the most frequent label.

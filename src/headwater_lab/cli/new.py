@@ -8,7 +8,7 @@ from pathlib import Path
 from headwater.util.errors import HeadwaterError, shown
 from headwater.util.layout import PACKAGES, package_folder
 from headwater_lab.cli.common import check_writable, say
-from headwater_lab.cli.options import FolderPath, group_of
+from headwater_lab.cli.options import MAKE, FolderPath, add_group, command
 
 # Templates, and the files made from them.
 FILES = {
@@ -18,7 +18,10 @@ FILES = {
     "test_mechanism.py.txt": "tests/test_@NAME@.py",
 }
 
+new = add_group(MAKE, "new", "Write a small package that extends headwater.")
 
+
+@command(new, "new mechanism value_shift")
 def new_mechanism(name: str, *, out: FolderPath | None = None) -> None:
     """Write a package with a mechanism in one file, its equation in plain Python, contract tests and an entry point.
 
@@ -51,8 +54,3 @@ def new_mechanism(name: str, *, out: FolderPath | None = None) -> None:
             (beside / file).write_text(text, encoding="utf-8")
     quick = f'python -m pytest -k "llama-{name} and equal"'
     say(f"written to {folder}; try it with: cd {folder} && {quick}")
-
-
-new = group_of(
-    "Write a small package that extends headwater.", {"mechanism": (new_mechanism, "new mechanism value_shift")}
-)

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
+from typer.core import TyperGroup
 
 from headwater.util.errors import HeadwaterError, shown, unusable
 from headwater.util.files import check_local
@@ -52,20 +53,69 @@ TRUST = inspect.Parameter(
         ),
     ],
 )
+# What --help groups commands by.
+HEADINGS = TRAIN, USE, MAKE, LOOK = "Train and compare", "Use a model", "Change a trained model", "Plan and inspect"
 # Options that count bytes and tokens of a corpus, and so need large numbers.
 BYTES = ("max_bytes",)
 # What may begin with an address without being a path.
 FREE_TEXT = ("prompt", "stop", "separator")
 
 
-def add_command(
-    group: typer.Typer, name: str, function: Callable[..., Any], example: str, *, trusts: bool = True, **shown: Any
-) -> None:
-    """Add a function to a group as a command. shown: Typer's settings.
+class _Group(TyperGroup):
+    """The commands, under their headings in order."""
 
-    Keyword-only parameters become options of the same name, as do the fields of one that is a dataclass of integers;
-    the others become arguments. Lines `name: text` at the end of the docstring are their help, and what stands before
-    them is the command's. trusts: the command has the option --trust.
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        commands: Iterable[Any] = self.commands.values()
+        commands = sorted(commands, key=lambda command: (HEADINGS.index(command.rich_help_panel), command.name))
+        self.commands = {command.name: guarded(command) for command in commands}
+
+
+# The command line. Every module of this folder adds its commands.
+app = typer.Typer(
+    cls=_Group,
+    help="Train, compare and run Transformers whose keys and values also come from other tokens, layers or parameters.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+
+def add_group(heading: str, name: str, text: str) -> typer.Typer:
+    """Add a group of commands under a heading of --help."""
+    group = typer.Typer(help=text, no_args_is_help=True)
+    group.callback()(lambda: None)  # a group even of one command
+    app.add_typer(group, name=name, rich_help_panel=heading)
+    return group
+
+
+def command(
+    parent: str | typer.Typer, example: str, *, trusts: bool | None = None, **shown: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate a function that becomes a command, under a heading of --help or in a group.
+
+    example: begins with the command's name. trusts: the command has the option --trust; default: outside groups. shown:
+    Typer's settings.
+    """
+    if isinstance(parent, str):
+        group, name, trusts = app, example.split()[0], trusts is not False
+        shown["rich_help_panel"] = parent
+    else:
+        group, name = parent, example.split()[1]
+
+    def add(function: Callable[..., None]) -> Callable[..., None]:
+        text, declared = _declare(function, bool(trusts))
+        group.command(name, help=text, epilog=f"Example: headwater {example}", **shown)(declared)
+        return function
+
+    return add
+
+
+def _declare(function: Callable[..., Any], trusts: bool) -> tuple[str, Callable[..., None]]:
+    """The help of a command, and the function as Typer takes it.
+
+    Keyword-only parameters become options of the same name, as do the fields of one that is a dataclass of integers,
+    and of a TypedDict of further ones; the others become arguments. Lines `name: text` at the end of a docstring are
+    their help, and what stands before them is the command's.
     """
     signature = inspect.signature(function, eval_str=True)
     types = {name: each.annotation for name, each in signature.parameters.items()}
@@ -80,6 +130,12 @@ def add_command(
                 values = Values(**field.metadata)
                 option = parameter.replace(name=field.name, default=field.default, annotation=Annotated[int, values])
                 parameters.append(_declared(option, texts))
+        elif parameter.kind is parameter.VAR_KEYWORD:
+            (settings,) = get_args(parameter.annotation)
+            hints = get_type_hints(settings)
+            texts |= _texts(settings, hints)[1]
+            option = parameter.replace(kind=parameter.KEYWORD_ONLY, default=None)
+            parameters += [_declared(option.replace(name=name, annotation=hints[name]), texts) for name in hints]
         else:
             parameters.append(_declared(parameter, texts))
 
@@ -94,18 +150,7 @@ def add_command(
         function(**values)
 
     command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    group.command(name, help=text, epilog=f"Example: headwater {example}", **shown)(command)
-
-
-def group_of(
-    text: str, commands: dict[str, tuple[Callable[..., Any], str]], trusting: Sequence[str] = ()
-) -> typer.Typer:
-    """A group of commands, each a function and an example. trusting: those with the option --trust."""
-    group = typer.Typer(help=text, no_args_is_help=True)
-    group.callback()(lambda: None)  # a group even of one command
-    for name, (function, example) in commands.items():
-        add_command(group, name, function, example, trusts=name in trusting)
-    return group
+    return text, command
 
 
 def _texts(documented: Any, names: Iterable[str]) -> tuple[str, dict[str, str]]:

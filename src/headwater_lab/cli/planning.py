@@ -4,50 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Unpack
 
+from headwater_lab.api.settings import PlanSettings
 from headwater_lab.cli.common import (
     check_writable,
-    print_json,
+    print_result,
     recipe_of,
-    say,
     split_overrides,
-    stdout,
     tell,
 )
-from headwater_lab.cli.options import AsJson, Values
+from headwater_lab.cli.options import LOOK, AsJson, Values, command
 from headwater_lab.util.terminal import lined
 
 VocabSize = Annotated[int, Values(min=1, help="Vocabulary size, instead of the configs'.")]
 
 
+@command(LOOK, "plan gpt2-124m tokenformer-124m --hardware H100 --tokens 300B")
 def plan(
     configs: Sequence[str],
     *,
-    context: Sequence[int] = (),
-    batch: int | None = None,
-    tokens: str | None = None,
-    images: str | None = None,
-    hardware: str | None = None,
-    devices: int | None = None,
-    mfu: float = 0.4,
-    precision: str | None = None,
     vocab_size: VocabSize | None = None,
     json: AsJson = False,
     out: Path | None = None,
+    **settings: Unpack[PlanSettings],
 ) -> None:
     """Estimate a model's cost before training: parameters, FLOPs, cache, memory, and time on given hardware.
 
     configs: Presets, recipes (a column per arm), config.json files or checkpoints; field=value changes all of them,
         training.field=value how they are trained.
-    context: Tokens per row; repeatable. Default: the first config's own.
-    batch: Rows per batch and device, or sequences to generate at a time. Default: the first recipe's, or 1.
-    tokens: Training budget in tokens, e.g. 300B or 2e10. Default: the first recipe's.
-    images: The same in images, for image models, e.g. 384M.
-    hardware: A device, e.g. H100, or this to measure the current machine.
-    devices: Number of training devices. Default: the first recipe's, or 1.
-    mfu: Assumed share of the peak that training reaches.
-    precision: 64-true, 32-true, bf16-mixed or bf16-true. Default: the first recipe's, or bf16-mixed.
     out: Draw FLOPs of text models against context to this picture.
     """
     from headwater_lab.api.planning import plan as estimate
@@ -59,33 +44,19 @@ def plan(
         check_writable(out)
         check_replaceable(out)
     models, changes = split_overrides(configs)
-    planned = estimate(
-        *models,
-        overrides=changes,
-        vocab_size=vocab_size,
-        context=context or None,
-        tokens=tokens,
-        images=images,
-        hardware=hardware,
-        batch=batch,
-        devices=devices,
-        precision=precision,
-        mfu=mfu,
-    )
-    if json:
-        print_json([price.to_json() for price in planned.prices])
-    else:
-        stdout.print(estimate_table(planned.prices))
-        for recipe in [name for name in models if name.endswith((".yaml", ".yml"))]:
-            from headwater_lab.comparison.trials import describe_runs
+    planned = estimate(*models, overrides=changes, vocab_size=vocab_size, **settings)
+    print_result([price.to_json() for price in planned.prices], [estimate_table(planned.prices)], json, indent=2)
+    for recipe in [] if json else [name for name in models if name.endswith((".yaml", ".yml"))]:
+        from headwater_lab.comparison.trials import describe_runs
 
-            if runs := describe_runs(recipe_of(recipe)):
-                tell(runs)
+        if runs := describe_runs(recipe_of(recipe)):
+            tell(runs)
     if out is not None:
         save_figure(planned.picture(), out, dpi=160)
         tell(f"figure: {out}")
 
 
+@command(LOOK, "init tokenformer-124m num_hidden_layers=2")
 def init(configs: Sequence[str], *, vocab_size: VocabSize | None = None, json: AsJson = False) -> None:
     """Build models and show what each sub-layer writes at initialization, compared with the residual stream.
 
@@ -103,20 +74,17 @@ def init(configs: Sequence[str], *, vocab_size: VocabSize | None = None, json: A
     for config in found.values():
         check_memory(config)
     measured = {name: init_diagnostics(model_class(config)(config)) for name, config in found.items()}
-    if json:
-        contents = {name: [asdict(row) | {"ratio": row.ratio} for row in rows] for name, rows in measured.items()}
-        print_json(contents, indent=None)
-        return
+    contents = {name: [asdict(row) | {"ratio": row.ratio} for row in rows] for name, rows in measured.items()}
+    parts: list[Any] = []
     for name, rows in measured.items():
         titles = ("layer", "sub-layer", "output rms", "stream rms", "output/stream", "cosine", "constant")
         table = lined(*titles, left=("sub-layer",), title=f"{name} at initialization")
         for row in rows:
             numbers = (f"{row.output:.3g}", f"{row.stream:.3g}", f"{row.ratio:.2f}", f"{row.cosine:.2f}")
             table.add_row(str(row.layer), row.name, *numbers, f"{row.constant:.0%}")
-        stdout.print(table)
-        if (warning := drowning(rows)) is not None:
-            say(warning)
-    say(
+        parts += [part for part in (table, drowning(rows)) if part is not None]
+    parts.append(
         "cosine: between a sub-layer's input and the token's own embedding. constant: share of the output that is "
         "one vector, the same for all tokens. 8 rows of 128 random tokens, or 8 images of noise."
     )
+    print_result(contents, parts, json)

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headwater.util.errors import HeadwaterError
-from headwater_lab.cli.common import device_of, print_json, say
-from headwater_lab.cli.options import CheckpointPath, DeviceName, PositiveInt
+from headwater_lab.cli.common import device_of, print_result
+from headwater_lab.cli.options import USE, CheckpointPath, DeviceName, PositiveInt, command
 
 
+@command(USE, "predict runs/digits image.png")
 def predict(
     checkpoint: CheckpointPath,
     images: Sequence[Path],
@@ -35,7 +36,5 @@ def predict(
     model.to(device_of(device))
     for path, classes in zip(images, predicted(model, processor, images), strict=True):
         likeliest = dict(list(classes.items())[:top])
-        if jsonl:
-            print_json({"image": str(path), "classes": likeliest}, indent=None)
-        else:
-            say(f"{path}: {', '.join(f'{name} {share:.4f}' for name, share in likeliest.items())}")
+        line = f"{path}: {', '.join(f'{name} {share:.4f}' for name, share in likeliest.items())}"
+        print_result({"image": str(path), "classes": likeliest}, [line], jsonl)

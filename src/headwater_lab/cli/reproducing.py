@@ -10,7 +10,7 @@ from headwater.util import extras
 from headwater.util.errors import HeadwaterError
 from headwater_lab.cli.common import check_writable, device_of, say, split_overrides, stdout
 from headwater_lab.cli.comparing import complain
-from headwater_lab.cli.options import DeviceName, FilePath, FolderPath, WorkerCount, refuse
+from headwater_lab.cli.options import TRAIN, DeviceName, FilePath, FolderPath, WorkerCount, command, refuse
 from headwater_lab.cli.progress import ProgressReport
 
 ScaleOption = Literal["cpu", "gpu", "paper"]
@@ -18,6 +18,7 @@ ScaleOption = Literal["cpu", "gpu", "paper"]
 OF_TRAINING = ("--keep", "--task-files", "--workers", "--device")
 
 
+@command(TRAIN, "reproduce kv-shifting/figure-1a")
 def reproduce(
     arguments: Sequence[str] = (),
     *,

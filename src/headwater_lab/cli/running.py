@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from headwater.util.errors import HeadwaterError
-from headwater_lab.cli.common import check_writable, device_of, print_json, stderr, tell_model
+from headwater_lab.cli.common import check_writable, device_of, print_result, stderr, tell_model
 from headwater_lab.cli.options import (
+    USE,
     CheckpointPath,
     DeviceName,
     FolderPath,
     NaturalInt,
     PositiveInt,
     Values,
+    command,
     exclude,
     extra_arguments,
     need,
@@ -23,6 +25,7 @@ from headwater_lab.cli.options import (
 )
 
 
+@command(USE, 'generate runs/mine "First Citizen:" --max-new-tokens 100')
 def generate(
     checkpoint: CheckpointPath,
     prompt: str | None = None,
@@ -100,7 +103,7 @@ def generate(
         tokens, seconds = tokens + continued.tokens, seconds + continued.seconds
         if jsonl is not None:
             for row, completion in zip(batch, continued.texts, strict=True):
-                print_json(row | {"completion": completion}, indent=None)
+                print_result(row | {"completion": completion}, [], as_json=True)
     stderr.print(
         f"{tokens} tokens, {tokens / seconds:,.0f} tokens/s, cache {continued.cache_bytes:,} bytes "
         f"({continued.reserved_bytes:,} reserved)",
@@ -108,6 +111,9 @@ def generate(
     )
 
 
+@command(
+    USE, "serve runs/mine --port 8000", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
+)
 def serve(checkpoint: CheckpointPath, *, engine: Literal["transformers", "vllm"] = "transformers") -> None:
     """Answer OpenAI-style requests over HTTP, through the server of transformers or vLLM, which receives all other
     options.
@@ -157,6 +163,7 @@ def serve(checkpoint: CheckpointPath, *, engine: Literal["transformers", "vllm"]
     transformers_cli()
 
 
+@command(USE, "export runs/mine --out exported")
 def export(
     checkpoint: CheckpointPath, *, out: FolderPath, materialise: bool = False, family: str | None = None
 ) -> None:

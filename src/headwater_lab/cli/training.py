@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headwater.util.errors import HeadwaterError
-from headwater_lab.cli.common import print_json, stdout, tell, tell_model
-from headwater_lab.cli.options import AsJson, FolderPath, need
+from headwater_lab.cli.common import print_result, stdout, tell, tell_model
+from headwater_lab.cli.options import LOOK, TRAIN, AsJson, FolderPath, command, need
 from headwater_lab.cli.progress import ProgressReport
 from headwater_lab.util.terminal import lined
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from headwater_lab.training.records import RunRecord
 
 
+@command(TRAIN, "train shakespeare training.steps=200 --out runs/mine")
 def train(
     recipe: Path,
     overrides: Sequence[str] = (),
@@ -70,6 +71,7 @@ def _print_record(record: RunRecord) -> None:
     )
 
 
+@command(LOOK, "runs")
 def runs(folder: Path = Path("runs"), *, json: AsJson = False) -> None:
     """List runs with their progress, status and best result.
 
@@ -80,9 +82,6 @@ def runs(folder: Path = Path("runs"), *, json: AsJson = False) -> None:
     found = runs_in(folder, tell)
     if not found:
         raise HeadwaterError(f"There are no runs in {str(folder)!r}.")
-    if json:
-        print_json([one.to_json() for one in found])
-        return
     table = lined()
     unit = " or ".join(sorted({one.record.unit for one in found}, reverse=True))
     for title in ("run", "status", "step", unit, f"{unit}/s", "last", "best", "at step", "updated"):
@@ -101,4 +100,4 @@ def runs(folder: Path = Path("runs"), *, json: AsJson = False) -> None:
             "" if best is None else f"{best.step:,}",
             f"{datetime.fromtimestamp(one.updated):%Y-%m-%d %H:%M}",
         )
-    stdout.print(table)
+    print_result([one.to_json() for one in found], [table], json, indent=2)

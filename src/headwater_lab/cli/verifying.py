@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from headwater.util.errors import HeadwaterError
-from headwater_lab.cli.common import print_json, say, stderr, stdout
-from headwater_lab.cli.options import AsJson, TrustRemoteCode
+from headwater_lab.cli.common import print_result, stderr
+from headwater_lab.cli.options import USE, AsJson, TrustRemoteCode, command
 from headwater_lab.cli.progress import ProgressReport
-from headwater_lab.util.terminal import lined
+from headwater_lab.util.terminal import Table, lined
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 MARKS = {True: "✓", False: "✗", None: "–"}
 
 
+@command(USE, "verify runs/mine")
 def verify(
     checkpoint: Path | None = None,
     *,
@@ -61,11 +62,8 @@ def verify(
             progress.show("verifying", 0, info=name)
             found[name] = verifying.verify(one, seed)
     failed = any(one.ok is False for ways in found.values() for one in ways)
-    if json:
-        models = [{"name": name, "ways": _as_data(ways)} for name, ways in found.items()]
-        print_json({"versions": _versions(), "seed": seed, "models": models}, indent=None)
-    else:
-        _print(found)
+    models = [{"name": name, "ways": _as_data(ways)} for name, ways in found.items()]
+    print_result({"versions": _versions(), "seed": seed, "models": models}, _describe(found), json)
     if failed:
         stderr.print("headwater: Decoding with a cache differs from decoding without one; see ✗ above.")
         raise typer.Exit(1)
@@ -118,7 +116,7 @@ def _name(mechanisms: dict[str, Any]) -> str:
     return " + ".join(mechanisms) or "none"
 
 
-def _print(found: dict[str, list[Verified]]) -> None:
+def _describe(found: dict[str, list[Verified]]) -> Iterator[Table | str]:
     """The table, and a line for each way that is not the same."""
     columns = ("model", "same", "different", "not run", "fp64", "fp32")
     table = lined(*columns, left=("model",), title="Ways of decoding with a cache against without")
@@ -130,12 +128,14 @@ def _print(found: dict[str, list[Verified]]) -> None:
         )
         largest = (f"{max(each):.0e}" if each else "–" for each in errors)
         table.add_row(name, *(str(verdicts.count(ok)) for ok in MARKS), *largest)
-    stdout.print(table)
-    say("not run: raises an error, or does not apply. fp64, fp32: largest difference of logits over the largest logit.")
+    yield table
+    yield (
+        "not run: raises an error, or does not apply. fp64, fp32: largest difference of logits over the largest logit."
+    )
     for name, ways in found.items():
         for one in ways:
             if one.ok is not True or one.only_rounded:
-                say(f"{MARKS[one.ok]} {name}: {one.check}: {_where(one)}")
+                yield f"{MARKS[one.ok]} {name}: {one.check}: {_where(one)}"
 
 
 def _where(one: Verified) -> str:

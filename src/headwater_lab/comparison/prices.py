@@ -175,7 +175,7 @@ def _price(arm: Recipe, baseline: Recipe) -> ArmPrice:
 def _decoding(configs: tuple, context: int, recipe: Recipe) -> TimeRatio:
     """Greedy generation of the last tokens of a context, by models with random weights."""
     device = _device(recipe)
-    dtype = torch.bfloat16 if device.type == "cuda" and recipe.training.precision.startswith("bf16") else torch.float32
+    dtype = recipe.training.precision.compute if device.type == "cuda" else torch.float32
     models = {name: HeadwaterForCausalLM(one).to(device, dtype).eval() for name, one in zip("ab", configs, strict=True)}
     tokens = max(2, min(TOKENS, context // 4))
     prompt = max(1, context - tokens)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-import pkgutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from importlib import import_module
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from headwater.plugins.registry import Registry
 from headwater.util.seeding import generator
 from headwater_lab.util.settings import Settings
 
@@ -112,21 +109,14 @@ class DataSettings(Settings):
 
 
 K = TypeVar("K", bound=DataSettings)
-_KINDS: dict[str, type[DataSettings]] = {}
+# Values of `data.kind`.
+DATA = Registry("kind of data", "headwater.data", {}, "Settings")
 
 
 def register_kind(settings: type[K]) -> type[K]:
     """Make a class of settings a kind of data, under the default of its field `kind`."""
-    _KINDS[settings.model_fields["kind"].default] = settings
+    DATA.own[settings.model_fields["kind"].default] = f"{settings.__module__}:{settings.__qualname__}"
     return settings
-
-
-@functools.cache
-def list_kinds() -> dict[str, type[DataSettings]]:
-    """All kinds of data of headwater's own, by name: those that the modules of this folder register."""
-    for module in pkgutil.walk_packages([str(Path(__file__).parent)], f"{__package__}."):
-        import_module(module.name)
-    return dict(sorted(_KINDS.items()))
 
 
 def shuffled(rows: int, seed: int, start: int, *key: str | int) -> Iterator[int]:

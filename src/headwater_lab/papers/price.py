@@ -9,6 +9,7 @@ from pathlib import Path
 from headwater.config.text import HeadwaterConfig
 from headwater.cost.counts import training_flops
 from headwater.cost.hardware import hardware
+from headwater.util.precision import Precision
 from headwater_lab.data.base import DataShape
 from headwater_lab.data.tokenizer import byte_tokenizer
 from headwater_lab.papers.places import SizedArm
@@ -52,7 +53,7 @@ def price(places: list[SizedArm], scale: ScaleName) -> TablePrice:
     if scale == "cpu":
         seconds = total / CORE + STEP * sum(steps for _, steps in found.values())
         return TablePrice(total, seconds / (CORES * 3600), f"{CORES} cores")
-    return TablePrice(total, total / (hardware(GPU).peak("bf16-mixed") * MFU * 3600), GPU)
+    return TablePrice(total, total / (hardware(GPU).peak(Precision.BF16_MIXED) * MFU * 3600), GPU)
 
 
 def stages(recipe: Recipe) -> Iterator[tuple[str, float, int]]:

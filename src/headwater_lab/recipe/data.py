@@ -7,16 +7,8 @@ from typing import Annotated, Any
 
 from pydantic import PlainValidator, SerializeAsAny, ValidationError
 
-from headwater.plugins.registry import Registry
-from headwater_lab.data.base import DataSettings, list_kinds
+from headwater_lab.data.base import DATA, DataSettings
 from headwater_lab.recipe.messages import WrongSection
-
-DATA = Registry(
-    "kind of data",
-    "headwater.data",
-    {name: f"{kind.__module__}:{kind.__qualname__}" for name, kind in list_kinds().items()},
-    "Settings",
-)
 
 
 def settings_of(values: Any) -> type[DataSettings]:

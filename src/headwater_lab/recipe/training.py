@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from headwater.plugins.registry import MECHANISMS, Registry
+from headwater.util.precision import Precision
 from headwater_lab.optimization.registry import OPTIMIZERS, SCHEDULES, fields_read
 from headwater_lab.util.settings import Count, Fraction, ReadIf, Settings
 
-Precision = Literal["32-true", "bf16-mixed", "bf16-true", "64-true"]
 AttentionKernel = Literal["sdpa", "eager", "flash_attention_2", "flex_attention", "matmul", "varlen"]
 
 BY_OPTIMIZER = ReadIf(
@@ -107,7 +107,7 @@ class Training(Settings):
     """Learn from a trained model's predictions; null: from the data alone."""
     max_skipped_steps: Count = 10
     """Stop after this many consecutive steps whose loss or gradient is not finite; fewer are skipped and counted."""
-    precision: Precision = "32-true"
+    precision: Annotated[Precision, Field(strict=False)] = Precision.FP32
     """Precision, as named by Lightning Fabric. The mechanisms' scalars always stay in fp32."""
     attn_implementation: AttentionKernel | None = None
     """The attention kernel, as named by transformers; or matmul, which is faster in bfloat16 on some CPUs; or varlen,
@@ -140,7 +140,7 @@ class Training(Settings):
             raise ValueError(
                 "training.distillation compares whole rows of logits; leave out training.loss_chunk_tokens"
             )
-        if self.ema_decay is not None and self.precision == "bf16-true":
+        if self.ema_decay is not None and self.precision is Precision.BF16:
             raise ValueError(
                 "training.ema_decay adds changes too small for bf16 weights; use training.precision=bf16-mixed"
             )

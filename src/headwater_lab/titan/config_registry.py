@@ -26,6 +26,7 @@ from headwater.mechanisms.capabilities import ActsInTraining
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.plugins.registry import REGISTRY, resolve
 from headwater.util.errors import HeadwaterError
+from headwater.util.precision import Precision
 from headwater_lab.recipe.loading import find_recipe, load_recipe
 from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.titan.data import NoTokenizer, RecipeLoader
@@ -89,8 +90,8 @@ def of_recipe(name: str) -> Trainer.Config:
             max_norm=float("inf") if training.max_grad_norm is None else training.max_grad_norm,
             steps=training.steps,
             disable_cuda_graphs=True,
-            dtype="bfloat16" if training.precision == "bf16-true" else "float32",
-            mixed_precision_param="float32" if training.precision == "32-true" else "bfloat16",
+            dtype=str(training.precision.weights).removeprefix("torch."),
+            mixed_precision_param=str(training.precision.compute).removeprefix("torch."),
         ),
         parallelism=parallelism(),
         optimizer=optimizer(recipe, config),
@@ -130,7 +131,7 @@ def check_recipe(recipe: Recipe) -> None:
         "trainable_mechanisms": (None,),
         "ema_decay": (None,),
         "distillation": (None,),
-        "precision": ("32-true", "bf16-mixed", "bf16-true"),
+        "precision": (Precision.FP32, Precision.BF16_MIXED, Precision.BF16),
     }.items():
         if getattr(training, field) not in known:
             raise HeadwaterError(

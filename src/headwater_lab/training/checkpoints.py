@@ -448,17 +448,21 @@ def _read_model(path: Path, model: AnyModel, state: dict[str, Tensor], distribut
     names = {bare: name for name, bare in plain.items()}
     _read(path, {names.get(name, name): tensor for name, tensor in weights.items()} | state, distributed)
     for name, tensor in (weights | state).items():
-        value = local(tensor)
-        if name.startswith("running.") or not value.is_floating_point():
-            continue
-        is_negative = name.endswith(".exp_avg_sq") and bool((value < 0).any())
-        if is_negative or not bool(value.isfinite().all()):
+        if not name.startswith("running.") and (problem := _find_problem(name, local(tensor))) is not None:
             what = "optimizer state" if name.startswith("optimizer.") else "weights"
-            why = "a mean of squares is negative" if is_negative else "it contains NaN or infinity"
             raise HeadwaterError(
-                f"The {what} in {str(path)!r} cannot be used: {why} in {name.removeprefix('optimizer.')!r}; "
+                f"The {what} in {str(path)!r} cannot be used: {problem} in {name.removeprefix('optimizer.')!r}; "
                 "remove this checkpoint to continue from an earlier one, or start from an intact one."
             )
+
+
+def _find_problem(name: str, value: Tensor) -> str | None:
+    """Why no run has written these values."""
+    if not value.is_floating_point():
+        return None
+    if name.endswith(".exp_avg_sq") and bool((value < 0).any()):
+        return "a mean of squares is negative"
+    return None if bool(value.isfinite().all()) else "it contains NaN or infinity"
 
 
 def history_of(path: Path) -> list[Event]:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from headwater.models.kinds import unit_of
+
 from headwater.config.planner import plan_layers
 from headwater.config.presets import PRESETS, preset
 from headwater.config.text import HeadwaterConfig
@@ -16,11 +18,13 @@ from headwater.conversion import config_of
 from headwater.conversion.convert import way_of
 from headwater.cost import Price, price
 from headwater.cost import counts as cost
+from headwater.cost.estimate import read_precision
 from headwater.cost.hardware import Hardware
 from headwater.cost.hardware import hardware as named_hardware
 from headwater.models.load import check_names, read_json, reading
 from headwater.util.errors import HeadwaterError, nearest, sentence, shown
 from headwater.util.files import absence, is_address
+from headwater.util.precision import Precision
 from headwater_lab.data.base import DataShape
 from headwater_lab.data.tokenizer import local_size
 from headwater_lab.recipe.change import changed_config
@@ -107,12 +111,13 @@ class Planned(NamedTuple):
     training: Training | None = None
     run: Recipe | None = None
 
-    def budget(self, context: int) -> float | None:
-        """The recipe's training budget: tokens in rows of `context`; with context 1, images."""
+    def budget(self, context: int) -> dict[str, float]:
+        """The recipe's training budget, if there is a recipe: tokens in rows of `context`; with context 1, images."""
         if self.run is None:
-            return None
+            return {}
         training = self.run.training
-        return training.steps * training.batch_size * training.gradient_accumulation_steps * context
+        rows = training.steps * training.batch_size * training.gradient_accumulation_steps
+        return {self.run.unit: rows * context}
 
     def shared(self) -> dict[str, Any]:
         """Settings that all columns of a table share: of the first model."""
@@ -124,7 +129,7 @@ class Planned(NamedTuple):
         said = training.model_fields_set
         return {name: value for name, value in found.items() if self.run or said.intersection(of[name])}
 
-    def own(self, context: int, precision: str) -> dict[str, Any]:
+    def own(self, context: int, precision: Precision) -> dict[str, Any]:
         """Settings of this column."""
         if (training := self.training) is None:
             return {}
@@ -179,39 +184,30 @@ def prices(
     as in `headwater.cost.price`; what is None or missing, and the budget, default to how the first model is trained.
     Raises `HeadwaterError`.
     """
-    if not isinstance(mfu := settings.get("mfu", 0.4), int | float):
-        raise HeadwaterError(f"mfu must be a number, not {shown(mfu)}.")
-    if not isinstance(hardware, str | Hardware | None):
-        raise HeadwaterError(f"hardware is a device's name, such as 'H100', not {shown(hardware)}.")
-    device = named_hardware(hardware) if isinstance(hardware, str) else hardware
+    device = None if hardware is None else named_hardware(hardware)
     models = list(found.values())
-    first, *others = (one.config for one in models)
-    of_images = isinstance(first, HeadwaterVisionConfig)
-    if any(isinstance(config, HeadwaterVisionConfig) != of_images for config in others):
+    first = models[0]
+    if len({unit_of(model.config) for model in models}) > 1:
         raise HeadwaterError("Models of text and of images have no common measure; name models of one kind.")
-    contexts, longest = context if context or context == 0 else None, 1
-    if not of_images:
-        tables = [config.max_position_embeddings for config in others if config.position == "learned"]
-        contexts = min([first.max_position_embeddings, *tables]) if contexts is None else contexts
-        longest = max(contexts) if isinstance(contexts, Sequence) else contexts
+    contexts = _choose_contexts([model.config for model in models], context)
+    longest = max(contexts) if isinstance(contexts, Sequence) else contexts or 1
     budgets = {"tokens": tokens, "images": images}
-    budget: dict[str, Any] = {what: count_of(given, what) for what, given in budgets.items() if given is not None}
-    if not budget and (known := models[0].budget(longest)) is not None:
-        budget = {"images" if of_images else "tokens": known}
-    settings = models[0].shared() | {name: value for name, value in settings.items() if value is not None}
-    precision = settings.setdefault("precision", "bf16-mixed")
+    budget = {unit: count_of(count, unit) for unit, count in budgets.items() if count is not None}
+    settings = first.shared() | {name: value for name, value in settings.items() if value is not None}
+    precision = read_precision(settings.pop("precision", Precision.BF16_MIXED))
+    settings |= {"context": contexts, "hardware": device, "precision": precision, **(budget or first.budget(longest))}
     return [
-        price(
-            one.config,
-            name=name,
-            context=contexts,
-            hardware=device,
-            **budget,
-            **settings,
-            **one.own(longest, precision),
-        )
-        for name, one in found.items()
+        price(model.config, name=name, **settings, **model.own(longest, precision)) for name, model in found.items()
     ]
+
+
+def _choose_contexts(configs: Sequence[HeadwaterConfig], context: Sequence[int] | int | None) -> Any:
+    """The contexts to price text models at."""
+    first, *others = configs
+    if context or context == 0:
+        return context
+    tables = [config.max_position_embeddings for config in others if config.position == "learned"]
+    return min([first.max_position_embeddings, *tables]) if unit_of(first) == "tokens" else None
 
 
 def _is_recipe(model: Any) -> bool:
@@ -237,38 +233,43 @@ def _configs(model: Any, changes: dict[str, Any]) -> dict[str, HeadwaterConfig]:
     argument, path = str(model), Path(model)
     if argument in PRESETS:
         return {argument: preset(argument, **changes)}
-    if not path.exists():
-        if os.path.lexists(path) or is_address(path):
-            raise HeadwaterError(f"{absence(path)}.")
-        if len(path.parts) > 1 or path.suffix:
-            raise HeadwaterError(f"There is no file {argument!r}; {_WHAT}.")
-        raise HeadwaterError(
-            f"There is no preset, recipe or file {argument!r}; {nearest(argument, [*PRESETS, *shipped_recipes()])}"
-        )
+    _check_exists(path)
     name = path.name if path.is_dir() else path.resolve().parent.name if path.name == "config.json" else path.stem
     file = newest_checkpoint(path) / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise HeadwaterError(f"{argument!r} has no config.json; {_WHAT}.")
     content = read_json(file)
-    kind = content.get("model_type") if isinstance(content, dict) else None
-    made = {one.model_type: one for one in (HeadwaterConfig, HeadwaterVisionConfig)}.get(str(kind))
-    if made is None and path.is_dir():
+    model_type = content.get("model_type") if isinstance(content, dict) else None
+    kind = {kind.model_type: kind for kind in (HeadwaterConfig, HeadwaterVisionConfig)}.get(str(model_type))
+    if kind is None and path.is_dir():
         config = config_of(file.parent)
-        made, content = type(config), config.to_dict()
-    elif made is None:
+        kind, content = type(config), config.to_dict()
+    elif kind is None:
         raise HeadwaterError(
-            f"{argument!r} is not the config of a headwater model (model_type {kind!r}); name the model's folder."
+            f"{argument!r} is not the config of a headwater model (model_type {model_type!r}); name the model's folder."
         )
     try:
         with reading("its config", "correct it"):
             # Not from_pretrained, which applies overrides to a config that was checked without them.
-            _check_fields(changes, made)
-            check_names(made, content, file)
-            config = made.from_dict(merged(content, changes))
+            _check_fields(changes, kind)
+            check_names(kind, content, file)
+            config = kind.from_dict(merged(content, changes))
             plan_layers(config)
             return {name: config}
     except HeadwaterError as error:
         raise HeadwaterError(f"{argument!r}: {sentence(error)}") from error
+
+
+def _check_exists(path: Path) -> None:
+    """Raise `HeadwaterError` if there is no such file, with the nearest preset or recipe if it may name one."""
+    if path.exists():
+        return
+    if os.path.lexists(path) or is_address(path):
+        raise HeadwaterError(f"{absence(path)}.")
+    if len(path.parts) > 1 or path.suffix:
+        raise HeadwaterError(f"There is no file {str(path)!r}; {_WHAT}.")
+    guess = nearest(str(path), [*PRESETS, *shipped_recipes()])
+    raise HeadwaterError(f"There is no preset, recipe or file {str(path)!r}; {guess}")
 
 
 def _changes(overrides: list[str]) -> dict[str, Any]:

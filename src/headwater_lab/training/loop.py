@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, NoReturn, TypeVar
 
 import torch
 from lightning_fabric import Fabric
@@ -189,41 +189,50 @@ class TrainingRun(Setup):
         `Interrupted`."""
         reporting, progress = self.recipe.reporting, self.progress
         steps = min(self.recipe.training.steps, until or self.recipe.training.steps)
-        if progress.step:  # killed between a checkpoint and what follows it
-            first(self.fabric, self.publish)
-        if progress.step == 0:  # the model's quality before training continues
-            due = self.beginning is not None
-        else:  # killed between its last checkpoint and its record, or the held-out data could not be read
-            due = progress.step == steps or (progress.result is None and self.evaluates(progress.step))
-        if due:
-            self.evaluate()
+        self.catch_up(steps)
         self.journal.announce("the first step takes longest" if is_compiled(self.model) else "")
-        stopping = False
         with memory_advice(self.recipe.training, is_of_images(self.config), self.fabric.world_size):
-            while progress.step < steps and not stopping:
+            while progress.step < steps:
                 rate = self.step(stop.is_set())
                 step, is_last = progress.step, progress.step == steps
-                if is_last or step % reporting.log_every == 0:
+                if is_last or is_due(step, reporting.log_every):
                     self.due = replace(progress), rate
                 progress.result = None
-                if is_last or self.evaluates(step):
-                    self.settle()
+                if is_last or is_due(step, reporting.evaluate_every):
                     self.evaluate()
                 self.journal.report(step, None)
-                # A single process has no others to wait for.
-                stopping = self.others_stop or (self.fabric.world_size == 1 and stop.is_set())
-                stopping = stopping and not is_last
-                if is_last or stopping or (reporting.save_every and step % reporting.save_every == 0):
+                stopping = not is_last and self.is_stopping(stop)
+                if is_last or stopping or is_due(step, reporting.save_every):
                     self.save(must=is_last or stopping)
-        if stopping:
-            message = f"Stopped after step {progress.step}, which is saved; run the same command with --resume."
-            if self.fabric.global_rank > 0:
-                leave(failed=False)
-            raise Interrupted(message)
+                if stopping:
+                    self.raise_interrupted()
+
+    def catch_up(self, steps: int) -> None:
+        """Measure a model before its training continues, or do what a killed run did not after its last checkpoint."""
+        step = self.progress.step
+        if step:
+            first(self.fabric, self.publish)
+            # The held-out data could not be read, or the record is missing.
+            missed = self.progress.result is None and is_due(step, self.recipe.reporting.evaluate_every)
+        else:
+            missed = self.beginning is not None
+        if missed or step == steps:
+            self.evaluate()
+
+    def is_stopping(self, stop: threading.Event) -> bool:
+        """Whether some process was asked to stop. A single process has no others to wait for."""
+        return self.others_stop or (self.fabric.world_size == 1 and stop.is_set())
+
+    def raise_interrupted(self) -> NoReturn:
+        """End the process, or in the first one raise `Interrupted`."""
+        if self.fabric.global_rank > 0:
+            leave(failed=False)
+        step = self.progress.step
+        raise Interrupted(f"Stopped after step {step}, which is saved; run the same command with --resume.")
 
     def step(self, stop: bool = False) -> float:
-        """One optimizer step; returns its learning rate. `stop`: whether this process was asked to stop, which it tells
-        the others.
+        """Take one optimizer step, and return its learning rate. stop: whether this process was asked to stop, which it
+        tells the others.
 
         The loss is the mean over all tokens of the step, in all processes. A step whose loss or gradient is not finite
         changes nothing. That is decided on the device: the host does not wait for the step, and reads its outcome
@@ -231,36 +240,19 @@ class TrainingRun(Setup):
         """
         settings, progress = self.recipe.training, self.progress
         started = time.perf_counter()
-        # Dropout is a function of seed, step and process, so no random state needs saving.
-        torch.manual_seed(number("dropout", self.recipe.seed, progress.step, self.fabric.global_rank))
-        rate = learning_rate(progress.step, settings)
-        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
-            of_scalars = settings.scalar_learning_rate_multiplier if group["name"] == "scalars" else 1.0
-            group["lr"] = rate * of_scalars
+        rate = self.set_rates()
         self.hooks.prepare_step(progress.step)
         with self.reading():
-            parts = [next(self.batches) for _ in range(settings.gradient_accumulation_steps)]
+            batches = [next(self.batches) for _ in range(settings.gradient_accumulation_steps)]
         progress.waited += time.perf_counter() - started
-        sums = sum(each.labels for each in parts), sum(each.fingerprint for each in parts)
+        sums = sum(counted.labels for counted in batches), sum(counted.fingerprint for counted in batches)
         own = torch.tensor([*sums, stop, self.saver.is_done])
         counts = total(self.fabric, to_device(own, self.fabric.device))
-
-        loss = self.backward([each.batch for each in parts], counts[0])
+        loss = self.backward(batches, counts[0])
         norm = gradient_norm(self.parameters)
-        finite = loss.isfinite() & norm.isfinite()
-        if self.skips_on_device or bool(finite):
-            if settings.max_grad_norm is not None:
-                clip(self.parameters, norm, settings.max_grad_norm)
-            for optimizer, stepper in zip(self.optimizers, self.steppers, strict=True):
-                optimizer.found_inf = (~finite).float() if self.skips_on_device else None  # type: ignore[attr-defined]
-                stepper.step()
-        for stepper in self.steppers:
-            stepper.zero_grad()
-        progress.step += 1
-        if self.average is not None:
-            self.average.update(progress.step, finite)
+        self.update_weights(norm, loss.isfinite() & norm.isfinite())
         progress.rows += settings.batch_size * settings.gradient_accumulation_steps
-        progress.tokens += self.fabric.world_size * sum(units(each.batch) for each in parts)
+        progress.tokens += self.fabric.world_size * sum(units(counted.batch) for counted in batches)
         self.settle()
         self.outcome = StepOutcome(progress.step, Reading(torch.stack((loss, norm))), Reading(counts))
         if progress.skipped_last + 1 >= settings.max_skipped_steps:  # the next skipped step ends the run
@@ -268,23 +260,47 @@ class TrainingRun(Setup):
         progress.seconds += time.perf_counter() - started
         return rate
 
+    def set_rates(self) -> float:
+        """Set the optimizers' learning rates for the next step, and the seed of its dropout. Returns the rate."""
+        settings, step = self.recipe.training, self.progress.step
+        # Dropout is a function of seed, step and process, so no random state needs saving.
+        torch.manual_seed(number("dropout", self.recipe.seed, step, self.fabric.global_rank))
+        rate = learning_rate(step, settings)
+        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
+            group["lr"] = rate * (settings.scalar_learning_rate_multiplier if group["name"] == "scalars" else 1.0)
+        return rate
+
+    def update_weights(self, norm: Tensor, finite: Tensor) -> None:
+        """Let the optimizers step if loss and gradient are finite. norm: of the gradient."""
+        limit = self.recipe.training.max_grad_norm
+        if self.skips_on_device or bool(finite):
+            if limit is not None:
+                clip(self.parameters, norm, limit)
+            for optimizer, stepper in zip(self.optimizers, self.steppers, strict=True):
+                optimizer.found_inf = (~finite).float() if self.skips_on_device else None  # type: ignore[attr-defined]
+                stepper.step()
+        for stepper in self.steppers:
+            stepper.zero_grad()
+        self.progress.step += 1
+        if self.average is not None:
+            self.average.update(self.progress.step, finite)
+
     def settled_step(self) -> None:
         """One step, with its outcome."""
         self.step()
         self.settle()
 
-    def backward(self, micro: list[Batch], counted: Tensor) -> Tensor:
-        """Forward and backward passes of one step with `counted` labels over all processes; returns its loss."""
+    def backward(self, batches: list[Counted], labels: Tensor) -> Tensor:
+        """Run the forward and backward passes of one step, with `labels` over all processes; returns its loss."""
         world = self.fabric.world_size
         # Under FSDP, delaying the reduction would keep the gradients of the whole model in every process.
         waits = world > 1 and not sharded(self.recipe.training)
         loss = torch.zeros((), device=self.fabric.device)
-        for index, batch in enumerate(micro):
-            if len(micro) > 1:
-                self.journal.announce(f"batch {index + 1} of {len(micro)}")
-            is_last = index == len(micro) - 1
-            with self.fabric.no_backward_sync(self.wrapped, enabled=not is_last and waits):
-                part, aimed = self.losses(self.fabric.to_device(batch), counted)
+        for index, counted in enumerate(batches, 1):
+            if len(batches) > 1:
+                self.journal.announce(f"batch {index} of {len(batches)}")
+            with self.fabric.no_backward_sync(self.wrapped, enabled=index < len(batches) and waits):
+                part, aimed = self.losses(self.fabric.to_device(counted.batch), labels)
                 # Processes average their gradients, but the mean must be over all tokens.
                 self.fabric.backward(aimed * world if world > 1 else aimed)
             loss += part.detach()
@@ -377,11 +393,6 @@ class TrainingRun(Setup):
                 what = f"The data cannot be read: {error.strerror or error}{where}"
             raise HeadwaterError(f"{what}; {saved}. {advice}") from error
 
-    def evaluates(self, step: int) -> bool:
-        """Whether the recipe has the model evaluated after this step, unless it is the last one anyway."""
-        every = self.recipe.reporting.evaluate_every
-        return every is not None and step % every == 0
-
     def evaluate(self) -> None:
         """Evaluate on the held-out data. Raises as `step`, and `Diverged` if the run's last measures are no numbers."""
         self.settle()
@@ -463,6 +474,11 @@ class TrainingRun(Setup):
         not keep. Called by the first process."""
         publish_model(checkpoints(self.folder)[-1], self.folder)
         prune(self.folder, self.recipe.reporting.keep_checkpoints, self.data.lower_is_better)
+
+
+def is_due(step: int, every: int | None) -> bool:
+    """Whether something happens after this step that happens every few steps; None for never."""
+    return every is not None and step % every == 0
 
 
 class Counted(NamedTuple):

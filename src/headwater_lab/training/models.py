@@ -392,15 +392,7 @@ def refitted(trained: Trained, data: Data, change: Change) -> Trained:
         return with_more_tokens(trained, data)
     if not changes or not isinstance(model, HeadwaterForImageClassification):
         return trained
-    config = copy.deepcopy(model.config)
-    if "id2label" in changes:
-        config.num_labels = len(changes["id2label"])
-        config.id2label = changes["id2label"]
-        config.label2id = {name: number for number, name in changes["id2label"].items()}
-    old = config.grid
-    if "image_size" in changes:
-        config.image_size = changes["image_size"]
-        config.complete_fields()
+    config, old = _refitted_config(model.config, changes), model.config.grid
     made = HeadwaterForImageClassification(config).to(model.dtype)
     weights = model.state_dict()
     if POSITIONS in weights:
@@ -420,6 +412,17 @@ def refitted(trained: Trained, data: Data, change: Change) -> Trained:
     }
     details |= {"new_classifier": change.new_classifier, "interpolated": interpolated}
     return trained.after("refitted", details, model=made.eval())
+
+
+def _refitted_config(old: HeadwaterVisionConfig, changes: dict[str, Any]) -> HeadwaterVisionConfig:
+    config = copy.deepcopy(old)
+    if (labels := changes.get("id2label")) is not None:
+        config.num_labels, config.id2label = len(labels), labels
+        config.label2id = {name: number for number, name in labels.items()}
+    if "image_size" in changes:
+        config.image_size = changes["image_size"]
+        config.complete_fields()
+    return config
 
 
 def with_more_tokens(trained: Trained, data: Data) -> Trained:
@@ -480,22 +483,23 @@ def attention_of(config: HeadwaterConfig, training: Training, device: torch.devi
 
 def kernel_for(config: HeadwaterConfig, training: Training, device: str, context: int) -> str | None:
     """The same for a kind of device, whose capability suffices."""
-    named = training.attn_implementation
-    if isinstance(config, HeadwaterVisionConfig):
-        if named == VARLEN:
-            raise HeadwaterError(f"training.attn_implementation: {VARLEN} is for rows of documents; leave it out.")
+    named, refusal = training.attn_implementation, _refuse_varlen(config, training, torch.device(device))
+    if named == VARLEN and refusal is not None:
+        raise HeadwaterError(f"training.attn_implementation: {VARLEN} {refusal}; leave it out.")
+    if named is not None or refusal is not None or kernels.are_disabled():
         return named
-    dtype = {"32-true": torch.float32, "64-true": torch.float64}.get(training.precision, torch.bfloat16)
-    widths = [layer_config(config, layer).head_dim for layer in config.kinds.values()]
-    reasons = [find_refusal(torch.device(device), dtype, config.attention_dropout, width or 0) for width in widths]
-    reason = next((reason for reason in reasons if reason is not None), None)
-    if named == VARLEN and reason is not None:
-        raise HeadwaterError(f"training.attn_implementation: {VARLEN} {reason}; leave it out.")
     possible, _ = supported_kernels(config)
-    cannot = reason is not None or (possible is not None and VARLEN not in possible)
-    if named is not None or cannot or kernels.are_disabled():
-        return named
-    return VARLEN if device != "cpu" or context >= FROM else None
+    return VARLEN if (possible is None or VARLEN in possible) and (device != "cpu" or context >= FROM) else None
+
+
+def _refuse_varlen(config: HeadwaterConfig, training: Training, device: torch.device) -> str | None:
+    """Why attention varlen cannot compute the rows of a model; None if it can."""
+    if is_of_images(config):
+        return "is for rows of documents"
+    widths = [layer_config(config, layer).head_dim or 0 for layer in config.kinds.values()]
+    dtype, dropout = training.precision.compute, config.attention_dropout
+    refusals = (find_refusal(device, dtype, dropout, width) for width in widths)
+    return next((refusal for refusal in refusals if refusal is not None), None)
 
 
 def step_settings(config: HeadwaterConfig, training: Training, data: Any, attention: str | None) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from headwater.mechanisms.precision import KeepsPrecision
 from headwater.nn.block import Block
 from headwater.util.errors import HeadwaterError, first_line
+from headwater.util.precision import Precision
 from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.recipe.training import Training
 from headwater_lab.util.model_kinds import AnyModel
@@ -85,7 +86,7 @@ def make_fabric(recipe: Recipe, run: Path) -> Fabric:
             strategy=strategy(training, world),
             devices=devices,
             num_nodes=nodes,
-            # Precision is ours (`in_precision`, `autocast`): Fabric would copy all logits to fp32 for no use.
+            # Precision is ours (`start.build`, `autocast`): Fabric would copy all logits to fp32 for no use.
             precision="32-true",
             loggers=[TensorBoardLogger(run, name="tensorboard", version="")] if to_files else [],
         )
@@ -105,16 +106,9 @@ def make_fabric(recipe: Recipe, run: Path) -> Fabric:
     return fabric
 
 
-def in_precision(model: nn.Module, precision: str) -> nn.Module:
-    """Convert the model's parameters to the dtype of a precision; scalars keep theirs."""
-    dtype = {"bf16-true": torch.bfloat16, "64-true": torch.float64}.get(precision)
-    return model if dtype is None else model.to(dtype)
-
-
 def autocast(device: torch.device, training: Training) -> torch.autocast:
     """The autocast of a forward pass. FSDP casts to bf16 itself when it gathers the parameters."""
-    enabled = training.precision == "bf16-mixed" and not sharded(training)
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled)
+    return training.precision.autocast(device.type, enabled=not sharded(training))
 
 
 def placed(training: Training) -> tuple[int, int]:
@@ -161,17 +155,18 @@ def strategy(training: Training, world: int) -> Strategy | str:
     return DDPStrategy(timeout=timeout, broadcast_buffers=False, gradient_as_bucket_view=True)
 
 
-def shard(model: AnyModel, mesh: DeviceMesh, precision: str) -> AnyModel:
+def shard(model: AnyModel, mesh: DeviceMesh, precision: Precision) -> AnyModel:
     """Shard the parameters over the processes, one block at a time. Scalars stay unsharded, in fp32, in each process.
 
     FSDP2 needs one dtype for the parameters it gathers together, and would round scalars with the rest;
     `add_up_scalars` averages their gradients. The model arrives on the meta device and is initialized here, one
     parameter at a time, so no process ever holds more of it than its shard.
     """
-    half = torch.bfloat16 if precision == "bf16-mixed" else None
-    policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    if precision == "64-true":
-        policy = MixedPrecisionPolicy()
+    policy = MixedPrecisionPolicy(
+        param_dtype=precision.compute if precision.is_mixed else None,
+        reduce_dtype=torch.promote_types(precision.weights, torch.float32),
+        cast_forward_inputs=False,
+    )
     kept = set(scalars(model))
     # Blocks return views of their results, which are not changed in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import platform
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -310,16 +310,19 @@ def same_tokens(records: Iterable[RunRecord]) -> bool:
 
     Then bits per byte are a fixed multiple of the loss (in each domain), which differs for other tokenizers and texts.
     """
-    looked = [record for record in records if record.held_out]
-    if any(set(record.domains) != set(looked[0].domains) for record in looked):
-        return False
-    for part in [f"/{name}" for name in looked[0].domains] or [""] if looked else ():
-        looks = [record.held_out[-1].metrics for record in looked]
-        both = [(one.get(f"bits_per_byte{part}", math.nan), one.get(f"loss{part}", 0.0)) for one in looks]
-        ratios = [bits / nats for bits, nats in both if nats and math.isfinite(bits / nats)]
-        if ratios and max(ratios) - min(ratios) > SAME * max(ratios):
-            return False
-    return True
+    evaluated = [record for record in records if record.held_out]
+    domains = {tuple(sorted(record.domains)) for record in evaluated}
+    if len(domains) != 1:
+        return not domains
+    last = [record.held_out[-1].metrics for record in evaluated]
+    return all(_share_bits(last, suffix) for suffix in [f"/{name}" for name in domains.pop()] or [""])
+
+
+def _share_bits(metrics: Sequence[Mapping[str, float]], suffix: str) -> bool:
+    """Whether bits per byte are the same multiple of the loss in all that have both. suffix: of the names."""
+    pairs = [(each.get(f"bits_per_byte{suffix}", math.nan), each.get(f"loss{suffix}", 0.0)) for each in metrics]
+    ratios = [bits / nats for bits, nats in pairs if nats and math.isfinite(bits / nats)]
+    return not ratios or max(ratios) - min(ratios) <= SAME * max(ratios)
 
 
 def environment(

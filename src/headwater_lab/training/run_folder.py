@@ -269,32 +269,36 @@ def runs_in(folder: Path, tell: Callable[[str], None]) -> list[RunSummary]:
 
     tell: called with a sentence for each damaged or unreadable file. A run with such a record is left out.
     """
-    found = []
+    summaries = []
     for file in record_files(folder, tell):
-        run = file.parent
         try:
             record = read_record(file)
         except HeadwaterError as error:
             tell(str(error))
             continue
-        points = None
-        try:
-            points = Metrics(run, step=2**62, metric=record.metric, writes=False)
-            if points.damage is not None:
-                tell(f"{str(run)!r}: {points.damage}.")
-        except HeadwaterError as error:
-            tell(str(error))
-        status = "running" if is_running(run) else "interrupted" if record.status == "running" else record.status
-        if points is not None and "running" in (status, record.status):
-            # The record is written at the start and at the end; in between, the points show the progress.
+        summaries.append(_summarize(file, record, tell))
+    return sorted(summaries, key=lambda summary: -summary.updated)
+
+
+def _summarize(file: Path, record: RunRecord, tell: Callable[[str], None]) -> RunSummary:
+    """Summarize the run of a record, which is written at its start and at its end; in between, points show how far it
+    is."""
+    run = file.parent
+    status = "running" if is_running(run) else "interrupted" if record.status == "running" else record.status
+    try:
+        points = Metrics(run, step=2**62, metric=record.metric, writes=False)
+        if points.damage is not None:
+            tell(f"{str(run)!r}: {points.damage}.")
+        if "running" in (status, record.status):
             points.fill(record)
             record.tokens = record.curve[-1].tokens if record.curve else record.tokens
             if record.speed and record.speed[-1].tokens_per_second > 0:
                 record.seconds = record.tokens / record.speed[-1].tokens_per_second
-        steps = [point.step for point in record.curve] + [point.step for point in record.held_out]
-        updated = max(path.stat().st_mtime for path in (file, run / METRICS) if path.exists())
-        found.append(RunSummary(run, record, status, max(steps, default=0), updated))
-    return sorted(found, key=lambda one: -one.updated)
+    except HeadwaterError as error:
+        tell(str(error))
+    steps = [point.step for point in record.curve] + [point.step for point in record.held_out]
+    updated = max(path.stat().st_mtime for path in (file, run / METRICS) if path.exists())
+    return RunSummary(run, record, status, max(steps, default=0), updated)
 
 
 @contextmanager

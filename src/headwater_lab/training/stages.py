@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from contextlib import ExitStack
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -56,21 +56,15 @@ def train_stages(
     if not recipe.stages and only is None:
         return train(recipe, folder, experiment=experiment, on_event=on_event, resume=resume)
     runs, names = chain(recipe, folder), recipe.stage_names
-    with ExitStack() as stack:
-        if on_several(recipe):
-            check_ours(folder)
-        elif recipe.stages:
-            stack.enter_context(locked(folder, nested=True))
-        if recipe.stages and checkpoints(folder) and not (folder / STAGES).is_dir():
-            raise HeadwaterError(f"{str(folder)!r} already holds a run without stages; choose another --out.")
+    with locked(folder, nested=True) if recipe.stages and not on_several(recipe) else nullcontext():
+        _check_folder(recipe, folder)
         if not finished(*runs[0]):
             check_later_stages(recipe)
-        if only is not None and only not in names:
-            raise HeadwaterError(f"{recipe.name!r} has no stage {only!r}; {nearest(only, names)}")
         if only is not None:
-            plain, path = runs[names.index(only)]
-            record = train(plain, path, resume=resume, on_event=on_event)
-            if all(finished(plain, path) for plain, path in runs):
+            if only not in names:
+                raise HeadwaterError(f"{recipe.name!r} has no stage {only!r}; {nearest(only, names)}")
+            record = train(*runs[names.index(only)], resume=resume, on_event=on_event)
+            if all(finished(*run) for run in runs):
                 finish(recipe, folder, runs, experiment)
             return record
         if on_several(recipe):
@@ -85,6 +79,14 @@ def train_stages(
                 train(plain, path, resume=resume, on_event=_later(on_event, before))
             before += plain.training.steps
         return finish(recipe, folder, runs, experiment)
+
+
+def _check_folder(recipe: Recipe, folder: Path) -> None:
+    """Raise `HeadwaterError` for a folder that is not for the stages of this recipe."""
+    if on_several(recipe):
+        check_ours(folder)
+    if recipe.stages and checkpoints(folder) and not (folder / STAGES).is_dir():
+        raise HeadwaterError(f"{str(folder)!r} already holds a run without stages; choose another --out.")
 
 
 def finish(

@@ -37,6 +37,7 @@ from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.compiling import compile_model
 from headwater.models.load import CONFIG, model_type, read_config
 from headwater.util.errors import HeadwaterError, sentence
+from headwater.util.precision import Precision
 from headwater_lab.data.base import LABELS, Batch, Data
 from headwater_lab.data.images import ImageData
 from headwater_lab.data.tokenizer import extends
@@ -69,7 +70,7 @@ from headwater_lab.training.models import (
     set_attention,
 )
 from headwater_lab.training.optimizers import Average, freeze, learning_rate, make_optimizers
-from headwater_lab.training.processes import first, in_precision, scalars, sharded, together
+from headwater_lab.training.processes import first, scalars, sharded, together
 from headwater_lab.training.records import Event, Origin
 from headwater_lab.util.machine import c_compiler
 from headwater_lab.util.model_kinds import MODEL_TYPES, AnyModel, is_of_images, model_class
@@ -138,6 +139,7 @@ class Beginning(NamedTuple):
     tau: "anneal" if the run moves τ to the default for its pairs, else "keep".
     """
 
+    start: Start
     path: Path
     config: HeadwaterConfig
     origin: Origin
@@ -179,16 +181,8 @@ def begin(recipe: Recipe, path: Path, data: Data, resumed: bool = False) -> Begi
 
     resumed: the checkpoint is this run's own; the one it began with may be gone.
     """
-    config = read_config(path)
-    dropouts = {name: recipe.model[name] for name in MAY_DIFFER if name in recipe.model}
-    try:
-        for name, value in dropouts.items():
-            setattr(config, name, value)
-        config.complete_fields()
-        plan_layers(config)
-    except (HeadwaterError, StrictDataclassError) as error:
-        raise HeadwaterError(f"model: {sentence(error)}") from error
     assert recipe.start is not None
+    config = _read_config(path, recipe)
     _check_data(config, path, data, recipe.start)
     if recipe.start.tau is not None and not has_pairs(config):
         raise HeadwaterError("start.tau is about parameter tokens, which this model lacks; leave it out.")
@@ -200,10 +194,29 @@ def begin(recipe: Recipe, path: Path, data: Data, resumed: bool = False) -> Begi
         history=history,
     )
     rows = _rows_used(recipe, data, history)
+    tau = recipe.start.tau or _default_tau(history)
+    notices = [] if resumed else _notices(recipe, config, rows, history)
+    return Beginning(recipe.start, path, config, origin, rows, tau, notices)
+
+
+def _read_config(path: Path, recipe: Recipe) -> HeadwaterConfig:
+    """The config of a checkpoint, with what the recipe may change in it."""
+    config = read_config(path)
+    try:
+        for name in (name for name in MAY_DIFFER if name in recipe.model):
+            setattr(config, name, recipe.model[name])
+        config.complete_fields()
+        plan_layers(config)
+    except (HeadwaterError, StrictDataclassError) as error:
+        raise HeadwaterError(f"model: {sentence(error)}") from error
+    return config
+
+
+def _default_tau(history: list[Event]) -> str:
+    """What the run does with τ of a model that was grown since it was last trained."""
     grown = [event.details for event in since_training(history) if event.kind == "grown"]
     anneals = any(each.get("tau") == "keep" for each in grown) and not any(each.get("freeze") for each in grown)
-    tau = recipe.start.tau or ("anneal" if anneals else "keep")
-    return Beginning(path, config, origin, rows, tau, [] if resumed else _notices(recipe, config, rows, history))
+    return "anneal" if anneals else "keep"
 
 
 def trained_event(recipe: Recipe, data: Data, steps: int, rows: int, tokens: int, flops: float) -> Event:
@@ -295,9 +308,7 @@ class Hooks:
         self, model: nn.Module, recipe: Recipe, beginning: Beginning | None, kept: dict[str, Any] | None
     ) -> None:
         """kept: of a resumed run; None for one that begins."""
-        start: dict[str, Any] = {}
-        if recipe.start is not None and beginning is not None:
-            start = recipe.start.model_dump(mode="json") | {"tau": beginning.tau}
+        start = {} if beginning is None else beginning.start.model_dump(mode="json") | {"tau": beginning.tau}
         self.first = Step(0, recipe.training.steps, recipe.training.warmup_steps, start)
         mechanisms = {name: module for name, module in model.named_modules() if isinstance(module, ActsInTraining)}
         if kept is None:
@@ -399,28 +410,20 @@ class Setup:
     def __init__(self, recipe: Recipe, folder: Path, checkpoint: Path | None, fabric: Fabric) -> None:
         """checkpoint: of this run, to resume from; None for a run that begins."""
         self.recipe, self.folder, self.fabric = recipe, folder, fabric
-        self.beginning: Beginning | None = None
-        self.teacher: Teacher | None = None
-        training, start = recipe.training, recipe.start
-        is_sharded = sharded(training)
+        training, is_sharded = recipe.training, sharded(recipe.training)
         with together(fabric):
             self.data = data = recipe.data.build()
         self.preparer = getattr(data, "processor", None) or data.tokenizer
-        if start is not None:
-            path = checkpoint or first(fabric, prepare, start, folder, data, fabric.device)
+        self.beginning: Beginning | None = None
+        if recipe.start is not None:
+            path = checkpoint or first(fabric, prepare, recipe.start, folder, data, fabric.device)
             with together(fabric):
                 self.beginning = begin(recipe, path, data, resumed=checkpoint is not None)
         with together(fabric):
             config = recipe.config_for(data) if self.beginning is None else self.beginning.config
             if fabric.device.type == "cpu" and not is_sharded:
                 check_memory(config)
-        if checkpoint is not None:
-            self.progress = first(fabric, progress_of, checkpoint, recipe, data.description)
-        else:
-            rows = 0 if self.beginning is None else self.beginning.rows
-            values = recipe.model_dump(mode="json")
-            self.progress = Progress(rows=rows, recipe=values, data=data.description, run_id=secrets.token_hex(4))
-
+        self.progress = self.begin_progress(checkpoint)
         with memory_advice(training, is_of_images(config), fabric.world_size):
             self.model, self.wrapped = build(recipe, config, fabric, data.context)
             self.optimizers = make_optimizers(self.model, training)
@@ -429,21 +432,35 @@ class Setup:
         self.steppers = steppers if isinstance(steppers, tuple) else (steppers,)
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.scalars = scalars(self.model) if is_sharded else []
-        if training.distillation is not None:
-            with together(fabric):
-                self.teacher = Teacher(recipe, config, data.context, fabric.device)
         self.running = {name: torch.zeros(1, dtype=torch.float64) for name in ("loss", "steps")}
         with together(fabric):
-            if checkpoint is None and start is not None and self.beginning is not None:
-                kept = self.optimizers if start.optimizer_state == "keep" else ()
-                begin_with(self.beginning.path, self.model, kept, is_sharded)
-            # Of the weights the run begins with, or read from the checkpoint.
-            self.average = None if training.ema_decay is None else Average(self.model, training.ema_decay)
-            if checkpoint is not None:
-                restore(checkpoint, self.model, self.optimizers, self.running, is_sharded, self.average)
+            teaches = training.distillation is not None
+            self.teacher = Teacher(recipe, config, data.context, fabric.device) if teaches else None
+        with together(fabric):
+            self.average = self.load_weights(checkpoint)
         self.hooks = Hooks(self.model, recipe, self.beginning, None if checkpoint is None else self.progress.kept)
         self.progress.kept = self.hooks.kept
         self.warnings = self.notices() if checkpoint is None else []
+
+    def begin_progress(self, checkpoint: Path | None) -> Progress:
+        """The progress of a resumed run, or of one that begins."""
+        description = self.data.description
+        if checkpoint is not None:
+            return first(self.fabric, progress_of, checkpoint, self.recipe, description)
+        rows = 0 if self.beginning is None else self.beginning.rows
+        values = self.recipe.model_dump(mode="json")
+        return Progress(rows=rows, recipe=values, data=description, run_id=secrets.token_hex(4))
+
+    def load_weights(self, checkpoint: Path | None) -> Average | None:
+        """Read the weights of a resumed run, or those that it starts from. Returns their average, if there is one."""
+        training, is_sharded = self.recipe.training, sharded(self.recipe.training)
+        if checkpoint is None and self.beginning is not None:
+            kept = self.optimizers if self.beginning.start.optimizer_state == "keep" else ()
+            begin_with(self.beginning.path, self.model, kept, is_sharded)
+        average = None if training.ema_decay is None else Average(self.model, training.ema_decay)
+        if checkpoint is not None:
+            restore(checkpoint, self.model, self.optimizers, self.running, is_sharded, average)
+        return average
 
     def notices(self) -> list[str]:
         """Sentences for the record of a run that begins."""
@@ -478,8 +495,7 @@ def build(recipe: Recipe, config: HeadwaterConfig, fabric: Fabric, context: int)
             getattr(model, "activation_checkpointing_enable", older)({"use_reentrant": False})
         if compiles(training, fabric.device):
             compile_model(model)
-    in_precision(model, training.precision)
-    wrapped = fabric.setup_module(model)
+    wrapped = fabric.setup_module(model.to(training.precision.weights))
     wrapped.train()
     return model, wrapped
 
@@ -529,7 +545,7 @@ def unfinished_warmup(training: Training) -> str | None:
 
 def in_fp32(training: Training, device: torch.device) -> str | None:
     """A notice if a run computes in fp32 on a GPU that has bf16."""
-    if device.type != "cuda" or training.precision != "32-true":
+    if device.type != "cuda" or training.precision is not Precision.FP32:
         return None
     if not torch.cuda.is_bf16_supported(including_emulation=False):
         return None

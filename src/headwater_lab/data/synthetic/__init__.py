@@ -1,6 +1,6 @@
 """Synthetic tasks: endless streams of rows, nothing stored; one file per task, described in docs/tasks.md."""
 
-from headwater_lab.data.base import list_kinds
+from headwater_lab.data.base import DATA
 from headwater_lab.data.synthetic.base import SyntheticData, SyntheticSettings
 
 __all__ = ["SyntheticData", "SyntheticSettings", "list_tasks"]
@@ -8,5 +8,5 @@ __all__ = ["SyntheticData", "SyntheticSettings", "list_tasks"]
 
 def list_tasks() -> list[SyntheticSettings]:
     """All tasks with their defaults, in each of their variants."""
-    tasks = [kind for kind in list_kinds().values() if issubclass(kind, SyntheticSettings)]
+    tasks = [kind for kind in map(DATA.resolve, DATA.own) if issubclass(kind, SyntheticSettings)]
     return [variant for task in tasks for variant in task.variants()]
