@@ -23,6 +23,7 @@ from headwater.util.processor import describe_cpu as cpu_name
 from headwater_lab.api.comparing import compare as compare_arms
 from headwater_lab.api.training import train as train_recipe
 from headwater_lab.cli import app
+from headwater_lab.data.base import DATA
 from headwater_lab.data.tokenizer import byte_tokenizer
 from headwater_lab.papers.kept import read as read_kept_runs
 from headwater_lab.papers.places import RESTORED
@@ -30,7 +31,6 @@ from headwater_lab.papers.result import reproduction as judge_table
 from headwater_lab.papers.table import SCALES, tables
 from headwater_lab.papers.table import reads_models as looks_into_models
 from headwater_lab.papers.work import prepare as prepare_table
-from headwater_lab.data.base import DATA
 from headwater_lab.recipe.loading import load_recipe as read_recipe_file
 from headwater_lab.recipe.shipped import shipped_recipes
 from headwater_lab.reports import cells, columns, comparisons
