@@ -16,7 +16,7 @@ import numpy as np
 
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import read_bytes, replace_text
-from headwater_lab.comparison.scaling import Axis, Equal, scaling_of
+from headwater_lab.comparison.scaling import Axis, Equal, fit_scaling
 from headwater_lab.comparison.statistics import has_diverged, steps_to
 from headwater_lab.comparison.trials import slug
 from headwater_lab.evaluation import evaluate
@@ -141,7 +141,7 @@ class Runs:
         if any(map(has_diverged, records)):
             return "a run diverged, and a law of the others is meaningless"
         try:
-            law = scaling_of(records)
+            law = fit_scaling(records)
         except HeadwaterError as error:
             return str(error)
         found = [one for one in law.equals if (one.arm, one.size) == (place.arm, place.size)] if law else []

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from headwater_lab.comparison.scaling import Law, Scaling, predict
+from headwater_lab.comparison.scaling import Law, Scaling, evaluate_law
 from headwater_lab.comparison.statistics import finished_runs
 from headwater_lab.reports.comparison import Comparison, differ_in_cost, unit
 from headwater_lab.reports.curves import Curve, arm_curves, y_limits
@@ -273,7 +273,7 @@ def scaling_drawing(scaling: Scaling, name: str, title: str, arms: Sequence[str]
         meta = {"arm": place, "ink": style.baseline}
         figure.add_scatter(
             x=at.tolist(),
-            y=_numbers(predict(constants(laws[arm]), at).tolist()),
+            y=_numbers(evaluate_law(constants(laws[arm]), at).tolist()),
             meta=meta,
             mode="lines",
             name=f"{escape(arm)}, law",

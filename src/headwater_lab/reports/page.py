@@ -17,7 +17,7 @@ from plotly.offline import get_plotlyjs
 
 from headwater.util.errors import HeadwaterError
 from headwater.util.layout import top_package
-from headwater_lab.comparison.scaling import Estimate, scaling_of
+from headwater_lab.comparison.scaling import Estimate, fit_scaling
 from headwater_lab.reports import words
 from headwater_lab.reports.comparison import Comparison, arm_of, comparisons, experiments
 from headwater_lab.reports.figures import Drawing, curves_drawing, differences_drawing, scaling_drawing
@@ -248,7 +248,7 @@ def scaling_part(sizes: Sequence[Comparison], name: str) -> Section | None:
         return None
     records = [record for one in sizes for record in one.records]
     try:
-        scaling = scaling_of(records)
+        scaling = fit_scaling(records)
     except HeadwaterError as error:
         return Section(name, "Scaling", paragraphs=[str(error)])
     if scaling is None:
