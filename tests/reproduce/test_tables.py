@@ -13,7 +13,7 @@ from headwater.cost.hardware import hardware
 from headwater.util.errors import HeadwaterError
 from headwater_lab.comparison.trials import trial_of
 from headwater_lab.data.corpus import DOCS, STDLIB, TOPICS
-from headwater_lab.evaluation.tasks import GROUPS, parse
+from headwater_lab.evaluation.tasks import GROUPS, parse_tasks
 from headwater_lab.inspection.scalars import Census
 from headwater_lab.papers.measures import incomparable
 from headwater_lab.papers.places import SizedArm, place, places, references
@@ -157,11 +157,11 @@ def check_measure(one: PaperTable, measure: str) -> None:
         assert 0 <= first <= last
     elif kind == "task":
         task, _, metric = rest.rpartition(":")
-        groups = [asked for group in GROUPS for asked in parse(group)]
+        groups = [asked for group in GROUPS for asked in parse_tasks(group)]
         if task in GROUPS:
             assert metric == "mean"
         else:
-            (wanted,) = parse(task)
+            (wanted,) = parse_tasks(task)
             assert any((a.name, a.shots) == (wanted.name, wanted.shots) and metric in a.metrics for a in groups)
     else:
         assert measure in PLAIN | HELD_OUT | FACTS

@@ -74,7 +74,7 @@ def evaluate(
             progress=stderr.is_terminal,
             on_windows=lambda what, done, total: progress.show(what, done, total, unit="window"),
         )
-    for table in evaluating.table(result):
+    for table in evaluating.build_tables(result):
         stdout.print(table)
     for name, facts in result.models.items():
         size = f"{facts['parameters']:,} parameters, {facts['dtype']}, vocabulary {facts['vocab_size']:,}"

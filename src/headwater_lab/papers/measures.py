@@ -20,7 +20,7 @@ from headwater_lab.comparison.scaling import Axis, Equal, fit_scaling
 from headwater_lab.comparison.statistics import has_diverged, steps_to
 from headwater_lab.comparison.trials import slug
 from headwater_lab.evaluation import evaluate
-from headwater_lab.evaluation.tasks import Asked, parse
+from headwater_lab.evaluation.tasks import TaskRequest, parse_tasks
 from headwater_lab.inspection.sample import sample
 from headwater_lab.inspection.scalars import Census, Scalars, census, scalars
 from headwater_lab.inspection.watch import read
@@ -154,9 +154,9 @@ class Runs:
         name, _, metric = rest.rpartition(":")
         figures = self._figures(run, name)
         if metric != "mean":
-            (asked,) = parse(name)
+            (asked,) = parse_tasks(name)
             return _figure(figures, asked, metric)
-        shown = [(asked, one) for asked in parse(name) for one in asked.metrics or () if "perplexity" not in one]
+        shown = [(asked, one) for asked in parse_tasks(name) for one in asked.metrics or () if "perplexity" not in one]
         return float(np.mean([_figure(figures, asked, one) for asked, one in shown]))
 
     @functools.cached_property
@@ -186,7 +186,7 @@ class Runs:
         return figures
 
 
-def _figure(figures: Sequence[Mapping[str, Any]], asked: Asked, metric: str) -> float:
+def _figure(figures: Sequence[Mapping[str, Any]], asked: TaskRequest, metric: str) -> float:
     for one in figures:
         if (one["task"], one["metric"]) == (asked.name, metric) and asked.shots in (None, one["shots"]):
             return float(one["value"])
@@ -246,5 +246,5 @@ def incomparable(table: PaperTable, measure: Measure) -> list[str]:
     name, _, metric = measure.removeprefix("task:").rpartition(":")
     over = {measure}
     if measure.startswith("task:") and metric == "mean":
-        over = {f"task:{one.name}@{one.shots}:{shown}" for one in parse(name) for shown in one.metrics or ()}
+        over = {f"task:{one.name}@{one.shots}:{shown}" for one in parse_tasks(name) for shown in one.metrics or ()}
     return [column.name for column in table.columns if not column.comparable and column.measure in over]
