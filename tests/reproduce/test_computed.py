@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.config.presets import preset
 from headwater_lab.papers import theory
-from headwater_lab.papers.computing import CONTEXTS, SERIES, maps_of, transformer_like
+from headwater_lab.papers.computing import CONTEXTS, SERIES, count_map_parameters, make_transformer_like
 from headwater_lab.papers.result import computed, terminal, write
 from headwater_lab.papers.table import tables
 
@@ -30,10 +30,10 @@ def test_parameters_are_those_of_a_built_model():
         vocab_size=50, hidden_size=16, num_hidden_layers=3, num_attention_heads=2, max_position_embeddings=8
     )
     # Four maps of D² and two of 4·D², with their biases.
-    assert maps_of(config) == 3 * (12 * 16**2 + 4 * 16 + 4 * 16 + 16)
+    assert count_map_parameters(config) == 3 * (12 * 16**2 + 4 * 16 + 4 * 16 + 16)
     model = HeadwaterForCausalLM(config)
     blocks = [p for name, p in model.named_parameters() if ".layers." in name and "norm" not in name]
-    assert maps_of(config) == sum(p.numel() for p in blocks)
+    assert count_map_parameters(config) == sum(p.numel() for p in blocks)
 
 
 @pytest.mark.slow
@@ -74,9 +74,9 @@ def test_flops_of_figure_5_are_those_pytorch_counts():
 @pytest.mark.slow
 def test_figure_5_compares_models_as_large():
     for name in SERIES:
-        grown, wide = preset(name), transformer_like(preset(name))
+        grown, wide = preset(name), make_transformer_like(preset(name))
         assert wide.num_hidden_layers == grown.num_hidden_layers
-        assert maps_of(wide) == pytest.approx(maps_of(grown), rel=0.08)
+        assert count_map_parameters(wide) == pytest.approx(count_map_parameters(grown), rel=0.08)
         assert not wide.mechanisms
     found = computed("tokenformer/figure-5")
     shown = rows(found)
@@ -102,7 +102,7 @@ def test_speeds_of_figure_2_are_those_of_the_flow():
         speeds.append(total / 41**2)
         assert float(cells[1]) == pytest.approx(speeds[-1], abs=1e-4)
     assert (found.claims[1].verdict == "replicates") == (speeds == sorted(speeds, reverse=True))
-    assert all(float(share) / 100 > 0.99 for share in re.findall(r"(\d+)%", found.claims[0].found))
+    assert all(float(share) / 100 > 0.99 for share in re.findall(r"(\d+)%", found.claims[0].evidence))
 
 
 @pytest.mark.slow

@@ -186,7 +186,7 @@ def number(value: float, digits: int) -> str:
 def evidence(one: Judged | Fact) -> str:
     """The number that a claim was judged by, in words."""
     if isinstance(one, Fact):
-        return one.found
+        return one.evidence
     if one.estimate is None and one.interval is None:
         return one.why
     why = one.why
