@@ -154,32 +154,38 @@ def _comparison(runs: Sequence[tuple[RunRecord, Path]], tuning: list[RunRecord])
             f"{wrong}, so no table can be made of both; report their folders one by one, or remove one."
         )
     records = [record for record, _ in runs]
-    first = next(filter(_is_finished, records)).experiment
-    assert first is not None
+    experiment = next(filter(_is_finished, records)).experiment
+    assert experiment is not None
     ended = [record for record in records if _is_finished(record) or record.status == "diverged"]
-    counted = decisive(ended, first.baseline)
+    decided = decisive(ended, experiment.baseline)
     measured = {_key(record) for record in ended}
-    means = {one.arm: one.mean for one in summarize(counted, first.baseline)}
-    sign = 1 if counted[0].lower_is_better else -1
-
-    def place(record: RunRecord) -> tuple[bool, bool, float, str, int]:
-        mean = means[arm_of(record)]
-        return arm_of(record) != first.baseline, mean is None, -sign * (mean or 0.0), arm_of(record), record.seed
-
     return Comparison(
-        name=first.name,
-        title=first.title or first.name,
-        baseline=first.baseline,
-        threshold=first.threshold,
-        budgets=first.budget_arms,
-        size=first.size,
-        records=sorted(counted, key=place),
+        name=experiment.name,
+        title=experiment.title or experiment.name,
+        baseline=experiment.baseline,
+        threshold=experiment.threshold,
+        budgets=experiment.budget_arms,
+        size=experiment.size,
+        records=_sort_records(decided, experiment.baseline),
         tuning=tuning,
         failed=[record for record in records if record.status == "failed"],
         unfinished=[r for r in records if r.status != "failed" and _key(r) not in measured],
         folders={_key(record): folder for record, folder in runs if _is_finished(record)},
-        beyond=len(ended) - len(counted),
+        beyond=len(ended) - len(decided),
     )
+
+
+def _sort_records(records: Sequence[RunRecord], baseline: str) -> list[RunRecord]:
+    """The baseline's first, then the other arms', the best last, except for those without a mean."""
+    means = {summary.arm: summary.mean for summary in summarize(records, baseline)}
+    sign = 1 if records[0].lower_is_better else -1
+
+    def rank(record: RunRecord) -> tuple[bool, bool, float, str, int]:
+        arm = arm_of(record)
+        mean = means[arm]
+        return arm != baseline, mean is None, -sign * (mean or 0.0), arm, record.seed
+
+    return sorted(records, key=rank)
 
 
 def _key(record: RunRecord) -> tuple[str, int]:

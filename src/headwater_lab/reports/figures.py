@@ -9,7 +9,7 @@ from __future__ import annotations
 import html
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ import plotly.graph_objects as go
 from headwater_lab.comparison.scaling import Law, Scaling, evaluate_law
 from headwater_lab.comparison.statistics import finished_runs
 from headwater_lab.reports.comparison import Comparison, differ_in_cost, unit
-from headwater_lab.reports.curves import Curve, arm_curves, y_limits
+from headwater_lab.reports.curves import Curve, Curves, arm_curves, y_limits
 from headwater_lab.reports.styles import Style, styles
 from headwater_lab.reports.words import between, verdict
 
@@ -77,28 +77,23 @@ def curves_drawing(comparison: Comparison, name: str) -> Drawing:
     """Held-out metric and training loss over training."""
     curves = arm_curves(comparison)
     look = styles(comparison.arms, comparison.baseline)
-    means = {what: [mean for _, mean in curves.of(what).values()] for what in ("held_out", "training")}
-    whats = [what for what in means if any(len(mean.steps) > 1 for mean in means[what])] or ["held_out"]
+    kinds = [kind for kind in ("held_out", "training") if _has_curve(curves, kind)] or ["held_out"]
     figure = _figure()
-    for what in whats:
-        for place, (arm, (runs, mean)) in enumerate(curves.of(what).items()):
-            meta = {"arm": place, "what": what, "ink": look[arm].baseline, "unit": comparison.trained_on}
-            figure.add_trace(_band(thinned(mean), look[arm], meta | {"view": "mean"}))
-            for run in runs:
-                figure.add_trace(_line(thinned(run), arm, look[arm], meta | {"view": "seed"}))
-            figure.add_trace(_line(thinned(mean), arm, look[arm], meta | {"view": "mean"}))
-    first = "training" if "training" in whats and not (curves.dense and "held_out" in whats) else "held_out"
+    for kind in kinds:
+        for trace in _curve_traces(comparison, curves, kind, look):
+            figure.add_trace(trace)
+    selected = "training" if "training" in kinds and not (curves.dense and "held_out" in kinds) else "held_out"
     switches = [
         Switch("what", "curve", {"held_out": "held-out", "training": "training loss"}),
         Switch("view", "lines", {"mean": "mean", "seed": "seeds", "both": "both"}),
         Switch("x", "x", {"tokens": comparison.trained_on, "flops": "FLOPs"}),
         *AXES,
     ]
-    needed = {"what": len(whats) > 1, "x": differ_in_cost(comparison.records)}
+    needed = {"what": len(kinds) > 1, "x": differ_in_cost(comparison.records)}
     return Drawing(
         name,
-        f"Curves of {comparison.heading}: {curves.label(first)} over training {comparison.trained_on}, one line for "
-        f"each arm: {'; '.join(_course(arm, mean) for arm, (_, mean) in curves.of(first).items())}.",
+        f"Curves of {comparison.heading}: {curves.label(selected)} over training {comparison.trained_on}, one line for "
+        f"each arm: {'; '.join(_course(arm, mean) for arm, (_, mean) in curves.of(selected).items())}.",
         "Mean: over the points that all seeds of an arm have; the band, shown for up to four arms, is the range of "
         f"its seeds. {comparison.trained_on.capitalize()} and FLOPs include those of the model that a run started "
         f"from. Long curves are drawn with {POINTS} points.",
@@ -106,13 +101,27 @@ def curves_drawing(comparison: Comparison, name: str) -> Drawing:
         430,
         [switch for switch in switches if needed.get(switch.sets, True)],
         look,
-        {"what": first, "view": "mean", "x": "tokens", "xtype": "linear", "ytype": "linear"},
+        {"what": selected, "view": "mean", "x": "tokens", "xtype": "linear", "ytype": "linear"},
         {
             "x": {"tokens": f"training {comparison.trained_on}", "flops": "training FLOPs"},
-            "what": {what: curves.label(what) for what in whats},
+            "what": {kind: curves.label(kind) for kind in kinds},
         },
-        {what: y_limits(comparison, curves, what) for what in whats},
+        {kind: y_limits(comparison, curves, kind) for kind in kinds},
     )
+
+
+def _has_curve(curves: Curves, kind: str) -> bool:
+    return any(len(mean.steps) > 1 for _, mean in curves.of(kind).values())
+
+
+def _curve_traces(comparison: Comparison, curves: Curves, kind: str, look: Mapping[str, Style]) -> Iterator[go.Scatter]:
+    """By arm: the band of its seeds, the seeds, their mean."""
+    for index, (arm, (runs, mean)) in enumerate(curves.of(kind).items()):
+        meta = {"arm": index, "what": kind, "ink": look[arm].baseline, "unit": comparison.trained_on}
+        yield _band(thinned(mean), look[arm], meta | {"view": "mean"})
+        for run in runs:
+            yield _line(thinned(run), arm, look[arm], meta | {"view": "seed"})
+        yield _line(thinned(mean), arm, look[arm], meta | {"view": "mean"})
 
 
 def _course(arm: str, mean: Curve) -> str:

@@ -7,7 +7,7 @@ import re
 import zlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -198,25 +198,17 @@ def results_table(comparison: Comparison) -> PageTable:
 def rates_table(sizes: Sequence[Comparison]) -> tuple[PageTable, list[str]]:
     """The learning rates tried, with a note if a chosen one is at the edge and may not be the best."""
     first = sizes[0]
-    scores: dict[str, dict[float, list[RunRecord]]] = {}
+    trials: dict[str, dict[float, list[RunRecord]]] = {}
     for record in first.tuning:
         rate = float(record.recipe["training"]["learning_rate"])
-        scores.setdefault(arm_of(record), {}).setdefault(rate, []).append(record)
-    rates = sorted({rate for tried in scores.values() for rate in tried})
-    chosen = {s.arm: s.learning_rate for one in sizes for s in one.summaries}
-    rows: list[list[PageCell]] = []
-    edges = []
-    for arm in sorted(scores, key=lambda arm: first.arms.index(arm) if arm in first.arms else len(first.arms)):
-        row: list[PageCell] = [arm]
-        for rate in rates:
-            text = _tried(scores[arm].get(rate, []))
-            row.append((f"{text} chosen", "better") if rate == chosen.get(arm) else text)
-        rows.append(row)
-        tried = sorted(scores[arm])
-        rate = chosen.get(arm) or 0.0
-        if len(tried) > 1 and rate in (tried[0], tried[-1]):
-            edge, other = ("smallest", "smaller") if rate == tried[0] else ("largest", "larger")
-            edges.append(f"{arm}: {rate:g} is the {edge} rate tried; a {other} one may be better.")
+        trials.setdefault(arm_of(record), {}).setdefault(rate, []).append(record)
+    rates = sorted({rate for by_rate in trials.values() for rate in by_rate})
+    chosen = {summary.arm: summary.learning_rate for comparison in sizes for summary in comparison.summaries}
+    arms = sorted(trials, key=lambda arm: first.arms.index(arm) if arm in first.arms else len(first.arms))
+    rows: list[list[PageCell]] = [
+        [arm, *(_rate_cell(trials[arm].get(rate, []), rate == chosen.get(arm)) for rate in rates)] for arm in arms
+    ]
+    edges = [note for arm in arms if (note := _edge_note(arm, sorted(trials[arm]), chosen.get(arm)))]
     seeds = sorted({record.seed for record in first.tuning})
     caption = (
         f"Mean held-out {first.unit} of every arm at every learning rate, over seed{'s' if len(seeds) > 1 else ''} "
@@ -226,11 +218,19 @@ def rates_table(sizes: Sequence[Comparison]) -> tuple[PageTable, list[str]]:
     return PageTable(caption, ["", *(f"{rate:g}" for rate in rates)], rows), edges
 
 
-def _tried(records: Sequence[RunRecord]) -> str:
+def _edge_note(arm: str, rates: list[float], chosen: float | None) -> str:
+    if len(rates) < 2 or chosen not in (rates[0], rates[-1]):
+        return ""
+    edge, beyond = ("smallest", "smaller") if chosen == rates[0] else ("largest", "larger")
+    return f"{arm}: {chosen:g} is the {edge} rate tried; a {beyond} one may be better."
+
+
+def _rate_cell(records: Sequence[RunRecord], chosen: bool) -> PageCell:
     results = [record.result for record in records if record.status == "finished" and record.result is not None]
     diverged = sum(record.status == "diverged" for record in records)
     mean = f"{sum(results) / len(results):.3f}" if results else ""
-    return ", ".join(filter(None, (mean, f"diverged {diverged} of {len(records)}" if diverged else "")))
+    text = ", ".join(filter(None, (mean, f"diverged {diverged} of {len(records)}" if diverged else "")))
+    return (f"{text} chosen", "better") if chosen else text
 
 
 def prices_part(comparison: Comparison, name: str, title: str) -> Section | None:
@@ -273,33 +273,44 @@ def _estimate(one: Estimate) -> str:
 
 def commands_part(sizes: Sequence[Comparison], name: str) -> Section:
     """The baseline's recipe, and the command that trains it."""
-    first = sizes[0]
-    record = (first.runs(first.baseline) or first.records)[0]
-    file = f"{_id(first.name)}.yaml"
-    says = (
+    record = _baseline_record(sizes[0])
+    file = f"{_id(sizes[0].name)}.yaml"
+    text = (
         f"The recipe of {arm_of(record)}, seed {record.seed}, as recorded; the changes of the other arms follow. "
         f"`headwater train {file}` trains it."
     )
     recipe = yaml.safe_dump(record.recipe, sort_keys=False, allow_unicode=True)
-    return Section(name, "Recipe", [says], code=(file, recipe))
+    return Section(name, "Recipe", [text], code=(file, recipe))
+
+
+def _baseline_record(comparison: Comparison) -> RunRecord:
+    return (comparison.runs(comparison.baseline) or comparison.records)[0]
 
 
 def changes_part(sizes: Sequence[Comparison], name: str) -> Section:
     """The changes of each arm and each size."""
-    tables = []
-    for one in sizes:
-        rows = [[arm, key, before, now] for arm, changed in differences(one).items() for key, before, now in changed]
-        caption = f"Changes of each arm to {one.baseline}" + (f", {one.size}" if one.size else "")
-        if rows:
-            tables.append(PageTable(f"{caption}.", ["", "field", one.baseline, "here"], rows, text=True))
+    tables = [table for comparison in sizes if (table := _arm_changes(comparison)).rows]
     if len(sizes) > 1:
-        firsts = [(one.runs(one.baseline) or one.records)[0] for one in sizes]
-        settings = [flat({k: v for k, v in first.recipe.items() if k != "name"}) for first in firsts]
-        keys = [key for key in dict.fromkeys(k for s in settings for k in s) if len({s.get(key) for s in settings}) > 1]
-        sized: list[list[PageCell]] = [[key, *(s.get(key, "–") for s in settings)] for key in keys if key != "seed"]
-        names = ["field", *(str(one.size) for one in sizes)]
-        tables.append(PageTable("Changes of each size.", names, sized, text=True))
+        tables.append(_size_changes(sizes))
     return Section(name, "Changes", () if tables else ["The arms do not differ in their settings."], tables=tables)
+
+
+def _arm_changes(comparison: Comparison) -> PageTable:
+    base = comparison.baseline
+    rows = [[arm, *change] for arm, changes in differences(comparison).items() for change in changes]
+    caption = f"Changes of each arm to {base}" + (f", {comparison.size}" if comparison.size else "")
+    return PageTable(f"{caption}.", ["", "field", base, "here"], rows, text=True)
+
+
+def _size_changes(sizes: Sequence[Comparison]) -> PageTable:
+    settings = [flat(_baseline_record(comparison).recipe) for comparison in sizes]
+    rows: list[list[PageCell]] = []
+    for key in dict.fromkeys(chain.from_iterable(settings)):
+        values = [of.get(key, "–") for of in settings]
+        if len(set(values)) > 1 and key not in ("name", "seed"):
+            rows.append([key, *values])
+    columns = ["field", *(str(comparison.size) for comparison in sizes)]
+    return PageTable("Changes of each size.", columns, rows, text=True)
 
 
 def data_table(comparison: Comparison) -> PageTable:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -229,71 +229,100 @@ def answer(comparison: Comparison) -> str:
 
     Whether that arm also beats the others follows from tests of all pairs (Holm).
     """
-    if comparison.changed_data:
-        return comparison.changed_data
-    base, seeds = comparison.baseline, len(comparison.seeds)
-    judged = [(s, s.verdict(comparison.lower_is_better)) for s in comparison.summaries if s.paired is not None]
-    if not judged:
-        alone = not any(arm != base for arm in comparison.arms)
-        what = "there is no other arm" if alone else "no other arm shares a seed with it"
-        return f"Nothing can be compared with {base}: {what}."
-    by_verdict: dict[str, list[Summary]] = {}
-    for summary, said in judged:
-        by_verdict.setdefault(said, []).append(summary)
-    # The arm whose difference is the largest, by verdict.
-    extreme = {said: max(arms, key=lambda s: abs(s.difference or 0.0)) for said, arms in by_verdict.items()}
-    left = [s.arm for s in by_verdict.get("inconclusive", [])]
-    undecided = f"; {listed(left)} {'is' if len(left) == 1 else 'are'} inconclusive" if left else ""
-    if best := extreme.get("better"):
-        if comparison.plan is not None:  # their seeds stopped at different times, and were not compared on the way
-            rest = _others(by_verdict, best)
-        else:
-            rivals = [s.arm for s, said in judged if said in ("better", "inconclusive") and s is not best]
-            rest = _among(best, rivals, comparison)
-        return f"{best.arm} is better than {base} by {_size(best, comparison)}{rest}."
-    if worst := extreme.get("worse"):
-        rest = undecided if comparison.plan is None else _others(by_verdict, worst)
-        return f"No arm was found better than {base}; {worst.arm} is worse by {_size(worst, comparison)}{rest}."
-    if comparison.plan is not None and (alike := by_verdict.get("equivalent")):
-        names, margin = listed([s.arm for s in alike]), f"{comparison.plan.margin:g} {comparison.unit}"
-        return f"{names} and {base} are equivalent: they differ by less than {margin}{undecided}."
-    if widest := extreme.get("inconclusive"):
+    return comparison.changed_data or _Answer(comparison).sentence()
+
+
+class _Answer:
+    """The arms that were compared with the baseline, by verdict, and the sentence about them."""
+
+    def __init__(self, comparison: Comparison) -> None:
+        self.comparison, self.base = comparison, comparison.baseline
+        self.judged = [
+            (summary, summary.verdict(comparison.lower_is_better))
+            for summary in comparison.summaries
+            if summary.paired is not None
+        ]
+        self.by_verdict: dict[str, list[Summary]] = {}
+        for summary, verdict in self.judged:
+            self.by_verdict.setdefault(verdict, []).append(summary)
+
+    def sentence(self) -> str:
+        sentences = {
+            "better": self._say_better,
+            "worse": self._say_worse,
+            "equivalent": self._say_equivalent,
+            "inconclusive": self._say_inconclusive,
+        }
+        for verdict, say in sentences.items():
+            if arms := self.by_verdict.get(verdict):
+                return say(max(arms, key=lambda summary: abs(summary.difference or 0.0)))
+        if "identical" in self.by_verdict:
+            return f"No arm differs from {self.base} in any digit."
+        if self.judged:
+            return f"Nothing can be compared with {self.base}: runs of every other arm diverged."
+        alone = all(arm == self.base for arm in self.comparison.arms)
+        reason = "there is no other arm" if alone else "no other arm shares a seed with it"
+        return f"Nothing can be compared with {self.base}: {reason}."
+
+    def _say_better(self, best: Summary) -> str:
+        if self.comparison.plan is None:
+            rivals = [
+                summary.arm
+                for summary, verdict in self.judged
+                if verdict in ("better", "inconclusive") and summary is not best
+            ]
+            others = self._say_rivals(best, rivals)
+        else:  # their seeds stopped at different times, and were not compared on the way
+            others = self._list_verdicts(best)
+        return f"{best.arm} is better than {self.base} by {_write_effect(best, self.comparison)}{others}."
+
+    def _say_worse(self, worst: Summary) -> str:
+        others = self._say_undecided() if self.comparison.plan is None else self._list_verdicts(worst)
+        effect = _write_effect(worst, self.comparison)
+        return f"No arm was found better than {self.base}; {worst.arm} is worse by {effect}{others}."
+
+    def _say_equivalent(self, widest: Summary) -> str:
+        assert widest.paired is not None
+        names = listed([summary.arm for summary in self.by_verdict["equivalent"]])
+        margin = f"{widest.paired.margin:g} {self.comparison.unit}"
+        return f"{names} and {self.base} are equivalent: they differ by less than {margin}{self._say_undecided()}."
+
+    def _say_inconclusive(self, widest: Summary) -> str:
         return (
-            f"The comparison with {base} is inconclusive after {counted(seeds)}: the largest difference is that of "
-            f"{widest.arm}, {difference(widest)} {comparison.unit}."
+            f"The comparison with {self.base} is inconclusive after {counted(len(self.comparison.seeds))}: the largest "
+            f"difference is that of {widest.arm}, {difference(widest)} {self.comparison.unit}."
         )
-    if "identical" in by_verdict:
-        return f"No arm differs from {base} in any digit."
-    return f"Nothing can be compared with {base}: runs of every other arm diverged."
 
+    def _say_undecided(self) -> str:
+        arms = [summary.arm for summary in self.by_verdict.get("inconclusive", [])]
+        return f"; {listed(arms)} {'is' if len(arms) == 1 else 'are'} inconclusive" if arms else ""
 
-def _others(by_verdict: Mapping[str, list[Summary]], but: Summary) -> str:
-    """The verdicts on the other arms of a comparison that was run until decided."""
-    words = {"better": "better too", "worse": "worse", "equivalent": "equivalent", "inconclusive": "inconclusive"}
-    arms = {what: [s.arm for s in by_verdict.get(what, []) if s is not but] for what in words}
-    return "".join(f"; {words[what]}: {listed(names)}" for what, names in arms.items() if names)
+    def _list_verdicts(self, but: Summary) -> str:
+        """The verdicts on the other arms of a comparison that was run until decided."""
+        labels = {"better": "better too", "worse": "worse", "equivalent": "equivalent", "inconclusive": "inconclusive"}
+        arms = {verdict: [s.arm for s in self.by_verdict.get(verdict, []) if s is not but] for verdict in labels}
+        return "".join(f"; {labels[verdict]}: {listed(names)}" for verdict, names in arms.items() if names)
 
+    def _say_rivals(self, best: Summary, rivals: Sequence[str]) -> str:
+        """Whether the best arm also beats its rivals, those that were not found worse than the baseline."""
+        if not rivals:
+            return ""
+        tests = among(self.comparison.records, [best.arm, *rivals])
 
-def _among(best: Summary, others: Sequence[str], comparison: Comparison) -> str:
-    """Whether the best arm also beats its rivals, those that were not found worse than the baseline."""
-    if not others:
-        return ""
-    tests = among(comparison.records, [best.arm, *others])
+        def loses(paired: Paired | None) -> bool:
+            return paired is not None and paired.found and (paired.mean < 0) == self.comparison.lower_is_better
 
-    def loses(paired: Paired | None) -> bool:
-        return paired is not None and paired.found and (paired.mean < 0) == comparison.lower_is_better
-
-    beaten = [arm for arm in others if loses(tests[best.arm, arm])]
-    left = [arm for arm in others if arm not in beaten]
-    than = f"; it is better than {listed(beaten)} too" if beaten else ""
-    return than + (f"; the comparison with {listed(left)} is inconclusive" if left else "")
+        beaten = [arm for arm in rivals if loses(tests[best.arm, arm])]
+        undecided = [arm for arm in rivals if arm not in beaten]
+        than = f"; it is better than {listed(beaten)} too" if beaten else ""
+        return than + (f"; the comparison with {listed(undecided)} is inconclusive" if undecided else "")
 
 
 def listed(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def _size(summary: Summary, comparison: Comparison) -> str:
+def _write_effect(summary: Summary, comparison: Comparison) -> str:
     assert summary.paired is not None
     assert summary.interval is not None
     low, high = sorted(map(abs, summary.interval))
