@@ -21,9 +21,9 @@ from headwater_lab.comparison.statistics import has_diverged, steps_to
 from headwater_lab.comparison.trials import slug
 from headwater_lab.evaluation import evaluate
 from headwater_lab.evaluation.tasks import TaskRequest, parse_tasks
-from headwater_lab.inspection.sample import sample
-from headwater_lab.inspection.scalars import Census, Scalars, census, scalars
-from headwater_lab.inspection.watch import read
+from headwater_lab.inspection.sample import sample_tokens
+from headwater_lab.inspection.scalars import Census, Scalars, collect_scalars, take_census
+from headwater_lab.inspection.watch import read_sample
 from headwater_lab.papers.places import FinishedRun, SizedArm, finished, of_law
 from headwater_lab.papers.table import Measure, Pair, PaperTable, cell_measures
 from headwater_lab.training.checkpoints import load_model, newest_checkpoint
@@ -95,13 +95,15 @@ class Runs:
         if kind in ("census", "scalar"):
             if run.checkpoints not in self._inside:  # a model is read once for all measures
                 model = load_model(newest_checkpoint(run.checkpoints))
-                self._inside[run.checkpoints] = census(model), scalars(model)
+                self._inside[run.checkpoints] = take_census(model), collect_scalars(model)
             counted, learned = self._inside[run.checkpoints]
             return _census(counted, rest, run) if kind == "census" else _scalar(learned, rest, run)
         if kind == "similarity":
             if run.checkpoints not in self._similarity:
                 trained = open_trained(run.checkpoints)
-                self._similarity[run.checkpoints] = read(trained.model, sample(trained, None, ROWS, None)).hidden
+                self._similarity[run.checkpoints] = read_sample(
+                    trained.model, sample_tokens(trained, None, ROWS, None)
+                ).hidden
             first, last = map(int, rest.split("-"))
             return float(np.mean(self._similarity[run.checkpoints][first : last + 1]))
         if measure in FACTS:
