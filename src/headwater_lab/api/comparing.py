@@ -227,7 +227,7 @@ def _select(
     watch: Observer,
 ) -> tuple[Recipe, list[Outcome]]:
     """The comparison of all combinations of the mechanisms, trained, and its failed trials."""
-    arms, refused = search.candidates(recipe, mechanisms)
+    arms, refused = search.find_candidates(recipe, mechanisms)
     for reason in dict.fromkeys(refused.values()):
         labels = [label for label, why in refused.items() if why == reason]
         more = f", and {len(labels) - 1} more" if len(labels) > 1 else ""

@@ -11,6 +11,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -62,27 +63,34 @@ def content_of(value: Any, column: str, where: str, row: int) -> tuple[str, bool
     Raises `HeadwaterError` for anything else.
     """
     value, tools = value if isinstance(value, WithTools) else (value, None)
-    name = column.rpartition(".")[2]
-    if isinstance(value, str) and name in COLUMNS and value.lstrip().startswith("["):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            return value, False
-    if value is None or isinstance(value, str):
-        return None if value is None else (value, False)
-    if isinstance(value, list) and all(isinstance(message, dict) for message in value):
-        try:
-            messages = [_message(message) for message in value]
-        except ValueError as error:
-            raise HeadwaterError(f"Column {column!r} of {where!r}: {error}, in row {row}; correct it.") from None
-        if any(message["content"] is None for message in messages):
-            return None
-        if messages and all(message["role"] != ASSISTANT for message in messages):
-            return None
-        return (as_text(messages, _functions(tools, where, row)) if messages else ""), True
-    raise HeadwaterError(
-        f"Column {column!r} of {where!r} holds {type(value).__name__}, not text, in row {row}; name another column."
-    )
+    if column.rpartition(".")[2] in COLUMNS:
+        value = _parse_list(value)
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return value, False
+    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
+        raise HeadwaterError(
+            f"Column {column!r} of {where!r} holds {type(value).__name__}, not text, in row {row}; name another column."
+        )
+    if not value:
+        return "", True
+    try:
+        messages = [_message(message) for message in value]
+    except ValueError as error:
+        raise HeadwaterError(f"Column {column!r} of {where!r}: {error}, in row {row}; correct it.") from None
+    has_answer = any(message["role"] == ASSISTANT for message in messages)
+    if not has_answer or any(message["content"] is None for message in messages):
+        return None
+    return as_text(messages, _functions(tools, where, row)), True
+
+
+def _parse_list(value: Any) -> Any:
+    """The messages of a text that is a list in JSON; any other value as it is."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        with suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value
 
 
 def as_text(messages: list[ChatMessage], tools: list[Any] | None = None) -> str:
