@@ -8,7 +8,7 @@ N: parameters without embeddings, or training tokens, whichever differ between t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -124,14 +124,8 @@ def fit_scaling(records: Sequence[RunRecord]) -> Scaling | None:
             f"A law needs {LEAST_SIZES} sizes with different {axis}, and these have {distinct}; add one."
         )
     jackknife = _Jackknife(losses)
-    laws = [jackknife.estimate_law(arm) for arm in range(len(losses.arms))]
-    equals = [
-        jackknife.estimate_equal(arm, size)
-        for arm in range(len(losses.arms))
-        if arm != losses.base
-        for size in range(len(sizes))
-    ]
-    return Scaling(axis, metric, baseline, jackknife.fitted.points(), laws, equals, runs[0].unit)
+    points = jackknife.fitted.points()
+    return Scaling(axis, metric, baseline, points, jackknife.laws(), jackknife.equals(), runs[0].unit)
 
 
 @dataclass(frozen=True)
@@ -158,20 +152,24 @@ class _Losses:
             loss = run.held_out[-1].metrics[metric]
             if _size(run) in sizes and math.isfinite(loss):
                 points.setdefault(arm_of(run), {})[_size(run), run.seed] = _n(run, axis), loss
-        points = {arm: cells for arm, cells in points.items() if len({size for size, _ in cells}) == len(sizes)}
-        tried = {seed for cells in points.values() for _, seed in cells}
-        seeds = sorted(x for x in tried if all((size, x) in cells for cells in points.values() for size in sizes))
-        if baseline not in points or not seeds:
+        arms = [arm for arm, by_trial in points.items() if {size for size, _ in by_trial} == set(sizes)]
+        seeds = _shared_seeds([points[arm] for arm in arms], sizes)
+        if baseline not in arms or not seeds:
             return None
-        cells = [[[points[arm][size, seed] for seed in seeds] for size in sizes] for arm in points]
+        cells = [[[points[arm][size, seed] for seed in seeds] for size in sizes] for arm in arms]
         n, losses = np.moveaxis(np.array(cells), -1, 0)
-        arms = list(points)
         base = arms.index(baseline)
         return cls(arms, sizes, base, n, n if axis == "parameters" else np.broadcast_to(n[base], n.shape), losses)
 
     def without_seed(self, index: int) -> _Losses:
         n, over, losses = (np.delete(values, index, 2) for values in (self.n, self.over, self.losses))
         return replace(self, n=n, over=over, losses=losses)
+
+
+def _shared_seeds(trials: Sequence[Collection[tuple[str, int]]], sizes: Sequence[str]) -> list[int]:
+    """The seeds that all arms have at all sizes. trials: of each arm, (size, seed)."""
+    seeds = {seed for of_arm in trials for _, seed in of_arm}
+    return sorted(seed for seed in seeds if all((size, seed) in of_arm for of_arm in trials for size in sizes))
 
 
 class _FittedLaws:
@@ -198,7 +196,15 @@ class _Jackknife:
         self.data, self.fitted = losses, _FittedLaws(losses)
         self.refitted = [_FittedLaws(losses.without_seed(seed)) for seed in range(seeds if seeds > 1 else 0)]
 
-    def estimate_law(self, arm: int) -> Law:
+    def laws(self) -> list[Law]:
+        return [self._estimate_law(arm) for arm in range(len(self.data.arms))]
+
+    def equals(self) -> list[Equal]:
+        """By arm, the baseline aside, and size."""
+        arms = [arm for arm in range(len(self.data.arms)) if arm != self.data.base]
+        return [self._estimate_equal(arm, size) for arm in arms for size in range(len(self.data.sizes))]
+
+    def _estimate_law(self, arm: int) -> Law:
         law = self.fitted.laws[arm]
         again = np.array([fitted.laws[arm] for fitted in self.refitted]).reshape(-1, 3)
         e = _estimate(law[0], again[:, 0])
@@ -209,7 +215,7 @@ class _Jackknife:
         residuals = evaluate_law(law, self.fitted.n[arm]) - self.fitted.losses[arm]
         return Law(self.data.arms[arm], e, a, exponent, float(np.sqrt(np.mean(residuals**2))))
 
-    def estimate_equal(self, arm: int, size: int) -> Equal:
+    def _estimate_equal(self, arm: int, size: int) -> Equal:
         again = np.array([fitted.ratios[arm, size] for fitted in self.refitted])
         ratio = _estimate(self.fitted.ratios[arm, size], again, logarithmic=True)
         interval = ratio.interval and (ratio.interval[0] - 1, ratio.interval[1] - 1)

@@ -68,6 +68,11 @@ class EvaluationResult:
             if score.facts and score.facts not in self.tasks:
                 self.tasks.append(score.facts)
 
+    def compare_models(self) -> None:
+        """Fill in the differences of each row."""
+        for row in self.rows:
+            row.differences = _compare_row(row)
+
 
 def evaluate(
     models: Sequence[str],
@@ -101,7 +106,8 @@ def evaluate(
     """
     if not models:
         raise HeadwaterError("Name at least one checkpoint or model to evaluate.")
-    if not (tasks or task_files or text):
+    has_tasks = bool(tasks or task_files)
+    if not (has_tasks or text):
         raise HeadwaterError("Choose what to evaluate on: --tasks, --task-files or --text.")
     check_column_is_read(text_column, text, "--text-column")
     if dtype not in DTYPES:
@@ -112,7 +118,7 @@ def evaluate(
     window, stride = _choose_window(candidates, context, stride)
     contents = [texts.read_text(source, limit, text_column) for source in text]
     on_texts = _TextScorer(contents, measures, window, stride, batch_size, on_windows)
-    on_tasks = Tasks(tasks, task_files, shots) if tasks or task_files else None
+    on_tasks = Tasks(tasks, task_files, shots) if has_tasks else None
 
     settings = {
         "tasks": list(tasks),
@@ -128,9 +134,8 @@ def evaluate(
         "seed": seed,
         "measures": measures,
     }
-    packages = ["torch", "transformers", *(["lm_eval"] if on_tasks is not None else [])]
-    versions = {"headwater": headwater.__version__} | {name: importlib.metadata.version(name) for name in packages}
-    result = EvaluationResult({}, [], [], [_text_facts(content) for content in contents], settings, versions)
+    text_facts = [_text_facts(content) for content in contents]
+    result = EvaluationResult({}, [], [], text_facts, settings, _read_versions(has_tasks))
     for candidate in candidates:
         model = candidate.load(device, dtype)
         facts = result.models[candidate.name] = _model_facts(candidate, model)
@@ -142,9 +147,13 @@ def evaluate(
                 result.add_scores(candidate.name, scores)
             result.add_scores(candidate.name, on_texts.score(candidate, model, facts))
         del model
-    for row in result.rows:
-        row.differences = _compare_row(row)
+    result.compare_models()
     return result
+
+
+def _read_versions(of_tasks: bool) -> dict[str, str]:
+    packages = ["torch", "transformers", *(["lm_eval"] if of_tasks else [])]
+    return {"headwater": headwater.__version__} | {name: importlib.metadata.version(name) for name in packages}
 
 
 def _choose_window(candidates: Sequence[Candidate], context: int | None, stride: int | None) -> tuple[int, int]:

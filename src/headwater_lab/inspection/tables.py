@@ -110,10 +110,13 @@ def scalars_table(inspections: Sequence[Inspection]) -> Table:
         mechanism, symbol, place = key
         rows = {f"layer {i}": [write_numbers(values.get((key, i))) for values in by_layer] for i in depth}
         table.add_section(f"{symbol} ({mechanism}{', ' if place else ''}{place})", rows)
-    census = [{} if model.census is None else asdict(model.census) for model in inspections]
-    rows = {label: [str(counts.get(field, "")) for counts in census] for field, label in CENSUS.items()}
-    table.add_section("key/value heads by the larger weight", rows)
+    table.add_section("key/value heads by the larger weight", _census_rows(inspections))
     return table.table
+
+
+def _census_rows(inspections: Sequence[Inspection]) -> dict[str, list[str]]:
+    census = [{} if model.census is None else asdict(model.census) for model in inspections]
+    return {label: [str(counts.get(field, "")) for counts in census] for field, label in CENSUS.items()}
 
 
 def read_measure(inspection: Inspection, label: str) -> Any:

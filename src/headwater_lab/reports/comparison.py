@@ -129,7 +129,7 @@ def comparisons(folder: Path, only: Collection[str] | None = None) -> list[Compa
         else:
             groups.setdefault((one.name, one.size), []).append((record, path.parent))
     found = [
-        _comparison(runs, tuning.get(name, []))
+        _make_comparison(runs, tuning.get(name, []))
         for (name, _), runs in groups.items()
         if any(_is_finished(record) for record, _ in runs)
     ]
@@ -148,7 +148,11 @@ def _is_finished(record: RunRecord) -> bool:
     return record.status == "finished" and record.result is not None
 
 
-def _comparison(runs: Sequence[tuple[RunRecord, Path]], tuning: list[RunRecord]) -> Comparison:
+def _has_ended(record: RunRecord) -> bool:
+    return _is_finished(record) or record.status == "diverged"
+
+
+def _make_comparison(runs: Sequence[tuple[RunRecord, Path]], tuning: list[RunRecord]) -> Comparison:
     if wrong := mixed(runs):
         raise HeadwaterError(
             f"{wrong}, so no table can be made of both; report their folders one by one, or remove one."
@@ -156,7 +160,7 @@ def _comparison(runs: Sequence[tuple[RunRecord, Path]], tuning: list[RunRecord])
     records = [record for record, _ in runs]
     experiment = next(filter(_is_finished, records)).experiment
     assert experiment is not None
-    ended = [record for record in records if _is_finished(record) or record.status == "diverged"]
+    ended = list(filter(_has_ended, records))
     decided = decisive(ended, experiment.baseline)
     measured = {_key(record) for record in ended}
     return Comparison(
@@ -169,7 +173,7 @@ def _comparison(runs: Sequence[tuple[RunRecord, Path]], tuning: list[RunRecord])
         records=_sort_records(decided, experiment.baseline),
         tuning=tuning,
         failed=[record for record in records if record.status == "failed"],
-        unfinished=[r for r in records if r.status != "failed" and _key(r) not in measured],
+        unfinished=[record for record in records if record.status != "failed" and _key(record) not in measured],
         folders={_key(record): folder for record, folder in runs if _is_finished(record)},
         beyond=len(ended) - len(decided),
     )
