@@ -705,11 +705,11 @@ class TestBrowser:
     def test_pictures_follow_the_theme_and_say_what_they_show(self, browser, tmp_path):
         from matplotlib.figure import Figure
 
-        from headwater_lab.papers.result import _png
+        from headwater_lab.papers.result import _encode_png
 
         figure = Figure()
         figure.subplots().plot([1, 2], [3.5, 0.25], label="arm <b>")
-        pictures = [("A caption", _png(figure))]
+        pictures = [("A caption", _encode_png(figure))]
         target = write_report(tmp_path, head=Head("T", pictures=pictures), only=(), target=tmp_path / "head.html")
         style = "getComputedStyle(document.querySelector('img')).filter"
         for scheme, inverted in (("light", False), ("dark", True)):

@@ -13,7 +13,7 @@ from headwater_lab.comparison import running
 from headwater_lab.comparison.pool import Outcome
 from headwater_lab.comparison.running import compare
 from headwater_lab.comparison.tuning import best_rates, found_rate, tuning_trials
-from headwater_lab.papers.places import SizedArm, finished
+from headwater_lab.papers.places import SizedArm, finished_runs
 from headwater_lab.training.records import read_record
 from headwater_lab.util.endings import Interrupted
 
@@ -54,11 +54,11 @@ def test_the_best_mean_over_the_tuning_seeds_is_the_arms_rate(here, tmp_path):
         assert {one.recipe["training"]["learning_rate"] for one in final} == {max(means, key=lambda rate: means[rate])}
         assert {(one.status, one.experiment.phase) for one in final} == {("finished", "comparison")}
         assert found_rate(made, arm, tmp_path) == final[0].recipe["training"]["learning_rate"]
-        assert finished(SizedArm(made, Path("recipe.yaml"), arm), tmp_path).keys() == {0, 1}
+        assert finished_runs(SizedArm(made, Path("recipe.yaml"), arm), tmp_path).keys() == {0, 1}
         # A rate that was not tried yet may be better: the runs may have to be repeated.
         wider = tiny({"arms": {"base": {}, "shift": SHIFT}} | RATES | {"learning_rates": [1e-5, 1e-2, 2e-2]})
         assert found_rate(wider, arm, tmp_path) is None
-        assert not finished(SizedArm(wider, Path("recipe.yaml"), arm), tmp_path)
+        assert not finished_runs(SizedArm(wider, Path("recipe.yaml"), arm), tmp_path)
     # Again: nothing is trained, what diverged neither.
     here.trained.clear()
     before = changed_times(tmp_path)

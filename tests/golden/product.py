@@ -24,12 +24,12 @@ from headwater_lab.api.comparing import compare as compare_arms
 from headwater_lab.api.training import train as train_recipe
 from headwater_lab.cli import app
 from headwater_lab.data.tokenizer import byte_tokenizer
-from headwater_lab.papers.kept import read as read_kept_runs
+from headwater_lab.papers.kept import read_runs as read_kept_runs
 from headwater_lab.papers.places import RESTORED
-from headwater_lab.papers.result import reproduction as judge_table
-from headwater_lab.papers.table import SCALES, tables
+from headwater_lab.papers.result import reproduce_table as judge_table
+from headwater_lab.papers.table import SCALES, read_tables
 from headwater_lab.papers.table import reads_models as looks_into_models
-from headwater_lab.papers.work import prepare as prepare_table
+from headwater_lab.papers.work import prepare_work as prepare_table
 from headwater_lab.recipe.schema import DATA
 from headwater_lab.recipe.schema import load_recipe as read_recipe_file
 from headwater_lab.recipe.shipped import shipped_recipes
@@ -62,10 +62,10 @@ __all__ = [
     "figures_of",
     "identities",
     "judged_table",
+    "read_tables",
     "run_command",
     "shipped_recipes",
     "stored_comparisons",
-    "tables",
     "train_recipe",
     "without_timings",
     "write_stored_runs",
@@ -160,7 +160,7 @@ def judged_table(name: str, scale: str, folder: Path) -> dict[str, Any] | None:
 
     claims: by their words, (verdict, seeds, estimate, interval); cells: by row and column, (mean, deviation).
     """
-    table = tables()[name]
+    table = read_tables()[name]
     if table.computed or table.scales[scale].nothing or looks_into_models(table):
         return None
     work = prepare_table(name, scale, folder)

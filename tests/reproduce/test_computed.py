@@ -11,8 +11,8 @@ from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.config.presets import preset
 from headwater_lab.papers import theory
 from headwater_lab.papers.computing import CONTEXTS, SERIES, count_map_parameters, make_transformer_like
-from headwater_lab.papers.result import computed, terminal, write
-from headwater_lab.papers.table import tables
+from headwater_lab.papers.result import compute_table, terminal_tables, write_page
+from headwater_lab.papers.table import read_tables
 
 
 def amount(text: str) -> float:
@@ -38,7 +38,7 @@ def test_parameters_are_those_of_a_built_model():
 
 @pytest.mark.slow
 def test_table_3_counts_both_keys_and_values_of_parameter_tokens():
-    found = computed("tokenformer/table-3")
+    found = compute_table("tokenformer/table-3")
     assert [one.verdict for one in found.claims] == ["fails", "replicates", "replicates", "replicates"]
     shown = rows(found)
     for name in SERIES:
@@ -57,7 +57,7 @@ def test_table_3_counts_both_keys_and_values_of_parameter_tokens():
 @pytest.mark.slow
 def test_flops_of_figure_5_are_those_pytorch_counts():
     """One layer is enough, the others are alike; a context of its own, since 1024 takes long."""
-    found = computed("tokenformer/figure-5")
+    found = compute_table("tokenformer/figure-5")
     shown = rows(found)
     grown = preset("tokenformer-354m")
     small = HeadwaterConfig.from_dict(grown.to_dict() | {"num_hidden_layers": 1})
@@ -78,7 +78,7 @@ def test_figure_5_compares_models_as_large():
         assert wide.num_hidden_layers == grown.num_hidden_layers
         assert count_map_parameters(wide) == pytest.approx(count_map_parameters(grown), rel=0.08)
         assert not wide.mechanisms
-    found = computed("tokenformer/figure-5")
+    found = compute_table("tokenformer/figure-5")
     shown = rows(found)
     for name in SERIES:
         of = name.removeprefix("tokenformer-")
@@ -90,14 +90,14 @@ def test_figure_5_compares_models_as_large():
 
 @pytest.mark.slow
 def test_speeds_of_figure_2_are_those_of_the_flow():
-    found = computed("kv-shifting/figure-2")
+    found = compute_table("kv-shifting/figure-2")
     speeds = []
     for length, (name, cells) in zip(theory.LENGTHS, rows(found).items(), strict=True):
         assert name == f"T = {length}"
         axis = torch.linspace(0, 1, 41, dtype=torch.float64)
         total = 0.0
         for beta in axis:  # a row of starts at a time
-            _, u, v = theory.flow(axis, beta.expand(41), length)
+            _, u, v = theory.gradient_flow(axis, beta.expand(41), length)
             total += float((u**2 + v**2).sqrt().sum())
         speeds.append(total / 41**2)
         assert float(cells[1]) == pytest.approx(speeds[-1], abs=1e-4)
@@ -107,16 +107,16 @@ def test_speeds_of_figure_2_are_those_of_the_flow():
 
 @pytest.mark.slow
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("name", sorted(name for name, one in tables().items() if one.computed))
+@pytest.mark.parametrize("name", sorted(name for name, one in read_tables().items() if one.computed))
 def test_pages_of_computed_tables(name, tmp_path, run):
-    found = computed(name)
-    page = write(found, tmp_path / "page").read_text()
+    found = compute_table(name)
+    page = write_page(found, tmp_path / "page").read_text()
     said = json.loads((tmp_path / "page" / "result.json").read_text())
     assert [one["verdict"] for one in said["claims"]] == [one.verdict for one in found.claims]
     assert found.answer in page
     assert ("data:image/png" in page) == (found.figure is not None)
     assert "so exact" in page
-    assert len(terminal(found)) == 5 + len(found.table.notes)
+    assert len(terminal_tables(found)) == 5 + len(found.table.notes)
     code, out, _ = run("reproduce", name, "--out", tmp_path)
     assert code == 0
     assert found.answer in out

@@ -17,14 +17,14 @@ from headwater_lab.api.comparing import tell_failures, watched_trials
 from headwater_lab.api.observer import SILENT, Observer
 from headwater_lab.comparison.pool import Outcome
 from headwater_lab.comparison.trials import slug
-from headwater_lab.papers.kept import keep as keep_runs
-from headwater_lab.papers.kept import restore
-from headwater_lab.papers.price import price
-from headwater_lab.papers.result import Reproduction, computed, reproduction, texts, write
-from headwater_lab.papers.table import SCALES, PaperTable, tables
-from headwater_lab.papers.table import table as table_of
-from headwater_lab.papers.training import train
-from headwater_lab.papers.work import Work, prepare
+from headwater_lab.papers.kept import keep_runs as keep_runs
+from headwater_lab.papers.kept import restore_runs
+from headwater_lab.papers.price import estimate_price
+from headwater_lab.papers.result import Reproduction, compute_table, lay_out_cells, reproduce_table, write_page
+from headwater_lab.papers.table import SCALES, PaperTable, read_tables
+from headwater_lab.papers.table import find_table as table_of
+from headwater_lab.papers.training import train_table
+from headwater_lab.papers.work import Work, prepare_work
 from headwater_lab.training.run_folder import OnEvent
 from headwater_lab.util.terminal import Table, counted, lined
 
@@ -44,7 +44,7 @@ class Reproduced(Result):
 
     def table(self) -> list[dict[str, Any]]:
         """A row for each of the paper's rows: its label, and for each column the paper's figure and ours, as text."""
-        names, rows = texts(self.result)
+        names, rows = lay_out_cells(self.result)
         return [dict(zip(names, row, strict=True)) for row in rows]
 
     def claims(self) -> list[tuple[str, str]]:
@@ -53,7 +53,7 @@ class Reproduced(Result):
 
     def report(self) -> Path:
         """Write the table's page, and return its path."""
-        return write(self.result, self.folder)
+        return write_page(self.result, self.folder)
 
 
 @quiet()
@@ -86,25 +86,25 @@ def reproduce(
             raise HeadwaterError(
                 f"{table} is computed without training, so {overrides[0]!r} has no effect; leave it out."
             )
-        return Reproduced(computed(table), folder / slug(table))
+        return Reproduced(compute_table(table), folder / slug(table))
     extras.check("compare")
-    work = prepare(table, scale, folder, overrides)
+    work = prepare_work(table, scale, folder, overrides)
     work.check_tasks(files)
     kept = None if keep is None else local(keep, "keep")
     if kept is not None:
-        restore(kept, work, watch.tell)
+        restore_runs(kept, work, watch.tell)
     if watch.listens:
         watch.tell(_cost(work))
     if work.cannot_show:
         watch.tell("Models of this size cannot show what the table claims, so there will be no verdict.")
     try:
         trials = partial(watched_trials, watch=watch)
-        failed = tell_failures(train(work, workers, trials, partial(_watched_steps, watch)), watch)
+        failed = tell_failures(train_table(work, workers, trials, partial(_watched_steps, watch)), watch)
     finally:  # also of what was interrupted
         if kept is not None:
             keep_runs(kept, work, watch.tell)
     unfinished = _unfinished(work, failed, watch)
-    return Reproduced(reproduction(work, files, device), work.folder, failed, unfinished)
+    return Reproduced(reproduce_table(work, files, device), work.folder, failed, unfinished)
 
 
 def _watched_steps(watch: Observer, name: str, steps: int) -> OnEvent:
@@ -132,7 +132,7 @@ def _cost(work: Work) -> str:
     runs = sum(len(arm.seeds) for arm in work.trained)
     if not missing:
         return f"all {runs} runs are finished"
-    cost = price(work.trained, work.scale)
+    cost = estimate_price(work.trained, work.scale)
     finished = f", {runs - len(missing)} of them finished" if len(missing) < runs else ""
     hours = f"about {duration(cost.hours)} of {cost.device}"
     return f"{counted(runs, 'run')}{finished}; {cost.flops:.2g} FLOPs in total, {hours}"
@@ -140,7 +140,7 @@ def _cost(work: Work) -> str:
 
 def chosen_tables(papers: Sequence[str]) -> dict[str, PaperTable]:
     """All tables, or those of `papers`, each a paper or a table."""
-    known = tables()
+    known = read_tables()
     of = sorted({name.partition("/")[0] for name in known})
     for paper in papers:
         if paper not in of and paper not in known:
@@ -165,9 +165,9 @@ def list_tables(papers: Sequence[str], folder: Path) -> Table:
             if at.nothing:
                 cells.append("nothing")
                 continue
-            work = prepare(name, scale, folder)
+            work = prepare_work(name, scale, folder)
             runs = sum(len(place.seeds) for place in work.trained)
-            time = duration(price(work.trained, scale).hours)
+            time = duration(estimate_price(work.trained, scale).hours)
             note = "; cannot show it" if at.cannot_show else ""
             cells.append(f"{time}, {runs - len(work.missing())}/{runs}{note}")
         listing.add_row(name, table.title, *cells)

@@ -57,7 +57,7 @@ def reproduce(
         _judge(records, names, scale)
         return
     from headwater_lab.papers.table import SCALES
-    from headwater_lab.papers.table import table as paper_table
+    from headwater_lab.papers.table import find_table as paper_table
 
     if len(names) != 1:
         raise HeadwaterError("Name one table, such as kv-shifting/figure-1a; `headwater reproduce --list` lists all.")
@@ -80,7 +80,7 @@ def reproduce(
     if keep is not None:
         check_writable(keep)
     from headwater_lab.api.reproducing import reproduce as train_table
-    from headwater_lab.papers.result import terminal
+    from headwater_lab.papers.result import terminal_tables
 
     with ProgressReport() as report:
         result = train_table(
@@ -94,7 +94,7 @@ def reproduce(
             keep=keep,
             watch=report,
         )
-    for part in terminal(result.result):
+    for part in terminal_tables(result.result):
         stdout.print(part)
     say(f"report: {result.report()}")
     if result.unfinished:
@@ -107,16 +107,16 @@ def _judge(records: Path, names: Sequence[str], scale: ScaleOption) -> None:
     from tempfile import TemporaryDirectory
 
     from headwater_lab.api.reproducing import chosen_tables
-    from headwater_lab.papers.kept import recorded
-    from headwater_lab.papers.result import terminal
+    from headwater_lab.papers.kept import reproduce_recorded
+    from headwater_lab.papers.result import terminal_tables
 
     extras.check("compare")
     reproduction = None
     with TemporaryDirectory() as folder:
-        for number, reproduction in enumerate(recorded(chosen_tables(names), scale, records, Path(folder))):
+        for number, reproduction in enumerate(reproduce_recorded(chosen_tables(names), scale, records, Path(folder))):
             if number:
                 stdout.print()
-            for part in terminal(reproduction):
+            for part in terminal_tables(reproduction):
                 stdout.print(part)
     if reproduction is None:
         raise HeadwaterError(f"{str(records)!r} has no run of these tables at {scale} scale with their settings.")

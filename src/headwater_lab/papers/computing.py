@@ -93,14 +93,14 @@ def compute_tokenformer_costs() -> Computed:
         built = count_map_parameters(config)
         flops = cost.forward_flops(config, CONTEXT, causal=False)
         formula = 2 * complete + 4 * config.num_hidden_layers * config.hidden_size * CONTEXT
-        counted = flops["maps"] + flops["attention"]
-        rows.append([name, f"{printed:,}", f"{complete:,}", f"{built:,}", si(float(formula)), si(counted),
+        flops_per_token = flops["maps"] + flops["attention"]
+        rows.append([name, f"{printed:,}", f"{complete:,}", f"{built:,}", si(float(formula)), si(flops_per_token),
                      si(flops["attention"])])  # fmt: skip
-        ratios.append((built / printed, built / complete, counted / formula))
+        ratios.append((built / printed, built / complete, flops_per_token / formula))
         interaction.append(flops["attention"])
     of_printed, of_complete, of_flops = np.array(ratios).T
     printed_error, complete_error, flops_error = (
-        float(np.abs(of - 1).max()) for of in (of_printed[1:], of_complete, of_flops)
+        float(np.abs(row_ratios - 1).max()) for row_ratios in (of_printed[1:], of_complete, of_flops)
     )
     return Computed(
         ["", "N as printed", "N with K_P and V_P", "as built", "2·N + 4·L·D·T per token", "as counted", "token-token"],
@@ -184,7 +184,7 @@ def compute_kv_shifting_dynamics() -> Computed:
     for length in theory.LENGTHS:
         axis = torch.linspace(0, 1, 41, dtype=torch.float64)
         beta1, alpha1 = torch.meshgrid(axis, axis, indexing="ij")
-        loss, u, v = theory.flow(alpha1, beta1, length)
+        loss, u, v = theory.gradient_flow(alpha1, beta1, length)
         speeds.append(float(torch.hypot(u, v).mean()))
         back, end = _follow_flow(alpha1, beta1, length)
         returned.append(back)
@@ -217,7 +217,7 @@ def compute_kv_shifting_dynamics() -> Computed:
 
 def check_kv_shifting_theorems() -> Computed:
     """The theorems' checks, by headwater's own attention and mechanism."""
-    rows, claims = theory.checks()
+    rows, claims = theory.check_theorems()
     return Computed(["", "result"], rows, [_judge(*claim) for claim in claims])
 
 
@@ -228,7 +228,7 @@ def _follow_flow(alpha1: torch.Tensor, beta1: torch.Tensor, length: int, step: f
     """
     back = torch.zeros_like(alpha1, dtype=torch.bool)
     for _ in range(round(6 / step)):
-        _, u, v = theory.flow(alpha1, beta1, length)
+        _, u, v = theory.gradient_flow(alpha1, beta1, length)
         back |= (u > 0) | (v < 0)
         speed = torch.hypot(u, v)
         alpha1, beta1 = alpha1 + step * u / speed, beta1 + step * v / speed
