@@ -52,7 +52,7 @@ def run_trials(trials: list[Trial], workers: int | None = None, on_change: OnCha
     `HeadwaterError` for a stage that cannot follow from the trial's checkpoint, and `Interrupted` after Ctrl-C.
     on_change: called with (job, steps done, "running" | "finished" | "failed"), a few times a second.
     """
-    for trial in {(each.experiment.arm, each.experiment.size): each for each in trials}.values():
+    for trial in {(trial.experiment.arm, trial.experiment.size): trial for trial in trials}.values():
         if result_of(trial.jobs[0]) is None:  # else the checkpoint may have changed since
             check_later_stages(trial.recipe)
     report = on_change or (lambda job, step, status: None)
@@ -81,7 +81,7 @@ def gpus() -> int:
 
 def _in_vain(trial: Trial, outcomes: dict[Path, Outcome]) -> dict[Path, Outcome]:
     """The stages of a trial that cannot start, because an earlier one failed."""
-    failed = [place for place, job in enumerate(trial.jobs) if (o := outcomes.get(job.folder)) and _came_to_nothing(o)]
+    failed = [index for index, job in enumerate(trial.jobs) if (o := outcomes.get(job.folder)) and _came_to_nothing(o)]
     lost = trial.jobs[failed[0] + 1 :] if failed else []
     return {job.folder: Outcome(job.label, None, "the stage before it failed") for job in lost}
 
@@ -106,9 +106,9 @@ def _joined(trial: Trial, outcomes: dict[Path, Outcome]) -> Outcome:
 
 def _diverged(trial: Trial, record: RunRecord, error: str) -> RunRecord:
     """Write the record of a trial with a diverged stage: that stage's record becomes the trial's."""
-    own = {"name": trial.recipe.name, "experiment": trial.experiment, "identity": trial.recipe.identity}
+    changes = {"name": trial.recipe.name, "experiment": trial.experiment, "identity": trial.recipe.identity}
     recipe = trial.recipe.model_dump(mode="json", exclude={"compare"})
-    record = record.model_copy(update={**own, "recipe": recipe, "error": error})
+    record = record.model_copy(update={**changes, "recipe": recipe, "error": error})
     trial.folder.mkdir(parents=True, exist_ok=True)
     write_record(record, trial.folder)
     return record
@@ -177,11 +177,11 @@ class _Pool:
         free = [number for number in range(self.count) if number not in self.workers]
         for number in free[: max(0, waiting - starting)]:
             environment = _environment(number, self.gpus)
-            self.workers[number] = Worker(f"{__name__}:train_job", lambda *said: self.said.put(said), environment)
+            self.workers[number] = Worker(f"{__name__}:train_job", lambda *answer: self.said.put(answer), environment)
 
     def forget(self, worker: Worker) -> None:
         """Handle the end of a worker; raise `HeadwaterError` if none can be started."""
-        self.workers = {number: other for number, other in self.workers.items() if other is not worker}
+        self.workers = {number: started for number, started in self.workers.items() if started is not worker}
         self.lost += worker not in self.ready
         if self.lost >= self.STARTS:
             raise HeadwaterError(
@@ -243,8 +243,8 @@ def train_job(recipe: dict[str, Any], folder: str, experiment: dict[str, Any] | 
     """In the worker: train one model with one thread."""
     logging.disable_progress_bar()
     torch.set_num_threads(1)
-    known = None if experiment is None else Experiment.model_validate(experiment)
-    train(Recipe.model_validate(recipe), Path(folder), resume=True, experiment=known)
+    parsed = None if experiment is None else Experiment.model_validate(experiment)
+    train(Recipe.model_validate(recipe), Path(folder), resume=True, experiment=parsed)
 
 
 def _outcome(job: Job, worker: Worker, answer: Answer) -> Outcome:
@@ -257,8 +257,8 @@ def _outcome(job: Job, worker: Worker, answer: Answer) -> Outcome:
         except HeadwaterError as error:
             return Outcome(job.label, None, str(error))
     # A bug in one trial must not lose the others' results.
-    ours = kind in (HeadwaterError.__name__, NotTrusted.__name__, Interrupted.__name__)
-    return Outcome(job.label, None, message if ours else f"{kind}: {message}")
+    expected = kind in (HeadwaterError.__name__, NotTrusted.__name__, Interrupted.__name__)
+    return Outcome(job.label, None, message if expected else f"{kind}: {message}")
 
 
 def _step(job: Job) -> int:

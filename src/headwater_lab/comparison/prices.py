@@ -112,8 +112,8 @@ def check_priced(arms: Mapping[str, Recipe]) -> None:
     """Raise `HeadwaterError` for recipes with stages, and for those of several devices, which cannot be timed."""
     for name, recipe in arms.items():
         if recipe.stages or recipe.training.devices * recipe.training.nodes > 1:
-            what = "stages" if recipe.stages else "several devices"
-            raise HeadwaterError(f"Prices are measured of whole runs on one device, but the arm {name!r} has {what}.")
+            reason = "stages" if recipe.stages else "several devices"
+            raise HeadwaterError(f"Prices are measured of whole runs on one device, but the arm {name!r} has {reason}.")
 
 
 def measure(arms: Mapping[str, Recipe], baseline: str, folder: Path, tell: Told = lambda line: None) -> Prices:
@@ -124,30 +124,30 @@ def measure(arms: Mapping[str, Recipe], baseline: str, folder: Path, tell: Told 
     """
     check_priced(arms)
     threads = torch.get_num_threads()
-    own = arms[baseline].training.threads or 1  # as trials have
-    set_threads(own)
+    trial_threads = arms[baseline].training.threads or 1  # as trials have
+    set_threads(trial_threads)
     try:
         device = _device(arms[baseline])
-        machine: dict[str, Any] = {"device": device.type, "device_name": device_name(device), "threads": own}
+        machine: dict[str, Any] = {"device": device.type, "device_name": device_name(device), "threads": trial_threads}
         machine |= {"torch": torch.__version__, "headwater": __version__}
-        found = read_prices(folder)
-        if found is not None and found.fit(arms, baseline) and found.model_dump(include=set(machine)) == machine:
-            return found
-        found = Prices(**machine, baseline=baseline, settings=identities(arms))
+        prices = read_prices(folder)
+        if prices is not None and prices.fit(arms, baseline) and prices.model_dump(include=set(machine)) == machine:
+            return prices
+        prices = Prices(**machine, baseline=baseline, settings=identities(arms))
         for name, recipe in arms.items():
-            tell(f"prices: {name} on {found.device_name}")
-            found.arms[name] = _price(recipe, arms[baseline])
-        replace_text(folder / PRICES, found.model_dump_json(indent=1) + "\n")
-        return found
+            tell(f"prices: {name} on {prices.device_name}")
+            prices.arms[name] = _price(recipe, arms[baseline])
+        replace_text(folder / PRICES, prices.model_dump_json(indent=1) + "\n")
+        return prices
     finally:
         torch.set_num_threads(threads)
 
 
 def _device(recipe: Recipe) -> torch.device:
-    wanted = recipe.training.device
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    return torch.device(wanted)
+    name = recipe.training.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    return torch.device(name)
 
 
 def _price(arm: Recipe, baseline: Recipe) -> ArmPrice:
@@ -176,16 +176,18 @@ def _decoding(configs: tuple, context: int, recipe: Recipe) -> TimeRatio:
     """Greedy generation of the last tokens of a context, by models with random weights."""
     device = _device(recipe)
     dtype = torch.bfloat16 if device.type == "cuda" and recipe.training.precision.startswith("bf16") else torch.float32
-    models = {name: HeadwaterForCausalLM(one).to(device, dtype).eval() for name, one in zip("ab", configs, strict=True)}
+    models = {
+        name: HeadwaterForCausalLM(config).to(device, dtype).eval() for name, config in zip("ab", configs, strict=True)
+    }
     tokens = max(2, min(TOKENS, context // 4))
     prompt = max(1, context - tokens)
     vocabulary = min(config.vocab_size for config in configs)
     ids = torch.randint(vocabulary, (1, prompt), generator=torch.Generator().manual_seed(0)).to(device)
     runs = decode_in_turns(models, ids, tokens, GENERATIONS)
-    own, base = ([generation.seconds_per_token for generation in runs[name]] for name in "ab")
-    return _timed(own, base)
+    seconds, base = ([generation.seconds_per_token for generation in runs[name]] for name in "ab")
+    return _timed(seconds, base)
 
 
-def _timed(own: list[float], base: list[float]) -> TimeRatio:
-    paired = PairedTimes(own, base)
-    return TimeRatio(seconds=statistics.median(own), ratio=paired.ratio, quartiles=paired.quartiles)
+def _timed(seconds: list[float], base: list[float]) -> TimeRatio:
+    paired = PairedTimes(seconds, base)
+    return TimeRatio(seconds=statistics.median(seconds), ratio=paired.ratio, quartiles=paired.quartiles)

@@ -44,22 +44,22 @@ def compare(
         assert section is not None
         workers = workers or section.workers
         priced = [
-            (size, {one.experiment.arm: one.recipe for one in trials if one.experiment.size == size})
+            (size, {trial.experiment.arm: trial.recipe for trial in trials if trial.experiment.size == size})
             for size in (section.sizes or [None] if section.costs else [])
         ]
         for _, arms in priced:
             check_priced(arms)
         plan = plan_for(section)
-        there = earlier_runs(recipe, trials, out, shared)
-        check_arms(recipe, there, out)
-        check_plans(plan, there)
+        runs = earlier_runs(recipe, trials, out, shared)
+        check_arms(recipe, runs, out)
+        check_plans(plan, runs)
         rates: dict[str, float] = {}
         if section.learning_rates:
             tries = _tries(recipe, out, only)
             rates = best_rates(tries, run_trials(tries, workers, on_change))
             trials = at_rates(trials, rates)
-        check_settings(recipe, rates, there, out)
-        adopt(recipe, there, out)
+        check_settings(recipe, rates, runs, out)
+        adopt(recipe, runs, out)
         if plan is not None:
             outcomes = run_sequentially(trials, plan, section.baseline, workers, on_change)
         else:
@@ -80,10 +80,10 @@ def jobs_of(recipe: Recipe, out: Path, only: Collection[ArmKey] | None = None) -
 
 
 def _among(trials: list[Trial], only: Collection[ArmKey] | None) -> list[Trial]:
-    return [one for one in trials if only is None or (one.experiment.arm, one.experiment.size) in only]
+    return [trial for trial in trials if only is None or (trial.experiment.arm, trial.experiment.size) in only]
 
 
 def _tries(recipe: Recipe, out: Path, only: Collection[ArmKey] | None) -> list[Trial]:
     """To tune arms that are trained at any size: a learning rate is chosen at one size for all."""
     arms = None if only is None else {arm for arm, _ in only}
-    return [one for one in tuning_trials(recipe, out) if arms is None or one.experiment.arm in arms]
+    return [trial for trial in tuning_trials(recipe, out) if arms is None or trial.experiment.arm in arms]

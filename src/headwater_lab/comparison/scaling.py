@@ -83,13 +83,13 @@ class Scaling:
         return [f"{equal.arm}, {equal.size}: {self._describe(equal, unit)}." for equal in self.equals]
 
     def _describe(self, equal: Equal, unit: str) -> str:
-        more = equal.more
-        if math.isnan(more.value):
+        estimate = equal.more
+        if math.isnan(estimate.value):
             return f"the losses of {self.baseline} do not fall with its size"
-        if not math.isfinite(more.value):
+        if not math.isfinite(estimate.value):
             return f"no {self.baseline} of any size has its loss, by the fitted law"
-        percent = f"{abs(more.value):.1%} {'more' if more.value >= 0 else 'fewer'}"
-        interval = "" if more.interval is None else " [{:+.1%}, {:+.1%}]".format(*more.interval)
+        percent = f"{abs(estimate.value):.1%} {'more' if estimate.value >= 0 else 'fewer'}"
+        interval = "" if estimate.interval is None else " [{:+.1%}, {:+.1%}]".format(*estimate.interval)
         extrapolated = "" if equal.inside else "; beyond the sizes trained"
         return f"equals a {self.baseline} with {percent} {unit}{interval}{extrapolated}"
 
@@ -219,10 +219,10 @@ class _Jackknife:
         again = np.array([fitted.ratios[arm, size] for fitted in self.refitted])
         ratio = _estimate(self.fitted.ratios[arm, size], again, logarithmic=True)
         interval = ratio.interval and (ratio.interval[0] - 1, ratio.interval[1] - 1)
-        more = Estimate(ratio.value - 1, interval, ratio.error, ratio.freedom)
+        estimate = Estimate(ratio.value - 1, interval, ratio.error, ratio.freedom)
         needed, trained = ratio.value * self.fitted.over[arm, size], self.fitted.n[self.data.base]
         inside = bool(trained.min() <= needed <= trained.max())
-        return Equal(self.data.arms[arm], self.data.sizes[size], more, inside)
+        return Equal(self.data.arms[arm], self.data.sizes[size], estimate, inside)
 
 
 def _estimate(value: float, left_out: np.ndarray, logarithmic: bool = False, exp: bool = False) -> Estimate:
@@ -287,13 +287,13 @@ def invert_law(law: np.ndarray, loss: float) -> float:
 
 def _metric(records: Sequence[RunRecord]) -> str:
     """Nats per token if all have the same tokens, else their metric. There are no laws of accuracy."""
-    first = records[0]
-    loss = "".join(["loss", *first.metric.partition("/")[1:]])  # of the deciding domain, if there is one
-    if same_tokens(records) and all(loss in record.held_out[-1].metrics for record in records):
+    record = records[0]
+    loss = "".join(["loss", *record.metric.partition("/")[1:]])  # of the deciding domain, if there is one
+    if same_tokens(records) and all(loss in run.held_out[-1].metrics for run in records):
         return loss
-    if not first.lower_is_better:
-        raise HeadwaterError(f"A scaling law needs losses, but {first.name!r} was measured only by {first.metric}.")
-    return first.metric
+    if not record.lower_is_better:
+        raise HeadwaterError(f"A scaling law needs losses, but {record.name!r} was measured only by {record.metric}.")
+    return record.metric
 
 
 def _n(record: RunRecord, axis: Axis) -> float:

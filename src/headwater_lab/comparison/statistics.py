@@ -84,14 +84,14 @@ def holm_levels(tests: Sequence[float | None], level: float = LEVEL) -> list[flo
     get the level at which it failed.
     """
     levels = [level] * len(tests)
-    tested = [index for index, p in enumerate(tests) if p is not None]
+    tested = [position for position, p in enumerate(tests) if p is not None]
     if tested:
         p = np.array([p for p in tests if p is not None])
         order = np.argsort(p, kind="stable")
         steps = level / np.arange(len(p), 0, -1)
-        passed = int(np.logical_and.accumulate(p[order] <= steps).sum())
-        for rank, place in enumerate(order):
-            levels[tested[place]] = float(steps[min(rank, passed, len(p) - 1)])
+        rejected = int(np.logical_and.accumulate(p[order] <= steps).sum())
+        for rank, index in enumerate(order):
+            levels[tested[index]] = float(steps[min(rank, rejected, len(p) - 1)])
     return levels
 
 
@@ -122,7 +122,7 @@ def _p(differences: Sequence[float]) -> float | None:
 def _paired(differences: tuple[float, ...], p: float | None, level: float) -> Paired:
     mean = 0.0 if _zero(differences) else float(np.mean(differences))
     interval: tuple[float, float] | None = None
-    more: int | None = None
+    more_seeds: int | None = None
     detectable: float | None = None
     if p is not None and is_constant(differences):
         # Inverting the sign test: bounded only if that many equal signs are beyond chance.
@@ -132,8 +132,8 @@ def _paired(differences: tuple[float, ...], p: float | None, level: float) -> Pa
         spread = float(np.std(differences, ddof=1))
         detectable = spread * _effect(len(differences), level)
         if interval[0] <= 0 <= interval[1]:
-            more = more_pairs([abs(mean) / spread], len(differences), level)
-    return Paired(differences, mean, p, level, interval, more, detectable)
+            more_seeds = more_pairs([abs(mean) / spread], len(differences), level)
+    return Paired(differences, mean, p, level, interval, more_seeds, detectable)
 
 
 def t_interval(mean: float, error: float, freedom: int, level: float) -> tuple[float, float]:
@@ -217,7 +217,7 @@ class Summary:
 
     @property
     def steps_to_threshold(self) -> list[int | None] | None:
-        return None if self.reached is None else [None if one is None else one.step for one in self.reached]
+        return None if self.reached is None else [None if point is None else point.step for point in self.reached]
 
     @property
     def difference(self) -> float | None:
@@ -260,10 +260,10 @@ def summarize(
     finished = finished_runs(records)
     plan, base = plan_of(records), finished.get(baseline, {})
     if plan is not None:
-        tested = {arm: _sequential(one, plan) for arm, one in standings(records, baseline, plan).items()}
+        tested = {arm: _sequential(standing, plan) for arm, standing in standings(records, baseline, plan).items()}
     else:
-        others = {arm: runs for arm, runs in finished.items() if arm not in (baseline, *budgets)}
-        differences = {arm: _differences(runs, base) for arm, runs in others.items()}
+        compared = {arm: runs for arm, runs in finished.items() if arm not in (baseline, *budgets)}
+        differences = {arm: _differences(runs, base) for arm, runs in compared.items()}
         tested = dict(zip(differences, holm_tests(list(differences.values())), strict=True))
     ends = {seed: run.result for seed, run in base.items()}
 
@@ -272,7 +272,8 @@ def summarize(
 
     reached = {arm: {seed: there(run) for seed, run in runs.items()} for arm, runs in finished.items()}
     untested = {baseline, *budgets}
-    ratios = {arm: _log_ratios(own, reached.get(baseline, {})) for arm, own in reached.items() if arm not in untested}
+    base_reached = reached.get(baseline, {})
+    ratios = {arm: _log_ratios(reached[arm], base_reached) for arm in reached if arm not in untested}
     cheaper = judged_beside(ratios, plan)
     return [
         _summary(
@@ -291,18 +292,18 @@ def _summary(arm: str, runs: Sequence[RunRecord], finished: Mapping[int, RunReco
     """An arm's runs, of which `finished` count, and what its tests say: fields of `Summary`."""
     results = np.array([run.result for run in finished.values()], dtype=float)
     rates = {run.recipe.get("training", {}).get("learning_rate") for run in runs}
-    shown = next(iter(finished.values()), runs[0])
+    example = next(iter(finished.values()), runs[0])
     return Summary(
         arm=arm,
         runs=len(results),
         mean=float(results.mean()) if len(results) else None,
         spread=float(results.std(ddof=1)) if len(results) > 1 else None,
         diverged=sum(map(has_diverged, runs)),
-        parameters=shown.parameters,
-        tokens=shown.tokens,
-        flops=shown.flops,
-        tokens_per_second=float(np.median([run.tokens_per_second for run in finished.values() or [shown]])),
-        cache_bytes_per_token=shown.cache_bytes_per_token,
+        parameters=example.parameters,
+        tokens=example.tokens,
+        flops=example.flops,
+        tokens_per_second=float(np.median([run.tokens_per_second for run in finished.values() or [example]])),
+        cache_bytes_per_token=example.cache_bytes_per_token,
         learning_rate=rates.pop() if len(rates) == 1 else None,
         **tests,
     )
@@ -316,18 +317,19 @@ def judged_beside(samples: Mapping[str, Sequence[float]], plan: SeedPlan | None)
     """
     if plan is None:
         return dict(zip(samples, holm_tests(list(samples.values())), strict=True))
-    level, found = LEVEL / len(plan.arms), dict.fromkeys(samples)
+    level, tests = LEVEL / len(plan.arms), dict.fromkeys(samples)
     for arm, sample in samples.items():
         if len(sample):
-            seen = looks(sample, level, plan.min_seeds, len(plan.seeds))
-            mean, interval = float(np.mean(sample)), seen[-1].interval if seen else None
-            found[arm] = Paired(tuple(sample), mean, None, level, interval, None, None)
-    return found
+            sample_looks = looks(sample, level, plan.min_seeds, len(plan.seeds))
+            mean, interval = float(np.mean(sample)), sample_looks[-1].interval if sample_looks else None
+            tests[arm] = Paired(tuple(sample), mean, None, level, interval, None, None)
+    return tests
 
 
 def plan_of(records: Sequence[RunRecord]) -> SeedPlan | None:
     """How the comparison adds seeds until it is decided; None if its seeds are fixed."""
-    return next((one.experiment.seed_plan for one in records if one.experiment and one.experiment.seed_plan), None)
+    plans = (record.experiment.seed_plan for record in records if record.experiment)
+    return next(filter(None, plans), None)
 
 
 def decisive(records: Sequence[RunRecord], baseline: str) -> list[RunRecord]:
@@ -338,10 +340,15 @@ def decisive(records: Sequence[RunRecord], baseline: str) -> list[RunRecord]:
     plan = plan_of(records)
     if plan is None:
         return list(records)
-    used = {arm: set(one.seeds) for arm, one in standings(records, baseline, plan).items()}
-    used[baseline] = set().union(*used.values())
-    used |= {arm: used[baseline] for arm in map(arm_of, records) if arm not in used}  # the baseline with other budgets
-    return [one for one in records if one.seed in used[arm_of(one)] or not used[arm_of(one)]]
+    seeds = {arm: set(standing.seeds) for arm, standing in standings(records, baseline, plan).items()}
+    of_baseline = set().union(*seeds.values())
+    seeds[baseline] = of_baseline
+
+    def counts(record: RunRecord) -> bool:
+        of_arm = seeds.get(arm_of(record), of_baseline)  # the baseline with other budgets has its seeds
+        return record.seed in of_arm or not of_arm
+
+    return list(filter(counts, records))
 
 
 def standings(records: Sequence[RunRecord], baseline: str, plan: SeedPlan) -> dict[str, Standing]:
@@ -355,7 +362,7 @@ def standings(records: Sequence[RunRecord], baseline: str, plan: SeedPlan) -> di
         for arm, runs in _by_arm(records).items()
     }
     base = results.pop(baseline, {})
-    return {arm: standing(plan, own, base) for arm, own in results.items() if arm in plan.arms}
+    return {arm: standing(plan, arm_results, base) for arm, arm_results in results.items() if arm in plan.arms}
 
 
 def arm_of(record: RunRecord) -> str:
@@ -370,22 +377,24 @@ def _by_arm(records: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
     return arms
 
 
-def _sequential(one: Standing, plan: SeedPlan) -> Paired | None:
-    if not one.differences:
+def _sequential(standing: Standing, plan: SeedPlan) -> Paired | None:
+    if not standing.differences:
         return None
-    d, level, last = one.differences, LEVEL / len(plan.arms), len(plan.seeds)
+    d, level, max_pairs = standing.differences, LEVEL / len(plan.arms), len(plan.seeds)
     mean = 0.0 if _zero(d) else float(np.mean(d))
-    more = None
-    if one.looks and not one.decided and not is_constant(d):
+    more_seeds = None
+    if standing.looks and not standing.decided and not is_constant(d):
         # A fixed sample as strict as the last look, for whichever verdict is nearer.
-        spread, critical = float(np.std(d, ddof=1)), critical_values(level, plan.min_seeds, last)[-1]
-        strict = float(2 * special.stdtr(last - 1, -critical))
+        spread, critical = float(np.std(d, ddof=1)), critical_values(level, plan.min_seeds, max_pairs)[-1]
+        strict = float(2 * special.stdtr(max_pairs - 1, -critical))
         apart = [abs(mean) / spread]
         within = [(plan.margin - side * mean) / spread for side in (1, -1)]
         likely = [apart, within] if min(within) > 0 else [apart]
-        more = min((n for n in (more_pairs(one, len(d), strict) for one in likely) if n is not None), default=None)
-    interval = one.looks[-1].interval if one.looks else None
-    return Paired(tuple(d), mean, None, level, interval, more, None, tuple(one.looks), plan.margin)
+        more_seeds = min(
+            (n for n in (more_pairs(standing, len(d), strict) for standing in likely) if n is not None), default=None
+        )
+    interval = standing.looks[-1].interval if standing.looks else None
+    return Paired(tuple(d), mean, None, level, interval, more_seeds, None, tuple(standing.looks), plan.margin)
 
 
 def finished_runs(records: Sequence[RunRecord]) -> dict[str, dict[int, RunRecord]]:
@@ -400,12 +409,12 @@ def _reached(run: RunRecord, threshold: float | None) -> Reached | None:
     point = None if threshold is None else _look(run, threshold)
     if point is None:
         return None
-    before, tokens, seconds = 0, 0, 0.0
+    steps, tokens, seconds = 0, 0, 0.0
     for stage in run.stages or []:
-        if before + stage.steps >= point.step:
+        if steps + stage.steps >= point.step:
             share = (point.tokens - tokens) / stage.tokens
             return Reached(point.step, flops_of(run, point), seconds + stage.seconds * share)
-        before, tokens, seconds = before + stage.steps, tokens + stage.tokens, seconds + stage.seconds
+        steps, tokens, seconds = steps + stage.steps, tokens + stage.tokens, seconds + stage.seconds
     return Reached(point.step, flops_of(run, point), run.seconds * point.tokens / run.tokens)
 
 
@@ -416,8 +425,8 @@ def flops_of(run: RunRecord, point: HeldOutPoint | None = None) -> float:
 
 def _log_ratios(arm: dict[int, Reached | None], base: dict[int, Reached | None]) -> list[float]:
     """Of the FLOPs to the threshold, for the seeds in which both reach it."""
-    both = ((arm[seed], base.get(seed)) for seed in sorted(arm))
-    return [math.log(a.flops / b.flops) for a, b in both if a and b and a.flops and b.flops]
+    pairs = ((arm[seed], base.get(seed)) for seed in sorted(arm))
+    return [math.log(a.flops / b.flops) for a, b in pairs if a and b and a.flops and b.flops]
 
 
 def among(records: Sequence[RunRecord], arms: Sequence[str]) -> dict[tuple[str, str], Paired | None]:

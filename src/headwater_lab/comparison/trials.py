@@ -45,10 +45,10 @@ class Trial:
         if not self.recipe.stages:
             return [Job(self.recipe, self.folder, self.label, self.experiment)]
         parent = self.folder.parent / STAGES
-        places = self.recipe.chain(lambda name, recipe: parent / f"{name}-{recipe.seed}-{short_identity(recipe)}")
+        runs = self.recipe.chain(lambda name, recipe: parent / f"{name}-{recipe.seed}-{short_identity(recipe)}")
         return [
             Job(recipe, folder, f"stage {name} · seed {recipe.seed}")
-            for name, (recipe, folder) in zip(self.recipe.stage_names, places, strict=True)
+            for name, (recipe, folder) in zip(self.recipe.stage_names, runs, strict=True)
         ]
 
     @property
@@ -92,12 +92,12 @@ def trials_of(recipe: Recipe, out: Path) -> list[Trial]:
         for size in (section.sizes or [None])
         for arm in section.arms
     ]
-    for what, names in (("arms", section.arms), ("sizes", section.sizes)):
-        for one, other in combinations(names, 2):
-            if slug(one) == slug(other):
+    for kind, names in (("arms", section.arms), ("sizes", section.sizes)):
+        for name, other_name in combinations(names, 2):
+            if slug(name) == slug(other_name):
                 raise HeadwaterError(
-                    f"The {what} {one!r} and {other!r} of {recipe.name!r} differ only in case or punctuation, and "
-                    "their runs would share a folder; rename one."
+                    f"The {kind} {name!r} and {other_name!r} of {recipe.name!r} differ only in case or punctuation, "
+                    "and their runs would share a folder; rename one."
                 )
     return trials
 
@@ -140,7 +140,7 @@ def plan_for(section: Compare) -> SeedPlan | None:
     )
 
 
-def describe_runs(recipe: Recipe, parts: int | None = None) -> str:
+def describe_runs(recipe: Recipe, arms: int | None = None) -> str:
     """How many runs a comparison takes that runs until it is decided, besides those that tune; "" for any other.
 
     parts: arms at a size; default: all.
@@ -148,7 +148,7 @@ def describe_runs(recipe: Recipe, parts: int | None = None) -> str:
     section = recipe.compare
     if section is None or not section.sequential:
         return ""
-    runs = parts or len(section.arms) * max(1, len(section.sizes))
+    runs = arms or len(section.arms) * max(1, len(section.sizes))
     return (
         f"{recipe.name}: {runs * section.min_seeds} to {runs * section.max_seeds} runs, with {section.min_seeds} to "
         f"{section.max_seeds} seeds per arm, until decided"
@@ -177,10 +177,10 @@ def at_rates(trials: list[Trial], rates: dict[str, float]) -> list[Trial]:
 
 def levels(trials: list[Trial]) -> list[list[Job]]:
     """All jobs, each once, ordered by dependency."""
-    found: list[dict[Path, Job]] = []
+    by_depth: list[dict[Path, Job]] = []
     for trial in trials:
         for depth, job in enumerate(trial.jobs):
-            if depth == len(found):
-                found.append({})
-            found[depth].setdefault(job.folder, job)
-    return [list(level.values()) for level in found]
+            if depth == len(by_depth):
+                by_depth.append({})
+            by_depth[depth].setdefault(job.folder, job)
+    return [list(level.values()) for level in by_depth]

@@ -34,7 +34,7 @@ def tuning_trials(recipe: Recipe, out: Path) -> list[Trial]:
 def found_rate(recipe: Recipe, arm: str, out: Path) -> float | None:
     """The best learning rate of an arm by the runs in `out`; None until they are finished, with these settings."""
     outcomes = []
-    trials = [one for one in tuning_trials(recipe, out) if one.experiment.arm == arm]
+    trials = [trial for trial in tuning_trials(recipe, out) if trial.experiment.arm == arm]
     for trial in trials:
         try:
             record = read_record(trial.folder)
@@ -62,15 +62,15 @@ def best_rates(trials: Sequence[Trial], outcomes: Sequence[Outcome]) -> dict[str
         rates = scores.setdefault(trial.experiment.arm, {})
         pair = -_steps_needed(outcome.record, trial.experiment.threshold), score(outcome.record)
         rates.setdefault(trial.recipe.training.learning_rate, []).append(pair)
-    found = {}
+    best = {}
     for arm, rates in scores.items():
         ends = {rate: float(np.mean([end for _, end in values])) for rate, values in rates.items()}
         if not (usable := [rate for rate in sorted(rates) if ends[rate] > WORST / len(trials)]):
             raise HeadwaterError(
                 f"The arm {arm!r} diverged at every learning rate tried; add smaller ones to compare.learning_rates."
             )
-        found[arm] = max(usable, key=lambda rate: (float(np.mean([steps for steps, _ in rates[rate]])), ends[rate]))
-    return found
+        best[arm] = max(usable, key=lambda rate: (float(np.mean([steps for steps, _ in rates[rate]])), ends[rate]))
+    return best
 
 
 def _steps_needed(record: RunRecord, threshold: float | str | None) -> int:

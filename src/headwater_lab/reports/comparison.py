@@ -104,11 +104,11 @@ class Comparison:
 
 def unit(metric: str, trained_on: str = "tokens") -> str:
     """A metric in words. trained_on: tokens or images."""
-    of, _, domain = metric.partition("/")
+    kind, _, domain = metric.partition("/")
     units = UNITS | ({"loss": "nats per image"} if trained_on == "images" else {})
-    if of == "accuracy" and domain:
+    if kind == "accuracy" and domain:
         return f"{domain} accuracy"
-    return f"{units[of]} of {domain}" if domain and of in units else units.get(metric, metric.replace("_", " "))
+    return f"{units[kind]} of {domain}" if domain and kind in units else units.get(metric, metric.replace("_", " "))
 
 
 def comparisons(folder: Path, only: Collection[str] | None = None) -> list[Comparison]:
@@ -121,27 +121,31 @@ def comparisons(folder: Path, only: Collection[str] | None = None) -> list[Compa
     tuning: dict[str, list[RunRecord]] = {}
     for path in record_files(folder):
         record = read_record(path)
-        one = record.experiment
-        if one is None or (only is not None and one.name not in only):
+        experiment = record.experiment
+        if experiment is None or (only is not None and experiment.name not in only):
             continue
-        if one.phase == "tuning":
-            tuning.setdefault(one.name, []).append(record)
+        if experiment.phase == "tuning":
+            tuning.setdefault(experiment.name, []).append(record)
         else:
-            groups.setdefault((one.name, one.size), []).append((record, path.parent))
-    found = [
+            groups.setdefault((experiment.name, experiment.size), []).append((record, path.parent))
+    results = [
         _make_comparison(runs, tuning.get(name, []))
         for (name, _), runs in groups.items()
         if any(_is_finished(record) for record, _ in runs)
     ]
-    names = list(dict.fromkeys(one.name for one in found))
+    names = list(dict.fromkeys(result.name for result in results))
     for name in only or ():
         if name not in names:
             raise HeadwaterError(f"No run of {name!r} is finished under {str(folder)!r}; {nearest(name, names)}")
-    if not found:
+    if not results:
         raise HeadwaterError(
             f"There are no finished runs of a comparison under {str(folder)!r}; train some with `headwater compare`."
         )
-    return sorted(found, key=lambda one: (names.index(one.name), one.records[0].parameters, one.records[0].tokens))
+
+    def rank(result: Comparison) -> tuple[int, int, int]:
+        return names.index(result.name), result.records[0].parameters, result.records[0].tokens
+
+    return sorted(results, key=rank)
 
 
 def _is_finished(record: RunRecord) -> bool:
@@ -196,9 +200,12 @@ def _key(record: RunRecord) -> tuple[str, int]:
     return arm_of(record), record.seed
 
 
-def experiments(found: Sequence[Comparison]) -> list[list[Comparison]]:
+def experiments(comparisons: Sequence[Comparison]) -> list[list[Comparison]]:
     """Comparisons grouped by name: the sizes of each."""
-    return [[one for one in found if one.name == name] for name in dict.fromkeys(one.name for one in found)]
+    by_name: dict[str, list[Comparison]] = {}
+    for comparison in comparisons:
+        by_name.setdefault(comparison.name, []).append(comparison)
+    return list(by_name.values())
 
 
 def differ_in_cost(records: Sequence[RunRecord]) -> bool:

@@ -136,9 +136,9 @@ def thinned(curve: Curve) -> Curve:
     """At most `POINTS` points of it, including the first and the last."""
     if len(curve.steps) <= POINTS:
         return curve
-    places = np.unique(np.linspace(0, len(curve.steps) - 1, POINTS).round().astype(int))
+    indices = np.unique(np.linspace(0, len(curve.steps) - 1, POINTS).round().astype(int))
     lists = (curve.steps, curve.tokens, curve.flops, curve.values, curve.low, curve.high)
-    return Curve(curve.seed, *([values[i] for i in places] for values in lists))
+    return Curve(curve.seed, *([values[i] for i in indices] for values in lists))
 
 
 def _points(curve: Curve) -> list[list[float]]:
@@ -204,26 +204,26 @@ def _figure() -> go.Figure:
 
 def differences_drawing(comparison: Comparison, name: str) -> Drawing | None:
     """Paired differences from the baseline with their intervals; None if there are none."""
-    shown = [s for s in comparison.summaries if s.paired is not None]
-    if not shown:
+    summaries = [s for s in comparison.summaries if s.paired is not None]
+    if not summaries:
         return None
     look = styles(comparison.arms, comparison.baseline)
     figure = _figure()
-    told, reach = [], [0.0]
+    descriptions, reach = [], [0.0]
     finished = finished_runs(comparison.records)
-    for place, s in enumerate(shown):
+    for index, s in enumerate(summaries):
         assert s.paired is not None
         mean, style = s.paired.mean, look[s.arm]
         low, high = s.interval or (mean, mean)
-        said = verdict(s, comparison)
+        text_of_verdict = verdict(s, comparison)
         interval = between(s.interval) if s.interval else "no interval"
         # In the order of the differences: the plan's, if seeds are added until a question is decided.
         order = comparison.plan.seeds if comparison.plan else sorted(finished[s.arm])
-        both = [seed for seed in order if seed in finished[s.arm] and seed in finished[comparison.baseline]]
-        seeds = both[: len(s.paired.differences)]
+        shared = [seed for seed in order if seed in finished[s.arm] and seed in finished[comparison.baseline]]
+        seeds = shared[: len(s.paired.differences)]
         figure.add_scatter(
             x=list(s.paired.differences),
-            y=[place + 0.2] * len(seeds),
+            y=[index + 0.2] * len(seeds),
             customdata=seeds,
             meta={"ink": True},
             mode="markers",
@@ -233,7 +233,7 @@ def differences_drawing(comparison: Comparison, name: str) -> Drawing | None:
         )
         figure.add_scatter(
             x=[mean],
-            y=[place],
+            y=[index],
             mode="markers",
             name=escape(s.arm),
             marker={"size": 11, "symbol": style.symbol, "color": style.color},
@@ -241,13 +241,13 @@ def differences_drawing(comparison: Comparison, name: str) -> Drawing | None:
                 "type": "data", "symmetric": False, "array": [high - mean], "arrayminus": [mean - low],
                 "color": style.color, "thickness": 2.5, "width": 5,
             },
-            hovertemplate=f"%{{fullData.name}}<br><b>%{{x:+.4f}}</b> {interval}<br>{said}<extra></extra>",
+            hovertemplate=f"%{{fullData.name}}<br><b>%{{x:+.4f}}</b> {interval}<br>{text_of_verdict}<extra></extra>",
         )  # fmt: skip
-        told.append(f"{s.arm} {mean:+.3f}, {interval}, {said}")
+        descriptions.append(f"{s.arm} {mean:+.3f}, {interval}, {text_of_verdict}")
         reach += [low, high, *s.paired.differences]
         figure.add_annotation(
-            text=f"<b>{escape(s.arm)}</b> {mean:+.3f} {escape(said)}",
-            x=0, xref="paper", xanchor="left", y=place - 0.36, yanchor="middle", showarrow=False,
+            text=f"<b>{escape(s.arm)}</b> {mean:+.3f} {escape(text_of_verdict)}",
+            x=0, xref="paper", xanchor="left", y=index - 0.36, yanchor="middle", showarrow=False,
         )  # fmt: skip
     better = "left" if comparison.lower_is_better else "right"
     title = escape(f"{comparison.unit}, minus {comparison.baseline}")
@@ -255,15 +255,15 @@ def differences_drawing(comparison: Comparison, name: str) -> Drawing | None:
     room = 0.05 * (max(reach) - min(reach)) or 0.001
     figure.update_xaxes(zeroline=True, zerolinewidth=2, range=[min(reach) - room, max(reach) + room], title_text=title)
     figure.update_yaxes(
-        range=[len(shown) - 0.5, -0.62], showticklabels=False, ticks="", showgrid=False, fixedrange=True
+        range=[len(summaries) - 0.5, -0.62], showticklabels=False, ticks="", showgrid=False, fixedrange=True
     )
     return Drawing(
         name,
         f"Differences of {comparison.heading} from {comparison.baseline} in {comparison.unit}, with intervals: "
-        f"{'; '.join(told)}.",
+        f"{'; '.join(descriptions)}.",
         f"Better is to the {better}. Rings are seeds, the mark is their mean, and the bar is its interval.",
         figure,
-        84 + 54 * len(shown),
+        84 + 54 * len(summaries),
     )
 
 
@@ -272,17 +272,17 @@ def scaling_drawing(scaling: Scaling, name: str, title: str, arms: Sequence[str]
     look = styles(arms, scaling.baseline)
     laws = {law.arm: law for law in scaling.laws}
     figure = _figure()
-    what = "parameters without embeddings" if scaling.axis == "parameters" else f"training {scaling.unit}"
+    quantity = "parameters without embeddings" if scaling.axis == "parameters" else f"training {scaling.unit}"
     hover = "%{fullData.name}<br><b>%{y:.4f}</b> at %{x:.4s}<extra></extra>"
-    for place, arm in enumerate(look):
+    for index, arm in enumerate(look):
         if arm not in laws:
             continue
         style, points = look[arm], scaling.points[arm]
-        at = np.geomspace(0.8 * min(n for n, _ in points), 1.25 * max(n for n, _ in points), 60)
-        meta = {"arm": place, "ink": style.baseline}
+        grid = np.geomspace(0.8 * min(n for n, _ in points), 1.25 * max(n for n, _ in points), 60)
+        meta = {"arm": index, "ink": style.baseline}
         figure.add_scatter(
-            x=at.tolist(),
-            y=_numbers(evaluate_law(constants(laws[arm]), at).tolist()),
+            x=grid.tolist(),
+            y=_numbers(evaluate_law(constants(laws[arm]), grid).tolist()),
             meta=meta,
             mode="lines",
             name=f"{escape(arm)}, law",
@@ -298,7 +298,7 @@ def scaling_drawing(scaling: Scaling, name: str, title: str, arms: Sequence[str]
             marker={"symbol": style.symbol, "size": 10, "color": style.color},
             hovertemplate=hover,
         )
-    figure.update_layout(xaxis={"type": "log", "title": {"text": what}}, yaxis={"type": "log"})
+    figure.update_layout(xaxis={"type": "log", "title": {"text": quantity}}, yaxis={"type": "log"})
     return Drawing(
         name,
         f"Loss of {title} against size, with fitted laws: {' '.join(scaling.sentences())}",

@@ -96,13 +96,13 @@ def write_report(
     Returns the page's path. Raises `HeadwaterError` if an experiment has no finished run.
     """
     target = target or folder / REPORT
-    found = [] if only is not None and not only else comparisons(folder, only)
-    pictures = {target.parent / f"{_slug(one)}-curves.png": curves_picture(one) for one in found}
+    results = [] if only is not None and not only else comparisons(folder, only)
+    pictures = {target.parent / f"{_slug(result)}-curves.png": curves_picture(result) for result in results}
     for path in (target, *pictures):
         check_replaceable(path)
     for path, figure in pictures.items():
         save_figure(figure, path, dpi=160)
-    write_text(target, render([story(sizes) for sizes in experiments(found)], head))
+    write_text(target, render([story(sizes) for sizes in experiments(results)], head))
     return target
 
 
@@ -120,7 +120,7 @@ def render(stories: Sequence[Story], head: Head | None = None) -> str:
     loader = PackageLoader(top_package(__name__))
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["bound"] = lambda text: text.replace(" %", "\N{NO-BREAK SPACE}%")
-    drawn = any(part.drawing for one in stories for part in one.parts)
+    drawn = any(section.drawing for story in stories for section in story.parts)
     plotly = get_plotlyjs() if drawn else ""
     notice = re.search(r"Copyright.*", plotly)
     packed = base64.b64encode(zlib.compress(plotly.encode(), 9)).decode() if drawn else ""
@@ -141,79 +141,83 @@ def render(stories: Sequence[Story], head: Head | None = None) -> str:
 
 def story(sizes: Sequence[Comparison]) -> Story:
     """Everything about one experiment, at one or more sizes."""
-    first = sizes[0]
-    name = _id(first.name)
+    comparison = sizes[0]
+    name = _id(comparison.name)
     several = len(sizes) > 1
 
-    def titled(what: str, one: Comparison) -> str:
-        return f"{what}, {one.size}" if several else what
+    def titled(text: str, size: Comparison) -> str:
+        return f"{text}, {size.size}" if several else text
 
-    def at(what: str, one: Comparison) -> str:
-        return f"{name}-{what}" + (f"-{_id(one.size or '')}" if several else "")
+    def at(text: str, size: Comparison) -> str:
+        return f"{name}-{text}" + (f"-{_id(size.size or '')}" if several else "")
 
-    parts = []
-    for one in sizes:
-        parts.append(Section(at("curves", one), titled("Curves", one), drawing=curves_drawing(one, at("curves", one))))
-        further = [PageTable(caption, *columns) for caption, columns in words.further_tables(one)]
-        tables = [results_table(one), *further]
-        parts.append(Section(at("results", one), titled("Results", one), tables=tables))
-        if drawing := differences_drawing(one, at("differences", one)):
-            caption = f"Paired differences to {one.baseline}. {words.which_test(one)}"
-            table = PageTable(caption, *words.differences_table(one))
-            parts.append(Section(at("differences", one), titled("Differences", one), drawing=drawing, tables=[table]))
-        if (prices := prices_part(one, at("prices", one), titled("Prices", one))) is not None:
-            parts.append(prices)
-    if first.tuning:
+    sections = []
+    for size in sizes:
+        curves = curves_drawing(size, at("curves", size))
+        sections.append(Section(at("curves", size), titled("Curves", size), drawing=curves))
+        further = [PageTable(caption, *columns) for caption, columns in words.further_tables(size)]
+        tables = [results_table(size), *further]
+        sections.append(Section(at("results", size), titled("Results", size), tables=tables))
+        if drawing := differences_drawing(size, at("differences", size)):
+            caption = f"Paired differences to {size.baseline}. {words.which_test(size)}"
+            tables = [PageTable(caption, *words.differences_table(size))]
+            sections.append(
+                Section(at("differences", size), titled("Differences", size), drawing=drawing, tables=tables)
+            )
+        if (prices := prices_part(size, at("prices", size), titled("Prices", size))) is not None:
+            sections.append(prices)
+    if comparison.tuning:
         rates, edges = rates_table(sizes)
-        parts.append(Section(f"{name}-rates", "Learning rates", paragraphs=edges, tables=[rates]))
+        sections.append(Section(f"{name}-rates", "Learning rates", paragraphs=edges, tables=[rates]))
     if (scaling := scaling_part(sizes, f"{name}-scaling")) is not None:
-        parts.append(scaling)
-    parts.append(commands_part(sizes, f"{name}-commands"))
-    parts.append(changes_part(sizes, f"{name}-changes"))
-    environment = [data_table(first), machines_table(sizes)]
-    parts.append(Section(f"{name}-environment", "Data and environment", tables=environment))
-    if told := notices(sizes):
-        parts.append(Section(f"{name}-warnings", f"Warnings ({len(told)})", items=told))
+        sections.append(scaling)
+    sections.append(commands_part(sizes, f"{name}-commands"))
+    sections.append(changes_part(sizes, f"{name}-changes"))
+    environment = [data_table(comparison), machines_table(sizes)]
+    sections.append(Section(f"{name}-environment", "Data and environment", tables=environment))
+    if warnings := notices(sizes):
+        sections.append(Section(f"{name}-warnings", f"Warnings ({len(warnings)})", items=warnings))
     return Story(
         id=name,
-        title=first.title,
+        title=comparison.title,
         question=words.question(sizes),
-        answers=[(f"{one.size}: " if several else "") + words.answer(one) for one in sizes],
-        parts=parts,
+        answers=[(f"{size.size}: " if several else "") + words.answer(size) for size in sizes],
+        parts=sections,
     )
 
 
 def results_table(comparison: Comparison) -> PageTable:
     names = words.columns(comparison)
-    place = names.index("verdict")
+    index = names.index("verdict")
     classes = {"better": "better", "worse": "worse", "diverged": "worse"}
     rows: list[list[PageCell]] = []
     for summary in comparison.summaries:
         row: list[PageCell] = [*words.cells(summary, comparison)]
-        row[place] = (str(row[place]), classes.get(summary.verdict(comparison.lower_is_better), ""))
+        row[index] = (str(row[index]), classes.get(summary.verdict(comparison.lower_is_better), ""))
         rows.append(row)
     return PageTable(f"Held-out {comparison.unit} at the end. {words.note(comparison)}", names, rows)
 
 
 def rates_table(sizes: Sequence[Comparison]) -> tuple[PageTable, list[str]]:
     """The learning rates tried, with a note if a chosen one is at the edge and may not be the best."""
-    first = sizes[0]
+    comparison = sizes[0]
     trials: dict[str, dict[float, list[RunRecord]]] = {}
-    for record in first.tuning:
+    for record in comparison.tuning:
         rate = float(record.recipe["training"]["learning_rate"])
         trials.setdefault(arm_of(record), {}).setdefault(rate, []).append(record)
     rates = sorted({rate for by_rate in trials.values() for rate in by_rate})
     chosen = {summary.arm: summary.learning_rate for comparison in sizes for summary in comparison.summaries}
-    arms = sorted(trials, key=lambda arm: first.arms.index(arm) if arm in first.arms else len(first.arms))
+    order = {arm: index for index, arm in enumerate(comparison.arms)}
+    arms = sorted(trials, key=lambda arm: order.get(arm, len(order)))
     rows: list[list[PageCell]] = [
         [arm, *(_rate_cell(trials[arm].get(rate, []), rate == chosen.get(arm)) for rate in rates)] for arm in arms
     ]
     edges = [note for arm in arms if (note := _edge_note(arm, sorted(trials[arm]), chosen.get(arm)))]
-    seeds = sorted({record.seed for record in first.tuning})
+    seeds = sorted({record.seed for record in comparison.tuning})
     caption = (
-        f"Mean held-out {first.unit} of every arm at every learning rate, over seed{'s' if len(seeds) > 1 else ''} "
-        f"{', '.join(map(str, seeds))}, which are not part of the comparison; each arm was then trained at its own "
-        f"best rate."
+        f"Mean held-out {comparison.unit} of every arm at every learning rate, over "
+        f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}, which are not part of the "
+        "comparison; each arm was then trained at its own best rate."
     )
     return PageTable(caption, ["", *(f"{rate:g}" for rate in rates)], rows), edges
 
@@ -246,7 +250,7 @@ def scaling_part(sizes: Sequence[Comparison], name: str) -> Section | None:
     """Laws of loss against size, if there are three or more sizes."""
     if len(sizes) < 3:
         return None
-    records = [record for one in sizes for record in one.records]
+    records = [record for size in sizes for record in size.records]
     try:
         scaling = fit_scaling(records)
     except HeadwaterError as error:
@@ -267,8 +271,9 @@ def scaling_part(sizes: Sequence[Comparison], name: str) -> Section | None:
     return Section(name, "Scaling", drawing=drawing, tables=[table], items=scaling.sentences())
 
 
-def _estimate(one: Estimate) -> str:
-    return f"{one.value:.4g}" + ("" if one.interval is None else f" [{one.interval[0]:.4g}, {one.interval[1]:.4g}]")
+def _estimate(estimate: Estimate) -> str:
+    interval = "" if estimate.interval is None else " [{:.4g}, {:.4g}]".format(*estimate.interval)
+    return f"{estimate.value:.4g}{interval}"
 
 
 def commands_part(sizes: Sequence[Comparison], name: str) -> Section:
@@ -306,7 +311,7 @@ def _size_changes(sizes: Sequence[Comparison]) -> PageTable:
     settings = [flat(_baseline_record(comparison).recipe) for comparison in sizes]
     rows: list[list[PageCell]] = []
     for key in dict.fromkeys(chain.from_iterable(settings)):
-        values = [of.get(key, "–") for of in settings]
+        values = [values_of_size.get(key, "–") for values_of_size in settings]
         if len(set(values)) > 1 and key not in ("name", "seed"):
             rows.append([key, *values])
     columns = ["field", *(str(comparison.size) for comparison in sizes)]
@@ -322,41 +327,41 @@ def data_table(comparison: Comparison) -> PageTable:
 
 def machines_table(sizes: Sequence[Comparison]) -> PageTable:
     """The environment of the runs; one column per environment."""
-    records = sorted((r for one in sizes for r in one.records), key=lambda r: r.environment.model_dump_json())
-    places = [(key, list(runs)) for key, runs in groupby(records, key=lambda r: r.environment)]
-    facts = [place.model_dump() for place, _ in places]
+    records = sorted((r for size in sizes for r in size.records), key=lambda r: r.environment.model_dump_json())
+    environments = [(key, list(runs)) for key, runs in groupby(records, key=lambda r: r.environment)]
+    facts = [environment.model_dump() for environment, _ in environments]
     rows: list[list[PageCell]] = [
         [name.replace("_", " "), *("not recorded" if fact[name] is None else str(fact[name]) for fact in facts)]
         for name in facts[0]
     ]
-    rows.append(["runs", *(str(len(runs)) for _, runs in places)])
-    rows.append(["hours of training", *(f"{sum(r.seconds for r in runs) / 3600:.2f}" for _, runs in places)])
-    names = ["value"] if len(places) == 1 else [f"{number}" for number in range(1, len(places) + 1)]
+    rows.append(["runs", *(str(len(runs)) for _, runs in environments)])
+    rows.append(["hours of training", *(f"{sum(r.seconds for r in runs) / 3600:.2f}" for _, runs in environments)])
+    names = ["value"] if len(environments) == 1 else [f"{number}" for number in range(1, len(environments) + 1)]
     return PageTable("Environment", ["", *names], rows, text=True)
 
 
 def notices(sizes: Sequence[Comparison]) -> list[str]:
     """Warnings: skipped steps, failures, unfinished runs."""
-    told = [one.changed_data for one in sizes if one.changed_data]
-    for one in sizes:
-        said: dict[tuple[int, str], list[str]] = {}
-        for record in one.records:
-            who = ", ".join(filter(None, (arm_of(record), one.size, f"seed {record.seed}")))
+    warnings = [size.changed_data for size in sizes if size.changed_data]
+    for size in sizes:
+        messages: dict[tuple[int, str], list[str]] = {}
+        for record in size.records:
+            run = ", ".join(filter(None, (arm_of(record), size.size, f"seed {record.seed}")))
             if record.skipped_steps:
-                told.append(
-                    f"{who}: {counted(record.skipped_steps, 'step')} skipped, because the loss or gradient was not "
+                warnings.append(
+                    f"{run}: {counted(record.skipped_steps, 'step')} skipped, because the loss or gradient was not "
                     "finite."
                 )
             if record.status == "diverged":
-                told.append(
-                    f"{who}: diverged, so the mean of the arm's other seeds is optimistic. {record.error or ''}".strip()
+                warnings.append(
+                    f"{run}: diverged, so the mean of the arm's other seeds is optimistic. {record.error or ''}".strip()
                 )
             for notice in record.notices:
-                said.setdefault((notice.step, notice.message), []).append(who)
-        for (step, message), those in said.items():  # what many runs say is said once
-            who = those[0] if len(those) == 1 else f"{those[0]} and {counted(len(those) - 1, 'other run')}"
-            told.append(f"{who}, step {step}: {message}")
-        told += words.left_out(one)
-        if one.beyond:
-            told.append(f"{counted(one.beyond, 'run')} came after the decision on their arm, and do not count.")
-    return told
+                messages.setdefault((notice.step, notice.message), []).append(run)
+        for (step, message), those in messages.items():  # what many runs say is said once
+            run = those[0] if len(those) == 1 else f"{those[0]} and {counted(len(those) - 1, 'other run')}"
+            warnings.append(f"{run}, step {step}: {message}")
+        warnings += words.left_out(size)
+        if size.beyond:
+            warnings.append(f"{counted(size.beyond, 'run')} came after the decision on their arm, and do not count.")
+    return warnings

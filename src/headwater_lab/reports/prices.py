@@ -12,12 +12,12 @@ from headwater_lab.util.terminal import Table, lined
 def prices_of(comparison: Comparison) -> Prices | str:
     """The measured prices of a comparison's arms; else a sentence if there are others, or ""."""
     folders = {folder.parent for folder in comparison.folders.values()}
-    found = read_prices(folders.pop()) if len(folders) == 1 else None
-    if found is None:
+    prices = read_prices(folders.pop()) if len(folders) == 1 else None
+    if prices is None:
         return ""
     recipes = {arm: parse(comparison.runs(arm)[0].recipe, arm) for arm in comparison.arms}
-    other = "prices.json holds prices of other arms or settings; `headwater bench prices` measures them."
-    return found if found.fit(recipes, comparison.baseline) else other
+    outdated = "prices.json holds prices of other arms or settings; `headwater bench prices` measures them."
+    return prices if prices.fit(recipes, comparison.baseline) else outdated
 
 
 def where_measured(prices: Prices) -> str:
@@ -43,16 +43,16 @@ def prices_by_arm(prices: Prices, *, of_images: bool = False) -> tuple[list[str]
     unit = "image" if of_images else "token"
     names = ["parameters", f"FLOPs/{unit}", f"training time/{unit}"]
     names += [] if of_images else ["cache B/token", "decoding time/token"]
-    found = {}
-    for arm, one in prices.arms.items():
-        times = ["×1"] * 2 if arm == prices.baseline else [_ratio(one.training), _ratio(one.decoding)]
-        row = [f"{one.parameters:,}", f"{one.flops:.3g}", times[0], f"{one.cache:,}", times[1]]
-        found[arm] = row[: len(names)]
-    return names, found
+    rows = {}
+    for arm, price in prices.arms.items():
+        times = ["×1"] * 2 if arm == prices.baseline else [_ratio(price.training), _ratio(price.decoding)]
+        row = [f"{price.parameters:,}", f"{price.flops:.3g}", times[0], f"{price.cache:,}", times[1]]
+        rows[arm] = row[: len(names)]
+    return names, rows
 
 
-def _ratio(one: TimeRatio | None) -> str:
-    return "" if one is None else f"×{one.ratio:.2f} [{one.quartiles[0]:.2f}, {one.quartiles[1]:.2f}]"
+def _ratio(time: TimeRatio | None) -> str:
+    return "" if time is None else f"×{time.ratio:.2f} [{time.quartiles[0]:.2f}, {time.quartiles[1]:.2f}]"
 
 
 def terminal_prices(prices: Prices) -> Table:

@@ -50,10 +50,10 @@ def _shows_seeds(comparison: Comparison) -> bool:
 
 def target(comparison: Comparison) -> str:
     """The threshold in words; "" without one."""
-    given = comparison.threshold
-    if given is None:
+    threshold = comparison.threshold
+    if threshold is None:
         return ""
-    return f"the end of {comparison.baseline}" if isinstance(given, str) else f"{given:g}"
+    return f"the end of {comparison.baseline}" if isinstance(threshold, str) else f"{threshold:g}"
 
 
 def cost_columns(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
@@ -64,12 +64,12 @@ def cost_columns(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
         return names, []
     rows = []
     for summary in comparison.summaries:
-        found = [one for one in summary.reached or [] if one is not None]
-        counts = f"{len(found)} of {len(summary.reached or []) + summary.diverged}"
-        if not found:
+        reached = [point for point in summary.reached or [] if point is not None]
+        counts = f"{len(reached)} of {len(summary.reached or []) + summary.diverged}"
+        if not reached:
             rows.append([summary.arm, counts, "", "", ""])
             continue
-        flops, seconds = (float(np.median([one[at] for one in found])) for at in (1, 2))
+        flops, seconds = (float(np.median([point[field] for point in reached])) for field in (1, 2))
         rows.append([summary.arm, counts, f"{flops:.3g}", times(summary.cheaper), f"{seconds:,.0f}"])
     return names, rows
 
@@ -92,17 +92,21 @@ COST_NOTE = (
 def worth_columns(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     """What each arm's result would have cost the baseline: column names and rows; no rows without budgets."""
     names = ["", "FLOPs, all included", f"worth in FLOPs of {comparison.baseline} [95 %]"]
-    lost = {one.arm: f", without {counted(one.diverged)} that diverged" for one in comparison.summaries if one.diverged}
-    rows = [[one.arm, f"{one.flops:.3g}", f"{_worth(one)}{lost.get(one.arm, '')}"] for one in comparison.worths]
+    diverged = {summary.arm: summary.diverged for summary in comparison.summaries}
+    rows = []
+    for worth in comparison.worths:
+        lost = diverged.get(worth.arm, 0)
+        note = f", without {counted(lost)} that diverged" if lost else ""
+        rows.append([worth.arm, f"{worth.flops:.3g}", f"{_worth(worth)}{note}"])
     return names, rows
 
 
-def _worth(one: Worth) -> str:
-    if one.below and one.above:
+def _worth(worth: Worth) -> str:
+    if worth.below and worth.above:
         return "outside the budgets, on both sides"
-    if one.factor is not None and (one.below or one.above):  # an interval would say more than is known
-        return f"at {'most' if one.below else 'least'} ×{math.exp(one.factor.mean):.2f}"
-    return times(one.factor)
+    if worth.factor is not None and (worth.below or worth.above):  # an interval would say more than is known
+        return f"at {'most' if worth.below else 'least'} ×{math.exp(worth.factor.mean):.2f}"
+    return times(worth.factor)
 
 
 def worth_note(comparison: Comparison) -> str:
@@ -125,12 +129,12 @@ def tables(comparison: Comparison) -> list[Table]:
 
 def further_tables(comparison: Comparison) -> list[tuple[str, tuple[list[str], list[list[str]]]]]:
     """Costs, worths and domains, where a comparison has any: (caption, (column names, rows)) of each."""
-    found = [
+    tables_of_kinds = [
         (f"What it costs to reach {target(comparison)}. {COST_NOTE}", cost_columns(comparison)),
         (f"What each result is worth. {worth_note(comparison)}", worth_columns(comparison)),
         (domains_note(comparison), domains_columns(comparison)),
     ]
-    return [(caption, columns) for caption, columns in found if columns[1]]
+    return [(caption, columns) for caption, columns in tables_of_kinds if columns[1]]
 
 
 def _mean(summary: Summary) -> str:
@@ -166,20 +170,20 @@ def table(comparison: Comparison) -> Table:
 
 def domains_columns(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     """The deciding kind of metric in every domain, or all metrics of images: column names and rows, if any."""
-    shown = _beside(comparison)
+    metrics = _beside(comparison)
 
     def values(arm: str, measure: str) -> dict[int, float]:
         looks = {run.seed: run.held_out[-1].metrics for run in comparison.finished(arm)}
         return {seed: look[measure] for seed, look in looks.items() if measure in look}
 
     def cell(arm: str, measure: str) -> str:
-        own, base = values(arm, measure), values(comparison.baseline, measure)
-        differences = [own[seed] - base[seed] for seed in own.keys() & base.keys()]
+        of_arm, base = values(arm, measure), values(comparison.baseline, measure)
+        differences = [of_arm[seed] - base[seed] for seed in of_arm.keys() & base.keys()]
         beside = f" ({np.mean(differences):+.3f})" if differences and arm != comparison.baseline else ""
-        return f"{np.mean(list(own.values())):.3f}{beside}" if own else ""
+        return f"{np.mean(list(of_arm.values())):.3f}{beside}" if of_arm else ""
 
-    rows = [[arm, *(cell(arm, measure) for measure in shown.values())] for arm in comparison.arms]
-    return ["", *shown], rows if shown else []
+    rows = [[arm, *(cell(arm, measure) for measure in metrics.values())] for arm in comparison.arms]
+    return ["", *metrics], rows if metrics else []
 
 
 def _beside(comparison: Comparison) -> dict[str, str]:
@@ -271,15 +275,15 @@ class _Answer:
                 for summary, verdict in self.judged
                 if verdict in ("better", "inconclusive") and summary is not best
             ]
-            others = self._say_rivals(best, rivals)
+            verdicts = self._say_rivals(best, rivals)
         else:  # their seeds stopped at different times, and were not compared on the way
-            others = self._list_verdicts(best)
-        return f"{best.arm} is better than {self.base} by {_write_effect(best, self.comparison)}{others}."
+            verdicts = self._list_verdicts(best)
+        return f"{best.arm} is better than {self.base} by {_write_effect(best, self.comparison)}{verdicts}."
 
     def _say_worse(self, worst: Summary) -> str:
-        others = self._say_undecided() if self.comparison.plan is None else self._list_verdicts(worst)
+        verdicts = self._say_undecided() if self.comparison.plan is None else self._list_verdicts(worst)
         effect = _write_effect(worst, self.comparison)
-        return f"No arm was found better than {self.base}; {worst.arm} is worse by {effect}{others}."
+        return f"No arm was found better than {self.base}; {worst.arm} is worse by {effect}{verdicts}."
 
     def _say_equivalent(self, widest: Summary) -> str:
         assert widest.paired is not None
@@ -346,10 +350,10 @@ def left_out(comparison: Comparison) -> list[str]:
 
 def question(sizes: Sequence[Comparison]) -> str:
     """One line: the arms, data, budget and number of seeds of a comparison, at one or more sizes."""
-    comparison, records = sizes[0], [record for one in sizes for record in one.records]
-    first = records[0]
-    kind = first.recipe.get("data", {}).get("kind")
-    data = first.data.get("source") or (f"the task {kind}" if kind else "the recipe's data")
+    comparison, records = sizes[0], [of_run for size in sizes for of_run in size.records]
+    record = records[0]
+    kind = record.recipe.get("data", {}).get("kind")
+    data = record.data.get("source") or (f"the task {kind}" if kind else "the recipe's data")
     if comparison.domains and "/" not in comparison.metric:
         data = f"{listed(comparison.domains)}, the plain mean over {counted(len(comparison.domains), 'domain')}"
     over = counted(len(comparison.seeds)) + (" per arm" if comparison.plan is None else " at most")
@@ -357,16 +361,16 @@ def question(sizes: Sequence[Comparison]) -> str:
     tokens, flops = span([r.tokens for r in records], "{:,}".format), span([r.flops for r in records], "{:.3g}".format)
     return (
         f"{_asked(comparison.arms, comparison.baseline)} Measured in {comparison.unit} ({direction} is better) on "
-        f"held-out data of {data}, after {tokens} training {first.unit} and {flops} FLOPs per run, with {over}"
+        f"held-out data of {data}, after {tokens} training {record.unit} and {flops} FLOPs per run, with {over}"
         + (f", at {len(sizes)} sizes." if len(sizes) > 1 else ".")
     )
 
 
 def _asked(arms: Sequence[str], baseline: str) -> str:
-    others = [arm for arm in arms if arm != baseline]
-    if len(others) > 1:
-        return f"Which of {listed(others)} are better than {baseline}?"
-    return f"Is {others[0]} better than {baseline}?" if others else f"How good is {baseline}?"
+    compared = [arm for arm in arms if arm != baseline]
+    if len(compared) > 1:
+        return f"Which of {listed(compared)} are better than {baseline}?"
+    return f"Is {compared[0]} better than {baseline}?" if compared else f"How good is {baseline}?"
 
 
 def span(values: Sequence[float], form: Callable[[float], str]) -> str:
